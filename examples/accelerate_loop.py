@@ -15,7 +15,9 @@ from medvl.data import ConVIRTAugmentation, ShardSource, WholeText, open_loader,
 
 def main() -> None:
     """Train and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", required=True, help="folder of shards")
     parser.add_argument("--out", required=True, help="new folder for the model")
     parser.add_argument("--epochs", type=int, default=2)
@@ -27,12 +29,13 @@ def main() -> None:
     tokenizer = train_wordpiece(texts, vocab_size=1000, min_frequency=1)
     torch.manual_seed(0)  # the same initial weights on all ranks
     plain = medvl.create_model(
-        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", frozen_text_layers=0, image_size=64,
-        projection_dim=64, tokenizer=tokenizer,
+        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", frozen_text_layers=0,
+        image_size=64, projection_dim=64, tokenizer=tokenizer,
     )  # fmt: skip
     loader = open_loader(  # not prepared: it divides each global batch among the ranks itself
-        train, batch=8, image=ConVIRTAugmentation.weak(64), text=WholeText(), tokenizer=tokenizer, train=True,
-        rank=accelerator.process_index, world=accelerator.num_processes, inputs=plain.inputs,
+        train, batch=8, image=ConVIRTAugmentation.weak(64), text=WholeText(), tokenizer=tokenizer,
+        train=True, rank=accelerator.process_index, world=accelerator.num_processes,
+        inputs=plain.inputs,
     )  # fmt: skip
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-import medvl  # before lightning: it makes torchvision importable where torch and torchvision are different builds
+# before lightning: it makes torchvision importable where torch and torchvision are different builds
+import medvl
 
 # isort: split
 import lightning
@@ -26,7 +27,9 @@ class Pretraining(lightning.LightningModule):
         super().__init__()
         self.model, self.retrieval = model, RetrievalMetrics(ks=(1, 5))
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
         """Return the batch on the device."""
         return batch.to(device)
 
@@ -40,7 +43,9 @@ class Pretraining(lightning.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add the embeddings of a batch."""
         image_BE = self.model.encode_image(batch.image_BCHW)
-        self.retrieval.update(image_BE, self.model.encode_text(batch.ids_BT, batch.mask_BT), batch.texts)
+        self.retrieval.update(
+            image_BE, self.model.encode_text(batch.ids_BT, batch.mask_BT), batch.texts
+        )
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics over all ranks."""
@@ -54,7 +59,9 @@ class Pretraining(lightning.LightningModule):
 
 def main() -> None:
     """Train, evaluate, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", required=True, help="folder of shards")
     parser.add_argument("--valid", required=True, help="folder of shards of other patients")
     parser.add_argument("--out", required=True, help="new folder for the model")
@@ -65,17 +72,18 @@ def main() -> None:
     texts = [text for index in range(len(train)) for text in train.sample(index).sections.values()]
     tokenizer = train_wordpiece(texts, vocab_size=1000, min_frequency=1)
     model = medvl.create_model(
-        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", frozen_text_layers=0, image_size=64,
-        projection_dim=64, tokenizer=tokenizer,
+        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", frozen_text_layers=0,
+        image_size=64, projection_dim=64, tokenizer=tokenizer,
     )  # fmt: skip
     loader = open_loader(  # the loader itself divides batches among ranks
-        train, batch=8, image=ConVIRTAugmentation.weak(64), text=WholeText(), tokenizer=tokenizer, train=True,
-        inputs=model.inputs,
+        train, batch=8, image=ConVIRTAugmentation.weak(64), text=WholeText(), tokenizer=tokenizer,
+        train=True, inputs=model.inputs,
     )  # fmt: skip
     valid_loader = open_for_evaluation(valid, model.transform, tokenizer, batch=32, workers=0)
     trainer = lightning.Trainer(
-        max_epochs=options.epochs, accelerator="auto", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        max_epochs=options.epochs, accelerator="auto", devices=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(Pretraining(model), loader, valid_loader)
     results = {name: value.item() for name, value in trainer.callback_metrics.items()}

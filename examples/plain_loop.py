@@ -2,7 +2,8 @@
 
     python examples/plain_loop.py --data shards/train --valid shards/validate --out exported/convirt
 
-`medvl train convirt` has what is left out here: resume, mixed precision, several ranks, schedules, fault tolerance.
+`medvl train convirt` has what is left out here: resume, mixed precision, several ranks, schedules,
+fault tolerance.
 """
 
 import argparse
@@ -18,7 +19,9 @@ from medvl.models import DualEncoder
 
 def main() -> None:
     """Train, evaluate, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", required=True, help="folder of shards")
     parser.add_argument("--valid", required=True, help="folder of shards of other patients")
     parser.add_argument("--out", required=True, help="new folder for the model")
@@ -29,13 +32,13 @@ def main() -> None:
     texts = [text for index in range(len(train)) for text in train.sample(index).sections.values()]
     tokenizer = train_wordpiece(texts, vocab_size=1000, min_frequency=1)
     model = medvl.create_model(
-        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", frozen_text_layers=0, image_size=64,
-        projection_dim=64, tokenizer=tokenizer,
+        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", frozen_text_layers=0,
+        image_size=64, projection_dim=64, tokenizer=tokenizer,
     )  # fmt: skip
     assert isinstance(model, DualEncoder)  # it has encode_image and encode_text
     loader = open_loader(
-        train, batch=8, image=ConVIRTAugmentation.weak(64), text=WholeText(), tokenizer=tokenizer, train=True,
-        inputs=model.inputs,
+        train, batch=8, image=ConVIRTAugmentation.weak(64), text=WholeText(), tokenizer=tokenizer,
+        train=True, inputs=model.inputs,
     )  # fmt: skip
     valid_loader = open_for_evaluation(valid, model.transform, tokenizer, batch=32, workers=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -52,10 +55,16 @@ def main() -> None:
         metrics.reset()
         with torch.no_grad():
             for batch in valid_loader:
-                image_BE, text_BE = model.encode_image(batch.image_BCHW), model.encode_text(batch.ids_BT, batch.mask_BT)
+                image_BE, text_BE = (
+                    model.encode_image(batch.image_BCHW),
+                    model.encode_text(batch.ids_BT, batch.mask_BT),
+                )
                 metrics.update(image_BE, text_BE, batch.texts)
         values = {name: value.item() for name, value in metrics.compute().items()}
-        print(f"epoch {epoch}: loss {losses.total.item():.3f}, recall@5 {values['recall@5/image_to_text']:.3f}")
+        print(
+            f"epoch {epoch}: loss {losses.total.item():.3f}, recall@5 "
+            f"{values['recall@5/image_to_text']:.3f}"
+        )
 
     # With the manifest, evaluations refuse the patients of the training data.
     run = {"recipe": "plain_loop", "train_manifest": dataclasses.asdict(train.manifest)}

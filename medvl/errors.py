@@ -1,7 +1,8 @@
 """Error types.
 
-Every error that medvl raises on bad input is a `MedvlError`. Its message names the file or the field, the problem and a
-remedy. It never quotes a header value or a line of a report: those may name a patient.
+Every error that medvl raises on bad input is a `MedvlError`. Its message names the file or the
+field, the problem and a remedy. It never quotes a header value or a line of a report: those may
+name a patient.
 
 `code` is a short word for programs: to count errors, or to handle one kind. Codes in use:
 
@@ -19,7 +20,7 @@ remedy. It never quotes a header value or a line of a report: those may name a p
 | unreadable | the operating system refuses to read or write |
 | denied | a remote store refuses access or a request: credentials, their expiry, their rights |
 | network | a remote store does not answer, or breaks off |
-| truncated, malformed, undecodable | the file is damaged: it ends early, breaks its format, or its codec fails |
+| truncated, malformed, undecodable | damaged: it ends early, breaks its format or its codec |
 | too_large | over a limit of size, count or memory |
 | mismatch | two things that must agree do not: a hash, a shape, a manifest, ranks |
 | version | written by another version of medvl |
@@ -30,15 +31,17 @@ remedy. It never quotes a header value or a line of a report: those may name a p
 | worker | a worker process died or hangs |
 | nonfinite | a loss, gradient or weight is not finite |
 
-Errors of a corpus's files have a few more, for counting: not_a_file (a folder, pipe, device or socket) and
-outside_folder (a link out of the corpus); those of images also no_pixels, no_codec, not_dicom, multi_frame,
-unknown_format, no_image, no_regions and too_small.
+Errors of a corpus's files have a few more, for counting: not_a_file (a folder, pipe, device or
+socket) and outside_folder (a link out of the corpus); those of images also no_pixels, no_codec,
+not_dicom, multi_frame, unknown_format, no_image, no_regions and too_small.
 """
 
 from typing import Any, Self
 
 ERROR_CODES = "MEDVL_ERROR_CODES"
-"""Variable of the environment: where it is set, commands print the code of an error behind its message."""
+"""Variable of the environment: where it is set, commands print the code of an error behind its
+message.
+"""
 
 
 class MedvlError(Exception):
@@ -46,7 +49,8 @@ class MedvlError(Exception):
 
     Attributes:
         code: short word for programs, from the table in `medvl.errors`.
-        field: the setting, option, column or key that is wrong, as the user wrote it; None where there is none.
+        field: the setting, option, column or key that is wrong, as the user wrote it; None where
+            there is none.
     """
 
     def __init__(self, message: str, code: str = "", *, field: str | None = None) -> None:
@@ -78,15 +82,21 @@ class ReportError(MedvlError):
 
 
 class CorpusError(MedvlError):
-    """A corpus on disk does not have the layout, the columns or the values that its data card describes."""
+    """A corpus on disk does not have the layout, the columns or the values that its data card
+    describes.
+    """
 
 
 class SplitError(MedvlError):
-    """A patient (or an article) is in more than one split, two manifests share patients, or a test set is synthetic."""
+    """A patient (or an article) is in more than one split, two manifests share patients, or a
+    test set is synthetic.
+    """
 
 
 class ShardError(MedvlError):
-    """A shard, its index or its manifest is missing or damaged, or belongs to another conversion."""
+    """A shard, its index or its manifest is missing or damaged, or belongs to another
+    conversion.
+    """
 
 
 class StorageError(MedvlError):
@@ -110,11 +120,15 @@ class CheckpointError(MedvlError):
 
 
 class WeightsError(MedvlError):
-    """Pretrained weights are not available, or do not fit the model; the message names the first differing keys."""
+    """Pretrained weights are not available, or do not fit the model; the message names the first
+    differing keys.
+    """
 
 
 class TrainingError(MedvlError):
-    """Training cannot continue: non-finite losses over budget, ranks that disagree, a folder locked by another run."""
+    """Training cannot continue: non-finite losses over budget, ranks that disagree, a folder
+    locked by another run.
+    """
 
 
 class EvaluationError(MedvlError):

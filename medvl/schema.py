@@ -1,10 +1,12 @@
 """Data classes that all of medvl shares. Read this first.
 
-A corpus yields `Sample`s; shards store them; the loader makes `Batch`es; encoders turn those into `ImageFeatures` and
-`TextFeatures`; a model turns a batch into `Losses`. This module imports nothing of medvl, and torch only for types.
+A corpus yields `Sample`s; shards store them; the loader makes `Batch`es; encoders turn those into
+`ImageFeatures` and `TextFeatures`; a model turns a batch into `Losses`. This module imports nothing
+of medvl, and torch only for types.
 
-Shape letters, here and everywhere: B batch, T text tokens, W words, S sentences, P patches or regions, D feature
-dim, E shared embedding dim, C channels, H and W height and width, L labels, N and M counts of images and texts.
+Shape letters, here and everywhere: B batch, T text tokens, W words, S sentences, P patches or
+regions, D feature dim, E shared embedding dim, C channels, H and W height and width, L labels, N
+and M counts of images and texts.
 """
 
 from __future__ import annotations  # torch is imported for the type checker only
@@ -51,23 +53,30 @@ POSITIVE, NEGATIVE, UNCERTAIN = 1, 0, -1
 """Label values. A finding that a report does not mention has no entry at all (NaN in an array)."""
 
 ConventionsName = Literal["chexpert", "doubtful", "indexed"]
-"""Names of `medvl.data.CONVENTIONS`: what the labeler of reports takes as present and as uncertain."""
+"""Names of `medvl.data.CONVENTIONS`: what the labeler of reports takes as present and as
+uncertain.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One image with its text, one image without a text, or one text without an image; de-identified.
+    """One image with its text, one image without a text, or one text without an image;
+    de-identified.
 
-    `image` is the image file while a corpus is being converted and is never written; None: the sample has no image. All
-    other fields are written to `{key}.json` of a shard.
+    `image` is the image file while a corpus is being converted and is never written; None: the
+    sample has no image. All other fields are written to `{key}.json` of a shard.
     """
 
     key: str
-    """Unique in its corpus; letters, digits, `-` and `_` only; carries no identifier (a salted hash)."""
+    """Unique in its corpus; letters, digits, `-` and `_` only; carries no identifier (a salted
+    hash).
+    """
     corpus: str
     split: str
     patient: str
-    """Salted hash of the patient id (of the article id for literature figures); splits are disjoint by it."""
+    """Salted hash of the patient id (of the article id for literature figures); splits are
+    disjoint by it.
+    """
     study: str
     """Salted hash of the study id: images of one study share their report."""
     image: Path | None = None
@@ -82,49 +91,72 @@ class Sample:
     age: int | None = None
     """Age in years; 90 means 90 and above."""
     order: int | None = None
-    """Position of the study among the patient's studies in the corpus, oldest first, from 0; None: unknown."""
+    """Position of the study among the patient's studies in the corpus, oldest first, from 0;
+    None: unknown.
+    """
     extra: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Fields of some corpora only (modality, plane, licence, boxes, questions; `prior`, the key of the image that this
-    one is compared with); JSON values only."""
+    """Fields of some corpora only (modality, plane, licence, boxes, questions; `prior`, the key of
+    the image that this one is compared with); JSON values only.
+    """
 
 
 class FindsEntities(Protocol):
     """A dictionary of entities."""
 
     def find(self, text: str) -> Sequence[tuple[int, int, int]]:
-        """Return (start, end, entity) of the mentions in a text: characters, and the entity's number."""
+        """Return (start, end, entity) of the mentions in a text: characters, and the entity's
+        number.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Optional parts of a batch that a system needs; a loader makes exactly the parts that are set."""
+    """Optional parts of a batch that a system needs; a loader makes exactly the parts that are
+    set.
+    """
 
     second_image: bool = False
     """A second view: the same image under another random augmentation."""
     second_text: bool = False
-    """A second text of the sample: another random choice, or the second of a `medvl.data.TextPair`."""
+    """A second text of the sample: another random choice, or the second of a
+    `medvl.data.TextPair`.
+    """
     mirrored_text: bool = False
     """The sample's text with left and right exchanged."""
     sentences: bool = False
     """The sentence of each token."""
     positions: bool = False
-    """The place of each labelled finding that the sample's text names (`medvl.data.reports.entities`)."""
+    """The place of each labelled finding that the sample's text names
+    (`medvl.data.reports.entities`).
+    """
     statements: bool = False
-    """All statements of the sample: several short texts, from a policy such as `medvl.data.Statements`."""
+    """All statements of the sample: several short texts, from a policy such as
+    `medvl.data.Statements`.
+    """
     prior_image: bool = False
-    """The patient's previous image, from sources that have the order of a patient's studies (`Sample.order`)."""
+    """The patient's previous image, from sources that have the order of a patient's studies
+    (`Sample.order`).
+    """
     other_view: bool = False
-    """Another image of the same study. The loader then yields each study once (`medvl.data.loading.studies`)."""
+    """Another image of the same study. The loader then yields each study once
+    (`medvl.data.loading.studies`).
+    """
     drawn_view: bool = False
-    """The same as an augmentation: in training, image and other image are two of the study, drawn in each epoch."""
+    """The same as an augmentation: in training, image and other image are two of the study,
+    drawn in each epoch.
+    """
     labels: bool = False
     """Labels: sources without them are refused."""
     regions: bool = False
-    """Region features and boxes that `medvl regions` wrote beside the shards, in place of pixels."""
+    """Region features and boxes that `medvl regions` wrote beside the shards, in place of
+    pixels.
+    """
     region_classes: bool = False
     """The distribution over the detector's classes, with `regions`."""
     entities: FindsEntities | None = None
-    """Finder of a knowledge graph's entities in texts (`medvl.data.EntityFinder`); None: the system needs none."""
+    """Finder of a knowledge graph's entities in texts (`medvl.data.EntityFinder`); None: the
+    system needs none.
+    """
     max_entities: int = 24
     """Maximum number of entities of a text; the first ones are kept."""
 
@@ -140,7 +172,9 @@ class Batch:
 
     keys: list[str]
     image_BCHW: Tensor
-    """uint8 grey (C = 1) or RGB (C = 3); the encoder scales, normalises and expands it on the device."""
+    """uint8 grey (C = 1) or RGB (C = 3); the encoder scales, normalises and expands it on the
+    device.
+    """
     ids_BT: Tensor
     """int64 token ids, padded to the longest text of this batch."""
     mask_BT: Tensor
@@ -152,26 +186,38 @@ class Batch:
     studies: list[str] | None = None
     """`Sample.study` of each row: rows of one study share their report. None: unknown."""
     image_of_B: Tensor | None = None
-    """int64: index of each row's image in `image_BCHW`, which then has fewer images than the batch has rows. None: one
-    image per row. Questions about one image share it, so that it is decoded and encoded once."""
+    """int64: index of each row's image in `image_BCHW`, which then has fewer images than the batch
+    has rows. None: one image per row. Questions about one image share it, so that it is decoded and
+    encoded once.
+    """
     has_image_B: Tensor | None = None
-    """bool: False where a sample has no image and its pixels are a placeholder. None: every sample has one. With
-    `image_of_B`, one value per image."""
+    """bool: False where a sample has no image and its pixels are a placeholder. None: every sample
+    has one. With `image_of_B`, one value per image.
+    """
     has_text_B: Tensor | None = None
-    """bool: False where a sample has no text, whatever its tokens are. None: every sample has one."""
+    """bool: False where a sample has no text, whatever its tokens are. None: every sample has
+    one.
+    """
     regions_BPD: Tensor | None = None
-    """float16 or float32, as stored: precomputed region features of a detector (`Inputs.regions`), for models that take
-    them in place of pixels; a row of zeros is padding. Or the class token and the patches of a frozen image encoder
-    (`DualEncoder.reads_features`)."""
+    """float16 or float32, as stored: precomputed region features of a detector (`Inputs.regions`),
+    for models that take them in place of pixels; a row of zeros is padding. Or the class token and
+    the patches of a frozen image encoder (`DualEncoder.reads_features`).
+    """
     region_boxes_BP4: Tensor | None = None
-    """float32: left, top, right and bottom of each region as shares of the image, in 0..1; zeros for padding."""
+    """float32: left, top, right and bottom of each region as shares of the image, in 0..1; zeros
+    for padding.
+    """
     region_classes_BPK: Tensor | None = None
-    """float32: the detector's distribution over its K classes for each region (`Inputs.region_classes`); zeros for
-    padding. Its maximum is the confidence of a region, its argmax the object's id."""
+    """float32: the detector's distribution over its K classes for each region
+    (`Inputs.region_classes`); zeros for padding. Its maximum is the confidence of a region, its
+    argmax the object's id.
+    """
 
     mean_counts_K: Tensor | None = None
-    """float32: for models with `loss_counts`, the mean counts of an update's batches over micro-batches and ranks, set
-    by the training step; None: losses are means over this batch alone."""
+    """float32: for models with `loss_counts`, the mean counts of an update's batches over
+    micro-batches and ranks, set by the training step; None: losses are means over this batch
+    alone.
+    """
 
     second_image_BCHW: Tensor | None = None
     """uint8: another random augmentation of the same images (`Inputs.second_image`)."""
@@ -180,28 +226,41 @@ class Batch:
     second_mask_BT: Tensor | None = None
     """bool, True on real tokens of `second_ids_BT`."""
     has_second_text_B: Tensor | None = None
-    """bool: False where a sample has no second text, whatever its tokens are (`medvl.data.TextPair`)."""
+    """bool: False where a sample has no second text, whatever its tokens are
+    (`medvl.data.TextPair`).
+    """
     mirrored_ids_BT: Tensor | None = None
-    """int64 token ids of the texts with left and right exchanged, padded like `ids_BT` (`Inputs.mirrored_text`)."""
+    """int64 token ids of the texts with left and right exchanged, padded like `ids_BT`
+    (`Inputs.mirrored_text`).
+    """
     mirrored_mask_BT: Tensor | None = None
     """bool, True on real tokens of `mirrored_ids_BT`."""
     has_mirror_B: Tensor | None = None
     """bool: False where a text names no side, so that its mirror is the text itself."""
     sentence_BT: Tensor | None = None
-    """int64: number of each token's sentence, from 0; -1 outside of sentences (`Inputs.sentences`)."""
+    """int64: number of each token's sentence, from 0; -1 outside of sentences
+    (`Inputs.sentences`).
+    """
     position_BL: Tensor | None = None
-    """int64: class of the place of the finding in each label column (`Inputs.positions`), with the sides of the image;
-    -1 where the text names none."""
+    """int64: class of the place of the finding in each label column (`Inputs.positions`), with the
+    sides of the image; -1 where the text names none.
+    """
     statement_ids_BST: Tensor | None = None
-    """int64 token ids of the sample's statements (`Inputs.statements`), padded to the most and the longest of them."""
+    """int64 token ids of the sample's statements (`Inputs.statements`), padded to the most and
+    the longest of them.
+    """
     statement_mask_BST: Tensor | None = None
     """bool, True on real tokens of `statement_ids_BST`; a statement without any is padding."""
     entity_BN: Tensor | None = None
-    """int64: entities that each text mentions, in the order of the text; -1 is padding (`Inputs.entities`)."""
+    """int64: entities that each text mentions, in the order of the text; -1 is padding
+    (`Inputs.entities`).
+    """
     mention_BT: Tensor | None = None
     """int64: for each token the column of `entity_BN` whose mention it is part of; -1 for none."""
     image_entity_BN: Tensor | None = None
-    """int64: distinct entities that all texts of the sample mention; -1 is padding. N differs from the text's."""
+    """int64: distinct entities that all texts of the sample mention; -1 is padding. N differs
+    from the text's.
+    """
     prior_BCHW: Tensor | None = None
     """uint8: the patient's previous image (`Inputs.prior_image`)."""
     has_prior_B: Tensor | None = None
@@ -211,8 +270,10 @@ class Batch:
     has_other_view_B: Tensor | None = None
     """bool: False where a study has one image only and these pixels are a placeholder."""
     augmentation_BVK: Tensor | None = None
-    """float32: parameters of the augmentation that is left to the device, for each image of each sample
-    (`medvl.data.transforms.device`); None: the images are augmented. With `image_of_B`, one row per image."""
+    """float32: parameters of the augmentation that is left to the device, for each image of each
+    sample (`medvl.data.transforms.device`); None: the images are augmented. With `image_of_B`, one
+    row per image.
+    """
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -235,12 +296,18 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Return the same batch with its tensors in page-locked memory; torch's DataLoader calls this."""
+        """Return the same batch with its tensors in page-locked memory; torch's DataLoader calls
+        this.
+        """
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        tensors = {name: value for name, value in values.items() if not (value is None or isinstance(value, list))}
+        tensors = {
+            name: value
+            for name, value in values.items()
+            if not (value is None or isinstance(value, list))
+        }
         moved: dict[str, Any] = {name: function(tensor) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **moved)
 
@@ -255,7 +322,9 @@ class ImageFeatures:
     grid: tuple[int, int] | None
     """(h, w) with h * w = P."""
     attention_BP: Tensor | None = None
-    """Attention of the last layer from the class token to the patches, averaged over heads; None unless requested."""
+    """Attention of the last layer from the class token to the patches, averaged over heads; None
+    unless requested.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,12 +336,16 @@ class TextFeatures:
     mask_BT: Tensor
     """bool, True on real tokens; needed for pooling `tokens_BTD`."""
     attention_BT: Tensor | None = None
-    """Attention of the last layer from the first token to all tokens, averaged over heads; None unless requested."""
+    """Attention of the last layer from the first token to all tokens, averaged over heads; None
+    unless requested.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Images or texts in the shared space of a dual-encoder, as `similarity` takes them; encode once, compare often."""
+    """Images or texts in the shared space of a dual-encoder, as `similarity` takes them; encode
+    once, compare often.
+    """
 
     global_NE: Tensor
     """L2-normalised, unless the system's similarity is not built on cosines (MutualInfo)."""
@@ -283,9 +356,13 @@ class Embeddings:
     weight_NP: Tensor | None = None
     """float32 weights of words or regions, for losses that use them."""
     pair_N: Tensor | None = None
-    """int64: the pair that each row belongs to, where pairs have unequal numbers of rows. None: row i is of pair i."""
+    """int64: the pair that each row belongs to, where pairs have unequal numbers of rows. None:
+    row i is of pair i.
+    """
     group_N: Tensor | None = None
-    """int64: equal for rows with equal texts, on every rank; None where the loss does not need it."""
+    """int64: equal for rows with equal texts, on every rank; None where the loss does not need
+    it.
+    """
 
     def __len__(self) -> int:
         return len(self.global_NE)
@@ -307,7 +384,9 @@ class Losses:
 
     @classmethod
     def weighted(cls, **terms: tuple[Tensor, float]) -> Losses:
-        """Return the weighted sum of named (value, weight) terms; `terms` keep the unweighted values."""
+        """Return the weighted sum of named (value, weight) terms; `terms` keep the unweighted
+        values.
+        """
         if not terms:
             raise ValueError("Losses.weighted needs at least one term")
         total = functools.reduce(operator.add, (weight * value for value, weight in terms.values()))

@@ -1,26 +1,37 @@
 """ARL on MedICaT, ROCO and MIMIC-CXR with UMLS (Chen et al., arXiv 2209.07118, ACM MM 2022).
 
-    torchrun --nproc-per-node 4 recipes/arl_mimic.py
-    torchrun recipes/arl_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/arl_mimic.py tiny --help     # every setting
-    torchrun recipes/vqa_finetune.py --init-from runs/arl/best     # fine-tune for VQA
+    torchrun --nproc-per-node 4 recipes/arl_mimic.py torchrun recipes/arl_mimic.py tiny            #
+    data of `medvl phantom quickstart`, two CPU cores torchrun recipes/arl_mimic.py tiny --help
+    # every setting torchrun recipes/vqa_finetune.py --init-from runs/arl/best     # fine-tune for
+    VQA
 
-Preset `paper`: M3AE's encoders and fusion-encoder with a stream of entities, and a graph of the concepts that the three
-corpora mention more than 20 times, with TransE's vectors; 100,000 steps of 256 pairs at 288 pixels, 1e-5 for the
-encoders and five times that for the rest, warmed up for a tenth and then linear. Differences from the paper: it starts
-from CLIP and RoBERTa, not from METER, unless `--init-from` names a checkpoint; entities are found by their names; a
-figure is one sample with one of its texts selected at random; and the checkpoint is selected by the validation loss.
-The release states 10 epochs and 100,000 steps, whichever ends first; here it is the steps.
+Preset `paper`: M3AE's encoders and fusion-encoder with a stream of entities, and a graph of the
+concepts that the three corpora mention more than 20 times, with TransE's vectors; 100,000 steps of
+256 pairs at 288 pixels, 1e-5 for the encoders and five times that for the rest, warmed up for a
+tenth and then linear. Differences from the paper: it starts from CLIP and RoBERTa, not from METER,
+unless `--init-from` names a checkpoint; entities are found by their names; a figure is one sample
+with one of its texts selected at random; and the checkpoint is selected by the validation loss. The
+release states 10 epochs and 100,000 steps, whichever ends first; here it is the steps.
 
-Preset `tiny`: the phantom's radiographs and its ontology instead of UMLS. It starts from the ResNet-10 and the
-three-layer BERT of the quickstart's ConVIRT; masked patches are cells of the ResNet's grid.
+Preset `tiny`: the phantom's radiographs and its ontology instead of UMLS. It starts from the
+ResNet-10 and the three-layer BERT of the quickstart's ConVIRT; masked patches are cells of the
+ResNet's grid.
 """
 
 from pathlib import Path
 
 from medvl.data import EvalTransform, RandomSection
 from medvl.models import ARLConfig
-from medvl.train import DataConfig, Linear, OptimConfig, Recipe, TrainConfig, launch, pretraining_run, quickstart
+from medvl.train import (
+    DataConfig,
+    Linear,
+    OptimConfig,
+    Recipe,
+    TrainConfig,
+    launch,
+    pretraining_run,
+    quickstart,
+)
 
 paper = Recipe(
     model=ARLConfig(knowledge="knowledge/umls"),
@@ -33,7 +44,11 @@ paper = Recipe(
         image=EvalTransform(size=288),
     ),
     optim=OptimConfig(
-        optimizer="adamw", lr=1e-5, betas=(0.9, 0.98), weight_decay=0.01, schedule=Linear(warmup_steps=10_000)
+        optimizer="adamw",
+        lr=1e-5,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        schedule=Linear(warmup_steps=10_000),
     ),
     train=TrainConfig(
         run_dir=Path("runs/arl"),

@@ -1,20 +1,24 @@
-"""Autoencoder of chest radiographs: the first stage of latent diffusion (Rombach et al., arXiv 2112.10752).
+"""Autoencoder of chest radiographs: the first stage of latent diffusion (Rombach et al., arXiv
+2112.10752).
 
-    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --short-side 512 --out shards/mimic-cxr-512
-    torchrun --nproc-per-node 8 recipes/autoencoder_cxr.py
-    torchrun recipes/autoencoder_cxr.py tiny          # data of `medvl phantom quickstart`, two CPU cores
-    medvl generate --checkpoint runs/autoencoder-cxr/best --data shards/mimic-cxr-512/test --reconstruct --out rebuilt
+    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --short-side 512 --out
+    shards/mimic-cxr-512 torchrun --nproc-per-node 8 recipes/autoencoder_cxr.py torchrun
+    recipes/autoencoder_cxr.py tiny          # data of `medvl phantom quickstart`, two CPU cores
+    medvl generate --checkpoint runs/autoencoder-cxr/best --data shards/mimic-cxr-512/test
+    --reconstruct --out rebuilt
 
-Needs `pip install medvl[generation]`. RoentGen leaves Stable Diffusion's autoencoder as it is, because it reconstructs
-radiographs well; this recipe is for other sizes, or without those weights. Its images are the best that a generator on
-its latents can show: the last command writes them, and `medvl eval generation` measures what they lose.
+Needs `pip install medvl[generation]`. RoentGen leaves Stable Diffusion's autoencoder as it is,
+because it reconstructs radiographs well; this recipe is for other sizes, or without those weights.
+Its images are the best that a generator on its latents can show: the last command writes them, and
+`medvl eval generation` measures what they lose.
 
-Preset `paper`: Stable Diffusion 1's sizes and the learning rate of its release (4.5e-6 for each image of a batch). The
-release also trains with a perceptual and an adversarial loss, which medvl does not have.
+Preset `paper`: Stable Diffusion 1's sizes and the learning rate of its release (4.5e-6 for each
+image of a batch). The release also trains with a perceptual and an adversarial loss, which medvl
+does not have.
 
-Preset `tiny`: frontal views at 64 pixels, 8 x 8 x 8 latents. A linear probe that was trained on real images has a mean
-AUROC of the five competition findings of 0.925 [0.905, 0.946] on reconstructed test images, 0.946 [0.929, 0.963] on the
-originals.
+Preset `tiny`: frontal views at 64 pixels, 8 x 8 x 8 latents. A linear probe that was trained on
+real images has a mean AUROC of the five competition findings of 0.925 [0.905, 0.946] on
+reconstructed test images, 0.946 [0.929, 0.963] on the originals.
 """
 
 import dataclasses
@@ -57,7 +61,12 @@ tiny = dataclasses.replace(
         image_size=64,
         fit="crop",
         sizes=AutoencoderSizes(
-            image_channels=1, channels=(8, 16, 32, 64), layers=1, latent_channels=8, groups=8, attention=False
+            image_channels=1,
+            channels=(8, 16, 32, 64),
+            layers=1,
+            latent_channels=8,
+            groups=8,
+            attention=False,
         ),
     ),
     data=ImageDataConfig(
@@ -79,7 +88,10 @@ tiny = dataclasses.replace(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --short-side 512 --out shards/mimic-cxr-512"
+MAKE_DATA = (
+    "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --short-side 512 --out "
+    "shards/mimic-cxr-512"
+)
 prepare = autoencoder_run("autoencoder_cxr", MAKE_DATA)
 
 if __name__ == "__main__":

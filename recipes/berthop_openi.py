@@ -3,16 +3,19 @@
     medvl fit-pixelhop shards/openi/train pixelhop
     torchrun recipes/berthop_openi.py --pixelhop pixelhop
     torchrun recipes/berthop_openi.py --pixelhop pixelhop --modalities image --data.fraction 0.1
-    torchrun recipes/berthop_openi.py tiny            # the phantom, two CPU cores
-    torchrun recipes/berthop_openi.py tiny --help     # every setting
-    python scripts/compare_berthop.py                 # beside a ResNet, at 1, 10 and 100 % of the labels
+    torchrun recipes/berthop_openi.py tiny  # the phantom, two CPU cores
+    torchrun recipes/berthop_openi.py tiny --help  # every setting
+    python scripts/compare_berthop.py       # beside a ResNet, at 1, 10 and 100 % of the labels
 
-The visual tokens come from PixelHop++, fitted to the training images without gradients; BlueBERT is fine-tuned over the
-report and the tokens. `--init-from` starts from a BERTHop, such as one that was trained by masked words before.
+The visual tokens come from PixelHop++, fitted to the training images without gradients; BlueBERT is
+fine-tuned over the report and the tokens. `--init-from` starts from a BERTHop, such as one that was
+trained by masked words before.
 
-Preset `paper`: batch 18, 128 tokens, 1e-4 under a linear schedule with a warm-up of a tenth, as in the released
-notebook, for 6 epochs. Differences: validation patients of their own select the checkpoint; AdamW instead of BertAdam;
-the settings of PixelHop++ are those of `medvl fit-pixelhop`, because the paper's are not released.
+Preset `paper`: batch 18, 128 tokens, 1e-4 under a linear schedule with a warm-up of a tenth, as in
+the released
+notebook, for 6 epochs. Differences: validation patients of their own select the checkpoint; AdamW
+instead of BertAdam; the settings of PixelHop++ are those of `medvl fit-pixelhop`, because the
+paper's are not released.
 """
 
 import dataclasses
@@ -45,7 +48,9 @@ paper = BERTHopRecipe(
     pixelhop=Path("pixelhop"),
     model=BERTHopConfig(),
     pretrained=True,
-    data=ClassificationDataConfig(train=Path("shards/openi/train"), valid=Path("shards/openi/validate")),
+    data=ClassificationDataConfig(
+        train=Path("shards/openi/train"), valid=Path("shards/openi/validate")
+    ),
     optim=OptimConfig(lr=1e-4, weight_decay=0.01, schedule=Linear(warmup_steps=96)),
     train=TrainConfig(
         run_dir=Path("runs/berthop"),
@@ -73,7 +78,9 @@ tiny = BERTHopRecipe(
         workers=1,
     ),
     optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(paper.train, run_dir=Path("quickstart/berthop"), epochs=12, global_batch=32),
+    train=dataclasses.replace(
+        paper.train, run_dir=Path("quickstart/berthop"), epochs=12, global_batch=32
+    ),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
@@ -90,12 +97,16 @@ def with_pixelhop(recipe: BERTHopRecipe) -> BERTHopRecipe:
     if recipe.init_from is not None:
         return recipe
     model = dataclasses.replace(
-        recipe.model, image_arguments=pixelhop_arguments(recipe.pixelhop), image_weights=str(recipe.pixelhop)
+        recipe.model,
+        image_arguments=pixelhop_arguments(recipe.pixelhop),
+        image_weights=str(recipe.pixelhop),
     )
     return dataclasses.replace(recipe, model=model)
 
 
-prepare = classifier_run("berthop_openi", MAKE_DATA, LabelPolicy, ClassifyEval, PHANTOM, with_pixelhop)
+prepare = classifier_run(
+    "berthop_openi", MAKE_DATA, LabelPolicy, ClassifyEval, PHANTOM, with_pixelhop
+)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "BERTHop on Open-i.")

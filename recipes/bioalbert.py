@@ -1,27 +1,43 @@
-"""BioALBERT: ALBERT further pretrained on biomedical text (Naseem et al., arXiv 2107.04374, BMC Bioinformatics 2022).
+"""BioALBERT: ALBERT further pretrained on biomedical text (Naseem et al., arXiv 2107.04374, BMC
+Bioinformatics 2022).
 
-    medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed
-    torchrun --nproc-per-node 8 recipes/bioalbert.py --init-from ALBERT      # `medvl import albert_mlm`
+    medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed torchrun
+    --nproc-per-node 8 recipes/bioalbert.py --init-from ALBERT      # `medvl import albert_mlm`
     torchrun recipes/bioalbert.py tiny                # reports of `medvl phantom quickstart`
 
-Preset `paper`: ALBERT-base v2 with its SentencePiece vocabulary, masked words and sentence order prediction, LAMB,
-3,125 steps of warm-up, 200,000 steps of 1,024 sequences (variant Base1). The rate of 1.76e-3 is ALBERT's for batches
-of 4,096, scaled by the square root of the batch, because this paper states none; LAMB's constants are those of its
-own paper. The limit of 20 masked tokens in a sequence of 512 is not kept: it leaves 96 % of each sequence without a
-target. `large` is the larger model with batches of 256. Differences: bf16 autocast, and a sequence is one block of a
-document.
+Preset `paper`: ALBERT-base v2 with its SentencePiece vocabulary, masked words and sentence order
+prediction, LAMB, 3,125 steps of warm-up, 200,000 steps of 1,024 sequences (variant Base1). The rate
+of 1.76e-3 is ALBERT's for batches of 4,096, scaled by the square root of the batch, because this
+paper states none; LAMB's constants are those of its own paper. The limit of 20 masked tokens in a
+sequence of 512 is not kept: it leaves 96 % of each sequence without a target. `large` is the larger
+model with batches of 256. Differences: bf16 autocast, and a sequence is one block of a document.
 
-Preset `tiny`: four shared layers 128 wide from scratch, with the WordPiece vocabulary of the quickstart.
+Preset `tiny`: four shared layers 128 wide from scratch, with the WordPiece vocabulary of the
+quickstart.
 """
 
 import dataclasses
 from pathlib import Path
 
 from medvl.models import AlbertTextConfig
-from medvl.train import Linear, OptimConfig, TextDataConfig, TextRecipe, TrainConfig, launch, quickstart, text_run
+from medvl.train import (
+    Linear,
+    OptimConfig,
+    TextDataConfig,
+    TextRecipe,
+    TrainConfig,
+    launch,
+    quickstart,
+    text_run,
+)
 
 OPTIM = OptimConfig(
-    optimizer="lamb", lr=8.8e-4, eps=1e-6, weight_decay=0.01, clip_norm=1.0, schedule=Linear(warmup_steps=3_125)
+    optimizer="lamb",
+    lr=8.8e-4,
+    eps=1e-6,
+    weight_decay=0.01,
+    clip_norm=1.0,
+    schedule=Linear(warmup_steps=3_125),
 )
 paper = TextRecipe(
     model=AlbertTextConfig(),
@@ -39,12 +55,19 @@ paper = TextRecipe(
         checkpoint_every=1_000,
     ),
 )
-LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+LARGE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
 large = dataclasses.replace(
     paper,
     model=AlbertTextConfig(text_arguments=LARGE),
     optim=dataclasses.replace(OPTIM, lr=4.4e-4),
-    train=dataclasses.replace(paper.train, run_dir=Path("runs/bioalbert-large"), global_batch=256, accumulate=1),
+    train=dataclasses.replace(
+        paper.train, run_dir=Path("runs/bioalbert-large"), global_batch=256, accumulate=1
+    ),
 )
 SMALL = {
     "embedding_size": 64,

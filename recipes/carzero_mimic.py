@@ -1,21 +1,24 @@
-"""CARZero on MIMIC-CXR: cross-attention of images and statements (Lai et al., CVPR 2024, arXiv 2402.17417).
+"""CARZero on MIMIC-CXR: cross-attention of images and statements (Lai et al., CVPR 2024, arXiv
+2402.17417).
 
-    torchrun --nproc-per-node 2 recipes/carzero_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/carzero_mimic.py --model.image-weights MRM.safetensors --data.text.source file ...
-    torchrun recipes/carzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/carzero_mimic.py tiny --help     # every setting
+    torchrun --nproc-per-node 2 recipes/carzero_mimic.py --data.train DIR/train --data.valid
+    DIR/validate torchrun recipes/carzero_mimic.py --model.image-weights MRM.safetensors
+    --data.text.source file ... torchrun recipes/carzero_mimic.py tiny            # data of `medvl
+    phantom quickstart`, two CPU cores torchrun recipes/carzero_mimic.py tiny --help     # every
+    setting
 
-Preset `paper`: the settings of the authors' configuration. ImageNet's ViT-B/16 and BioBERT come from the hub on first
-use; the authors start from a masked record model (`--model.image-weights`) and a BioBERT trained on reports, and read
-one random statement an image, which a language model wrote; here the labeler does. Other differences: bf16 for fp16;
-256 pairs from the first epoch on, where the authors go from 64 over 128 to 256; mirrored images have mirrored texts.
+Preset `paper`: the settings of the authors' configuration. ImageNet's ViT-B/16 and BioBERT come
+from the hub on first use; the authors start from a masked record model (`--model.image-weights`)
+and a BioBERT trained on reports, and read one random statement an image, which a language model
+wrote; here the labeler does. Other differences: bf16 for fp16; 256 pairs from the first epoch on,
+where the authors go from 64 over 128 to 256; mirrored images have mirrored texts.
 
-Goals on MIMIC-CXR with prompts `statements`, the published figures: mean AUROC of CheXpert's five 0.92, of
-ChestX-ray14 0.81, of PadChest's 192 labels 0.81, pointing game of MS-CXR 0.75. A run of ours needs the credentialed
-data.
+Goals on MIMIC-CXR with prompts `statements`, the published figures: mean AUROC of CheXpert's five
+0.92, of ChestX-ray14 0.81, of PadChest's 192 labels 0.81, pointing game of MS-CXR 0.75. A run of
+ours needs the credentialed data.
 
-Preset `tiny`: the encoders, augmentation and schedule of `recipes/convirt_mimic.py tiny`, a decoder of two layers, and
-statements of the labeler.
+Preset `tiny`: the encoders, augmentation and schedule of `recipes/convirt_mimic.py tiny`, a decoder
+of two layers, and statements of the labeler.
 """
 
 import dataclasses
@@ -24,7 +27,16 @@ from pathlib import Path
 from medvl.data import ConVIRTAugmentation, Statements
 from medvl.eval import ZeroShotEval
 from medvl.models import CARZeroConfig
-from medvl.train import DataConfig, OptimConfig, Plateau, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
+from medvl.train import (
+    DataConfig,
+    OptimConfig,
+    Plateau,
+    TrainConfig,
+    ZeroShotRecipe,
+    launch,
+    quickstart,
+    zero_shot_run,
+)
 
 paper = ZeroShotRecipe(
     model=CARZeroConfig(),
@@ -56,7 +68,11 @@ paper = ZeroShotRecipe(
         schedule=Plateau(factor=0.5, patience=5),
     ),
     train=TrainConfig(
-        run_dir=Path("runs/carzero-mimic"), epochs=15, global_batch=256, precision="bf16", early_stop_patience=10
+        run_dir=Path("runs/carzero-mimic"),
+        epochs=15,
+        global_batch=256,
+        precision="bf16",
+        early_stop_patience=10,
     ),
     prompts="statements",
 )

@@ -1,19 +1,21 @@
-"""A classifier of change between an image and its prior image, fine-tuned on a dual-encoder such as BioViL-T.
+"""A classifier of change between an image and its prior image, fine-tuned on a dual-encoder such as
+BioViL-T.
 
-    torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best
-    torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best --use-prior False   # the image alone
-    torchrun recipes/change_finetune.py tiny          # on the phantom's BioViL-T, two CPU cores
-    medvl eval change --checkpoint runs/change/best --data shards/ms-cxr-t/test
+    torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best torchrun
+    recipes/change_finetune.py --init-from runs/biovil-t-mimic/best --use-prior False   # the image
+    alone torchrun recipes/change_finetune.py tiny          # on the phantom's BioViL-T, two CPU
+    cores medvl eval change --checkpoint runs/change/best --data shards/ms-cxr-t/test
 
-The classes are those of MS-CXR-T: improving, stable and worsening, for each finding. MS-CXR-T has labels of test images
-only. Labels for training, such as those that Chest ImaGenome derives from reports, are read from a table in its layout
-(`medvl shards ms-cxr-t`). `--init-from` is a checkpoint of any dual-encoder; one that takes no prior image embeds both
-images apart. `--data.fraction` selects a fraction of the training patients.
+The classes are those of MS-CXR-T: improving, stable and worsening, for each finding. MS-CXR-T has
+labels of test images only. Labels for training, such as those that Chest ImaGenome derives from
+reports, are read from a table in its layout (`medvl shards ms-cxr-t`). `--init-from` is a
+checkpoint of any dual-encoder; one that takes no prior image embeds both images apart.
+`--data.fraction` selects a fraction of the training patients.
 
-Preset `paper`: BioViL-T at its published size; for a dual-encoder of another size or with borders set
-`--data.image.size` and `--data.image.pad` (an error names the values). All settings of the training are this recipe's
-own. Everything that images pass through is trained, also what the pretraining froze. `best` has the highest macro
-accuracy on validation patients.
+Preset `paper`: BioViL-T at its published size; for a dual-encoder of another size or with borders
+set `--data.image.size` and `--data.image.pad` (an error names the values). All settings of the
+training are this recipe's own. Everything that images pass through is trained, also what the
+pretraining froze. `best` has the highest macro accuracy on validation patients.
 
 Preset `tiny`: the phantom in the layout of MS-CXR-T.
 """
@@ -23,7 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medvl.data import ConVIRTAugmentation
-from medvl.train import ChangeDataConfig, Cosine, OptimConfig, TrainConfig, data_advice, launch, quickstart
+from medvl.train import (
+    ChangeDataConfig,
+    Cosine,
+    OptimConfig,
+    TrainConfig,
+    data_advice,
+    launch,
+    quickstart,
+)
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -72,7 +82,11 @@ tiny = Recipe(
     ),
     optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
     train=dataclasses.replace(
-        paper.train, run_dir=Path("quickstart/change"), epochs=6, global_batch=32, channels_last=True
+        paper.train,
+        run_dir=Path("quickstart/change"),
+        epochs=6,
+        global_batch=32,
+        channels_last=True,
     ),
 )
 
@@ -95,7 +109,10 @@ def prepare(recipe: Recipe) -> "Run":
 
     with seeded(recipe.train.seed):
         model = create_change_classifier(
-            recipe.init_from, recipe.data.names(), use_prior=recipe.use_prior, head_lr_mult=recipe.head_lr_mult
+            recipe.init_from,
+            recipe.data.names(),
+            use_prior=recipe.use_prior,
+            head_lr_mult=recipe.head_lr_mult,
         )
     opened = open_change(recipe.data, model, recipe.train.micro_batch)
     run = Run(recipe="change_finetune", settings=recipe, model=model, data=opened)

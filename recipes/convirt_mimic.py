@@ -1,21 +1,25 @@
 """ConVIRT on MIMIC-CXR (Zhang et al., arXiv 2010.00747, MLHC 2022).
 
-    torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/convirt_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/convirt_mimic.py tiny --help     # every setting
-    torchrun recipes/convirt_mimic.py --init-from runs/convirt-mimic/best --data.train OURS/train ...    # continue
+    torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train --data.valid
+    DIR/validate torchrun recipes/convirt_mimic.py tiny            # data of `medvl phantom
+    quickstart`, two CPU cores torchrun recipes/convirt_mimic.py tiny --help     # every setting
+    torchrun recipes/convirt_mimic.py --init-from runs/convirt-mimic/best --data.train OURS/train
+    ...    # continue
 
-Preset `paper`: the settings of the paper where it gives them, else those of LoVT's re-implementation, such as the
-patience of the schedule and of the early stop, and sentences of at least three tokens (two words and a full stop: "No
-pneumothorax." is one). ImageNet's ResNet-50 and Bio_ClinicalBERT are downloaded from the hub on first use. Differences
-from the paper: bf16 autocast, and an epoch is a pass over the training set (5,000 steps in the paper). Images are
-frontal, as published: make the shards with `--views PA AP`, because the preset reads all images of its shards. The
-authors released neither weights nor a zero-shot result on CheXpert; results of this recipe need the credentialed data.
+Preset `paper`: the settings of the paper where it gives them, else those of LoVT's
+re-implementation, such as the patience of the schedule and of the early stop, and sentences of at
+least three tokens (two words and a full stop: "No pneumothorax." is one). ImageNet's ResNet-50 and
+Bio_ClinicalBERT are downloaded from the hub on first use. Differences
+from the paper: bf16 autocast, and an epoch is a pass over the training set (5,000 steps in the
+paper). Images are
+frontal, as published: make the shards with `--views PA AP`, because the preset reads all images of
+its shards. The authors released neither weights nor a zero-shot result on CheXpert; results of this
+recipe need the credentialed data.
 
-Preset `tiny`: a ResNet-10 and a three-layer BERT from scratch, complete impressions instead of single sentences, a
-weaker augmentation without the flip, and AdamW with a cosine schedule instead of Adam on a plateau.
-`bash scripts/quickstart.sh` trains it in about five minutes on two cores. For held-out phantom patients the mean AUROC
-of the five competition findings was 0.898 [0.885, 0.910].
+Preset `tiny`: a ResNet-10 and a three-layer BERT from scratch, complete impressions instead of
+single sentences, a weaker augmentation without the flip, and AdamW with a cosine schedule instead
+of Adam on a plateau. `bash scripts/quickstart.sh` trains it in about five minutes on two cores. For
+held-out phantom patients the mean AUROC of the five competition findings was 0.898 [0.885, 0.910].
 """
 
 from pathlib import Path
@@ -23,7 +27,16 @@ from pathlib import Path
 from medvl.data import ConVIRTAugmentation, RandomSentence
 from medvl.eval import ZeroShotEval
 from medvl.models import ConVIRTConfig
-from medvl.train import DataConfig, OptimConfig, Plateau, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
+from medvl.train import (
+    DataConfig,
+    OptimConfig,
+    Plateau,
+    TrainConfig,
+    ZeroShotRecipe,
+    launch,
+    quickstart,
+    zero_shot_run,
+)
 
 paper = ZeroShotRecipe(
     model=ConVIRTConfig(),
@@ -34,7 +47,9 @@ paper = ZeroShotRecipe(
         text=RandomSentence(min_tokens=2),
         image=ConVIRTAugmentation(size=224, flip="plain"),
     ),
-    optim=OptimConfig(optimizer="adam", lr=1e-4, weight_decay=1e-6, schedule=Plateau(factor=0.5, patience=12)),
+    optim=OptimConfig(
+        optimizer="adam", lr=1e-4, weight_decay=1e-6, schedule=Plateau(factor=0.5, patience=12)
+    ),
     train=TrainConfig(
         run_dir=Path("runs/convirt-mimic"),
         epochs=200,

@@ -1,23 +1,28 @@
-"""CXR-CLIP on MIMIC-CXR, and on images with labels alone (You et al., MICCAI 2023, arXiv 2310.13292).
+"""CXR-CLIP on MIMIC-CXR, and on images with labels alone (You et al., MICCAI 2023, arXiv
+2310.13292).
 
-    torchrun --nproc-per-node 4 recipes/cxrclip_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/cxrclip_mimic.py --data.extra-train shards/chexpert/train shards/nih-cxr14/train ...
-    torchrun recipes/cxrclip_mimic.py --model.image-encoder swin_tiny --model.image-pool first ...
-    torchrun recipes/cxrclip_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/cxrclip_mimic.py tiny --help     # every setting
+    torchrun --nproc-per-node 4 recipes/cxrclip_mimic.py --data.train DIR/train --data.valid
+    DIR/validate torchrun recipes/cxrclip_mimic.py --data.extra-train shards/chexpert/train
+    shards/nih-cxr14/train ... torchrun recipes/cxrclip_mimic.py --model.image-encoder swin_tiny
+    --model.image-pool first ... torchrun recipes/cxrclip_mimic.py tiny            # data of `medvl
+    phantom quickstart`, two CPU cores torchrun recipes/cxrclip_mimic.py tiny --help     # every
+    setting
 
-Preset `paper`: the settings of the authors' configuration; CheXpert and ChestX-ray14 join in as `--data.extra-train`,
-their labels as sentences. ImageNet's ResNet-50 and Bio_ClinicalBERT come from the hub on first use. Differences: the
-second text is another section, where the authors also have back-translations; a label is the statement "There is
-[no|possible] X.", where the authors draw one of several templates; at most three absent labels of an image are drawn,
-as the authors do for ChestX-ray14 (of CheXpert they take all that are stated); no CLAHE; bf16; no weight decay of
-biases, norms and the temperature, which decay in the released code. Images are not mirrored, as published. The released
-code shuffles sentences to no effect and validates VinDr-CXR on its training table; neither is repeated.
+Preset `paper`: the settings of the authors' configuration; CheXpert and ChestX-ray14 join in as
+`--data.extra-train`, their labels as sentences. ImageNet's ResNet-50 and Bio_ClinicalBERT come from
+the hub on first use. Differences: the second text is another section, where the authors also have
+back-translations; a label is the statement "There is [no|possible] X.", where the authors draw one
+of several templates; at most three absent labels of an image are drawn, as the authors do for
+ChestX-ray14 (of CheXpert they take all that are stated); no CLAHE; bf16; no weight decay of biases,
+norms and the temperature, which decay in the released code. Images are not mirrored, as published.
+The released code shuffles sentences to no effect and validates VinDr-CXR on its training table;
+neither is repeated.
 
-Goals on MIMIC-CXR with CheXpert and ChestX-ray14, the figures of a leaderboard: AUROC of RSNA pneumonia 0.90, of
-VinDr-CXR 0.89. A run of ours needs the credentialed data.
+Goals on MIMIC-CXR with CheXpert and ChestX-ray14, the figures of a leaderboard: AUROC of RSNA
+pneumonia 0.90, of VinDr-CXR 0.89. A run of ours needs the credentialed data.
 
-Preset `tiny`: the encoders, augmentation and schedule of `recipes/convirt_mimic.py tiny`, with two sections.
+Preset `tiny`: the encoders, augmentation and schedule of `recipes/convirt_mimic.py tiny`, with two
+sections.
 """
 
 import dataclasses
@@ -26,7 +31,16 @@ from pathlib import Path
 from medvl.data import ConVIRTAugmentation, RandomSection, TextOrLabels
 from medvl.eval import ZeroShotEval
 from medvl.models import CXRCLIPConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
+from medvl.train import (
+    Cosine,
+    DataConfig,
+    OptimConfig,
+    TrainConfig,
+    ZeroShotRecipe,
+    launch,
+    quickstart,
+    zero_shot_run,
+)
 
 paper = ZeroShotRecipe(
     model=CXRCLIPConfig(),
@@ -35,11 +49,19 @@ paper = ZeroShotRecipe(
         train="shards/mimic-cxr-all/train",
         valid=Path("shards/mimic-cxr-all/validate"),
         text=TextOrLabels(text=RandomSection(), most_absent=3),
-        image=dataclasses.replace(ConVIRTAugmentation.crop(224, area=(0.8, 1.0)), brightness=0.1, contrast=0.2),
+        image=dataclasses.replace(
+            ConVIRTAugmentation.crop(224, area=(0.8, 1.0)), brightness=0.1, contrast=0.2
+        ),
     ),
-    optim=OptimConfig(optimizer="adamw", lr=5e-5, weight_decay=1e-4, schedule=Cosine(warmup_steps=1_700)),
+    optim=OptimConfig(
+        optimizer="adamw", lr=5e-5, weight_decay=1e-4, schedule=Cosine(warmup_steps=1_700)
+    ),
     train=TrainConfig(
-        run_dir=Path("runs/cxrclip-mimic"), epochs=15, global_batch=128, precision="bf16", channels_last=True
+        run_dir=Path("runs/cxrclip-mimic"),
+        epochs=15,
+        global_batch=128,
+        precision="bf16",
+        channels_last=True,
     ),
 )
 tiny = quickstart.zero_shot_recipe(

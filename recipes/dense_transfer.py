@@ -1,26 +1,32 @@
-"""Detection or segmentation by a small decoder on a frozen, pretrained image encoder, at a fraction of the labels.
+"""Detection or segmentation by a small decoder on a frozen, pretrained image encoder, at a fraction
+of the labels.
 
-    torchrun recipes/dense_transfer.py --init-from runs/convirt-mimic/best                # RSNA: boxes of pneumonia
-    torchrun recipes/dense_transfer.py segmentation --init-from runs/convirt-mimic/best --data.fraction 0.01
-    torchrun recipes/dense_transfer.py tiny                                              # phantom, two CPU cores
-    medvl eval detection --checkpoint runs/rsna-detection/best --data shards/rsna/test --valid shards/rsna/validate
-    medvl eval segmentation --checkpoint runs/siim-segmentation/best --data shards/siim/test \\
+    torchrun recipes/dense_transfer.py --init-from runs/convirt-mimic/best  # RSNA: boxes of
+    pneumonia torchrun recipes/dense_transfer.py segmentation --init-from runs/convirt-mimic/best
+    --data.fraction 0.01 torchrun recipes/dense_transfer.py tiny                                 #
+    phantom, two CPU cores medvl eval detection --checkpoint runs/rsna-detection/best --data
+    shards/rsna/test --valid shards/rsna/validate medvl eval segmentation --checkpoint
+    runs/siim-segmentation/best --data shards/siim/test \\
         --valid shards/siim/validate
 
-`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights;
-with `--image-weights FILE`, of an encoder with weights of your own, and `--image-arguments mean 0.5 std 0.5` if needed.
-The encoder is frozen and in eval mode, so that the features of its patch grid are measured. `--data.fraction` selects
-a fraction of the training patients by the seed `--data.fraction-seed`; those of one seed are nested. Early stopping
-uses the validation patients. Preset `lovt-linear`: LoVT's linear segmentation, one 1x1 layer on the last map, enlarged
-to the input's pixels; on RSNA, where masks are unions of boxes. Optimiser and stopping are those of `segmentation`.
+`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with
+published weights; with `--image-weights FILE`, of an encoder with weights of your own, and
+`--image-arguments mean 0.5 std 0.5` if needed. The encoder is frozen and in eval mode, so that the
+features of its patch grid are measured. `--data.fraction` selects a fraction of the training
+patients by the seed `--data.fraction-seed`; those of one seed are nested. Early stopping uses the
+validation patients. Preset `lovt-linear`: LoVT's linear segmentation, one 1x1 layer on the last
+map, enlarged to the input's pixels; on RSNA, where masks are unions of boxes. Optimiser and
+stopping are those of `segmentation`.
 
-GLoRIA, MGCA and LoVT put a YOLOv3 and a U-Net on a ResNet-50's stages, whose first layers then see fine detail that a
-Transformer's tokens never had. Differences from them: one decoder for every encoder, on one grid of patches
-(`--patch-level -2` takes a finer one, `--size` larger images), anchor-free boxes, no augmentation. Its numbers compare
-encoders under one protocol; they are not to be laid beside theirs.
+GLoRIA, MGCA and LoVT put a YOLOv3 and a U-Net on a ResNet-50's stages, whose first layers then see
+fine detail that a Transformer's tokens never had. Differences from them: one decoder for every
+encoder, on one grid of patches (`--patch-level -2` takes a finer one, `--size` larger images),
+anchor-free boxes, no augmentation. Its numbers compare encoders under one protocol; they are not to
+be laid beside theirs.
 
-Presets `tiny` and `tiny-segmentation` on the phantom, 12 epochs, the quickstart's ConVIRT and in brackets the same
-encoder at random weights: mAP over IoU 0.40 to 0.75 on 277 images 0.48 (0.30), Dice of 65 pneumothoraces 0.46 (0.25).
+Presets `tiny` and `tiny-segmentation` on the phantom, 12 epochs, the quickstart's ConVIRT and in
+brackets the same encoder at random weights: mAP over IoU 0.40 to 0.75 on 277 images 0.48 (0.30),
+Dice of 65 pneumothoraces 0.46 (0.25).
 """
 
 import dataclasses
@@ -42,13 +48,17 @@ class Recipe:
     init_from: Path
     """Checkpoint to take the image encoder from, or the name of an image encoder."""
     image_weights: str | None = None
-    """Weights of an encoder by name: a file, a folder or OWNER/NAME@COMMIT on the hub; None takes the published."""
+    """Weights of an encoder by name: a file, a folder or OWNER/NAME@COMMIT on the hub; None
+    takes the published.
+    """
     image_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
     """Arguments of an encoder by name, such as `mean 0.5 std 0.5 pad_type same`."""
     size: int | None = None
     """Height and width of the input, for encoders that take any; None is that of `init_from`."""
     patch_level: int | None = None
-    """Which of the encoder's grids: -1 its last, -2 one of finer cells; None is that of `init_from`."""
+    """Which of the encoder's grids: -1 its last, -2 one of finer cells; None is that of
+    `init_from`.
+    """
     decoder: Literal["conv", "linear"] = "conv"
     """Decoder of the segmenter: convolutions, or one 1x1 layer."""
     width: int = 128
@@ -83,19 +93,25 @@ segmentation = dataclasses.replace(
     paper,
     task="segmentation",
     doublings=3,
-    data=dataclasses.replace(paper.data, train=Path("shards/siim/train"), valid=Path("shards/siim/validate")),
+    data=dataclasses.replace(
+        paper.data, train=Path("shards/siim/train"), valid=Path("shards/siim/validate")
+    ),
     train=dataclasses.replace(
         paper.train, run_dir=Path("runs/siim-segmentation"), best_metric="segmentation/dice_masked"
     ),
 )
 _linear = dataclasses.replace(segmentation.train, run_dir=Path("runs/rsna-linear-segmentation"))
-lovt_linear = dataclasses.replace(segmentation, decoder="linear", patch_level=-1, data=paper.data, train=_linear)
+lovt_linear = dataclasses.replace(
+    segmentation, decoder="linear", patch_level=-1, data=paper.data, train=_linear
+)
 _small = OptimConfig(lr=2e-3, weight_decay=1e-4, clip_norm=1.0, schedule=Cosine(warmup_steps=20))
 tiny = dataclasses.replace(
     paper,
     init_from=Path("quickstart/convirt/best"),
     width=64,
-    data=DenseDataConfig(train=Path("quickstart/rsna/train"), valid=Path("quickstart/rsna/validate"), workers=1),
+    data=DenseDataConfig(
+        train=Path("quickstart/rsna/train"), valid=Path("quickstart/rsna/validate"), workers=1
+    ),
     optim=_small,
     train=dataclasses.replace(paper.train, run_dir=Path("quickstart/detection"), epochs=20),
 )
@@ -103,12 +119,20 @@ tiny_segmentation = dataclasses.replace(
     segmentation,
     init_from=tiny.init_from,
     width=64,
-    data=DenseDataConfig(train=Path("quickstart/siim/train"), valid=Path("quickstart/siim/validate"), workers=1),
+    data=DenseDataConfig(
+        train=Path("quickstart/siim/train"), valid=Path("quickstart/siim/validate"), workers=1
+    ),
     optim=_small,
-    train=dataclasses.replace(segmentation.train, run_dir=Path("quickstart/segmentation"), epochs=20),
+    train=dataclasses.replace(
+        segmentation.train, run_dir=Path("quickstart/segmentation"), epochs=20
+    ),
 )
 
-_segmentations = {"segmentation": segmentation, "lovt-linear": lovt_linear, "tiny-segmentation": tiny_segmentation}
+_segmentations = {
+    "segmentation": segmentation,
+    "lovt-linear": lovt_linear,
+    "tiny-segmentation": tiny_segmentation,
+}
 PRESETS = {"paper": paper, "tiny": tiny, **_segmentations}
 
 MAKE_DATA = """Make the shards first, of RSNA for boxes and of SIIM for masks:
@@ -132,8 +156,19 @@ def prepare(recipe: Recipe) -> "Run":
 
     detects = recipe.task == "detection"
     kind: Literal["boxes", "masks"] = "boxes" if detects else "masks"
-    fields = ("image_weights", "image_arguments", "size", "patch_level", "width", "doublings", "frozen_encoder")
-    settings = {name: getattr(recipe, name) for name in (*fields, "head_lr_mult", *(() if detects else ("decoder",)))}
+    fields = (
+        "image_weights",
+        "image_arguments",
+        "size",
+        "patch_level",
+        "width",
+        "doublings",
+        "frozen_encoder",
+    )
+    settings = {
+        name: getattr(recipe, name)
+        for name in (*fields, "head_lr_mult", *(() if detects else ("decoder",)))
+    }
     with seeded(recipe.train.seed):
         cls = Detector if detects else Segmenter
         model = create_dense(cls, recipe.init_from, recipe.data.names(kind), **settings)

@@ -1,23 +1,27 @@
-"""A classifier of findings on a pretrained image encoder: linear probe or fine-tuning, at a fraction of the labels.
+"""A classifier of findings on a pretrained image encoder: linear probe or fine-tuning, at a
+fraction of the labels.
 
-    torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best         # the encoder frozen, one linear layer
-    torchrun recipes/linear_probe.py finetune --init-from runs/convirt-mimic/best --data.fraction 0.01
-    torchrun recipes/linear_probe.py tiny                                    # the quickstart's ConVIRT, two CPU cores
-    medvl eval classify --checkpoint runs/linear-probe/best --data shards/chexpert/test --valid shards/chexpert/valid
+    torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best  # the encoder frozen, one
+    linear layer torchrun recipes/linear_probe.py finetune --init-from runs/convirt-mimic/best
+    --data.fraction 0.01 torchrun recipes/linear_probe.py tiny                                 # the
+    quickstart's ConVIRT, two CPU cores medvl eval classify --checkpoint runs/linear-probe/best
+    --data shards/chexpert/test --valid shards/chexpert/valid
 
-`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights;
-with `--image-weights FILE`, of an encoder with weights of your own, and `--image-arguments mean 0.5 std 0.5` if needed.
-Images have the encoder's own size and fit. `--data.fraction` selects a fraction of the training patients by the seed
-`--data.fraction-seed`.
+`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with
+published weights; with `--image-weights FILE`, of an encoder with weights of your own, and
+`--image-arguments mean 0.5 std 0.5` if needed. Images have the encoder's own size and fit.
+`--data.fraction` selects a fraction of the training patients by the seed `--data.fraction-seed`.
 
-Preset `paper`: linear classification on CheXpert with the settings of MGCA's released code: AdamW at a constant 5e-4,
-weight decay 1e-6, batch 48, uncertain labels by class, at most 50 epochs, `best` and stopping (patience 10) by the
-validation loss, the encoder frozen and in eval mode. Differences: no augmentation (MGCA crops at random, jitters, blurs
-and mirrors), the linear layer begins at zero, and fractions and validation are of patients (there of images).
+Preset `paper`: linear classification on CheXpert with the settings of MGCA's released code: AdamW
+at a constant 5e-4, weight decay 1e-6, batch 48, uncertain labels by class, at most 50 epochs,
+`best` and stopping (patience 10) by the validation loss, the encoder frozen and in eval mode.
+Differences: no augmentation (MGCA crops at random, jitters, blurs and mirrors), the linear layer
+begins at zero, and fractions and validation are of patients (there of images).
 
-Preset `finetune`: everything is trained, also what a pretraining froze, the encoder at a fifth of the head's rate, with
-ConVIRT's augmentation. `best`, the learning rate and stopping follow the validation AUROC.
-For probes alone, `medvl eval probe` solves the same problem to its optimum, for all fractions and draws at once.
+Preset `finetune`: everything is trained, also what a pretraining froze, the encoder at a fifth of
+the head's rate, with ConVIRT's augmentation. `best`, the learning rate and stopping follow the
+validation AUROC. For probes alone, `medvl eval probe` solves the same problem to its optimum, for
+all fractions and draws at once.
 """
 
 import dataclasses
@@ -25,7 +29,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from medvl.models import EncoderArguments
-from medvl.train import ClassificationDataConfig, Constant, OptimConfig, Plateau, TrainConfig, launch
+from medvl.train import (
+    ClassificationDataConfig,
+    Constant,
+    OptimConfig,
+    Plateau,
+    TrainConfig,
+    launch,
+)
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -38,7 +49,9 @@ class Recipe:
     init_from: Path
     """Checkpoint to take the image encoder from, or the name of an image encoder."""
     image_weights: str | None = None
-    """Weights of an encoder by name: a file, a folder or OWNER/NAME@COMMIT on the hub; None takes the published."""
+    """Weights of an encoder by name: a file, a folder or OWNER/NAME@COMMIT on the hub; None
+    takes the published.
+    """
     image_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
     """Arguments of an encoder by name, such as `mean 0.5 std 0.5 pad_type same`."""
     frozen_encoder: bool
@@ -92,7 +105,9 @@ tiny = dataclasses.replace(
     ),
     optim=OptimConfig(lr=1e-2, weight_decay=1e-4, schedule=Plateau(factor=0.5, patience=2)),
     uncertain="ignore",
-    train=dataclasses.replace(_by_auroc, run_dir=Path("quickstart/linear-probe"), epochs=10, early_stop_patience=4),
+    train=dataclasses.replace(
+        _by_auroc, run_dir=Path("quickstart/linear-probe"), epochs=10, early_stop_patience=4
+    ),
 )
 
 PRESETS = {"paper": paper, "finetune": finetune, "tiny": tiny}

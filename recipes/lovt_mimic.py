@@ -1,21 +1,23 @@
 """LoVT on MIMIC-CXR (Mueller et al., arXiv 2112.02889, ECCV 2022).
 
-    torchrun --nproc-per-node 8 recipes/lovt_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/lovt_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/lovt_mimic.py analysis        # without local negatives (arXiv 2211.07254); `analysis-tiny`
-    torchrun recipes/lovt_mimic.py tiny --help     # every setting
+    torchrun --nproc-per-node 8 recipes/lovt_mimic.py --data.train DIR/train --data.valid
+    DIR/validate torchrun recipes/lovt_mimic.py tiny      # data of `medvl phantom quickstart`, two
+    CPU cores torchrun recipes/lovt_mimic.py analysis  # without local negatives (arXiv 2211.07254);
+    `analysis-tiny` torchrun recipes/lovt_mimic.py tiny --help  # every setting
 
-Preset `paper`: the authors' configuration LoVT_100: findings and impression with swapped sentences, ConVIRT's
-augmentation, ImageNet's ResNet-50 and Bio_ClinicalBERT from the hub on first use. Updates have 16 micro-batches of 32
-pairs, whose negatives are the other 31. Sentences have at least three tokens, of which the full stop is one.
-Differences: sentences are split by medvl, not by stanza; every frontal image is a sample, where the released code draws
-one of each study; bf16 autocast for fp16; one cosine over the run, where the released code's rate falls over one epoch
-and rises again over the next. Images are frontal, as published: make the shards with `--views PA AP`, because the
-preset reads all images of its shards. Preset `analysis` has the same data and optimiser; its paper's were not
-available.
+Preset `paper`: the authors' configuration LoVT_100: findings and impression with swapped sentences,
+ConVIRT's augmentation, ImageNet's ResNet-50 and Bio_ClinicalBERT from the hub on first use. Updates
+have 16 micro-batches of 32 pairs, whose negatives are the other 31. Sentences have at least three
+tokens, of which the full stop is one.
+Differences: sentences are split by medvl, not by stanza; every frontal image is a sample, where the
+released code draws one of each study; bf16 autocast for fp16; one cosine over the run, where the
+released code's rate falls over one epoch and rises again over the next. Images are frontal, as
+published: make the shards with `--views PA AP`, because the preset reads all images of its shards.
+Preset `analysis` has the same data and optimiser; its paper's were not available.
 
-Presets `tiny` and `analysis-tiny`: a ResNet-10 and a three-layer BERT from scratch, whose last stage keeps the stride
-so that images of 112 pixels have 7 x 7 regions as published, a weaker augmentation without the flip, and a higher rate.
+Presets `tiny` and `analysis-tiny`: a ResNet-10 and a three-layer BERT from scratch, whose last
+stage keeps the stride so that images of 112 pixels have 7 x 7 regions as published, a weaker
+augmentation without the flip, and a higher rate.
 """
 
 import dataclasses
@@ -25,7 +27,16 @@ from typing import Any
 from medvl.data import ConVIRTAugmentation, SwappedSentences
 from medvl.eval import ZeroShotEval
 from medvl.models import LocalAnalysisConfig, LoVTConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
+from medvl.train import (
+    Cosine,
+    DataConfig,
+    OptimConfig,
+    TrainConfig,
+    ZeroShotRecipe,
+    launch,
+    quickstart,
+    zero_shot_run,
+)
 
 paper = ZeroShotRecipe(
     model=LoVTConfig(),

@@ -9,16 +9,18 @@
     medvl eval segmentation --checkpoint runs/lvit-qata/best --data shards/qata/test --valid shards/qata/validate \\
         --empty lvit
 
-`paper` follows the released configuration for Covid19: 224 pixels, Adam at 3e-4, cosine restarts every ten epochs down
-to 1e-4, patience of 50 epochs. Its batch of 24 is what the authors name for QaTa-COV19 (issue 37 of their repository;
-the configuration says 2). Differences: validation Dice is at the best threshold instead of 0.5; where an image is
-flipped, left and right are exchanged in its text, and other turns are left to texts that name no place (published:
-`--data.image.flip plain`). The first ten words of a text are read, as published; `--model.words 24` reads the places of
-long descriptions too. With `--data.fraction`, the images of the other patients are unlabelled if `--data.unlabelled`.
+`paper` follows the released configuration for Covid19: 224 pixels, Adam at 3e-4, cosine restarts
+every ten epochs down to 1e-4, patience of 50 epochs. Its batch of 24 is what the authors name for
+QaTa-COV19 (issue 37 of their repository; the configuration says 2). Differences: validation Dice is
+at the best threshold instead of 0.5; where an image is flipped, left and right are exchanged in its
+text, and other turns are left to texts that name no place (published: `--data.image.flip plain`).
+The first ten words of a text are read, as published; `--model.words 24` reads the places of long
+descriptions too. With `--data.fraction`, the images of the other patients are unlabelled if
+`--data.unlabelled`.
 
-The texts were written from the masks and name their places. Compare with the Dice under other texts, which `medvl eval
-segmentation` prints, and `scripts/compare_segmentation.py` for the three networks on one corpus. LViT takes part in
-no run of `medvl benchmark`.
+The texts were written from the masks and name their places. Compare with the Dice under other
+texts, which `medvl eval segmentation` prints, and `scripts/compare_segmentation.py` for the three
+networks on one corpus. LViT takes part in no run of `medvl benchmark`.
 """
 
 import dataclasses
@@ -41,8 +43,9 @@ class Recipe:
     text_pretrained: bool
     """Take the published weights and the tokenizer of the text encoder."""
     init_from: Path | None = None
-    """Checkpoint of LViT or of its U-Net whose weights of the same names and shapes are taken, as the authors'
-    pretraining with a U-Net does."""
+    """Checkpoint of LViT or of its U-Net whose weights of the same names and shapes are taken, as
+    the authors' pretraining with a U-Net does.
+    """
     tokenizer: Path | None = None
     """Folder of a tokenizer; None takes the text encoder's own from the hub."""
     data: DenseDataConfig
@@ -90,7 +93,12 @@ tiny = Recipe(
     ),
     optim=OptimConfig(optimizer="adam", lr=3e-3, schedule=CosineRestarts(epochs=10, min_lr=1e-4)),
     train=dataclasses.replace(
-        paper.train, run_dir=Path("quickstart/lvit"), epochs=40, global_batch=8, seed=0, precision="fp32"
+        paper.train,
+        run_dir=Path("quickstart/lvit"),
+        epochs=40,
+        global_batch=8,
+        seed=0,
+        precision="fp32",
     ),
 )
 
@@ -115,12 +123,18 @@ def prepare(recipe: Recipe) -> "Run":
 
     recipe.data.names("masks")
     model = dataclasses.replace(recipe.model, unlabelled=recipe.data.unlabelled_images("masks"))
-    tokenizer, published = (recipe.tokenizer, recipe.text_pretrained) if model.reads_text else (None, False)
+    tokenizer, published = (
+        (recipe.tokenizer, recipe.text_pretrained) if model.reads_text else (None, False)
+    )
     with seeded(recipe.train.seed):
         created = medvl.create_model(model, pretrained=published, tokenizer=tokenizer)
     if recipe.init_from is not None:
         own, start = created.state_dict(), medvl.load(recipe.init_from)
-        fitting = {name: x for name, x in start.state_dict().items() if name in own and own[name].shape == x.shape}
+        fitting = {
+            name: x
+            for name, x in start.state_dict().items()
+            if name in own and own[name].shape == x.shape
+        }
         created.load_state_dict(own | fitting)
         copy_training(start, created)
     opened = open_dense(recipe.data, created, "masks", recipe.train.micro_batch)

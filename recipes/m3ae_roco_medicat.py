@@ -1,21 +1,24 @@
 """M3AE on ROCO and MedICaT (Chen et al., arXiv 2209.07098, MICCAI 2022).
 
-    torchrun --nproc-per-node 8 recipes/m3ae_roco_medicat.py
-    torchrun recipes/m3ae_roco_medicat.py tiny            # within scripts/quickstart_vqa.sh: phantom, two CPU cores
-    torchrun recipes/m3ae_roco_medicat.py tiny --help     # every setting
-    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best     # fine-tune for VQA
+    torchrun --nproc-per-node 8 recipes/m3ae_roco_medicat.py torchrun recipes/m3ae_roco_medicat.py
+    tiny            # within scripts/quickstart_vqa.sh: phantom, two CPU cores torchrun
+    recipes/m3ae_roco_medicat.py tiny --help     # every setting torchrun recipes/vqa_finetune.py
+    --init-from runs/m3ae/best     # fine-tune for VQA
 
-Preset `paper`: CLIP's ViT-B/16 without its last block, RoBERTa-base, six co-attention layers a stream; 100,000 steps of
-256 pairs at 288 pixels, 1e-5 for the encoders and five times that for the rest, warmed up for a tenth and then linear.
-Differences from the paper: a figure is one sample with one of its texts selected at random, instead of one sample per
-pair; the checkpoint is selected by the validation loss, instead of a sum of accuracies and a loss; images are shrunk by
-averaging areas, instead of bicubic (`--model.resize bicubic_antialias` for inference), and CLIP's positions are resized
-to 288 pixels with antialiasing, which the released code leaves out.
+Preset `paper`: CLIP's ViT-B/16 without its last block, RoBERTa-base, six co-attention layers a
+stream; 100,000 steps of 256 pairs at 288 pixels, 1e-5 for the encoders and five times that for the
+rest, warmed up for a tenth and then linear.
+Differences from the paper: a figure is one sample with one of its texts selected at random, instead
+of one sample per pair; the checkpoint is selected by the validation loss, instead of a sum of
+accuracies and a loss; images are shrunk by averaging areas, instead of bicubic (`--model.resize
+bicubic_antialias` for inference), and CLIP's positions are resized to 288 pixels with antialiasing,
+which the released code leaves out.
 
-Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of a ConVIRT on the same figures instead of CLIP and
-RoBERTa (`bash scripts/quickstart_vqa.sh` trains it first). A vision Transformer learns little from so few images, so
-masked patches are cells of the ResNet's grid, with positions at the input of the fusion-encoder. Because there are few
-steps, twice the paper's fraction of words is masked.
+Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of a ConVIRT on the same figures
+instead of CLIP and RoBERTa (`bash scripts/quickstart_vqa.sh` trains it first). A vision Transformer
+learns little from so few images, so masked patches are cells of the ResNet's grid, with positions
+at the input of the fusion-encoder. Because there are few steps, twice the paper's fraction of words
+is masked.
 """
 
 import dataclasses
@@ -23,7 +26,16 @@ from pathlib import Path
 
 from medvl.data import EvalTransform, RandomSection
 from medvl.models import M3AEConfig
-from medvl.train import DataConfig, Linear, OptimConfig, Recipe, TrainConfig, launch, pretraining_run, quickstart
+from medvl.train import (
+    DataConfig,
+    Linear,
+    OptimConfig,
+    Recipe,
+    TrainConfig,
+    launch,
+    pretraining_run,
+    quickstart,
+)
 
 paper = Recipe(
     model=M3AEConfig(),
@@ -36,7 +48,11 @@ paper = Recipe(
         image=EvalTransform(size=288),
     ),
     optim=OptimConfig(
-        optimizer="adamw", lr=1e-5, betas=(0.9, 0.98), weight_decay=0.01, schedule=Linear(warmup_steps=10_000)
+        optimizer="adamw",
+        lr=1e-5,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        schedule=Linear(warmup_steps=10_000),
     ),
     train=TrainConfig(
         run_dir=Path("runs/m3ae"),

@@ -1,26 +1,37 @@
 """MUMC on ROCO, MedICaT and ImageCLEF 2022 (Li et al., arXiv 2307.05314, MICCAI 2023).
 
-    torchrun recipes/mumc_figures.py --init-from runs/albef/best
-    torchrun recipes/mumc_figures.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/mumc_figures.py tiny --help     # every setting
-    torchrun recipes/vqa_finetune.py --init-from runs/mumc/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
+    torchrun recipes/mumc_figures.py --init-from runs/albef/best torchrun recipes/mumc_figures.py
+    tiny            # data of `medvl phantom quickstart`, two CPU cores torchrun
+    recipes/mumc_figures.py tiny --help     # every setting torchrun recipes/vqa_finetune.py
+    --init-from runs/mumc/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
 
-Preset `paper`: both encoders of an ALBEF, whose statistics of the pixels it keeps; 256 pixels, 15 % of the patches
-removed; AdamW at 3e-4 with weight decay 0.05, warmed up for 3,000 steps, times 0.9 after each of 30 epochs, batches of
-32; crops of 0.2 to 1.0 of the image. Differences: the published run starts from ALBEF's fusion-encoder and heads too,
-and trains on ROCO's test split too, this one on its training split only; no RandAugment, and no flips, because texts
-name sides; images are shrunk by averaging areas, instead of bicubic; captions and questions are not cleaned and end
-with [SEP], as in `recipes/albef_roco_medicat.py`.
+Preset `paper`: both encoders of an ALBEF, whose statistics of the pixels it keeps; 256 pixels, 15 %
+of the patches removed; AdamW at 3e-4 with weight decay 0.05, warmed up for 3,000 steps, times 0.9
+after each of 30 epochs, batches of 32; crops of 0.2 to 1.0 of the image. Differences: the published
+run starts from ALBEF's fusion-encoder and heads too, and trains on ROCO's test split too, this one
+on its training split only; no RandAugment, and no flips, because texts name sides; images are
+shrunk by averaging areas, instead of bicubic; captions and questions are not cleaned and end with
+[SEP], as in `recipes/albef_roco_medicat.py`.
 
-Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, with a fusion-encoder of
-two layers, a short queue, and a teacher that follows faster. Cells of the ResNet's grid are removed, a quarter of them.
+Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, with
+a fusion-encoder of two layers, a short queue, and a teacher that follows faster. Cells of the
+ResNet's grid are removed, a quarter of them.
 """
 
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, RandomSection
 from medvl.models import MUMCConfig
-from medvl.train import DataConfig, OptimConfig, Recipe, StepDecay, TrainConfig, launch, pretraining_run, quickstart
+from medvl.train import (
+    DataConfig,
+    OptimConfig,
+    Recipe,
+    StepDecay,
+    TrainConfig,
+    launch,
+    pretraining_run,
+    quickstart,
+)
 
 paper = Recipe(
     model=MUMCConfig(image_encoder="vit_b16", image_arguments={}),
@@ -34,7 +45,10 @@ paper = Recipe(
         image=ConVIRTAugmentation.crop(256, area=(0.2, 1.0)),
     ),
     optim=OptimConfig(
-        optimizer="adamw", lr=3e-4, weight_decay=0.05, schedule=StepDecay(factor=0.9, epochs=1, warmup_steps=3000)
+        optimizer="adamw",
+        lr=3e-4,
+        weight_decay=0.05,
+        schedule=StepDecay(factor=0.9, epochs=1, warmup_steps=3000),
     ),
     train=TrainConfig(run_dir=Path("runs/mumc"), epochs=30, global_batch=32, precision="bf16"),
 )

@@ -1,21 +1,23 @@
 """R2Gen on IU X-ray or MIMIC-CXR (Chen et al., arXiv 2010.16056, EMNLP 2020): reports from images.
 
-    medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256
-    medvl vocab shards/iu-xray/train shards/iu-xray/words --kind words --min-frequency 3
-    torchrun recipes/r2gen_iu.py                     # two views of each study
-    torchrun recipes/r2gen_iu.py paper-mimic         # one image, of shards of the same kind
-    torchrun recipes/r2gen_iu.py tiny                # phantom Open-i, two CPU cores; without its data it prints how
-    torchrun recipes/r2gen_iu.py tiny --help         # every setting
-    medvl eval report-generation --checkpoint runs/r2gen-iu/best --data shards/iu-xray/test --sections findings
+    medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256 medvl vocab
+    shards/iu-xray/train shards/iu-xray/words --kind words --min-frequency 3 torchrun
+    recipes/r2gen_iu.py              # two views of each study torchrun recipes/r2gen_iu.py
+    paper-mimic  # one image, of shards of the same kind torchrun recipes/r2gen_iu.py tiny         #
+    phantom Open-i, two CPU cores; without its data it prints how torchrun recipes/r2gen_iu.py tiny
+    --help  # every setting medvl eval report-generation --checkpoint runs/r2gen-iu/best --data
+    shards/iu-xray/test --sections findings
 
-Preset `paper`: IU X-ray in the authors' preparation; Adam with AMSGrad at 1e-4 and 5e-5 for the ResNet-101, times 0.1
-after 50 of 100 epochs, which end early 50 epochs after the best one, batch 16, gradients clipped to 0.1 by value; the
-checkpoint with the highest BLEU-4 on the validation reports, which are complete, where the released code compares with
-truncated ones. Random crops of 0.77 to 1.0 of the image, where the published ones are always 224 of 256 pixels, and no
-flip: it contradicts texts that name a side. Shards of Open-i can be used in place of the preparation.
+Preset `paper`: IU X-ray in the authors' preparation; Adam with AMSGrad at 1e-4 and 5e-5 for the
+ResNet-101, times 0.1 after 50 of 100 epochs, which end early 50 epochs after the best one, batch
+16, gradients clipped to 0.1 by value; the checkpoint with the highest BLEU-4 on the validation
+reports, which are complete, where the released code compares with truncated ones. Random crops of
+0.77 to 1.0 of the image, where the published ones are always 224 of 256 pixels, and no
+flip: it contradicts texts that name a side. Shards of Open-i can be used in place of the
+preparation.
 
-Preset `paper-mimic`: one image, 100 tokens, words that occur 10 times (`--min-frequency 10`), 30 epochs, times 0.8
-after each.
+Preset `paper-mimic`: one image, 100 tokens, words that occur 10 times (`--min-frequency 10`), 30
+epochs, times 0.8 after each.
 
 Preset `tiny`: the ResNet-10 of the quickstart's ConVIRT, and a Transformer of width 128.
 """
@@ -25,7 +27,17 @@ from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.models import R2GenConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, Recipe, Run, StepDecay, TrainConfig, launch, pretraining_run
+from medvl.train import (
+    Cosine,
+    DataConfig,
+    OptimConfig,
+    Recipe,
+    Run,
+    StepDecay,
+    TrainConfig,
+    launch,
+    pretraining_run,
+)
 
 FINDINGS = ("findings",)
 
@@ -41,7 +53,12 @@ paper = Recipe(
         valid_batch=16,
     ),
     optim=OptimConfig(
-        optimizer="adam", lr=1e-4, weight_decay=5e-5, amsgrad=True, clip_value=0.1, schedule=StepDecay(epochs=50)
+        optimizer="adam",
+        lr=1e-4,
+        weight_decay=5e-5,
+        amsgrad=True,
+        clip_value=0.1,
+        schedule=StepDecay(epochs=50),
     ),
     train=TrainConfig(
         run_dir=Path("runs/r2gen-iu"),
@@ -88,7 +105,13 @@ tiny = Recipe(
         workers=1,
         valid_batch=64,
     ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=50)),
+    optim=OptimConfig(
+        optimizer="adamw",
+        lr=1e-3,
+        weight_decay=0.05,
+        clip_norm=1.0,
+        schedule=Cosine(warmup_steps=50),
+    ),
     train=TrainConfig(
         run_dir=Path("quickstart/r2gen"),
         epochs=40,

@@ -1,27 +1,31 @@
-"""RadZero on MIMIC-CXR: statements against the patches of a frozen encoder (Park et al., arXiv 2504.07416).
+"""RadZero on MIMIC-CXR: statements against the patches of a frozen encoder (Park et al., arXiv
+2504.07416).
 
-    torchrun --nproc-per-node 4 recipes/radzero_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/radzero_mimic.py --model.image-size 224 --data.image.size 224 ...       # about a fifth of the work
-    torchrun recipes/radzero_mimic.py --data.text.source file --data.text.file STATEMENTS.jsonl ...
-    medvl regions DIR/train grid:rad_dino --weights published --image-size 518 --fit crop --all-tokens --name rad-dino
-    torchrun recipes/radzero_mimic.py --data.image-features rad-dino ...      # without running the frozen encoder
-    torchrun recipes/radzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
+    torchrun --nproc-per-node 4 recipes/radzero_mimic.py --data.train DIR/train --data.valid
+    DIR/validate torchrun recipes/radzero_mimic.py --model.image-size 224 --data.image.size 224 ...
+    # about a fifth of the work torchrun recipes/radzero_mimic.py --data.text.source file
+    --data.text.file STATEMENTS.jsonl ... medvl regions DIR/train grid:rad_dino --weights published
+    --image-size 518 --fit crop --all-tokens --name rad-dino torchrun recipes/radzero_mimic.py
+    --data.image-features rad-dino ...      # without running the frozen encoder torchrun
+    recipes/radzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/radzero_mimic.py tiny --help     # every setting
 
-Preset `paper`: the settings of the authors' configuration, with RAD-DINO as the frozen encoder, the best of the paper's
-table. RAD-DINO and MPNet come from the hub on first use. Differences: the labeler writes the statements, where the
-authors had a language model of 70 billion parameters (such statements are taken from a file, whose studies `medvl
-knowledge statements` names as the shards do); the temperature and the LayerScale of the trained layers do not decay, as
-they do in the released code; images are those of all views, without the other images of MS-CXR's patients if they are
-held out. Published with 518 pixels and four H100s: 52 GPU hours.
+Preset `paper`: the settings of the authors' configuration, with RAD-DINO as the frozen encoder, the
+best of the paper's table. RAD-DINO and MPNet come from the hub on first use. Differences: the
+labeler writes the statements, where the authors had a language model of 70 billion parameters (such
+statements are taken from a file, whose studies `medvl knowledge statements` names as the shards
+do); the temperature and the LayerScale of the trained layers do not decay, as they do in the
+released code; images are those of all views, without the other images of MS-CXR's patients if they
+are held out. Published with 518 pixels and four H100s: 52 GPU hours.
 
-Goals of one GPU and one day on MIMIC-CXR, zero-shot with prompts `statements`: mean AUROC of CheXpert's five at least
-0.90, of ChestX-ray14 0.80, of PadChest's 192 labels 0.84 (`medvl shards padchest --annotators physician --splits
-test=1`), of SIIM 0.92, and pointing game of MS-CXR 0.84. The published means are of findings: name them with `medvl
-eval zero-shot --labels` where the data have No Finding too. A run of ours needs the credentialed data.
+Goals of one GPU and one day on MIMIC-CXR, zero-shot with prompts `statements`: mean AUROC of
+CheXpert's five at least 0.90, of ChestX-ray14 0.80, of PadChest's 192 labels 0.84 (`medvl shards
+padchest --annotators physician --splits test=1`), of SIIM 0.92, and pointing game of MS-CXR 0.84.
+The published means are of findings: name them with `medvl eval zero-shot --labels` where the data
+have No Finding too. A run of ours needs the credentialed data.
 
-Preset `tiny`: the encoders, augmentation and schedule of `recipes/convirt_mimic.py tiny` from scratch, so that the
-image encoder is not frozen, and statements of the labeler.
+Preset `tiny`: the encoders, augmentation and schedule of `recipes/convirt_mimic.py tiny` from
+scratch, so that the image encoder is not frozen, and statements of the labeler.
 """
 
 import dataclasses
@@ -30,7 +34,16 @@ from pathlib import Path
 from medvl.data import EvalTransform, Statements
 from medvl.eval import ZeroShotEval
 from medvl.models import RadZeroConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
+from medvl.train import (
+    Cosine,
+    DataConfig,
+    OptimConfig,
+    TrainConfig,
+    ZeroShotRecipe,
+    launch,
+    quickstart,
+    zero_shot_run,
+)
 
 paper = ZeroShotRecipe(
     model=RadZeroConfig(),
@@ -41,9 +54,19 @@ paper = ZeroShotRecipe(
         text=Statements(),
         image=EvalTransform(size=518),
     ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=50)),
+    optim=OptimConfig(
+        optimizer="adamw",
+        lr=1e-4,
+        weight_decay=0.05,
+        clip_norm=1.0,
+        schedule=Cosine(warmup_steps=50),
+    ),
     train=TrainConfig(
-        run_dir=Path("runs/radzero-mimic"), epochs=20, global_batch=256, precision="bf16", early_stop_patience=5
+        run_dir=Path("runs/radzero-mimic"),
+        epochs=20,
+        global_batch=256,
+        precision="bf16",
+        early_stop_patience=5,
     ),
     prompts="statements",
 )

@@ -1,14 +1,15 @@
-"""Image-text retrieval: fine-tuning of a fusion-encoder's matching against false texts (METER; M3AE, arXiv 2209.07098).
+"""Image-text retrieval: fine-tuning of a fusion-encoder's matching against false texts (METER;
+M3AE, arXiv 2209.07098).
 
-    torchrun --nproc-per-node 8 recipes/retrieval_finetune.py --init-from runs/m3ae/best
-    torchrun recipes/retrieval_finetune.py tiny            # the phantom, from the quickstart's MedViLL, two CPU cores
-    torchrun recipes/retrieval_finetune.py tiny --help     # every setting
-    medvl eval retrieval --checkpoint runs/convirt/best --rerank runs/retrieval/best --data shards/roco/test
+    torchrun --nproc-per-node 8 recipes/retrieval_finetune.py --init-from runs/m3ae/best torchrun
+    recipes/retrieval_finetune.py tiny  # the phantom, from the quickstart's MedViLL, two CPU cores
+    torchrun recipes/retrieval_finetune.py tiny --help  # every setting medvl eval retrieval
+    --checkpoint runs/convirt/best --rerank runs/retrieval/best --data shards/roco/test
 
-Preset `paper`: M3AE on ROCO: 15 false texts for each image, softmax over 16, batch 256, 10 epochs, 5e-6 under a linear
-schedule with a warm-up of a tenth, fusion-encoder and head at 5 times that rate, texts of 40 tokens. Differences: false
-texts are those of the batch of a device, so that a device needs 16 pairs or more; `best` has the lowest validation
-loss.
+Preset `paper`: M3AE on ROCO: 15 false texts for each image, softmax over 16, batch 256, 10 epochs,
+5e-6 under a linear schedule with a warm-up of a tenth, fusion-encoder and head at 5 times that
+rate, texts of 40 tokens. Differences: false texts are those of the batch of a device, so that a
+device needs 16 pairs or more; `best` has the lowest validation loss.
 """
 
 import dataclasses
@@ -48,7 +49,9 @@ paper = Recipe(
         text=RandomSection(),
         image=ConVIRTAugmentation.crop(384, area=(0.9, 1.0)),
     ),
-    optim=OptimConfig(lr=5e-6, weight_decay=0.01, betas=(0.9, 0.98), schedule=Linear(warmup_steps=256)),
+    optim=OptimConfig(
+        lr=5e-6, weight_decay=0.01, betas=(0.9, 0.98), schedule=Linear(warmup_steps=256)
+    ),
     train=TrainConfig(
         run_dir=Path("runs/retrieval"),
         epochs=10,
@@ -64,7 +67,11 @@ tiny = Recipe(
     data=dataclasses.replace(quickstart.DATA, valid_batch=32),
     optim=dataclasses.replace(quickstart.OPTIM, lr=1e-4),
     train=dataclasses.replace(
-        paper.train, run_dir=Path("quickstart/retrieval"), epochs=2, global_batch=32, channels_last=True
+        paper.train,
+        run_dir=Path("quickstart/retrieval"),
+        epochs=2,
+        global_batch=32,
+        channels_last=True,
     ),
 )
 

@@ -1,28 +1,33 @@
-"""RoentGen on MIMIC-CXR: radiographs from impressions (Chambon et al., arXiv 2211.12737, Nature BME 2024).
+"""RoentGen on MIMIC-CXR: radiographs from impressions (Chambon et al., arXiv 2211.12737, Nature BME
+2024).
 
     medvl shards mimic-cxr --root MIMIC-CXR --views PA --short-side 512 --out shards/mimic-cxr-pa
-    medvl import stable_diffusion stable-diffusion-v1-4 --out checkpoints/sd-1-4      # a local folder of diffusers
-    torchrun --nproc-per-node 32 recipes/roentgen_mimic.py
-    torchrun recipes/roentgen_mimic.py tiny           # after convirt_mimic.py tiny and autoencoder_cxr.py tiny
-    medvl generate --checkpoint runs/roentgen-mimic/last --data shards/mimic-cxr-pa/test --out generated --guidance 4
+    medvl import stable_diffusion stable-diffusion-v1-4 --out checkpoints/sd-1-4      # a local
+    folder of diffusers torchrun --nproc-per-node 32 recipes/roentgen_mimic.py torchrun
+    recipes/roentgen_mimic.py tiny           # after convirt_mimic.py tiny and autoencoder_cxr.py
+    tiny medvl generate --checkpoint runs/roentgen-mimic/last --data shards/mimic-cxr-pa/test --out
+    generated --guidance 4
 
-Needs `pip install medvl[generation]`. Synthetic images are not for clinical use; weights trained on credentialed data
-stay credentialed.
+Needs `pip install medvl[generation]`. Synthetic images are not for clinical use; weights trained on
+credentialed data stay credentialed.
 
-Preset `paper`: U-Net and CLIP's text encoder trained together from Stable Diffusion 1.4, PA views, 512 pixels, batch
-256, learning rate 5e-5, 60,000 steps, bf16. Sections "impression"; texts beyond CLIP's 77 tokens are cut. The paper
-does not mention caption dropout; this preset drops 10 % of the texts (`medvl.models.RoentGenConfig` says why), and
-`--model.caption-dropout 0` does not. Its other variants:
-    unet-only        CLIP frozen
-    domain-text      RadBERT, frozen, with its own mask
-    from-scratch     U-Net from random weights; autoencoder and CLIP of Stable Diffusion, CLIP trained as in `paper`
-An autoencoder of your own (`--autoencoder runs/autoencoder-cxr/best`) brings its own scale of the latents, which is
-measured on training images. Start its U-Net anew: `from-scratch --autoencoder ...`.
+Preset `paper`: U-Net and CLIP's text encoder trained together from Stable Diffusion 1.4, PA views,
+512 pixels, batch 256, learning rate 5e-5, 60,000 steps, bf16. Sections "impression"; texts beyond
+CLIP's 77 tokens are cut. The paper does not mention caption dropout; this preset drops 10 % of the
+texts (`medvl.models.RoentGenConfig` says why), and `--model.caption-dropout 0` does not. Its other
+variants:
+    unet-only     CLIP frozen
+    domain-text   RadBERT, frozen, with its own mask
+    from-scratch  U-Net from random weights; autoencoder and CLIP of Stable Diffusion, CLIP trained as in `paper`
+An autoencoder of your own (`--autoencoder runs/autoencoder-cxr/best`) brings its own scale of the
+latents, which is measured on training images. Start its U-Net anew: `from-scratch --autoencoder
+...`.
 
-Preset `tiny`: v-prediction with 4.4 million parameters on the phantom's frontal views at 64 pixels, with the frozen
-text encoder of the quickstart's ConVIRT. Latents and text states are computed once. Images of 256 test impressions have
-a mean AUROC of the five competition findings of 0.896 [0.874, 0.918] at guidance 5, which validation prompts chose from
-5, 3 and 1; real images have 0.946, images after the autoencoder 0.925, and shuffled prompts 0.496 (docs, earlier
+Preset `tiny`: v-prediction with 4.4 million parameters on the phantom's frontal views at 64 pixels,
+with the frozen text encoder of the quickstart's ConVIRT. Latents and text states are computed once.
+Images of 256 test impressions have a mean AUROC of the five competition findings of 0.896 [0.874,
+0.918] at guidance 5, which validation prompts chose from 5, 3 and 1; real images have 0.946, images
+after the autoencoder 0.925, and shuffled prompts 0.496 (docs, earlier
 results: "Images from texts").
 """
 
@@ -46,9 +51,14 @@ paper = GenerationRecipe(
     init_from=Path("checkpoints/sd-1-4"),
     pretrained=False,
     data=GenerationDataConfig(
-        train="shards/mimic-cxr-pa/train", valid=Path("shards/mimic-cxr-pa/validate"), views=("PA",), valid_batch=16
+        train="shards/mimic-cxr-pa/train",
+        valid=Path("shards/mimic-cxr-pa/validate"),
+        views=("PA",),
+        valid_batch=16,
     ),
-    optim=OptimConfig(optimizer="adamw", lr=5e-5, weight_decay=1e-2, clip_norm=1.0, schedule=Constant()),
+    optim=OptimConfig(
+        optimizer="adamw", lr=5e-5, weight_decay=1e-2, clip_norm=1.0, schedule=Constant()
+    ),
     train=TrainConfig(
         run_dir=Path("runs/roentgen-mimic"),
         steps=60_000,
@@ -71,7 +81,9 @@ unet_only = variant("unet-only", dataclasses.replace(paper.model, train_text=Fal
 domain_text = dataclasses.replace(
     variant(
         "domain-text",
-        dataclasses.replace(paper.model, text_encoder="radbert", text_mask=True, train_text=False, max_tokens=128),
+        dataclasses.replace(
+            paper.model, text_encoder="radbert", text_mask=True, train_text=False, max_tokens=128
+        ),
     ),
     pretrained=True,
 )
@@ -81,9 +93,21 @@ tiny = GenerationRecipe(
         image_size=64,
         fit="crop",
         autoencoder=AutoencoderSizes(
-            image_channels=1, channels=(8, 16, 32, 64), layers=1, latent_channels=8, groups=8, attention=False
+            image_channels=1,
+            channels=(8, 16, 32, 64),
+            layers=1,
+            latent_channels=8,
+            groups=8,
+            attention=False,
         ),
-        unet=UNetSizes(channels=(64, 128), cross_attention=(True, True), layers=1, heads=4, text_width=192, groups=16),
+        unet=UNetSizes(
+            channels=(64, 128),
+            cross_attention=(True, True),
+            layers=1,
+            heads=4,
+            text_width=192,
+            groups=16,
+        ),
         text_encoder="tiny_bert",
         max_tokens=48,
         target="v",
@@ -100,8 +124,16 @@ tiny = GenerationRecipe(
         workers=1,
         valid_batch=64,
     ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-3, betas=(0.9, 0.99), clip_norm=1.0, schedule=Cosine(warmup_steps=50)),
-    train=TrainConfig(run_dir=Path("quickstart/roentgen"), epochs=8, global_batch=32, precision="bf16"),
+    optim=OptimConfig(
+        optimizer="adamw",
+        lr=1e-3,
+        betas=(0.9, 0.99),
+        clip_norm=1.0,
+        schedule=Cosine(warmup_steps=50),
+    ),
+    train=TrainConfig(
+        run_dir=Path("quickstart/roentgen"), epochs=8, global_batch=32, precision="bf16"
+    ),
 )
 
 PRESETS = {
@@ -111,7 +143,9 @@ PRESETS = {
     "from-scratch": from_scratch,
     "tiny": tiny,
 }
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA --short-side 512 --out shards/mimic-cxr-pa"
+MAKE_DATA = (
+    "medvl shards mimic-cxr --root MIMIC-CXR --views PA --short-side 512 --out shards/mimic-cxr-pa"
+)
 PHANTOM = """medvl phantom quickstart
     medvl train convirt tiny
     medvl train autoencoder_cxr tiny

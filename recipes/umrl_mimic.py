@@ -1,21 +1,24 @@
 """UMRL on MIMIC-CXR (Hsu et al., arXiv 1811.08615, ML4H 2018).
 
-    torchrun recipes/umrl_mimic.py --data.train DIR/train --data.valid DIR/validate --data.tokenizer VOCAB
-    torchrun recipes/umrl_mimic.py --model.text-weights glove.6B.300d.txt ...      # averaged word vectors, not TF-IDF
-    torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert ...        # paragraph vectors
-    torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert --model.text-unit sentence ...
-    torchrun recipes/umrl_mimic.py --model.paired-share 0.01 ...                   # EA+Adv with 1 % of the pairs
-    torchrun recipes/umrl_mimic.py --model.adversarial-weight 0 --model.paired-share 0.01 ...    # EA alone
-    torchrun recipes/umrl_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/umrl_mimic.py --data.train DIR/train --data.valid DIR/validate --data.tokenizer
+    VOCAB torchrun recipes/umrl_mimic.py --model.text-weights glove.6B.300d.txt ...      # averaged
+    word vectors, not TF-IDF torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert ...
+    # paragraph vectors torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert
+    --model.text-unit sentence ... torchrun recipes/umrl_mimic.py --model.paired-share 0.01 ...
+    # EA+Adv with 1 % of the pairs torchrun recipes/umrl_mimic.py --model.adversarial-weight 0
+    --model.paired-share 0.01 ...    # EA alone torchrun recipes/umrl_mimic.py tiny            #
+    data of `medvl phantom quickstart`, two CPU cores
 
-With `--model.text-encoder static` and no `--model.text-weights`, TF-IDF and PCA are fitted to the training texts before
-the first step, and are in every checkpoint. The encoders are frozen. Their features are not stored but computed anew
-in every step: an epoch costs a pass of both encoders, without their backward pass.
+With `--model.text-encoder static` and no `--model.text-weights`, TF-IDF and PCA are fitted to the
+training texts before the first step, and are in every checkpoint. The encoders are frozen. Their
+features are not stored but computed anew in every step: an epoch costs a pass of both encoders,
+without their backward pass.
 
-Preset `paper`: ImageNet's DenseNet-121. The paper's image weights, optimiser, batch and sizes are not known here.
+Preset `paper`: ImageNet's DenseNet-121. The paper's image weights, optimiser, batch and sizes are
+not known here.
 
-Preset `tiny`: the image encoder of `quickstart/convirt/best` (`medvl train convirt tiny`), because frozen features of a
-random encoder carry little.
+Preset `tiny`: the image encoder of `quickstart/convirt/best` (`medvl train convirt tiny`), because
+frozen features of a random encoder carry little.
 """
 
 import dataclasses
@@ -28,7 +31,16 @@ import medvl
 from medvl.data import EvalTransform, ShardSource, WholeText
 from medvl.eval import ZeroShotEval
 from medvl.models import UMRLConfig, copy_training, fit_tfidf
-from medvl.train import DataConfig, OptimConfig, Run, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
+from medvl.train import (
+    DataConfig,
+    OptimConfig,
+    Run,
+    TrainConfig,
+    ZeroShotRecipe,
+    launch,
+    quickstart,
+    zero_shot_run,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +62,9 @@ paper = Recipe(
         image=EvalTransform(size=224),
     ),
     optim=OptimConfig(optimizer="adam", lr=1e-3),
-    train=TrainConfig(run_dir=Path("runs/umrl-mimic"), epochs=10, global_batch=256, precision="bf16"),
+    train=TrainConfig(
+        run_dir=Path("runs/umrl-mimic"), epochs=10, global_batch=256, precision="bf16"
+    ),
 )
 tiny = Recipe(
     model=UMRLConfig(
@@ -66,7 +80,10 @@ tiny = Recipe(
     data=dataclasses.replace(quickstart.DATA, image=EvalTransform(size=112, fit="squash")),
     optim=OptimConfig(optimizer="adam", lr=3e-3),
     train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/umrl"), epochs=8, scale_below=8 * quickstart.SCALED
+        quickstart.TRAIN,
+        run_dir=Path("quickstart/umrl"),
+        epochs=8,
+        scale_below=8 * quickstart.SCALED,
     ),
 )
 
@@ -77,7 +94,9 @@ prepared = zero_shot_run("umrl_mimic", MAKE_DATA, ZeroShotEval)
 
 
 def start(model: Any, recipe: Recipe) -> None:
-    """Take the image encoder of another checkpoint, and fit TF-IDF and PCA to the training texts."""
+    """Take the image encoder of another checkpoint, and fit TF-IDF and PCA to the training
+    texts.
+    """
     if recipe.image_from is not None:
         encoder: Any = medvl.load(recipe.image_from).image_encoder
         model.image_encoder.load_state_dict(encoder.state_dict())
@@ -88,7 +107,9 @@ def start(model: Any, recipe: Recipe) -> None:
         fit_tfidf(
             model.text_encoder,
             model.tokenizer,
-            lambda: (recipe.data.text(source.sample(position).sections, rng) for position in samples),
+            lambda: (
+                recipe.data.text(source.sample(position).sections, rng) for position in samples
+            ),
         )
 
 

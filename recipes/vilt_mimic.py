@@ -1,15 +1,17 @@
 """ViLT on MIMIC-CXR (Kim et al., arXiv 2102.03334, ICML 2021).
 
-    torchrun --nproc-per-node 8 recipes/vilt_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/vilt_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/vilt_mimic.py tiny --help     # every setting
+    torchrun --nproc-per-node 8 recipes/vilt_mimic.py --data.train DIR/train --data.valid
+    DIR/validate torchrun recipes/vilt_mimic.py tiny            # data of `medvl phantom
+    quickstart`, two CPU cores torchrun recipes/vilt_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/vilt-mimic/best     # fine-tune for VQA
 
-Preset `paper`: one ViT-B/32 at 384 pixels over patches and 40 tokens; AdamW at 1e-4, 25,000 steps of 4,096 pairs, of
-which 2,500 warm up, then linear decay. Vocabulary: `medvl vocab shards/mimic-cxr-frontal/train vocab/mimic --size 30000
---max-tokens 40`. No commit of the ViT's weights is pinned; name one to start from: `--model.image-weights
-timm/vit_base_patch32_384.augreg_in21k_ft_in1k@COMMIT`. Images are not augmented, because texts name sides and
-intensities. They are square and shrunk by averaging areas, where the released code keeps their aspect and is bicubic.
+Preset `paper`: one ViT-B/32 at 384 pixels over patches and 40 tokens; AdamW at 1e-4, 25,000 steps
+of 4,096 pairs, of which 2,500 warm up, then linear decay. Vocabulary: `medvl vocab
+shards/mimic-cxr-frontal/train vocab/mimic --size 30000 --max-tokens 40`. No commit of the ViT's
+weights is pinned; name one to start from: `--model.image-weights
+timm/vit_base_patch32_384.augreg_in21k_ft_in1k@COMMIT`. Images are not augmented, because texts name
+sides and intensities. They are square and shrunk by averaging areas, where the released code keeps
+their aspect and is bicubic.
 
 Preset `tiny`: a small ViT from scratch, which learns little from so few images.
 """
@@ -19,7 +21,16 @@ from pathlib import Path
 
 from medvl.data import EvalTransform, WholeText
 from medvl.models import ViLTConfig
-from medvl.train import DataConfig, Linear, OptimConfig, Recipe, TrainConfig, launch, pretraining_run, quickstart
+from medvl.train import (
+    DataConfig,
+    Linear,
+    OptimConfig,
+    Recipe,
+    TrainConfig,
+    launch,
+    pretraining_run,
+    quickstart,
+)
 
 paper = Recipe(
     model=ViLTConfig(),
@@ -32,9 +43,15 @@ paper = Recipe(
         image=EvalTransform(size=384),
     ),
     optim=OptimConfig(
-        optimizer="adamw", lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, schedule=Linear(warmup_steps=2500)
+        optimizer="adamw",
+        lr=1e-4,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        schedule=Linear(warmup_steps=2500),
     ),
-    train=TrainConfig(run_dir=Path("runs/vilt-mimic"), steps=25_000, global_batch=4096, precision="bf16"),
+    train=TrainConfig(
+        run_dir=Path("runs/vilt-mimic"), steps=25_000, global_batch=4096, precision="bf16"
+    ),
 )
 tiny = Recipe(
     model=ViLTConfig(

@@ -1,20 +1,24 @@
-"""Visual question answering: a classifier over answers, or a decoder of them, fine-tuned from either family.
+"""Visual question answering: a classifier over answers, or a decoder of them, fine-tuned from
+either family.
 
-    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best
-    torchrun recipes/vqa_finetune.py --init-from runs/albef/best --head ranking --decoder.alpha 0.4 --optim.lr 2e-5
-    torchrun recipes/vqa_finetune.py tiny           # the phantom, from the quickstart's ConVIRT, two CPU cores
-    torchrun recipes/vqa_finetune.py tiny --help    # every setting
+    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best torchrun recipes/vqa_finetune.py
+    --init-from runs/albef/best --head ranking --decoder.alpha 0.4 --optim.lr 2e-5 torchrun
+    recipes/vqa_finetune.py tiny           # the phantom, from the quickstart's ConVIRT, two CPU
+    cores torchrun recipes/vqa_finetune.py tiny --help    # every setting
 
-All weights of a fusion-encoder's checkpoint are used; of a dual-encoder's, the image and text encoder, with a new
-fusion-encoder of the sizes in `fusion`. Learned positions of the image are interpolated to `data.image.size`: 384
-pixels, where M3AE was pretrained at 288 and ALBEF at 256. The answers are those of the training questions (protocol
-`medvl`); `--protocol` selects another one, such as a published system's. The vocabularies of `m3ae`, `mumc` and `m2i2`
-include the test's answers, which are read from the folders of the other splits beside `data.train`; evaluations state
-it. `pubmedclip` cannot be validated here, as it needs predicted answer types, and `llava_med` has no vocabulary.
+All weights of a fusion-encoder's checkpoint are used; of a dual-encoder's, the image and text
+encoder, with a new fusion-encoder of the sizes in `fusion`. Learned positions of the image are
+interpolated to `data.image.size`: 384 pixels, where M3AE was pretrained at 288 and ALBEF at 256.
+The answers are those of the training questions (protocol `medvl`); `--protocol` selects another
+one, such as a published system's. The vocabularies of `m3ae`, `mumc` and `m2i2` include the test's
+answers, which are read from the folders of the other splits beside `data.train`; evaluations state
+it. `pubmedclip` cannot be validated here, as it needs predicted answer types, and `llava_med` has
+no vocabulary.
 
-Preset `paper`: M3AE on VQA-RAD (Chen et al., arXiv 2209.07098): batch 64, 50 epochs, 5e-6 under a linear schedule
-with a warm-up of a tenth, heads at 50 and the fusion-encoder at 5 times that rate. Its released code chooses the
-checkpoint on a copy of the test questions; here validation has images of its own (`--split image-disjoint`).
+Preset `paper`: M3AE on VQA-RAD (Chen et al., arXiv 2209.07098): batch 64, 50 epochs, 5e-6 under a
+linear schedule with a warm-up of a tenth, heads at 50 and the fusion-encoder at 5 times that rate.
+Its released code chooses the checkpoint on a copy of the test questions; here validation has images
+of its own (`--split image-disjoint`).
 """
 
 import dataclasses
@@ -42,7 +46,9 @@ class Recipe:
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """Sizes of the decoder for the heads ranking and generation."""
     head_lr_mult: float | None = None
-    """Learning rate of the head, as a multiple of the encoders'; None is the published one of that head."""
+    """Learning rate of the head, as a multiple of the encoders'; None is the published one of
+    that head.
+    """
     protocol: str = "medvl"
     """Comparison of answers, and the questions whose answers are the vocabulary."""
     data: VQADataConfig
@@ -58,7 +64,9 @@ paper = Recipe(
         valid=Path("shards/vqa-rad/validate"),
         image=EvalTransform(size=384),
     ),
-    optim=OptimConfig(lr=5e-6, weight_decay=0.01, betas=(0.9, 0.98), schedule=Linear(warmup_steps=240)),
+    optim=OptimConfig(
+        lr=5e-6, weight_decay=0.01, betas=(0.9, 0.98), schedule=Linear(warmup_steps=240)
+    ),
     train=TrainConfig(
         run_dir=Path("runs/vqa-rad"),
         epochs=50,
@@ -72,7 +80,13 @@ paper = Recipe(
 tiny = Recipe(
     init_from=Path("quickstart/convirt/best"),
     fusion=DualStreamConfig(
-        image_arguments={}, width=192, layers=2, heads=3, intermediate=768, image_positions=True, fusion_lr_mult=2.0
+        image_arguments={},
+        width=192,
+        layers=2,
+        heads=3,
+        intermediate=768,
+        image_positions=True,
+        fusion_lr_mult=2.0,
     ),
     decoder=DecoderConfig(layers=2, heads=3, intermediate=768),
     head_lr_mult=4.0,

@@ -1,10 +1,11 @@
-"""Benchmark of word-patch alignment by optimal transport: the batch at once against one sample after another.
+"""Benchmark of word-patch alignment by optimal transport: the batch at once against one sample
+after another.
 
-    python scripts/benchmark_alignment.py                           # 32 pairs, 40 words, 144 patches, as in ViLT
+    python scripts/benchmark_alignment.py  # 32 pairs, 40 words, 144 patches, as in ViLT
     python scripts/benchmark_alignment.py --device cuda --batch 256
 
-Forward and backward; both forms are `medvl.losses.word_patch_alignment` and give the same distances. Texts have 5 to
-`--words` words.
+Forward and backward; both forms are `medvl.losses.word_patch_alignment` and give the same
+distances. Texts have 5 to `--words` words.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from medvl import losses
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--words", type=int, default=40)
     parser.add_argument("--patches", type=int, default=144)
@@ -30,11 +33,18 @@ def main() -> None:
     torch.set_num_threads(1)  # threads would wait for cores that are busy
     generator = torch.Generator().manual_seed(0)
     sizes = (options.words, options.patches)
-    leaves = [torch.randn(options.batch, size, options.width, generator=generator) for size in sizes]
+    leaves = [
+        torch.randn(options.batch, size, options.width, generator=generator) for size in sizes
+    ]
     length_B = torch.randint(5, options.words + 1, (options.batch,), generator=generator)
-    pads = [torch.arange(options.words) >= length_B[:, None], torch.zeros(options.batch, options.patches).bool()]
+    pads = [
+        torch.arange(options.words) >= length_B[:, None],
+        torch.zeros(options.batch, options.patches).bool(),
+    ]
     inputs = [tensor.to(options.device) for tensor in (*leaves, *pads)]
-    print(f"{options.batch} pairs, {options.words} words, {options.patches} patches, {options.device}")
+    print(
+        f"{options.batch} pairs, {options.words} words, {options.patches} patches, {options.device}"
+    )
     distances = {}
     for name, form in (("one sample after another", one_by_one), ("the batch at once", at_once)):
         seconds, distances[name] = best(form, inputs, options.repeats)
@@ -56,7 +66,9 @@ def one_by_one(inputs: list[Tensor]) -> Tensor:
     return torch.cat([at_once([tensor[row : row + 1] for tensor in inputs]) for row in rows])
 
 
-def best(form: Callable[[list[Tensor]], Tensor], inputs: list[Tensor], repeats: int) -> tuple[float, Tensor]:
+def best(
+    form: Callable[[list[Tensor]], Tensor], inputs: list[Tensor], repeats: int
+) -> tuple[float, Tensor]:
     """Return the least seconds of a forward and backward pass, and the distances."""
     text_BME, image_BNE, *pads = inputs
     on_device = text_BME.is_cuda

@@ -1,9 +1,11 @@
-"""Benchmark of a sharded model's checkpoint: gathered and written by rank 0, or written by every rank.
+"""Benchmark of a sharded model's checkpoint: gathered and written by rank 0, or written by every
+rank.
 
     python scripts/benchmark_checkpoints.py --ranks 2 --parameters 50
 
-A stack of linear layers with AdamW's moments, 12 bytes per parameter, is sharded over processes of this machine. Memory
-is what a rank's resident memory grows by at most during a save, sampled every 5 ms.
+A stack of linear layers with AdamW's moments, 12 bytes per parameter, is sharded over processes of
+this machine. Memory is what a rank's resident memory grows by at most during a save, sampled every
+5 ms.
 """
 
 import argparse
@@ -50,7 +52,9 @@ class Files:
     def load_weights(self, model: Any, folder: Path) -> None:
         """Nothing is read."""
 
-    def save(self, model: Any, folder: Path, run: Mapping[str, Any], *, weights: bool = True) -> None:
+    def save(
+        self, model: Any, folder: Path, run: Mapping[str, Any], *, weights: bool = True
+    ) -> None:
         """Write the weights, if they are asked for."""
         if weights:
             save_file(dict(model.state_dict()), folder / "model.safetensors")
@@ -115,20 +119,34 @@ def report(ranks: RankInfo, name: str, seconds: float, megabytes: float) -> None
     """Print the time of rank 0, and the memory of rank 0 and of the others."""
     rows = ranks.exchange(megabytes)
     if ranks.is_main:
-        print(f"{name:12} {seconds:7.2f} s   rank 0 +{rows[0]:6.0f} MB   others +{max(rows[1:]):6.0f} MB", flush=True)
+        print(
+            f"{name:12} {seconds:7.2f} s   rank 0 +{rows[0]:6.0f} MB   others "
+            f"+{max(rows[1:]):6.0f} MB",
+            flush=True,
+        )
 
 
 def start(rank: int, ranks: int, port: int, folder: Path, parameters: float, rounds: int) -> None:
     """Run one rank in a process of its own."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="localhost")
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in numbers.items()}, MASTER_ADDR="localhost"
+    )
     checkpoint.model_files = Files
     run(folder, parameters, rounds)
 
 
 def main() -> None:
     """Start the ranks and wait for them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--parameters", type=float, default=50, help="millions")
     parser.add_argument("--rounds", type=int, default=3)
@@ -141,7 +159,9 @@ def main() -> None:
         free.close()
         shared = (arguments.ranks, port, Path(folder), arguments.parameters * 1e6, arguments.rounds)
         fork = multiprocessing.get_context("fork")
-        processes = [fork.Process(target=start, args=(rank, *shared)) for rank in range(arguments.ranks)]
+        processes = [
+            fork.Process(target=start, args=(rank, *shared)) for rank in range(arguments.ranks)
+        ]
         for process in processes:
             process.start()
         for process in processes:

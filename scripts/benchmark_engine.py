@@ -1,12 +1,14 @@
-"""Benchmark of the engines of a conversion: local processes and Ray, a killed worker, many small files, and a plan.
+"""Benchmark of the engines of a conversion: local processes and Ray, a killed worker, many small
+files, and a plan.
 
-    python scripts/benchmark_engine.py                               # 96 phantom DICOM files of 2544 x 2544 pixels
-    python scripts/benchmark_engine.py --images 0 --small 100000     # tiny PNG files: the cost of medvl and Ray alone
-    python scripts/benchmark_engine.py --images 0 --plan 12.5 60     # files per second and core: DICOM, figures
+    python scripts/benchmark_engine.py                            # 96 phantom DICOM files of 2544 x 2544 pixels
+    python scripts/benchmark_engine.py --images 0 --small 100000  # tiny PNG files: the cost of medvl and Ray alone
+    python scripts/benchmark_engine.py --images 0 --plan 12.5 60  # files per second and core: DICOM, figures
 
-Rates are wall-clock, with the start of the processes; "ready" is the time until the first shard was finished. All runs
-must write the same bytes. The plan divides the files of MIMIC-CXR (377,110) and of a corpus of 15 million figures by
-measured rates of one core; a share of the time is lost to uneven ends, set by `--efficiency`.
+Rates are wall-clock, with the start of the processes; "ready" is the time until the first shard was
+finished. All runs must write the same bytes. The plan divides the files of MIMIC-CXR (377,110) and
+of a corpus of 15 million figures by measured rates of one core; a share of the time is lost to
+uneven ends, set by `--efficiency`.
 """
 
 import argparse
@@ -24,7 +26,15 @@ from pathlib import Path
 import numpy as np
 
 from medvl import phantom
-from medvl.data import Deidentifier, Plan, RowCounts, ShardOptions, ShardRun, encode_png, write_shards
+from medvl.data import (
+    Deidentifier,
+    Plan,
+    RowCounts,
+    ShardOptions,
+    ShardRun,
+    encode_png,
+    write_shards,
+)
 from medvl.data.corpora import table
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.errors import ShardError
@@ -36,16 +46,34 @@ MACHINES = ((1, 32), (8, 32), (32, 32))
 
 def main() -> None:
     """Run the benchmark and print its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=96, help="phantom DICOM files; 0 leaves them out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--images", type=int, default=96, help="phantom DICOM files; 0 leaves them out"
+    )
     parser.add_argument("--size", type=int, default=2544, help="side of phantom images in pixels")
-    parser.add_argument("--small", type=int, default=0, help="number of tiny PNG files; 0 leaves them out")
+    parser.add_argument(
+        "--small", type=int, default=0, help="number of tiny PNG files; 0 leaves them out"
+    )
     parser.add_argument("--engines", nargs="+", default=["local", "ray"])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--kill", action="store_true", help="kill one worker of each run with several")
-    parser.add_argument("--plan", type=float, nargs=2, metavar="RATE", help="files per second and core of both corpora")
-    parser.add_argument("--efficiency", type=float, default=0.85, help="share of the cores' time that the plan uses")
-    parser.add_argument("--price", type=float, default=0.05, help="price of a core for an hour, for the plan")
+    parser.add_argument(
+        "--kill", action="store_true", help="kill one worker of each run with several"
+    )
+    parser.add_argument(
+        "--plan",
+        type=float,
+        nargs=2,
+        metavar="RATE",
+        help="files per second and core of both corpora",
+    )
+    parser.add_argument(
+        "--efficiency", type=float, default=0.85, help="share of the cores' time that the plan uses"
+    )
+    parser.add_argument(
+        "--price", type=float, default=0.05, help="price of a core for an hour, for the plan"
+    )
     options = parser.parse_args()
     deid = Deidentifier(bytes(32))
     with tempfile.TemporaryDirectory() as name:
@@ -59,7 +87,12 @@ def main() -> None:
             measure(plan, options, folder / "dicom", samples_per_shard=max(1, options.images // 24))
         if options.small:
             plan = small_files(folder / "small", options.small, deid)
-            measure(plan, options, folder / "small-shards", samples_per_shard=min(1000, max(1, options.small // 4)))
+            measure(
+                plan,
+                options,
+                folder / "small-shards",
+                samples_per_shard=min(1000, max(1, options.small // 4)),
+            )
     if options.plan:
         print_plan(options.plan, options.efficiency, options.price)
 
@@ -73,20 +106,34 @@ def small_files(folder: Path, count: int, deid: Deidentifier) -> Plan:
             image = folder / f"{number // 1000}" / f"{number}.png"
             image.parent.mkdir(exist_ok=True)
             image.write_bytes(pixels)
-            row = {"image": str(image.relative_to(folder)), "patient": f"p{number}", "text": f"Image {number}."}
+            row = {
+                "image": str(image.relative_to(folder)),
+                "patient": f"p{number}",
+                "text": f"Image {number}.",
+            }
             rows.write(json.dumps(row) + "\n")
-    columns = table.TableColumns(image_column="image", patient_column="patient", text_column=("text",))
+    columns = table.TableColumns(
+        image_column="image", patient_column="patient", text_column=("text",)
+    )
     return table.plan(folder / "rows.jsonl", columns, deid)
 
 
 def measure(plan: Plan, options: argparse.Namespace, folder: Path, samples_per_shard: int) -> None:
-    """Print wall-clock rates of each engine and number of workers, and compare the bytes of all runs."""
+    """Print wall-clock rates of each engine and number of workers, and compare the bytes of all
+    runs.
+    """
     shard_options = ShardOptions(keep_textless=True, samples_per_shard=samples_per_shard)
     print(f"{len(plan.records)} files, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{'engine':8}{'workers':>8}{'seconds':>10}{'files/s':>9}{'a worker':>10}{'driver MB':>11}  {'bytes':12}")
+    print(
+        f"{'engine':8}{'workers':>8}{'seconds':>10}{'files/s':>9}{'a worker':>10}{'driver MB':>11}  {'bytes':12}"
+    )
     for engine in options.engines:
         for workers in options.workers:
-            run = ShardRun(out=folder.with_name(f"{folder.name}-{engine}-{workers}"), workers=workers, engine=engine)
+            run = ShardRun(
+                out=folder.with_name(f"{folder.name}-{engine}-{workers}"),
+                workers=workers,
+                engine=engine,
+            )
             started = time.perf_counter()
             note = convert(plan, run, shard_options, kill=options.kill and workers > 1)
             seconds = time.perf_counter() - started
@@ -97,7 +144,9 @@ def measure(plan: Plan, options: argparse.Namespace, folder: Path, samples_per_s
 
 
 def convert(plan: Plan, run: ShardRun, options: ShardOptions, kill: bool) -> str:
-    """Convert, and kill one worker meanwhile if `kill`; returns what happened. A broken local run is resumed."""
+    """Convert, and kill one worker meanwhile if `kill`; returns what happened. A broken local
+    run is resumed.
+    """
     killer = threading.Thread(target=kill_a_worker, args=(run.out,), daemon=True)
     if kill:
         killer.start()
@@ -148,12 +197,16 @@ def digest(out: Path) -> str:
 
 def print_plan(rates: Sequence[float], efficiency: float, price: float) -> None:
     """Print hours and cost of whole corpora, from rates of one core."""
-    print(f"{'corpus':28}{'files/s a core':>15}{'core hours':>12}{'machines':>14}{'hours':>8}{'cost':>8}")
+    print(
+        f"{'corpus':28}{'files/s a core':>15}{'core hours':>12}{'machines':>14}{'hours':>8}{'cost':>8}"
+    )
     for (name, files), rate in zip(CORPORA.items(), rates, strict=True):
         core_hours = files / rate / efficiency / 3600
         for machines, cores in MACHINES:
             hours, size = core_hours / (machines * cores), f"{machines} x {cores}"
-            print(f"{name:28}{rate:15.1f}{core_hours:12.0f}{size:>14}{hours:8.2f}{core_hours * price:8.0f}")
+            print(
+                f"{name:28}{rate:15.1f}{core_hours:12.0f}{size:>14}{hours:8.2f}{core_hours * price:8.0f}"
+            )
 
 
 if __name__ == "__main__":

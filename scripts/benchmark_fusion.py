@@ -1,13 +1,16 @@
-"""Benchmark of M3AE's shared pretraining pass and of retrieval with cached encodings, against the published forms.
+"""Benchmark of M3AE's shared pretraining pass and of retrieval with cached encodings, against the
+published forms.
 
-    python scripts/benchmark_fusion.py                                # counts only, on the meta device: seconds
-    python scripts/benchmark_fusion.py --seconds --size tiny          # also samples/s, forward and backward
+    python scripts/benchmark_fusion.py  # counts only, on the meta device: seconds
+    python scripts/benchmark_fusion.py --seconds --size tiny  # also samples/s, forward and backward
     python scripts/benchmark_fusion.py --seconds --device cuda --batch 32
 
-The published pretraining step runs three forward passes; published retrieval encodes both sides of every pair. Both
-forms give equal losses and gradients (tests/models/fusion_encoders/test_fusion_m3ae.py), and equal scores and ranks
-(tests/eval/retrieval/test_rerank.py). FLOPs are counted by torch for the forward pass, a multiplication and an
-addition as two; the published size has 288-pixel images and 64 tokens, of which 15% are masked.
+The published pretraining step runs three forward passes; published retrieval encodes both sides of
+every pair. Both forms give equal losses and gradients
+(tests/models/fusion_encoders/test_fusion_m3ae.py), and equal scores and ranks
+(tests/eval/retrieval/test_rerank.py). FLOPs are counted by torch for the forward pass, a
+multiplication and an addition as two; the published size has 288-pixel images and 64 tokens, of
+which 15% are masked.
 """
 
 import argparse
@@ -50,13 +53,17 @@ SIZES = {
 }
 MASK_RATIO = 0.15
 PAIRED, SHORTLIST = 2000, 256
-"""Images (and texts) of the published retrieval, where every pair is scored; length of a dual-encoder's shortlist."""
+"""Images (and texts) of the published retrieval, where every pair is scored; length of a
+dual-encoder's shortlist.
+"""
 SECONDS = 10.0
 
 
 def main() -> None:
     """Run the benchmark and print its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="paper")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seconds", action="store_true", help="measure time as well")
@@ -71,8 +78,14 @@ def main() -> None:
     print(f"M3AE, {options.size}: {count / 1e6:.1f} million parameters, {sizes}")
     batch, corruption = inputs(model, options.batch)
     counts = {}
-    for name, step in (("three forward passes", separate_forwards), ("one shared pass", M3AE.predict)):
-        counts[name] = gflop(functools.partial(step, model, *on_device(batch, corruption, "meta"))) / options.batch
+    for name, step in (
+        ("three forward passes", separate_forwards),
+        ("one shared pass", M3AE.predict),
+    ):
+        counts[name] = (
+            gflop(functools.partial(step, model, *on_device(batch, corruption, "meta")))
+            / options.batch
+        )
         print(f"{name:22}{counts[name]:8.1f} GFLOP a sample")
     print(f"{'':22}{counts['three forward passes'] / counts['one shared pass']:8.2f} times less")
     count_retrieval(model, on_device(batch, corruption, "meta")[0])
@@ -80,21 +93,30 @@ def main() -> None:
         place = "one core" if options.device == "cpu" else options.device
         torch.manual_seed(0)
         model = M3AE.build(config, pretrained=False, tokenizer=None).to(options.device).train()
-        for name, step in (("three forward passes", separate_forwards), ("one shared pass", M3AE.predict)):
+        for name, step in (
+            ("three forward passes", separate_forwards),
+            ("one shared pass", M3AE.predict),
+        ):
             rate = samples_per_second(model, step, *on_device(batch, corruption, options.device))
             print(f"{name:22}{rate:8.2f} samples/s, forward and backward, {place}")
         time_retrieval(model.eval(), batch.to(options.device), place)
 
 
 def inputs(model: M3AE, size: int) -> tuple[Batch, Corruption]:
-    """Return a random batch and its corruption: equally many masked words per text, half of the images swapped."""
+    """Return a random batch and its corruption: equally many masked words per text, half of the
+    images swapped.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens, side = model.config.max_tokens, model.config.image_size
     ids_BT = torch.randint(10, 100, (size, tokens), generator=generator)
-    masked_BT = torch.rand(size, tokens, generator=generator).argsort(dim=1) < round(MASK_RATIO * tokens)
+    masked_BT = torch.rand(size, tokens, generator=generator).argsort(dim=1) < round(
+        MASK_RATIO * tokens
+    )
     batch = Batch(
         keys=[str(row) for row in range(size)],
-        image_BCHW=torch.randint(0, 256, (size, 3, side, side), generator=generator, dtype=torch.uint8),
+        image_BCHW=torch.randint(
+            0, 256, (size, 3, side, side), generator=generator, dtype=torch.uint8
+        ),
         ids_BT=ids_BT,
         mask_BT=torch.ones_like(ids_BT, dtype=torch.bool),
         labels_BL=torch.zeros(size, 0),
@@ -103,13 +125,17 @@ def inputs(model: M3AE, size: int) -> tuple[Batch, Corruption]:
     row_B = torch.arange(size)
     corruption = Corruption(
         {
-            "mim": mask_patches(size, math.prod(model.mim_head.patches.grid), model.config.mask_ratio, generator),
+            "mim": mask_patches(
+                size, math.prod(model.mim_head.patches.grid), model.config.mask_ratio, generator
+            ),
             "mlm": MaskedWords(
                 ids_BT=ids_BT.masked_fill(masked_BT, 4),
                 labels_BT=ids_BT.masked_fill(~masked_BT, -100),
                 position_N=masked_BT.flatten().nonzero().squeeze(1),
             ),
-            "itm": MatchingPairs(torch.where(row_B % 2 == 0, row_B, row_B.roll(1)), row_B, row_B % 2 == 0),
+            "itm": MatchingPairs(
+                torch.where(row_B % 2 == 0, row_B, row_B.roll(1)), row_B, row_B % 2 == 0
+            ),
         }
     )
     return batch, corruption
@@ -124,15 +150,23 @@ def on_device(batch: Batch, corruption: Corruption, device: str) -> tuple[Batch,
         if isinstance(value, dict):
             return {name: move(part) for name, part in value.items()}
         if hasattr(value, "__dataclass_fields__"):
-            return type(value)(**{name: move(getattr(value, name)) for name in value.__dataclass_fields__})
+            return type(value)(
+                **{name: move(getattr(value, name)) for name in value.__dataclass_fields__}
+            )
         return value
 
     return batch.to(device), move(corruption)
 
 
 def separate_forwards(model: M3AE, batch: Batch, corruption: Corruption) -> dict[str, Any]:
-    """Run the published step: the whole model for each of the three objectives, from pixels and token ids."""
-    words, pairs, patches = corruption.of(model.mlm), corruption.of(model.itm), corruption.of(model.mim)
+    """Run the published step: the whole model for each of the three objectives, from pixels and
+    token ids.
+    """
+    words, pairs, patches = (
+        corruption.of(model.mlm),
+        corruption.of(model.itm),
+        corruption.of(model.mim),
+    )
     image = model.image_tokens(batch.image_BCHW)
     fused = model.fuse(model.text_tokens(words.ids_BT, batch.mask_BT), image)
     words_BTV = model.mlm_head(fused.text.states_BND)
@@ -143,7 +177,9 @@ def separate_forwards(model: M3AE, batch: Batch, corruption: Corruption) -> dict
 
     swapped = model.image_tokens(batch.image_BCHW[pairs.image_N])
     text = model.text_tokens(batch.ids_BT[pairs.text_N], batch.mask_BT[pairs.text_N])
-    true_BPC = patchify(model.image_encoder.normalize(batch.image_BCHW), model.mim_head.patches.side)
+    true_BPC = patchify(
+        model.image_encoder.normalize(batch.image_BCHW), model.mim_head.patches.side
+    )
     return {
         "mlm": words_BTV.flatten(0, 1)[words.position_N],
         "itm": model.match(text, swapped),
@@ -152,7 +188,9 @@ def separate_forwards(model: M3AE, batch: Batch, corruption: Corruption) -> dict
 
 
 def run_all_layers(model: M3AE, text: Tokens, image: Tokens) -> torch.Tensor:
-    """Return the image states for the pixel decoder, after also running the layers and poolers above, as published."""
+    """Return the image states for the pixel decoder, after also running the layers and poolers
+    above, as published.
+    """
     fusion = model.fusion
     text, image = fusion.streams(text, image, model.config.mim_layer)
     text_BTD, image_BPD = text.states_BND, image.states_BND
@@ -172,13 +210,18 @@ def count_retrieval(model: M3AE, batch: Batch) -> None:
     matching = gflop(functools.partial(model.match, text, image)) / len(batch)
     everything = PAIRED**2 * (encoding + matching) / 1e6
     print(
-        f"retrieval, {PAIRED:,} images and as many texts: {encoding:.1f} GFLOP to encode both, {matching:.1f} to match"
+        f"retrieval, {PAIRED:,} images and as many texts: {encoding:.1f} GFLOP to encode both, "
+        f"{matching:.1f} to match"
     )
     for name, count in (
         ("every pair encoded", everything),
         ("cached encodings", (PAIRED * encoding + PAIRED**2 * matching) / 1e6),
-        # Encodings of a dual-encoder and of the model; an upper bound, as a pair may be on both directions' lists.
-        (f"shortlists of {SHORTLIST}", (2 * PAIRED * encoding + 2 * PAIRED * SHORTLIST * matching) / 1e6),
+        # Encodings of a dual-encoder and of the model; an upper bound, as a pair may be on both
+        # directions' lists.
+        (
+            f"shortlists of {SHORTLIST}",
+            (2 * PAIRED * encoding + 2 * PAIRED * SHORTLIST * matching) / 1e6,
+        ),
     ):
         print(f"{name:22}{count:8.1f} PFLOP {everything / count:8.1f} times less")
 
@@ -226,9 +269,14 @@ def gflop(step: Callable[[], Any]) -> float:
 
 
 def samples_per_second(
-    model: M3AE, step: Callable[[M3AE, Batch, Corruption], dict[str, Any]], batch: Batch, corruption: Corruption
+    model: M3AE,
+    step: Callable[[M3AE, Batch, Corruption], dict[str, Any]],
+    batch: Batch,
+    corruption: Corruption,
 ) -> float:
-    """Return samples per second, forward and backward; best step within ten seconds, after one warm-up step."""
+    """Return samples per second, forward and backward; best step within ten seconds, after one
+    warm-up step.
+    """
     best, started = 0.0, time.perf_counter()
     warm = False
     while time.perf_counter() - started < SECONDS or not best:

@@ -1,4 +1,5 @@
-"""Benchmark of report generation with cached keys and values against encoding the whole sequence for every word.
+"""Benchmark of report generation with cached keys and values against encoding the whole sequence
+for every word.
 
     python scripts/benchmark_generation.py                       # counts only, on the meta device: seconds
     python scripts/benchmark_generation.py --seconds --size tiny
@@ -6,10 +7,11 @@
     python scripts/benchmark_generation.py --size r2gen --tokens 60 --seconds --batch 1      # two views
 
 Both forms generate the same words (tests/models/fusion_encoders/test_report_writing.py,
-tests/models/report_generators/test_r2gen.py). FLOPs are counted by torch for one image (two in R2Gen), a multiplication
-and an addition as two; MedViLL's published size has 256 cells of an image at 512 pixels. The form without a cache is
-the released one. MedViLL: image block, words and a mask token through BERT at every step, the image encoder once.
-R2Gen: memory and decoder over all words at every step.
+tests/models/report_generators/test_r2gen.py). FLOPs are counted by torch for one image (two in
+R2Gen), a multiplication and an addition as two; MedViLL's published size has 256 cells of an image
+at 512 pixels. The form without a cache is the released one. MedViLL: image block, words and a mask
+token through BERT at every step, the image encoder once. R2Gen: memory and decoder over all words
+at every step.
 """
 
 import argparse
@@ -38,8 +40,10 @@ SIZES = {
         objective="report",
     ),
 }
-R2GEN = {"r2gen": R2GenConfig(vocab_size=761), "r2gen-tiny": R2GenConfig(image_encoder="resnet_tiny", image_size=64,
-                                                                           width=32, vocab_size=100)}  # fmt: skip
+R2GEN = {"r2gen": R2GenConfig(vocab_size=761),
+    "r2gen-tiny": R2GenConfig(image_encoder="resnet_tiny", image_size=64,
+                                                                           width=32,
+                                                                           vocab_size=100)}  # fmt: skip
 """The published sizes for IU X-ray, and small ones."""
 CLS, SEP, MASK = 1, 2, 3
 """Arbitrary ids, which do not change the arithmetic."""
@@ -47,7 +51,9 @@ CLS, SEP, MASK = 1, 2, 3
 
 def main() -> None:
     """Run the benchmark and print its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=[*SIZES, *R2GEN], default="paper")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8)
@@ -74,7 +80,9 @@ def main() -> None:
         model = system.build(config, pretrained=False, tokenizer=None).eval().to(options.device)
         print(f"reports/s, batches of {options.batch} on {options.device}")
         for name, write in forms.items():
-            seconds = _seconds(write, model, _images(config, options.batch, options.device), options.tokens)
+            seconds = _seconds(
+                write, model, _images(config, options.batch, options.device), options.tokens
+            )
             print(f"  {name:9} {options.batch / seconds:9.2f}")
 
 
@@ -96,7 +104,9 @@ def uncached(model: MedViLL, image: Tensor, tokens: int) -> None:
         masked_BT = torch.cat([ids_BT, MASK * ones_B1], dim=1)
         text = model.text_tokens(masked_BT, torch.ones_like(masked_BT, dtype=torch.bool))
         states_BD = model.fuse(text, cells).text.states_BND[:, -1]
-        ids_BT = torch.cat([ids_BT, model.score_words(states_BD).argmax(dim=1, keepdim=True)], dim=1)
+        ids_BT = torch.cat(
+            [ids_BT, model.score_words(states_BD).argmax(dim=1, keepdim=True)], dim=1
+        )
 
 
 def cached_memory(model: R2Gen, image: Tensor, tokens: int) -> None:
@@ -120,15 +130,20 @@ def uncached_memory(model: R2Gen, image: Tensor, tokens: int) -> None:
 def _block(model: MedViLL, image: Tensor) -> Tokens:
     ends_B2 = torch.tensor([[CLS, SEP]], device=image.device).expand(len(image), -1)
     return image_block(
-        model.text_tokens(ends_B2, torch.ones_like(ends_B2, dtype=torch.bool)), model.image_tokens(image)
+        model.text_tokens(ends_B2, torch.ones_like(ends_B2, dtype=torch.bool)),
+        model.image_tokens(image),
     )
 
 
 def _images(config: MedViLLConfig | R2GenConfig, batch: int, device: str) -> Tensor:
-    return torch.zeros(batch, 1, config.image_size, config.image_size, dtype=torch.uint8, device=device)
+    return torch.zeros(
+        batch, 1, config.image_size, config.image_size, dtype=torch.uint8, device=device
+    )
 
 
-def _seconds(write: Callable[[Any, Tensor, int], None], model: Any, image: Tensor, tokens: int) -> float:
+def _seconds(
+    write: Callable[[Any, Tensor, int], None], model: Any, image: Tensor, tokens: int
+) -> float:
     with torch.no_grad():
         write(model, image, 2)
         _synchronize(image)

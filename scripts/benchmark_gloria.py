@@ -1,11 +1,13 @@
-"""Benchmark of GLoRIA's local loss against the published loop over texts: time, and memory at a large batch.
+"""Benchmark of GLoRIA's local loss against the published loop over texts: time, and memory at a
+large batch.
 
     python scripts/benchmark_gloria.py                       # 48 pairs: both forms, alternating
     python scripts/benchmark_gloria.py --batch 256 --memory  # medvl's form only, in a process of its own: peak memory
     python scripts/benchmark_gloria.py --device cuda --tf32  # as in a run in 16 bits
 
-Forward and backward in float32 with 97 words per text, 19 x 19 regions and 768 dimensions. Loss and gradients of both
-forms are compared. CPU times are CPU seconds of this process, to reduce the influence of other load.
+Forward and backward in float32 with 97 words per text, 19 x 19 regions and 768 dimensions. Loss and
+gradients of both forms are compared. CPU times are CPU seconds of this process, to reduce the
+influence of other load.
 """
 
 import argparse
@@ -20,20 +22,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.losses import gloria_local
-from medvl.losses.local.gloria import gloria_contrast  # internal: contrast of the published loop's similarities
+from medvl.losses.local.gloria import (
+    gloria_contrast,
+)  # internal: contrast of the published loop's similarities
 
 REGIONS, WORDS, DIM = 19 * 19, 97, 768
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tf32", action="store_true", help="use TensorFloat32 on a GPU")
-    parser.add_argument("--memory", action="store_true", help="peak memory of one pass of medvl's form")
-    parser.add_argument("--once", action="store_true", help="time and memory of one pass of medvl's form")
+    parser.add_argument(
+        "--memory", action="store_true", help="peak memory of one pass of medvl's form"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="time and memory of one pass of medvl's form"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)  # threads would wait for cores that are busy
     if options.tf32:
@@ -59,7 +69,8 @@ def compare(batch: int, repeats: int, device: str) -> None:
             seconds[name].append(seconds_spent)
     for name, times in seconds.items():
         print(
-            f"{name:16} {min(times):8.3f} s  (best of {', '.join(f'{seconds_spent:.2f}' for seconds_spent in times)})"
+            f"{name:16} {min(times):8.3f} s  (best of "
+            f"{', '.join(f'{seconds_spent:.2f}' for seconds_spent in times)})"
         )
     print(f"{'ratio':16} {min(seconds['loop over texts']) / min(seconds['gloria_local']):8.2f}")
     for name, loop, ours in zip(("loss", "regions", "words"), *results.values(), strict=True):
@@ -72,14 +83,19 @@ def run_once(batch: int, device: str) -> None:
     """Print the time of one pass and the peak memory of the process or the device."""
     before = peak_bytes(device)
     seconds_spent, _ = measure(both_directions, *inputs(batch, device))
-    print(f"{batch} pairs: {seconds_spent:.1f} s, peak {peak_bytes(device) / 1e9:.2f} GB, {before / 1e9:.2f} GB before")
+    print(
+        f"{batch} pairs: {seconds_spent:.1f} s, peak {peak_bytes(device) / 1e9:.2f} GB, "
+        f"{before / 1e9:.2f} GB before"
+    )
 
 
 def inputs(batch: int, device: str) -> tuple[Tensor, Tensor]:
     """Return random regions and words."""
     generator = torch.Generator().manual_seed(0)
     shapes = (batch, REGIONS, DIM), (batch, WORDS, DIM)
-    regions_BPE, words_BWE = (torch.randn(shape, generator=generator).mul_(0.2).to(device) for shape in shapes)
+    regions_BPE, words_BWE = (
+        torch.randn(shape, generator=generator).mul_(0.2).to(device) for shape in shapes
+    )
     return regions_BPE.requires_grad_(), words_BWE.requires_grad_()
 
 
@@ -109,11 +125,23 @@ def loop_over_texts(regions_BPE: Tensor, words_BWE: Tensor) -> Tensor:
         words_BEW = words_WE.T[None].repeat(batch, 1, 1)
         shares_BPW = torch.bmm(regions_BPE, words_BEW).view(batch * regions, count).softmax(dim=1)
         shares_BWP = shares_BPW.view(batch, regions, count).transpose(1, 2).contiguous()
-        attention_BWP = (4.0 * shares_BWP.view(batch * count, regions)).softmax(dim=1).view(batch, count, regions)
-        context_BEW = torch.bmm(regions_BPE.transpose(1, 2), attention_BWP.transpose(1, 2).contiguous())
+        attention_BWP = (
+            (4.0 * shares_BWP.view(batch * count, regions))
+            .softmax(dim=1)
+            .view(batch, count, regions)
+        )
+        context_BEW = torch.bmm(
+            regions_BPE.transpose(1, 2), attention_BWP.transpose(1, 2).contiguous()
+        )
         context_QE = context_BEW.transpose(1, 2).contiguous().view(batch * count, dim)
         words_QE = words_BEW.transpose(1, 2).contiguous().view(batch * count, dim)
-        columns.append((5.0 * F.cosine_similarity(context_QE, words_QE)).view(batch, count).exp().sum(dim=1).log())
+        columns.append(
+            (5.0 * F.cosine_similarity(context_QE, words_QE))
+            .view(batch, count)
+            .exp()
+            .sum(dim=1)
+            .log()
+        )
     included_B = torch.ones(batch, dtype=torch.bool, device=regions_BPE.device)
     image_to_text, text_to_image = gloria_contrast(torch.stack(columns, dim=1), included_B)
     return image_to_text + text_to_image

@@ -1,17 +1,19 @@
-"""Benchmark of one GPU: steps, losses, loader and decoding, beside open_clip's step and stock forms, and its tests.
+"""Benchmark of one GPU: steps, losses, loader and decoding, beside open_clip's step and stock
+forms, and its tests.
 
-    python scripts/benchmark_gpu.py --list                    # the lines with their targets
-    python scripts/benchmark_gpu.py --out gpu                 # measure; the tables are in gpu/table.md
-    python scripts/benchmark_gpu.py --out gpu --tests         # the tests marked gpu
-    python scripts/benchmark_gpu.py --out dry --dry-run       # tiny sizes on a CPU: does every line work?
+    python scripts/benchmark_gpu.py --list               # the lines with their targets
+    python scripts/benchmark_gpu.py --out gpu            # measure; the tables are in gpu/table.md
+    python scripts/benchmark_gpu.py --out gpu --tests    # the tests marked gpu
+    python scripts/benchmark_gpu.py --out dry --dry-run  # tiny sizes on a CPU: does every line work?
 
-A call ends within `--minutes`. Every finished line is written to results.json of the folder at once, and the same
-command measures only the lines that are missing or failed. A line that does not fit into the remaining time is skipped,
-and one that fails leaves the others as they are. Outcomes of the tests are kept in tests.jsonl likewise, and the same
-command runs those that have not passed. Compiled kernels and phantom images stay in the folder `--kept`, where later
-calls find them. Each contender of a line has its own time by CUDA's events and by the host's clock, peak memory, MFU
-against a large bf16 product that is measured first, and a profile. Nothing is read from the network. On a machine
-without a package index, install the wheels of `scripts/gpu_wheels.txt` first.
+A call ends within `--minutes`. Every finished line is written to results.json of the folder at
+once, and the same command measures only the lines that are missing or failed. A line that does not
+fit into the remaining time is skipped, and one that fails leaves the others as they are. Outcomes
+of the tests are kept in tests.jsonl likewise, and the same command runs those that have not passed.
+Compiled kernels and phantom images stay in the folder `--kept`, where later calls find them. Each
+contender of a line has its own time by CUDA's events and by the host's clock, peak memory, MFU
+against a large bf16 product that is measured first, and a profile. Nothing is read from the
+network. On a machine without a package index, install the wheels of `scripts/gpu_wheels.txt` first.
 """
 
 import argparse
@@ -31,7 +33,10 @@ from gpu_lines.records import ROOT, Record, context_of, page, read_records, writ
 from gpu_lines.registry import LINES, select, targets
 from gpu_lines.timing import ceiling_tflops, describe, release
 
-from medvl.train.parallel.distributed import join, machine_settings  # internal: the settings of a training run
+from medvl.train.parallel.distributed import (
+    join,
+    machine_settings,
+)  # internal: the settings of a training run
 
 SIDE, TINY_SIDE = 8192, 64
 """Side of the matrices whose product gives the ceiling of MFU."""
@@ -61,19 +66,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder of results.json, table.md, tests.jsonl")
-    parser.add_argument("--kept", type=Path, default=ROOT / ".cache/gpu", help="folder of compiled kernels and images")
-    parser.add_argument("--lines", nargs="+", default=[], metavar="NAME", help="names of lines, with wildcards")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call, without its imports")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, without compilation")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu"),
+        help="folder of results.json, table.md, tests.jsonl",
+    )
+    parser.add_argument(
+        "--kept",
+        type=Path,
+        default=ROOT / ".cache/gpu",
+        help="folder of compiled kernels and images",
+    )
+    parser.add_argument(
+        "--lines", nargs="+", default=[], metavar="NAME", help="names of lines, with wildcards"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="time limit of the call, without its imports"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny sizes on the CPU, without compilation"
+    )
     parser.add_argument("--list", action="store_true", help="print the lines with their targets")
     parser.add_argument("--tests", action="store_true", help="run the tests marked gpu instead")
     return parser
 
 
-def measure(lines: Sequence[Line], records: dict[str, Record], options: argparse.Namespace) -> dict[str, str]:
-    """Measure the lines that have no result yet and add them to `records`; return why the others were left out."""
+def measure(
+    lines: Sequence[Line], records: dict[str, Record], options: argparse.Namespace
+) -> dict[str, str]:
+    """Measure the lines that have no result yet and add them to `records`; return why the others
+    were left out.
+    """
     end = time.monotonic() + 60 * options.minutes
     notes: dict[str, str] = {}
     with (
@@ -83,7 +110,9 @@ def measure(lines: Sequence[Line], records: dict[str, Record], options: argparse
         torch.compiler.set_stance("force_eager" if options.dry_run else "default"),
     ):
         if ranks.device.type == "cpu" and not options.dry_run:
-            raise SystemExit("error: no GPU was found; --dry-run runs all lines at tiny sizes on the CPU")
+            raise SystemExit(
+                "error: no GPU was found; --dry-run runs all lines at tiny sizes on the CPU"
+            )
         folder = Path(name)
         kept = folder if options.dry_run else options.kept.absolute()
         kept.mkdir(parents=True, exist_ok=True)
@@ -99,7 +128,9 @@ def measure(lines: Sequence[Line], records: dict[str, Record], options: argparse
                     continue
                 needed, left = bench.size(line.seconds, 0.0), max(0.0, bench.remaining())
                 if left <= needed:
-                    notes[line.name] = f"not measured: about {needed:.0f} s needed, {left:.0f} s left"
+                    notes[line.name] = (
+                        f"not measured: about {needed:.0f} s needed, {left:.0f} s left"
+                    )
                     continue
                 record = measure_line(line, bench, context)
                 if record is None:
@@ -107,14 +138,20 @@ def measure(lines: Sequence[Line], records: dict[str, Record], options: argparse
                     continue
                 records[line.name] = record
                 write_records(options.out, records)
-                print(f"{line.name}: {record.seconds:.0f} s{_problem(record)}", file=sys.stderr, flush=True)
+                print(
+                    f"{line.name}: {record.seconds:.0f} s{_problem(record)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         finally:
             bench.close()
     return notes
 
 
 def measure_line(line: Line, bench: Bench, context: dict[str, object]) -> Record | None:
-    """Return the record of a line, with its error if it failed; None where the time limit ended it."""
+    """Return the record of a line, with its error if it failed; None where the time limit ended
+    it.
+    """
     started, record = time.monotonic(), Record(line=line.name, context=context, seconds=0.0)
     try:
         with time_limit(bench.remaining()):
@@ -130,7 +167,8 @@ def measure_line(line: Line, bench: Bench, context: dict[str, object]) -> Record
         traceback.print_exc()
         record.error = describe(error)
     finally:
-        torch.compiler.reset()  # models of other lines would count towards the limit of compilations of a function
+        # models of other lines would count towards the limit of compilations of a function
+        torch.compiler.reset()
         release(bench.device)
     record.seconds = time.monotonic() - started
     return record

@@ -1,13 +1,15 @@
-"""Cost of latent diffusion: parameters, memory and FLOPs of training and sampling, and images a second.
+"""Cost of latent diffusion: parameters, memory and FLOPs of training and sampling, and images a
+second.
 
-    python scripts/benchmark_images.py                                # counts only, on the meta device
+    python scripts/benchmark_images.py  # counts only, on the meta device
     python scripts/benchmark_images.py --size tiny --seconds --batch 32
     python scripts/benchmark_images.py --seconds --device cuda --precision bf16 --batch 8
 
-FLOPs are counted by torch for one image, a multiplication and an addition as two. A training step encodes the image
-and its text, and runs the U-Net forward and backward; with cached latents the autoencoder is left out. A sampled image
-is 25 evaluations of the U-Net at guidance 1, twice as many above, and one decoding. Memory is that of weights,
-gradients and the two moments of AdamW in float32, without activations.
+FLOPs are counted by torch for one image, a multiplication and an addition as two. A training step
+encodes the image and its text, and runs the U-Net forward and backward; with cached latents the
+autoencoder is left out. A sampled image is 25 evaluations of the U-Net at guidance 1, twice as many
+above, and one decoding. Memory is that of weights, gradients and the two moments of AdamW in
+float32, without activations.
 """
 
 import argparse
@@ -35,9 +37,21 @@ SIZES: dict[str, LatentDiffusionConfig] = {
         fit="crop",
         latent_scale=1.0,
         autoencoder=AutoencoderSizes(
-            image_channels=1, channels=(8, 16, 32, 64), layers=1, latent_channels=8, groups=8, attention=False
+            image_channels=1,
+            channels=(8, 16, 32, 64),
+            layers=1,
+            latent_channels=8,
+            groups=8,
+            attention=False,
         ),
-        unet=UNetSizes(channels=(64, 128), cross_attention=(True, True), layers=1, heads=4, text_width=192, groups=16),
+        unet=UNetSizes(
+            channels=(64, 128),
+            cross_attention=(True, True),
+            layers=1,
+            heads=4,
+            text_width=192,
+            groups=16,
+        ),
         text_encoder="tiny_bert",
         max_tokens=32,
         target="v",
@@ -47,7 +61,9 @@ SIZES: dict[str, LatentDiffusionConfig] = {
 
 def main() -> None:
     """Run the benchmark and print its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="paper")
     parser.add_argument("--seconds", action="store_true", help="measure time as well")
     parser.add_argument("--batch", type=int, default=8)
@@ -71,7 +87,11 @@ def inputs(model: LatentDiffusion, batch: int, device: str) -> dict[str, torch.T
     size = config.image_size // config.autoencoder.reduction
     return {
         "image": torch.zeros(
-            batch, config.autoencoder.image_channels, config.image_size, config.image_size, device=device
+            batch,
+            config.autoencoder.image_channels,
+            config.image_size,
+            config.image_size,
+            device=device,
         ),
         "latent": torch.zeros(batch, config.autoencoder.latent_channels, size, size, device=device),
         "step": torch.zeros(batch, dtype=torch.int64, device=device),
@@ -80,9 +100,13 @@ def inputs(model: LatentDiffusion, batch: int, device: str) -> dict[str, torch.T
     }
 
 
-def calls(model: LatentDiffusion, values: dict[str, torch.Tensor]) -> dict[str, Callable[[], torch.Tensor]]:
+def calls(
+    model: LatentDiffusion, values: dict[str, torch.Tensor]
+) -> dict[str, Callable[[], torch.Tensor]]:
     """Return the forward pass of each part by name."""
-    states = torch.zeros(*values["ids"].shape, model.text_encoder.token_dim, device=values["ids"].device)
+    states = torch.zeros(
+        *values["ids"].shape, model.text_encoder.token_dim, device=values["ids"].device
+    )
     return {
         "autoencoder, encode": lambda: model.autoencoder.encode(values["image"]).latent_dist.mean,
         "autoencoder, decode": lambda: model.autoencoder.decode(values["latent"]).sample,
@@ -98,7 +122,11 @@ def print_counts(model: LatentDiffusion) -> None:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             call()
         flops[name] = counter.get_total_flops() / 1e9
-    parts = {"U-Net": model.unet, "text encoder": model.text_encoder, "autoencoder": model.autoencoder}
+    parts = {
+        "U-Net": model.unet,
+        "text encoder": model.text_encoder,
+        "autoencoder": model.autoencoder,
+    }
     for name, part in parts.items():
         print(f"{name:22} {sum(each.numel() for each in part.parameters()):14,} parameters")
     for name, count in flops.items():
@@ -106,14 +134,22 @@ def print_counts(model: LatentDiffusion) -> None:
     text = flops["text encoder"] * (3 if model.config.train_text else 1)
     step = 3 * flops["U-Net"]
     print(f"{'training':22} {step + text + flops['autoencoder, encode']:14.2f} GFLOPs an image")
-    print(f"{'... cached latents':22} {step + (text if model.config.train_text else 0.0):14.2f} GFLOPs an image")
+    print(
+        f"{'... cached latents':22} {step + (text if model.config.train_text else 0.0):14.2f} "
+        f"GFLOPs an image"
+    )
     for guidance, times in (("guidance 1", 1), ("guidance above 1", 2)):
-        total = STEPS * times * flops["U-Net"] + flops["autoencoder, decode"] + times * flops["text encoder"]
+        total = (
+            STEPS * times * flops["U-Net"]
+            + flops["autoencoder, decode"]
+            + times * flops["text encoder"]
+        )
         print(f"{'sampling, ' + guidance:28} {total:8.2f} GFLOPs an image, {STEPS} steps")
     weights = sum(each.numel() for each in model.parameters()) * 4 / 2**30
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad) * 4 / 2**30
     print(
-        f"{'memory':22} {weights:.2f} GiB weights; {weights + 3 * trained:.2f} GiB with gradients and AdamW's moments"
+        f"{'memory':22} {weights:.2f} GiB weights; {weights + 3 * trained:.2f} GiB with "
+        f"gradients and AdamW's moments"
     )
 
 
@@ -144,7 +180,8 @@ def print_seconds(model: LatentDiffusion, batch: int, repeats: int, half: bool) 
     print(f"{'training on latents':22} {training:14.2f} images a second")
     for guidance, times in (("guidance 1", 1), ("guidance above 1", 2)):
         print(
-            f"{'sampling, ' + guidance:28} {1 / (STEPS * times * one + decoding):8.3f} images a second, {STEPS} steps"
+            f"{'sampling, ' + guidance:28} {1 / (STEPS * times * one + decoding):8.3f} images a "
+            f"second, {STEPS} steps"
         )
 
 

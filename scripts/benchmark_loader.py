@@ -3,11 +3,12 @@
     python scripts/benchmark_loader.py                        # 512 px grey JPEGs of the phantom
     python scripts/benchmark_loader.py --shards shards/mimic-cxr/train --workers 2
 
-The bare loop decodes and augments the same JPEGs from memory, which every loader must do. The loader also reads tars
-and JSON, samples a sentence, tokenises and collates, and with workers transfers batches. Without workers,
-CPU seconds are measured, alternating batch by batch over the same images so that other load affects both; the last line
-compares them with those of a loader that leaves the augmentation to the device, likewise. With workers it is wall-clock
-time, and the bare loop runs in as many processes.
+The bare loop decodes and augments the same JPEGs from memory, which every loader must do. The
+loader also reads tars and JSON, samples a sentence, tokenises and collates, and with workers
+transfers batches. Without workers, CPU seconds are measured, alternating batch by batch over the
+same images so that other load affects both; the last line compares them with those of a loader that
+leaves the augmentation to the device, likewise. With workers it is wall-clock time, and the bare
+loop runs in as many processes.
 """
 
 import argparse
@@ -44,8 +45,12 @@ from medvl.schema import Batch
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=Path, help="a folder of JPEG shards; default: the phantom at 512 px")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shards", type=Path, help="a folder of JPEG shards; default: the phantom at 512 px"
+    )
     parser.add_argument("--patients", type=int, default=260, help="patients of the phantom")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--images", type=int, default=600)
@@ -58,21 +63,38 @@ def main() -> None:
         source = ShardSource(options.shards or phantom_shards(Path(folder), options.patients))
         count = min(options.images, len(source)) // options.batch * options.batch
         if not count:
-            parser.error(f"expected images for a batch of {options.batch}, got {min(options.images, len(source))}")
-        texts = [text for position in range(count) for text in source.sample(position).sections.values()]
+            parser.error(
+                f"expected images for a batch of {options.batch}, got "
+                f"{min(options.images, len(source))}"
+            )
+        texts = [
+            text for position in range(count) for text in source.sample(position).sections.values()
+        ]
         tokenizer = train_wordpiece(texts)
         sizes = Counter(source.pixels(position).shape for position in range(0, count, 37))
-        print(f"{count} images of about {sizes.most_common(1)[0][0]} pixels; {options.repeats} times, images/s")
+        print(
+            f"{count} images of about {sizes.most_common(1)[0][0]} pixels; {options.repeats} "
+            f"times, images/s"
+        )
         for workers in options.workers:
             loader = make_loader(source, tokenizer, options.batch, workers)
             if not workers:
-                for floor, rate in (alternate(source, loader, count) for _ in range(options.repeats)):
-                    print(f" 0 workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {rate / floor:.2f} of it")
+                for floor, rate in (
+                    alternate(source, loader, count) for _ in range(options.repeats)
+                ):
+                    print(
+                        f" 0 workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, "
+                        f"{rate / floor:.2f} of it"
+                    )
                 for _ in range(options.repeats):
-                    loaders = [make_loader(source, tokenizer, options.batch, 0, on_device=on) for on in (False, True)]
+                    loaders = [
+                        make_loader(source, tokenizer, options.batch, 0, on_device=on)
+                        for on in (False, True)
+                    ]
                     here, there = compare(loaders, count)
                     print(
-                        f" 0 workers: {1000 * here:.3f} ms an image, {1000 * there:.3f} with augmentation on the "
+                        f" 0 workers: {1000 * here:.3f} ms an image, {1000 * there:.3f} with "
+                        f"augmentation on the "
                         f"device, {there / here:.2f} of it"
                     )
                 continue
@@ -81,14 +103,21 @@ def main() -> None:
                 floor = max(floor, parallel_bare_rate(source, count, workers))
                 rate = max(rate, epoch(loader))
             share = rate / workers / floor
-            print(f"{workers:2} workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {share:.2f} of it a core")
+            print(
+                f"{workers:2} workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, "
+                f"{share:.2f} of it a core"
+            )
 
 
 def phantom_shards(folder: Path, patients: int) -> Path:
     """Write shards of phantom radiographs at 512 px."""
     phantom.write_mimic_cxr_jpg(folder / "corpus", patients=patients, size=512)
     deid = Deidentifier(bytes(32))
-    write_shards(mimic_cxr.plan(folder / "corpus", deid, split="train"), deid, ShardRun(out=folder / "shards"))
+    write_shards(
+        mimic_cxr.plan(folder / "corpus", deid, split="train"),
+        deid,
+        ShardRun(out=folder / "shards"),
+    )
     return folder / "shards" / "train"
 
 
@@ -114,9 +143,11 @@ def endless(loader: Loader) -> Iterator[Batch]:
 
 
 def alternate(source: ShardSource, loader: Loader, count: int) -> tuple[float, float]:
-    """Return images per CPU second of the bare loop and of a loader without workers, measured in turns by batch.
+    """Return images per CPU second of the bare loop and of a loader without workers, measured in
+    turns by batch.
 
-    The bare loop processes the images of the previous batch, so that neither benefits from cached data.
+    The bare loop processes the images of the previous batch, so that neither benefits from cached
+    data.
     """
     positions = {source.key(position): position for position in range(len(source))}
     batches, floor, spent, done = endless(loader), 0.0, 0.0, 0
@@ -132,7 +163,9 @@ def alternate(source: ShardSource, loader: Loader, count: int) -> tuple[float, f
 
 
 def compare(loaders: Sequence[Loader], count: int) -> list[float]:
-    """Return the CPU seconds per image of loaders without workers, in turns by batch, without their first batches."""
+    """Return the CPU seconds per image of loaders without workers, in turns by batch, without
+    their first batches.
+    """
     batches, spent, done = [endless(loader) for loader in loaders], [0.0] * len(loaders), 0
     first = [next(each) for each in batches]
     while done < count:
@@ -144,7 +177,9 @@ def compare(loaders: Sequence[Loader], count: int) -> list[float]:
     return [seconds / done for seconds in spent]
 
 
-def bare_seconds(source: ShardSource, positions: Sequence[int], clock: Callable[[], float]) -> float:
+def bare_seconds(
+    source: ShardSource, positions: Sequence[int], clock: Callable[[], float]
+) -> float:
     """Return the seconds of decoding and augmenting images from memory."""
     data = [source.image_bytes(position) for position in positions]
     apply = ConVIRTAugmentation().build()
@@ -159,12 +194,16 @@ def parallel_bare_rate(source: ShardSource, count: int, processes: int) -> float
     """Return images per second and process of bare loops in parallel processes."""
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.starmap(bare_seconds, [(source, range(8), time.perf_counter)] * processes, chunksize=1)
-        seconds = pool.starmap(bare_seconds, [(source, range(count), time.perf_counter)] * processes, chunksize=1)
+        seconds = pool.starmap(
+            bare_seconds, [(source, range(count), time.perf_counter)] * processes, chunksize=1
+        )
     return count / statistics.fmean(seconds)
 
 
 def epoch(loader: Loader) -> float:
-    """Return images per second over an epoch, without its first batch and the start of the workers."""
+    """Return images per second over an epoch, without its first batch and the start of the
+    workers.
+    """
     batches = iter(loader)
     next(batches)
     started = time.perf_counter()

@@ -1,12 +1,15 @@
-"""Cost of a training step with packed and with padded texts, for the systems of the benchmark `phantom-quick`.
+"""Cost of a training step with packed and with padded texts, for the systems of the benchmark
+`phantom-quick`.
 
-    medvl benchmark phantom-quick --out bench --systems convirt --set budget.steps=1 --tasks zero-shot     # the data
-    OMP_NUM_THREADS=1 python scripts/benchmark_packing.py --out bench
-    OMP_NUM_THREADS=1 python scripts/benchmark_packing.py --out bench --systems albef,ptunifier --repeats 9
+    medvl benchmark phantom-quick --out bench --systems convirt --set budget.steps=1 --tasks
+    zero-shot  # the data OMP_NUM_THREADS=1 python scripts/benchmark_packing.py --out bench
+    OMP_NUM_THREADS=1 python scripts/benchmark_packing.py --out bench --systems albef,ptunifier
+    --repeats 9
 
-Forward and backward passes of the settings of the benchmark over its first three batches, in turns, without a loader
-and without an optimiser; the median processor seconds of each kind. Both kinds have the same losses and gradients
-(tests/encoders/test_packing.py, tests/models/fusion_encoders/test_packed_streams.py). Weights are random.
+Forward and backward passes of the settings of the benchmark over its first three batches, in turns,
+without a loader and without an optimiser; the median processor seconds of each kind. Both kinds
+have the same losses and gradients (tests/encoders/test_packing.py,
+tests/models/fusion_encoders/test_packed_streams.py). Weights are random.
 """
 
 import argparse
@@ -32,8 +35,12 @@ _BATCHES = 3
 
 def main() -> None:
     """Print a row for every system whose text encoder can pack."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of a benchmark phantom-quick, with its data")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of a benchmark phantom-quick, with its data"
+    )
     parser.add_argument("--systems", default="all")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
@@ -43,11 +50,17 @@ def main() -> None:
     for run in plan_runs(config, arguments.out.absolute()).runs:
         if run.settings["train"]["packed_text"]:
             real, padded, packed = measure(run, Store(arguments.out.absolute()), arguments.repeats)
-            print(f"| {run.name} | {real:.2f} | {padded:.2f} | {packed:.2f} | {padded / packed:.2f} |", flush=True)
+            print(
+                f"| {run.name} | {real:.2f} | {padded:.2f} | {packed:.2f} | "
+                f"{padded / packed:.2f} |",
+                flush=True,
+            )
 
 
 def measure(run: Run, store: Store, repeats: int) -> tuple[float, float, float]:
-    """Return the share of real tokens, and the processor seconds of a padded and of a packed step."""
+    """Return the share of real tokens, and the processor seconds of a padded and of a packed
+    step.
+    """
     alone = dataclasses.replace(run, settings=without_references(run.settings))
     prepared = prepare_run(alone, store)
     model, batches = prepared.model.train(), list(itertools.islice(prepared.data.train, _BATCHES))
@@ -59,7 +72,9 @@ def measure(run: Run, store: Store, repeats: int) -> tuple[float, float, float]:
             step(model, number, batches[number % len(batches)])
             seconds[is_packed].append(time.process_time() - started)
     real = statistics.mean(batch.mask_BT.float().mean().item() for batch in batches)
-    padded, packed = (statistics.median(each[1:]) for each in seconds.values())  # the first one warms up
+    padded, packed = (
+        statistics.median(each[1:]) for each in seconds.values()
+    )  # the first one warms up
     return real, padded, packed
 
 

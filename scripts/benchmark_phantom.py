@@ -3,8 +3,8 @@
     python scripts/benchmark_phantom.py
     python scripts/benchmark_phantom.py --images 400 --size 1024
 
-Prints the best of several rounds in CPU time, to reduce the influence of other load. Target: at least 100 images of
-512 pixels per second.
+Prints the best of several rounds in CPU time, to reduce the influence of other load. Target: at
+least 100 images of 512 pixels per second.
 """
 
 import argparse
@@ -34,7 +34,9 @@ def rate(function: Callable[[Item], object], items: Sequence[Item], rounds: int)
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=200, help="views per round")
     parser.add_argument("--size", type=int, default=512, help="pixels of the longer side")
     parser.add_argument("--rounds", type=int, default=5)
@@ -56,9 +58,15 @@ def main() -> None:
     print(f"patients          {rate(world.patient, range(500), rounds):8.0f} /s")
     print(f"reports           {rate(compose_report, studies, rounds):8.0f} /s")
     for name, some in (("all views", views), ("frontal", frontal), ("lateral", lateral)):
-        print(f"draw {name:12s} {rate(lambda view: draw(view, size), some, rounds):8.1f} images/s at {size} px")
+        print(
+            f"draw {name:12s} {rate(lambda view: draw(view, size), some, rounds):8.1f} images/s "
+            f"at {size} px"
+        )
     print(f"boxes             {rate(lambda view: boxes(view, size), views, rounds):8.1f} views/s")
-    print(f"draw + JPEG       {rate(lambda view: encode_jpeg(draw(view, size)), views, rounds):8.1f} images/s")
+    print(
+        f"draw + JPEG       "
+        f"{rate(lambda view: encode_jpeg(draw(view, size)), views, rounds):8.1f} images/s"
+    )
     dicom = rate(lambda item: dicom_bytes(*item, draw(item[2], size)), selected, rounds)
     print(f"draw + DICOM      {dicom:8.1f} images/s")
 

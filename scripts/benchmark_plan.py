@@ -2,8 +2,8 @@
 
     python scripts/benchmark_plan.py 100000
 
-Every row names a tiny PNG, so that only medvl's own memory grows; there are two images per patient. Run one process per
-number of rows, because the peak memory of a process never decreases.
+Every row names a tiny PNG, so that only medvl's own memory grows; there are two images per patient.
+Run one process per number of rows, because the peak memory of a process never decreases.
 """
 
 import argparse
@@ -23,7 +23,9 @@ COLUMNS = table.TableColumns(image_column="image", patient_column="patient", tex
 
 def main() -> None:
     """Run the benchmark and print its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=int)
     rows = parser.parse_args().rows
     with tempfile.TemporaryDirectory() as name:
@@ -32,13 +34,20 @@ def main() -> None:
         with (folder / "rows.jsonl").open("w") as file:
             for number in range(rows):
                 (folder / f"{number}.png").write_bytes(pixels)
-                row = {"image": f"{number}.png", "patient": f"p{number // 2}", "text": f"Image {number}. {TEXT}"}
+                row = {
+                    "image": f"{number}.png",
+                    "patient": f"p{number // 2}",
+                    "text": f"Image {number}. {TEXT}",
+                }
                 file.write(json.dumps(row) + "\n")
         deid, before = Deidentifier(bytes(32)), peak()
         plan = table.plan(folder / "rows.jsonl", COLUMNS, deid)
         planned = peak()
         write_shards(plan, deid, ShardRun(out=folder / "shards", workers=1))
-    print(f"{rows} rows: peak {before:.0f} MB before, {planned:.0f} when planned, {peak():.0f} when converted")
+    print(
+        f"{rows} rows: peak {before:.0f} MB before, {planned:.0f} when planned, {peak():.0f} "
+        f"when converted"
+    )
 
 
 def peak() -> float:

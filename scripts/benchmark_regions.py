@@ -1,10 +1,13 @@
-"""Benchmark of `medvl regions`, in images per second: reading alone, the detector alone, and both with writing.
+"""Benchmark of `medvl regions`, in images per second: reading alone, the detector alone, and both
+with writing.
 
-    python scripts/benchmark_regions.py --detectors grid:resnet50 --images 64
-    python scripts/benchmark_regions.py --device cuda --detectors fasterrcnn_resnet50_fpn grid:resnet50 --batch 16
+    python scripts/benchmark_regions.py --detectors grid:resnet50 --images 64 python
+    scripts/benchmark_regions.py --device cuda --detectors fasterrcnn_resnet50_fpn grid:resnet50
+    --batch 16
 
-Weights are random, which do not change the time of a grid; the number of proposals of a Faster R-CNN depends on them.
-The last column is the loader of a training run that reads the written regions instead of pixels.
+Weights are random, which do not change the time of a grid; the number of proposals of a Faster
+R-CNN depends on them. The last column is the loader of a training run that reads the written
+regions instead of pixels.
 """
 
 import argparse
@@ -39,8 +42,12 @@ from medvl.schema import Inputs
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--detectors", nargs="+", default=["grid:resnet50", "fasterrcnn_resnet50_fpn"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--detectors", nargs="+", default=["grid:resnet50", "fasterrcnn_resnet50_fpn"]
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--size", type=int, default=512, help="short side of the phantom's images")
@@ -50,14 +57,23 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         source = phantom_shards(Path(home), options.images, options.size)
-        print(f"{len(source)} images of {options.size} px on {options.device}; the best of {options.repeats}, images/s")
+        print(
+            f"{len(source)} images of {options.size} px on {options.device}; the best of "
+            f"{options.repeats}, images/s"
+        )
         print(f"{'detector':32} {'read':>8} {'detect':>8} {'all':>8} {'loader':>8}")
         for name in options.detectors:
             detector = create_region_detector(
-                name, random_weights=True, selection=RegionSelection(max_regions=36), device=options.device
+                name,
+                random_weights=True,
+                selection=RegionSelection(max_regions=36),
+                device=options.device,
             )
             rates = measure(
-                source, detector, RegionOptions(batch=options.batch, workers=options.workers), options.repeats
+                source,
+                detector,
+                RegionOptions(batch=options.batch, workers=options.workers),
+                options.repeats,
             )
             print(f"{name:32} " + " ".join(f"{rate:8.1f}" for rate in rates))
 
@@ -71,10 +87,16 @@ def phantom_shards(home: Path, images: int, size: int) -> ShardSource:
     return ShardSource(home / "shards" / "train")
 
 
-def measure(source: ShardSource, detector: RegionDetector, options: RegionOptions, repeats: int) -> list[float]:
-    """Return images per second of reading, of detecting, of the whole command, and of loading what it wrote."""
+def measure(
+    source: ShardSource, detector: RegionDetector, options: RegionOptions, repeats: int
+) -> list[float]:
+    """Return images per second of reading, of detecting, of the whole command, and of loading
+    what it wrote.
+    """
     positions = range(len(source))
-    groups = [positions[start : start + options.batch] for start in range(0, len(source), options.batch)]
+    groups = [
+        positions[start : start + options.batch] for start in range(0, len(source), options.batch)
+    ]
     folder = Path(str(source.folder)) / "regions" / "benchmark"
 
     def read() -> None:
@@ -87,11 +109,20 @@ def measure(source: ShardSource, detector: RegionDetector, options: RegionOption
 
     def load() -> None:
         opened = ShardSource(source.folder, regions="benchmark")
-        settings: dict[str, Any] = {"image": EvalTransform(), "text": WholeText(), "tokenizer": no_text}
-        for _ in open_loader(opened, batch=options.batch, train=False, inputs=Inputs(regions=True), **settings):
+        settings: dict[str, Any] = {
+            "image": EvalTransform(),
+            "text": WholeText(),
+            "tokenizer": no_text,
+        }
+        for _ in open_loader(
+            opened, batch=options.batch, train=False, inputs=Inputs(regions=True), **settings
+        ):
             pass
 
-    prepared = [[detector.prepare(source.pixels(place, detector.color)) for place in group] for group in groups]
+    prepared = [
+        [detector.prepare(source.pixels(place, detector.color)) for place in group]
+        for group in groups
+    ]
 
     def detect() -> None:
         for images in prepared:

@@ -1,12 +1,14 @@
-"""Benchmark of remote shards against local ones, in samples per second of one process: cold and warm cache.
+"""Benchmark of remote shards against local ones, in samples per second of one process: cold and
+warm cache.
 
-    python scripts/benchmark_remote.py                                 # a web server on this machine
-    python scripts/benchmark_remote.py --latency-ms 30 --images 600    # with the latency of a store far away
+    python scripts/benchmark_remote.py                               # a web server on this machine
+    python scripts/benchmark_remote.py --latency-ms 30 --images 600  # with the latency of a store far away
     python scripts/benchmark_remote.py --address s3://bucket/train --shards shards/train
 
-Samples are read in the loader's random order, in batches, JSON and encoded image of each; decoding is left out, as it
-is the same for both. `ranges`: no cache, each sample is a request. `cold`: an empty cache, which fills meanwhile.
-`warm`: all shards are in it. The server shares the cores of this machine, so that its figures are lower bounds.
+Samples are read in the loader's random order, in batches, JSON and encoded image of each; decoding
+is left out, as it is the same for both. `ranges`: no cache, each sample is a request. `cold`: an
+empty cache, which fills meanwhile. `warm`: all shards are in it. The server shares the cores of
+this machine, so that its figures are lower bounds.
 """
 
 import argparse
@@ -33,22 +35,33 @@ from medvl.data.storage.store import map_threads
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", help="remote shards; default: a web server on this machine, with the phantom")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--address", help="remote shards; default: a web server on this machine, with the phantom"
+    )
     parser.add_argument("--shards", type=Path, help="the same shards on a local disk")
     parser.add_argument("--images", type=int, default=400, help="samples of an epoch")
     parser.add_argument("--patients", type=int, default=160, help="patients of the phantom")
-    parser.add_argument("--per-shard", type=int, default=100, help="samples of a shard of the phantom")
+    parser.add_argument(
+        "--per-shard", type=int, default=100, help="samples of a shard of the phantom"
+    )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="added by the web server to every request")
+    parser.add_argument(
+        "--latency-ms", type=float, default=0.0, help="added by the web server to every request"
+    )
     options = parser.parse_args()
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shards = options.shards or phantom_shards(home, options.patients, options.per_shard)
         address = options.address or stack.enter_context(_server(shards, options.latency_ms / 1000))
         size = sum(shard.bytes for shard in ShardSource(shards).manifest.shards)
-        print(f"{len(ShardSource(shards))} samples, {size / 1e6:.1f} MB, {options.latency_ms:g} ms of latency added")
+        print(
+            f"{len(ShardSource(shards))} samples, {size / 1e6:.1f} MB, {options.latency_ms:g} "
+            f"ms of latency added"
+        )
         caches = iter(home / f"cache-{number}" for number in range(1000))
         warm = Cache(next(caches), 10**12)
         read(ShardSource(address, cache=warm), options.images, options.batch)
@@ -61,14 +74,18 @@ def main() -> None:
         print(f"{'':8}{'samples/s':>12}{'of local':>10}{'first batch':>14}")
         base = 0.0
         for name, opened in ways.items():
-            measured = [read(opened(), options.images, options.batch) for _ in range(options.repeats)]
+            measured = [
+                read(opened(), options.images, options.batch) for _ in range(options.repeats)
+            ]
             rate, first = (statistics.median(column) for column in zip(*measured, strict=True))
             base = base or rate
             print(f"{name:8}{rate:12.0f}{rate / base:10.2f}{first:12.3f} s")
 
 
 def read(source: ShardSource, images: int, batch: int) -> tuple[float, float]:
-    """Return samples per second over an epoch in random order, and the seconds of the first batch."""
+    """Return samples per second over an epoch in random order, and the seconds of the first
+    batch.
+    """
     order = np.random.default_rng(0).permutation(len(source))[:images].tolist()
     started, first = time.perf_counter(), 0.0
     for place in range(0, len(order), batch):
@@ -87,7 +104,9 @@ def phantom_shards(home: Path, patients: int, per_shard: int) -> Path:
     phantom.write_mimic_cxr_jpg(home / "phantom", patients=patients, size=512)
     deid = Deidentifier(bytes(16))
     plan = mimic_cxr.plan(home / "phantom", deid, split="train")
-    write_shards(plan, deid, ShardRun(out=home / "shards"), ShardOptions(samples_per_shard=per_shard))
+    write_shards(
+        plan, deid, ShardRun(out=home / "shards"), ShardOptions(samples_per_shard=per_shard)
+    )
     return home / "shards" / "train"
 
 

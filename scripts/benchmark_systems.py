@@ -1,22 +1,25 @@
 """Cost of a step of every system at its published size.
 
-    python scripts/benchmark_systems.py                                    # counts: half an hour on one core
-    python scripts/benchmark_systems.py --systems radzero,mavl --seconds
-    python scripts/benchmark_systems.py --seconds --device cuda --batch 32
-    OMP_NUM_THREADS=1 python scripts/benchmark_systems.py --frozen --image-size 224 --batch 4 --seconds
+    python scripts/benchmark_systems.py  # counts: half an hour on one core python
+    scripts/benchmark_systems.py --systems radzero,mavl --seconds python
+    scripts/benchmark_systems.py --seconds --device cuda --batch 32 OMP_NUM_THREADS=1 python
+    scripts/benchmark_systems.py --frozen --image-size 224 --batch 4 --seconds
 
-Models are those of the presets `paper`, with random weights. They read random images, reports of `--tokens`, and
-`--statements` statements of twelve tokens where a system reads statements. FLOPs are counted by torch for the forward
-pass, a multiplication and an addition as two; activations are the bytes that autograd keeps for the backward pass, in
-float32, weights left out. Weights, gradients and the two moments of Adam need 16 bytes a trained parameter besides.
-`--seconds` times forward and backward passes, without a loader and without an optimiser. UNITER trains one task per
-step; its operations and seconds are means over twelve steps. ARL's graph has 10,000 entities with 50,000 relations, a
-size that the paper does not state. BERTHop trains by masked words and matching, on a PixelHop++ with random kernels.
-LViT trains on labelled images. UMRL needs principal components of data and is left out.
+Models are those of the presets `paper`, with random weights. They read random images, reports of
+`--tokens`, and `--statements` statements of twelve tokens where a system reads statements. FLOPs
+are counted by torch for the forward pass, a multiplication and an addition as two; activations are
+the bytes that autograd keeps for the backward pass, in float32, weights left out. Weights,
+gradients and the two moments of Adam need 16 bytes a trained parameter besides. `--seconds` times
+forward and backward passes, without a loader and without an optimiser. UNITER trains one task per
+step; its operations and seconds are means over twelve steps. ARL's graph has 10,000 entities with
+50,000 relations, a size that the paper does not state. BERTHop trains by masked words and matching,
+on a PixelHop++ with random kernels. LViT trains on labelled images. UMRL needs principal components
+of data and is left out.
 
-`--frozen` compares steps of RadZero that train its image encoder, run it frozen, and read its stored output (`medvl
-regions --all-tokens`): FLOPs of a forward and a backward pass, those of images counted on the meta device, which
-includes the products of the attention, and with `--seconds` CPU seconds, medians of `--repeats` steps in turns.
+`--frozen` compares steps of RadZero that train its image encoder, run it frozen, and read its
+stored output (`medvl regions --all-tokens`): FLOPs of a forward and a backward pass, those of
+images counted on the meta device, which includes the products of the attention, and with
+`--seconds` CPU seconds, medians of `--repeats` steps in turns.
 """
 
 import argparse
@@ -48,7 +51,18 @@ SYSTEMS = {
     **{
         name: (f"{name}_mimic", "paper")
         for name in (
-            *("bfspr", "biovil", "biovil_t", "carzero", "chexzero", "convirt", "cxrclip", "kad", "lovt", "mavl"),
+            *(
+                "bfspr",
+                "biovil",
+                "biovil_t",
+                "carzero",
+                "chexzero",
+                "convirt",
+                "cxrclip",
+                "kad",
+                "lovt",
+                "mavl",
+            ),
             *("medclip", "medklip", "mgca", "mutual_info", "radzero", "siglip"),
             *("lxmert", "medvill", "mixed", "pixelbert", "uniter", "vilt", "visualbert"),
         )
@@ -82,17 +96,31 @@ TASK_STEPS = 12
 
 def main() -> None:
     """Print a row for each system."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="names separated by commas")
-    parser.add_argument("--size", choices=("paper", "tiny"), default="paper", help="preset of the recipes")
+    parser.add_argument(
+        "--size", choices=("paper", "tiny"), default="paper", help="preset of the recipes"
+    )
     parser.add_argument("--batch", type=int, default=2, help="samples of a step")
     parser.add_argument("--statements", type=int, default=6, help="statements of a sample")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a report")
-    parser.add_argument("--seconds", action="store_true", help="also time forward and backward passes")
+    parser.add_argument(
+        "--seconds", action="store_true", help="also time forward and backward passes"
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--frozen", action="store_true", help="compare RadZero's trained, frozen and stored images")
-    parser.add_argument("--image-size", type=int, default=518, help="side of the images of --frozen")
-    parser.add_argument("--image-encoder", default="rad_dino", help="image encoder of --frozen; rad_dino is a ViT-B/14")
+    parser.add_argument(
+        "--frozen", action="store_true", help="compare RadZero's trained, frozen and stored images"
+    )
+    parser.add_argument(
+        "--image-size", type=int, default=518, help="side of the images of --frozen"
+    )
+    parser.add_argument(
+        "--image-encoder",
+        default="rad_dino",
+        help="image encoder of --frozen; rad_dino is a ViT-B/14",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of --frozen")
     options = parser.parse_args()
     if options.frozen:
@@ -101,7 +129,15 @@ def main() -> None:
     unknown = sorted(set(options.systems.split(",")) - set(SYSTEMS))
     if unknown:
         parser.error(f"unknown systems {', '.join(unknown)}: choose from {', '.join(SYSTEMS)}")
-    columns = ("system", "image", "parameters", "trained", "GFLOP/sample", "activations", "seconds/step")
+    columns = (
+        "system",
+        "image",
+        "parameters",
+        "trained",
+        "GFLOP/sample",
+        "activations",
+        "seconds/step",
+    )
     print("".join(f"{column:>14}" for column in columns))
     for name in options.systems.split(","):
         print("".join(f"{cell:>14}" for cell in row(name, options)), flush=True)
@@ -122,7 +158,8 @@ def row(name: str, options: argparse.Namespace) -> list[str]:
             model(batch)
     kept = max(activations(model, batch, step) for step in steps)
     every, trained = (
-        sum(p.numel() for p in model.parameters() if p.requires_grad or not only) / 1e6 for only in (False, True)
+        sum(p.numel() for p in model.parameters() if p.requires_grad or not only) / 1e6
+        for only in (False, True)
     )
     return [
         name,
@@ -136,27 +173,49 @@ def row(name: str, options: argparse.Namespace) -> list[str]:
 
 
 def compare_frozen(options: argparse.Namespace) -> None:
-    """Print the cost of RadZero's training step with a trained, a frozen and a stored image encoder."""
+    """Print the cost of RadZero's training step with a trained, a frozen and a stored image
+    encoder.
+    """
     flops = frozen_flops(options)
     seconds = frozen_seconds(options) if options.seconds else dict.fromkeys(CASES, math.nan)
-    print("".join(f"{column:>14}" for column in ("images", "GFLOP/sample", "share", "CPU s/step", "share")))
+    print(
+        "".join(
+            f"{column:>14}" for column in ("images", "GFLOP/sample", "share", "CPU s/step", "share")
+        )
+    )
     for name in CASES:
         shares = flops[name] / flops["trained"], seconds[name] / seconds["trained"]
-        cells = name, f"{flops[name]:.1f}", f"{shares[0]:.3f}", f"{seconds[name]:.2f}", f"{shares[1]:.3f}"
+        cells = (
+            name,
+            f"{flops[name]:.1f}",
+            f"{shares[0]:.3f}",
+            f"{seconds[name]:.2f}",
+            f"{shares[1]:.3f}",
+        )
         print("".join(f"{cell:>14}" for cell in cells))
 
 
 def frozen_flops(options: argparse.Namespace) -> dict[str, float]:
-    """Return the GFLOP of a sample's step in each case, counted on the meta device, and print those of its parts."""
+    """Return the GFLOP of a sample's step in each case, counted on the meta device, and print
+    those of its parts.
+    """
     with torch.device("meta"):
         model = radzero(options).eval()
         batch = random_batch(model, options)
     tokens_BKD = encoded(model, batch)
-    text_encoder = create_text_encoder(model.config.text_encoder, vocab_size=vocabulary().vocab_size)
-    statements_NT = torch.randint(10, text_encoder.vocab_size, (options.batch * options.statements, 12))
-    mask_NT = torch.ones_like(statements_NT, dtype=torch.bool)  # its encoder reads the mask's values: on the CPU
+    text_encoder = create_text_encoder(
+        model.config.text_encoder, vocab_size=vocabulary().vocab_size
+    )
+    statements_NT = torch.randint(
+        10, text_encoder.vocab_size, (options.batch * options.statements, 12)
+    )
+    mask_NT = torch.ones_like(
+        statements_NT, dtype=torch.bool
+    )  # its encoder reads the mask's values: on the CPU
     images_BKD = torch.zeros(tokens_BKD.shape, requires_grad=True)
-    texts_NE = torch.zeros(PUBLISHED_BATCH * options.statements, images_BKD.shape[2], requires_grad=True)
+    texts_NE = torch.zeros(
+        PUBLISHED_BATCH * options.statements, images_BKD.shape[2], requires_grad=True
+    )
     parts: dict[str, Callable[[], Tensor]] = {
         "encoder, forward": lambda: encoded(model, batch),
         "encoder": lambda: model.image_encoder(batch.image_BCHW).patches_BPD,
@@ -167,7 +226,10 @@ def frozen_flops(options: argparse.Namespace) -> dict[str, float]:
     model.image_encoder.requires_grad_(True)
     gflop = {name: counted(part) / options.batch for name, part in parts.items()}
     tokens, width = tokens_BKD.shape[1:]
-    print(f"{options.image_size} pixels: {tokens} tokens of {width}, {tokens * width * 2 / 1e6:.2f} MB an image")
+    print(
+        f"{options.image_size} pixels: {tokens} tokens of {width}, "
+        f"{tokens * width * 2 / 1e6:.2f} MB an image"
+    )
     print("GFLOP of a sample: " + ", ".join(f"{name} {value:.1f}" for name, value in gflop.items()))
     trained = sum(gflop[name] for name in ("trained layers", "text encoder", "comparison"))
     return {
@@ -193,12 +255,16 @@ def counted(part: Callable[[], Tensor]) -> float:
 
 
 def frozen_seconds(options: argparse.Namespace) -> dict[str, float]:
-    """Return the median CPU seconds of steps in each case, measured in turns after a turn that warms up."""
+    """Return the median CPU seconds of steps in each case, measured in turns after a turn that
+    warms up.
+    """
     model = radzero(options).train()
     images = random_batch(model, options)
     without_pixels, tokens_BKD = images.image_BCHW[:, :, :0, :0], encoded(model, images).half()
     batches = dict.fromkeys(CASES, images)
-    batches["stored"] = dataclasses.replace(images, image_BCHW=without_pixels, regions_BPD=tokens_BKD)
+    batches["stored"] = dataclasses.replace(
+        images, image_BCHW=without_pixels, regions_BPD=tokens_BKD
+    )
     taken: dict[str, list[float]] = {name: [] for name in CASES}
     for _, name in itertools.product(range(options.repeats + 1), CASES):
         model.image_encoder.requires_grad_(name == "trained")
@@ -224,14 +290,19 @@ def build(recipe: str, preset: str, **changes: Any) -> Any:
 
 def vocabulary() -> Tokenizer:
     """Return a tokenizer with the letters of reports."""
-    texts = ["There is no small left pleural effusion.", "The heart is enlarged; jugular, quite hazy zones (x-ray)."]
+    texts = [
+        "There is no small left pleural effusion.",
+        "The heart is enlarged; jugular, quite hazy zones (x-ray).",
+    ]
     return train_wordpiece(texts, vocab_size=200, min_frequency=1, max_tokens=128)
 
 
 def random_batch(model: Any, options: argparse.Namespace) -> DenseBatch:
     """Return random samples with every part that one of the systems reads."""
     config, rows = model.config, options.batch
-    vocab = model.text_encoder.vocab_size if hasattr(model, "text_encoder") else vocabulary().vocab_size
+    vocab = (
+        model.text_encoder.vocab_size if hasattr(model, "text_encoder") else vocabulary().vocab_size
+    )
     side = config.image_size * getattr(config, "target_scale", 1)
 
     def ids(*shape: int) -> Tensor:
@@ -275,7 +346,9 @@ def random_batch(model: Any, options: argparse.Namespace) -> DenseBatch:
 def activations(model: Any, batch: Batch, step: int) -> int:
     """Return the bytes of distinct tensors that autograd keeps in a step, without weights."""
     model.before_step(step)
-    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    weights = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -291,7 +364,9 @@ def activations(model: Any, batch: Batch, step: int) -> int:
 
 
 def seconds(model: Any, batch: Batch, steps: Sequence[int]) -> float:
-    """Return the median time of a forward and a backward pass, or the mean of those of several steps."""
+    """Return the median time of a forward and a backward pass, or the mean of those of several
+    steps.
+    """
     medians = []
     for step in steps:
         model.before_step(step)

@@ -1,17 +1,20 @@
-"""Benchmark of training against open_clip's trainer and a plain PyTorch loop with one model and the same data.
+"""Benchmark of training against open_clip's trainer and a plain PyTorch loop with one model and the
+same data.
 
     python scripts/benchmark_train.py                                       # a small CLIP, a CPU
     python scripts/benchmark_train.py --model ViT-B-32 --batch 1024 --precision bf16 --compile --workers 16 \\
         --patients 4000 --steps 20                                          # a GPU
 
-*Step*: inputs on the device, 77 tokens per text; forward, loss, backward, AdamW, no clipping. *End to end*: from files.
-medvl reads shards; open_clip's trainer (`open_clip_train`, its CSV dataset and `train_one_epoch`) and the plain loop
-read a CSV of the JPEG files from which the shards were built, with open_clip's validation transform, so without
-augmentation. medvl pads texts to the longest of a batch, the others to 77 tokens. The contenders alternate round by
-round, so that other load affects all; ratios are medians over rounds. `--clock cpu --workers 0` measures CPU seconds of
-this process, for very busy CPUs.
+*Step*: inputs on the device, 77 tokens per text; forward, loss, backward, AdamW, no clipping. *End
+to end*: from files. medvl reads shards; open_clip's trainer (`open_clip_train`, its CSV dataset and
+`train_one_epoch`) and the plain loop read a CSV of the JPEG files from which the shards were built,
+with open_clip's validation transform, so without augmentation. medvl pads texts to the longest of a
+batch, the others to 77 tokens. The contenders alternate round by round, so that other load affects
+all; ratios are medians over rounds. `--clock cpu --workers 0` measures CPU seconds of this process,
+for very busy CPUs.
 
-`medvl doctor RECIPE` measures the parts of a recipe; `--doctor` does so for the CLIP of this benchmark.
+`medvl doctor RECIPE` measures the parts of a recipe; `--doctor` does so for the CLIP of this
+benchmark.
 """
 
 import argparse
@@ -56,7 +59,13 @@ from medvl.train.parallel.model import DDPModel
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
 SMALL_IMAGE = {"embed_dim": 128, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64}
-SMALL_TEXT = {"embed_dim": 128, "context_length": 77, "width": 192, "num_hidden_layers": 3, "heads": 3}
+SMALL_TEXT = {
+    "embed_dim": 128,
+    "context_length": 77,
+    "width": 192,
+    "num_hidden_layers": 3,
+    "heads": 3,
+}
 """`open_clip_baseline.SMALL` with medvl's names."""
 CONTEXT = 77
 
@@ -79,15 +88,21 @@ def main() -> None:
     options = _options()
     logging.disable(logging.INFO)
     if options.clock == "cpu" and (options.workers or torch.cuda.is_available()):
-        raise SystemExit("--clock cpu measures this process only: use it with --workers 0 and without a GPU")
+        raise SystemExit(
+            "--clock cpu measures this process only: use it with --workers 0 and without a GPU"
+        )
     with tempfile.TemporaryDirectory() as name, join("auto") as world:
         folder = Path(name)
         write_data(folder, options.patients, options.image_size)
         settings = medvl_settings(folder, options)
         print(
-            f"{options.model}, batch {options.batch}, {options.precision}, {world.device}, {options.workers} workers,"
+            f"{options.model}, batch {options.batch}, {options.precision}, {world.device}, "
+            f"{options.workers} workers,"
         )
-        print(f"JPEGs of {options.image_size} px; torch {torch.__version__}, {torch.get_num_threads()} threads")
+        print(
+            f"JPEGs of {options.image_size} px; torch {torch.__version__}, "
+            f"{torch.get_num_threads()} threads"
+        )
         show("step", alternate(steps(settings, options, world), options.repeats))
         show("end to end", alternate(trainers(settings, folder, options, world), options.repeats))
         if options.doctor:
@@ -95,20 +110,33 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small", help="small, or the name of an open_clip model such as ViT-B-32")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="small", help="small, or the name of an open_clip model such as ViT-B-32"
+    )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--compile", action="store_true", help="compile all models with torch.compile")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile all models with torch.compile"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="steps per round")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each contender")
     parser.add_argument(
-        "--patients", type=int, default=120, help="patients of the phantom corpus, with about 2.2 images each"
+        "--patients",
+        type=int,
+        default=120,
+        help="patients of the phantom corpus, with about 2.2 images each",
     )
     parser.add_argument("--image-size", type=int, default=512, help="size of the JPEGs")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a CPU without workers")
-    parser.add_argument("--doctor", type=float, metavar="SECONDS", help="examine medvl's run for this long as well")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu: for a CPU without workers"
+    )
+    parser.add_argument(
+        "--doctor", type=float, metavar="SECONDS", help="examine medvl's run for this long as well"
+    )
     return parser.parse_args()
 
 
@@ -169,9 +197,13 @@ def clip_config(name: str) -> CLIPConfig:
 
 
 def clip_batch(side: int, count: int) -> tuple[Batch, tuple[Tensor, Tensor]]:
-    """Return random inputs with full texts, as medvl's batch of grey images and as open_clip's images and ids."""
+    """Return random inputs with full texts, as medvl's batch of grey images and as open_clip's
+    images and ids.
+    """
     generator, vocabulary = torch.Generator().manual_seed(0), 49407
-    grey_BCHW = torch.randint(0, 256, (count, 1, side, side), dtype=torch.uint8, generator=generator)
+    grey_BCHW = torch.randint(
+        0, 256, (count, 1, side, side), dtype=torch.uint8, generator=generator
+    )
     ids_BT = torch.randint(1, vocabulary, (count, CONTEXT), generator=generator)
     ids_BT[:, -1] = vocabulary
     batch = Batch(
@@ -203,8 +235,13 @@ class Medvl:
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.precision = Precision(settings.train.precision, world.device)
         parallel = DDPModel(self.model, world)
-        self.step = Step(parallel, self.optimizer, self.precision, seed=0, clip_norm=None, channels_last=False)
-        self.batches, self._number = BatchStream(run.data.train, 1, side_stream(world.device, channels_last=False)), 0
+        self.step = Step(
+            parallel, self.optimizer, self.precision, seed=0, clip_norm=None, channels_last=False
+        )
+        self.batches, self._number = (
+            BatchStream(run.data.train, 1, side_stream(world.device, channels_last=False)),
+            0,
+        )
 
     def bare(self, batch: Batch) -> None:
         """Run forward, backward and update without the rest of the loop."""
@@ -225,9 +262,13 @@ class Medvl:
 def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> dict[str, Rate]:
     """Return each contender's rate of steps, with inputs on the device."""
     ours, theirs, plain = Medvl(settings, world), OpenClip(options, world), OpenClip(options, world)
-    parameters = [sum(parameter.numel() for parameter in each.model.parameters()) for each in (ours, theirs)]
+    parameters = [
+        sum(parameter.numel() for parameter in each.model.parameters()) for each in (ours, theirs)
+    ]
     if parameters[0] != parameters[1]:
-        raise SystemExit(f"expected equal models, got {parameters[0]} and {parameters[1]} parameters")
+        raise SystemExit(
+            f"expected equal models, got {parameters[0]} and {parameters[1]} parameters"
+        )
     batch, pair = clip_batch(settings.model.image_size, options.batch)
     batch, pair = batch.to(world.device), (pair[0].to(world.device), pair[1].to(world.device))
 
@@ -242,12 +283,16 @@ def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> d
     return {
         "medvl": rate(lambda: ours.step(0, LR, [batch], 1)),
         "bare loop, medvl's model": rate(lambda: ours.bare(batch)),
-        "open_clip's trainer": lambda: trainer_rate(theirs, (pair for _ in range(options.steps + 1)), options),
+        "open_clip's trainer": lambda: trainer_rate(
+            theirs, (pair for _ in range(options.steps + 1)), options
+        ),
         "plain PyTorch loop": rate(lambda: plain.plain(*pair)),
     }
 
 
-def trainer_rate(theirs: OpenClip, batches: Iterable[tuple[Tensor, Tensor]], options: argparse.Namespace) -> float:
+def trainer_rate(
+    theirs: OpenClip, batches: Iterable[tuple[Tensor, Tensor]], options: argparse.Namespace
+) -> float:
     """Return pairs per second from the second step on; the first one waits for the workers.
 
     As in `timed`, the device is waited for after the first step and after the last one only.
@@ -264,7 +309,9 @@ def trainer_rate(theirs: OpenClip, batches: Iterable[tuple[Tensor, Tensor]], opt
 
 
 def timed(updates: Iterable[int], options: argparse.Namespace, world: RankInfo) -> float:
-    """Return pairs per second of an iterable of updates that yields their pairs, without the first one."""
+    """Return pairs per second of an iterable of updates that yields their pairs, without the
+    first one.
+    """
     clock, iterator = CLOCKS[options.clock], iter(updates)
     next(iterator)
     synchronize(world.device)
@@ -274,7 +321,9 @@ def timed(updates: Iterable[int], options: argparse.Namespace, world: RankInfo) 
     return pairs / (clock() - started)
 
 
-def trainers(settings: Settings, folder: Path, options: argparse.Namespace, world: RankInfo) -> dict[str, Rate]:
+def trainers(
+    settings: Settings, folder: Path, options: argparse.Namespace, world: RankInfo
+) -> dict[str, Rate]:
     """Return each contender's rate from files to updates."""
     import open_clip
 
@@ -282,8 +331,8 @@ def trainers(settings: Settings, folder: Path, options: argparse.Namespace, worl
     transform = open_clip.image_transform(settings.model.image_size, is_train=False)
     tokenize = open_clip.SimpleTokenizer(context_length=CONTEXT)
     arguments = SimpleNamespace(
-        train_data=str(folder / "pairs.csv"), csv_img_key="filepath", csv_caption_key="title", csv_separator="\t",
-        distributed=False, batch_size=options.batch, workers=options.workers,
+        train_data=str(folder / "pairs.csv"), csv_img_key="filepath", csv_caption_key="title",
+        csv_separator="\t", distributed=False, batch_size=options.batch, workers=options.workers,
     )  # fmt: skip
     loader = (
         import_module("open_clip_train.data")
@@ -305,7 +354,10 @@ def trainers(settings: Settings, folder: Path, options: argparse.Namespace, worl
             yield len(ids_BT)
 
     if len(own) <= options.steps:
-        raise SystemExit(f"expected more than {options.steps} batches per epoch, got {len(own)}: increase --patients")
+        raise SystemExit(
+            f"expected more than {options.steps} batches per epoch, got {len(own)}: increase "
+            f"--patients"
+        )
     return {
         "medvl": lambda: timed(ours.epoch(options.steps + 1), options, world),
         "open_clip's trainer": lambda: trainer_rate(theirs, loader, options),
@@ -331,7 +383,10 @@ def show(title: str, rates: Mapping[str, list[float]]) -> None:
     for name, theirs in rates.items():
         ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
         line = f"{name:26}{statistics.median(theirs):10.1f}"
-        note = f"   {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+        note = (
+            f"   {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to "
+            f"{max(ratios):.2f})"
+        )
         print(line if name == "medvl" else line + note)
 
 

@@ -1,11 +1,12 @@
 """Build the documentation site and check its links; needs the extra `docs` and no network.
 
-    bash scripts/build_docs.sh                  # sets up .venv, then calls this script; the site is site/index.html
+    bash scripts/build_docs.sh  # sets up .venv, then calls this script; the site is site/index.html
     python scripts/build_docs.py --out site
 
-The pages come from `docs/pages`, `docs/notebooks`, `data_cards/` and the documents at the top of the repository. The
-notebooks are run, so that the site shows their outputs. Three kinds of pages are made from the code: the systems and
-corpora, the published numbers of the recipes, and the API reference, one page for each package.
+The pages come from `docs/pages`, `docs/notebooks`, `data_cards/` and the documents at the top of
+the repository. The notebooks are run, so that the site shows their outputs. Three kinds of pages
+are made from the code: the systems and corpora, the published numbers of the recipes, and the API
+reference, one page for each package.
 """
 
 import argparse
@@ -43,7 +44,8 @@ DOCUMENTS = ("RESULTS", "PERFORMANCE", "CONTRIBUTING", "CHANGELOG", "SECURITY")
 FAMILIES = {
     "dual_encoders": (
         "Dual-encoders",
-        "They embed images and texts apart: zero-shot classification, retrieval, grounding, linear probes.",
+        "They embed images and texts apart: zero-shot classification, retrieval, grounding, "
+        "linear probes.",
     ),
     "fusion_encoders": (
         "Fusion-encoders",
@@ -51,7 +53,8 @@ FAMILIES = {
     ),
     "report_generators": (
         "Report generators",
-        "They write a report for one or two images. MedViLL does too, with `--model.objective report`.",
+        "They write a report for one or two images. MedViLL does too, with `--model.objective "
+        "report`.",
     ),
     "image_generation": (
         "Image generators",
@@ -84,21 +87,40 @@ _MODULES = ("medvl.schema", "medvl.errors")
 
 def main() -> None:
     """Parse the options, build the site, report broken links."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "site", help="folder of the site; replaced if it exists")
-    parser.add_argument("--skip-notebooks", action="store_true", help="show the notebooks without running them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "site", help="folder of the site; replaced if it exists"
+    )
+    parser.add_argument(
+        "--skip-notebooks", action="store_true", help="show the notebooks without running them"
+    )
     options = parser.parse_args()
     out = options.out.resolve()
     with tempfile.TemporaryDirectory() as folder:
         collect(Path(folder) / "docs", run_notebooks=not options.skip_notebooks)
         config = Path(folder) / "mkdocs.yml"
         config.write_text(navigation((ROOT / "docs/mkdocs.yml").read_text(), Path(folder) / "docs"))
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "-f", str(config), "-d", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--clean",
+            "-f",
+            str(config),
+            "-d",
+            str(out),
+        ]
         subprocess.run(command, check=True)
     broken = broken_links(out)
     for line in broken:
         print(line, file=sys.stderr)
-    print(f"{out / 'index.html'}: {len(list(out.rglob('*.html')))} pages, {len(broken)} broken links")
+    print(
+        f"{out / 'index.html'}: {len(list(out.rglob('*.html')))} pages, {len(broken)} broken links"
+    )
     raise SystemExit(1 if broken else 0)
 
 
@@ -114,7 +136,9 @@ def collect(pages: Path, *, run_notebooks: bool) -> None:
     shutil.copytree(ROOT / "data_cards", pages / "data_cards")
     for name in DOCUMENTS:
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
-        (pages / f"{name.lower()}.md").write_text(text.replace("](docs/pages/", "]("), encoding="utf-8")
+        (pages / f"{name.lower()}.md").write_text(
+            text.replace("](docs/pages/", "]("), encoding="utf-8"
+        )
     for name, make_page in GENERATED.items():
         (pages / name).write_text(make_page(), encoding="utf-8")
     (pages / "api").mkdir()
@@ -142,7 +166,9 @@ def run_notebook(source: Path, target: Path) -> None:
 
 
 def systems_page() -> str:
-    """Return the page of all systems and corpora, from the registry, the recipes and the data cards."""
+    """Return the page of all systems and corpora, from the registry, the recipes and the data
+    cards.
+    """
     recipes = recipes_by_system()
     rows: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for name in list_models():
@@ -153,22 +179,46 @@ def systems_page() -> str:
         rows[family].append(f"| `{name}` | {objective} | {recipe_cell(recipes[name])} |")
     lines = ["# Systems and corpora", "", "`medvl.create_model(NAME)` builds a system.", ""]
     for family, (title, text) in FAMILIES.items():
-        lines += [f"## {title}", "", text, "", "| system | objectives | recipes |", "|---|---|---|", *rows[family], ""]
-    lines += ["Recipes that train them:", "", *(f"- `{name}`: {text}" for name, text in recipes[""].items()), ""]
+        lines += [
+            f"## {title}",
+            "",
+            text,
+            "",
+            "| system | objectives | recipes |",
+            "|---|---|---|",
+            *rows[family],
+            "",
+        ]
+    lines += [
+        "Recipes that train them:",
+        "",
+        *(f"- `{name}`: {text}" for name, text in recipes[""].items()),
+        "",
+    ]
     lines += ["## Corpora", ""]
-    lines += ["`medvl cards show NAME` prints a card.", "", "| card | corpus | command |", "|---|---|---|"]
+    lines += [
+        "`medvl cards show NAME` prints a card.",
+        "",
+        "| card | corpus | command |",
+        "|---|---|---|",
+    ]
     for path in sorted((ROOT / "data_cards").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         title = text.partition("\n")[0].removeprefix("# ")
-        command = re.search(rf"medvl shards {path.stem}\b", text) or re.search(r"medvl (?:eval|knowledge) [\w-]+", text)
+        command = re.search(rf"medvl shards {path.stem}\b", text) or re.search(
+            r"medvl (?:eval|knowledge) [\w-]+", text
+        )
         lines.append(
-            f"| [{path.stem}](data_cards/{path.name}) | {title} | {f'`{command.group()}`' if command else ''} |"
+            f"| [{path.stem}](data_cards/{path.name}) | {title} | "
+            f"{f'`{command.group()}`' if command else ''} |"
         )
     return "\n".join([*lines, ""])
 
 
 def recipes_by_system() -> Mapping[str, Mapping[str, str]]:
-    """Return the recipes that train each system, "" for those that start from a checkpoint, and their first lines."""
+    """Return the recipes that train each system, "" for those that start from a checkpoint, and
+    their first lines.
+    """
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for path in sorted((ROOT / "recipes").glob("*.py")):
         recipe = runpy.run_path(str(path))
@@ -182,7 +232,9 @@ def recipes_by_system() -> Mapping[str, Mapping[str, str]]:
 def recipe_cell(recipes: Mapping[str, str]) -> str:
     """Return recipes and their summaries as the cell of a table, with links to arXiv."""
     lines = [f"`{name}`: {summary}" for name, summary in recipes.items()]
-    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", "<br>".join(lines))
+    return re.sub(
+        r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", "<br>".join(lines)
+    )
 
 
 def first_paragraph(docstring: str | None) -> str:
@@ -191,7 +243,9 @@ def first_paragraph(docstring: str | None) -> str:
 
 
 def api_page(face: str) -> str:
-    """Return the Markdown of one package: its docstring, then a heading and a docstring for each public name."""
+    """Return the Markdown of one package: its docstring, then a heading and a docstring for each
+    public name.
+    """
     package = importlib.import_module(face)
     lines = [f"# `{face}`", "", (package.__doc__ or "").strip(), ""]
     for name in sorted(package.__all__, key=str.lower):
@@ -209,7 +263,9 @@ def navigation(config: str, pages: Path) -> str:
     def listed(match: re.Match[str]) -> str:
         indent, title, folder = match.groups()
         files = sorted((pages / folder).glob("*.md"))
-        return f"{indent}- {title}:\n" + "\n".join(f"{indent}    - {folder}{path.name}" for path in files)
+        return f"{indent}- {title}:\n" + "\n".join(
+            f"{indent}    - {folder}{path.name}" for path in files
+        )
 
     return re.sub(r"^( *)- ([\w ]+): (\w+/)$", listed, config, flags=re.MULTILINE)
 
@@ -237,24 +293,34 @@ class _Page(HTMLParser):
 
 
 def published_page() -> str:
-    """Return the page of published numbers: an introduction and the output of `medvl recipes numbers --markdown`."""
+    """Return the page of published numbers: an introduction and the output of `medvl recipes
+    numbers --markdown`.
+    """
     command = [sys.executable, "-m", "medvl", "recipes", "numbers", "--markdown"]
     return PUBLISHED + subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-GENERATED: Mapping[str, Callable[[], str]] = {"systems.md": systems_page, "published-numbers.md": published_page}
+GENERATED: Mapping[str, Callable[[], str]] = {
+    "systems.md": systems_page,
+    "published-numbers.md": published_page,
+}
 """Page of the site -> function that returns its Markdown."""
 
 
 def broken_links(site: Path) -> list[str]:
-    """Return one line for each local link that leads to no file or heading, and for each file of another host."""
+    """Return one line for each local link that leads to no file or heading, and for each file of
+    another host.
+    """
     pages = {}
     for path in sorted(site.rglob("*.html")):
         pages[path] = _Page()
         pages[path].feed(path.read_text(encoding="utf-8"))
     broken = []
     for path, page in pages.items():
-        broken += [f"{path.relative_to(site)}: loads {address} from another host" for address in page.foreign]
+        broken += [
+            f"{path.relative_to(site)}: loads {address} from another host"
+            for address in page.foreign
+        ]
         if path.name == "404.html":
             continue  # its links are those of the site's root
         for link in page.links:
@@ -264,7 +330,12 @@ def broken_links(site: Path) -> list[str]:
             anchor = unquote(parts.fragment)
             if not target.is_file():
                 broken.append(f"{path.relative_to(site)}: no file {link}")
-            elif anchor and target in pages and anchor not in pages[target].ids and not anchor.startswith("__"):
+            elif (
+                anchor
+                and target in pages
+                and anchor not in pages[target].ids
+                and not anchor.startswith("__")
+            ):
                 broken.append(f"{path.relative_to(site)}: no heading {link}")
     return broken
 

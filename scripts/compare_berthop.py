@@ -1,15 +1,17 @@
-"""BERTHop's PixelHop++ beside a ResNet of similar size, at fractions of the labels, on the phantom's Open-i stand-in.
+"""BERTHop's PixelHop++ beside a ResNet of similar size, at fractions of the labels, on the
+phantom's Open-i stand-in.
 
     bash scripts/quickstart.sh                        # makes the vocabulary
     python scripts/compare_berthop.py                 # phantom, shards, PixelHop++, runs and results in quickstart/
     python scripts/compare_berthop.py --patients 300 --fractions 1 --epochs 2 --modalities image     # to see it work
 
-Both are the same BERT over visual tokens and report, trained by the recipe `berthop_openi.py tiny`. BERTHop's tokens
-are those of PixelHop++, which is not trained; VisualBERT's are the cells of a ResNet with about as many weights as the
-fitted PixelHop++ has numbers. Each is trained on image and report and on the image alone. A row is the mean AUROC of
-the test patients with its 95% bootstrap interval over patients; `best` is selected by validation patients. With few
-labels, there are more epochs: their number is divided by the fraction, but at most 20 times larger, and `best` is
-chosen among as many checkpoints as with all labels.
+Both are the same BERT over visual tokens and report, trained by the recipe `berthop_openi.py tiny`.
+BERTHop's tokens are those of PixelHop++, which is not trained; VisualBERT's are the cells of a
+ResNet with about as many weights as the fitted PixelHop++ has numbers. Each is trained on image and
+report and on the image alone. A row is the mean AUROC of the test patients with its 95% bootstrap
+interval over patients; `best` is selected by validation patients. With few labels, there are more
+epochs: their number is divided by the fraction, but at most 20 times larger, and `best` is chosen
+among as many checkpoints as with all labels.
 """
 
 import argparse
@@ -34,7 +36,9 @@ STAGES = (1, 2, 4, 8)
 
 def main() -> None:
     """Parse the command line, train and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("quickstart"))
     parser.add_argument("--patients", type=int, default=1200)
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.01, 0.1, 1.0])
@@ -56,17 +60,48 @@ def main() -> None:
                     run = folder / f"compare-berthop/{name}-{modalities}-{fraction:g}-{seed}"
                     settings = recipe(options, shards, pixelhop, run, modalities, fraction, seed)
                     print(
-                        f"{modalities:10} {100 * fraction:5g} % {name:9} seed {seed}: {auroc(settings, other, shards)}"
+                        f"{modalities:10} {100 * fraction:5g} % {name:9} seed {seed}: "
+                        f"{auroc(settings, other, shards)}"
                     )
 
 
 def make_data(folder: Path, shards: Path, pixelhop: Path, patients: int) -> None:
     """Write the phantom, its shards and the fitted PixelHop++, as far as they are missing."""
     medvl = [sys.executable, "-m", "medvl"]
-    phantom = ["phantom", "openi", "--out", str(folder / "openi"), "--patients", str(patients), "--size", "160"]
-    convert = ["shards", "openi", "--root", str(folder / "openi"), "--out", str(shards), "--short-side", "160"]
-    fit = ["fit-pixelhop", str(shards / "train"), str(pixelhop), "--image-size", "112", "--fit", "squash"]
-    for target, command in ((shards, phantom), (shards, [*convert, "--views", "FRONTAL"]), (pixelhop, fit)):
+    phantom = [
+        "phantom",
+        "openi",
+        "--out",
+        str(folder / "openi"),
+        "--patients",
+        str(patients),
+        "--size",
+        "160",
+    ]
+    convert = [
+        "shards",
+        "openi",
+        "--root",
+        str(folder / "openi"),
+        "--out",
+        str(shards),
+        "--short-side",
+        "160",
+    ]
+    fit = [
+        "fit-pixelhop",
+        str(shards / "train"),
+        str(pixelhop),
+        "--image-size",
+        "112",
+        "--fit",
+        "squash",
+    ]
+    for target, command in (
+        (shards, phantom),
+        (shards, [*convert, "--views", "FRONTAL"]),
+        (pixelhop, fit),
+    ):
         if not target.is_dir():
             subprocess.run([*medvl, *command], check=True)
 
@@ -74,7 +109,10 @@ def make_data(folder: Path, shards: Path, pixelhop: Path, patients: int) -> None
 def numbers_of(pixelhop: Path) -> int:
     """Return the count of fitted numbers."""
     arguments: dict[str, Any] = pixelhop_arguments(pixelhop)
-    return sum(buffer.numel() for buffer in create_image_encoder("pixelhop", image_size=112, **arguments).buffers())
+    return sum(
+        buffer.numel()
+        for buffer in create_image_encoder("pixelhop", image_size=112, **arguments).buffers()
+    )
 
 
 def resnet(numbers: int) -> tuple[dict[str, Any], int]:
@@ -88,11 +126,24 @@ def resnet(numbers: int) -> tuple[dict[str, Any], int]:
     return arguments, size
 
 
-def recipe(options: Any, shards: Path, pixelhop: Path, run: Path, modalities: str, fraction: float, seed: int) -> Any:
+def recipe(
+    options: Any,
+    shards: Path,
+    pixelhop: Path,
+    run: Path,
+    modalities: str,
+    fraction: float,
+    seed: int,
+) -> Any:
     """Return the settings of a run."""
     tiny = runpy.run_path(str(ROOT / "recipes" / "berthop_openi.py"))["tiny"]
     longer = min(MOST_EPOCHS, round(1 / fraction))
-    data = {"train": shards / "train", "valid": shards / "validate", "fraction": fraction, "fraction_seed": seed}
+    data = {
+        "train": shards / "train",
+        "valid": shards / "validate",
+        "fraction": fraction,
+        "fraction_seed": seed,
+    }
     batch = 8 if fraction < 0.1 else 32
     every = max(1, round(longer * fraction * len(ShardSource(shards / "train")) / batch))
     schedule = {"epochs": longer * options.epochs, "global_batch": batch, "validate_every": every}
@@ -111,16 +162,27 @@ def auroc(settings: Any, other: tuple[dict[str, Any], int] | None, shards: Path)
     names = runpy.run_path(str(ROOT / "recipes" / "berthop_openi.py"))
     prepare, best = names["prepare"], settings.train.run_dir / "best"
     if other is not None:
-        shared = {field.name: getattr(settings.model, field.name) for field in dataclasses.fields(VisualBERTConfig)}
-        encoder = {"image_encoder": "resnet_tiny", "image_arguments": other[0], "image_positions": True}
+        shared = {
+            field.name: getattr(settings.model, field.name)
+            for field in dataclasses.fields(VisualBERTConfig)
+        }
+        encoder = {
+            "image_encoder": "resnet_tiny",
+            "image_arguments": other[0],
+            "image_positions": True,
+        }
         settings = dataclasses.replace(settings, model=VisualBERTConfig(**{**shared, **encoder}))
         prepare = names["classifier_run"]("visualbert", "", LabelPolicy, names["ClassifyEval"])
     if not best.is_dir():
         prepare(settings).train()
     model = load(best)
     assert isinstance(model, FusedClassifier)
-    loader = open_for_evaluation(ShardSource(shards / "test"), model.transform, model.tokenizer, batch=64, workers=0)
-    row = classify(model, loader, policy=LabelPolicy(missing="ignore"), checkpoint=best).results.row("auroc", "macro")
+    loader = open_for_evaluation(
+        ShardSource(shards / "test"), model.transform, model.tokenizer, batch=64, workers=0
+    )
+    row = classify(
+        model, loader, policy=LabelPolicy(missing="ignore"), checkpoint=best
+    ).results.row("auroc", "macro")
     return f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
 
 

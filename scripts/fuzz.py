@@ -1,12 +1,13 @@
 """Fuzzing of readers: every mutated file must be read or raise one of medvl's errors.
 
-    python scripts/fuzz.py                              # 10,000 mutations per reader, some minutes on one core
+    python scripts/fuzz.py  # 10,000 mutations per reader, some minutes on one core
     python scripts/fuzz.py dicom report --count 500
-    python scripts/fuzz.py dicom --only 4711            # repeat one mutation, with its traceback
+    python scripts/fuzz.py dicom --only 4711  # repeat one mutation, with its traceback
 
-A mutation is determined by (seed, reader, number): bits flipped, bytes replaced, removed, duplicated or moved, numbers
-set to extreme values, ends truncated. Each reader runs in a process of its own, so that crashes are detected; more than
-ten seconds for a mutation is a failure. The exit status is 1 after any failure.
+A mutation is determined by (seed, reader, number): bits flipped, bytes replaced, removed,
+duplicated or moved, numbers set to extreme values, ends truncated. Each reader runs in a process of
+its own, so that crashes are detected; more than ten seconds for a mutation is a failure. The exit
+status is 1 after any failure.
 """
 
 import argparse
@@ -97,9 +98,16 @@ def mutation(name: str, reader: Reader, seed: int, number: int) -> bytes:
 
 
 def fuzz(
-    name: str, reader: Reader, seed: int, numbers: Sequence[int], scratch: Path, report_progress: Callable[[int], None]
+    name: str,
+    reader: Reader,
+    seed: int,
+    numbers: Sequence[int],
+    scratch: Path,
+    report_progress: Callable[[int], None],
 ) -> Tally:
-    """Read mutations and count the outcomes; `report_progress` is called with the number of each before it is read."""
+    """Read mutations and count the outcomes; `report_progress` is called with the number of each
+    before it is read.
+    """
     tally, path = Tally(), scratch / f"{name}.bin"
     signal.signal(signal.SIGALRM, _raise_timeout)
     with warnings.catch_warnings():
@@ -116,7 +124,10 @@ def fuzz(
                 tally.rejected[type(error).__name__] += 1
             except Exception as error:
                 frame = traceback.extract_tb(error.__traceback__)[-1]
-                text = f"mutation {number}: {type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+                text = (
+                    f"mutation {number}: {type(error).__name__} in "
+                    f"{Path(frame.filename).name}:{frame.lineno}"
+                )
                 tally.failures.append(text)
             finally:
                 signal.alarm(0)
@@ -152,25 +163,40 @@ def survey(name: str, seed: int, count: int) -> Tally:
 
 def main() -> None:
     """Run the fuzzer and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("readers", nargs="*", choices=[*READERS, []], help="default: all")
     parser.add_argument("--count", type=int, default=10_000, help="mutations per reader")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="repeat this mutation of one reader, with its traceback")
+    parser.add_argument(
+        "--only", type=int, help="repeat this mutation of one reader, with its traceback"
+    )
     options = parser.parse_args()
     if options.only is not None:
         with tempfile.TemporaryDirectory() as folder:
             (name,) = options.readers
             reader = READERS[name](Path(folder))
-            (Path(folder) / "one.bin").write_bytes(mutation(name, reader, options.seed, options.only))
+            (Path(folder) / "one.bin").write_bytes(
+                mutation(name, reader, options.seed, options.only)
+            )
             print(reader.read(Path(folder) / "one.bin"))
         return
-    print("| reader | mutations | read | rejected | failures | slowest |\n|---|---|---|---|---|---|")
+    print(
+        "| reader | mutations | read | rejected | failures | slowest |\n|---|---|---|---|---|---|"
+    )
     failures: dict[str, list[str]] = {}
     for name in options.readers or READERS:
         tally = survey(name, options.seed, options.count)
         rejected = ", ".join(f"{count} {kind}" for kind, count in tally.rejected.most_common())
-        cells = (name, options.count, tally.read, rejected or "–", len(tally.failures), f"{tally.slowest:.2f} s")
+        cells = (
+            name,
+            options.count,
+            tally.read,
+            rejected or "–",
+            len(tally.failures),
+            f"{tally.slowest:.2f} s",
+        )
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
         failures[name] = tally.failures
     for name, texts in failures.items():

@@ -18,7 +18,13 @@ from medvl.errors import MedvlError
 # The readers under test are internals, imported in the functions below.
 
 PYDICOM_FILES = (
-    *("CT_small", "MR_small_implicit", "MR_small_RLE", "MR_small_jp2klossless", "MR_small_jpeg_ls_lossless"),
+    *(
+        "CT_small",
+        "MR_small_implicit",
+        "MR_small_RLE",
+        "MR_small_jp2klossless",
+        "MR_small_jpeg_ls_lossless",
+    ),
     *("SC_rgb_jpeg_gdcm", "SC_rgb_small_odd_jpeg", "image_dfl", "liver_1frame", "ExplVR_BigEnd"),
 )
 
@@ -39,7 +45,8 @@ def _dicom(scratch: Path) -> Reader:
 
     folder = Path(pydicom.__file__).parent / "data" / "test_files"
     return Reader(
-        lambda path: read_dicom(path, frame=0), [(folder / f"{name}.dcm").read_bytes() for name in PYDICOM_FILES]
+        lambda path: read_dicom(path, frame=0),
+        [(folder / f"{name}.dcm").read_bytes() for name in PYDICOM_FILES],
     )
 
 
@@ -48,8 +55,15 @@ def _image(scratch: Path) -> Reader:
 
     grey = np.random.default_rng(0).integers(0, 256, (48, 40), dtype=np.uint8)
     color = np.repeat(grey[:, :, None], 3, axis=2)
-    valid = [encode_jpeg(grey), encode_jpeg(color), encode_png(grey), encode_png(grey.astype(np.uint16) * 257)]
-    return Reader(lambda path: decode_image(path.read_bytes(), color=True, max_pixels=1 << 20), valid)
+    valid = [
+        encode_jpeg(grey),
+        encode_jpeg(color),
+        encode_png(grey),
+        encode_png(grey.astype(np.uint16) * 257),
+    ]
+    return Reader(
+        lambda path: decode_image(path.read_bytes(), color=True, max_pixels=1 << 20), valid
+    )
 
 
 def _report(scratch: Path) -> Reader:
@@ -63,14 +77,24 @@ def _report(scratch: Path) -> Reader:
 
 def _shards(scratch: Path) -> Path:
     """Write a folder with one shard of four samples."""
-    from medvl.data import Deidentifier, Plan, Record, ShardOptions, ShardRun, encode_png, write_shards
+    from medvl.data import (
+        Deidentifier,
+        Plan,
+        Record,
+        ShardOptions,
+        ShardRun,
+        encode_png,
+        write_shards,
+    )
     from medvl.schema import Sample
 
     folder = Path(tempfile.mkdtemp(dir=scratch))
     records = []
     for number in range(4):
         image = folder / f"{number}.png"
-        image.write_bytes(encode_png(np.random.default_rng(number).integers(0, 256, (16, 16), dtype=np.uint8)))
+        image.write_bytes(
+            encode_png(np.random.default_rng(number).integers(0, 256, (16, 16), dtype=np.uint8))
+        )
         sample = Sample(
             key=f"k{number}",
             corpus="lab",
@@ -84,7 +108,9 @@ def _shards(scratch: Path) -> Path:
         records.append(Record(sample))
     plan = Plan("lab", records, ("Edema",), RowCounts())
     run = ShardRun(out=folder / "out", workers=1)
-    write_shards(plan, Deidentifier(bytes(32)), run, ShardOptions(short_side=16, image_format="png"))
+    write_shards(
+        plan, Deidentifier(bytes(32)), run, ShardOptions(short_side=16, image_format="png")
+    )
     return folder / "out" / "train"
 
 
@@ -102,7 +128,9 @@ def _read_all(folder: Path) -> None:
 
 
 def _tar(scratch: Path) -> Reader:
-    """Return a reader of tars as a stream, with verification under correct hashes, and by the index."""
+    """Return a reader of tars as a stream, with verification under correct hashes, and by the
+    index.
+    """
     from medvl.common.files import sha256
     from medvl.data import read_samples, sample_from_json, verify_folder
 
@@ -159,7 +187,10 @@ def _pickle(scratch: Path) -> Reader:
     from medvl.encoders.weight_files import read_weight_file
 
     content = {
-        "state_dict": {"conv.weight": torch.arange(24.0).view(2, 3, 4), "half": torch.ones(5).half()},
+        "state_dict": {
+            "conv.weight": torch.arange(24.0).view(2, 3, 4),
+            "half": torch.ones(5).half(),
+        },
         "hyper_parameters": argparse.Namespace(lr=1e-4, path=Path("data")),
         "epoch": 3,
     }
@@ -176,13 +207,22 @@ def _table(scratch: Path) -> Reader:
     from medvl.data.corpora import table
 
     columns = table.TableColumns(
-        image_column="image", patient_column="patient", text_column=("text",), tags_column=("tags",), age_column="age"
+        image_column="image",
+        patient_column="patient",
+        text_column=("text",),
+        tags_column=("tags",),
+        age_column="age",
     )
-    rows = [{"image": f"{n}.png", "patient": n, "text": "édema", "tags": ["a", "b"], "age": 40} for n in range(4)]
+    rows = [
+        {"image": f"{n}.png", "patient": n, "text": "édema", "tags": ["a", "b"], "age": 40}
+        for n in range(4)
+    ]
 
     def read(path: Path) -> None:
         shutil.copyfile(path, scratch / "t.jsonl")
-        for sample in table.plan(scratch / "t.jsonl", columns, Deidentifier(bytes(32))).iter_samples():
+        for sample in table.plan(
+            scratch / "t.jsonl", columns, Deidentifier(bytes(32))
+        ).iter_samples():
             sample_to_json(sample)
 
     return Reader(read, ["".join(json.dumps(row) + "\n" for row in rows).encode()])
@@ -223,9 +263,15 @@ def _serve(scratch: Path) -> Reader:
     from medvl.serve import ServeConfig, ServedModel, create_app
 
     prompts = load_prompts("chexpert_pairs")
-    config = ConVIRTConfig(image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=32, frozen_text_layers=0)
+    config = ConVIRTConfig(
+        image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=32, frozen_text_layers=0
+    )
     model = create_model(config, tokenizer=train_wordpiece(prompts.texts(), vocab_size=200)).eval()
-    app = create_app([ServedModel("tiny", model, prompts, None)], None, ServeConfig(requests_per_minute=1_000_000))
+    app = create_app(
+        [ServedModel("tiny", model, prompts, None)],
+        None,
+        ServeConfig(requests_per_minute=1_000_000),
+    )
     client = TestClient(app, base_url="http://localhost")
     grey = np.random.default_rng(0).integers(0, 256, (48, 40), dtype=np.uint8)
     fields = {"frame": "0", "center": "40", "width": "400", "text": "edema"}
@@ -233,7 +279,9 @@ def _serve(scratch: Path) -> Reader:
     valid = []
     for image in (encode_png(grey), _dicom(scratch).valid[0]):
         headers = {"content-type": "multipart/form-data; boundary=0123456789abcdef"}
-        body = client.build_request("POST", "/", files={"image": ("image", image), **form}, headers=headers).read()
+        body = client.build_request(
+            "POST", "/", files={"image": ("image", image), **form}, headers=headers
+        ).read()
         valid.append(headers["content-type"].encode() + b"\n" + body)
 
     def read(path: Path) -> None:

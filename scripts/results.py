@@ -47,7 +47,10 @@ TABLES = (
         name="probe",
         corner="linear probe, mean AUROC of the five",
         columns={"ConVIRT": "probe"},
-        rows={f"{share} of the labels": (f"auroc@{share}", "macro_competition") for share in ("1%", "10%", "100%")},
+        rows={
+            f"{share} of the labels": (f"auroc@{share}", "macro_competition")
+            for share in ("1%", "10%", "100%")
+        },
     ),
     Table(
         name="grounding",
@@ -62,7 +65,11 @@ TABLES = (
     Table(
         name="systems",
         corner="zero-shot, mean AUROC of the five",
-        columns={"ConVIRT": "zero-shot", "GLoRIA from ConVIRT": "zero-shot-gloria", "CheXzero": "zero-shot-chexzero"},
+        columns={
+            "ConVIRT": "zero-shot",
+            "GLoRIA from ConVIRT": "zero-shot-gloria",
+            "CheXzero": "zero-shot-chexzero",
+        },
         rows={"mean of the five": _MEAN},
     ),
     Table(
@@ -102,13 +109,20 @@ TABLES = (
         columns={"latent diffusion": "generation"},
         rows={
             "prompted findings, AUROC, mean of the five": (*_MEAN, "guidance 5"),
-            **{f"prompted findings, AUROC, {finding}": ("auroc", finding, "guidance 5") for finding in FINDINGS},
+            **{
+                f"prompted findings, AUROC, {finding}": ("auroc", finding, "guidance 5")
+                for finding in FINDINGS
+            },
             "the same at guidance 3, mean of the five": (*_MEAN, "guidance 3"),
             "the same at guidance 1, mean of the five": (*_MEAN, "guidance 1"),
             "real images of the prompts, mean of the five": (*_MEAN, "real"),
             "real images after the autoencoder, mean of the five": (*_MEAN, "reconstructed"),
             "shuffled prompts, mean of the five": (*_MEAN, "shuffled prompts"),
-            "asserted against negated findings, AUROC": ("negation_auroc", "macro_competition", "guidance 5"),
+            "asserted against negated findings, AUROC": (
+                "negation_auroc",
+                "macro_competition",
+                "guidance 5",
+            ),
             "left against right, AUROC": ("side_auroc", "macro", "guidance 5"),
             "share too near to a training image, pixels": ("too_near", "pixels", "guidance 5"),
             "share too near to a training image, features": ("too_near", "features", "guidance 5"),
@@ -125,7 +139,11 @@ TABLES = (
         rows={
             "prompted findings, AUROC, mean of the five": (*_MEAN, "guidance 5"),
             "the same at guidance 3": (*_MEAN, "guidance 3"),
-            "asserted against negated findings, AUROC": ("negation_auroc", "macro_competition", "guidance 5"),
+            "asserted against negated findings, AUROC": (
+                "negation_auroc",
+                "macro_competition",
+                "guidance 5",
+            ),
             "left against right, AUROC": ("side_auroc", "macro", "guidance 5"),
         },
     ),
@@ -158,13 +176,19 @@ TABLES = (
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="folder of the results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "quickstart", help="folder of the results"
+    )
     folder = parser.parse_args().folder
     for table in TABLES:
         columns = read_columns(table, folder)
         if columns:
-            print(f"{table.name}\n{render(table, columns)}\n\n{provenance(commits_of(columns.values()))}\n")
+            print(
+                f"{table.name}\n{render(table, columns)}\n\n{provenance(commits_of(columns.values()))}\n"
+            )
 
 
 def commits_of(results: Iterable[Results]) -> list[str]:
@@ -189,14 +213,20 @@ def render(table: Table, columns: Mapping[str, Results]) -> str:
 
 
 def cell(results: Results, metric: str, target: str, subgroup: str = "") -> str:
-    """Return one number with its interval, where it has one; empty where the evaluation has no such row."""
+    """Return one number with its interval, where it has one; empty where the evaluation has no
+    such row.
+    """
     try:
         row: MetricRow = results.row(metric, target, subgroup)
     except EvaluationError:
         return ""
     if math.isnan(row.value):
         return "–"
-    return f"{row.value:.3f}" if math.isnan(row.low) else f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
+    return (
+        f"{row.value:.3f}"
+        if math.isnan(row.low)
+        else f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
+    )
 
 
 def provenance(commits: Sequence[str]) -> str:
@@ -204,7 +234,10 @@ def provenance(commits: Sequence[str]) -> str:
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
     machine = model.group(1) if model else platform.processor()
-    return f"Commits {', '.join(commits) or 'unknown'}, {datetime.date.today().isoformat()}, {machine}."
+    return (
+        f"Commits {', '.join(commits) or 'unknown'}, {datetime.date.today().isoformat()}, "
+        f"{machine}."
+    )
 
 
 if __name__ == "__main__":

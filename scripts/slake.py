@@ -1,11 +1,12 @@
 """Evaluate predictions on SLAKE, next to baselines without images.
 
-    python scripts/slake.py --root slake                                      # baselines only
-    python scripts/slake.py --root slake --predictions answers.jsonl          # a model and the baselines
+    python scripts/slake.py --root slake                              # baselines only
+    python scripts/slake.py --root slake --predictions answers.jsonl  # a model and the baselines
     python scripts/slake.py --root slake --language zh
 
-The folder holds the release; data_cards/slake.md describes how to get it. Predictions are JSON lines with "id" (qid)
-and "answer". `--published-protocols` also evaluates them by the protocols of published numbers.
+The folder holds the release; data_cards/slake.md describes how to get it. Predictions are JSON
+lines with "id" (qid) and "answer". `--published-protocols` also evaluates them by the protocols of
+published numbers.
 """
 
 import argparse

@@ -1,14 +1,16 @@
-"""Soak test: a training run with repeated faults compared with an undisturbed one, and memory over many steps.
+"""Soak test: a training run with repeated faults compared with an undisturbed one, and memory over
+many steps.
 
     python scripts/soak.py                       # one hour
     python scripts/soak.py --minutes 2           # shorter
     python scripts/soak.py --steps 10000         # memory over 10,000 steps, without faults
 
-Trains the recipe `convirt_mimic.py tiny` on a small phantom, once undisturbed and then repeatedly with random kills
-(SIGKILL of the run or of a loader worker, SIGTERM), pauses, damage to the newest checkpoint, partial files in the run's
-folder, and another number of workers at each restart. Records and weights of every run must be bitwise equal to those
-of the undisturbed run. With `--steps`, prints the memory of a long run and its worker, and the slope of a fitted line.
-The exit status is 1 if a run differs or memory grows.
+Trains the recipe `convirt_mimic.py tiny` on a small phantom, once undisturbed and then repeatedly
+with random kills (SIGKILL of the run or of a loader worker, SIGTERM), pauses, damage to the newest
+checkpoint, partial files in the run's folder, and another number of workers at each restart.
+Records and weights of every run must be bitwise equal to those of the undisturbed run. With
+`--steps`, prints the memory of a long run and its worker, and the slope of a fitted line. The exit
+status is 1 if a run differs or memory grows.
 """
 
 import argparse
@@ -39,8 +41,9 @@ STEADY_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
-"""Settings that return freed memory to the system and limit oneDNN's kernel cache (1,024 kernels by default, one per
-text length), whose variation of 100 MB would hide a leak."""
+"""Settings that return freed memory to the system and limit oneDNN's kernel cache (1,024 kernels by
+default, one per text length), whose variation of 100 MB would hide a leak.
+"""
 GROWTH_MB = 2.0
 """Limit of growth in MB per thousand steps; a leak of one tensor per step is far above it."""
 
@@ -59,22 +62,70 @@ class Bench:
         salt.chmod(0o600)
         corpus, shards = str(self.home / "corpus"), str(self.home / "shards")
         for arguments in (
-            ["phantom", "mimic-cxr", "--out", corpus, "--patients", "40", "--size", "96", "--workers", "1"],
-            ["shards", "mimic-cxr", "--root", corpus, "--out", shards, "--short-side", "64", "--workers", "1"],
-            ["vocab", f"{shards}/train", str(self.home / "vocab"), "--size", "400", "--min-frequency", "1"],
+            [
+                "phantom",
+                "mimic-cxr",
+                "--out",
+                corpus,
+                "--patients",
+                "40",
+                "--size",
+                "96",
+                "--workers",
+                "1",
+            ],
+            [
+                "shards",
+                "mimic-cxr",
+                "--root",
+                corpus,
+                "--out",
+                shards,
+                "--short-side",
+                "64",
+                "--workers",
+                "1",
+            ],
+            [
+                "vocab",
+                f"{shards}/train",
+                str(self.home / "vocab"),
+                "--size",
+                "400",
+                "--min-frequency",
+                "1",
+            ],
         ):
             command = [sys.executable, "-m", "medvl", *arguments]
             subprocess.run(
-                command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment
+                command,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=self.environment,
             )
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment of every command: one thread, no network, freed memory returned to the system."""
-        fixed = {"MEDVL_SALT_FILE": str(self.home / "salt"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return {**os.environ, **STEADY_MEMORY, "NO_ALBUMENTATIONS_UPDATE": "1", "PYTHONPATH": str(ROOT), **fixed}
+        """Environment of every command: one thread, no network, freed memory returned to the
+        system.
+        """
+        fixed = {
+            "MEDVL_SALT_FILE": str(self.home / "salt"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return {
+            **os.environ,
+            **STEADY_MEMORY,
+            "NO_ALBUMENTATIONS_UPDATE": "1",
+            "PYTHONPATH": str(ROOT),
+            **fixed,
+        }
 
-    def train(self, name: str, steps: int, workers: int, **changes: object) -> subprocess.Popen[str]:
+    def train(
+        self, name: str, steps: int, workers: int, **changes: object
+    ) -> subprocess.Popen[str]:
         """Start the recipe, with its log on stderr."""
         settings = {
             "data.train": self.home / "shards" / "train",
@@ -99,13 +150,21 @@ class Bench:
         flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
         command = [sys.executable, str(ROOT / "recipes" / "convirt_mimic.py"), "tiny", *flags]
         return subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=self.home, env=self.environment
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.home,
+            env=self.environment,
         )
 
     def result(self, name: str) -> tuple[str, list[dict[str, object]]]:
         """Return the hash of the last weights, and the records without timings."""
         weights = (self.home / name / "last" / "model.safetensors").read_bytes()
-        rows = [json.loads(line) for line in (self.home / name / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (self.home / name / "metrics.jsonl").read_text().splitlines()
+        ]
         for row in rows:
             row.pop("timing", None)
         return hashlib.sha256(weights).hexdigest(), rows
@@ -136,7 +195,9 @@ def children(pid: int) -> list[int]:
 
 
 def damage(run_dir: Path, rng: random.Random) -> str | None:
-    """Damage a file of the newest checkpoint and return how; None if there are fewer than two checkpoints."""
+    """Damage a file of the newest checkpoint and return how; None if there are fewer than two
+    checkpoints.
+    """
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     if len(folders) < 2:
         return None
@@ -177,8 +238,12 @@ def disturb(process: subprocess.Popen[str], rng: random.Random) -> str:
     return "killed" if how == "worker killed" else how
 
 
-def disturbed_run(bench: Bench, name: str, steps: int, end: float, rng: random.Random) -> Counter[str]:
-    """Restart a run with disturbances until it finishes, undisturbed after `end`; return their counts by kind."""
+def disturbed_run(
+    bench: Bench, name: str, steps: int, end: float, rng: random.Random
+) -> Counter[str]:
+    """Restart a run with disturbances until it finishes, undisturbed after `end`; return their
+    counts by kind.
+    """
     done: Counter[str] = Counter()
     run_dir = bench.home / name
     while done["starts"] < MAX_RESTARTS:
@@ -205,7 +270,9 @@ def disturbed_run(bench: Bench, name: str, steps: int, end: float, rng: random.R
 
 
 def soak(bench: Bench, minutes: float, steps: int, seed: int) -> bool:
-    """Repeat disturbed runs until the time is over; return whether all equal the undisturbed one."""
+    """Repeat disturbed runs until the time is over; return whether all equal the undisturbed
+    one.
+    """
     end = time.monotonic() + 60 * minutes
     process = bench.train("undisturbed", steps, workers=0)
     _, log = process.communicate()
@@ -214,14 +281,22 @@ def soak(bench: Bench, minutes: float, steps: int, seed: int) -> bool:
     expected = bench.result("undisturbed")
     rng = random.Random(seed)
     all_equal, number = True, 0
-    print(f"undisturbed: {steps} steps, {len(expected[1])} records, weights {expected[0][:12]}", flush=True)
+    print(
+        f"undisturbed: {steps} steps, {len(expected[1])} records, weights {expected[0][:12]}",
+        flush=True,
+    )
     while number == 0 or time.monotonic() < end:
         number += 1
         done = disturbed_run(bench, f"run-{number}", steps, end, rng)
         same = bench.result(f"run-{number}") == expected
         all_equal &= same
-        what = ", ".join(f"{count} {kind}" for kind, count in sorted(done.items()) if kind != "starts")
-        print(f"run {number}: {done['starts']} starts; {what}: {'equal' if same else 'DIFFERENT'}", flush=True)
+        what = ", ".join(
+            f"{count} {kind}" for kind, count in sorted(done.items()) if kind != "starts"
+        )
+        print(
+            f"run {number}: {done['starts']} starts; {what}: {'equal' if same else 'DIFFERENT'}",
+            flush=True,
+        )
         if same:
             shutil.rmtree(bench.home / f"run-{number}")
     return all_equal
@@ -230,7 +305,10 @@ def soak(bench: Bench, minutes: float, steps: int, seed: int) -> bool:
 def memory_mb(pid: int) -> float:
     """Return the resident memory of a process in MB, without mapped files (the shards)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) / 1024
+    return (
+        sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+        / 1024
+    )
 
 
 def slope_mb(points: list[tuple[int, float]]) -> float:
@@ -243,8 +321,9 @@ def watch_memory(bench: Bench, steps: int) -> bool:
     """Print the memory of a long run and its worker; return whether it is stable."""
     every = max(1, steps // 100)
     process = bench.train(
-        "long", steps, workers=1, model__image_size=32, data__image__size=32, train__log_every=every,
-        train__validate_every=10 * every, train__checkpoint_every=20 * every,
+        "long", steps, workers=1, model__image_size=32, data__image__size=32,
+        train__log_every=every, train__validate_every=10 * every,
+        train__checkpoint_every=20 * every,
     )  # fmt: skip
     assert process.stderr is not None
     own: list[tuple[int, float]] = []
@@ -256,7 +335,10 @@ def watch_memory(bench: Bench, steps: int) -> bool:
             own.append((step, memory_mb(process.pid)))
             worker.append((step, sum(memory_mb(child) for child in children(process.pid))))
             if step % (10 * every) == 0:
-                print(f"step {step:6}: run {own[-1][1]:7.1f} MB, workers {worker[-1][1]:7.1f} MB", flush=True)
+                print(
+                    f"step {step:6}: run {own[-1][1]:7.1f} MB, workers {worker[-1][1]:7.1f} MB",
+                    flush=True,
+                )
     if process.wait():
         sys.exit(f"the run ended with status {process.returncode}")
     slopes = slope_mb(own), slope_mb(worker)
@@ -266,14 +348,21 @@ def watch_memory(bench: Bench, steps: int) -> bool:
 
 def main() -> None:
     """Prepare the data, then run the soak test or measure memory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--minutes", type=float, default=60.0, help="duration; the current run then finishes undisturbed"
+        "--minutes",
+        type=float,
+        default=60.0,
+        help="duration; the current run then finishes undisturbed",
     )
     parser.add_argument("--steps-a-run", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="seed of the disturbances")
     parser.add_argument("--steps", type=int, help="measure memory over this many steps instead")
-    parser.add_argument("--home", type=Path, help="folder for the data and the runs; default: a temporary one")
+    parser.add_argument(
+        "--home", type=Path, help="folder for the data and the runs; default: a temporary one"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options.home or Path(folder))

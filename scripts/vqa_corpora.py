@@ -1,4 +1,6 @@
-"""Shared parts of the scripts that evaluate predictions on VQA corpora: options, evaluation, output."""
+"""Shared parts of the scripts that evaluate predictions on VQA corpora: options, evaluation,
+output.
+"""
 
 import argparse
 import hashlib
@@ -32,28 +34,49 @@ Read = Callable[[argparse.Namespace, Deidentifier], Iterable[Sample]]
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all corpora share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, required=True, help="folder of the questions and the images")
-    parser.add_argument("--part", default="test", help="split of the evaluated questions (default: test)")
-    parser.add_argument("--predictions", type=Path, help="JSON lines with id and answer; default: baselines only")
-    parser.add_argument("--protocol", choices=list(PROTOCOLS), default="medvl", help="default: medvl")
-    parser.add_argument(
-        "--published-protocols", action="store_true", help="also evaluate by the protocols of published numbers"
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples (default: 1000)")
     parser.add_argument(
-        "--out", type=Path, help="folder for results.json, predictions.jsonl and index.html; default: no files"
+        "--root", type=Path, required=True, help="folder of the questions and the images"
+    )
+    parser.add_argument(
+        "--part", default="test", help="split of the evaluated questions (default: test)"
+    )
+    parser.add_argument(
+        "--predictions", type=Path, help="JSON lines with id and answer; default: baselines only"
+    )
+    parser.add_argument(
+        "--protocol", choices=list(PROTOCOLS), default="medvl", help="default: medvl"
+    )
+    parser.add_argument(
+        "--published-protocols",
+        action="store_true",
+        help="also evaluate by the protocols of published numbers",
+    )
+    parser.add_argument(
+        "--resamples", type=int, default=1000, help="bootstrap resamples (default: 1000)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for results.json, predictions.jsonl and index.html; default: no files",
     )
     return parser
 
 
 def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = None) -> str:
-    """Evaluate, write files if there is an `--out`, and return the text to print. `pixels` are for the page.
+    """Evaluate, write files if there is an `--out`, and return the text to print. `pixels` are for
+    the page.
 
     Raises EvaluationError.
     """
     predictions = None if options.predictions is None else read_predictions(options.predictions)
-    digest = None if options.predictions is None else hashlib.sha256(options.predictions.read_bytes()).hexdigest()
+    digest = (
+        None
+        if options.predictions is None
+        else hashlib.sha256(options.predictions.read_bytes()).hexdigest()
+    )
     result = evaluate_answers(
         data,
         predictions,
@@ -64,7 +87,8 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
     )
     details, size = result.results.details, result.results.config["vocabulary_size"]
     texts = [
-        f"{data.name}, {data.split_id} split, {options.part}, protocol {options.protocol}: {details['questions']} "
+        f"{data.name}, {data.split_id} split, {options.part}, protocol {options.protocol}: "
+        f"{details['questions']} "
         f"questions on {details['images']} images, {size or 'no'} answers in the vocabulary",
         result.table(),
     ]
@@ -80,9 +104,13 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
 
 
 def run_script(options: argparse.Namespace, read: Read) -> str:
-    """Return the text that a script prints; on bad input, exit with status 1 and a one-line error."""
+    """Return the text that a script prints; on bad input, exit with status 1 and a one-line
+    error.
+    """
     try:
-        deid = Deidentifier.from_file(default_salt_file(), create="MEDVL_SALT_FILE" not in os.environ)
+        deid = Deidentifier.from_file(
+            default_salt_file(), create="MEDVL_SALT_FILE" not in os.environ
+        )
         samples = list(read(options, deid))
         return report(VQAData.from_samples(samples), options, _pixels(samples))
     except MedvlError as error:

@@ -1,4 +1,6 @@
-"""Shared by all tests: no network, one thread a process, the folder of real data where there is one."""
+"""Shared by all tests: no network, one thread a process, the folder of real data where there is
+one.
+"""
 
 import gc
 import os
@@ -10,9 +12,11 @@ from typing import Any
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
 )  # children import helpers
-# Containers set this so that images stay small; every process that starts from here would compile torch anew.
+# Containers set this so that images stay small; every process that starts from here would compile
+# torch anew.
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
-# Plots in PDF name their fonts: embedding them costs more than the rest of a page (tests/eval/html/test_plots.py does).
+# Plots in PDF name their fonts: embedding them costs more than the rest of a page
+# (tests/eval/html/test_plots.py does).
 os.environ["MATPLOTLIBRC"] = str(Path(__file__).with_name("matplotlibrc"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -35,26 +39,33 @@ from medvl.eval.core.results import Results
 from medvl.schema import FINDINGS
 
 # A machine that does other things as well is slow, and no input is at fault.
-hypothesis.settings.register_profile("shared", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "shared", suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("shared")
 torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests on a GPU where there is none; put the files with slow tests first, and then those of the whole project.
+    """Skip tests on a GPU where there is none; put the files with slow tests first, and then those
+    of the whole project.
 
     Otherwise one process would run the last of the long files while the others have ended.
     """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False")
+                )
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path.parent != Path(__file__).parent))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests that train with several seeds where MEDVL_TEST_SEEDS asks for it (helpers/learning.py)."""
+    """Run tests that train with several seeds where MEDVL_TEST_SEEDS asks for it
+    (helpers/learning.py).
+    """
     if SEEDS > 1 and any(mark.name == "training" for mark in metafunc.definition.iter_markers()):
         metafunc.fixturenames.insert(0, "seed_shift")
         metafunc.parametrize("seed_shift", [1000 * seed for seed in range(SEEDS)], indirect=True)
@@ -67,7 +78,9 @@ def seed_shift(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the imports have made to no garbage collection: each would take half a second, or copy it in a fork."""
+    """Leave what the imports have made to no garbage collection: each would take half a second,
+    or copy it in a fork.
+    """
     gc.collect()
     gc.freeze()
 
@@ -89,7 +102,9 @@ def real_data() -> Path:
 
 @pytest.fixture
 def mimic_root(tmp_path: Path) -> Path:
-    """A MIMIC-CXR-JPG of three patients in the exact layout, with the reports beside the studies."""
+    """A MIMIC-CXR-JPG of three patients in the exact layout, with the reports beside the
+    studies.
+    """
     root = tmp_path / "mimic-cxr"
     for number, (subject, study, dicom_id, _, _) in enumerate(IMAGES):
         folder = root / "files" / f"p{subject[:2]}" / f"p{subject}" / f"s{study}"
@@ -98,8 +113,19 @@ def mimic_root(tmp_path: Path) -> Path:
         folder.with_suffix(".txt").write_text(REPORTS[subject, study])
     write_csv_gz(
         root / "mimic-cxr-2.0.0-metadata.csv.gz",
-        ["dicom_id", "subject_id", "study_id", "PerformedProcedureStepDescription", "ViewPosition", "Rows", "Columns"],
-        [[dicom, subject, study, "CHEST (PA, LAT)", view, "90", "120"] for subject, study, dicom, view, _ in IMAGES],
+        [
+            "dicom_id",
+            "subject_id",
+            "study_id",
+            "PerformedProcedureStepDescription",
+            "ViewPosition",
+            "Rows",
+            "Columns",
+        ],
+        [
+            [dicom, subject, study, "CHEST (PA, LAT)", view, "90", "120"]
+            for subject, study, dicom, view, _ in IMAGES
+        ],
     )
     write_csv_gz(
         root / "mimic-cxr-2.0.0-split.csv.gz",
@@ -110,7 +136,10 @@ def mimic_root(tmp_path: Path) -> Path:
         write_csv_gz(
             root / f"mimic-cxr-2.0.0-{labeler}.csv.gz",
             ["subject_id", "study_id", *FINDINGS],
-            [[subject, study, *(LABELS[study].get(name, "") for name in FINDINGS)] for subject, study in REPORTS],
+            [
+                [subject, study, *(LABELS[study].get(name, "") for name in FINDINGS)]
+                for subject, study in REPORTS
+            ],
         )
     return root
 
@@ -120,8 +149,9 @@ SALT = b"0123456789abcdef0123456789abcdef"
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The salt of every command that a test runs: a drawn one would split and order the same few patients anew in
-    each run of the tests, and now and then leave a split empty."""
+    """The salt of every command that a test runs: a drawn one would split and order the same few
+    patients anew in each run of the tests, and now and then leave a split empty.
+    """
     path = tmp_path_factory.mktemp("salt") / "salt"
     path.write_text(SALT.hex() + "\n")
     path.chmod(0o600)
@@ -130,7 +160,9 @@ def _one_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _announced_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `medvl eval` command that a test runs names its data before the evaluation as its results do after it."""
+    """Every `medvl eval` command that a test runs names its data before the evaluation as its
+    results do after it.
+    """
     settle, write, named = options.OutputFolder.settle, publish.publish, {}
 
     def settle_and_keep(self: options.OutputFolder, **data: str | None) -> options.SettledFolder:
@@ -139,7 +171,11 @@ def _announced_results(monkeypatch: pytest.MonkeyPatch) -> None:
         return folder
 
     def compare_and_write(results: Results, folder: Path, **settings: Any) -> list[Path]:
-        hashes = {name: results.inputs[name] for name in ("manifest", "questions") if results.inputs.get(name)}
+        hashes = {
+            name: results.inputs[name]
+            for name in ("manifest", "questions")
+            if results.inputs.get(name)
+        }
         assert folder not in named or named.pop(folder) == hashes
         return write(results, folder, **settings)
 
@@ -154,14 +190,20 @@ def deid() -> Deidentifier:
 
 @pytest.fixture(scope="session")
 def store_proxy() -> Iterator[tuple[Proxy, Any]]:
-    """An object store on this machine behind a proxy, to which s3:// leads, and a client of its own."""
+    """An object store on this machine behind a proxy, to which s3:// leads, and a client of its
+    own.
+    """
     pytest.importorskip("s3fs")
     moto = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    secrets = {"aws_access_key_id": "access", "aws_secret_access_key": "secret-key", "region_name": "us-east-1"}
+    secrets = {
+        "aws_access_key_id": "access",
+        "aws_secret_access_key": "secret-key",
+        "region_name": "us-east-1",
+    }
     client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", **secrets)
     with proxied(host, port) as proxy:
         options = {"endpoint_url": proxy.url, "client_kwargs": secrets}
@@ -172,8 +214,12 @@ def store_proxy() -> Iterator[tuple[Proxy, Any]]:
 
 
 @pytest.fixture
-def bucket(store_proxy: tuple[Proxy, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """An empty bucket of the object store, a cache of its own, and short pauses between repeated requests."""
+def bucket(
+    store_proxy: tuple[Proxy, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Bucket]:
+    """An empty bucket of the object store, a cache of its own, and short pauses between repeated
+    requests.
+    """
     proxy, client = store_proxy
     monkeypatch.setenv("MEDVL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MEDVL_CACHE_SIZE", "1GB")

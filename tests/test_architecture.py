@@ -1,4 +1,6 @@
-"""The rules of CONTRIBUTING.md that can be checked by reading the source: imports, forbidden calls, sizes."""
+"""The rules of CONTRIBUTING.md that can be checked by reading the source: imports, forbidden
+calls, sizes.
+"""
 
 import ast
 import functools
@@ -14,7 +16,11 @@ from helpers import forked
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "medvl").rglob("*.py"))
 SCRIPTS = sorted(
-    [*(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    [
+        *(ROOT / "recipes").glob("*.py"),
+        *(ROOT / "scripts").glob("*.py"),
+        *(ROOT / "examples").glob("*.py"),
+    ]
 )
 FACES = (
     *("medvl", "medvl.data", "medvl.encoders", "medvl.losses", "medvl.models"),
@@ -49,7 +55,16 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 """Package -> packages that it may import."""
-_DATA_READERS = {"annotations", "dicom", "images", "knowledge", "reports", "tokenizer", "transforms", "splits"}
+_DATA_READERS = {
+    "annotations",
+    "dicom",
+    "images",
+    "knowledge",
+    "reports",
+    "tokenizer",
+    "transforms",
+    "splits",
+}
 SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "data": {
         "privacy": set(),
@@ -111,15 +126,26 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "generation": {"core", "html", "classification", "probing"},
         "text_tasks": {"core", "html", "probing"},
         "compare": {
-            *("core", "html", "classification", "retrieval", "dense", "matching", "vqa", "report_generation"),
+            *(
+                "core",
+                "html",
+                "classification",
+                "retrieval",
+                "dense",
+                "matching",
+                "vqa",
+                "report_generation",
+            ),
             *("generation", "text_tasks"),
         },
     },
     "phantom": {"population": set(), "language": {"population"}, "rendering": {"population"}},
     "export": {"importers": set(), "exporters": {"importers"}},
 }
-"""Package -> sub-package -> other sub-packages that it may import; files directly in the package are not listed. The
-sub-packages `phantom.layouts` and `cli` end the flow, so they may import all of theirs."""
+"""Package -> sub-package -> other sub-packages that it may import; files directly in the package
+are not listed. The sub-packages `phantom.layouts` and `cli` end the flow, so they may import all of
+theirs.
+"""
 
 
 def dotted(path: Path) -> str:
@@ -136,7 +162,9 @@ def parse(path: Path) -> ast.Module:
 
 
 def for_files(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[str], None]]:
-    """Make a test of one file a test of each folder: three thousand tests would take longer than what they look at."""
+    """Make a test of one file a test of each folder: three thousand tests would take longer than
+    what they look at.
+    """
     files: dict[str, list[Path]] = {}
     for path in paths:
         files.setdefault(str(path.parent.relative_to(ROOT)), []).append(path)
@@ -161,32 +189,47 @@ def imports_of(path: Path, *, typing_only: bool = True) -> Iterator[tuple[str, s
     if not typing_only:
         blocks = [node for node in ast.walk(parse(path)) if isinstance(node, ast.If)]
         skipped = {
-            id(part) for block in blocks if "TYPE_CHECKING" in ast.unparse(block.test) for part in ast.walk(block)
+            id(part)
+            for block in blocks
+            if "TYPE_CHECKING" in ast.unparse(block.test)
+            for part in ast.walk(block)
         }
     for node in ast.walk(parse(path)):
         if id(node) in skipped:
             continue
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "medvl":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "medvl"
+        ):
             yield from ((node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names if alias.name.split(".")[0] == "medvl")
+            yield from (
+                (alias.name, None) for alias in node.names if alias.name.split(".")[0] == "medvl"
+            )
 
 
 @functools.cache
 def exports() -> dict[tuple[str, str], str]:
-    """(package, public name) -> module that defines it, of the packages whose names are imported on first use."""
+    """(package, public name) -> module that defines it, of the packages whose names are imported
+    on first use.
+    """
     homes = {}
     for face in FACES:
         for node in parse(MODULES[face]).body:
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                 for part in node.body:
                     if isinstance(part, ast.ImportFrom) and part.module:
-                        homes |= {(face, alias.asname or alias.name): part.module for alias in part.names}
+                        homes |= {
+                            (face, alias.asname or alias.name): part.module for alias in part.names
+                        }
     return homes
 
 
 def target(module: str, name: str | None) -> str:
-    """The file that an import reads: a submodule, the home of a lazily exported name, or the module itself."""
+    """The file that an import reads: a submodule, the home of a lazily exported name, or the
+    module itself.
+    """
     if name is not None:
         if f"{module}.{name}" in MODULES:
             return f"{module}.{name}"
@@ -220,21 +263,32 @@ def test_imports_follow_the_rooms(path: Path) -> None:
 
 @pytest.mark.parametrize("room", ["medvl.models.dual_encoders.", "medvl.models.fusion_encoders."])
 def test_bases_of_systems_import_parts_and_no_system(room: str) -> None:
-    borders = {"bases": {"bases", "parts", "objectives"}, "objectives": {"objectives", "parts"}, "parts": {"parts"}}
+    borders = {
+        "bases": {"bases", "parts", "objectives"},
+        "objectives": {"objectives", "parts"},
+        "parts": {"parts"},
+    }
     shared = {name: path for name, path in MODULES.items() if name.startswith(room)}
-    shared = {name: path for name, path in shared.items() if name.removeprefix(room).split(".")[0] in borders}
+    shared = {
+        name: path
+        for name, path in shared.items()
+        if name.removeprefix(room).split(".")[0] in borders
+    }
     assert len(shared) > 5
     for name, path in shared.items():
         allowed = borders[name.removeprefix(room).split(".")[0]]
         for module, imported in imports_of(path, typing_only=False):
             found = target(module, imported)
-            assert not found.startswith(room) or found.removeprefix(room).split(".")[0] in allowed, f"{name}: {found}"
+            assert (
+                not found.startswith(room) or found.removeprefix(room).split(".")[0] in allowed
+            ), f"{name}: {found}"
 
 
 def test_no_file_imports_itself_through_others() -> None:
     """Strongly connected components of the import graph, imports inside of functions included."""
     graph = {
-        name: {target(module, imported) for module, imported in imports_of(path, typing_only=False)} & MODULES.keys()
+        name: {target(module, imported) for module, imported in imports_of(path, typing_only=False)}
+        & MODULES.keys()
         for name, path in MODULES.items()
     }
     for face in FACES:
@@ -252,9 +306,9 @@ def test_no_file_imports_itself_through_others() -> None:
             reach[start] = seen
         return reach[start]
 
-    circles = {frozenset(other for other in reachable(name) if name in reachable(other)) for name in graph} - {
-        frozenset()
-    }
+    circles = {
+        frozenset(other for other in reachable(name) if name in reachable(other)) for name in graph
+    } - {frozenset()}
     assert not circles, [sorted(circle) for circle in circles]
 
 
@@ -274,7 +328,9 @@ def test_programs_import_from_the_faces(path: Path) -> None:
         "medvl.errors",
         "medvl.schema",
     }
-    assert not [module for module in sorted(modules) if module.rpartition(".")[0] != "medvl.data.corpora"]
+    assert not [
+        module for module in sorted(modules) if module.rpartition(".")[0] != "medvl.data.corpora"
+    ]
 
 
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -286,14 +342,20 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "yaml"}
 def test_nothing_dangerous_is_called(path: Path) -> None:
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            modules = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
             assert not {module.split(".")[0] for module in modules} & FORBIDDEN_MODULES
         if not isinstance(node, ast.Call):
             continue
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
         for risky in ("trust_remote_code", "shell"):
             value = keywords.get(risky)
-            assert value is None or (isinstance(value, ast.Constant) and value.value is False), ast.unparse(node)
+            assert value is None or (isinstance(value, ast.Constant) and value.value is False), (
+                ast.unparse(node)
+            )
         if isinstance(node.func, ast.Name):
             assert node.func.id not in FORBIDDEN_CALLS, ast.unparse(node)
         if ast.unparse(node.func) == "torch.load":
@@ -302,7 +364,9 @@ def test_nothing_dangerous_is_called(path: Path) -> None:
 
 def test_rooms_have_at_most_twenty_files() -> None:
     """The `__init__.py` is not counted; a fuller room gets sub-packages, each named by a noun."""
-    rooms = Counter(str(path.parent.relative_to(ROOT)) for path in SOURCES if path.name != "__init__.py")
+    rooms = Counter(
+        str(path.parent.relative_to(ROOT)) for path in SOURCES if path.name != "__init__.py"
+    )
     assert {room: files for room, files in rooms.items() if files > 20} == {}
 
 
@@ -318,17 +382,23 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 
 def undocumented(body: list[ast.stmt]) -> Iterator[str]:
-    """Public functions without a docstring, and those of public classes; overloads share that of their function."""
+    """Public functions without a docstring, and those of public classes; overloads share that of
+    their function.
+    """
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from (f"{node.name}.{name}" for name in undocumented(node.body))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+            "_"
+        ):
             overload = "overload" in map(ast.unparse, node.decorator_list)
             yield from [] if overload or ast.get_docstring(node) else [node.name]
 
 
 def test_public_functions_have_docstrings() -> None:
-    lacking = {str(path.relative_to(ROOT)): list(undocumented(parse(path).body)) for path in SOURCES}
+    lacking = {
+        str(path.relative_to(ROOT)): list(undocumented(parse(path).body)) for path in SOURCES
+    }
     assert {path: names for path, names in lacking.items() if names} == {}
 
 
@@ -347,7 +417,11 @@ def test_a_system_is_one_file(kind: str) -> None:
 @for_files(SOURCES + SCRIPTS)
 def test_nothing_is_silenced(path: Path) -> None:
     for silencer in ("# noqa", "# type: ignore", "filterwarnings", "strict=False)"):
-        lines = [line for line in path.read_text().splitlines() if silencer in line and "zip(" not in line]
+        lines = [
+            line
+            for line in path.read_text().splitlines()
+            if silencer in line and "zip(" not in line
+        ]
         assert not lines, f"{silencer}: {lines}"
 
 
@@ -371,25 +445,37 @@ def test_tests_replace_attributes_of_modules_in_a_context() -> None:
         }
         for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                assert ast.unparse(node).split(".")[0] not in names, f"{path}: {ast.unparse(node)} is assigned to"
+                assert ast.unparse(node).split(".")[0] not in names, (
+                    f"{path}: {ast.unparse(node)} is assigned to"
+                )
 
 
 def test_tests_mirror_the_packages() -> None:
-    """A folder of tests has the name of the package or module that it tests; `data/odd` tests all by public names."""
-    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    """A folder of tests has the name of the package or module that it tests; `data/odd` tests
+    all by public names.
+    """
+    folders = {
+        path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")
+    }
     folders -= {Path("data/odd")}
     homes = {folder: ROOT / "medvl" / folder for folder in folders}
     assert [
-        str(folder) for folder, home in homes.items() if not (home.is_dir() or home.with_suffix(".py").is_file())
+        str(folder)
+        for folder, home in homes.items()
+        if not (home.is_dir() or home.with_suffix(".py").is_file())
     ] == []
 
 
 def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_import_medvl_is_nearly_free() -> None:
-    heavy = run_python("import medvl, sys; print(sorted({'torch', 'numpy', 'cv2', 'tyro'} & set(sys.modules)))")
+    heavy = run_python(
+        "import medvl, sys; print(sorted({'torch', 'numpy', 'cv2', 'tyro'} & set(sys.modules)))"
+    )
     assert heavy == "[]"
 
 
@@ -397,7 +483,8 @@ def test_import_medvl_is_nearly_free() -> None:
 def test_encoders_can_be_imported_alone() -> None:
     code = (
         "import medvl.encoders, sys\n"
-        "heavy = {'webdataset', 'pydicom', 'albumentations', 'transformers', 'timm', 'open_clip', 'torchvision',"
+        "heavy = {'webdataset', 'pydicom', 'albumentations', 'transformers', 'timm', "
+        "'open_clip', 'torchvision',"
         " 'medvl.data', 'medvl.train', 'medvl.models'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -405,9 +492,13 @@ def test_encoders_can_be_imported_alone() -> None:
 
 
 def test_no_public_name_is_hidden_by_a_package() -> None:
-    """Importing a sub-package sets it as an attribute, in place of a public function of the same name."""
+    """Importing a sub-package sets it as an attribute, in place of a public function of the same
+    name.
+    """
     hidden = [
-        f"{face}.{name}" for (face, name), home in exports().items() if f"{face}.{name}" in MODULES and home != face
+        f"{face}.{name}"
+        for (face, name), home in exports().items()
+        if f"{face}.{name}" in MODULES and home != face
     ]
     assert hidden == []
 

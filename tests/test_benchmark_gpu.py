@@ -1,4 +1,6 @@
-"""`scripts/benchmark_gpu.py` at tiny sizes on a CPU: every line works, records, limits, profiles and tables."""
+"""`scripts/benchmark_gpu.py` at tiny sizes on a CPU: every line works, records, limits, profiles
+and tables.
+"""
 
 import dataclasses
 import itertools
@@ -19,7 +21,9 @@ pytest.importorskip("open_clip_train")
 
 @pytest.fixture(scope="module", autouse=True)
 def _scripts() -> Iterator[None]:
-    """The folder of the scripts, from which they import each other, on the path of this module's tests alone."""
+    """The folder of the scripts, from which they import each other, on the path of this module's
+    tests alone.
+    """
     sys.path.insert(0, str(ROOT / "scripts"))
     yield
     sys.path.remove(str(ROOT / "scripts"))
@@ -38,7 +42,9 @@ def records_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_line_works(command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_works(
+    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All but `clip-b16`, whose code is that of `clip-b32`, and the sweep over systems."""
     names = [line.name for line in command.LINES if line.name not in ("clip-b16", "systems")]
     assert len(names) == 13
@@ -67,11 +73,15 @@ def fake_line(name: str, function: Callable[[Any], Any], seconds: float = 1.0) -
     from gpu_lines.line import Goal, Line
 
     goals = (Goal(figure="pairs/s", value=5), Goal(figure="ms", value=1, at_most=True))
-    return Line(name=name, measures="a test", goals=goals, stock="4", seconds=seconds, function=function)
+    return Line(
+        name=name, measures="a test", goals=goals, stock="4", seconds=seconds, function=function
+    )
 
 
 def fake_lines(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Replace the lines by one that works, one that fails at first, and one that this machine cannot measure."""
+    """Replace the lines by one that works, one that fails at first, and one that this machine
+    cannot measure.
+    """
     from gpu_lines.line import Row, SkipLine, report
 
     calls = {"good": 0, "bad": 0, "absent": 0}
@@ -84,7 +94,15 @@ def fake_lines(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str
         calls["bad"] += 1
         if calls["bad"] == 1:
             raise RuntimeError("out of\nmemory")
-        return report([Row(contender="medvl", error="RuntimeError: no kernel" if calls["bad"] == 2 else None)], {})
+        return report(
+            [
+                Row(
+                    contender="medvl",
+                    error="RuntimeError: no kernel" if calls["bad"] == 2 else None,
+                )
+            ],
+            {},
+        )
 
     def absent(bench: Any) -> Any:
         calls["absent"] += 1
@@ -93,13 +111,18 @@ def fake_lines(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str
     lines = (fake_line("bad", bad), fake_line("good", good), fake_line("absent", absent))
     monkeypatch.setattr(command, "LINES", lines)
     monkeypatch.setattr(
-        command, "select", lambda patterns: [line for line in lines if line.name in patterns or not patterns]
+        command,
+        "select",
+        lambda patterns: [line for line in lines if line.name in patterns or not patterns],
     )
     return calls
 
 
 def test_failures_are_recorded_and_repeated(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls, arguments = fake_lines(command, monkeypatch), ["--dry-run", "--out", str(tmp_path)]
     assert command.main(arguments) == 1
@@ -121,7 +144,10 @@ def test_failures_are_recorded_and_repeated(
 
 
 def test_a_line_without_time_is_left_out(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = fake_lines(command, monkeypatch)
     assert command.main(["--dry-run", "--out", str(tmp_path), "--minutes", "0"]) == 0
@@ -130,7 +156,9 @@ def test_a_line_without_time_is_left_out(
     assert not records_in(tmp_path)
 
 
-def test_the_time_limit_ends_a_line(command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_ends_a_line(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The contenders of a line record their errors, but do not take the end of the time for one."""
     from gpu_lines.timing import Contender, measure_in_turns, repeat
 
@@ -147,7 +175,9 @@ def test_the_time_limit_ends_a_line(command: ModuleType, tmp_path: Path, monkeyp
     assert "the time limit was reached within this line" in (tmp_path / "table.md").read_text()
 
 
-def test_a_machine_without_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_git_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gpu_lines.records import context_of
 
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -164,7 +194,9 @@ def test_tiny_and_full_sizes_are_not_mixed(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
-def test_a_measurement_needs_a_gpu(command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_needs_a_gpu(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_lines(command, monkeypatch)
     with pytest.raises(SystemExit, match="no GPU was found"):
         command.main(["--out", str(tmp_path)])
@@ -215,7 +247,9 @@ def test_profile_on_a_cpu_counts_the_own_time_of_operators() -> None:
     from gpu_lines.profiling import profile_steps
 
     layer, inputs_BE = torch.nn.Linear(256, 256), torch.randn(256, 256)
-    found = profile_steps(lambda steps: [layer(inputs_BE) for _ in range(steps)], 20, torch.device("cpu"))
+    found = profile_steps(
+        lambda steps: [layer(inputs_BE) for _ in range(steps)], 20, torch.device("cpu")
+    )
     assert found["shares"]["matrix products"] > 0.3
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert 0 <= found["idle"] < 1
@@ -228,7 +262,14 @@ def full_bench(folder: Path) -> Any:
     from medvl.train.parallel.distributed import RankInfo
 
     ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
-    return Bench(ranks=ranks, dry_run=False, folder=folder, kept=folder, end=time.monotonic() + 60, ceiling_tflops=1e-9)
+    return Bench(
+        ranks=ranks,
+        dry_run=False,
+        folder=folder,
+        kept=folder,
+        end=time.monotonic() + 60,
+        ceiling_tflops=1e-9,
+    )
 
 
 def test_slow_steps_are_repeated_less_often(tmp_path: Path) -> None:
@@ -243,24 +284,35 @@ def test_slow_steps_are_repeated_less_often(tmp_path: Path) -> None:
 
         return timing.repeat(work)
 
-    contenders = [timing.Contender(name=name, build=lambda name=name: build(name), samples=1) for name in counts]
-    fast, slow = timing.measure_in_turns(full_bench(tmp_path), contenders, steps=12, rounds=1, profiled=1)
+    contenders = [
+        timing.Contender(name=name, build=lambda name=name: build(name), samples=1)
+        for name in counts
+    ]
+    fast, slow = timing.measure_in_turns(
+        full_bench(tmp_path), contenders, steps=12, rounds=1, profiled=1
+    )
     assert counts == {"fast": 4 + 12 + 1, "slow": 4 + 4 + 1}
     assert slow.ms > 300 > fast.ms
 
 
-def test_large_batches_are_halved_on_a_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_halved_on_a_small_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = full_bench(tmp_path)
     for memory, size in ((141e9, 1024), (85e9, 512)):
         monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device, memory=memory: SimpleNamespace(total_memory=memory)
+            torch.cuda,
+            "get_device_properties",
+            lambda device, memory=memory: SimpleNamespace(total_memory=memory),
         )
         assert bench.large_batch(1024, 4) == size
     assert dataclasses.replace(bench, dry_run=True).large_batch(1024, 4) == 4
 
 
 class FakeGPU:
-    """Stand-in for `torch.cuda`, with a clock that work advances, and memory that it takes and gives back."""
+    """Stand-in for `torch.cuda`, with a clock that work advances, and memory that it takes and
+    gives back.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ms, self.held, self.peak, self.is_idle = 0.0, 0, 0, True
@@ -305,7 +357,9 @@ def test_times_and_memory_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from gpu_lines import timing
 
     gpu, full = FakeGPU(monkeypatch), full_bench(tmp_path)
-    bench = dataclasses.replace(full, ranks=dataclasses.replace(full.ranks, device=torch.device("cuda", 0)))
+    bench = dataclasses.replace(
+        full, ranks=dataclasses.replace(full.ranks, device=torch.device("cuda", 0))
+    )
     monkeypatch.setattr(timing, "profile_steps", lambda run, steps, device: {"steps": steps})
 
     def build(ms: float, model: int, step: int) -> Any:
@@ -353,7 +407,9 @@ def test_only_two_steps_of_a_trainer_wait_for_the_device(monkeypatch: pytest.Mon
             calls.append("step")
         mark()
 
-    theirs: Any = SimpleNamespace(trainer=trainer, world=SimpleNamespace(device=torch.device("cpu")))
+    theirs: Any = SimpleNamespace(
+        trainer=trainer, world=SimpleNamespace(device=torch.device("cpu"))
+    )
     options: Any = SimpleNamespace(steps=3, batch=4, clock="wall")
     assert benchmark_train.trainer_rate(theirs, [], options) > 0
     assert calls == ["step", "wait", "step", "step", "step", "wait"]
@@ -381,7 +437,9 @@ def test_other(number):
 def test_tests_end_at_the_time_limit_and_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """First a test that hangs, which is killed; then one test in each call, until all have an outcome."""
+    """First a test that hangs, which is killed; then one test in each call, until all have an
+    outcome.
+    """
     from gpu_lines import gpu_tests
 
     (root := tmp_path / "root").mkdir()
@@ -397,13 +455,20 @@ def test_tests_end_at_the_time_limit_and_go_on(
         return status, {name.split("::")[1]: entry["outcome"] for name, entry in found}
 
     started = time.monotonic()
-    assert call(1, 8, 0)[1] == {"test_one": "passed", "test_other[1]": "started", "test_other[2]": "left"}
+    assert call(1, 8, 0)[1] == {
+        "test_one": "passed",
+        "test_other[1]": "started",
+        "test_other[2]": "left",
+    }
     assert time.monotonic() - started < 30
     assert "1 started" in capsys.readouterr().out
     status, outcomes = call(0, 60, 120)
     assert status == 1
     assert outcomes == {"test_one": "passed", "test_other[1]": "started", "test_other[2]": "failed"}
-    assert "failed: tests/test_marked.py::test_other[2]: AssertionError: wrong" in capsys.readouterr().out
+    assert (
+        "failed: tests/test_marked.py::test_other[2]: AssertionError: wrong"
+        in capsys.readouterr().out
+    )
     assert call(0, 60, 0)[1]["test_other[1]"] == "passed"
 
 

@@ -1,4 +1,5 @@
-"""The documents are true: their Python runs, and every command that a text names exists with its options.
+"""The documents are true: their Python runs, and every command that a text names exists with its
+options.
 
 Texts are the Markdown files, and the docstrings at the top of recipes and scripts.
 """
@@ -68,7 +69,9 @@ def commands() -> list[list[str]]:
 def by_target(
     found: list[list[str]], target: Callable[[list[str]], tuple[str, ...]]
 ) -> dict[tuple[str, ...], set[str]]:
-    """What is called (the words in front of the options) -> all options that it is called with anywhere."""
+    """What is called (the words in front of the options) -> all options that it is called with
+    anywhere.
+    """
     options: dict[tuple[str, ...], set[str]] = {}
     for words in found:
         named = {word.split("=")[0] for word in words if word.startswith("--") and word != "--help"}
@@ -87,10 +90,16 @@ def leading(words: list[str], most: int) -> tuple[str, ...]:
 
 COMMANDS = commands()
 OF_MEDVL = by_target(
-    [words[1:] for words in COMMANDS if words[0] == "medvl" and words[1] not in ("doctor", "train")],
+    [
+        words[1:]
+        for words in COMMANDS
+        if words[0] == "medvl" and words[1] not in ("doctor", "train")
+    ],
     lambda words: leading(words, 2 if words[0] in GROUPS else 1),
 )
-OF_SCRIPTS = by_target([words[1:] for words in COMMANDS if words[0] == "python"], lambda words: (words[0],))
+OF_SCRIPTS = by_target(
+    [words[1:] for words in COMMANDS if words[0] == "python"], lambda words: (words[0],)
+)
 OF_RECIPES = by_target(
     [from_recipe(words) for words in COMMANDS if any(word.startswith("recipes/") for word in words)]
     + [
@@ -118,8 +127,15 @@ def python_blocks(name: str) -> list[str]:
 
 def make_readme_files(folder: Path) -> None:
     """Write the checkpoint and the radiograph that the README's code reads."""
-    tokenizer = train_wordpiece(["no pleural effusion", "large left pleural effusion"] * 4, vocab_size=60)
-    sizes = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 64, "frozen_text_layers": 0}
+    tokenizer = train_wordpiece(
+        ["no pleural effusion", "large left pleural effusion"] * 4, vocab_size=60
+    )
+    sizes = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 64,
+        "frozen_text_layers": 0,
+    }
     model = medvl.create_model("convirt", tokenizer=tokenizer, **sizes)
     checkpoint = folder / "quickstart/convirt/best"
     checkpoint.mkdir(parents=True)
@@ -148,7 +164,9 @@ def test_python_of_the_guide_to_encoders_runs(capsys: pytest.CaptureFixture[str]
     assert "torch.Size([2, 1024]) torch.Size([2, 49, 1024]) (7, 7)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "most"), [("README.md", 1000), ("RESULTS.md", 850), ("PERFORMANCE.md", 1100)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("README.md", 1000), ("RESULTS.md", 850), ("PERFORMANCE.md", 1100)]
+)
 def test_documents_that_everyone_reads_are_short(name: str, most: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").split()) <= most
 
@@ -164,7 +182,9 @@ def test_every_system_recipe_and_card_is_on_the_generated_page() -> None:
 
 
 def test_commands_are_found_in_every_kind_of_text() -> None:
-    assert {("shards", "nih-cxr14"), ("vocab",), ("eval", "probe")} <= OF_MEDVL.keys(), "spans, blocks, fences"
+    assert {("shards", "nih-cxr14"), ("vocab",), ("eval", "probe")} <= OF_MEDVL.keys(), (
+        "spans, blocks, fences"
+    )
     assert {"--images", "--repeats"} <= OF_SCRIPTS["scripts/benchmark_shards.py",], "in a table"
     assert "--predictions" in OF_SCRIPTS["scripts/slake.py",], "in a docstring"
 
@@ -176,9 +196,13 @@ def test_medvl_commands_exist(target: tuple[str, ...], capsys: pytest.CaptureFix
 
 
 def test_options_of_slurm_are_one_value(capsys: pytest.CaptureFixture[str]) -> None:
-    """They begin with dashes. Commands that are parsed end at the file that is missing, with status 1."""
+    """They begin with dashes. Commands that are parsed end at the file that is missing, with
+    status 1.
+    """
     named = re.findall(r'--sbatch\S*"[^"]*"', inspect.getdoc(cli.commands()["benchmark"]) or "")
-    found = [words[1:] for words in COMMANDS if words[:2] == ["medvl", "benchmark"] and "slurm" in words]
+    found = [
+        words[1:] for words in COMMANDS if words[:2] == ["medvl", "benchmark"] and "slurm" in words
+    ]
     assert named
     assert found
     for words in [*found, *(["benchmark", "mine.toml", *shlex.split(option)] for option in named)]:
@@ -189,7 +213,9 @@ def test_options_of_slurm_are_one_value(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def flags(settings: Any, prefix: str = "--") -> set[str]:
-    """The options of a recipe: the fields of its settings, and of those within them, but mappings."""
+    """The options of a recipe: the fields of its settings, and of those within them, but
+    mappings.
+    """
     found = set()
     for field in dataclasses.fields(settings):
         name, value = prefix + field.name.replace("_", "-"), getattr(settings, field.name)
@@ -202,12 +228,16 @@ def flags(settings: Any, prefix: str = "--") -> set[str]:
 
 def test_the_help_of_a_recipe_lists_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
     for preset, settings in runpy.run_path(str(find_recipe("vqa")))["PRESETS"].items():
-        assert flags(settings) <= explained(capsys, partial(cli.main, ["doctor", "vqa", preset, "--help"]))
+        assert flags(settings) <= explained(
+            capsys, partial(cli.main, ["doctor", "vqa", preset, "--help"])
+        )
 
 
 @pytest.mark.parametrize("recipe", sorted({recipe for recipe, *_ in OF_RECIPES}))
 def test_recipes_have_these_presets_and_options(recipe: str) -> None:
-    presets = runpy.run_path(str(ROOT / recipe if "/" in recipe else find_recipe(recipe)))["PRESETS"]
+    presets = runpy.run_path(str(ROOT / recipe if "/" in recipe else find_recipe(recipe)))[
+        "PRESETS"
+    ]
     named = {target[1:]: options for target, options in OF_RECIPES.items() if target[0] == recipe}
     for preset, options in named.items():
         (name,) = preset or (DEFAULT_PRESET,)
@@ -226,7 +256,13 @@ def test_scripts_have_these_options(
 
 
 def test_named_files_exist() -> None:
-    name = re.compile(r"(?<![\w/.-])(?:scripts|recipes|data_cards|medvl|tests)/[\w./-]*\.(?:py|sh|md)\b")
-    named = {(path.name, found) for path in [*DOCUMENTS, *PROGRAMS] for found in name.findall(text_of(path))}
+    name = re.compile(
+        r"(?<![\w/.-])(?:scripts|recipes|data_cards|medvl|tests)/[\w./-]*\.(?:py|sh|md)\b"
+    )
+    named = {
+        (path.name, found)
+        for path in [*DOCUMENTS, *PROGRAMS]
+        for found in name.findall(text_of(path))
+    }
     assert {"CONTRIBUTING.md", "convirt_mimic.py"} <= {path for path, _ in named}
     assert [(path, found) for path, found in sorted(named) if not (ROOT / found).exists()] == []

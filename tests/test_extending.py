@@ -1,4 +1,6 @@
-"""`docs/pages/extending.md` as a package of its own: its files are written, its entry points installed, its code run."""
+"""`docs/pages/extending.md` as a package of its own: its files are written, its entry points
+installed, its code run.
+"""
 
 import ast
 import os
@@ -45,7 +47,9 @@ def test_every_part_of_the_outside_package_works(tmp_path: Path) -> None:
     install(tmp_path)
     (tmp_path / "steps.py").write_text("\n".join(STEPS), encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
-    run = forked.run([sys.executable, "steps.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
+    run = forked.run(
+        [sys.executable, "steps.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
+    )
     assert run.returncode == 0, run.stderr
     assert "'train': " in run.stdout
     assert "matching" in run.stdout
@@ -60,4 +64,6 @@ def test_the_page_imports_from_the_faces_only() -> None:
 
 
 def test_each_extension_is_one_short_file() -> None:
-    assert {len(text.splitlines()) < 70 for title, text in FILES.items() if title.endswith(".py")} == {True}
+    assert {
+        len(text.splitlines()) < 70 for title, text in FILES.items() if title.endswith(".py")
+    } == {True}

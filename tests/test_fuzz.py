@@ -1,4 +1,6 @@
-"""Short run of scripts/fuzz.py: every reader reads a mutated file or raises one of medvl's errors."""
+"""Short run of scripts/fuzz.py: every reader reads a mutated file or raises one of medvl's
+errors.
+"""
 
 import multiprocessing
 import os
@@ -39,7 +41,9 @@ def test_every_reader_has_a_count() -> None:
 def test_mutations_are_read_or_raise_an_error_of_medvl(name: str, tmp_path: Path) -> None:
     """Numbers from 10,000 on are other mutations than those of the script."""
     reader = fuzz.READERS[name](tmp_path)
-    tally = fuzz.fuzz(name, reader, 0, range(10_000, 10_000 + COUNTS[name]), tmp_path, lambda number: None)
+    tally = fuzz.fuzz(
+        name, reader, 0, range(10_000, 10_000 + COUNTS[name]), tmp_path, lambda number: None
+    )
     assert not tally.failures
     assert tally.read > 0
     assert tally.rejected.total() > COUNTS[name] // 20
@@ -59,10 +63,14 @@ def test_other_errors_are_recorded_as_failures(tmp_path: Path) -> None:
         if path.read_bytes()[:1] != b"\0":
             raise KeyError("x")
 
-    tally = fuzz.fuzz("x", fuzz.Reader(read, [bytes(100)]), 0, range(200), tmp_path, lambda number: None)
+    tally = fuzz.fuzz(
+        "x", fuzz.Reader(read, [bytes(100)]), 0, range(200), tmp_path, lambda number: None
+    )
     assert tally.read
     assert tally.read + len(tally.failures) == 200
-    assert tally.failures[0].endswith(f"KeyError in test_fuzz.py:{read.__code__.co_firstlineno + 2}")
+    assert tally.failures[0].endswith(
+        f"KeyError in test_fuzz.py:{read.__code__.co_firstlineno + 2}"
+    )
 
 
 def _kill_itself(name: str, seed: int, count: int, place: Any, results: Any) -> None:

@@ -1,12 +1,14 @@
-"""The losses of every pretraining recipe's first five to fifty steps, compared with those that were seen before.
+"""The losses of every pretraining recipe's first five to fifty steps, compared with those that were
+seen before.
 
-A change of these curves is a change of what a recipe trains. Where it is meant, write them anew, look at the difference
-and commit it:
+A change of these curves is a change of what a recipe trains. Where it is meant, write them anew,
+look at the difference and commit it:
 
     MEDVL_WRITE_GOLDEN=1 pytest tests/test_golden.py
 
-`golden_curves.json` names the kinds of processor that they were recorded on ("processors"). Others add in another order
-and round differently, and fifty steps make more of it, so that there the tolerance is wider.
+`golden_curves.json` names the kinds of processor that they were recorded on ("processors"). Others
+add in another order and round differently, and fifty steps make more of it, so that there the
+tolerance is wider.
 """
 
 import dataclasses
@@ -36,12 +38,28 @@ from medvl.train.parallel.model import DDPModel
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden_curves.json"
-RECIPES = ("convirt_mimic", "gloria_chexpert", "chexzero_mimic", "m3ae_roco_medicat", "medvill_mimic")
+RECIPES = (
+    "convirt_mimic",
+    "gloria_chexpert",
+    "chexzero_mimic",
+    "m3ae_roco_medicat",
+    "medvill_mimic",
+)
 TWENTY = (
-    *("siglip_mimic", "medclip_mimic", "mgca_mimic", "mutual_info_mimic", "lovt_mimic", "bfspr_mimic", "umrl_mimic"),
+    *(
+        "siglip_mimic",
+        "medclip_mimic",
+        "mgca_mimic",
+        "mutual_info_mimic",
+        "lovt_mimic",
+        "bfspr_mimic",
+        "umrl_mimic",
+    ),
     *("biovil_mimic", "biovil_t_mimic", "pixelbert_mimic", "visualbert_mimic"),
 )
-"""Recipes whose first twenty losses are enough: their objectives are their own, their step is that of the others."""
+"""Recipes whose first twenty losses are enough: their objectives are their own, their step is
+that of the others.
+"""
 STATEMENTS = (
     "radzero_mimic",
     "carzero_mimic",
@@ -57,46 +75,76 @@ FUSION = (
     *("uniter_mimic", "lxmert_mimic", "arl_mimic", "berthop_openi", "mixed_mimic"),
 )
 SHORT = (*FUSION, *STATEMENTS)
-"""Recipes whose first five losses are enough: they are built of parts that the others have as well."""
+"""Recipes whose first five losses are enough: they are built of parts that the others have as
+well.
+"""
 BATCHES, PAIRS = 4, 4
 SHOWN = (1, 10, 20, 30, 40, 50)
 SHOWN_TWENTY = (1, 10, 20)
 SHOWN_SHORT = (1, 5)
 FINDINGS = ("effusion", "consolidation", "edema", "pneumothorax")
 SIDES = ("left", "right", "bilateral", "small")
-UNPAIRED = {"mixed_mimic": (torch.tensor([True, True, True, False]), torch.tensor([True, True, False, True]))}
+UNPAIRED = {
+    "mixed_mimic": (
+        torch.tensor([True, True, True, False]),
+        torch.tensor([True, True, False, True]),
+    )
+}
 """Recipe -> which rows of a batch have an image, and which a text; elsewhere all have both."""
 TEXTS = [f"There is a {side} {finding}." for finding in FINDINGS for side in SIDES]
 
 
 NEAR, FAR = 0.03, 0.1
-"""Tolerances on the processors that the curves hold for, and on others: 0.027 (MedKLIP's fifth step) and 0.051 were
-measured, the latter with instructions of SSE4.1 alone."""
+"""Tolerances on the processors that the curves hold for, and on others: 0.027 (MedKLIP's fifth
+step) and 0.051 were measured, the latter with instructions of SSE4.1 alone.
+"""
 
 
 def processor() -> str:
-    """Return the maker and the instructions in use, such as "AuthenticAMD AVX512", and what limits them."""
+    """Return the maker and the instructions in use, such as "AuthenticAMD AVX512", and what
+    limits them.
+    """
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
-    makers = (line.partition(":")[2].strip() for line in lines if line.startswith(("vendor_id", "CPU implementer")))
-    limits = [f"{name}={os.environ[name]}" for name in ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR") if name in os.environ]
-    return " ".join([next(makers, platform.machine()), torch.backends.cpu.get_cpu_capability(), *limits])
+    makers = (
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith(("vendor_id", "CPU implementer"))
+    )
+    limits = [
+        f"{name}={os.environ[name]}"
+        for name in ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
+        if name in os.environ
+    ]
+    return " ".join(
+        [next(makers, platform.machine()), torch.backends.cpu.get_cpu_capability(), *limits]
+    )
 
 
 def findings_of(texts: list[str], entities: tuple[str, ...] | None) -> torch.Tensor:
-    """Return a label for every finding, 1 where a text names it; of entities, those that the labeler finds."""
+    """Return a label for every finding, 1 where a text names it; of entities, those that the
+    labeler finds.
+    """
     if entities is None:
         return torch.tensor([[float(finding in text) for finding in FINDINGS] for text in texts])
-    return torch.tensor([[float(label_report(text).get(name, 0)) for name in entities] for text in texts])
+    return torch.tensor(
+        [[float(label_report(text).get(name, 0)) for name in entities] for text in texts]
+    )
 
 
 def model_of(recipe: str) -> Any:
-    """Return the model's settings in the preset `tiny`, with files of the quickstart replaced by small stand-ins."""
+    """Return the model's settings in the preset `tiny`, with files of the quickstart replaced by
+    small stand-ins.
+    """
     config = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["PRESETS"]["tiny"].model
     if recipe == "arl_mimic":
-        return dataclasses.replace(config, knowledge=knowledge_folder(), entity_width=8, entity_heads=2)
+        return dataclasses.replace(
+            config, knowledge=knowledge_folder(), entity_width=8, entity_heads=2
+        )
     if recipe == "uniter_mimic":
-        return dataclasses.replace(config, task_mix=False)  # all of its losses, where the recipe has one in each step
+        return dataclasses.replace(
+            config, task_mix=False
+        )  # all of its losses, where the recipe has one in each step
     if recipe == "berthop_openi":
         return dataclasses.replace(config, image_arguments=TINY["berthop"]["image_arguments"])
     return config
@@ -105,7 +153,9 @@ def model_of(recipe: str) -> Any:
 def batches(config: Any, tokenizer: Any, labels: bool, steps: int) -> Iterator[Batch]:
     """The same few, over and over: noise, and one sentence each."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (len(TEXTS), 1, config.image_size, config.image_size), generator=generator)
+    images = torch.randint(
+        0, 256, (len(TEXTS), 1, config.image_size, config.image_size), generator=generator
+    )
     entities = getattr(config, "entities", None) if labels else None
     for step in range(steps):
         rows = torch.arange(PAIRS) * BATCHES + step % BATCHES
@@ -114,27 +164,34 @@ def batches(config: Any, tokenizer: Any, labels: bool, steps: int) -> Iterator[B
         keys = [str(row) for row in rows.tolist()]
         yield Batch(
             keys=keys, image_BCHW=images[rows].to(torch.uint8), ids_BT=ids_BT, mask_BT=mask_BT,
-            labels_BL=findings_of(texts, entities) if labels else torch.zeros(PAIRS, 0), texts=texts, studies=keys,
-            second_ids_BT=ids_BT, second_mask_BT=mask_BT,
-            sentence_BT=torch.where(mask_BT, 0, -1), second_image_BCHW=images[rows].flip(3).to(torch.uint8),
+            labels_BL=findings_of(texts, entities) if labels else torch.zeros(PAIRS, 0),
+            texts=texts, studies=keys, second_ids_BT=ids_BT, second_mask_BT=mask_BT,
+            sentence_BT=torch.where(mask_BT, 0, -1),
+            second_image_BCHW=images[rows].flip(3).to(torch.uint8),
             prior_BCHW=images[rows.flip(0)].to(torch.uint8), has_prior_B=torch.arange(PAIRS) > 0,
-            other_view_BCHW=images[rows].flip(2).to(torch.uint8), has_other_view_B=torch.arange(PAIRS) % 2 > 0,
-            has_second_text_B=torch.ones(PAIRS, dtype=torch.bool),
-            statement_ids_BST=ids_BT[:, None], statement_mask_BST=mask_BT[:, None],
-            position_BL=torch.tensor([positions_of(text, entities or ()) for text in texts]),
+            other_view_BCHW=images[rows].flip(2).to(torch.uint8),
+            has_other_view_B=torch.arange(PAIRS) % 2 > 0, has_second_text_B=torch.ones(PAIRS,
+            dtype=torch.bool), statement_ids_BST=ids_BT[:, None], statement_mask_BST=mask_BT[:,
+            None], position_BL=torch.tensor([positions_of(text, entities or ()) for text in texts]),
         )  # fmt: skip
 
 
 def start(model: nn.Module) -> None:
-    """Weights of our own, and no dropout: what a library draws, and in which order, may change with its version."""
+    """Weights of our own, and no dropout: what a library draws, and in which order, may change
+    with its version.
+    """
     generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(model.named_parameters()):
         if parameter.ndim > 1:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data = noise / math.sqrt(parameter[0].numel())
     for name, buffer in sorted(model.named_buffers()):
-        if name.endswith(("kernel_N1HW", "components_QGD")):  # of PixelHop++, which is fitted and not trained
-            buffer.copy_(torch.randn(buffer.shape, generator=generator) / math.sqrt(buffer[0].numel()))
+        if name.endswith(
+            ("kernel_N1HW", "components_QGD")
+        ):  # of PixelHop++, which is fitted and not trained
+            buffer.copy_(
+                torch.randn(buffer.shape, generator=generator) / math.sqrt(buffer[0].numel())
+            )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -155,9 +212,13 @@ def curves(
     options: dict[str, Any] = {"seed": 0, "clip_norm": 1.0, "channels_last": False}
     step = Step(DDPModel(model, world), optimizer, Precision(precision, world.device), **options)
     found: dict[str, list[float]] = {}
-    shown = shown or (SHOWN_SHORT if recipe in SHORT else SHOWN_TWENTY if recipe in TWENTY else SHOWN)
+    shown = shown or (
+        SHOWN_SHORT if recipe in SHORT else SHOWN_TWENTY if recipe in TWENTY else SHOWN
+    )
     has_image_B, has_text_B = UNPAIRED.get(recipe, (None, None))
-    for number, whole in enumerate(batches(config, tokenizer, model.inputs.labels, shown[-1]), start=1):
+    for number, whole in enumerate(
+        batches(config, tokenizer, model.inputs.labels, shown[-1]), start=1
+    ):
         batch = dataclasses.replace(whole, has_image_B=has_image_B, has_text_B=has_text_B)
         (losses,) = step(number, 1e-4, [batch], 1).losses
         if number in shown:
@@ -178,7 +239,9 @@ def test_the_first_losses_are_those_of_before(recipe: str) -> None:
     assert found.keys() == known[recipe].keys()
     tolerance = NEAR if processor() in known["processors"] else FAR
     for name, values in found.items():
-        assert values == pytest.approx(known[recipe][name], abs=tolerance), f"{name} on {processor()}"
+        assert values == pytest.approx(known[recipe][name], abs=tolerance), (
+            f"{name} on {processor()}"
+        )
     if recipe not in SHORT:  # where a queue of past pairs fills, the loss rises at first
         assert found["total"][-1] < found["total"][0], "it does not learn its few samples"
 
@@ -188,8 +251,12 @@ def test_the_first_losses_are_those_of_before(recipe: str) -> None:
 def test_a_curve_in_bf16_stays_in_a_band_around_that_in_float32(
     recipe: str, band: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medvl.train.optim.optimizer._cpu_multiplies_bf16", lambda: True)  # on any processor
+    monkeypatch.setattr(
+        "medvl.train.optim.optimizer._cpu_multiplies_bf16", lambda: True
+    )  # on any processor
     known = json.loads(GOLDEN.read_text())[recipe]
-    for name, values in curves(recipe, "bf16", SHOWN_TWENTY[:2]).items():  # slow where bf16 is emulated
+    for name, values in curves(
+        recipe, "bf16", SHOWN_TWENTY[:2]
+    ).items():  # slow where bf16 is emulated
         assert values != known[name][:2]
         assert values == pytest.approx(known[name][:2], abs=band), name

@@ -1,4 +1,6 @@
-"""constraints-locked.txt, which the Docker image installs and the audit reads, fits pyproject.toml."""
+"""constraints-locked.txt, which the Docker image installs and the audit reads, fits
+pyproject.toml.
+"""
 
 import re
 import tomllib
@@ -16,8 +18,13 @@ ENVIRONMENT = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_p
 def locked() -> dict[str, tuple[str, int]]:
     """Return name -> (version, number of hashes)."""
     text = (ROOT / "constraints-locked.txt").read_text(encoding="utf-8")
-    entries = re.findall(r"^([\w.-]+)==(\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})*)", text, re.MULTILINE)
-    return {canonicalize_name(name): (version, hashes.count("sha256:")) for name, version, hashes in entries}
+    entries = re.findall(
+        r"^([\w.-]+)==(\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})*)", text, re.MULTILINE
+    )
+    return {
+        canonicalize_name(name): (version, hashes.count("sha256:"))
+        for name, version, hashes in entries
+    }
 
 
 def test_every_dependency_is_locked_at_an_allowed_version() -> None:
@@ -40,7 +47,9 @@ def test_every_locked_package_has_hashes_and_no_address() -> None:
     versions = locked()
     assert len(versions) > 100
     assert [name for name, (_, hashes) in versions.items() if not hashes] == []
-    assert not re.search(r"https?://|file:|--(?:extra-)?index-url|--find-links|^-", text, re.MULTILINE)
+    assert not re.search(
+        r"https?://|file:|--(?:extra-)?index-url|--find-links|^-", text, re.MULTILINE
+    )
 
 
 def test_the_torch_of_the_image_is_that_of_the_tests() -> None:
@@ -51,4 +60,6 @@ def test_the_torch_of_the_image_is_that_of_the_tests() -> None:
 
 def test_the_image_installs_by_hash_alone() -> None:
     lines = re.findall(r"pip install (.*)", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
-    assert ["--require-hashes" in line or "--no-deps --no-build-isolation" in line for line in lines] == [True, True]
+    assert [
+        "--require-hashes" in line or "--no-deps --no-build-isolation" in line for line in lines
+    ] == [True, True]

@@ -11,10 +11,16 @@ from helpers import forked
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 SMALLER = {
-    "zero_shot": {"--patients 90": "--patients 40", "steps=40": "steps=6", "resamples=200": "resamples=20"},
+    "zero_shot": {
+        "--patients 90": "--patients 40",
+        "steps=40": "steps=6",
+        "resamples=200": "resamples=20",
+    },
     "vqa": {"--resamples 200": "--resamples 20"},
 }
-"""Notebook -> sizes that a reader sees results with, and those with which the same code runs in seconds."""
+"""Notebook -> sizes that a reader sees results with, and those with which the same code runs in
+seconds.
+"""
 
 
 @pytest.mark.slow
@@ -30,7 +36,12 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     (tmp_path / "notebook.py").write_text(program, encoding="utf-8")
     (tmp_path / "salt").write_text("5a" * 32 + "\n", encoding="ascii")
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths, "MPLBACKEND": "Agg", "MEDVL_SALT_FILE": str(tmp_path / "salt")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "MPLBACKEND": "Agg",
+        "MEDVL_SALT_FILE": str(tmp_path / "salt"),
+    }
     run = forked.run([sys.executable, "notebook.py"], cwd=tmp_path, env=environment, timeout=600)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
 

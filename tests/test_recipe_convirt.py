@@ -43,7 +43,9 @@ def test_missing_data_is_reported_with_the_commands_that_create_it(
 
 def test_commands_in_the_advice_exist(tmp_path: Path) -> None:
     """Every option and file in the advice exists."""
-    advice = [line.split() for line in recipe(tmp_path).stderr.splitlines() if line.startswith("    ")]
+    advice = [
+        line.split() for line in recipe(tmp_path).stderr.splitlines() if line.startswith("    ")
+    ]
     shards, train, own_shards, train_own, phantom, train_tiny = advice
     for command in (shards, own_shards, phantom):
         done = forked.run([sys.executable, "-m", "medvl", *command[1:3], "--help"])
@@ -60,13 +62,18 @@ def test_commands_in_the_advice_exist(tmp_path: Path) -> None:
         (["tinny"], "error: no preset 'tinny': did you mean 'tiny'?"),
         (["tiny", "--optim.lr=-1"], "error: lr must be above 0, got -1.0"),
         (["--model.temperature", "0"], "error: temperature must be above 0"),
-        (["tiny", "--train.global-batch", "7", "--train.accumulate", "2"], "error: global_batch 7 is not divisible"),
+        (
+            ["tiny", "--train.global-batch", "7", "--train.accumulate", "2"],
+            "error: global_batch 7 is not divisible",
+        ),
         (["tiny", "--data.image.flip", "swop"], "invalid choice 'swop'"),
         (["--optim.lrr", "3"], "Unrecognized options: --optim.lrr"),
         (["tiny", "--optim.lr", "fast"], "could not convert string to float: 'fast'"),
     ],
 )
-def test_wrong_command_line_exits_without_a_traceback(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_wrong_command_line_exits_without_a_traceback(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
     done = recipe(tmp_path, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
@@ -79,7 +86,13 @@ def test_wrong_command_line_exits_without_a_traceback(arguments: list[str], mess
 def test_help_lists_settings_with_published_defaults(tmp_path: Path) -> None:
     done = recipe(tmp_path, "--help")
     assert done.returncode == 0
-    for flag in ("--model.image-encoder", "--data.train", "--optim.schedule.patience", "--train.run-dir", "--prompts"):
+    for flag in (
+        "--model.image-encoder",
+        "--data.train",
+        "--optim.schedule.patience",
+        "--train.run-dir",
+        "--prompts",
+    ):
         assert flag in done.stdout
     assert "(default: resnet50)" in done.stdout
     assert "(default: bioclinicalbert)" in done.stdout

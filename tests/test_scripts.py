@@ -1,4 +1,6 @@
-"""Every Python script of `scripts/` runs at its smallest size, in the environment that `scripts/setup.sh` makes."""
+"""Every Python script of `scripts/` runs at its smallest size, in the environment that
+`scripts/setup.sh` makes.
+"""
 
 import importlib.util
 import logging
@@ -27,9 +29,11 @@ SMALLEST = {
     "benchmark_losses": "--batch 64 --dim 8 --repeats 1 --losses info_nce --forms blocks",
     "benchmark_phantom": "--images 8 --size 64 --rounds 1",
     "benchmark_plan": "20",
-    "benchmark_systems": "--size tiny --systems mavl,mrm,m2i2,arl,berthop,lvit,uniter --tokens 16 --statements 2",
+    "benchmark_systems": "--size tiny --systems mavl,mrm,m2i2,arl,berthop,lvit,uniter --tokens "
+    "16 --statements 2",
     "benchmark_remote": "--patients 4 --images 8 --batch 4 --repeats 1 --per-shard 4",
-    "benchmark_regions": "--images 4 --size 64 --repeats 1 --batch 2 --workers 1 --detectors grid:resnet_tiny",
+    "benchmark_regions": "--images 4 --size 64 --repeats 1 --batch 2 --workers 1 --detectors "
+    "grid:resnet_tiny",
     "benchmark_serve": "--users 4 --rounds 1 --routes scores",
     "benchmark_shards": "--images 2 --size 64 --repeats 1",
     "benchmark_text": "--size small --batch 2 --steps 1",
@@ -39,11 +43,16 @@ SMALLEST = {
 SLOW = {"benchmark_fusion", "benchmark_loader", "benchmark_serve", "benchmark_train"}
 HELP = {
     **dict.fromkeys(("slake", "vqa_rad", "zeroshot_chexpert"), "run by tests of medvl.eval"),
-    **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),
+    **dict.fromkeys(
+        ("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"
+    ),
     **dict.fromkeys(("compare_berthop", "compare_segmentation"), "train for minutes"),
     "benchmark_gpu": "run by a test of its own",
     "benchmark_packing": "needs the data of a benchmark",
-    **dict.fromkeys(("build_docs", "pretraining_helps", "results"), "need medvl[docs], a checkpoint, results of runs"),
+    **dict.fromkeys(
+        ("build_docs", "pretraining_helps", "results"),
+        "need medvl[docs], a checkpoint, results of runs",
+    ),
 }
 """Scripts of which only the help is printed, and why."""
 MODULES = {
@@ -64,7 +73,9 @@ def _restored() -> Iterator[None]:
 
 
 def run(name: str, arguments: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
-    """Run a script as a program in this process; return its exit status, 0 if it ended without one."""
+    """Run a script as a program in this process; return its exit status, 0 if it ended without
+    one.
+    """
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
     monkeypatch.syspath_prepend(str(SCRIPTS))
     try:
@@ -79,7 +90,11 @@ def test_every_script_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(SMALLEST)]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in sorted(SMALLEST)
+    ],
 )
 def test_script_runs_at_its_smallest_size(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -92,7 +107,9 @@ def test_script_runs_at_its_smallest_size(
 
 @pytest.mark.parametrize("batches", [1, 2, 3])
 def test_the_benchmark_of_the_loader_reads_on_where_an_epoch_ends(batches: int) -> None:
-    """A loader goes on behind the last batch that was read, which may be the last one of its epoch."""
+    """A loader goes on behind the last batch that was read, which may be the last one of its
+    epoch.
+    """
     jpeg = simplejpeg.encode_jpeg(np.zeros((64, 64, 1), np.uint8), colorspace="GRAY")
 
     class Source:
@@ -125,6 +142,8 @@ def test_the_benchmark_of_the_loader_reads_on_where_an_epoch_ends(batches: int) 
 
 
 @pytest.mark.parametrize("name", sorted(HELP))
-def test_script_prints_its_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_prints_its_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(name, "--help", monkeypatch) == 0
     assert "usage:" in capsys.readouterr().out

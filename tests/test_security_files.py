@@ -1,4 +1,6 @@
-"""Hostile files (tars, images, weights, DICOM directories, tables), and privacy of logs and error messages."""
+"""Hostile files (tars, images, weights, DICOM directories, tables), and privacy of logs and
+error messages.
+"""
 
 import dataclasses
 import io
@@ -127,7 +129,9 @@ def test_endless_tar_uses_constant_memory() -> None:
 def test_verify_reports_a_hostile_tar_with_matching_hashes_and_writes_nothing(
     kind: str, tmp_path: Path, deid: Deidentifier
 ) -> None:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    )
     folder = tmp_path / "out/train"
     tar = folder / "lab-train-000000.tar"
     evil = repaired(HOSTILE[kind][:512]) + HOSTILE[kind][512:]
@@ -155,7 +159,9 @@ WEIGHTS: dict[str, bytes] = {
     "header of 2^63": safetensors_file({"a": F32}, bytes(8), (1 << 63) + 1),
     "overlap": safetensors_file({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, bytes(12)),
     "hole": safetensors_file({"a": F32, "b": {**F32, "data_offsets": [16, 24]}}, bytes(24)),
-    "beyond the end": safetensors_file({"a": {**F32, "data_offsets": [0, 1 << 40], "shape": [1 << 38]}}, bytes(8)),
+    "beyond the end": safetensors_file(
+        {"a": {**F32, "data_offsets": [0, 1 << 40], "shape": [1 << 38]}}, bytes(8)
+    ),
     "shape overflows": safetensors_file({"a": {**F32, "shape": [1 << 62, 1 << 62]}}, bytes(8)),
     "negative": safetensors_file({"a": {**F32, "shape": [-2]}}, bytes(8)),
     "backwards": safetensors_file({"a": {**F32, "data_offsets": [8, 0]}}, bytes(8)),
@@ -189,8 +195,14 @@ def test_torch_is_newer_than_cve_2026_24747() -> None:
 
 
 def png(chunks: list[tuple[bytes, bytes]], width: int = 8, height: int = 8) -> bytes:
-    parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)), *chunks, (b"IEND", b"")]
-    body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)),
+        *chunks,
+        (b"IEND", b""),
+    ]
+    body = b"".join(
+        struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts
+    )
     return b"\x89PNG\r\n\x1a\n" + body
 
 
@@ -202,8 +214,12 @@ IMAGES: dict[str, Callable[[], bytes]] = {
     "png text": lambda: png([(b"zTXt", b"Comment\0\0" + BOMB), PIXELS]),
     "png profile": lambda: png([(b"iCCP", b"icc\0\0" + BOMB), PIXELS]),
     "png international text": lambda: png([(b"iTXt", b"Comment\0\1\0\0\0" + BOMB), PIXELS]),
-    "jpeg declares a huge size": lambda: b"\xff\xd8\xff\xc0\0\x0b\x08\xff\xff\xff\xff\x01\x01\x11\0\xff\xd9",
-    "jpeg of many scans": lambda: b"\xff\xd8" + b"\xff\xda\0\x08\x01\x01\0\0\x3f\0" * 100_000 + b"\xff\xd9",
+    "jpeg declares a huge size": lambda: (
+        b"\xff\xd8\xff\xc0\0\x0b\x08\xff\xff\xff\xff\x01\x01\x11\0\xff\xd9"
+    ),
+    "jpeg of many scans": lambda: (
+        b"\xff\xd8" + b"\xff\xda\0\x08\x01\x01\0\0\x3f\0" * 100_000 + b"\xff\xd9"
+    ),
 }
 
 DECODE = """
@@ -232,7 +248,11 @@ def test_image_bombs_use_little_memory_and_time(tmp_path: Path) -> None:
         paths[-1].write_bytes(make())
         assert paths[-1].stat().st_size < 2 << 20
     run = subprocess.run(
-        [sys.executable, "-c", DECODE, *paths], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", DECODE, *paths],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [line.split() for line in run.stdout.splitlines()]
@@ -240,7 +260,9 @@ def test_image_bombs_use_little_memory_and_time(tmp_path: Path) -> None:
     for name, reason, seconds, peak in rows:
         assert float(seconds) < 2, name
         assert int(peak) < 512, name
-        assert reason != "decoded" or name.startswith("png"), name  # comments may be skipped, the pixels are valid
+        assert reason != "decoded" or name.startswith("png"), (
+            name
+        )  # comments may be skipped, the pixels are valid
 
 
 MEMORY_LIMITED = """
@@ -328,9 +350,14 @@ SIGNED BY: Dr {CANARIES[0]}
 
 @pytest.mark.fault("S9")
 def test_patient_data_of_readable_and_broken_files_is_never_stored_or_printed(
-    tmp_path: Path, deid: Deidentifier, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    deid: Deidentifier,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Valid and broken DICOM files and reports: not in shards, manifests, private notes, logs, errors or output."""
+    """Valid and broken DICOM files and reports: not in shards, manifests, private notes, logs,
+    errors or output.
+    """
     caplog.set_level(logging.DEBUG)
     records = []
     for number, broken in enumerate(["", "header", "end", "report"]):
@@ -338,21 +365,35 @@ def test_patient_data_of_readable_and_broken_files_is_never_stored_or_printed(
         identified(image, broken=broken)
         report.write_bytes(REPORT.encode() + (b"\0" if broken == "report" else b""))
         ids = {"patient": deid.patient(number), "study": deid.study(number, 1)}
-        records.append(Record(Sample(key=deid.image(number), corpus="lab", split="train", image=image, **ids), report))
+        records.append(
+            Record(
+                Sample(key=deid.image(number), corpus="lab", split="train", image=image, **ids),
+                report,
+            )
+        )
     plan = Plan("lab", records, (), RowCounts())
     with raises(BudgetError, "budget", "max_skipped") as raised:
         write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=1), OPTIONS)
-    (manifest,) = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=3), OPTIONS).values()
+    (manifest,) = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=3), OPTIONS
+    ).values()
     assert manifest.skipped == {"malformed": 1, "report_unreadable": 1, "truncated": 1}
     assert manifest.warnings["sections_naming_a_person"] >= 4
-    assert ShardSource(tmp_path / "out" / "train").sample(0).sections == {"findings": "Clear lungs."}
+    assert ShardSource(tmp_path / "out" / "train").sample(0).sections == {
+        "findings": "Clear lungs."
+    }
     printed = capsys.readouterr()
     texts = [str(raised.value), caplog.text, printed.out, printed.err]
     for folder in (tmp_path / "out", tmp_path / "out-private"):
-        texts += [path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file()]
+        texts += [
+            path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file()
+        ]
     assert len(texts) > 8
     assert not [text[:200] for text in texts for canary in CANARIES if canary in text]
-    assert all(canary.encode() in b"".join(map(Path.read_bytes, tmp_path.glob("*.*"))) for canary in CANARIES)
+    assert all(
+        canary.encode() in b"".join(map(Path.read_bytes, tmp_path.glob("*.*")))
+        for canary in CANARIES
+    )
 
 
 @pytest.mark.fault("S10")
@@ -361,7 +402,9 @@ def test_patient_data_of_readable_and_broken_files_is_never_stored_or_printed(
 def test_burned_in_text_is_flagged(place: tuple[int, int], size: float) -> None:
     image = cv2.GaussianBlur(textured(1, 1024, 1024), (0, 0), 3) // 2
     assert not has_burned_in_text(image)
-    cv2.putText(image, "ZEBRAFISH ANNA 17.04.61", place, cv2.FONT_HERSHEY_SIMPLEX, size, 255, 2, cv2.LINE_AA)
+    cv2.putText(
+        image, "ZEBRAFISH ANNA 17.04.61", place, cv2.FONT_HERSHEY_SIMPLEX, size, 255, 2, cv2.LINE_AA
+    )
     assert has_burned_in_text(image)
 
 
@@ -383,13 +426,17 @@ def test_manifest_counts_burned_in_text_and_annotations(tmp_path: Path, deid: De
         fields = {"BurnedInAnnotation": "YES"} if number == 3 else {}
         path = write_dataset(tmp_path / f"{number}.dcm", image_dataset(pixels, **fields))
         plan.records[number] = Record(dataclasses.replace(plan.records[number].sample, image=path))
-    (manifest,) = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS).values()
+    (manifest,) = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    ).values()
     assert manifest.warnings["possible_burned_in_text"] == 2
     assert manifest.warnings["says_burned_in"] == 1
 
 
 @pytest.mark.fault("S13")
-@pytest.mark.parametrize("name", ["with space", "Röntgen-été-胸片", 'quote\'s "x" $(id) `id` ;|&', "-dash", "a/../b"])
+@pytest.mark.parametrize(
+    "name", ["with space", "Röntgen-été-胸片", 'quote\'s "x" $(id) `id` ;|&', "-dash", "a/../b"]
+)
 def test_folder_names_with_special_characters_work(
     name: str, tmp_path: Path, deid: Deidentifier, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -397,13 +444,27 @@ def test_folder_names_with_special_characters_work(
     if ".." in home.parts:
         (tmp_path / "a").mkdir()
     home.mkdir(parents=True)
-    write_shards(make_plan(home / "images", 6), deid, ShardRun(out=home / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(home / "images", 6), deid, ShardRun(out=home / "out", workers=1), OPTIONS
+    )
     cli.main(["verify", str(home / "out"), "--decode"])
-    cli.main(["vocab", str(home / "out" / "train"), str(home / "vocab"), "--size", "60", "--min-frequency", "1"])
+    cli.main(
+        [
+            "vocab",
+            str(home / "out" / "train"),
+            str(home / "vocab"),
+            "--size",
+            "60",
+            "--min-frequency",
+            "1",
+        ]
+    )
     printed = capsys.readouterr().out
     assert "6 samples of 3 patients" in printed
     assert (home / "vocab" / "tokenizer.json").is_file()
-    assert not [path for path in Path.cwd().iterdir() if path.name.startswith(("with", "Rönt", "quote"))]
+    assert not [
+        path for path in Path.cwd().iterdir() if path.name.startswith(("with", "Rönt", "quote"))
+    ]
 
 
 @pytest.mark.fault("S12")
@@ -432,7 +493,11 @@ def test_templates_keep_autoescape_and_content_security_policy() -> None:
     for path in templates:
         text = path.read_text()
         assert "autoescape false" not in text
-        served = path.is_relative_to(ROOT / "medvl/serve")  # its policy is a header of every answer, tested there
+        served = path.is_relative_to(
+            ROOT / "medvl/serve"
+        )  # its policy is a header of every answer, tested there
         assert served or "Content-Security-Policy" in text
-    calls = [path for path in (ROOT / "medvl").rglob("*.py") if "jinja2.Environment(" in path.read_text()]
+    calls = [
+        path for path in (ROOT / "medvl").rglob("*.py") if "jinja2.Environment(" in path.read_text()
+    ]
     assert len(calls) == 1, "expected one Jinja environment, with autoescape on"

@@ -65,9 +65,12 @@ def pip_call(folder: Path, index: str, *, gpu: bool = False) -> str:
     command = [
         "bash",
         "-ec",
-        'source scripts/setup.sh; setup ""; setup ""; echo "keeps bytecode: [$PYTHONDONTWRITEBYTECODE]"',
+        'source scripts/setup.sh; setup ""; setup ""; echo "keeps bytecode: '
+        '[$PYTHONDONTWRITEBYTECODE]"',
     ]
-    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.endswith("keeps bytecode: []\n")
     (line,) = [line for line in calls.read_text().splitlines() if line.startswith("-m pip")]
     return line
@@ -110,7 +113,9 @@ def test_documents_name_the_supported_versions() -> None:
     ("cores", "gpu", "expected"),
     [(1, False, 1), (2, False, 2), (3, False, 2), (4, False, 4), (64, False, 4), (64, True, 1)],
 )
-def test_recipes_run_on_one_rank_a_core(cores: int, gpu: bool, expected: int, tmp_path: Path) -> None:
+def test_recipes_run_on_one_rank_a_core(
+    cores: int, gpu: bool, expected: int, tmp_path: Path
+) -> None:
     for name, text in (
         ("nproc", f"#!/bin/sh\necho {cores}\n"),
         ("awk", "#!/bin/sh\necho 32\n"),  # free memory of 64 GB
@@ -121,19 +126,34 @@ def test_recipes_run_on_one_rank_a_core(cores: int, gpu: bool, expected: int, tm
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "7"}
-    command = ["bash", "-ec", f"source {PROJECT}/scripts/setup.sh; torchrun recipe.py tiny; echo $OMP_NUM_THREADS"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    command = [
+        "bash",
+        "-ec",
+        f"source {PROJECT}/scripts/setup.sh; torchrun recipe.py tiny; echo $OMP_NUM_THREADS",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    )
     threads = 1 if expected > 1 else 7
-    assert done.stdout.splitlines() == [f"--standalone --nproc-per-node {expected} recipe.py tiny {threads}", "7"]
+    assert done.stdout.splitlines() == [
+        f"--standalone --nproc-per-node {expected} recipe.py tiny {threads}",
+        "7",
+    ]
 
 
 def test_cores_do_not_depend_on_the_threads_of_libraries() -> None:
     counts = set()
     for threads in ("1", "7", None):
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+        }
         environment |= {} if threads is None else {"OMP_NUM_THREADS": threads}
         command = ["bash", "-ec", f"source {PROJECT}/scripts/setup.sh; cores"]
-        counts.add(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+        counts.add(
+            subprocess.run(
+                command, env=environment, check=True, capture_output=True, text=True
+            ).stdout
+        )
     assert counts == {f"{len(os.sched_getaffinity(0))}\n"}
 
 

@@ -27,7 +27,11 @@ def test_slope_distinguishes_growing_memory() -> None:
 
 def test_memory_of_a_process_is_measured() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", "a = bytearray(b'x') * (64 << 20); print('ready', flush=True); input()"],
+        [
+            sys.executable,
+            "-c",
+            "a = bytearray(b'x') * (64 << 20); print('ready', flush=True); input()",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
@@ -60,7 +64,9 @@ def test_damage_affects_only_the_newest_checkpoint(tmp_path: Path) -> None:
 
 
 def test_log_is_read_until_a_step_or_its_end() -> None:
-    log = io.StringIO("going on\nstep 1 of 9: loss\nstep 2 of 9: loss\nstep 3 of 9: loss\nthe end\n")
+    log = io.StringIO(
+        "going on\nstep 1 of 9: loss\nstep 2 of 9: loss\nstep 3 of 9: loss\nthe end\n"
+    )
     assert soak.read_until_step(log, 2).endswith("step 2 of 9: loss\n")
     assert soak.read_until_step(log, 8).endswith("the end\n")
 
@@ -68,7 +74,9 @@ def test_log_is_read_until_a_step_or_its_end() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_disturbance_ends_a_run(seed: int) -> None:
     code = "import signal, sys, time; print('ready', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         started = time.monotonic()
@@ -80,7 +88,16 @@ def test_disturbance_ends_a_run(seed: int) -> None:
 
 @pytest.mark.slow
 def test_short_soak_reproduces_the_undisturbed_run() -> None:
-    command = [sys.executable, str(SCRIPTS / "soak.py"), "--minutes", "0.1", "--steps-a-run", "8", "--seed", "3"]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "soak.py"),
+        "--minutes",
+        "0.1",
+        "--steps-a-run",
+        "8",
+        "--seed",
+        "3",
+    ]
     result = forked.run(command, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     first, *runs = result.stdout.splitlines()

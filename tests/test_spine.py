@@ -1,4 +1,6 @@
-"""One pass through everything, as a user types it: DICOM and reports, shards, vocabulary, ConVIRT, zero-shot table."""
+"""One pass through everything, as a user types it: DICOM and reports, shards, vocabulary,
+ConVIRT, zero-shot table.
+"""
 
 import csv
 import gzip
@@ -45,9 +47,10 @@ def spine(tmp_path_factory: pytest.TempPathFactory) -> Spine:
 
 
 def evaluation(spine: Spine, data: str = "test") -> list[str]:
-    return ["eval", "zero-shot", "--checkpoint", str(spine.home / "run" / "best"), "--data", str(spine.shards / data),
-            "--valid", str(spine.shards / "validate"), "--out", str(spine.home / "results"), "--resamples", "50",
-            "--workers", "0"]  # fmt: skip
+    return ["eval", "zero-shot", "--checkpoint", str(spine.home / "run" / "best"), "--data",
+        str(spine.shards / data),
+            "--valid", str(spine.shards / "validate"), "--out", str(spine.home / "results"),
+            "--resamples", "50", "--workers", "0"]  # fmt: skip
 
 
 def table(spine: Spine, kind: str) -> list[dict[str, str]]:
@@ -75,7 +78,11 @@ def test_every_image_of_the_tables_is_in_the_shards_once(spine: Spine) -> None:
 def test_no_patient_is_in_two_splits(spine: Spine) -> None:
     manifests = {split: Manifest.read(spine.shards / split) for split in SPLITS}
     patients = {split: set(manifest.patients) for split, manifest in manifests.items()}
-    assert sum(len(group) for group in patients.values()) == len(set.union(*patients.values())) == PATIENTS
+    assert (
+        sum(len(group) for group in patients.values())
+        == len(set.union(*patients.values()))
+        == PATIENTS
+    )
     rows = {row["subject_id"]: row["split"] for row in table(spine, "split")}
     assert Counter(rows.values()) == {split: len(group) for split, group in patients.items()}
 
@@ -100,7 +107,9 @@ def test_labels_and_reports_are_those_of_their_images(spine: Spine) -> None:
 
 @pytest.mark.fault("S9")
 def test_nothing_of_a_patient_gets_past_the_shards(spine: Spine) -> None:
-    """Neither headers' names, ids and dates nor those in paths: in shards, vocabulary, checkpoints, results, page."""
+    """Neither headers' names, ids and dates nor those in paths: in shards, vocabulary,
+    checkpoints, results, page.
+    """
     texts = canaries(spine.corpus)
     assert all(texts.values()), "a field without a canary proves nothing"
     everywhere = set.union(*texts.values())
@@ -115,7 +124,9 @@ def test_nothing_of_a_patient_gets_past_the_shards(spine: Spine) -> None:
 
 
 def test_the_search_for_canaries_finds_them_where_they_are(spine: Spine) -> None:
-    """In the corpus each, compressed files set aside; and source names in the folder that is kept private."""
+    """In the corpus each, compressed files set aside; and source names in the folder that is
+    kept private.
+    """
     everything = b"".join(data for _, data in contents(spine.corpus))
     for texts in canaries(spine.corpus).values():
         assert all(text.encode() in everything for text in texts)
@@ -171,30 +182,53 @@ def test_results_and_page_say_what_was_printed(spine: Spine) -> None:
     assert results.inputs["manifest"] == test.fingerprint
     macro = results.row("auroc", "macro")
     assert 0 <= macro.value <= 1
-    assert math.isnan(macro.low)  # of nine images, most resamples lack a class: the mean has no interval
+    assert math.isnan(
+        macro.low
+    )  # of nine images, most resamples lack a class: the mean has no interval
     edema = results.row("auroc", "Edema")
     assert 0 <= edema.low <= edema.value <= edema.high <= 1
     assert f"{macro.value:.3f}" in spine.printed["eval"]
-    predictions = [json.loads(line) for line in (spine.home / "results/predictions.jsonl").read_text().splitlines()]
+    predictions = [
+        json.loads(line)
+        for line in (spine.home / "results/predictions.jsonl").read_text().splitlines()
+    ]
     source = ShardSource(spine.shards / "test")
-    assert {row["key"] for row in predictions} == {source.key(position) for position in range(len(source))}
+    assert {row["key"] for row in predictions} == {
+        source.key(position) for position in range(len(source))
+    }
     page = _Page((spine.home / "results" / "index.html").read_text())
-    assert all((spine.home / "results" / link).is_file() for link in page.outside)  # tables and figures beside it
+    assert all(
+        (spine.home / "results" / link).is_file() for link in page.outside
+    )  # tables and figures beside it
     assert any(f"{macro.value:.3f}" in text for text in page.texts)
     assert "mimic-cxr, split test" in " ".join(page.texts)
 
 
 def snapshot(*folders: Path) -> dict[Path, str]:
     """Hash of every file; locks name the process that took them."""
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    files = [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    ]
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_the_same_commands_again_change_nothing(spine: Spine) -> None:
     (spine.home / "results" / "index.html").unlink()  # it tells the day
-    made = (spine.corpus, spine.shards, spine.home / "shards-private", spine.vocab, spine.home / "run")
+    made = (
+        spine.corpus,
+        spine.shards,
+        spine.home / "shards-private",
+        spine.vocab,
+        spine.home / "run",
+    )
     before = snapshot(*made, spine.home / "results")
-    drawn = {path: path.stat().st_mtime_ns for path in [*spine.corpus.rglob("*.dcm"), *spine.shards.rglob("*.tar")]}
+    drawn = {
+        path: path.stat().st_mtime_ns
+        for path in [*spine.corpus.rglob("*.dcm"), *spine.shards.rglob("*.tar")]
+    }
     for arguments in spine.commands.values():
         cli.main(arguments)
     spine.run("again", spine.recipe(spine.home / "run"))
@@ -204,7 +238,9 @@ def test_the_same_commands_again_change_nothing(spine: Spine) -> None:
     assert {path: path.stat().st_mtime_ns for path in drawn} == drawn
 
 
-def test_other_settings_over_the_same_folders_are_refused(spine: Spine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_over_the_same_folders_are_refused(
+    spine: Spine, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = snapshot(spine.corpus, spine.shards, spine.home / "run")
     phantom, shards = list(spine.commands["phantom"]), list(spine.commands["shards"])
     phantom[phantom.index("--seed") + 1] = "12"
@@ -221,7 +257,9 @@ def test_other_settings_over_the_same_folders_are_refused(spine: Spine, capsys: 
 
 
 @pytest.mark.fault("S11")
-def test_patients_that_a_model_has_seen_are_no_test(spine: Spine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patients_that_a_model_has_seen_are_no_test(
+    spine: Spine, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="1"):
         cli.main(evaluation(spine, data="train"))
     assert "share 16 patients" in capsys.readouterr().err
@@ -240,11 +278,24 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_before_it_is_judged(
     data[-2] ^= 1
     (checkpoint / name).write_bytes(data)
     with pytest.raises(SystemExit, match="1"):
-        cli.main(["eval", "zero-shot", "--checkpoint", str(checkpoint), "--data", str(spine.shards / "test")])
+        cli.main(
+            [
+                "eval",
+                "zero-shot",
+                "--checkpoint",
+                str(checkpoint),
+                "--data",
+                str(spine.shards / "test"),
+            ]
+        )
     *notices, error = capsys.readouterr().err.splitlines()
     assert all(notice.startswith("medvl: results go to ") for notice in notices)
-    assert error.startswith(f"medvl: {checkpoint / name} ")  # of config.json the syntax may be what is found first
-    assert error.endswith("damaged") or (name == "config.json" and "is not JSON that medvl reads" in error)
+    assert error.startswith(
+        f"medvl: {checkpoint / name} "
+    )  # of config.json the syntax may be what is found first
+    assert error.endswith("damaged") or (
+        name == "config.json" and "is not JSON that medvl reads" in error
+    )
 
 
 KILLED_STEPS, LATEST_KILL = 18, 10
@@ -254,13 +305,18 @@ KILLED_STEPS, LATEST_KILL = 18, 10
 def shared(spine: Spine, run_dir: Path, workers: int) -> list[str]:
     """The command of a run that is killed, and of the one that is not."""
     return spine.recipe(
-        run_dir, train__steps=KILLED_STEPS, train__checkpoint_every=2, train__log_every=1, data__workers=workers
+        run_dir,
+        train__steps=KILLED_STEPS,
+        train__checkpoint_every=2,
+        train__log_every=1,
+        data__workers=workers,
     )
 
 
 def kill_after(spine: Spine, step: int, command: list[str], pipe: Path) -> IO[str]:
-    """Start a training and kill it when it tells of that step: it alone, its workers must notice by themselves. Return
-    its stderr, which ends when the last of them has."""
+    """Start a training and kill it when it tells of that step: it alone, its workers must notice by
+    themselves. Return its stderr, which ends when the last of them has.
+    """
     process, stderr = forked.start_with_pipe(command, pipe, cwd=spine.home, env=spine.environment)
     for told in stderr:
         if re.search(rf"step {step} of {KILLED_STEPS}\b", told):
@@ -272,11 +328,15 @@ def kill_after(spine: Spine, step: int, command: list[str], pipe: Path) -> IO[st
 
 
 @pytest.mark.fault("F8")
-def test_a_killed_recipe_started_again_ends_with_the_same_weights(spine: Spine, tmp_path: Path) -> None:
+def test_a_killed_recipe_started_again_ends_with_the_same_weights(
+    spine: Spine, tmp_path: Path
+) -> None:
     """Also when the second start has another number of workers."""
     spine.run("whole", shared(spine, tmp_path / "whole", workers=0))
     step = random.Random(time.time_ns()).randrange(1, LATEST_KILL + 1)
-    with kill_after(spine, step, shared(spine, tmp_path / "killed", workers=2), tmp_path / "stderr") as stderr:
+    with kill_after(
+        spine, step, shared(spine, tmp_path / "killed", workers=2), tmp_path / "stderr"
+    ) as stderr:
         shutil.copytree(tmp_path / "killed", tmp_path / "fewer", symlinks=True)
         for name, workers in (("killed", 2), ("fewer", 0)):
             spine.run(name, shared(spine, tmp_path / name, workers=workers))

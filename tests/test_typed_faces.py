@@ -36,9 +36,23 @@ ERRORS = {12: "arg-type", 13: "call-arg", 14: "attr-defined", 15: "call-arg", 16
 def test_mypy_of_an_outside_script_sees_the_types(tmp_path: Path) -> None:
     script = tmp_path / "outside.py"
     script.write_text(SCRIPT)
-    quick = ("--no-site-packages", "--ignore-missing-imports")  # no types of torch, whose analysis takes a minute
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", *quick, "--cache-dir", str(tmp_path), str(script)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    quick = (
+        "--no-site-packages",
+        "--ignore-missing-imports",
+    )  # no types of torch, whose analysis takes a minute
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--no-error-summary",
+        *quick,
+        "--cache-dir",
+        str(tmp_path),
+        str(script),
+    ]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     lines: dict[int, str] = {}
     for number, text in re.findall(r"outside\.py:(\d+): (.*)$", run.stdout, re.MULTILINE):
         lines[int(number)] = lines.get(int(number), "") + text

@@ -1,4 +1,6 @@
-"""The wheel alone: built, installed without the checkout, and used from synthetic data to an evaluation."""
+"""The wheel alone: built, installed without the checkout, and used from synthetic data to an
+evaluation.
+"""
 
 import importlib.util
 import json
@@ -20,7 +22,15 @@ PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     here = importlib.util.find_spec("hatchling") is not None
-    command = [*PIP, "wheel", "--no-deps", *(["--no-build-isolation"] if here else []), "--wheel-dir", folder, ROOT]
+    command = [
+        *PIP,
+        "wheel",
+        "--no-deps",
+        *(["--no-build-isolation"] if here else []),
+        "--wheel-dir",
+        folder,
+        ROOT,
+    ]
     built = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
     if built.returncode and not here and "hatchling" in built.stderr:
         pytest.skip("hatchling is not installed, and no index has it")
@@ -38,29 +48,54 @@ def test_wheel_holds_recipes_and_data_cards(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("recipes/", "tests/", "scripts/"))]
 
 
-def test_installed_wheel_trains_and_evaluates_outside_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_installed_wheel_trains_and_evaluates_outside_of_the_checkout(
+    wheel: Path, tmp_path: Path
+) -> None:
     """The dependencies are those of this environment; medvl is the wheel's."""
     installed, home = tmp_path / "site", tmp_path / "home"
     home.mkdir()
     command = [*PIP, "install", "--no-deps", "--no-compile", "--target", str(installed), str(wheel)]
     subprocess.run(command, check=True, cwd=home, timeout=300)
-    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "HOME": str(home)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(installed),
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(home),
+    }
 
     def run(*words: str) -> str:
-        done = subprocess.run([*words], cwd=home, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [*words], cwd=home, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     medvl = (sys.executable, str(installed / "bin" / "medvl"))
     where = (
-        "import medvl, sys; from medvl.cli.recipes import find_recipe; print(medvl.__file__, find_recipe('convirt'))"
+        "import medvl, sys; from medvl.cli.recipes import find_recipe; "
+        "print(medvl.__file__, find_recipe('convirt'))"
     )
     assert all(path.startswith(str(installed)) for path in run(sys.executable, "-c", where).split())
-    run(*medvl, "phantom", "quickstart", "--patients", "22", "--size", "48", "--seed", "10", "--workers", "1")
-    options = "--train.epochs 1 --train.global-batch 16 --train.best-metric loss --train.best-mode min --data.workers 0"
+    run(
+        *medvl,
+        "phantom",
+        "quickstart",
+        "--patients",
+        "22",
+        "--size",
+        "48",
+        "--seed",
+        "10",
+        "--workers",
+        "1",
+    )
+    options = (
+        "--train.epochs 1 --train.global-batch 16 --train.best-metric loss "
+        "--train.best-mode min --data.workers 0"
+    )
     run(*medvl, "train", "convirt", "tiny", *options.split())
-    run(*medvl, "eval", "zero-shot", "--checkpoint", "quickstart/convirt/best", "--data", "quickstart/shards/test",
-        "--resamples", "20", "--workers", "0")  # fmt: skip
+    run(*medvl, "eval", "zero-shot", "--checkpoint", "quickstart/convirt/best", "--data",
+        "quickstart/shards/test", "--resamples", "20", "--workers", "0")  # fmt: skip
     (results,) = home.glob("quickstart/convirt/eval/step-*/zero_shot")
     assert json.loads((results / "results.json").read_text())["metrics"]
     assert (results / "index.html").is_file()

@@ -1,16 +1,19 @@
-"""The benchmark: systems trained on the same data, evaluated by every task that fits, in one store and one site.
+"""The benchmark: systems trained on the same data, evaluated by every task that fits, in one store
+and one site.
 
     medvl benchmark phantom-quick --out bench --dry-run
     medvl benchmark phantom-quick --out bench
 
-The guide is docs/pages/guides/benchmark.md. Start reading at `config.py`, then `plan.py` and `execute.py`.
+The guide is docs/pages/guides/benchmark.md. Start reading at `config.py`, then `plan.py` and
+`execute.py`.
 
-    config.py            the file of a benchmark       corpora.py           data that is made where it lacks
-    systems.py           systems and their recipes     settings.py          settings of a recipe in a benchmark
-    plan.py, run.py      runs and their keys           execute.py           training and evaluations of one run
-    tasks.py             evaluations and columns       queue.py, spread.py  processes, GPUs, Ray, SLURM
-    store.py             folder of results             resamples.py         metrics on shared resamples
-    presets/             benchmarks of medvl
+    config.py                    the file of a benchmark, and its presets/
+    systems.py, settings.py      systems, their recipes, and a recipe's settings in a benchmark
+    plan.py, store.py            runs and their keys, and the folder of results
+    corpora.py, real_tables.py   commands that make missing data
+    execute.py, queue.py         training and evaluations of one run; processes, GPUs, Ray, SLURM
+    tasks.py                     evaluations and columns
+    ranks.py, pages/             ranks on shared resamples, and the site
 """
 
 from typing import TYPE_CHECKING

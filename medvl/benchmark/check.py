@@ -1,4 +1,6 @@
-"""Checks before any run of a benchmark is trained: settings of the models, sections of texts, data of the results."""
+"""Checks before any run of a benchmark is trained: settings of the models, sections of texts,
+data of the results.
+"""
 
 import functools
 import json
@@ -23,11 +25,14 @@ from medvl.models import System, system
 from medvl.models.checkpoint import detector_of, train_manifests
 
 _LATER = ("missing", "not_found")
-"""Codes of what the corpora lack until they are made: vocabularies, graphs of entities, checkpoints of other runs."""
+"""Codes of what the corpora lack until they are made: vocabularies, graphs of entities,
+checkpoints of other runs.
+"""
 
 
 def model_errors(plan: Plan, store: Store) -> Mapping[str, str]:
-    """Return key -> error of the runs whose model cannot be built; finished runs and data that lack are left out.
+    """Return key -> error of the runs whose model cannot be built; finished runs and data that lack
+    are left out.
 
     Each distinct model is built once, on the meta device.
     """
@@ -45,10 +50,12 @@ def model_errors(plan: Plan, store: Store) -> Mapping[str, str]:
 
 
 def check_data(plan: Plan, store: Store) -> None:
-    """Compare the data of a benchmark with those of its finished runs, and look for the sections that are matched.
+    """Compare the data of a benchmark with those of its finished runs, and look for the sections
+    that are matched.
 
-    Data and runs that do not exist yet are left out. Raises ConfigError where a run was trained or evaluated on other
-    data than its folders have now, or where no text has a section of `evaluation.sections`.
+    Data and runs that do not exist yet are left out. Raises ConfigError where a run was trained or
+    evaluated on other data than its folders have now, or where no text has a section of
+    `evaluation.sections`.
     """
     changed = list(_changed_data(plan, store))
     if changed:
@@ -56,15 +63,27 @@ def check_data(plan: Plan, store: Store) -> None:
         message = f"{run.title}: {results} was made with other data than {folder} has now"
         others = f", and {len(changed) - 1} more results were" if len(changed) > 1 else ""
         advice = "restore the data, give another --out, or remove what was made with the other data"
-        raise ConfigError(f"{message}{others}; {advice}", "mismatch", field=f"corpora.{run.corpus.name}")
-    left = [run for run in plan.runs if store.state(run) == "to do" and {"matching", "reranking"} & {*run.tasks}]
+        raise ConfigError(
+            f"{message}{others}; {advice}", "mismatch", field=f"corpora.{run.corpus.name}"
+        )
+    left = [
+        run
+        for run in plan.runs
+        if store.state(run) == "to do" and {"matching", "reranking"} & {*run.tasks}
+    ]
     folders = [Path(pairs) / "test" for pairs in dict.fromkeys(run.corpus.pairs for run in left)]
-    _check_sections([path for path in folders if (path / MANIFEST).is_file()], plan.config.evaluation.sections)
+    _check_sections(
+        [path for path in folders if (path / MANIFEST).is_file()], plan.config.evaluation.sections
+    )
 
 
 def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
-    """Yield (run, folder of data, what was made with other data) of trainings and evaluations that are finished."""
-    read = functools.cache(lambda folder: Manifest.read(folder) if (Path(folder) / MANIFEST).is_file() else None)
+    """Yield (run, folder of data, what was made with other data) of trainings and evaluations
+    that are finished.
+    """
+    read = functools.cache(
+        lambda folder: Manifest.read(folder) if (Path(folder) / MANIFEST).is_file() else None
+    )
     for run in plan.runs:
         if not (store.folder(run) / COST).is_file():
             continue
@@ -72,7 +91,9 @@ def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
         trained = next(iter(train_manifests(checkpoint)), None)
         extra = () if run.family == "report" else run.corpus.extra_train
         present = [read(folder) for folder in (run.train_shards, *extra)]
-        shards = [shard for manifest in present if manifest is not None for shard in manifest.shards]
+        shards = [
+            shard for manifest in present if manifest is not None for shard in manifest.shards
+        ]
         if trained is not None and None not in present and list(trained.shards) != shards:
             yield run, Path(run.train_shards), store.folder(run)
             continue
@@ -86,7 +107,9 @@ def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
 
 
 def _fingerprints(run: Run, folder: Path, manifest: Manifest, checkpoint: Path) -> Iterator[str]:
-    """Yield the hashes that an evaluation notes for shards: of images, of a detector's regions, of whole studies."""
+    """Yield the hashes that an evaluation notes for shards: of images, of a detector's regions,
+    of whole studies.
+    """
     yield manifest.fingerprint
     if (detector := detector_of(checkpoint)) is not None:
         yield ShardSource(folder, regions=find_regions(folder, detector)).fingerprint
@@ -95,7 +118,9 @@ def _fingerprints(run: Run, folder: Path, manifest: Manifest, checkpoint: Path) 
 
 
 def _check_sections(folders: Sequence[Path], sections: tuple[str, ...]) -> None:
-    """Raise ConfigError where no text of a folder has any of the sections, or none of all folders has one of them."""
+    """Raise ConfigError where no text of a folder has any of the sections, or none of all
+    folders has one of them.
+    """
     found: set[str] = set()
     for folder in folders:
         source, known = ShardSource(folder), set[str]()
@@ -105,11 +130,18 @@ def _check_sections(folders: Sequence[Path], sections: tuple[str, ...]) -> None:
             known |= source.sample(position).sections.keys()
         if not known & {*sections}:
             message = f"no text of {folder} has a section {' or '.join(map(repr, sections))}"
-            raise ConfigError(f"{message}; {nearest(sections[0], known)}", "unknown_name", field="evaluation.sections")
+            raise ConfigError(
+                f"{message}; {nearest(sections[0], known)}",
+                "unknown_name",
+                field="evaluation.sections",
+            )
         found |= known
     for name in sections if folders else ():
         if name not in found:
-            message = f"no text of {', '.join(map(str, folders))} has a section {name!r}; {nearest(name, found)}"
+            message = (
+                f"no text of {', '.join(map(str, folders))} has a section {name!r}; "
+                f"{nearest(name, found)}"
+            )
             raise ConfigError(message, "unknown_name", field="evaluation.sections")
 
 

@@ -1,4 +1,6 @@
-"""Configuration of a benchmark, read from a TOML file or a preset: systems, seeds, corpora, tasks, length, starts."""
+"""Configuration of a benchmark, read from a TOML file or a preset: systems, seeds, corpora,
+tasks, length, starts.
+"""
 
 import dataclasses
 import os
@@ -26,20 +28,26 @@ def _check_least(config: Any, **least: int) -> None:
     """Raise ConfigError where a field has a number below its least one."""
     for name, number in least.items():
         if (value := getattr(config, name)) is not None and value < number:
-            raise ConfigError(f"{name} must be at least {number}, got {value}", "out_of_range", field=name)
+            raise ConfigError(
+                f"{name} must be at least {number}, got {value}", "out_of_range", field=name
+            )
 
 
 def _check_once(values: Iterable[Any], name: str) -> None:
     """Raise ConfigError where a value is given twice."""
     twice = [value for value, count in Counter(values).items() if count > 1]
     if twice:
-        raise ConfigError(f"expected each of {name} once, got {twice[0]!r} twice", "conflict", field=name)
+        raise ConfigError(
+            f"expected each of {name} once, got {twice[0]!r} twice", "conflict", field=name
+        )
 
 
 def _check_shares(shares: Iterable[float], name: str) -> None:
     for share in shares:
         if not 0 < share <= 1:
-            raise ConfigError(f"{name} must be above 0 and at most 1, got {share}", "out_of_range", field=name)
+            raise ConfigError(
+                f"{name} must be above 0 and at most 1, got {share}", "out_of_range", field=name
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,13 +57,16 @@ class MakeStep:
     creates: str
     """File or folder below the corpus's root; the commands are left out where it exists."""
     table: Literal[
-        "medpix", "radiographs", "nih", "sentences", "paediatric", "boxes", "structures", "lungs", "openi"
+        "medpix", "radiographs", "nih", "sentences", "paediatric", "boxes", "structures", "lungs",
+        "openi"
     ] | None = None  # fmt: skip
-    """Collection of `MEDVL_REAL_DATA` whose table is written first, as {root}/TABLE.jsonl, with prompts in TABLE.json;
-    of openi the reports, as {root}/text/openi for `medvl eval text`."""
+    """Collection of `MEDVL_REAL_DATA` whose table is written first, as {root}/TABLE.jsonl, with
+    prompts in TABLE.json; of openi the reports, as {root}/text/openi for `medvl eval text`.
+    """
     run: tuple[str, ...] = ()
-    """Commands without `medvl`, such as "shards mimic-cxr --root {root}/mimic-cxr --out {root}/shards"; {root} is the
-    corpus's root, and variables of the environment are replaced."""
+    """Commands without `medvl`, such as "shards mimic-cxr --root {root}/mimic-cxr --out
+    {root}/shards"; {root} is the corpus's root, and variables of the environment are replaced.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,17 +75,22 @@ class CorpusConfig:
 
     name: str
     root: str | None = None
-    """Folder; None for DIR/data/NAME of the benchmark's own folder. Variables of the environment are replaced."""
+    """Folder; None for DIR/data/NAME of the benchmark's own folder. Variables of the environment
+    are replaced.
+    """
     make: tuple[MakeStep, ...] = ()
-    """How to make what is missing; a file may name steps of `steps.toml`, such as "phantom-pairs"."""
+    """How to make what is missing; a file may name steps of `steps.toml`, such as
+    "phantom-pairs".
+    """
     pairs: str = "shards"
     """Shards of images and texts: folder of train and test; a linear probe also reads validate."""
     tokenizer: str = "vocab"
     extra_train: tuple[str, ...] = ()
     """Further shards of training pairs."""
     prompts: str = "chexpert_ensemble"
-    """Prompt set of the zero-shot classification: a name, or a .json file. Systems whose prompts are statements are
-    evaluated on its classes too."""
+    """Prompt set of the zero-shot classification: a name, or a .json file. Systems whose prompts
+    are statements are evaluated on its classes too.
+    """
     phrases: str | None = None
     """Test shards of phrases with boxes, for grounding."""
     masks: str | None = None
@@ -97,8 +113,10 @@ class StartConfig:
 
     name: str = "random"
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of the recipe, such as {model = {image_encoder = "timm:mobilenetv2_035", image_weights = "FILE"}}; the
-    value "run:convirt" is the checkpoint of the benchmark's run of that system with the same seed."""
+    """Settings of the recipe, such as {model = {image_encoder = "timm:mobilenetv2_035",
+    image_weights = "FILE"}}; the value "run:convirt" is the checkpoint of the benchmark's run of
+    that system with the same seed.
+    """
     pixel_mean: float | None = None
     """Mean of the pixels that the image encoder was trained with."""
     pixel_std: float | None = None
@@ -114,8 +132,9 @@ class Budget:
     """Steps of fine-tuning for questions; None is a quarter of `steps`."""
     augmentation: Literal["weak", "recipe"] = "weak"
     weights: Literal["last", "best"] = "last"
-    """Checkpoint that is evaluated; "best" needs validation data, which "last" leaves out, but for recipes whose
-    learning rate depends on it."""
+    """Checkpoint that is evaluated; "best" needs validation data, which "last" leaves out, but for
+    recipes whose learning rate depends on it.
+    """
     checkpoint_every: int = 250
     workers: int = 1
 
@@ -157,11 +176,14 @@ class Column:
     targets: tuple[str, ...]
     """The first of these that the results have, such as the mean of five findings, else of all."""
     subgroup: str = ""
-    """Subgroup of the row, or its beginning, such as "sex: "; empty for all items. A baseline's ("baseline: ") is shown
-    and not ranked."""
+    """Subgroup of the row, or its beginning, such as "sex: "; empty for all items. A baseline's
+    ("baseline: ") is shown and not ranked.
+    """
     higher_is_better: bool = True
     baseline: bool = False
-    """Whether the row is that of a baseline, which is the same for all systems, also without such a subgroup."""
+    """Whether the row is that of a baseline, which is the same for all systems, also without
+    such a subgroup.
+    """
 
     @property
     def is_baseline(self) -> bool:
@@ -175,9 +197,10 @@ class CommandTask:
 
     name: str
     command: str
-    """Such as "eval zero-shot --checkpoint {checkpoint} --data {pairs}/test --out {out}". {checkpoint}, {out},
-    {resamples}, {question_size} and the paths of the corpus ({root}, {pairs}, ...) are replaced. " && " separates
-    several, of which the first may train into {out}/run."""
+    """Such as "eval zero-shot --checkpoint {checkpoint} --data {pairs}/test --out {out}".
+    {checkpoint}, {out}, {resamples}, {question_size} and the paths of the corpus ({root}, {pairs},
+    ...) are replaced. " && " separates several, of which the first may train into {out}/run.
+    """
     families: tuple[Family, ...] = FAMILIES
     corpora: tuple[str, ...] = ()
     """Names of the corpora whose runs are evaluated; empty for all."""
@@ -186,11 +209,16 @@ class CommandTask:
     def __post_init__(self) -> None:
         try:
             shlex.split(self.command)
-            names = {name for _, name, *_ in string.Formatter().parse(self.command) if name is not None}
+            names = {
+                name for _, name, *_ in string.Formatter().parse(self.command) if name is not None
+            }
         except ValueError as error:
             message = f"expected balanced quotes and braces in {self.command!r}: {error}"
             raise ConfigError(message, "malformed", field="command") from None
-        folders = {field.name for field in dataclasses.fields(CorpusConfig)} - {"make", "extra_train"}
+        folders = {field.name for field in dataclasses.fields(CorpusConfig)} - {
+            "make",
+            "extra_train",
+        }
         known = {"checkpoint", "out", "resamples", "question_size", *folders}
         if names - known:
             unknown = min(names - known)
@@ -218,9 +246,13 @@ class BenchmarkConfig:
     name: str
     description: str = ""
     systems: tuple[str, ...] = ("all",)
-    """Names of systems or variants; "dual", "fusion", "report" or "all" of them; "-NAME" leaves one out."""
+    """Names of systems or variants; "dual", "fusion", "report" or "all" of them; "-NAME" leaves
+    one out.
+    """
     preset: str = "tiny"
-    """Preset of the recipes. Presets that continue its name (tiny-local) are systems too, named SYSTEM-local."""
+    """Preset of the recipes. Presets that continue its name (tiny-local) are systems too, named
+    SYSTEM-local.
+    """
     variants: tuple[Variant, ...] = ()
     seeds: tuple[int, ...] = (0,)
     corpora: tuple[CorpusConfig, ...]
@@ -242,10 +274,25 @@ class BenchmarkConfig:
         for name in ("systems", "seeds", "corpora", "tasks", "shares", "starts"):
             if not getattr(self, name):
                 raise ConfigError(f"expected one or more {name}, got none", "empty", field=name)
-        for name in ("systems", "seeds", "corpora", "tasks", "shares", "starts", "variants", "commands"):
+        for name in (
+            "systems",
+            "seeds",
+            "corpora",
+            "tasks",
+            "shares",
+            "starts",
+            "variants",
+            "commands",
+        ):
             values = getattr(self, name)
-            _check_once((value if isinstance(value, (str, int, float)) else value.name for value in values), name)
-        names = {"corpora": [one.name for one in self.corpora], "commands": [one.name for one in self.commands]}
+            _check_once(
+                (value if isinstance(value, (str, int, float)) else value.name for value in values),
+                name,
+            )
+        names = {
+            "corpora": [one.name for one in self.corpora],
+            "commands": [one.name for one in self.commands],
+        }
         for kind, given in names.items():
             for number, name in enumerate(given):
                 if name in ("", ".", "..") or "/" in name:
@@ -264,15 +311,19 @@ def read_benchmark(source: str | Path, changes: Mapping[str, Any] | None = None)
 
     Args:
         source: path of a file, or the name of a preset (`list_benchmarks`).
-        changes: values by dotted name that replace those of the file: {"budget.steps": 100, "corpora.0.root": "DIR"}.
+        changes: values by dotted name that replace those of the file: {"budget.steps": 100,
+            "corpora.0.root": "DIR"}.
 
-    Raises ConfigError, with the dotted name in `field`, where the file is missing or malformed or a field is wrong.
+    Raises ConfigError, with the dotted name in `field`, where the file is missing or malformed or a
+    field is wrong.
     """
     path = Path(source)
     if path.suffix != ".toml":
         if str(source) not in list_benchmarks():
             hint = nearest(str(source), list_benchmarks())
-            message = f"expected a .toml file or a preset of the benchmark, got {str(source)!r}; {hint}"
+            message = (
+                f"expected a .toml file or a preset of the benchmark, got {str(source)!r}; {hint}"
+            )
             raise ConfigError(message, "unknown_name", field="benchmark")
         path = _PRESETS / f"{source}.toml"
     try:
@@ -298,7 +349,11 @@ def _replace_names_of_steps(data: Mapping[str, Any]) -> None:
         for place, step in enumerate(make if isinstance(make, list) else ()):
             if isinstance(step, str) and step not in steps:
                 field = f"corpora.{number}.make.{place}"
-                raise ConfigError(f"{field}: no step {step!r}; {nearest(step, steps)}", "unknown_name", field=field)
+                raise ConfigError(
+                    f"{field}: no step {step!r}; {nearest(step, steps)}",
+                    "unknown_name",
+                    field=field,
+                )
             make[place] = steps[step] if isinstance(step, str) else step
 
 
@@ -306,7 +361,9 @@ def _change(data: Any, name: str, value: Any) -> None:
     """Set a value of nested tables and lists by its dotted name."""
     *parents, last = name.split(".")
     for part in parents:
-        data = data.setdefault(part, {}) if isinstance(data, dict) else data[_place(data, part, name)]
+        data = (
+            data.setdefault(part, {}) if isinstance(data, dict) else data[_place(data, part, name)]
+        )
     if isinstance(data, dict):
         data[last] = value
     else:
@@ -314,9 +371,13 @@ def _change(data: Any, name: str, value: Any) -> None:
 
 
 def _place(data: Any, part: str, name: str) -> int:
-    """Return the number of an entry of a list. Raises ConfigError where there is no list or no such entry."""
+    """Return the number of an entry of a list. Raises ConfigError where there is no list or no
+    such entry.
+    """
     if not isinstance(data, list):
-        raise ConfigError(f"{name}: expected a table or a list before {part!r}", "wrong_type", field=name)
+        raise ConfigError(
+            f"{name}: expected a table or a list before {part!r}", "wrong_type", field=name
+        )
     if not part.isdecimal() or int(part) >= len(data):
         message = f"{name}: expected a number below {len(data)}, got {part!r}"
         raise ConfigError(message, "out_of_range", field=name)
@@ -324,7 +385,9 @@ def _place(data: Any, part: str, name: str) -> int:
 
 
 def expanded(text: str, field: str) -> str:
-    """Return a text with variables of the environment replaced. Raises ConfigError where one is not set."""
+    """Return a text with variables of the environment replaced. Raises ConfigError where one is
+    not set.
+    """
     for name in _VARIABLE.findall(text):
         if name.strip("{}") not in os.environ:
             message = f"{field}: the environment has no ${name}; set it to a folder"

@@ -26,32 +26,51 @@ def medvl_command(arguments: Sequence[str]) -> None:
     """Run a command of medvl in a process of its own. Raises CorpusError where it fails."""
     ended = subprocess.run([sys.executable, "-m", "medvl", *arguments], check=False)
     if ended.returncode:
-        message = f"medvl {shlex.join(arguments)} ended with status {ended.returncode}; see its messages above"
+        message = (
+            f"medvl {shlex.join(arguments)} ended with status {ended.returncode}; see its "
+            f"messages above"
+        )
         raise CorpusError(message, "missing", field="corpora")
 
 
 def missing_steps(corpus: CorpusConfig, runs: Sequence[Run] = ()) -> list[list[str]]:
-    """Return the commands that make what a located corpus lacks and these runs need; without runs, all of it."""
+    """Return the commands that make what a located corpus lacks and these runs need; without
+    runs, all of it.
+    """
     assert corpus.root is not None
     field = f"corpora.{corpus.name}.make"
-    return [arguments for step in _steps(corpus, runs) for arguments in _commands(step, corpus.root, field)]
+    return [
+        arguments
+        for step in _steps(corpus, runs)
+        for arguments in _commands(step, corpus.root, field)
+    ]
 
 
 def _commands(step: MakeStep, root: str, field: str) -> list[list[str]]:
-    """Return the arguments of each command; a variable is a part of one argument, whatever its value has."""
-    return [[expanded(part, field).replace("{root}", root) for part in shlex.split(line)] for line in step.run]
+    """Return the arguments of each command; a variable is a part of one argument, whatever its
+    value has.
+    """
+    return [
+        [expanded(part, field).replace("{root}", root) for part in shlex.split(line)]
+        for line in step.run
+    ]
 
 
 def _steps(corpus: CorpusConfig, runs: Sequence[Run]) -> list[MakeStep]:
-    """Return the steps that the runs need whose file is missing, or whose commands did not all end."""
+    """Return the steps that the runs need whose file is missing, or whose commands did not all
+    end.
+    """
     root = Path(corpus.root or "")
     return [
-        step for step in _needed_steps(corpus, runs) if not (root / step.creates).exists() or _mark(root, step).exists()
+        step
+        for step in _needed_steps(corpus, runs)
+        if not (root / step.creates).exists() or _mark(root, step).exists()
     ]
 
 
 def _needed_steps(corpus: CorpusConfig, runs: Sequence[Run]) -> list[MakeStep]:
-    """Return the steps that make what the runs read, and what those steps read; without runs, all steps.
+    """Return the steps that make what the runs read, and what those steps read; without runs, all
+    steps.
 
     A step makes the entries of the corpus's root that its commands are the first to name.
     """
@@ -77,7 +96,9 @@ def _needed_steps(corpus: CorpusConfig, runs: Sequence[Run]) -> list[MakeStep]:
 
 
 def _entry(path: str, root: str) -> str:
-    """Return the entry of a folder that a path leads into; "" for the folder itself, and an outer path as it is."""
+    """Return the entry of a folder that a path leads into; "" for the folder itself, and an
+    outer path as it is.
+    """
     whole = Path(os.path.normpath(Path(root) / path))
     if not whole.is_relative_to(root):
         return str(whole)
@@ -93,14 +114,20 @@ def _read_by(run: Run) -> Iterator[tuple[str, str]]:
     else:
         yield "words", corpus.words
     yield from (("extra_train", path) for path in corpus.extra_train)
-    yield from (("settings", text.replace("{root}", str(corpus.root))) for text in _texts(run.settings))
+    yield from (
+        ("settings", text.replace("{root}", str(corpus.root))) for text in _texts(run.settings)
+    )
     for task in run.tasks:
         if task in TASKS:
             yield from ((name, getattr(corpus, name)) for name in TASKS[task].needs)
             yield "pairs", str(tested_folder(run, task))
         else:
             with contextlib.suppress(EvaluationError):  # the corpus lacks what the command reads
-                yield from (("commands", word) for word in command_arguments(run, task) if word.startswith("/"))
+                yield from (
+                    ("commands", word)
+                    for word in command_arguments(run, task)
+                    if word.startswith("/")
+                )
     if corpus.prompts.endswith(".json"):
         yield "prompts", corpus.prompts
 
@@ -117,15 +144,19 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _mark(root: Path, step: MakeStep) -> Path:
-    """Return the file that exists while a step is made: what it creates may exist before its commands have ended."""
+    """Return the file that exists while a step is made: what it creates may exist before its
+    commands have ended.
+    """
     return root / ".making" / step.creates.replace("/", "-")
 
 
-def make_corpus(corpus: CorpusConfig, run: Command = medvl_command, *, runs: Sequence[Run] = ()) -> None:
+def make_corpus(
+    corpus: CorpusConfig, run: Command = medvl_command, *, runs: Sequence[Run] = ()
+) -> None:
     """Make what a located corpus lacks for these runs.
 
-    Raises CorpusError where a command fails, where another process makes it, or where a folder is missing that no
-    command makes.
+    Raises CorpusError where a command fails, where another process makes it, or where a folder is
+    missing that no command makes.
     """
     assert corpus.root is not None
     if _steps(corpus, runs):
@@ -133,12 +164,18 @@ def make_corpus(corpus: CorpusConfig, run: Command = medvl_command, *, runs: Seq
             _make(corpus, Path(corpus.root), run, runs)
     for name, path in itertools.chain(_needed(corpus, runs), _validation(corpus, runs)):
         if not path.exists():
-            message = f"corpus {corpus.name} has no {path}; make it, or give another folder in corpora.{name}"
+            message = (
+                f"corpus {corpus.name} has no {path}; make it, or give another folder in "
+                f"corpora.{name}"
+            )
             raise CorpusError(message, "not_found", field=f"corpora.{name}")
 
 
 def _make(corpus: CorpusConfig, root: Path, run: Command, runs: Sequence[Run]) -> None:
-    steps = [(step, _commands(step, str(root), f"corpora.{corpus.name}.make")) for step in _steps(corpus, runs)]
+    steps = [
+        (step, _commands(step, str(root), f"corpora.{corpus.name}.make"))
+        for step in _steps(corpus, runs)
+    ]
     salt = root / "salt"
     if "MEDVL_SALT_FILE" not in os.environ and not salt.exists():  # as `medvl phantom quickstart`
         write_atomic(salt, f"{0:064d}\n", permissions=0o600)
@@ -161,22 +198,33 @@ def _make(corpus: CorpusConfig, root: Path, run: Command, runs: Sequence[Run]) -
 
 
 def _validation(corpus: CorpusConfig, runs: Sequence[Run]) -> Iterator[tuple[str, Path]]:
-    """Yield (field, file) of the validation data that trainings read, and probes of a corpus with labels."""
+    """Yield (field, file) of the validation data that trainings read, and probes of a corpus
+    with labels.
+    """
     for one in runs:
         home = Path(one.train_shards).parent / "validate"
         if one.settings["data"].get("valid") is not None:
             yield "reports" if one.family == "report" else "pairs", home / MANIFEST
-    if any("probe" in one.tasks for one in runs) and Manifest.read(f"{corpus.pairs}/test").label_names:
+    if (
+        any("probe" in one.tasks for one in runs)
+        and Manifest.read(f"{corpus.pairs}/test").label_names
+    ):
         yield "pairs", Path(corpus.pairs) / "validate" / MANIFEST
 
 
 def _needed(corpus: CorpusConfig, runs: Sequence[Run]) -> list[tuple[str, Path]]:
     """Return (field, file) of what the runs read; without runs, of all that the corpus has."""
-    read = {os.path.normpath(path) for run in runs for _, path in _read_by(run) if path.startswith(os.sep)}
+    read = {
+        os.path.normpath(path)
+        for run in runs
+        for _, path in _read_by(run)
+        if path.startswith(os.sep)
+    }
     return [
         (name, path)
         for name, path in _expected(corpus)
-        if not runs or any(_within(str(path), each) or _within(each, str(path.parent)) for each in read)
+        if not runs
+        or any(_within(str(path), each) or _within(each, str(path.parent)) for each in read)
     ]
 
 
@@ -192,7 +240,10 @@ def _expected(corpus: CorpusConfig) -> list[tuple[str, Path]]:
     shards += [(name, value) for name in optional if (value := getattr(corpus, name)) is not None]
     for name, home in (("questions", corpus.questions), ("reports", corpus.reports)):
         shards += [(name, f"{home}/{split}") for split in ("train", "test") if home is not None]
-    vocabularies = [("tokenizer", corpus.tokenizer), *([("words", corpus.words)] if corpus.words else [])]
+    vocabularies = [
+        ("tokenizer", corpus.tokenizer),
+        *([("words", corpus.words)] if corpus.words else []),
+    ]
     return [
         *((name, Path(path) / MANIFEST) for name, path in shards),
         *((name, Path(path) / "tokenizer.json") for name, path in vocabularies),

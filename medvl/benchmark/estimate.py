@@ -1,4 +1,5 @@
-"""Hours and memory of a benchmark before it is started: measured costs, else those that the doctor measures.
+"""Hours and memory of a benchmark before it is started: measured costs, else those that the doctor
+measures.
 
 Evaluations take the time of finished ones: nothing short of an evaluation tells how long it takes.
 """
@@ -30,15 +31,21 @@ Estimate = Mapping[str, Any]
 
 
 def describe_plan(
-    plan: Plan, store: Store, seconds: float, errors: Mapping[str, str], report: Callable[[str], Any] = print
+    plan: Plan,
+    store: Store,
+    seconds: float,
+    errors: Mapping[str, str],
+    report: Callable[[str], Any] = print,
 ) -> str:
     """Return the list of runs with state, hours and memory.
 
     Args:
         plan: the runs.
         store: the folder of results; what is measured is kept there, in estimates.json.
-        seconds: seconds of each of about six measurements of a run that no earlier one estimates; 0 measures nothing.
-        errors: key -> error of runs whose model cannot be built (`medvl.benchmark.check.model_errors`).
+        seconds: seconds of each of about six measurements of a run that no earlier one estimates; 0
+            measures nothing.
+        errors: key -> error of runs whose model cannot be built
+            (`medvl.benchmark.check.model_errors`).
         report: called with lines of progress.
     """
     lines, training, evaluating = [], _Total("runs"), _Total("evaluations")
@@ -68,10 +75,15 @@ def describe_plan(
         lines.append(f"{'':16}  {name}: left out, {reason}")
     for name, missing in commands.items():
         if missing:
-            lines.append(f"corpus {name} is made first, by {len(missing)} commands; --dry-run measures once it exists:")
+            lines.append(
+                f"corpus {name} is made first, by {len(missing)} commands; --dry-run measures "
+                f"once it exists:"
+            )
             lines += [f"    medvl {shlex.join(arguments)}" for arguments in missing]
     counts = [store.state(run) for run in plan.runs]
-    states = ", ".join(f"{counts.count(state)} {state}" for state in ("finished", "failed", "to do"))
+    states = ", ".join(
+        f"{counts.count(state)} {state}" for state in ("finished", "failed", "to do")
+    )
     states += f", {len(errors)} with wrong settings" if errors else ""
     lines.append(f"{len(counts)} runs: {states}. To do, one after the other: training {training};")
     lines.append(f"evaluations {evaluating}, as long as those of finished runs.")
@@ -79,9 +91,15 @@ def describe_plan(
 
 
 def estimate_run(
-    run: Run, store: Store, known: Mapping[tuple[Any, ...], Estimate], seconds: float, report: Callable[[str], Any]
+    run: Run,
+    store: Store,
+    known: Mapping[tuple[Any, ...], Estimate],
+    seconds: float,
+    report: Callable[[str], Any],
 ) -> Estimate:
-    """Return hours and memory of a run's training: its own, those of another seed, or what the doctor measures."""
+    """Return hours and memory of a run's training: its own, those of another seed, or what the
+    doctor measures.
+    """
     cost = store.cost(run)
     if cost is not None:
         return _of_cost(cost, "measured")
@@ -111,7 +129,9 @@ class _Total:
         self.unknown += hours is None
 
     def __str__(self) -> str:
-        return f"{self.hours:.2f} h" + (f" and {self.unknown} {self.what} without an estimate" if self.unknown else "")
+        return f"{self.hours:.2f} h" + (
+            f" and {self.unknown} {self.what} without an estimate" if self.unknown else ""
+        )
 
 
 class _EvaluationHours:
@@ -126,10 +146,14 @@ class _EvaluationHours:
         for run in plan.runs:
             for _, task, folder in store.evaluations(run):
                 if (seconds := read_seconds(folder)) is not None:
-                    self._finished.setdefault((run.corpus.name, task), []).append((run.name, seconds / 3600))
+                    self._finished.setdefault((run.corpus.name, task), []).append(
+                        (run.name, seconds / 3600)
+                    )
 
     def missing(self, run: Run) -> Iterator[float | None]:
-        """Yield the hours of each evaluation of a run that is to do; None where none like it has finished."""
+        """Yield the hours of each evaluation of a run that is to do; None where none like it has
+        finished.
+        """
         for _, task, folder in self._store.evaluations(run):
             if not is_evaluated(folder):
                 found = self._finished.get((run.corpus.name, task), [])
@@ -139,13 +163,23 @@ class _EvaluationHours:
 
 def _known_costs(plan: Plan, store: Store) -> dict[tuple[Any, ...], Estimate]:
     costs = ((run, store.cost(run)) for run in plan.runs)
-    return {_alike(run): _of_cost(cost, "from another run") for run, cost in costs if cost is not None}
+    return {
+        _alike(run): _of_cost(cost, "from another run") for run, cost in costs if cost is not None
+    }
 
 
 def _alike(run: Run) -> tuple[Any, ...]:
     """Return what runs of equal cost share."""
     train = run.settings["train"]
-    return run.name, run.corpus.name, run.start, train["steps"], train["epochs"], train["global_batch"], run.share
+    return (
+        run.name,
+        run.corpus.name,
+        run.start,
+        train["steps"],
+        train["epochs"],
+        train["global_batch"],
+        run.share,
+    )
 
 
 def _of_cost(cost: Cost, source: str) -> Estimate:

@@ -1,4 +1,6 @@
-"""Execution of one run: training or its continuation, cost, and the evaluations that are missing."""
+"""Execution of one run: training or its continuation, cost, and the evaluations that are
+missing.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,17 @@ import torch
 
 from medvl.benchmark.ranks import write_resamples
 from medvl.benchmark.settings import RUN, Run, with_settings
-from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_records, read_run
+from medvl.benchmark.store import (
+    COST,
+    FAILURE,
+    REFUSAL,
+    SECONDS,
+    Store,
+    Weights,
+    is_evaluated,
+    read_records,
+    read_run,
+)
 from medvl.benchmark.systems import Entry, recipe_module
 from medvl.benchmark.tasks import TASKS, Trained, free_memory, run_command
 from medvl.common.files import RunLock, write_atomic
@@ -36,8 +48,9 @@ _START = "start-weights"
 def execute_run(folder: Path) -> bool:
     """Train the run of a folder (DIR/runs/KEY), or continue it, and evaluate what is missing.
 
-    What fails is written into the folder. Returns False where the training failed. Raises ConfigError where the folder
-    has no run, and, with the code "in_use", where another process executes it or a run that it needs is to do.
+    What fails is written into the folder. Returns False where the training failed. Raises
+    ConfigError where the folder has no run, and, with the code "in_use", where another process
+    executes it or a run that it needs is to do.
     """
     run, store = read_run(folder), Store(folder.absolute().parent.parent)
     _check_needs(run, store)
@@ -58,7 +71,10 @@ def _check_needs(run: Run, store: Store) -> None:
     for name, key in run.needs.items():
         folder = store.out / "runs" / key
         if not (folder / COST).is_file() and not (folder / FAILURE).is_file():
-            message = f"the run of {name}, which this one needs, is not trained yet: execute {folder} first"
+            message = (
+                f"the run of {name}, which this one needs, is not trained yet: execute "
+                f"{folder} first"
+            )
             raise ConfigError(message, "in_use", field="needs")
 
 
@@ -68,13 +84,20 @@ def checkpoint_of(run: Run, store: Store) -> Path:
 
 
 def settings_of(run: Run, store: Store, run_dir: Path | None = None) -> Any:
-    """Return the settings of a run's recipe on this machine; by default it is trained in the run's own folder."""
+    """Return the settings of a run's recipe on this machine; by default it is trained in the
+    run's own folder.
+    """
     entry = Entry(
-        name=run.name, system=run.system, family=run.family, recipe=Path(run.recipe), preset=run.preset
+        name=run.name, system=run.system, family=run.family, recipe=Path(run.recipe),
+        preset=run.preset
     )  # fmt: skip
     corpus, tree = run.corpus, located(run, store, run.settings)
     tokenizer = corpus.words if run.family == "report" else corpus.tokenizer
-    data: dict[str, Any] = {"train": run.train_shards, "tokenizer": tokenizer, "workers": run.budget.workers}
+    data: dict[str, Any] = {
+        "train": run.train_shards,
+        "tokenizer": tokenizer,
+        "workers": run.budget.workers,
+    }
     data["extra_train"] = () if run.family == "report" else corpus.extra_train
     if tree["data"].get("valid") is not None:
         data["valid"] = str(Path(run.train_shards).parent / "validate")
@@ -89,17 +112,22 @@ def settings_of(run: Run, store: Store, run_dir: Path | None = None) -> Any:
 def prepare_run(run: Run, store: Store, run_dir: Path | None = None) -> Any:
     """Return the prepared training of a run, by default in the run's own folder.
 
-    Where a share of the pairs is smaller than a batch, as 1 % of a small corpus may be, a batch has all of them.
+    Where a share of the pairs is smaller than a batch, as 1 % of a small corpus may be, a batch has
+    all of them.
     """
     settings = settings_of(run, store, run_dir)
     if settings.data.paired_fraction < 1:
         batch = min(settings.train.micro_batch, _samples(run, settings)) * settings.train.accumulate
-        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch=batch))
+        settings = dataclasses.replace(
+            settings, train=dataclasses.replace(settings.train, global_batch=batch)
+        )
     return recipe_module(Path(run.recipe)).prepare(settings)
 
 
 def _samples(run: Run, settings: Any) -> int:
-    """Return the number of training samples: pairs, or studies where a sample has several images of one."""
+    """Return the number of training samples: pairs, or studies where a sample has several images
+    of one.
+    """
     data = settings.data
     source = UnpairedSource(ShardSource(data.train), data.paired_fraction, data.seed, data.others)
     if run.family == "report" or getattr(settings.model, "views", None) == "study":
@@ -108,7 +136,9 @@ def _samples(run: Run, settings: Any) -> int:
 
 
 def located(run: Run, store: Store, value: Any) -> Any:
-    """Return settings with the checkpoints of other runs and the corpus's root in place of their names."""
+    """Return settings with the checkpoints of other runs and the corpus's root in place of their
+    names.
+    """
     if isinstance(value, Mapping):
         return {name: located(run, store, item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -119,10 +149,14 @@ def located(run: Run, store: Store, value: Any) -> Any:
 
 
 def _other(run: Run, store: Store, name: str) -> Path:
-    """Return the checkpoint of a run that this one needs. Raises ConfigError where its training failed."""
+    """Return the checkpoint of a run that this one needs. Raises ConfigError where its training
+    failed.
+    """
     folder = store.out / "runs" / run.needs[name]
     if not (folder / COST).is_file():
-        raise ConfigError(f"the run of {name}, which this one needs, failed", "not_found", field="needs")
+        raise ConfigError(
+            f"the run of {name}, which this one needs, failed", "not_found", field="needs"
+        )
     return folder / "run" / run.budget.weights
 
 
@@ -147,7 +181,9 @@ def _train(run: Run, store: Store) -> None:
 
 
 def _save_start(run: Run, store: Store) -> None:
-    """Save the weights before the training, also of a run that is trained. Its checkpoints are not read."""
+    """Save the weights before the training, also of a run that is trained. Its checkpoints are
+    not read.
+    """
     folder = store.folder(run)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         training = prepare_run(run, store, Path(scratch) / "run")
@@ -177,7 +213,9 @@ def _measured(run_dir: Path) -> dict[str, Any]:
         "train_seconds": statistics.median(seconds) * steps if seconds else None,
         "peak_memory_gb": max(on_gpu, default=peak_resident_bytes() / 2**30),
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "terms": sorted({name[5:] for record in records for name in record if name.startswith("loss/")}),
+        "terms": sorted(
+            {name[5:] for record in records for name in record if name.startswith("loss/")}
+        ),
     }
 
 
@@ -208,7 +246,9 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
         _write(folder / REFUSAL, {"reason": _reason(error), "failed": True})
     else:
         _write(folder / SECONDS, time.monotonic() - started)
-    shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)  # an interruption keeps them, to go on from them
+    shutil.rmtree(
+        folder / "run" / "checkpoints", ignore_errors=True
+    )  # an interruption keeps them, to go on from them
 
 
 def _reason(error: Exception) -> str:

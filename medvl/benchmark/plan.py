@@ -33,7 +33,8 @@ class Plan:
 def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
     """Return all runs of a benchmark whose folder is `out`.
 
-    Raises ConfigError where a system, task or setting does not exist, or a corpus lacks what was asked for.
+    Raises ConfigError where a system, task or setting does not exist, or a corpus lacks what was
+    asked for.
     """
     entries, missing = find_systems(config)
     _check_names(config)
@@ -49,13 +50,18 @@ def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
         del missing[name]  # it takes part on another corpus
     if not any(run.tasks for run in planner.runs.values()):
         reasons = "".join(f"; {name}: {reason}" for name, reason in missing.items())
-        message = f"expected tasks that fit a system and its corpus, got {', '.join(config.tasks)}{reasons}"
+        message = (
+            f"expected tasks that fit a system and its corpus, got "
+            f"{', '.join(config.tasks)}{reasons}"
+        )
         raise ConfigError(message, "empty", field="tasks")
     return Plan(config=config, runs=tuple(planner.runs.values()), left_out=missing)
 
 
 def _check_names(config: BenchmarkConfig) -> None:
-    """Raise ConfigError where a task, corpus or prompt set does not exist, or tasks or columns have the same name."""
+    """Raise ConfigError where a task, corpus or prompt set does not exist, or tasks or columns
+    have the same name.
+    """
     for number, command in enumerate(config.commands):
         if command.name in TASKS:
             message = f"commands: {command.name!r} is a task of medvl; rename the command"
@@ -76,7 +82,8 @@ def _check_names(config: BenchmarkConfig) -> None:
         for column in columns:
             if column.title in titles:
                 message = (
-                    f"columns: {titles[column.title]} and {task} have a column {column.title!r}; rename one of them"
+                    f"columns: {titles[column.title]} and {task} have a column "
+                    f"{column.title!r}; rename one of them"
                 )
                 raise ConfigError(message, "conflict", field="columns")
             titles[column.title] = task
@@ -84,7 +91,9 @@ def _check_names(config: BenchmarkConfig) -> None:
 
 def _check_name(name: str, known: Sequence[str], what: str, field: str) -> None:
     if name not in known:
-        raise ConfigError(f"{field}: no {what} {name!r}; {nearest(name, known)}", "unknown_name", field=field)
+        raise ConfigError(
+            f"{field}: no {what} {name!r}; {nearest(name, known)}", "unknown_name", field=field
+        )
 
 
 class _Planner:
@@ -98,7 +107,13 @@ class _Planner:
         """Systems whose needs are being added."""
 
     def add(
-        self, entry: Entry, corpus: CorpusConfig, start: StartConfig, share: float, seed: int, evaluated: bool = True
+        self,
+        entry: Entry,
+        corpus: CorpusConfig,
+        start: StartConfig,
+        share: float,
+        seed: int,
+        evaluated: bool = True,
     ) -> Run:
         """Add a run and those that it needs, and return it."""
         config = self._config
@@ -110,7 +125,9 @@ class _Planner:
         needs = {}
         if entry.name in self._open:
             circle = " from ".join([*self._open[self._open.index(entry.name) :], entry.name])
-            raise ConfigError(f"settings: {circle}: a run cannot start from itself", "conflict", field="settings")
+            raise ConfigError(
+                f"settings: {circle}: a run cannot start from itself", "conflict", field="settings"
+            )
         self._open.append(entry.name)
         for name in sorted(others):
             other = self._entry(name, self._place(entry, start, name))
@@ -138,7 +155,10 @@ class _Planner:
             evaluation=config.evaluation,
         )
         if evaluated and self._titles.setdefault(key, run.title) != run.title:
-            message = f"{run.title} and {self._titles[key]} have the same settings; change one of them, or leave it out"
+            message = (
+                f"{run.title} and {self._titles[key]} have the same settings; change one "
+                f"of them, or leave it out"
+            )
             raise ConfigError(message, "conflict", field="systems")
         if key not in self.runs or evaluated:
             self.runs[key] = run
@@ -149,11 +169,17 @@ class _Planner:
         trees = {f"variants.{entry.name}": entry.settings, f"starts.{start.name}": start.settings}
         for own in (entry.name, entry.system, entry.family, "all"):
             trees[f"settings.{own}"] = self._config.settings.get(own, {})
-        fields = (f"{place}.{found[name]}" for place, tree in trees.items() if name in (found := find_references(tree)))
+        fields = (
+            f"{place}.{found[name]}"
+            for place, tree in trees.items()
+            if name in (found := find_references(tree))
+        )
         return next(fields, "evaluation.shortlist_system")
 
     def _entry(self, name: str, field: str) -> Entry:
-        """Return the system that a field names. Raises ConfigError where there is none, or none that can be trained."""
+        """Return the system that a field names. Raises ConfigError where there is none, or none
+        that can be trained.
+        """
         if name in self._entries:
             return self._entries[name]
         try:
@@ -162,7 +188,9 @@ class _Planner:
             raise ConfigError(f"{field}: {error}", error.code, field=field) from None
         if len(found) != 1:
             reason = missing.get(name, "it is not one system")
-            raise ConfigError(f"{field}: {name!r} cannot be trained: {reason}", "unsupported", field=field)
+            raise ConfigError(
+                f"{field}: {name!r} cannot be trained: {reason}", "unsupported", field=field
+            )
         [self._entries[name]] = found
         return self._entries[name]
 
@@ -178,13 +206,21 @@ def located_corpus(corpus: CorpusConfig, out: Path) -> CorpusConfig:
             folders[field.name] = str(root / expanded(value, f"corpora.{corpus.name}.{field.name}"))
     if corpus.prompts.endswith(".json"):
         folders["prompts"] = str(root / expanded(corpus.prompts, f"corpora.{corpus.name}.prompts"))
-    extra = tuple(str(root / expanded(value, f"corpora.{corpus.name}.extra_train")) for value in corpus.extra_train)
+    extra = tuple(
+        str(root / expanded(value, f"corpora.{corpus.name}.extra_train"))
+        for value in corpus.extra_train
+    )
     return dataclasses.replace(corpus, root=str(root), extra_train=extra, **folders)
 
 
-def _key(entry: Entry, settings: Mapping[str, Any], corpus: CorpusConfig, needs: Mapping[str, str]) -> str:
+def _key(
+    entry: Entry, settings: Mapping[str, Any], corpus: CorpusConfig, needs: Mapping[str, str]
+) -> str:
     """Return the hash of what the weights of a run depend on."""
-    data = {name: getattr(corpus, name) for name in ("name", "root", "pairs", "tokenizer", "extra_train")}
+    data = {
+        name: getattr(corpus, name)
+        for name in ("name", "root", "pairs", "tokenizer", "extra_train")
+    }
     if entry.family == "report":
         data |= {"reports": corpus.reports, "words": corpus.words}
     made = [to_dict(step) for step in corpus.make]

@@ -1,4 +1,6 @@
-"""Execution of a benchmark's runs on this machine: one or several at a time, on its cores or GPUs."""
+"""Execution of a benchmark's runs on this machine: one or several at a time, on its cores or
+GPUs.
+"""
 
 import contextlib
 import json
@@ -66,7 +68,10 @@ def execute_locally(
                 if store.state(run) == "to do":
                     report(f"{total - len(waiting)}/{total} {run.title}")
                     place = free.pop()
-                    with interrupts_blocked(), sigterm_deferred():  # a process that has started will be stopped
+                    with (
+                        interrupts_blocked(),
+                        sigterm_deferred(),
+                    ):  # a process that has started will be stopped
                         running[_start(run, store, place, threads)] = run, place
             waiting = _without_failed(waiting, store, report)
             if not running and not any(_is_ready(run, store) for run in waiting):
@@ -95,7 +100,8 @@ def _execute_here(run: Run, store: Store, report: Report) -> None:
 def _is_ready(run: Run, store: Store) -> bool:
     """Return whether the runs that a run needs are trained; it fails with one that it starts from.
 
-    Where one failed that only proposes candidates, the run is trained without the evaluation that needs them.
+    Where one failed that only proposes candidates, the run is trained without the evaluation that
+    needs them.
     """
     starts = find_references(run.settings)
     for name, key in run.needs.items():
@@ -105,7 +111,10 @@ def _is_ready(run: Run, store: Store) -> bool:
         if not (folder / FAILURE).is_file():
             return False
         if name in starts:
-            write_atomic(store.folder(run) / FAILURE, json.dumps({"error": f"the run of {name} failed"}) + "\n")
+            write_atomic(
+                store.folder(run) / FAILURE,
+                json.dumps({"error": f"the run of {name} failed"}) + "\n",
+            )
             return False
     return True
 
@@ -125,19 +134,31 @@ def _start(run: Run, store: Store, gpu: str, threads: int | None) -> "subprocess
     if gpu:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     if threads is not None:
-        environment[THREADS] = environment["OMP_NUM_THREADS"] = str(threads)  # the latter for commands
-    # SIGINT is blocked: Ctrl-C in a terminal reaches the process above alone, which stops the others. A second signal
-    # would end them at once.
+        environment[THREADS] = environment["OMP_NUM_THREADS"] = str(
+            threads
+        )  # the latter for commands
+    # SIGINT is blocked: Ctrl-C in a terminal reaches the process above alone, which stops the
+    # others. A second signal would end them at once.
     with open_own(store.folder(run) / "log.txt") as log:
         return subprocess.Popen(
-            run_command_line(store.folder(run)), stdout=log, stderr=subprocess.STDOUT, env=environment
+            run_command_line(store.folder(run)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
 
 
 def _record_end(run: Run, store: Store, status: int) -> None:
-    """Record the failure of a process that could not record it itself; one that was told to stop has not failed."""
+    """Record the failure of a process that could not record it itself; one that was told to stop
+    has not failed.
+    """
     if status not in (0, IN_USE, -signal.SIGTERM, -signal.SIGINT) and store.state(run) == "to do":
-        log = (store.folder(run) / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        log = (
+            (store.folder(run) / "log.txt")
+            .read_text(encoding="utf-8", errors="replace")
+            .strip()
+            .splitlines()
+        )
         last = (log or [""])[-1].removeprefix("medvl: ")
         killed = f"killed by {signal.Signals(-status).name}" if status < 0 else ""
         hint = " (SIGKILL may be for lack of memory)" if -status == signal.SIGKILL else ""
@@ -180,7 +201,7 @@ _SLURM = """#!/bin/bash
 RUNS=(
 {runs}
 )
-# Three minutes before the time limit the run saves a checkpoint, and the job is put back into the queue.
+# Three minutes before the time limit the run saves a checkpoint and the job is queued again.
 stop() {{
     kill -TERM "$RUN"
     wait "$RUN" || true
@@ -208,7 +229,8 @@ def waves(plan: Plan, store: Store) -> list[list[Run]]:
 
 
 def write_slurm(plan: Plan, store: Store, options: str = "") -> list[Path]:
-    """Write a job array for each wave of runs and a script that submits them; return their paths, the last one first.
+    """Write a job array for each wave of runs and a script that submits them; return their paths,
+    the last one first.
 
     Args:
         plan: the runs.
@@ -228,7 +250,9 @@ def write_slurm(plan: Plan, store: Store, options: str = "") -> list[Path]:
             last=len(group) - 1,
             logs=shlex.quote(str(folder / "logs").replace("%", "%%")),
             options=f"#SBATCH {options}\n" if options else "",
-            runs="\n".join(f"    {shlex.quote(str(store.folder(run)))} # {run.title}" for run in group),
+            runs="\n".join(
+                f"    {shlex.quote(str(store.folder(run)))} # {run.title}" for run in group
+            ),
             python=shlex.quote(sys.executable),
         )
         scripts.append(write_atomic(folder / f"wave-{number}.sbatch", text))
@@ -266,7 +290,9 @@ def execute_with_ray(
             titles = {}
             for run in group:
                 report(run.title)
-                titles[remote.remote(run_command_line(store.folder(run)), str(store.folder(run)))] = run
+                titles[
+                    remote.remote(run_command_line(store.folder(run)), str(store.folder(run)))
+                ] = run
             left = list(titles)
             while left:
                 [ended], left = ray.wait(left)

@@ -1,18 +1,21 @@
 """Ranks of systems with intervals, from differences that are paired over the same test items.
 
-* The standard error of a difference is that of its bootstrap values, on resamples that both systems share; without
-  shared items the two standard errors are added in squares. With several seeds the values of a system are the means
-  over its seeds, and the variance of the mean over seeds is added, so that the error covers the training too. Seeds
-  share their test items: without resamples the error over items is the mean of theirs, its upper bound.
-* The p-value is two-sided, of a normal difference with one seed, and of Student's t with several: with the degrees of
-  freedom of the seeds (Welch 1947) as if all of the error came from them. With two or three seeds their variance is
-  known so badly that few differences are certain after a correction for many comparisons. With 1,000 resamples the
-  share of resamples beyond 0 could not resolve the small levels that such a correction needs.
-* 95 % intervals have Student's t as well; the degrees of freedom are those of the whole error, of which the share of
-  the test items is well known (Satterthwaite 1946).
-* All pairs of systems of a column are tested together, with the correction of Holm (1979). A system's rank lies, with
-  95 % confidence for all systems at once, between 1 + the number of systems that are significantly better and the
-  number of systems - that of significantly worse ones.
+* The standard error of a difference is that of its bootstrap values, on resamples that both systems
+  share; without shared items the two standard errors are added in squares. With several seeds the
+  values of a system are the means over its seeds, and the variance of the mean over seeds is added,
+  so that the error covers the training too. Seeds share their test items: without resamples the
+  error over items is the mean of theirs, its upper bound.
+* The p-value is two-sided, of a normal difference with one seed, and of Student's t with several:
+  with the degrees of freedom of the seeds (Welch 1947) as if all of the error came from them. With
+  two or three seeds their variance is known so badly that few differences are certain after a
+  correction for many comparisons. With 1,000 resamples the share of resamples beyond 0 could not
+  resolve the small levels that such a correction needs.
+* 95 % intervals have Student's t as well; the degrees of freedom are those of the whole error, of
+  which the share of the test items is well known (Satterthwaite 1946).
+* All pairs of systems of a column are tested together, with the correction of Holm (1979). A
+  system's rank lies, with 95 % confidence for all systems at once, between 1 + the number of
+  systems that are significantly better and the number of systems - that of significantly worse
+  ones.
 
 Shape letters: R resamples, S seeds, P pairs.
 """
@@ -54,13 +57,18 @@ class Resampled:
 
 
 def write_resamples(folder: Path, resamples: int) -> None:
-    """Write the resampled metrics of an evaluation of two or more groups, where its predictions determine them."""
+    """Write the resampled metrics of an evaluation of two or more groups, where its predictions
+    determine them.
+    """
     results = read_results(folder)
     items = read_items(folder, results)
     if items is None or not resamples or count_units(len(items.names), items.groups) < 2:
         return
     whole = dataclasses.replace(items, metric_groups=items.without_subgroups)
-    values = [whole.statistic(counts_NR) for counts_NR in resample_counts(len(items.names), resamples, 0, items.groups)]
+    values = [
+        whole.statistic(counts_NR)
+        for counts_NR in resample_counts(len(items.names), resamples, 0, items.groups)
+    ]
     identity = [items.names, items.groups, *([items.references] if items.references else [])]
     content = json.dumps(identity, default=str).encode()
     with new_file(folder / FILE) as file:
@@ -73,7 +81,8 @@ def write_resamples(folder: Path, resamples: int) -> None:
 
 
 def read_resamples(folder: Path, name: str) -> Resampled | None:
-    """Return the resampled values of a row, such as "auroc/macro"; None where the evaluation has none.
+    """Return the resampled values of a row, such as "auroc/macro"; None where the evaluation has
+    none.
 
     Raises EvaluationError where the file is damaged.
     """
@@ -88,7 +97,9 @@ def read_resamples(folder: Path, name: str) -> Resampled | None:
             values_R = stored["values_RK"][:, names.index(name)].astype(np.float64)
             return Resampled(items=str(stored["items"]), values_R=values_R)
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        message = f"{path} is damaged ({error}); remove {folder}, and the same command evaluates again"
+        message = (
+            f"{path} is damaged ({error}); remove {folder}, and the same command evaluates again"
+        )
         raise EvaluationError(message, "malformed", field="out") from None
 
 
@@ -104,8 +115,9 @@ class Measured:
     ends: tuple[tuple[float, float], ...] = ()
     """Ends of each seed's own 95 % interval, from percentiles."""
     over: frozenset[str] = frozenset()
-    """What the values are over, such as "all", or "macro" with the classes of the mean. Other systems are compared only
-    where it is equal."""
+    """What the values are over, such as "all", or "macro" with the classes of the mean. Other
+    systems are compared only where it is equal.
+    """
 
     @property
     def value(self) -> float:
@@ -125,7 +137,9 @@ class Measured:
 
     @property
     def item_error(self) -> float:
-        """Standard error of the mean over the test items; without resamples its upper bound, the mean of the seeds'."""
+        """Standard error of the mean over the test items; without resamples its upper bound, the
+        mean of the seeds'.
+        """
         if self.items is not None:
             return float(np.nanstd(self.mean_R, ddof=1))
         return math.fsum(self.errors) / len(self.errors)
@@ -133,7 +147,9 @@ class Measured:
     @property
     def seed_variance(self) -> float:
         """Squared standard error of the mean over the seeds; 0 for a single one."""
-        return 0.0 if len(self.values) < 2 else float(np.var(self.values, ddof=1)) / len(self.values)
+        return (
+            0.0 if len(self.values) < 2 else float(np.var(self.values, ddof=1)) / len(self.values)
+        )
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -158,12 +174,18 @@ class Estimated:
     @classmethod
     def of(cls, value: float, item_error: float, systems: Sequence[Measured]) -> "Estimated":
         """Return the estimate from these systems, whose seeds are independent of each other."""
-        several = [(system.seed_variance, len(system.values) - 1) for system in systems if len(system.values) > 1]
+        several = [
+            (system.seed_variance, len(system.values) - 1)
+            for system in systems
+            if len(system.values) > 1
+        ]
         total = math.fsum(variance for variance, _ in several)
         parts = math.fsum(variance**2 / freedom for variance, freedom in several)
         least = min((freedom for _, freedom in several), default=math.inf)
         freedom = total**2 / parts if parts else least
-        return cls(value=value, item_error=item_error, seed_error=math.sqrt(total), seed_freedom=freedom)
+        return cls(
+            value=value, item_error=item_error, seed_error=math.sqrt(total), seed_freedom=freedom
+        )
 
     @property
     def error(self) -> float:
@@ -176,7 +198,9 @@ class Estimated:
         if math.isinf(self.seed_freedom) or not self.seed_error:
             wide = 1.96
         else:
-            wide = float(student_t.ppf(0.975, self.seed_freedom * (self.error / self.seed_error) ** 4))
+            wide = float(
+                student_t.ppf(0.975, self.seed_freedom * (self.error / self.seed_error) ** 4)
+            )
         return self.value - wide * self.error, self.value + wide * self.error
 
     @property
@@ -199,7 +223,9 @@ class Rank:
 
 
 def comparable(systems: Iterable[Measured]) -> bool:
-    """Return whether the systems are measured over the same, such as means over the same classes."""
+    """Return whether the systems are measured over the same, such as means over the same
+    classes.
+    """
     return len({system.over for system in systems}) < 2
 
 
@@ -210,7 +236,10 @@ def difference(first: Measured, second: Measured) -> Estimated:
     """
     if not comparable((first, second)):
         one, other = ("; ".join(sorted(system.over)) for system in (first, second))
-        message = f"means over different classes cannot be compared: {one} against {other}; evaluate the same classes"
+        message = (
+            f"means over different classes cannot be compared: {one} against {other}; "
+            f"evaluate the same classes"
+        )
         raise EvaluationError(message, "mismatch", field="labels")
     if first.items is None or first.items != second.items:
         of_items = math.hypot(first.item_error, second.item_error)
@@ -220,7 +249,9 @@ def difference(first: Measured, second: Measured) -> Estimated:
 
 
 def holm(p_P: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted for many comparisons by Holm's step-down method; NaN stays and is not counted."""
+    """Return the p-values adjusted for many comparisons by Holm's step-down method; NaN stays
+    and is not counted.
+    """
     order = sorted((p, place) for place, p in enumerate(p_P) if not math.isnan(p))
     adjusted, highest = [math.nan] * len(p_P), 0.0
     for number, (p, place) in enumerate(order):
@@ -232,7 +263,8 @@ def holm(p_P: Sequence[float]) -> list[float]:
 def rank_systems(
     systems: Mapping[str, Measured], *, higher_is_better: bool = True, level: float = 0.05
 ) -> dict[str, Rank]:
-    """Return the rank of each system, best first, with intervals that hold for all of them together.
+    """Return the rank of each system, best first, with intervals that hold for all of them
+    together.
 
     Raises EvaluationError where they are means over different classes.
     """
@@ -242,11 +274,14 @@ def rank_systems(
         key=lambda name: -sign * systems[name].value,
     )
     pairs = list(itertools.combinations(ordered, 2))
-    adjusted = holm([difference(systems[better], systems[worse]).p_value for better, worse in pairs])
+    adjusted = holm(
+        [difference(systems[better], systems[worse]).p_value for better, worse in pairs]
+    )
     certain = [pair for pair, p in zip(pairs, adjusted, strict=True) if p < level]
     return {
         name: Rank(
-            rank=1 + sum(sign * systems[other].value > sign * systems[name].value for other in ordered),
+            rank=1
+            + sum(sign * systems[other].value > sign * systems[name].value for other in ordered),
             low=1 + sum(worse == name for _, worse in certain),
             high=len(ordered) - sum(better == name for better, _ in certain),
         )

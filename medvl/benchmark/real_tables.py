@@ -1,9 +1,11 @@
-"""Files of small real collections in the folder that `MEDVL_REAL_DATA` names, for `medvl shards table`.
+"""Files of small real collections in the folder that `MEDVL_REAL_DATA` names, for `medvl shards
+table`.
 
-Splits are those of the collections' files, which share no patient or case; all collections of the images of Cohen's
-COVID-19 set, with texts or with masks, have the same ones. MedPix is without the images of VQA-RAD. Of the paediatric
-radiographs, images of a person number that the training images have too are left out, and a tenth of the training
-persons are for validation. All images with boxes are test images, as no text belongs to them.
+Splits are those of the collections' files, which share no patient or case; all collections of the
+images of Cohen's COVID-19 set, with texts or with masks, have the same ones. MedPix is without the
+images of VQA-RAD. Of the paediatric radiographs, images of a person number that the training images
+have too are left out, and a tenth of the training persons are for validation. All images with boxes
+are test images, as no text belongs to them.
 """
 
 import csv
@@ -28,7 +30,16 @@ from medvl.schema import FINDINGS
 _REGIONS = ("Head", "Spine and Muscles", "Thorax", "Abdomen", "Reproductive and Urinary System")
 _CAUSES = ("COVID-19", "Bacterial", "Fungal")
 _NIH = (
-    *("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusion", "Infiltration", "Mass", "Nodule"),
+    *(
+        "Atelectasis",
+        "Cardiomegaly",
+        "Consolidation",
+        "Edema",
+        "Effusion",
+        "Infiltration",
+        "Mass",
+        "Nodule",
+    ),
     *("Pneumonia", "Pneumothorax", "No Finding"),
 )
 _STRUCTURES = {
@@ -48,27 +59,34 @@ Prompts = Mapping[str, tuple[str, Sequence[str]]]
 
 
 def write_table(name: str, folder: Path) -> list[Path]:
-    """Write NAME.jsonl for `medvl shards table`, with NAME.json of zero-shot prompts where it has labels.
+    """Write NAME.jsonl for `medvl shards table`, with NAME.json of zero-shot prompts where it has
+    labels.
 
-    "openi" is the folder of a task of `medvl eval text` in place of a table. Raises ConfigError where
-    `MEDVL_REAL_DATA` names no folder with the collection.
+    "openi" is the folder of a task of `medvl eval text` in place of a table. Raises ConfigError
+    where `MEDVL_REAL_DATA` names no folder with the collection.
     """
     real = Path(os.environ.get("MEDVL_REAL_DATA") or "/MEDVL_REAL_DATA is not set")
     try:
         rows = list(TABLES[name](real))
     except FileNotFoundError as error:
-        message = f"{error.filename} does not exist; set MEDVL_REAL_DATA to the folder of the real collections"
+        message = (
+            f"{error.filename} does not exist; set MEDVL_REAL_DATA to the folder of the "
+            f"real collections"
+        )
         raise ConfigError(message, "not_found", field="MEDVL_REAL_DATA") from None
     if name == "openi":
         parts = {"train": "train", "dev": "validate", "test": "test"}
         return [
-            _write_lines(folder / f"text/openi/{part}.jsonl", [row for row in rows if row["split"] == split])
+            _write_lines(
+                folder / f"text/openi/{part}.jsonl", [row for row in rows if row["split"] == split]
+            )
             for part, split in parts.items()
         ]
     written = [_write_lines(folder / f"{name}.jsonl", rows)]
     if name in _PROMPTS:
         classes = {
-            label: {"positive": [text], "negative": list(others)} for label, (text, others) in _PROMPTS[name].items()
+            label: {"positive": [text], "negative": list(others)}
+            for label, (text, others) in _PROMPTS[name].items()
         }
         prompts = {"name": name, "scoring": "pair_softmax", "temperature": 0.1, "classes": classes}
         written.append(write_atomic(folder / f"{name}.json", json.dumps(prompts) + "\n"))
@@ -81,14 +99,18 @@ def _medpix(real: Path) -> Iterator[Row]:
             continue
         labels = {name: int(row["location_category"] == name) for name in _REGIONS}
         labels |= {name: int(row["modality_type"] == name) for name in ("CT", "MR")}
-        yield _row(f"medpix/{row['image']}", row["case_id"], row["split"], labels) | {"impression": row["caption"]}
+        yield _row(f"medpix/{row['image']}", row["case_id"], row["split"], labels) | {
+            "impression": row["caption"]
+        }
 
 
 def _radiographs(real: Path) -> Iterator[Row]:
     for row in _lines(real / "cxr/cxr.jsonl"):
         if row["text"]:
             labels = {name: int(name in row["labels"]) for name in _CAUSES}
-            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], labels) | {"impression": row["text"]}
+            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], labels) | {
+                "impression": row["text"]
+            }
 
 
 def _nih(real: Path) -> Iterator[Row]:
@@ -99,7 +121,8 @@ def _nih(real: Path) -> Iterator[Row]:
 
 
 def _sentences(real: Path) -> Iterator[Row]:
-    """Yield MedPix, the radiographs with texts, and NIH's with their labels as sentences, but patients with boxes.
+    """Yield MedPix, the radiographs with texts, and NIH's with their labels as sentences, but
+    patients with boxes.
 
     Radiographs have the labels that `label_report` finds in their texts.
     """
@@ -114,11 +137,15 @@ def _nih_sentences(real: Path) -> Iterator[Row]:
     for row in _lines(real / "cxr/cxr.jsonl"):
         if row["source"] == "nih-chestxray14" and row["patient_id"] not in with_boxes:
             text = " ".join(f"There is {name.lower()}." for name in _findings_of(row["labels"]))
-            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], {}) | {"impression": text}
+            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], {}) | {
+                "impression": text
+            }
 
 
 def _findings_of(labels: Sequence[str]) -> list[str]:
-    """Return the findings that an image's sentences name: its labels, and lung opacity where one of them is that."""
+    """Return the findings that an image's sentences name: its labels, and lung opacity where one
+    of them is that.
+    """
     if "No Finding" in labels:
         return ["no lung opacity, pleural effusion, pneumothorax or cardiomegaly"]
     return [*(("lung opacity",) if _OPAQUE.intersection(labels) else ()), *labels]
@@ -145,7 +172,9 @@ def _boxes(real: Path) -> Iterator[Row]:
         for box in (*row.get("rsna_boxes", ()), *row.get("nih_boxes", ())):
             parsed = read_corners(box["finding"], box["box_xyxy"], size, table)
             by_finding.setdefault(box["finding"], []).append(parsed)
-        phrases = [{"label": name, "text": name, "boxes": boxes} for name, boxes in by_finding.items()]
+        phrases = [
+            {"label": name, "text": name, "boxes": boxes} for name, boxes in by_finding.items()
+        ]
         if phrases:
             labels = {"Lung Opacity": int("Lung Opacity" in by_finding)}
             placed = region_fields(size, {"phrases": phrases})
@@ -159,7 +188,9 @@ def _structures(real: Path) -> Iterator[Row]:
             for name, label in _STRUCTURES.items()
             if name in row["masks"]
         }
-        yield _row(f"seg_covid_cxr100/{row['image']}", row["patient_id"], row["split"], {}) | _masks(files)
+        yield _row(
+            f"seg_covid_cxr100/{row['image']}", row["patient_id"], row["split"], {}
+        ) | _masks(files)
 
 
 def _lungs(real: Path) -> Iterator[Row]:
@@ -176,8 +207,15 @@ def _openi(real: Path) -> Iterator[Row]:
         sentences = [text for name in ("findings", "impression") if (text := report[name])]
         if report["uid"] in labels and sentences:
             given = labels[report["uid"]]
-            found = [place for place, name in enumerate(TASKS["openi"].labels) if given[name] == "1"]
-            yield {"id": report["uid"], "sentences": sentences, "labels": found, "split": _PARTS[report["split"]]}
+            found = [
+                place for place, name in enumerate(TASKS["openi"].labels) if given[name] == "1"
+            ]
+            yield {
+                "id": report["uid"],
+                "sentences": sentences,
+                "labels": found,
+                "split": _PARTS[report["split"]],
+            }
 
 
 TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
@@ -196,7 +234,10 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
 def _against_each_other(names: Sequence[str], ending: str = ".") -> Prompts:
     """Return prompts of classes of which an image has one."""
     texts = {name: f"{name.lower()}{ending}" for name in names}
-    return {name: (text, [other for other in texts.values() if other != text]) for name, text in texts.items()}
+    return {
+        name: (text, [other for other in texts.values() if other != text])
+        for name, text in texts.items()
+    }
 
 
 _PROMPTS: Mapping[str, Prompts] = {

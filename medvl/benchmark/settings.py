@@ -30,21 +30,29 @@ def resolved_settings(
 ) -> dict[str, Any]:
     """Return the recipe's settings with those of the benchmark, as JSON values without folders.
 
-    The budget replaces the settings of recipes and starts; the settings of a variant replace the budget's.
-    Raises ConfigError where a setting does not exist, with the nearest name.
+    The budget replaces the settings of recipes and starts; the settings of a variant replace the
+    budget's. Raises ConfigError where a setting does not exist, with the nearest name.
     """
-    settings = with_settings(entry.recipe_settings(), {"pretrained": False, "init_from": None}, "settings")
+    settings = with_settings(
+        entry.recipe_settings(), {"pretrained": False, "init_from": None}, "settings"
+    )
     for name in ("all", entry.family, entry.system, entry.name):
-        if name in config.settings and not (name == entry.name == entry.system and name in ("all", entry.family)):
+        if name in config.settings and not (
+            name == entry.name == entry.system and name in ("all", entry.family)
+        ):
             settings = with_settings(settings, config.settings[name], f"settings.{name}")
     settings = with_settings(settings, _of_start(settings, start), f"starts.{start.name}")
     settings = with_settings(settings, entry.settings, f"variants.{entry.name}")
-    data: dict[str, Any] = {"seed": seed, "paired_fraction": share, "others": "drop"} if share < 1 else {"seed": seed}
+    data: dict[str, Any] = (
+        {"seed": seed, "paired_fraction": share, "others": "drop"} if share < 1 else {"seed": seed}
+    )
     train: dict[str, Any] = {"seed": seed, "tensorboard": False, "keep_last": 1}
     budget = config.budget
     if budget.augmentation == "weak" and entry.family != "report":
         size, scale = settings.model.image_size, getattr(settings.model, "target_scale", 1)
-        data["image"] = ConVIRTAugmentation.weak(scale * (size if isinstance(size, int) else size[0]))
+        data["image"] = ConVIRTAugmentation.weak(
+            scale * (size if isinstance(size, int) else size[0])
+        )
     optim: dict[str, Any] = {}
     if budget.steps is not None:
         train |= {"epochs": None, "steps": budget.steps, "scale_below": None}
@@ -52,9 +60,16 @@ def resolved_settings(
         optim["schedule"] = dataclasses.replace(settings.optim.schedule, warmup_steps=warmup)
     if budget.batch is not None:
         train |= {"global_batch": budget.batch, "accumulate": 1}
-    if budget.weights == "last" and not isinstance(settings.optim.schedule, Plateau):  # which needs validation
+    if budget.weights == "last" and not isinstance(
+        settings.optim.schedule, Plateau
+    ):  # which needs validation
         data["valid"] = None
-        train |= {"best_metric": "loss", "best_mode": "min", "early_stop_patience": None, "validate_every": "epoch"}
+        train |= {
+            "best_metric": "loss",
+            "best_mode": "min",
+            "early_stop_patience": None,
+            "validate_every": "epoch",
+        }
     settings = with_settings(settings, {"data": data, "train": train, "optim": optim}, "budget")
     written = to_dict(with_settings(settings, entry.settings, f"variants.{entry.name}"))
     for part, names in (
@@ -69,7 +84,8 @@ def resolved_settings(
 
 
 def with_settings(config: Any, tree: Mapping[str, Any], path: str) -> Any:
-    """Return a config dataclass with the values of a tree of settings; nested dataclasses keep their other fields.
+    """Return a config dataclass with the values of a tree of settings; nested dataclasses keep
+    their other fields.
 
     Raises ConfigError where a name or a type is wrong, with the dotted name in `field`.
     """
@@ -77,10 +93,14 @@ def with_settings(config: Any, tree: Mapping[str, Any], path: str) -> Any:
     changed: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in names:
-            message = f"{path}: {type(config).__name__} has no field {name!r}; {nearest(name, names)}"
+            message = (
+                f"{path}: {type(config).__name__} has no field {name!r}; {nearest(name, names)}"
+            )
             raise ConfigError(message, "unknown_name", field=f"{path}.{name}")
         current = getattr(config, name)
-        nested = dataclasses.is_dataclass(current) and isinstance(value, Mapping) and "kind" not in value
+        nested = (
+            dataclasses.is_dataclass(current) and isinstance(value, Mapping) and "kind" not in value
+        )
         changed[name] = with_settings(current, value, f"{path}.{name}") if nested else value
     if not changed:
         return config
@@ -92,10 +112,18 @@ def with_settings(config: Any, tree: Mapping[str, Any], path: str) -> Any:
 
 
 def find_references(tree: Any) -> dict[str, str]:
-    """Return system -> dotted name of the setting, of the systems in values such as "run:convirt"."""
+    """Return system -> dotted name of the setting, of the systems in values such as
+    "run:convirt".
+    """
     if isinstance(tree, str) and tree.startswith(RUN):
         return {tree.removeprefix(RUN): ""}
-    items = enumerate(tree) if isinstance(tree, (list, tuple)) else tree.items() if isinstance(tree, Mapping) else ()
+    items = (
+        enumerate(tree)
+        if isinstance(tree, (list, tuple))
+        else tree.items()
+        if isinstance(tree, Mapping)
+        else ()
+    )
     return {
         system: f"{name}.{inner}".removesuffix(".")
         for name, value in items
@@ -106,9 +134,13 @@ def find_references(tree: Any) -> dict[str, str]:
 def _of_start(recipe: Any, start: StartConfig) -> dict[str, Any]:
     """Return the settings of a start, with the statistics of pixels where this system has them.
 
-    A system whose settings name a run to start from gets a start's weights of encoders through that run.
+    A system whose settings name a run to start from gets a start's weights of encoders through that
+    run.
     """
-    settings = {name: _expanded(value, f"starts.{start.name}.{name}") for name, value in start.settings.items()}
+    settings = {
+        name: _expanded(value, f"starts.{start.name}.{name}")
+        for name, value in start.settings.items()
+    }
     of_model = dict(settings.get("model", {}))
     if str(recipe.init_from).startswith(RUN):
         of_model = {name: value for name, value in of_model.items() if name not in _WEIGHTS}
@@ -150,7 +182,9 @@ class Run:
     settings: Mapping[str, Any]
     """All settings of the recipe, as `to_dict` writes them, but for those of the machine."""
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name -> key of the runs whose checkpoints this one takes, or that propose candidates in its evaluations."""
+    """Name -> key of the runs whose checkpoints this one takes, or that propose candidates in
+    its evaluations.
+    """
     tasks: tuple[str, ...] = ()
     commands: tuple[CommandTask, ...] = ()
     budget: Budget

@@ -1,13 +1,16 @@
-"""Folder of results: a folder for each run, named by its key, with its weights, cost and evaluations.
+"""Folder of results: a folder for each run, named by its key, with its weights, cost and
+evaluations.
 
-    DIR/runs/KEY/run.json             the run (`medvl.benchmark.plan.Run`)
-    DIR/runs/KEY/run/                 checkpoints and metrics.jsonl of the training
-    DIR/runs/KEY/cost.json            cost of the finished training
-    DIR/runs/KEY/failure.json         why the training failed
-    DIR/runs/KEY/trained/TASK-HASH/   results.json and predictions.jsonl, or refusal.json; `start` beside `trained`
-    DIR/results.jsonl                 every metric of every run of the benchmark, a line each
+    DIR/runs/KEY/run.json            the run (`medvl.benchmark.plan.Run`)
+    DIR/runs/KEY/run/                checkpoints and metrics.jsonl of the training
+    DIR/runs/KEY/cost.json           cost of the finished training
+    DIR/runs/KEY/failure.json        why the training failed
+    DIR/runs/KEY/trained/TASK-HASH/  results.json and predictions.jsonl, or refusal.json; `start`
+                                     beside `trained`
+    DIR/results.jsonl                every metric of every run of the benchmark, a line each
 
-An evaluation's hash is that of its settings, so that other settings repeat the evaluation and not the training.
+An evaluation's hash is that of its settings, so that other settings repeat the evaluation and not
+the training.
 """
 
 import dataclasses
@@ -27,7 +30,13 @@ from medvl.eval import Results, read_results
 
 Weights = Literal["trained", "start"]
 State = Literal["finished", "failed", "to do"]
-COST, FAILURE, RUN, REFUSAL, SECONDS = "cost.json", "failure.json", "run.json", "refusal.json", "seconds.json"
+COST, FAILURE, RUN, REFUSAL, SECONDS = (
+    "cost.json",
+    "failure.json",
+    "run.json",
+    "refusal.json",
+    "seconds.json",
+)
 _RESULTS = "results.json"
 _PROTOCOL_VERSIONS = {"matching": 2, "retrieval": 3, "reranking": 3, "reports": 3}
 """Versions above 1 of the protocols of tasks: an evaluation of an earlier one is repeated."""
@@ -91,7 +100,9 @@ class Store:
 
     def evaluations(self, run: Run) -> Iterator[tuple[Weights, str, Path]]:
         """Yield (weights, task, folder) of all evaluations of a run."""
-        kinds: tuple[Weights, ...] = ("trained", "start") if run.evaluation.random_start else ("trained",)
+        kinds: tuple[Weights, ...] = (
+            ("trained", "start") if run.evaluation.random_start else ("trained",)
+        )
         for weights in kinds:
             for task in run.tasks:
                 yield weights, task, self.evaluation(run, weights, task)
@@ -101,7 +112,9 @@ class Store:
         folder = self.folder(run)
         if (folder / FAILURE).is_file():
             return "failed"
-        done = (folder / COST).is_file() and all(is_evaluated(path) for *_, path in self.evaluations(run))
+        done = (folder / COST).is_file() and all(
+            is_evaluated(path) for *_, path in self.evaluations(run)
+        )
         return "finished" if done else "to do"
 
     def failure(self, run: Run) -> str | None:
@@ -126,14 +139,22 @@ class Store:
         """Write every metric of every run into results.jsonl."""
         lines = []
         for run in runs:
-            about = {"run": run.key, "system": run.name, "corpus": run.corpus.name, "seed": run.seed}
+            about = {
+                "run": run.key,
+                "system": run.name,
+                "corpus": run.corpus.name,
+                "seed": run.seed,
+            }
             about |= {"start": run.start, "share": run.share}
             for weights, task, folder in self.evaluations(run):
                 found = read_evaluation(folder)
                 if isinstance(found, Results):
                     rows = (dataclasses.asdict(row) for row in found.rows)
                     lines += [about | {"weights": weights, "task": task} | row for row in rows]
-        text = "".join(json.dumps({name: _json(value) for name, value in line.items()}) + "\n" for line in lines)
+        text = "".join(
+            json.dumps({name: _json(value) for name, value in line.items()}) + "\n"
+            for line in lines
+        )
         return write_atomic(self.out / "results.jsonl", text)
 
 
@@ -141,17 +162,23 @@ def read_run(folder: Path) -> Run:
     """Read the run of a folder. Raises ConfigError where it has none."""
     path = folder / RUN
     if not path.is_file():
-        raise ConfigError(f"{folder} has no {RUN}; it is not a run of a benchmark", "not_found", field="run")
+        raise ConfigError(
+            f"{folder} has no {RUN}; it is not a run of a benchmark", "not_found", field="run"
+        )
     return read_stored(Run, path)
 
 
 def read_stored(cls: type[_T], path: Path) -> _T:
-    """Read a JSON file of the store as a dataclass. Raises ConfigError where it is damaged or of another version."""
+    """Read a JSON file of the store as a dataclass. Raises ConfigError where it is damaged or of
+    another version.
+    """
     repeat = "remove it, and the same command makes it anew"
     try:
         return from_dict(cls, parse_json(path.read_bytes()))
     except ValueError as error:
-        raise ConfigError(f"{path} is damaged ({error}); {repeat}", "malformed", field="out") from None
+        raise ConfigError(
+            f"{path} is damaged ({error}); {repeat}", "malformed", field="out"
+        ) from None
     except ConfigError as error:
         message = f"{path} is of another version of medvl ({error}); {repeat}"
         raise ConfigError(message, "version", field="out") from None
@@ -159,7 +186,9 @@ def read_stored(cls: type[_T], path: Path) -> _T:
 
 def is_evaluated(folder: Path) -> bool:
     """Return whether an evaluation is done, has failed or does not apply."""
-    done = (folder / SECONDS).is_file() and (folder / _RESULTS).is_file()  # the first is written last
+    done = (folder / SECONDS).is_file() and (
+        folder / _RESULTS
+    ).is_file()  # the first is written last
     return done or (folder / REFUSAL).is_file()
 
 
@@ -184,7 +213,9 @@ def read_seconds(folder: Path) -> float | None:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of a training; none where it has not begun. A last line that was cut off is left out."""
+    """Return the records of a training; none where it has not begun. A last line that was cut
+    off is left out.
+    """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return []
@@ -206,14 +237,22 @@ def _evaluation_hash(run: Run, task: str) -> str:
     if task == "reranking":
         common["shortlist_run"] = run.needs.get(run.evaluation.shortlist_system)
     if task == "questions":
-        common |= {"steps": run.budget.steps, "finetune_steps": run.budget.finetune_steps, "batch": run.budget.batch}
+        common |= {
+            "steps": run.budget.steps,
+            "finetune_steps": run.budget.finetune_steps,
+            "batch": run.budget.batch,
+        }
     if task in _PROTOCOL_VERSIONS:
         common["protocol_version"] = _PROTOCOL_VERSIONS[task]
     if task == "reports" and run.corpus.reports == run.corpus.pairs:
-        common["references"] = True  # generators and fusion-encoders compare the same images with other sections
+        common["references"] = (
+            True  # generators and fusion-encoders compare the same images with other sections
+        )
     corpus = to_dict(run.corpus)
     folders = {
-        name: value for name, value in corpus.items() if name not in ("root", "make", "tokenizer", "extra_train")
+        name: value
+        for name, value in corpus.items()
+        if name not in ("root", "make", "tokenizer", "extra_train")
     }
     relative = {
         name: value.removeprefix(f"{run.corpus.root}/") if isinstance(value, str) else value

@@ -1,4 +1,6 @@
-"""Tasks of a benchmark: evaluations of a checkpoint, the systems and corpora that they fit, and their columns."""
+"""Tasks of a benchmark: evaluations of a checkpoint, the systems and corpora that they fit, and
+their columns.
+"""
 
 import dataclasses
 import gc
@@ -45,7 +47,17 @@ from medvl.eval.core.open import load_model, open_source
 from medvl.eval.vqa.evaluate import GAIN, QUESTION_ONLY, subgroup_of
 from medvl.eval.zero_shot_classification.evaluate import common_classes
 from medvl.eval.zero_shot_classification.prompts import default_prompts
-from medvl.models import KAD, MRM, DualEncoder, FusionModel, MedKLIP, R2Gen, System, VisualBERT, system
+from medvl.models import (
+    KAD,
+    MRM,
+    DualEncoder,
+    FusionModel,
+    MedKLIP,
+    R2Gen,
+    System,
+    VisualBERT,
+    system,
+)
 from medvl.schema import Inputs
 from medvl.train.recipe_files import find_recipe
 
@@ -55,21 +67,34 @@ from medvl.train.recipe_files import find_recipe
 def question_size(run: Run) -> int:
     """Return the side of the images on which a run is fine-tuned for questions, in pixels.
 
-    It is that of the recipe for questions, or of the pretraining where a system reads images of one size.
+    It is that of the recipe for questions, or of the pretraining where a system reads images of one
+    size.
     """
     cls, model = system(run.system), run.settings["model"]
-    if getattr(cls, "numbers_cells", False) or (issubclass(cls, VisualBERT) and model["image_positions"]):
+    if getattr(cls, "numbers_cells", False) or (
+        issubclass(cls, VisualBERT) and model["image_positions"]
+    ):
         return int(model["image_size"])
     presets = recipe_module(find_recipe("vqa_finetune")).PRESETS
     return int(presets[run.preset if run.preset in presets else "tiny"].data.image.size)
 
 
-def command_arguments(run: Run, name: str, *, checkpoint: Path = Path(), out: Path = Path()) -> list[str]:
-    """Return the arguments of a command. Raises EvaluationError where the corpus lacks what it reads."""
+def command_arguments(
+    run: Run, name: str, *, checkpoint: Path = Path(), out: Path = Path()
+) -> list[str]:
+    """Return the arguments of a command. Raises EvaluationError where the corpus lacks what it
+    reads.
+    """
     [task] = [command for command in run.commands if command.name == name]
-    fields = {field.name: getattr(run.corpus, field.name) for field in dataclasses.fields(run.corpus)}
+    fields = {
+        field.name: getattr(run.corpus, field.name) for field in dataclasses.fields(run.corpus)
+    }
     values = {name: value for name, value in fields.items() if isinstance(value, str)}
-    values |= {"checkpoint": str(checkpoint), "out": str(out), "resamples": str(run.evaluation.resamples)}
+    values |= {
+        "checkpoint": str(checkpoint),
+        "out": str(out),
+        "resamples": str(run.evaluation.resamples),
+    }
     values["question_size"] = str(question_size(run))
     try:
         return [part.format(**values) for part in shlex.split(task.command)]
@@ -79,7 +104,8 @@ def command_arguments(run: Run, name: str, *, checkpoint: Path = Path(), out: Pa
 
 
 def run_command(trained: "Trained", name: str, out: Path) -> None:
-    """Run the command of a `CommandTask`, which writes results.json into `out`; on a CPU where the training was set to.
+    """Run the command of a `CommandTask`, which writes results.json into `out`; on a CPU where the
+    training was set to.
 
     Raises EvaluationError with the last line of its errors where it fails or writes none.
     """
@@ -92,7 +118,9 @@ def run_command(trained: "Trained", name: str, out: Path) -> None:
             continue
         command = [sys.executable, "-m", "medvl", *part]
         with sigterm_interrupts():  # which stops the command
-            ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            ended = subprocess.run(
+                command, capture_output=True, text=True, env=environment, check=False
+            )
         if ended.returncode:
             break
     if ended.returncode or not (out / "results.json").is_file():
@@ -114,15 +142,20 @@ class Trained:
     run: Run
     checkpoint: Path
     origin: Path
-    """Checkpoint of the trained run, which names its training data and its detector: `checkpoint`, unless that has the
-    weights before the training."""
+    """Checkpoint of the trained run, which names its training data and its detector: `checkpoint`,
+    unless that has the weights before the training.
+    """
     folder: Path
     """Folder for what an evaluation trains itself."""
     other: Callable[[str], Path]
-    """Function that returns the checkpoint of a run that this one needs, by name; ConfigError unless it is trained."""
+    """Function that returns the checkpoint of a run that this one needs, by name; ConfigError
+    unless it is trained.
+    """
 
     def model(self, checkpoint: Path | None = None) -> Any:
-        """Load a checkpoint, by default the evaluated one, onto the device that the run was trained on."""
+        """Load a checkpoint, by default the evaluated one, onto the device that the run was
+        trained on.
+        """
         return load_model(checkpoint or self.checkpoint, self.run.settings["train"]["device"])
 
 
@@ -147,11 +180,18 @@ def free_memory() -> None:
 
 
 def _read(trained: Trained, model: Any, shards: str | Path | ShardSource, **options: Any) -> Any:
-    """Return a loader of opened shards, or of a test folder, which no patient of the run's training may be in."""
+    """Return a loader of opened shards, or of a test folder, which no patient of the run's
+    training may be in.
+    """
     given = trained.run.evaluation
     source = shards if isinstance(shards, ShardSource) else open_source(shards, [trained.origin])
     return open_for_evaluation(
-        source, model.transform, model.tokenizer, batch=given.batch, workers=given.workers, **options
+        source,
+        model.transform,
+        model.tokenizer,
+        batch=given.batch,
+        workers=given.workers,
+        **options,
     )
 
 
@@ -160,7 +200,9 @@ def _test(trained: Trained) -> Path:
 
 
 def _labelled(trained: Trained) -> ShardSource:
-    """Open the test shards. Raises EvaluationError where they have no labels, as corpora of texts alone."""
+    """Open the test shards. Raises EvaluationError where they have no labels, as corpora of
+    texts alone.
+    """
     source = open_source(_test(trained), [trained.origin])
     if not source.label_names:
         raise EvaluationError(f"{source.folder} has no labels", "unsupported", field="labels")
@@ -168,14 +210,18 @@ def _labelled(trained: Trained) -> ShardSource:
 
 
 def _zero_shot(trained: Trained) -> Any:
-    """Score the classes of the corpus's prompts, also by the statements of systems that are trained on them."""
+    """Score the classes of the corpus's prompts, also by the statements of systems that are
+    trained on them.
+    """
     model = trained.model()
     loader, name = _read(trained, model, _labelled(trained)), trained.run.corpus.prompts
     prompts, labels = load_prompts(name), tuple[str, ...]()
     if default_prompts(model) == "statements" and not name.endswith(".json"):
         labels = common_classes(prompts.for_labels(loader.source.label_names), loader.source)
         prompts = load_prompts("statements")
-    return zero_shot([model], loader, prompts, labels=labels, resamples=trained.run.evaluation.resamples)
+    return zero_shot(
+        [model], loader, prompts, labels=labels, resamples=trained.run.evaluation.resamples
+    )
 
 
 def _retrieval(trained: Trained) -> Any:
@@ -192,7 +238,9 @@ def _grounding(trained: Trained) -> Any:
     options: dict[str, Any] = {"maps": "similarity", "smoothing": given.smoothing}
     if isinstance(model, _QUERY_SYSTEMS):
         options = {"maps": "attention"}
-    return phrase_grounding(model, _read(trained, model, phrases), **options, resamples=given.resamples)
+    return phrase_grounding(
+        model, _read(trained, model, phrases), **options, resamples=given.resamples
+    )
 
 
 def _probe(trained: Trained) -> Any:
@@ -200,7 +248,10 @@ def _probe(trained: Trained) -> Any:
     encoder = ProbedEncoder.from_model(model, name=model.name)
     home = Path(trained.run.corpus.pairs)
     _labelled(trained)  # refuses patients of its training data; a probe reads no regions
-    sources = [open_source(home / split, synthetic=split == "train") for split in ("train", "validate", "test")]
+    sources = [
+        open_source(home / split, synthetic=split == "train")
+        for split in ("train", "validate", "test")
+    ]
     features = [encode_features(encoder, _read(trained, model, source)) for source in sources]
     given = trained.run.evaluation
     return linear_probe(*features, fractions=given.label_shares, resamples=given.resamples)
@@ -213,11 +264,15 @@ def _change(trained: Trained) -> Any:
     if not model.inputs.prior_image:
         raise EvaluationError("the system reads no prior image", "unsupported", field="prior_image")
     loader = _read(trained, model, changes, inputs=Inputs(prior_image=True))
-    return change_classification(model, loader, use_prior=True, resamples=trained.run.evaluation.resamples)
+    return change_classification(
+        model, loader, use_prior=True, resamples=trained.run.evaluation.resamples
+    )
 
 
 def _sections(trained: Trained) -> tuple[str, ...]:
-    """Return the sections that the system was trained on; all that an evaluation reads where it draws them."""
+    """Return the sections that the system was trained on; all that an evaluation reads where it
+    draws them.
+    """
     text = trained.run.settings["data"]["text"]
     return tuple(text.get("sections") or ("findings", "impression"))
 
@@ -237,7 +292,11 @@ def _reranking(trained: Trained) -> Any:
     candidates = ShortlistModel(dual_encoder, _read(trained, dual_encoder, test, sections=sections))
     loader = _read(trained, model, _test(trained), sections=sections)
     return reranked_retrieval(
-        model, loader, shortlist=given.shortlist, shortlist_model=candidates, resamples=given.resamples
+        model,
+        loader,
+        shortlist=given.shortlist,
+        shortlist_model=candidates,
+        resamples=given.resamples,
     )
 
 
@@ -247,7 +306,9 @@ def _questions(trained: Trained) -> Any:
     corpus, budget = run.corpus, run.budget
     assert corpus.questions is not None
     home = Path(corpus.questions)
-    open_source(home / "test", [trained.origin])  # refuses patients of its training data before the fine-tuning
+    open_source(
+        home / "test", [trained.origin]
+    )  # refuses patients of its training data before the fine-tuning
     recipe = recipe_module(find_recipe("vqa_finetune"))
     preset = recipe.PRESETS[run.preset if run.preset in recipe.PRESETS else "tiny"]
     data: dict[str, Any] = {
@@ -257,7 +318,12 @@ def _questions(trained: Trained) -> Any:
         "workers": budget.workers,
     }
     data["image"] = {"size": question_size(run)}
-    train: dict[str, Any] = {"run_dir": run_dir, "keep_last": 1, "tensorboard": False, "seed": run.seed}
+    train: dict[str, Any] = {
+        "run_dir": run_dir,
+        "keep_last": 1,
+        "tensorboard": False,
+        "seed": run.seed,
+    }
     train |= {name: run.settings["train"][name] for name in ("packed_text", "device")}
     if budget.weights == "last":
         train |= {"best_metric": "loss", "best_mode": "min"}
@@ -265,7 +331,9 @@ def _questions(trained: Trained) -> Any:
     steps = budget.finetune_steps or (None if budget.steps is None else max(1, budget.steps // 4))
     if steps is not None:
         schedule = preset.optim.schedule
-        optim["schedule"] = dataclasses.replace(schedule, warmup_steps=min(schedule.warmup_steps, 100, steps // 4))
+        optim["schedule"] = dataclasses.replace(
+            schedule, warmup_steps=min(schedule.warmup_steps, 100, steps // 4)
+        )
         train |= {"epochs": None, "steps": steps, "scale_below": None}
         if budget.weights == "last":
             train["validate_every"] = steps
@@ -275,12 +343,20 @@ def _questions(trained: Trained) -> Any:
     recipe.prepare(with_settings(preset, tree, "questions")).train()
     free_memory()
     model = trained.model(run_dir / budget.weights)
-    training, test = ShardSource(home / "train"), open_source(home / "test", [run_dir / budget.weights])
+    training, test = (
+        ShardSource(home / "train"),
+        open_source(home / "test", [run_dir / budget.weights]),
+    )
     rules = get_protocol("medvl")
     questions: Any = QuestionSource(test, "test", model.config.answers, rules.normalize)
     given = run.evaluation
     loader: Any = open_for_evaluation(
-        questions, model.transform, model.tokenizer, batch=given.batch, workers=given.workers, sections=("question",)
+        questions,
+        model.transform,
+        model.tokenizer,
+        batch=given.batch,
+        workers=given.workers,
+        sections=("question",),
     )
     return evaluate_answers(
         question_data([training, test]),
@@ -316,7 +392,9 @@ def _fixed(*columns: Column) -> Callable[[BenchmarkConfig], tuple[Column, ...]]:
 
 def _probe_columns(config: BenchmarkConfig) -> tuple[Column, ...]:
     shares = [f"{100 * share:g}%" for share in config.evaluation.label_shares]
-    return tuple(Column(title=f"probe, {share}", metric=f"auroc@{share}", targets=_MEAN) for share in shares)
+    return tuple(
+        Column(title=f"probe, {share}", metric=f"auroc@{share}", targets=_MEAN) for share in shares
+    )
 
 
 TASKS: Mapping[str, Task] = {
@@ -342,8 +420,8 @@ TASKS: Mapping[str, Task] = {
             Column(title="CNR", metric="cnr", targets=("overall",)),
         ),
     ),
-    "probe": Task(fits=_is(DualEncoder, FusionModel, MRM, R2Gen), evaluate=_probe, columns=_probe_columns),
-    "change": Task(
+    "probe": Task(fits=_is(DualEncoder, FusionModel, MRM, R2Gen), evaluate=_probe,
+    columns=_probe_columns), "change": Task(
         fits=_is(DualEncoder),
         needs=("changes",),
         evaluate=_change,
@@ -371,9 +449,9 @@ TASKS: Mapping[str, Task] = {
         evaluate=_questions,
         columns=_fixed(
             Column(title="questions", metric="accuracy", targets=("overall",)),
-            Column(title="question alone", metric="accuracy", targets=("overall",), subgroup=_ALONE),
-            Column(title="gain over question alone", metric=GAIN, targets=("overall",)),
-            Column(title="closed", metric="accuracy", targets=("closed",)),
+            Column(title="question alone", metric="accuracy", targets=("overall",),
+            subgroup=_ALONE), Column(title="gain over question alone", metric=GAIN,
+            targets=("overall",)), Column(title="closed", metric="accuracy", targets=("closed",)),
             Column(title="open", metric="accuracy", targets=("open",)),
         ),
     ),
@@ -388,8 +466,12 @@ TASKS: Mapping[str, Task] = {
 }  # fmt: skip
 
 
-def fitting_tasks(config: BenchmarkConfig, name: str, family: Family, corpus: CorpusConfig) -> tuple[str, ...]:
-    """Return the tasks of a benchmark that fit a system and a corpus; a system may still not support one."""
+def fitting_tasks(
+    config: BenchmarkConfig, name: str, family: Family, corpus: CorpusConfig
+) -> tuple[str, ...]:
+    """Return the tasks of a benchmark that fit a system and a corpus; a system may still not
+    support one.
+    """
     cls = system(name)
     fitting = [
         name
@@ -409,20 +491,30 @@ def columns_of(config: BenchmarkConfig) -> dict[str, tuple[Column, ...]]:
     columns = {name: task.columns(config) for name, task in TASKS.items()}
     columns |= {command.name: command.columns for command in config.commands}
     columns |= {name: (*columns[name], *further) for name, further in config.columns.items()}
-    return {name: found for name, found in columns.items() if "all" in config.tasks or name in config.tasks}
+    return {
+        name: found
+        for name, found in columns.items()
+        if "all" in config.tasks or name in config.tasks
+    }
 
 
 def tested_folder(run: Run, task: str) -> Path | None:
-    """Return the shards that an evaluation is made on; None where a command names none, or the corpus has none."""
+    """Return the shards that an evaluation is made on; None where a command names none, or the
+    corpus has none.
+    """
     if task not in TASKS:
         try:
             arguments = command_arguments(run, task)
         except EvaluationError:
             return None
-        given = [value for name, value in itertools.pairwise(arguments) if name in ("--data", "--test")]
+        given = [
+            value for name, value in itertools.pairwise(arguments) if name in ("--data", "--test")
+        ]
         return Path(given[-1]) if given else None
     corpus = run.corpus
     if task in ("grounding", "change"):
         return Path((corpus.phrases if task == "grounding" else corpus.changes) or "")
-    home = {"questions": corpus.questions or "", "reports": str(Path(run.train_shards).parent)}.get(task, corpus.pairs)
+    home = {"questions": corpus.questions or "", "reports": str(Path(run.train_shards).parent)}.get(
+        task, corpus.pairs
+    )
     return Path(home) / "test"

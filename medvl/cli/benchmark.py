@@ -27,7 +27,9 @@ class ChangeOptions:
     steps: int | None = None
     """training steps; override those of the file"""
     set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
-    """other values of the file to override, as NAME=VALUE: corpora.0.root=quickstart; may be given several times"""
+    """other values of the file to override, as NAME=VALUE: corpora.0.root=quickstart; may be
+    given several times
+    """
 
     def changes(self) -> dict[str, Any]:
         """Return the values by dotted name."""
@@ -54,22 +56,26 @@ def benchmark(
     sbatch: str = "",
     retry_failed: bool = False,
 ) -> None:
-    """Train and evaluate systems by a TOML file or a preset, with one store of results and a site of pages.
+    """Train and evaluate systems by a TOML file or a preset, with one store of results and a site
+    of pages.
 
-    Finished runs are not repeated, and interrupted ones continue. The exit status is 1 if anything failed.
+    Finished runs are not repeated, and interrupted ones continue. The exit status is 1 if anything
+    failed.
 
     Args:
-        source: a .toml file, the name of a preset (`medvl list benchmarks`), or a folder OUT/runs/KEY, to execute this
-            run alone, as SLURM job arrays do.
+        source: a .toml file, the name of a preset (`medvl list benchmarks`), or a folder
+            OUT/runs/KEY, to execute this run alone, as SLURM job arrays do.
         changes: values that override those of the file.
         out: folder of data, runs, results.jsonl and the pages.
-        dry_run: list the runs with hours and memory, which are measured on the corpora that exist, the hours of their
-            evaluations where others of the same task have finished, and the errors of models that cannot be built;
-            the exit status is 1 if there is one.
-        seconds: seconds of each measurement of --dry-run; 0 lists only what earlier runs have measured.
+        dry_run: list the runs with hours and memory, which are measured on the corpora that exist,
+            the hours of their evaluations where others of the same task have finished, and the
+            errors of models that cannot be built; the exit status is 1 if there is one.
+        seconds: seconds of each measurement of --dry-run; 0 lists only what earlier runs have
+            measured.
         engine: processes of this machine, a cluster of Ray, or scripts for SLURM.
         jobs: processes of this machine at a time; 0 executes all runs in this process.
-        gpus: GPUs of this machine; each runs one process. With ray, the first is the number of GPUs of a run.
+        gpus: GPUs of this machine; each runs one process. With ray, the first is the number of GPUs
+            of a run.
         sbatch: options of the job arrays, joined by =, such as --sbatch="--gpus=1 --time=08:00:00".
         retry_failed: repeat the runs and evaluations that failed.
     """
@@ -82,7 +88,10 @@ def benchmark(
     if (Path(source) / RUN).is_file():
         _execute_alone(Path(source))
         return
-    plan, store = plan_runs(read_benchmark(source, changes.changes()), out.absolute()), Store(out.absolute())
+    plan, store = (
+        plan_runs(read_benchmark(source, changes.changes()), out.absolute()),
+        Store(out.absolute()),
+    )
     if dry_run:
         _describe(plan, store, seconds)
         return
@@ -95,7 +104,10 @@ def benchmark(
         from medvl.benchmark.queue import write_slurm
 
         submit, *scripts = write_slurm(plan, store, sbatch)
-        print(f"Wrote {submit} and {len(scripts)} job arrays. Next: bash {submit}; afterwards the same command again")
+        print(
+            f"Wrote {submit} and {len(scripts)} job arrays. Next: bash {submit}; afterwards the "
+            f"same command again"
+        )
         return
     _execute(plan, store, engine, jobs, gpus)
     if _publish(plan, store):
@@ -126,19 +138,26 @@ def _execute(plan: Any, store: Any, engine: str, jobs: int, gpus: tuple[str, ...
 
 
 def _publish(plan: Any, store: Any) -> bool:
-    """Write results.jsonl and the pages, and print the tables. Return whether anything failed or is unfinished."""
+    """Write results.jsonl and the pages, and print the tables. Return whether anything failed or
+    is unfinished.
+    """
     from medvl.benchmark.pages.write import print_site, write_site
 
     site = write_site(plan, store)
     print(print_site(site))
     left = sum(store.state(run) == "to do" for run in plan.runs)
     if left:
-        print(f"{left} of {len(plan.runs)} runs are not finished; run the same command again to resume")
+        print(
+            f"{left} of {len(plan.runs)} runs are not finished; run the same command again to "
+            f"resume"
+        )
     return bool(site.failures or left)
 
 
 def _make_data(plan: Any, store: Any) -> None:
-    """Create missing data of the corpora that unfinished runs need, and compare them with those of finished runs."""
+    """Create missing data of the corpora that unfinished runs need, and compare them with those
+    of finished runs.
+    """
     from medvl.benchmark.check import check_data
     from medvl.benchmark.corpora import make_corpus
 
@@ -193,18 +212,24 @@ def compare(
     """Compare the evaluations of several runs, with paired differences from the first.
 
     Args:
-        runs: folders of training runs or of evaluations, or results.json files; the first is the reference.
+        runs: folders of training runs or of evaluations, or results.json files; the first is the
+            reference.
         out: folder for comparison.json and index.html.
         force: compare even if data or settings of the evaluations differ.
         resamples: resamples of the paired bootstrap.
         all: print all rows; by default, those that fit on one screen.
     """
     if not runs:
-        raise ConfigError("expected runs or evaluations: medvl compare RUN RUN ...", "missing", field="runs")
+        raise ConfigError(
+            "expected runs or evaluations: medvl compare RUN RUN ...", "missing", field="runs"
+        )
     from medvl.eval.compare import compare as library
     from medvl.eval.compare.page import format_comparison, write_comparison
 
     by_protocol = library.find_runs(runs).values()
-    comparisons = [library.compare(of_protocol, force=force, resamples=resamples) for of_protocol in by_protocol]
+    comparisons = [
+        library.compare(of_protocol, force=force, resamples=resamples)
+        for of_protocol in by_protocol
+    ]
     paths = write_comparison(comparisons, out, date=datetime.date.today().isoformat())
     print_results("\n\n".join(map(format_comparison, comparisons)), paths, everything=all)

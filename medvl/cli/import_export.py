@@ -1,4 +1,6 @@
-"""`medvl import` and `medvl export`: published checkpoints to medvl, and medvl checkpoints to other formats."""
+"""`medvl import` and `medvl export`: published checkpoints to medvl, and medvl checkpoints to
+other formats.
+"""
 
 import dataclasses
 import functools
@@ -29,11 +31,14 @@ _EXPORTERS = {
 }
 
 _FORMATS = {
-    "huggingface": "every system: both encoders, as classes of transformers or timm if they compute the same, else for "
-    "medvl.export.load_encoder; heads of ConVIRT, CLIP, CheXzero and SigLIP, with a loader for zero-shot scores",
+    "huggingface": "every system: both encoders, as classes of transformers or timm if they "
+    "compute the same, else for "
+    "medvl.export.load_encoder; heads of ConVIRT, CLIP, CheXzero and SigLIP, with a loader for "
+    "zero-shot scores",
     "open_clip": "CLIP, CheXzero and SigLIP, complete, with encoders that open_clip builds",
     "onnx": "every system: both encoders, with the heads of dual-encoders; needs medvl[onnx]",
-    "published": "BioViL, BioViL-T, LoVT, MedCLIP and MGCA, complete, as the files of their authors' code",
+    "published": "BioViL, BioViL-T, LoVT, MedCLIP and MGCA, complete, as the files of their "
+    "authors' code",
 }
 
 
@@ -65,21 +70,31 @@ def import_published(
     Args:
         system: name of the system (`medvl import --list`), or open_clip:NAME.
         file: published file, or a folder of stable_diffusion; no code in it is executed.
-        text_file: the text model's file, of a system published in two (biovil, biovil_t) or without it (medklip, mavl,
-            lvit).
+        text_file: the text model's file, of a system published in two (biovil, biovil_t) or without
+            it (medklip, mavl, lvit).
         entities: file of the entities that the system was trained with (medklip, mavl, kad, arl).
-        out: new output folder for a checkpoint, or for image_encoder and text_encoder, with import.json.
+        out: new output folder for a checkpoint, or for image_encoder and text_encoder, with
+            import.json.
         tokenizer: folder of the system's tokenizer; not needed for CLIP's.
-        weights: name of a set of weights in the file, where it has several: state_dict_ema, teacher.
+        weights: name of a set of weights in the file, where it has several: state_dict_ema,
+            teacher.
         list_all: list the systems that can be imported.
     """
     if list_all:
         return _list()
     if not system or file is None or out is None:
-        raise ConfigError("expected medvl import SYSTEM FILE --out DIR, or medvl import --list", "missing", field="out")
+        raise ConfigError(
+            "expected medvl import SYSTEM FILE --out DIR, or medvl import --list",
+            "missing",
+            field="out",
+        )
     if system == "stable_diffusion":
         if weights is not None:
-            raise ConfigError("stable_diffusion is a folder of parts; leave --weights out", "conflict", field="weights")
+            raise ConfigError(
+                "stable_diffusion is a folder of parts; leave --weights out",
+                "conflict",
+                field="weights",
+            )
         return _import_stable_diffusion(file, out)
     from medvl.export.importers.import_checkpoint import REPORT, import_checkpoint
 
@@ -87,9 +102,14 @@ def import_published(
     imported = import_checkpoint(system, file, **others, weights=weights, out=out)
     reasons = sorted({*imported.left_out.values()})
     lines = [
-        f"Wrote {out}: {imported.loaded} tensors loaded, {len(imported.left_out)} left out, see {REPORT}",
+        f"Wrote {out}: {imported.loaded} tensors loaded, {len(imported.left_out)} left out, see "
+        f"{REPORT}",
         *(f"  left out: {reason}" for reason in reasons),
-        *(f"  not read: {entry}: {reason}" for entry, reason in imported.beside.items() if "set" in reason),
+        *(
+            f"  not read: {entry}: {reason}"
+            for entry, reason in imported.beside.items()
+            if "set" in reason
+        ),
         *(f"  zero: {name}: {reason}" for name, reason in imported.zeros.items()),
         *([f"  note: {imported.note}"] if imported.note else []),
     ]
@@ -117,14 +137,15 @@ def export_checkpoint(
     out: Path | None = None,
     list_all: Annotated[bool, tyro.conf.arg(name="list")] = False,
 ) -> str:
-    """Export a checkpoint to open_clip, Hugging Face, ONNX or its authors' layout, and compare the outputs.
+    """Export a checkpoint to open_clip, Hugging Face, ONNX or its authors' layout, and compare the
+    outputs.
 
     Args:
         checkpoint: folder of a checkpoint, such as runs/convirt/best.
         to: format; --list describes the formats.
         out: new output folder; default beside the checkpoint, with the format as suffix.
-        list_all: list the formats; with a checkpoint, also try each of them and list the exported parts, or why it is
-            not possible.
+        list_all: list the formats; with a checkpoint, also try each of them and list the exported
+            parts, or why it is not possible.
     """
     if checkpoint is None:
         if list_all:
@@ -140,10 +161,15 @@ def export_checkpoint(
     if folder.exists():
         raise ConfigError(f"{folder} exists; give a new folder with --out", "exists", field="out")
     exported = _exporter(to)(model, folder)
-    compared = {output: value for output, value in exported.differences.items() if not math.isnan(value)}
+    compared = {
+        output: value for output, value in exported.differences.items() if not math.isnan(value)
+    }
     lines = [
         f"Wrote {folder}",
-        *(f"  {output}: maximum relative difference from medvl {value:.1e}" for output, value in compared.items()),
+        *(
+            f"  {output}: maximum relative difference from medvl {value:.1e}"
+            for output, value in compared.items()
+        ),
         *([] if compared else ["  outputs not compared: onnxruntime is not installed"]),
         *(f"  left out: {part}: {reason}" for part, reason in exported.left_out.items()),
     ]
@@ -162,7 +188,9 @@ def _try(model: Any, to: str) -> str:
             exported = _exporter(to)(model, Path(folder) / "out")
         except MedvlError as error:
             return f"no: {error}"
-        size = sum(path.stat().st_size for path in exported.folder.rglob("*") if path.is_file()) / 1e6
+        size = (
+            sum(path.stat().st_size for path in exported.folder.rglob("*") if path.is_file()) / 1e6
+        )
     left_out = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
     return f"yes, {size:.0f} MB: {', '.join(exported.differences)}{left_out}"
 
@@ -172,7 +200,13 @@ def _list() -> str:
 
     rows = [(importer.name, importer.kind, importer.title) for importer in list_importers()]
     rows.append(("open_clip:NAME", "system", "any model of open_clip with native encoders"))
-    rows.append(("stable_diffusion", "system", "a local folder of Stable Diffusion 1.x (needs medvl[generation])"))
+    rows.append(
+        (
+            "stable_diffusion",
+            "system",
+            "a local folder of Stable Diffusion 1.x (needs medvl[generation])",
+        )
+    )
     lines = [f"{name:17} {kind:24} {title}" for name, kind, title in sorted(rows)]
     lines += [f"{name:17} {'not imported':24} {reason}" for name, reason in NOT_IMPORTED.items()]
     return "\n".join(lines)
@@ -198,9 +232,11 @@ def fit_pixelhop(
     batch: int = 16,
     workers: int = 2,
 ) -> str:
-    """Fit PixelHop++ to the images of training shards: an image encoder without gradients, for BERTHop.
+    """Fit PixelHop++ to the images of training shards: an image encoder without gradients, for
+    BERTHop.
 
-    Reads the images once for each unit and once for the tokens; memory does not depend on their number.
+    Reads the images once for each unit and once for the tokens; memory does not depend on their
+    number.
 
     Args:
         data: folder of shards, of training patients only.
@@ -220,7 +256,11 @@ def fit_pixelhop(
     """
     from medvl.data.shards.source import ShardSource
     from medvl.data.transforms.image import EvalTransform
-    from medvl.encoders.image.pixelhop_fit import PixelHopSettings, fit_pixelhop as fit_encoder, save_pixelhop
+    from medvl.encoders.image.pixelhop_fit import (
+        PixelHopSettings,
+        fit_pixelhop as fit_encoder,
+        save_pixelhop,
+    )
 
     settings = PixelHopSettings(
         units=units,
@@ -234,19 +274,33 @@ def fit_pixelhop(
     )
     source = ShardSource(data)
     chosen = choose_images(source, images)
-    passes = functools.partial(_read, chosen, EvalTransform(size=image_size, fit=fit), batch, workers)
+    passes = functools.partial(
+        _read, chosen, EvalTransform(size=image_size, fit=fit), batch, workers
+    )
     encoder = fit_encoder(passes, settings)
-    described = {"shards": source.fingerprint, "images": len(chosen), "settings": dataclasses.asdict(settings)}
+    described = {
+        "shards": source.fingerprint,
+        "images": len(chosen),
+        "settings": dataclasses.asdict(settings),
+    }
     save_pixelhop(encoder, out, described)
     nodes, further = encoder.config["nodes"], encoder.config["intermediate"]
     of_units = ", ".join(f"{count} ({kept})" for count, kept in zip(nodes, further, strict=True))
-    return f"Fitted {tokens} tokens to {len(chosen)} images of {data}; nodes (transformed further): {of_units}"
+    return (
+        f"Fitted {tokens} tokens to {len(chosen)} images of {data}; nodes (transformed "
+        f"further): {of_units}"
+    )
 
 
-def _read(images: "Subset", transform: "EvalTransform", batch: int, workers: int) -> "Iterator[Tensor]":
+def _read(
+    images: "Subset", transform: "EvalTransform", batch: int, workers: int
+) -> "Iterator[Tensor]":
     from medvl.eval.core.open import open_for_evaluation
 
-    return (part.image_BCHW for part in open_for_evaluation(images, transform, batch=batch, workers=workers))
+    return (
+        part.image_BCHW
+        for part in open_for_evaluation(images, transform, batch=batch, workers=workers)
+    )
 
 
 def choose_images(source: "ShardSource", count: int) -> "Subset":
@@ -255,7 +309,9 @@ def choose_images(source: "ShardSource", count: int) -> "Subset":
 
     from medvl.data.loading.sources import Subset
 
-    return Subset(source, np.sort(np.random.default_rng(0).permutation(len(source))[: count or len(source)]))
+    return Subset(
+        source, np.sort(np.random.default_rng(0).permutation(len(source))[: count or len(source)])
+    )
 
 
 # `medvl interpolate`: a checkpoint between two others.
@@ -268,7 +324,8 @@ def interpolate(
     out: Path | None = None,
     share: float = 0.5,
 ) -> str:
-    """Interpolate the weights of a model before and after fine-tuning, so that it forgets less (WiSE-FT).
+    """Interpolate the weights of a model before and after fine-tuning, so that it forgets less
+    (WiSE-FT).
 
     Args:
         start: folder of the checkpoint that training started from.
@@ -281,7 +338,9 @@ def interpolate(
     from medvl.models.interpolation import interpolate as between
 
     if start is None or end is None or out is None:
-        raise ConfigError("expected medvl interpolate START END --out FOLDER", "missing", field="out")
+        raise ConfigError(
+            "expected medvl interpolate START END --out FOLDER", "missing", field="out"
+        )
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists already: choose a new folder", "exists", field="out")
     model = between(start, end, share)

@@ -36,23 +36,26 @@ def infer(
     modality: tuple[str, ...] = (),
     device: str = "auto",
 ) -> str:
-    """Score images against texts, answer questions about them, or write their reports; print a table.
+    """Score images against texts, answer questions about them, or write their reports; print a
+    table.
 
     Args:
         images: DICOM, JPEG and PNG files, and folders with them.
         checkpoint: a run or a checkpoint, such as runs/convirt, or hf-hub:OWNER/NAME.
-        texts: findings or phrases for a dual-encoder, labels of a classifier (default: all of them), questions for a
-            VQA model; report generators take none.
+        texts: findings or phrases for a dual-encoder, labels of a classifier (default: all of
+            them), questions for a VQA model; report generators take none.
         prompts: prompt set of dual-encoders: a name (`medvl list prompts`) or a JSON file.
-        calibration: file of `medvl eval calibrate`; default the one of the checkpoint, if there is one. Without it,
-            values are scores, which rank images and are no probabilities.
-        out: folder for results.jsonl, results.csv and overlays; the same command again continues it.
-        overlays: heat maps for each image, of the texts with the highest values, written to OUT/overlays.
+        calibration: file of `medvl eval calibrate`; default the one of the checkpoint, if there is
+            one. Without it, values are scores, which rank images and are no probabilities.
+        out: folder for results.jsonl, results.csv and overlays; the same command again continues
+            it.
+        overlays: heat maps for each image, of the texts with the highest values, written to
+            OUT/overlays.
         batch: images per batch.
         frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
-        modality: modalities of DICOM files to accept, such as CR DX RG; others are skipped. Without it, all are
-            scored, and those of another kind than the model's training images by their header are marked and counted in
-            a warning.
+        modality: modalities of DICOM files to accept, such as CR DX RG; others are skipped. Without
+            it, all are scored, and those of another kind than the model's training images by their
+            header are marked and counted in a warning.
         device: auto, cpu or cuda.
     """
     from medvl.errors import ConfigError
@@ -63,9 +66,15 @@ def infer(
     from medvl.inference.folder import ImageModel, can_draw, count_skipped, find_images, infer_files
     from medvl.models import DualEncoder
 
-    for field, value, low in (("batch", batch, 1), ("overlays", overlays, 0), ("frame", frame or 0, 0)):
+    for field, value, low in (
+        ("batch", batch, 1),
+        ("overlays", overlays, 0),
+        ("frame", frame or 0, 0),
+    ):
         if value < low:
-            raise ConfigError(f"expected {field} of {low} or more, got {value}", "out_of_range", field=field)
+            raise ConfigError(
+                f"expected {field} of {low} or more, got {value}", "out_of_range", field=field
+            )
     paths = find_images(images)
     loaded = load_model(Path(checkpoint), device)
     fitted, reason = None, "only scores by prompts are calibrated"
@@ -82,45 +91,76 @@ def infer(
         "overlays": drawn,
     }
     if model.calibrated:
-        settings["probabilities"] = {name: dataclasses.asdict(each) for name, each in model.calibrated.items()}
+        settings["probabilities"] = {
+            name: dataclasses.asdict(each) for name, each in model.calibrated.items()
+        }
     if accepted:
         settings["modality"] = sorted(accepted)
     results = infer_files(
-        model, paths, out=out, settings=settings, overlays=drawn, batch=batch, frame=frame, modality=accepted
+        model,
+        paths,
+        out=out,
+        settings=settings,
+        overlays=drawn,
+        batch=batch,
+        frame=frame,
+        modality=accepted,
     )
     skipped = count_skipped(results)
     if sum(skipped.values()) == len(results):
         advice = "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
-        raise ConfigError(f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images")
+        raise ConfigError(
+            f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images"
+        )
     if model.gives in ("score", "value"):
-        print(_uncalibrated(model, fitted, reason), file=sys.stderr)  # the table on stdout stays one
+        print(
+            _uncalibrated(model, fitted, reason), file=sys.stderr
+        )  # the table on stdout stays one
     lines = [format_results(results, model.names, model.gives), *_notes(loaded, results, skipped)]
     if out is None:
         return "\n".join(lines)
     if overlays and not drawn:
         lines.append(f"\nno overlays: {model.model.name} has no heat maps of texts")
-    return "\n".join([*lines, "", *(str(out / name) for name in sorted(path.name for path in out.iterdir()))])
+    return "\n".join(
+        [*lines, "", *(str(out / name) for name in sorted(path.name for path in out.iterdir()))]
+    )
 
 
-def _notes(model: "System", results: "Sequence[ImageResult]", skipped: Mapping[str, int]) -> Iterator[str]:
-    """Yield what the reader of the table must know: skipped images, and images of another kind than the model's."""
+def _notes(
+    model: "System", results: "Sequence[ImageResult]", skipped: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield what the reader of the table must know: skipped images, and images of another kind
+    than the model's.
+    """
     from medvl.inference.models import Expected, describe_doubts
 
     if skipped:
         yield f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}"
-    warning = describe_doubts([result.warning for result in results if result.skipped is None], Expected.by(model))
+    warning = describe_doubts(
+        [result.warning for result in results if result.skipped is None], Expected.by(model)
+    )
     if warning:
-        yield f"\nwarning: {warning}; --modality leaves other modalities out (--modality CR DX RG: radiographs only)"
+        yield (
+            f"\nwarning: {warning}; --modality leaves other modalities out (--modality CR DX "
+            f"RG: radiographs only)"
+        )
 
 
 def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives: str) -> str:
-    """Return the results as a table: one image per row, or one text per row for one image; the first 20 images."""
+    """Return the results as a table: one image per row, or one text per row for one image; the
+    first 20 images.
+    """
     shown = [result for result in results if result.skipped is None][:_SHOWN]
     if gives == "report":
-        return "\n\n".join(f"{result.image}{_kind(result, before=': ')}\n{result.values['report']}" for result in shown)
+        return "\n\n".join(
+            f"{result.image}{_kind(result, before=': ')}\n{result.values['report']}"
+            for result in shown
+        )
     if len(results) == 1:
         values = results[0].values
-        order = sorted(names, key=lambda name: -value if isinstance(value := values[name], float) else 0)
+        order = sorted(
+            names, key=lambda name: -value if isinstance(value := values[name], float) else 0
+        )
         table = _table([[name, _cell(values[name])] for name in order], ["", gives])
         return f"{results[0].image}{_kind(results[0], before=': ')}\n\n{table}"
     columns = list(names)
@@ -144,8 +184,12 @@ def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives
 
 
 def _kind(result: "ImageResult", before: str = "") -> str:
-    """Return modality and body part, with a mark on images of other kinds than the model's; "" for other files."""
-    kind = " ".join(filter(None, (result.modality, result.body_part, "(!)" if result.warning else None)))
+    """Return modality and body part, with a mark on images of other kinds than the model's; ""
+    for other files.
+    """
+    kind = " ".join(
+        filter(None, (result.modality, result.body_part, "(!)" if result.warning else None))
+    )
     return kind and before + kind
 
 
@@ -155,7 +199,10 @@ def _uncalibrated(model: "ImageModel", calibration: "Calibration | None", reason
         return f"Scores rank images and are no calibrated probabilities: {reason}."
     left_out = calibration.left_out
     names = [name for name in model.names if name not in model.calibrated]
-    reasons = "; ".join(f"{name} ({left_out.get(name, 'it is not one of the calibrated findings')})" for name in names)
+    reasons = "; ".join(
+        f"{name} ({left_out.get(name, 'it is not one of the calibrated findings')})"
+        for name in names
+    )
     others = f" Probabilities: {', '.join(model.calibrated)}." if model.calibrated else ""
     return f"Scores, which rank images and are no calibrated probabilities: {reasons}.{others}"
 
@@ -163,7 +210,8 @@ def _uncalibrated(model: "ImageModel", calibration: "Calibration | None", reason
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [head, *rows]
     )
 
 
@@ -176,7 +224,9 @@ def _ending(path: str, width: int = 60) -> str:
 
 
 def _counts(skipped: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items(), key=lambda pair: -pair[1]))
+    return ", ".join(
+        f"{count} {reason}" for reason, count in sorted(skipped.items(), key=lambda pair: -pair[1])
+    )
 
 
 # `medvl generate`: images from texts.
@@ -207,8 +257,8 @@ def generate(
 
     Args:
         checkpoint: a latent diffusion model (roentgen): a run, a checkpoint, or hf-hub:OWNER/NAME.
-        out: folder for images/, images.jsonl, generation.json and a contact sheet; with several values of guidance, one
-            folder for each in it, such as guidance-4.
+        out: folder for images/, images.jsonl, generation.json and a contact sheet; with several
+            values of guidance, one folder for each in it, such as guidance-4.
         prompt: texts.
         prompts: file with one text per line, in place of --prompt.
         data: folder of shards (one split) whose texts are the prompts, in place of --prompt.
@@ -220,7 +270,8 @@ def generate(
         sampler: dpm (DPM-Solver++), ddim, or pndm, which RoentGen used with 75 steps.
         seed: seed of the run; each image has its own, derived from it.
         images_per_prompt: images of each text.
-        reconstruct: encode and decode the images of --data instead, the ceiling of a generator on this autoencoder.
+        reconstruct: encode and decode the images of --data instead, the ceiling of a generator on
+            this autoencoder.
         mark: write "synthetic" into a corner of each image.
         batch: images at a time.
         precision: fp32, or bf16 for the networks.
@@ -233,7 +284,8 @@ def generate(
     if not scales:
         raise ConfigError("give at least one value of --guidance", "missing", field="guidance")
     options = [
-        GenerateOptions(guidance=scale, steps=steps, sampler=sampler, seed=seed, images_per_prompt=images_per_prompt,
+        GenerateOptions(guidance=scale, steps=steps, sampler=sampler, seed=seed,
+        images_per_prompt=images_per_prompt,
                         batch=batch, device=device, precision=precision, mark=mark)
         for scale in scales
     ]  # fmt: skip
@@ -256,12 +308,16 @@ def _prompts(
     from medvl.inference.generation import Prompt, prompts_of_file, prompts_of_shards
 
     if sum((bool(prompt), prompts is not None, data is not None)) != 1:
-        raise ConfigError("give exactly one of --prompt, --prompts and --data", "conflict", field="prompts")
+        raise ConfigError(
+            "give exactly one of --prompt, --prompts and --data", "conflict", field="prompts"
+        )
     if data is not None:
         return prompts_of_shards(data, sections=sections, views=views, limit=limit)
     if prompts is not None:
         return prompts_of_file(prompts)
-    return [Prompt(text=text, key=str(number)) for number, text in enumerate(prompt, 1)], {"kind": "command"}
+    return [Prompt(text=text, key=str(number)) for number, text in enumerate(prompt, 1)], {
+        "kind": "command"
+    }
 
 
 def _write(
@@ -271,7 +327,9 @@ def _write(
     folders: "Mapping[Path, GenerateOptions]",
     shards: Path | None,
 ) -> str:
-    """Write the folders of generated images, or with `shards` of reconstructions, and return a summary."""
+    """Write the folders of generated images, or with `shards` of reconstructions, and return a
+    summary.
+    """
     from medvl.inference.generation import CONTACT_SHEET, generate_images, reconstruct_images
 
     lines, cut = [], []
@@ -284,7 +342,10 @@ def _write(
         cut = [row.cut_tokens for row in images.rows if row.cut_tokens]
         lines.append(f"Wrote {folder}: {len(images)} synthetic images, {folder / CONTACT_SHEET}")
     if cut:
-        lines.append(f"{len(cut)} images have prompts longer than the text encoder reads: up to {max(cut)} tokens cut")
+        lines.append(
+            f"{len(cut)} images have prompts longer than the text encoder reads: up to "
+            f"{max(cut)} tokens cut"
+        )
     return "\n".join(lines)
 
 
@@ -306,9 +367,12 @@ def serve(
 
     Args:
         server: address, access and limits.
-        checkpoint: a run, a folder of a checkpoint, or a name on the hub; two are shown side by side (required).
-        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file, whose findings are offered.
-        calibration: files of `medvl eval calibrate`, one for each checkpoint; default those beside the checkpoints.
+        checkpoint: a run, a folder of a checkpoint, or a name on the hub; two are shown side by
+            side (required).
+        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file, whose findings
+            are offered.
+        calibration: files of `medvl eval calibrate`, one for each checkpoint; default those beside
+            the checkpoints.
         gallery: folder of shards whose images are searched for neighbours.
         gallery_images: images of the gallery, evenly spread over its shards.
         certificate: files of a TLS certificate and its key, for https.
@@ -324,7 +388,9 @@ def serve(
     del fastapi, python_multipart, uvicorn
     from medvl.serve.run import serve as run
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
     run(
         checkpoint,
         config=server,

@@ -1,4 +1,6 @@
-"""`medvl knowledge`: knowledge graphs from UMLS, and their embeddings. Each command returns the text to print."""
+"""`medvl knowledge`: knowledge graphs from UMLS, and their embeddings. Each command returns the
+text to print.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -53,18 +55,26 @@ def train(folder: Path, config: Flat[TransEConfig], *, device: str = "cpu") -> s
 
     def report(epoch: int, loss: float) -> None:
         if sys.stderr.isatty() and (epoch + 1) % max(1, config.epochs // 100) == 0:
-            print(f"\repoch {epoch + 1} of {config.epochs}, loss {loss:.4f}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\repoch {epoch + 1} of {config.epochs}, loss {loss:.4f}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     model, links = train_transe(graph, config, device=device, report=report)
     path = save_embeddings(model, graph, config, folder)
     if links is None:
         return f"Wrote {path}"
-    scores = f"MRR {links.mrr:.3f} (chance {links.chance_mrr:.3f}), hits at 10 {links.hits_at_10:.3f}"
+    scores = (
+        f"MRR {links.mrr:.3f} (chance {links.chance_mrr:.3f}), hits at 10 {links.hits_at_10:.3f}"
+    )
     return f"Wrote {path}. {links.triples} held-out triples: {scores}"
 
 
 def find(folder: Path, text: str, *, conventions: ConventionsName = "chexpert") -> str:
-    """List the entities that a text mentions, in its order, and whether they are positive, negative or uncertain.
+    """List the entities that a text mentions, in its order, and whether they are positive, negative
+    or uncertain.
 
     Args:
         folder: graph of `medvl knowledge build`.
@@ -86,7 +96,11 @@ def find(folder: Path, text: str, *, conventions: ConventionsName = "chexpert") 
 
 
 def radgraph(
-    file: Path, out: Path, *, salt_file: Path | None = None, named: Literal["mimic", "shards"] = "mimic"
+    file: Path,
+    out: Path,
+    *,
+    salt_file: Path | None = None,
+    named: Literal["mimic", "shards"] = "mimic",
 ) -> str:
     """Write statements from RadGraph's annotations, for the text policy of statements of a file.
 
@@ -94,8 +108,8 @@ def radgraph(
         file: JSON of annotations by report, of the released graphs or of the package radgraph.
         out: JSONL file of statements by study.
         salt_file: salt of the shards.
-        named: mimic hashes patient and study of names such as p10/p10000032/s50414267.txt as the shards of MIMIC-CXR
-            do; shards keeps names as they are.
+        named: mimic hashes patient and study of names such as p10/p10000032/s50414267.txt as the
+            shards of MIMIC-CXR do; shards keeps names as they are.
     """
     from medvl.cli.shards.corpora import deidentifier
     from medvl.data.reports.statements import radgraph_statements, write_statements
@@ -107,11 +121,12 @@ def radgraph(
 
 
 def statements(file: Path, out: Path, *, salt_file: Path | None = None) -> str:
-    """Name the studies of a file of statements as the shards of MIMIC-CXR do, whose names are hashes.
+    """Name the studies of a file of statements as the shards of MIMIC-CXR do, whose names are
+    hashes.
 
     Args:
-        file: JSONL with lines {"study": "p10/p10000032/s50414267", "statements": [TEXT, ...]}, such as a language model
-            wrote from the reports. Studies with other names keep theirs.
+        file: JSONL with lines {"study": "p10/p10000032/s50414267", "statements": [TEXT, ...]}, such
+            as a language model wrote from the reports. Studies with other names keep theirs.
         out: JSONL file with the names of the shards.
         salt_file: salt of the shards.
     """
@@ -119,12 +134,16 @@ def statements(file: Path, out: Path, *, salt_file: Path | None = None) -> str:
     from medvl.data.reports.statements import name_in_shards, read_statements, write_statements
 
     study, known = deidentifier(salt_file).study, read_statements(file)
-    count = write_statements(((name_in_shards(name, study), texts) for name, texts in known.items()), out)
+    count = write_statements(
+        ((name_in_shards(name, study), texts) for name, texts in known.items()), out
+    )
     return f"Wrote {out}: statements of {count} studies. Train on them: {_TRAIN.format(out=out)}"
 
 
 def _texts(folders: tuple[Path, ...]) -> Iterator[str]:
-    """Yield the sections of all samples; images of one study share their report, which is read once."""
+    """Yield the sections of all samples; images of one study share their report, which is read
+    once.
+    """
     from medvl.data.shards.source import ShardSource
 
     for folder in folders:

@@ -1,4 +1,6 @@
-"""The `medvl` command: table of commands and entry point. Heavy libraries are imported by the commands."""
+"""The `medvl` command: table of commands and entry point. Heavy libraries are imported by the
+commands.
+"""
 
 import difflib
 import fnmatch
@@ -27,18 +29,34 @@ from medvl.cli import (
     recipes as doctor,
 )
 from medvl.cli.eval import commands as evaluation
-from medvl.cli.shards import commands as conversion, commands as upload, commands as verify, corpora, regions, text
+from medvl.cli.shards import (
+    commands as conversion,
+    commands as upload,
+    commands as verify,
+    corpora,
+    regions,
+    text,
+)
 from medvl.errors import ERROR_CODES, ConfigError, MedvlError
 
 
 def list_everything(
-    kind: Literal["models", "image-encoders", "text-encoders", "pretrained", "prompts", "benchmarks", "recipes"],
+    kind: Literal[
+        "models",
+        "image-encoders",
+        "text-encoders",
+        "pretrained",
+        "prompts",
+        "benchmarks",
+        "recipes",
+    ],
     *,
     match: str = "*",
 ) -> None:
     """List available models, encoders, published weights, prompt sets, benchmarks or recipes.
 
-    Recipes are listed with their presets, and with the published numbers and the commands that should reproduce them.
+    Recipes are listed with their presets, and with the published numbers and the commands that
+    should reproduce them.
 
     Args:
         kind: what to list.
@@ -61,11 +79,16 @@ def list_everything(
             "models": models.list_models,
             "image-encoders": encoders.list_image_encoders,
             "text-encoders": encoders.list_text_encoders,
-            "pretrained": lambda pattern: ["  ".join(pair) for pair in models.list_pretrained(pattern)],
+            "pretrained": lambda pattern: [
+                "  ".join(pair) for pair in models.list_pretrained(pattern)
+            ],
         }
         names = listers[kind](match)
     if not names:
-        print(f"medvl: none of the {kind} matches {match!r}; * stands for any characters: '*bert*'", file=sys.stderr)
+        print(
+            f"medvl: none of the {kind} matches {match!r}; * stands for any characters: '*bert*'",
+            file=sys.stderr,
+        )
     for name in names:
         print(name)
 
@@ -102,7 +125,10 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "interpolate": interpolate.interpolate,
     "list": list_everything,
 }
-_RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {"train": recipes.train, "doctor": doctor.doctor}
+_RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {
+    "train": recipes.train,
+    "doctor": doctor.doctor,
+}
 """Commands whose arguments are the command line of a recipe."""
 _WITH_FLAGS = {"infer", "generate"}
 """Commands whose required arguments are flags, unless marked as positional."""
@@ -111,15 +137,22 @@ _RESUMABLE = {"shards", "merge", "upload", "regions", "train", "infer", "benchma
 
 
 def commands() -> dict[str, Callable[..., Any]]:
-    """Return the function of every command by its full name, such as `shards table`, in the order of the help."""
-    grouped = {f"{name} {sub}": function for name, group in _GROUPS.items() for sub, function in group.items()}
+    """Return the function of every command by its full name, such as `shards table`, in the
+    order of the help.
+    """
+    grouped = {
+        f"{name} {sub}": function
+        for name, group in _GROUPS.items()
+        for sub, function in group.items()
+    }
     return grouped | _COMMANDS | _RECIPE_COMMANDS
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the `medvl` command.
 
-    Bad input and system errors end it with status 1, Ctrl-C with status 130, each with a one-line message.
+    Bad input and system errors end it with status 1, Ctrl-C with status 130, each with a one-line
+    message.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -134,7 +167,11 @@ def main(arguments: list[str] | None = None) -> None:
         code = f" [{error.code}]" if ERROR_CODES in os.environ else ""
         _fail((f"{error.field}: {error}" if unnamed else str(error)) + code)
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
+        _fail(
+            f"{error.filename}: {error.strerror}"
+            if error.filename
+            else error.strerror or str(error)
+        )
 
 
 def _run(command: str, arguments: list[str]) -> str | None:
@@ -155,11 +192,17 @@ def _run(command: str, arguments: list[str]) -> str | None:
     raise _unknown(command)
 
 
-def _run_grouped(name: str, group: dict[str, Callable[..., Any]], arguments: list[str]) -> str | None:
-    """Run a command of a group. Its parser is its own, so that errors name `medvl GROUP COMMAND --help`."""
+def _run_grouped(
+    name: str, group: dict[str, Callable[..., Any]], arguments: list[str]
+) -> str | None:
+    """Run a command of a group. Its parser is its own, so that errors name `medvl GROUP COMMAND
+    --help`.
+    """
     options = [tyro.conf.OmitArgPrefixes]
     if not arguments or arguments[0].startswith("-"):
-        return tyro.extras.subcommand_cli_from_dict(group, prog=f"medvl {name}", args=arguments, config=options)
+        return tyro.extras.subcommand_cli_from_dict(
+            group, prog=f"medvl {name}", args=arguments, config=options
+        )
     command, *rest = arguments
     if command not in group:
         raise _unknown(f"{name} {command}")
@@ -169,11 +212,15 @@ def _run_grouped(name: str, group: dict[str, Callable[..., Any]], arguments: lis
 
 def _unknown(name: str) -> ConfigError:
     """Return the error for a command that does not exist; it names the nearest one."""
-    full_names = {known.rpartition(" ")[2]: known for known in commands()} | {known: known for known in commands()}
+    full_names = {known.rpartition(" ")[2]: known for known in commands()} | {
+        known: known for known in commands()
+    }
     full_names |= {group: f"{group} --help" for group in _GROUPS}
     near = difflib.get_close_matches(name, full_names, n=1)
     advice = f"did you mean medvl {full_names[near[0]]}?" if near else "see medvl --help"
-    return ConfigError(f"expected a command of medvl, got {name!r}; {advice}", "unknown_name", field=name)
+    return ConfigError(
+        f"expected a command of medvl, got {name!r}; {advice}", "unknown_name", field=name
+    )
 
 
 def _fail(message: str, status: int = 1) -> NoReturn:
@@ -184,7 +231,9 @@ def _fail(message: str, status: int = 1) -> NoReturn:
 def _usage() -> str:
     lines = [f"  {name:24} {_summary(function)}" for name, function in commands().items()]
     closing = "Options: medvl COMMAND --help. Settings of a recipe: medvl train convirt tiny --help"
-    return "\n".join(["usage: medvl COMMAND ...", "       medvl --version", "", *lines, "", closing])
+    return "\n".join(
+        ["usage: medvl COMMAND ...", "       medvl --version", "", *lines, "", closing]
+    )
 
 
 def _summary(function: Callable[..., Any]) -> str:

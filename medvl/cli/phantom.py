@@ -1,4 +1,6 @@
-"""`medvl phantom`: the phantom world in the layouts of the real corpora. Each command returns the text to print."""
+"""`medvl phantom`: the phantom world in the layouts of the real corpora. Each command returns
+the text to print.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,11 +16,15 @@ class PhantomOptions:
     """Size and seed of the corpus."""
 
     patients: int = 400
-    """number of patients; each has one or more images, on average 2.3 of frontal images, 0.7 in SIIM, 2.5 in VQA"""
+    """number of patients; each has one or more images, on average 2.3 of frontal images, 0.7 in
+    SIIM, 2.5 in VQA
+    """
     size: int = 512
     """height and width of the images in pixels; the longer side in VQA corpora"""
     seed: int = 0
-    """seed of the world; corpora with the same seed have the same patients, so evaluate on another seed"""
+    """seed of the world; corpora with the same seed have the same patients, so evaluate on
+    another seed
+    """
     workers: int | None = None
     """processes; default one per core"""
 
@@ -30,7 +36,9 @@ class ViewsOptions(PhantomOptions):
     frontal_only: bool = False
     """leave out lateral views, which saves time; the frontal ones are the same"""
     site: int = 0
-    """hospital whose devices took the images, 1, 2, ...; patients and reports are the same. 0: no shift"""
+    """hospital whose devices took the images, 1, 2, ...; patients and reports are the same. 0:
+    no shift
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +46,9 @@ class QataOptions(PhantomOptions):
     """Size and seed of the stand-in of QaTa-COV19."""
 
     distractors: int = 0
-    """most opacities of an image that look like infected areas and are neither in the mask nor in the text"""
+    """most opacities of an image that look like infected areas and are neither in the mask nor
+    in the text
+    """
 
 
 def _command(
@@ -61,7 +71,11 @@ def _command(
         options: default options.
     """
     defaults = kind(**options)
-    note = "; each patient is an article with one or more figures" if layout in ("roco", "medicat") else ""
+    note = (
+        "; each patient is an article with one or more figures"
+        if layout in ("roco", "medicat")
+        else ""
+    )
 
     def write(out: Path, options: PhantomOptions = defaults) -> str:
         from medvl import phantom
@@ -116,11 +130,18 @@ _JPG = "MIMIC-CXR-JPG 2.0.0, with the reports beside the images"
 
 COMMANDS: dict[str, Callable[..., str]] = {
     "mimic-cxr": _command(
-        "mimic_cxr", "MIMIC-CXR 2.0.0: DICOM files, reports and tables", _shards("mimic-cxr"), kind=ViewsOptions
+        "mimic_cxr",
+        "MIMIC-CXR 2.0.0: DICOM files, reports and tables",
+        _shards("mimic-cxr"),
+        kind=ViewsOptions,
     ),
     "mimic-cxr-jpg": _command("mimic_cxr_jpg", _JPG, _shards("mimic-cxr"), kind=ViewsOptions),
     "ms-cxr": _command(
-        "ms_cxr", "MS-CXR: phrases with boxes, images beside the table", _shards("ms-cxr"), patients=100, seed=30
+        "ms_cxr",
+        "MS-CXR: phrases with boxes, images beside the table",
+        _shards("ms-cxr"),
+        patients=100,
+        seed=30,
     ),
     "ms-cxr-t": _command(
         "ms_cxr_t",
@@ -130,13 +151,26 @@ COMMANDS: dict[str, Callable[..., str]] = {
         seed=33,
     ),
     "chexpert": _command(
-        "chexpert", "CheXpert-v1.0-small", _CHEXPERT, out="folder for CheXpert-v1.0-small/", size=320, seed=1
+        "chexpert",
+        "CheXpert-v1.0-small",
+        _CHEXPERT,
+        out="folder for CheXpert-v1.0-small/",
+        size=320,
+        seed=1,
     ),
     "rsna": _command(
-        "rsna", "the RSNA pneumonia challenge: images with boxes of opacities", _shards("rsna"), size=1024, seed=40
+        "rsna",
+        "the RSNA pneumonia challenge: images with boxes of opacities",
+        _shards("rsna"),
+        size=1024,
+        seed=40,
     ),
     "siim": _command(
-        "siim", "the SIIM-ACR pneumothorax challenge: images with masks", _shards("siim"), size=1024, seed=41
+        "siim",
+        "the SIIM-ACR pneumothorax challenge: images with masks",
+        _shards("siim"),
+        size=1024,
+        seed=41,
     ),
     "qata": _command(
         "qata",
@@ -154,13 +188,25 @@ COMMANDS: dict[str, Callable[..., str]] = {
         seed=42,
     ),
     "chestxdet10": _command(
-        "chestxdet10", "ChestX-Det10: images with boxes of findings in JSON", _shards("chestxdet10"), size=1024, seed=44
+        "chestxdet10",
+        "ChestX-Det10: images with boxes of findings in JSON",
+        _shards("chestxdet10"),
+        size=1024,
+        seed=44,
     ),
     "object-cxr": _command(
-        "object_cxr", "Object-CXR: images with shapes of foreign objects", _shards("object-cxr"), size=1024, seed=45
+        "object_cxr",
+        "Object-CXR: images with shapes of foreign objects",
+        _shards("object-cxr"),
+        size=1024,
+        seed=45,
     ),
-    "openi": _command("openi", "Open-i: PNG files, XML reports and MeSH terms", _shards("openi"), seed=46),
-    "padchest": _command("padchest", "PadChest: 16-bit PNG files and a table", _shards("padchest"), seed=43),
+    "openi": _command(
+        "openi", "Open-i: PNG files, XML reports and MeSH terms", _shards("openi"), seed=46
+    ),
+    "padchest": _command(
+        "padchest", "PadChest: 16-bit PNG files and a table", _shards("padchest"), seed=43
+    ),
     "roco": _command(
         "roco",
         f"ROCO: {_FIGURES}",
@@ -176,7 +222,11 @@ COMMANDS: dict[str, Callable[..., str]] = {
         seed=11,
     ),
     "vqa-rad": _command(
-        "vqa_rad", _VQA_RAD, _shards("vqa-rad"), out="output folder of trainset.json, testset.json and images/", seed=20
+        "vqa_rad",
+        _VQA_RAD,
+        _shards("vqa-rad"),
+        out="output folder of trainset.json, testset.json and images/",
+        seed=20,
     ),
     "slake": _command(
         "slake",
@@ -196,7 +246,8 @@ _DEFAULTS = ViewsOptions(patients=2800, size=256, frontal_only=True)
 
 
 def quickstart(out: Path = Path("quickstart"), options: ViewsOptions = _DEFAULTS) -> str:
-    """Write the phantom MIMIC-CXR of the presets tiny as DICOM, its shards and a vocabulary: about two minutes.
+    """Write the phantom MIMIC-CXR of the presets tiny as DICOM, its shards and a vocabulary: about
+    two minutes.
 
     Steps that are done are not repeated.
 
@@ -206,7 +257,9 @@ def quickstart(out: Path = Path("quickstart"), options: ViewsOptions = _DEFAULTS
     """
     out.mkdir(parents=True, exist_ok=True)
     salt = out / "salt"
-    if not salt.exists():  # phantom data are not confidential; a fixed salt gives the same order everywhere
+    if (
+        not salt.exists()
+    ):  # phantom data are not confidential; a fixed salt gives the same order everywhere
         write_atomic(salt, f"{0:064d}\n", permissions=0o600)
     corpus, of_shards = out / "mimic-cxr", out / "shards"
     write = COMMANDS["mimic-cxr"]

@@ -1,4 +1,6 @@
-"""`medvl train`, `medvl recipes` and `medvl cards`: the recipes and data cards that come with the package."""
+"""`medvl train`, `medvl recipes` and `medvl cards`: the recipes and data cards that come with
+the package.
+"""
 
 import argparse
 import dataclasses
@@ -22,22 +24,37 @@ from medvl.common.files import write_atomic
 from medvl.data.storage.location import is_address
 from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.errors import ConfigError, TrainingError
-from medvl.train.recipe_files import choose, find_recipe, load_recipe_module, outline, packaged_files, shown_as
+from medvl.train.recipe_files import (
+    choose,
+    find_recipe,
+    load_recipe_module,
+    outline,
+    packaged_files,
+    shown_as,
+)
 
 
 def train(arguments: Sequence[str]) -> None:
     """Train a recipe, by the name of its system or by its file.
 
-    With `ranks`, the process is replaced by torchrun; under torchrun, it is one of its ranks. Raises ConfigError if
-    there is no such recipe.
+    With `ranks`, the process is replaced by torchrun; under torchrun, it is one of its ranks.
+    Raises ConfigError if there is no such recipe.
     """
-    options, settings = _train_parser(add_help=arguments[:1] in ([], ["-h"], ["--help"])).parse_known_args(
-        list(arguments) or ["--help"]
-    )
+    options, settings = _train_parser(
+        add_help=arguments[:1] in ([], ["-h"], ["--help"])
+    ).parse_known_args(list(arguments) or ["--help"])
     path = find_recipe(options.recipe)
     if options.ranks is not None and "RANK" not in os.environ:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.ranks]
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns without; the trainer sets threads itself
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            options.ranks,
+        ]
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # torchrun warns without; the trainer sets threads itself
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *launcher, str(path), *settings])
     sys.argv = [str(path), *settings]
@@ -46,17 +63,25 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def _train_parser(add_help: bool) -> argparse.ArgumentParser:
-    """Return the parser of `train`'s own options, which may stand before or after the recipe and its settings."""
+    """Return the parser of `train`'s own options, which may stand before or after the recipe and
+    its settings.
+    """
     parser = argparse.ArgumentParser(
         prog="medvl train",
         usage="medvl train [--ranks N] RECIPE [PRESET] [settings of the recipe ...]",
-        description="Train a recipe: medvl train convirt tiny --optim.lr 3e-4. RECIPE [PRESET] --help lists its "
-        "settings; medvl recipes list, all recipes. torchrun -m medvl train RECIPE ... trains on several machines.",
+        description="Train a recipe: medvl train convirt tiny --optim.lr 3e-4. RECIPE [PRESET] "
+        "--help lists its "
+        "settings; medvl recipes list, all recipes. torchrun -m medvl train RECIPE ... trains "
+        "on several machines.",
         add_help=add_help,  # --help after the recipe is that of the recipe
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", help="processes on this machine: a number, gpu, cpu or auto (default 1)")
-    parser.add_argument("recipe", help="convirt, m3ae, vqa, ..., or a file such as recipes/convirt_mimic.py")
+    parser.add_argument(
+        "--ranks", help="processes on this machine: a number, gpu, cpu or auto (default 1)"
+    )
+    parser.add_argument(
+        "recipe", help="convirt, m3ae, vqa, ..., or a file such as recipes/convirt_mimic.py"
+    )
     return parser
 
 
@@ -77,19 +102,30 @@ def list_recipes(*, match: str = "") -> None:
 
 
 def recipes_with_numbers(match: str) -> list[str]:
-    """Return the recipes whose names match a wildcard pattern, each as lines with its presets and published numbers."""
+    """Return the recipes whose names match a wildcard pattern, each as lines with its presets
+    and published numbers.
+    """
     shown = []
     for stem, path in packaged_files("recipes", ".py").items():
         if fnmatch.fnmatch(stem, match):
             presets, summary = outline(path)
             shown.append(
-                "\n".join([f"{stem}: {summary}", f"  presets: {', '.join(presets)}", *_number_lines(stem), ""])
+                "\n".join(
+                    [
+                        f"{stem}: {summary}",
+                        f"  presets: {', '.join(presets)}",
+                        *_number_lines(stem),
+                        "",
+                    ]
+                )
             )
     return shown
 
 
 def _number_lines(recipe: str | None) -> list[str]:
-    """Return the published numbers of a recipe, or of all, under the commands that should reproduce them."""
+    """Return the published numbers of a recipe, or of all, under the commands that should
+    reproduce them.
+    """
     from medvl.eval.published.numbers import published_numbers, without_numbers
 
     lines, command = [], ("", "")
@@ -101,11 +137,17 @@ def _number_lines(recipe: str | None) -> list[str]:
         lines.append(f"  {one.value:<8g} {one.dataset}, {one.split}: {one.metric}")
         lines.append(f"{'':11}{one.source}{f' ({notes})' if notes else ''}")
     reasons = without_numbers().items()
-    return [*lines, *(f"\n{name}: no numbers; {reason}" for name, reason in reasons if recipe in (None, name))]
+    return [
+        *lines,
+        *(f"\n{name}: no numbers; {reason}" for name, reason in reasons if recipe in (None, name)),
+    ]
 
 
-def show_numbers(recipe: Annotated[str, tyro.conf.Positional] = "", *, markdown: bool = False) -> None:
-    """Print the published numbers of a recipe, or of all, and the commands that should reproduce them.
+def show_numbers(
+    recipe: Annotated[str, tyro.conf.Positional] = "", *, markdown: bool = False
+) -> None:
+    """Print the published numbers of a recipe, or of all, and the commands that should reproduce
+    them.
 
     The commands need the paper's weights or a whole training run, and the data.
 
@@ -124,7 +166,8 @@ def show_numbers(recipe: Annotated[str, tyro.conf.Positional] = "", *, markdown:
 
 
 def copy_recipe(
-    recipe: Annotated[str, tyro.conf.Positional], dest: Annotated[Path, tyro.conf.Positional] = Path()
+    recipe: Annotated[str, tyro.conf.Positional],
+    dest: Annotated[Path, tyro.conf.Positional] = Path(),
 ) -> None:
     """Copy a recipe, to edit it and train it as `medvl train FILE.py`.
 
@@ -135,7 +178,9 @@ def copy_recipe(
     source = find_recipe(recipe)
     target = dest / source.name if dest.is_dir() or dest.suffix != ".py" else dest
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target} exists; name another file, or remove it", "exists", field="dest")
+        raise ConfigError(
+            f"{target} exists; name another file, or remove it", "exists", field="dest"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(target, source.read_bytes())
     print(f"Wrote {target}. Next: medvl train {target} tiny --help")
@@ -155,11 +200,17 @@ def show_card(card: Annotated[str, tyro.conf.Positional]) -> None:
     """
     cards = packaged_files("data_cards", ".md")
     if card not in cards:
-        raise ConfigError(f"no data card {card!r}: {nearest(card, cards)}", "unknown_name", field="card")
+        raise ConfigError(
+            f"no data card {card!r}: {nearest(card, cards)}", "unknown_name", field="card"
+        )
     print(cards[card].read_text(encoding="utf-8"), end="")
 
 
-RECIPES: dict[str, Callable[..., None]] = {"list": list_recipes, "copy": copy_recipe, "numbers": show_numbers}
+RECIPES: dict[str, Callable[..., None]] = {
+    "list": list_recipes,
+    "copy": copy_recipe,
+    "numbers": show_numbers,
+}
 CARDS: dict[str, Callable[..., None]] = {"list": list_cards, "show": show_card}
 
 
@@ -168,16 +219,19 @@ CARDS: dict[str, Callable[..., None]] = {"list": list_cards, "show": show_card}
 
 
 def doctor(arguments: Sequence[str]) -> str:
-    """Measure the training speed of a recipe and find its bottleneck, or check several nodes or remote shards.
+    """Measure the training speed of a recipe and find its bottleneck, or check several nodes or
+    remote shards.
 
-    Raises ConfigError if the file is not a recipe, and the errors of its data and model; `nodes` raises TrainingError
-    if a check fails.
+    Raises ConfigError if the file is not a recipe, and the errors of its data and model; `nodes`
+    raises TrainingError if a check fails.
     """
     if arguments[:1] == ["nodes"]:
         return _nodes(arguments[1:])
     if arguments[:1] == ["shards"]:
         return _shards(arguments[1:])
-    options, recipe_arguments = _parser(add_help=arguments[:1] in (["-h"], ["--help"])).parse_known_args(arguments)
+    options, recipe_arguments = _parser(
+        add_help=arguments[:1] in (["-h"], ["--help"])
+    ).parse_known_args(arguments)
     with shown_as(f"medvl doctor {options.recipe}"):
         recipe, settings = load_recipe(find_recipe(options.recipe), recipe_arguments)
     run = recipe.prepare(settings)
@@ -193,7 +247,9 @@ def doctor(arguments: Sequence[str]) -> str:
     if is_address(settings.data.train) and not is_tar_pattern(settings.data.train):
         from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
 
-        described = f"{described}\n{describe_remote_shards(check_remote_shards(settings.data.train))}"
+        described = (
+            f"{described}\n{describe_remote_shards(check_remote_shards(settings.data.train))}"
+        )
     return described
 
 
@@ -214,7 +270,9 @@ def _shards(arguments: Sequence[str]) -> str:
         description="Check remote shards: access, latency, throughput, and the local cache.",
         allow_abbrev=False,
     )
-    parser.add_argument("address", help="folder of shards in a store: s3://, gs://, az://, hf:// or https://")
+    parser.add_argument(
+        "address", help="folder of shards in a store: s3://, gs://, az://, hf:// or https://"
+    )
     parser.add_argument("--json", type=Path, help="output file of the measurements")
     options = parser.parse_args(arguments)
     from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
@@ -226,15 +284,23 @@ def _shards(arguments: Sequence[str]) -> str:
 
 
 def _nodes(arguments: Sequence[str]) -> str:
-    """Check rendezvous, collectives, versions, clocks and storage of several nodes. Rank 0 returns the report."""
+    """Check rendezvous, collectives, versions, clocks and storage of several nodes. Rank 0
+    returns the report.
+    """
     parser = argparse.ArgumentParser(
         prog="medvl doctor nodes",
-        usage="torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR] [--megabytes M] [--json FILE]",
-        description="Check several nodes before a run: rendezvous, all-reduce, versions, clocks, shared storage.",
+        usage="torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR] [--megabytes M] "
+        "[--json FILE]",
+        description="Check several nodes before a run: rendezvous, all-reduce, versions, "
+        "clocks, shared storage.",
         allow_abbrev=False,
     )
-    parser.add_argument("--storage", type=Path, help="folder that all nodes mount, for shards and checkpoints")
-    parser.add_argument("--megabytes", type=int, default=64, help="size of the measured all-reduce (default 64)")
+    parser.add_argument(
+        "--storage", type=Path, help="folder that all nodes mount, for shards and checkpoints"
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=64, help="size of the measured all-reduce (default 64)"
+    )
     parser.add_argument("--json", type=Path, help="output file of the report")
     options = parser.parse_args(arguments)
     from medvl.train.doctor.nodes import check_nodes
@@ -242,22 +308,29 @@ def _nodes(arguments: Sequence[str]) -> str:
 
     started = time.perf_counter()
     with join() as ranks:
-        report = check_nodes(ranks, time.perf_counter() - started, options.storage, options.megabytes)
+        report = check_nodes(
+            ranks, time.perf_counter() - started, options.storage, options.megabytes
+        )
         if ranks.is_main and options.json is not None:
             write_atomic(options.json, json.dumps(dataclasses.asdict(report), indent=1) + "\n")
         if report.problems and ranks.is_main:
             print(report)
         if report.problems:
-            problems = f"{len(report.problems)} checks of the nodes failed; see the report of rank 0"
+            problems = (
+                f"{len(report.problems)} checks of the nodes failed; see the report of rank 0"
+            )
             raise TrainingError(problems, "mismatch", field="nodes")
         return str(report) if ranks.is_main else ""
 
 
 def _parser(add_help: bool) -> argparse.ArgumentParser:
-    """Return the parser of doctor's own options, which may stand before or after the recipe and its settings."""
+    """Return the parser of doctor's own options, which may stand before or after the recipe and
+    its settings.
+    """
     parser = argparse.ArgumentParser(
         prog="medvl doctor",
-        usage="medvl doctor [--seconds S] [--json FILE] RECIPE [PRESET] [settings of the recipe ...]\n"
+        usage="medvl doctor [--seconds S] [--json FILE] RECIPE [PRESET] [settings of the recipe "
+        "...]\n"
         "       torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR]\n"
         "       medvl doctor shards ADDRESS [--json FILE]",
         description="Measure a recipe and find its bottleneck. RECIPE --help lists its settings.",
@@ -265,8 +338,13 @@ def _parser(add_help: bool) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="seconds of each of about six measurements (default 10)"
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="seconds of each of about six measurements (default 10)",
     )
     parser.add_argument("--json", type=Path, help="output file of the measurements")
-    parser.add_argument("recipe", help="name or file of the recipe, such as convirt or recipes/convirt_mimic.py")
+    parser.add_argument(
+        "recipe", help="name or file of the recipe, such as convirt or recipes/convirt_mimic.py"
+    )
     return parser

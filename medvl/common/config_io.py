@@ -1,8 +1,10 @@
-"""Conversion between config dataclasses and JSON values: the one reader and writer of every configuration.
+"""Conversion between config dataclasses and JSON values: the one reader and writer of every
+configuration.
 
-A field whose type is a union of dataclasses is written with the class name under `kind`. Reading checks each value
-against the type of its field and converts what JSON has no type for: tuples, paths and nested dataclasses. Errors name
-the field by its dotted path, and the nearest known name. No code is evaluated and nothing is imported by name.
+A field whose type is a union of dataclasses is written with the class name under `kind`. Reading
+checks each value against the type of its field and converts what JSON has no type for: tuples,
+paths and nested dataclasses. Errors name the field by its dotted path, and the nearest known name.
+No code is evaluated and nothing is imported by name.
 """
 
 import contextlib
@@ -21,14 +23,24 @@ from medvl.errors import ConfigError, MedvlError
 # the field.
 
 
-def check_choice(value: object, choices: Collection[str], field: str, *, error: type[MedvlError] = ConfigError) -> None:
+def check_choice(
+    value: object, choices: Collection[str], field: str, *, error: type[MedvlError] = ConfigError
+) -> None:
     """Raise `error` unless the value is one of the choices."""
     if value not in choices:
-        raise error(f"{field} must be one of {', '.join(choices)}, got {value!r}", "unknown_name", field=field)
+        raise error(
+            f"{field} must be one of {', '.join(choices)}, got {value!r}",
+            "unknown_name",
+            field=field,
+        )
 
 
-def check_within(config: Any, interval: str, *fields: str, error: type[MedvlError] = ConfigError) -> None:
-    """Raise `error` unless these settings are None or within an interval, such as "(0, 1]" or "[0, inf)"."""
+def check_within(
+    config: Any, interval: str, *fields: str, error: type[MedvlError] = ConfigError
+) -> None:
+    """Raise `error` unless these settings are None or within an interval, such as "(0, 1]" or
+    "[0, inf)".
+    """
     low, high = map(float, interval[1:-1].split(","))
     for name in fields:
         value = getattr(config, name)
@@ -43,11 +55,15 @@ def check_multiple(config: Any, factor: int, *fields: str) -> None:
     """Raise ConfigError unless these settings are multiples of a factor."""
     for name in fields:
         if (value := getattr(config, name)) % factor:
-            raise ConfigError(f"{name} must be a multiple of {factor}, got {value}", "out_of_range", field=name)
+            raise ConfigError(
+                f"{name} must be a multiple of {factor}, got {value}", "out_of_range", field=name
+            )
 
 
 def check_weights(config: Any, *fields: str) -> None:
-    """Raise ConfigError unless these weights of losses are 0 or above, and at least one of them is above 0."""
+    """Raise ConfigError unless these weights of losses are 0 or above, and at least one of them
+    is above 0.
+    """
     check_within(config, "[0, inf)", *fields)
     if not any(getattr(config, name) for name in fields):
         message = f"{' and '.join(fields)} are all 0: nothing would be trained"
@@ -68,9 +84,11 @@ _KIND = "kind"
 
 
 def to_dict(config: Any, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """Convert a config dataclass to JSON values: nested dataclasses to objects, tuples to lists, paths to strings.
+    """Convert a config dataclass to JSON values: nested dataclasses to objects, tuples to lists,
+    paths to strings.
 
-    Fields named in `leave_out` are omitted. Raises TypeError where a field holds a value that JSON cannot represent.
+    Fields named in `leave_out` are omitted. Raises TypeError where a field holds a value that JSON
+    cannot represent.
     """
     hints = typing.get_type_hints(type(config))
     names = [field.name for field in dataclasses.fields(config) if field.name not in leave_out]
@@ -78,24 +96,33 @@ def to_dict(config: Any, leave_out: Collection[str] = ()) -> dict[str, Any]:
 
 
 def from_dict(cls: type[Config], data: Mapping[str, Any]) -> Config:
-    """Build a config from the values that `to_dict` returned, or from Python values; missing fields take defaults.
+    """Build a config from the values that `to_dict` returned, or from Python values; missing fields
+    take defaults.
 
-    Raises ConfigError with the dotted path in `field`: `unknown_name` (with the nearest field name), `missing`,
-    `wrong_type`, or the code of the config's own checks.
+    Raises ConfigError with the dotted path in `field`: `unknown_name` (with the nearest field
+    name), `missing`, `wrong_type`, or the code of the config's own checks.
     """
     return _decode_dataclass(cls, data, "")
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return (dotted path, old value, new value) of every leaf in which two trees of JSON values differ."""
+    """Return (dotted path, old value, new value) of every leaf in which two trees of JSON values
+    differ.
+    """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         names = [*old, *(name for name in new if name not in old)]
-        return [row for name in names for row in differences(old.get(name), new.get(name), _join(path, name))]
+        return [
+            row
+            for name in names
+            for row in differences(old.get(name), new.get(name), _join(path, name))
+        ]
     return [] if old == new else [(path, old, new)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an error message: the nearest known name, or all of them where none is near."""
+    """Return a hint for an error message: the nearest known name, or all of them where none is
+    near.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
@@ -103,7 +130,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _encode(value: Any, hint: Any = Any) -> Any:
     if dataclasses.is_dataclass(value):
-        tag = {_KIND: type(value).__name__} if hint is not type(value) and len(_dataclasses_of(hint)) != 1 else {}
+        tag = (
+            {_KIND: type(value).__name__}
+            if hint is not type(value) and len(_dataclasses_of(hint)) != 1
+            else {}
+        )
         return tag | to_dict(value)
     if isinstance(value, Path):
         return str(value)
@@ -113,7 +144,9 @@ def _encode(value: Any, hint: Any = Any) -> Any:
         return [_encode(item, _item_hint(hint)) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"expected dataclasses, paths and JSON values in a config, got a {type(value).__name__}")
+    raise TypeError(
+        f"expected dataclasses, paths and JSON values in a config, got a {type(value).__name__}"
+    )
 
 
 def _decode(value: Any, hint: Any, path: str) -> Any:
@@ -126,7 +159,10 @@ def _decode(value: Any, hint: Any, path: str) -> Any:
         if not any(value == known and type(value) is type(known) for known in arguments):
             if not isinstance(value, str):
                 raise _wrong_type(path, _hint_name(hint), value)
-            message = f"expected one of {_hint_name(hint)}, got {value!r}; {nearest(value, map(str, arguments))}"
+            message = (
+                f"expected one of {_hint_name(hint)}, got {value!r}; "
+                f"{nearest(value, map(str, arguments))}"
+            )
             raise ConfigError(f"{path}: {message}", "unknown_name", field=path)
         return value
     if dataclasses.is_dataclass(hint):
@@ -144,20 +180,30 @@ def _decode_dataclass(cls: type[Config], data: Any, path: str) -> Config:
     if isinstance(data, cls):
         return data
     if not isinstance(data, Mapping):
-        raise _wrong_type(path or cls.__name__, f"an object with the fields of {cls.__name__}", data)
+        raise _wrong_type(
+            path or cls.__name__, f"an object with the fields of {cls.__name__}", data
+        )
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls)) if field.init}
+    fields = {
+        field.name: field for field in dataclasses.fields(typing.cast(Any, cls)) if field.init
+    }
     for name in data:
         if name not in fields and name != _KIND:
             unknown = _join(path, name)
             message = f"{cls.__name__} has no field {unknown!r}: {nearest(name, fields)}"
             raise ConfigError(message, "unknown_name", field=unknown)
     for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
         if required and name not in data:
             missing = _join(path, name)
-            raise ConfigError(f"{cls.__name__}.{missing} is missing; give it a value", "missing", field=missing)
-    values = {name: _decode(data[name], hints[name], _join(path, name)) for name in fields if name in data}
+            raise ConfigError(
+                f"{cls.__name__}.{missing} is missing; give it a value", "missing", field=missing
+            )
+    values = {
+        name: _decode(data[name], hints[name], _join(path, name)) for name in fields if name in data
+    }
     try:
         return cls(**values)
     except ConfigError as error:
@@ -172,14 +218,18 @@ def _decode_union(value: Any, hint: Any, path: str) -> Any:
         known = {cls.__name__: cls for cls in _dataclasses_of(hint)}
         kind = str(value[_KIND])
         if kind not in known:
-            raise ConfigError(f"{path}: no kind {kind!r}; {nearest(kind, known)}", "unknown_name", field=path)
+            raise ConfigError(
+                f"{path}: no kind {kind!r}; {nearest(kind, known)}", "unknown_name", field=path
+            )
         return _decode_dataclass(known[kind], value, path)
     for member in members:
         with contextlib.suppress(ConfigError):
             return _decode(value, member, path)
     rest = [member for member in members if member is not type(None)]
     if len(rest) == 1 and value is not None:
-        return _decode(value, rest[0], path)  # raises the error of the only type that the field may have
+        return _decode(
+            value, rest[0], path
+        )  # raises the error of the only type that the field may have
     raise _wrong_type(path, f"one of {', '.join(map(_hint_name, members))}", value)
 
 
@@ -188,7 +238,11 @@ def _decode_sequence(value: Any, origin: type, arguments: tuple[Any, ...], path:
         raise _wrong_type(path, "a list", value)
     if origin is tuple and Ellipsis not in arguments:
         if len(value) != len(arguments):
-            raise ConfigError(f"{path}: expected {len(arguments)} entries, got {len(value)}", "wrong_type", field=path)
+            raise ConfigError(
+                f"{path}: expected {len(arguments)} entries, got {len(value)}",
+                "wrong_type",
+                field=path,
+            )
         hints: Iterable[Any] = arguments
     else:
         hints = [arguments[0]] * len(value)
@@ -206,14 +260,18 @@ def _decode_scalar(value: Any, hint: Any, path: str) -> Any:
             raise _wrong_type(path, "null", value)
         return None
     if hint not in (bool, int, float, str, Path):
-        raise ConfigError(f"{path}: {_hint_name(hint)} cannot be read from JSON", "unsupported", field=path)
+        raise ConfigError(
+            f"{path}: {_hint_name(hint)} cannot be read from JSON", "unsupported", field=path
+        )
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise _wrong_type(path, f"type {hint.__name__}", value)
     return value
 
 
 def _wrong_type(path: str, expected: str, value: Any) -> ConfigError:
-    shown = f"{value!r}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+    shown = (
+        f"{value!r}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+    )
     return ConfigError(f"{path}: expected {expected}, got {shown}", "wrong_type", field=path)
 
 
@@ -223,8 +281,14 @@ def _join(path: str, name: Any) -> str:
 
 def _dataclasses_of(hint: Any) -> list[type]:
     """Return the dataclasses that a type allows: itself, or the members of a union."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return [member for member in members if dataclasses.is_dataclass(member) and isinstance(member, type)]
+    members = (
+        typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    )
+    return [
+        member
+        for member in members
+        if dataclasses.is_dataclass(member) and isinstance(member, type)
+    ]
 
 
 def _item_hint(hint: Any) -> Any:

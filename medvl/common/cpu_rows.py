@@ -1,8 +1,8 @@
 """Padding of matrix products on a CPU, so that few different shapes occur.
 
-oneDNN compiles a kernel for every shape and keeps the last 1,024 of them. If the number of rows changes from batch to
-batch, as the number of real or masked tokens does, no kernel is reused: 16-bit products of a small BERT took 1.6 times
-as long, and the kernels took gigabytes of memory.
+oneDNN compiles a kernel for every shape and keeps the last 1,024 of them. If the number of rows
+changes from batch to batch, as the number of real or masked tokens does, no kernel is reused:
+16-bit products of a small BERT took 1.6 times as long, and the kernels took gigabytes of memory.
 """
 
 import torch

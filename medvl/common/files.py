@@ -41,10 +41,18 @@ def check_marker(folder: Path, *, exclude: str | None = None) -> None:
             path = folder / name
             if exclude is not None and name.startswith(f"{exclude}/"):
                 continue
-            if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
-                raise CheckpointError(f"{path} differs from {MARKER}: the checkpoint is damaged", "mismatch")
+            if (
+                not path.is_file()
+                or path.stat().st_size != entry["bytes"]
+                or sha256(path) != entry["sha256"]
+            ):
+                raise CheckpointError(
+                    f"{path} differs from {MARKER}: the checkpoint is damaged", "mismatch"
+                )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{marker} is damaged ({type(error).__name__})", "malformed") from error
+        raise CheckpointError(
+            f"{marker} is damaged ({type(error).__name__})", "malformed"
+        ) from error
 
 
 def fsync(path: Path) -> None:
@@ -60,7 +68,9 @@ def fsync(path: Path) -> None:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file the permissions of a newly created file; those of safetensors are readable by their owner only."""
+    """Give a file the permissions of a newly created file; those of safetensors are readable by
+    their owner only.
+    """
     probe = temporary_name(path)
     with (
         contextlib.suppress(OSError),  # some network file systems have no permissions to change
@@ -75,13 +85,16 @@ def follow_umask(path: Path) -> None:
 def new_file(path: Path, *, permissions: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a file that is flushed and renamed to `path` on success, and removed on an error.
 
-    The temporary name is random, and the file is created exclusively: a link that somebody has put into the folder is
-    never followed. A link under the name `path` itself is replaced; the file that it points to keeps its content.
+    The temporary name is random, and the file is created exclusively: a link that somebody has put
+    into the folder is never followed. A link under the name `path` itself is replaced; the file
+    that it points to keeps its content.
 
     Args:
         path: final name.
-        permissions: mode of the file before the umask; 0o600 for files that only their owner may read.
-        durable: wait until the disk has the content. Without it, a crash of the machine can leave an empty file.
+        permissions: mode of the file before the umask; 0o600 for files that only their owner may
+            read.
+        durable: wait until the disk has the content. Without it, a crash of the machine can leave
+            an empty file.
     """
     temporary = temporary_name(path)
     with os.fdopen(_create(temporary, permissions), "w+b") as file:
@@ -98,7 +111,9 @@ def new_file(path: Path, *, permissions: int = 0o666, durable: bool = True) -> I
 
 @contextlib.contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name for a library that writes a file by its name; then act as `new_file` does."""
+    """Yield a temporary name for a library that writes a file by its name; then act as
+    `new_file` does.
+    """
     temporary = temporary_name(path)
     try:
         yield temporary
@@ -110,8 +125,12 @@ def new_path(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomic(path: Path, content: str | bytes, *, permissions: int = 0o666, durable: bool = True) -> Path:
-    """Write a file by `new_file`, so that it is never partial and no link is followed; return its path."""
+def write_atomic(
+    path: Path, content: str | bytes, *, permissions: int = 0o666, durable: bool = True
+) -> Path:
+    """Write a file by `new_file`, so that it is never partial and no link is followed; return
+    its path.
+    """
     with new_file(path, permissions=permissions, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     return path
@@ -120,8 +139,8 @@ def write_atomic(path: Path, content: str | bytes, *, permissions: int = 0o666, 
 def open_own(path: Path, *, permissions: int = 0o666, buffering: int = -1) -> BinaryIO:
     """Open a file to read and append, created if it does not exist.
 
-    Raises ConfigError where the name is a link, a second name of another file (a hard link), or no regular file:
-    writing would change something outside of the folder.
+    Raises ConfigError where the name is a link, a second name of another file (a hard link), or no
+    regular file: writing would change something outside of the folder.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -144,13 +163,18 @@ def _not_own(path: Path) -> ConfigError:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a name beside `path` that nobody can guess; `medvl.common.files.sweep` removes files of such names."""
-    # The start of the name says what the file is; a long one with the addition could be over the limit of 255 bytes.
+    """Return a name beside `path` that nobody can guess; `medvl.common.files.sweep` removes
+    files of such names.
+    """
+    # The start of the name says what the file is; a long one with the addition could be over the
+    # limit of 255 bytes.
     return path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.partial")
 
 
 def _create(path: Path, permissions: int) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, permissions)
+    return os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, permissions
+    )
 
 
 # Atomic folders and links, and a lock on a folder.
@@ -175,8 +199,9 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` on success and removed on an error.
 
-    A killed process leaves at most a folder whose name begins with a dot. An existing folder is replaced; it is absent
-    between two renames only. A link under either name is removed, and what it points to stays as it is.
+    A killed process leaves at most a folder whose name begins with a dot. An existing folder is
+    replaced; it is absent between two renames only. A link under either name is removed, and what
+    it points to stays as it is.
     """
     aside = path.with_name(f".{path.name}.new")
     _remove(aside)
@@ -206,7 +231,9 @@ def wait_for(path: Path, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
-            raise FileNotFoundError(errno.ENOENT, f"not seen for {seconds:.0f} s after it was written", str(path))
+            raise FileNotFoundError(
+                errno.ENOENT, f"not seen for {seconds:.0f} s after it was written", str(path)
+            )
         time.sleep(0.05)
         with contextlib.suppress(OSError):
             list(path.parent.iterdir())  # makes the client query the server again
@@ -237,8 +264,8 @@ def sweep(folder: Path) -> None:
 def refuse_links(folder: Path, *names: str) -> None:
     """Raise ConfigError where one of these entries of a folder is a link.
 
-    The folder itself may be one: its user chose it. A link inside it may have come with a run that somebody else made,
-    and writing would change files elsewhere.
+    The folder itself may be one: its user chose it. A link inside it may have come with a run that
+    somebody else made, and writing would change files elsewhere.
     """
     for name in names:
         if (folder / name).is_symlink():
@@ -247,7 +274,9 @@ def refuse_links(folder: Path, *names: str) -> None:
 
 
 def subfolder(folder: Path, *names: str) -> Path:
-    """Return the folder of these names, one below the other, created if it does not exist; see `refuse_links`."""
+    """Return the folder of these names, one below the other, created if it does not exist; see
+    `refuse_links`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         refuse_links(folder, name)
@@ -259,8 +288,8 @@ def subfolder(folder: Path, *names: str) -> Path:
 def private_folder(path: Path) -> Path:
     """Return a folder that only this user can read and write, created if it does not exist.
 
-    An existing folder of this user gets the mode 0700. Raises ConfigError where it is a link, belongs to another user,
-    or lies on a file system without permissions.
+    An existing folder of this user gets the mode 0700. Raises ConfigError where it is a link,
+    belongs to another user, or lies on a file system without permissions.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_links(path.parent, path.name)
@@ -269,8 +298,15 @@ def private_folder(path: Path) -> Path:
         path.chmod(0o700)
         found = path.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        reason = "belongs to another user" if found.st_uid != os.geteuid() else "cannot be closed to other users"
-        message = f"{path} {reason}, and private files go into it; name a folder of yours, on a disk with permissions"
+        reason = (
+            "belongs to another user"
+            if found.st_uid != os.geteuid()
+            else "cannot be closed to other users"
+        )
+        message = (
+            f"{path} {reason}, and private files go into it; name a folder of yours, on a "
+            f"disk with permissions"
+        )
         raise ConfigError(message, "denied")
     return path
 
@@ -286,7 +322,8 @@ def _remove(path: Path) -> None:
 def point(link: Path, folder: Path) -> None:
     """Make `link` a relative symbolic link to a folder, atomically.
 
-    On a file system without symbolic links it becomes a folder with hard links to (or copies of) the same files.
+    On a file system without symbolic links it becomes a folder with hard links to (or copies of)
+    the same files.
     """
     target = os.path.relpath(folder, link.parent)
     if link.is_symlink() and str(link.readlink()) == target:
@@ -315,15 +352,20 @@ class RunLock:
         error: type of the error where the folder is locked.
         field: setting that names the folder, for the error.
 
-    It is a record lock of the operating system on `.lock`. It is released when the process ends, however that happens,
-    and child processes (the loader's workers) do not inherit it, so a lock is never stale.
+    It is a record lock of the operating system on `.lock`. It is released when the process ends,
+    however that happens, and child processes (the loader's workers) do not inherit it, so a lock is
+    never stale.
     """
 
-    def __init__(self, folder: Path, *, error: type[MedvlError] = TrainingError, field: str = "run_dir") -> None:
+    def __init__(
+        self, folder: Path, *, error: type[MedvlError] = TrainingError, field: str = "run_dir"
+    ) -> None:
         self._path, self._error, self._field = folder.resolve() / ".lock", error, field
 
     def __enter__(self) -> Self:
-        """Lock the folder. Raises `error` where another process holds the lock, ConfigError where `.lock` is a link."""
+        """Lock the folder. Raises `error` where another process holds the lock, ConfigError
+        where `.lock` is a link.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path in _locked_here:
             raise self._in_use("this process")
@@ -335,7 +377,9 @@ class RunLock:
             owner = self._file.read().decode(errors="replace").strip() or "another process"
             self._file.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                message = f"cannot lock {self._path} ({error.strerror}); use a file system with locks"
+                message = (
+                    f"cannot lock {self._path} ({error.strerror}); use a file system with locks"
+                )
                 raise self._error(message, "unreadable", field=self._field) from error
             raise self._in_use(owner) from None
         _locked_here.add(self._path)
@@ -349,13 +393,19 @@ class RunLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         _locked_here.discard(self._path)
         self._file.close()
 
     def _in_use(self, owner: str) -> MedvlError:
-        message = f"{self._path.parent} is in use by {owner}; wait for it, or choose another {self._field}"
+        message = (
+            f"{self._path.parent} is in use by {owner}; wait for it, or choose another "
+            f"{self._field}"
+        )
         return self._error(message, "in_use", field=self._field)
 
 

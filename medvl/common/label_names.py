@@ -1,8 +1,9 @@
 """Names of labels: spellings that mean the same, and the words of a name for a sentence.
 
-Data sets write `Pleural_Effusion`, `pleural-effusion`, `PLEURAL EFFUSION`, `PleuralEffusion` or `finding=effusion`.
-Two names match if they differ only in case, separators, British spelling, or a plural "s"; or if a group of `SYNONYMS`
-has both. All evaluators match labels by `match_labels`, and prompts say `spoken_name`.
+Data sets write `Pleural_Effusion`, `pleural-effusion`, `PLEURAL EFFUSION`, `PleuralEffusion` or
+`finding=effusion`. Two names match if they differ only in case, separators, British spelling, or a
+plural "s"; or if a group of `SYNONYMS` has both. All evaluators match labels by `match_labels`, and
+prompts say `spoken_name`.
 """
 
 import functools
@@ -34,38 +35,63 @@ SYNONYMS: tuple[frozenset[str], ...] = tuple(
         ),
     )
 )
-"""Names of one finding of chest radiographs: of CheXpert, MIMIC-CXR, NIH ChestX-ray14, VinDr-CXR and PadChest."""
+"""Names of one finding of chest radiographs: of CheXpert, MIMIC-CXR, NIH ChestX-ray14, VinDr-CXR
+and PadChest.
+"""
 _GENERIC = frozenset(
-    ("finding", "findings", "label", "labels", "class", "diagnosis", "pathology", "disease", "category", "condition")
+    (
+        "finding",
+        "findings",
+        "label",
+        "labels",
+        "class",
+        "diagnosis",
+        "pathology",
+        "disease",
+        "category",
+        "condition",
+    )
 )
 """Names of columns that add nothing to their values."""
 _YES = frozenset(("1", "1.0", "yes", "true", "positive", "present"))
 _NO = frozenset(("0", "0.0", "no", "none", "false"))
-_BEFORE, _AFTER = ("has", "is", "label", "finding"), ("label", "present", "positive", "flag", "binary")
+_BEFORE, _AFTER = (
+    ("has", "is", "label", "finding"),
+    ("label", "present", "positive", "flag", "binary"),
+)
 _BRITISH = (("oedema", "edema"), ("haem", "hem"), ("tumour", "tumor"), ("oesophag", "esophag"))
 
 
 def spoken_name(name: str) -> str:
-    """Return the words of a label for a sentence: "pleural effusion" of `Pleural_Effusion` or `finding=effusion`.
+    """Return the words of a label for a sentence: "pleural effusion" of `Pleural_Effusion` or
+    `finding=effusion`.
 
-    Of a category `edema_severity=mild` they are "mild edema severity". An empty name is returned as it is.
+    Of a category `edema_severity=mild` they are "mild edema severity". An empty name is returned as
+    it is.
     """
     words = _words(name).lower()
     return words or name
 
 
-def match_labels(classes: Sequence[str], labels: Sequence[str], *, synonyms: bool = True) -> dict[str, str]:
-    """Return class -> label for the classes that have a label of the data, in the order of the classes.
+def match_labels(
+    classes: Sequence[str], labels: Sequence[str], *, synonyms: bool = True
+) -> dict[str, str]:
+    """Return class -> label for the classes that have a label of the data, in the order of the
+    classes.
 
-    The same name comes first, then the same name in another spelling, then a synonym. No label belongs to two classes.
-    A class with several synonyms among the labels has none of them, because they may be different things there.
+    The same name comes first, then the same name in another spelling, then a synonym. No label
+    belongs to two classes. A class with several synonyms among the labels has none of them, because
+    they may be different things there.
 
-    Raises EvaluationError "conflict" if two labels are spellings of one class, and none of them is its name.
+    Raises EvaluationError "conflict" if two labels are spellings of one class, and none of them is
+    its name.
     """
     return _matched(classes, labels, synonyms, refuse=True)
 
 
-def _matched(classes: Sequence[str], labels: Sequence[str], synonyms: bool, *, refuse: bool) -> dict[str, str]:
+def _matched(
+    classes: Sequence[str], labels: Sequence[str], synonyms: bool, *, refuse: bool
+) -> dict[str, str]:
     found: dict[str, str] = {name: name for name in classes if name in labels}
     keys: list[Callable[[str], str]] = [_key, *([_meaning] if synonyms else [])]
     for level, key in enumerate(keys):
@@ -79,7 +105,8 @@ def _matched(classes: Sequence[str], labels: Sequence[str], synonyms: bool, *, r
             candidates = of_key.get(key(name), [])
             if refuse and len(candidates) > 1 and level == 0:
                 message = (
-                    f"the labels {' and '.join(map(repr, candidates))} are spellings of {name!r}; keep one of them"
+                    f"the labels {' and '.join(map(repr, candidates))} are spellings of "
+                    f"{name!r}; keep one of them"
                 )
                 raise EvaluationError(message, "conflict", field="labels")
             if len(candidates) == 1 and candidates[0] not in found.values():
@@ -87,12 +114,16 @@ def _matched(classes: Sequence[str], labels: Sequence[str], synonyms: bool, *, r
     return {name: found[name] for name in classes if name in found}
 
 
-def named_as(labels: Sequence[str], classes: Sequence[str], *, synonyms: bool = True) -> tuple[str, ...]:
+def named_as(
+    labels: Sequence[str], classes: Sequence[str], *, synonyms: bool = True
+) -> tuple[str, ...]:
     """Return the labels with the names of the classes that they match, and the others unchanged.
 
     Several spellings of one class, none of which is its name, are unchanged as well.
     """
-    class_of = {label: name for name, label in _matched(classes, labels, synonyms, refuse=False).items()}
+    class_of = {
+        label: name for name, label in _matched(classes, labels, synonyms, refuse=False).items()
+    }
     return tuple(class_of.get(label, label) for label in labels)
 
 
@@ -102,7 +133,9 @@ def renamed_labels(matched: Mapping[str, str]) -> dict[str, str]:
 
 
 def _key(name: str) -> str:
-    """Return what is equal for all spellings of a name; "" for a name without letters and digits."""
+    """Return what is equal for all spellings of a name; "" for a name without letters and
+    digits.
+    """
     key = "".join(letter for letter in _words(name).casefold() if letter.isalnum())
     for british, american in _BRITISH:
         key = key.replace(british, american)

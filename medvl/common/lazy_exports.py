@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 
-def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package whose public names are imported on first use.
+def lazy_exports(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package whose public names are imported on
+    first use.
 
-    The names are those that its `__init__.py` imports under `if TYPE_CHECKING`: type checkers and Python read one list.
+    The names are those that its `__init__.py` imports under `if TYPE_CHECKING`: type checkers and
+    Python read one list.
 
     Args:
         package: the package's `__name__`.

@@ -23,7 +23,9 @@ def blocked(*numbers: signal.Signals) -> Iterator[None]:
     """Block signals in this thread within the block; those that arrive are delivered at its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # Python may raise KeyboardInterrupt once they are blocked
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, numbers
+        )  # Python may raise KeyboardInterrupt once they are blocked
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -33,8 +35,8 @@ def blocked(*numbers: signal.Signals) -> Iterator[None]:
 def interrupts_blocked() -> Iterator[None]:
     """Block SIGINT in this thread within the block, and permanently in processes started within it.
 
-    A terminal sends Ctrl-C to all processes of a command. The main process stops the others, which must not end on
-    their own, not even during their start.
+    A terminal sends Ctrl-C to all processes of a command. The main process stops the others, which
+    must not end on their own, not even during their start.
     """
     with blocked(signal.SIGINT):
         yield
@@ -42,10 +44,11 @@ def interrupts_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGTERM in this thread within the block, and in processes started within it until they unblock.
+    """Block SIGINT and SIGTERM in this thread within the block, and in processes started within it
+    until they unblock.
 
-    Such a process gets them once it has set its handlers, however early they were sent. Children of a fork server
-    inherit from the server instead, which is started before.
+    Such a process gets them once it has set its handlers, however early they were sent. Children of
+    a fork server inherit from the server instead, which is started before.
     """
     default = multiprocessing.get_all_start_methods()[0]
     method = multiprocessing.get_start_method(allow_none=True) or default
@@ -59,7 +62,8 @@ def signals_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that processes started within the block are stopped.
+    """Make SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that processes started within the
+    block are stopped.
 
     Only in the main thread of a process; in others this does nothing.
     """
@@ -79,9 +83,11 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_deferred() -> Iterator[None]:
-    """Deliver a SIGTERM that arrives within the block at its end, so that a process that it starts is known by then.
+    """Deliver a SIGTERM that arrives within the block at its end, so that a process that it starts
+    is known by then.
 
-    Unlike a blocked signal, this is not inherited. Only in the main thread of a process; in others this does nothing.
+    Unlike a blocked signal, this is not inherited. Only in the main thread of a process; in others
+    this does nothing.
     """
     arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -104,11 +110,13 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, for its next tensors, until it ends. Later calls do nothing.
+    """Let this process keep the memory that it frees, for its next tensors, until it ends. Later
+    calls do nothing.
 
-    glibc gives blocks of 32 MB and more back to the system when they are freed, and the system fills them with zeros
-    page by page when they are needed again: up to a third of the time of a training on a CPU. Nothing happens with
-    another C library. Call it before other threads start: glibc's documentation calls `mallopt` unsafe beside them.
+    glibc gives blocks of 32 MB and more back to the system when they are freed, and the system
+    fills them with zeros page by page when they are needed again: up to a third of the time of a
+    training on a CPU. Nothing happens with another C library. Call it before other threads start:
+    glibc's documentation calls `mallopt` unsafe beside them.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -122,7 +130,9 @@ _STATUS = Path("/proc/self/status")
 
 
 def reset_peak_memory() -> None:
-    """Let the peaks of this process, and of its GPU, begin anew; on a CPU only where the kernel allows it (Linux)."""
+    """Let the peaks of this process, and of its GPU, begin anew; on a CPU only where the kernel
+    allows it (Linux).
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     torch = sys.modules.get("torch")
@@ -131,11 +141,15 @@ def reset_peak_memory() -> None:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most resident memory that this process has had, since `reset_peak_memory` if that was called.
+    """Return the most resident memory that this process has had, since `reset_peak_memory` if that
+    was called.
 
-    On Linux from the kernel's status file: `ru_maxrss` of a new process begins at the peak of the one that started it.
+    On Linux from the kernel's status file: `ru_maxrss` of a new process begins at the peak of the
+    one that started it.
     """
-    if _STATUS.is_file() and (found := re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)):
+    if _STATUS.is_file() and (
+        found := re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    ):
         return int(found[1]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
@@ -148,15 +162,20 @@ WORKER_BYTES = 4 << 30
 
 
 def limit_memory(size: int) -> None:
-    """Let this process allocate at most `size` more bytes than now; larger allocations raise MemoryError.
+    """Let this process allocate at most `size` more bytes than now; larger allocations raise
+    MemoryError.
 
-    A safeguard behind the decoders' own limits, so that one worker cannot exhaust the machine's memory. Linux only:
-    other systems do not limit a process' own data.
+    A safeguard behind the decoders' own limits, so that one worker cannot exhaust the machine's
+    memory. Linux only: other systems do not limit a process' own data.
     """
     status = Path("/proc/self/status")
     if not status.is_file():
         return
-    (now,) = [int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmData:")]
+    (now,) = [
+        int(line.split()[1]) << 10
+        for line in status.read_text().splitlines()
+        if line.startswith("VmData:")
+    ]
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (soft, hard, now + size) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))

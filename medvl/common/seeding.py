@@ -1,7 +1,8 @@
 """Randomness of the steps without generator states in checkpoints.
 
-Before each micro-batch torch's generators are seeded from (seed, step, micro-batch, rank). So dropout and masking are
-functions of the position in the run, and a resumed run draws the same numbers as an uninterrupted one.
+Before each micro-batch torch's generators are seeded from (seed, step, micro-batch, rank). So
+dropout and masking are functions of the position in the run, and a resumed run draws the same
+numbers as an uninterrupted one.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ def derive(seed: int, purpose: str, *position: int) -> int:
 def reseed(seed: int, device: torch.device) -> None:
     """Seed the generators of a step: the CPU's and this device's.
 
-    Unlike `torch.manual_seed`, this queues no call for every CUDA device in a process that never starts CUDA.
+    Unlike `torch.manual_seed`, this queues no call for every CUDA device in a process that never
+    starts CUDA.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

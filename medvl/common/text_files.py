@@ -1,8 +1,9 @@
 """Text files of users: lines, JSON lines and CSV, with errors that name the file and the line.
 
-Files are UTF-8, with or without a byte-order mark, or UTF-16 or UTF-32 with one, as spreadsheets and editors save them.
-Other encodings are refused with the line and the way to convert it: a wrong guess would change words. Lines end with a
-line feed, a carriage return, or both; other separators of Unicode are characters of their line.
+Files are UTF-8, with or without a byte-order mark, or UTF-16 or UTF-32 with one, as spreadsheets
+and editors save them. Other encodings are refused with the line and the way to convert it: a wrong
+guess would change words. Lines end with a line feed, a carriage return, or both; other separators
+of Unicode are characters of their line.
 """
 
 import codecs
@@ -30,7 +31,12 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 def read_text(
-    path: Path, kind: type[MedvlError], *, field: str | None = None, limit: int = MAX_TEXT_BYTES, what: str = "a file"
+    path: Path,
+    kind: type[MedvlError],
+    *,
+    field: str | None = None,
+    limit: int = MAX_TEXT_BYTES,
+    what: str = "a file",
 ) -> str:
     """Return the text of a file, with line feeds as the ends of its lines.
 
@@ -41,7 +47,8 @@ def read_text(
         limit: largest size in bytes.
         what: what the file is expected to be, for the error where it does not exist.
 
-    Raises `kind` with the code "not_found", "not_a_file", "unreadable", "too_large" or "malformed" (encoding).
+    Raises `kind` with the code "not_found", "not_a_file", "unreadable", "too_large" or "malformed"
+    (encoding).
     """
     try:
         with ANYWHERE.open(path, kind) as file:
@@ -53,9 +60,15 @@ def read_text(
     return _LINE_END.sub("\n", decode_text(data, path, kind, field=field))
 
 
-def decode_text(data: bytes, path: Path, kind: type[MedvlError], *, field: str | None = None) -> str:
-    """Return the text of a file's content. Raises `kind` with the code "malformed", naming the line."""
-    mark, encoding = next(((mark, name) for mark, name in _MARKS if data.startswith(mark)), (b"", "utf-8"))
+def decode_text(
+    data: bytes, path: Path, kind: type[MedvlError], *, field: str | None = None
+) -> str:
+    """Return the text of a file's content. Raises `kind` with the code "malformed", naming the
+    line.
+    """
+    mark, encoding = next(
+        ((mark, name) for mark, name in _MARKS if data.startswith(mark)), (b"", "utf-8")
+    )
     content = data[len(mark) :]
     try:
         text = content.decode(encoding)
@@ -63,23 +76,38 @@ def decode_text(data: bytes, path: Path, kind: type[MedvlError], *, field: str |
         before = content[: error.start].decode(encoding, errors="replace")
         where = f"{path}, line {len(_LINE_END.findall(before)) + 1}"
         name = encoding.upper().removesuffix("-LE").removesuffix("-BE")
-        advice = "save it as UTF-8" if mark else "save it as UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8"
+        advice = (
+            "save it as UTF-8"
+            if mark
+            else "save it as UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8"
+        )
         raise kind(f"{where}: not {name} text; {advice}", "malformed", field=field) from None
     if "\0" in text:
         where = f"{path}, line {len(_LINE_END.findall(text[: text.index(chr(0))])) + 1}"
-        message = f"{where}: NUL bytes: a binary file, or UTF-16 without a byte-order mark; save it as UTF-8"
+        message = (
+            f"{where}: NUL bytes: a binary file, or UTF-16 without a byte-order mark; "
+            f"save it as UTF-8"
+        )
         raise kind(message, "malformed", field=field)
     return text
 
 
-def read_lines(path: Path, kind: type[MedvlError], *, field: str | None = None, what: str = "a file") -> list[str]:
-    """Return the lines of a text file without their ends, also the blank ones. Raises as `read_text`."""
+def read_lines(
+    path: Path, kind: type[MedvlError], *, field: str | None = None, what: str = "a file"
+) -> list[str]:
+    """Return the lines of a text file without their ends, also the blank ones. Raises as
+    `read_text`.
+    """
     lines = read_text(path, kind, field=field, what=what).split("\n")
     return lines[:-1] if lines[-1] == "" else lines
 
 
 def read_json_objects(
-    path: Path, kind: type[MedvlError], required: Mapping[str, type] | Sequence[str], *, field: str | None = None
+    path: Path,
+    kind: type[MedvlError],
+    required: Mapping[str, type] | Sequence[str],
+    *,
+    field: str | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("FILE, line N", object) of the lines of a file of JSON lines that are not blank.
 
@@ -87,9 +115,11 @@ def read_json_objects(
         path: the file.
         kind: type of the errors.
         required: fields that each object must have, with their type, or any.
-        field: option that names the file, for the errors; a missing field or one of another type is named itself.
+        field: option that names the file, for the errors; a missing field or one of another type is
+            named itself.
 
-    Raises `kind` as `read_text`, "malformed" for a line that is not a JSON object or lacks a field, and "wrong_type".
+    Raises `kind` as `read_text`, "malformed" for a line that is not a JSON object or lacks a field,
+    and "wrong_type".
     """
     expected = " and ".join(required)
     types = required if isinstance(required, Mapping) else {}
@@ -101,19 +131,28 @@ def read_json_objects(
         try:
             row = parse_json(line)
         except ValueError as error:
-            advice = "remove the comma at its end; each line is one object" if _has_comma(line) else ""
+            advice = (
+                "remove the comma at its end; each line is one object" if _has_comma(line) else ""
+            )
             message = f"{where}: expected an object with {expected}, got no JSON ({_reason(error)})"
-            raise kind("; ".join(filter(None, (message, advice))), "malformed", field=field) from None
+            raise kind(
+                "; ".join(filter(None, (message, advice))), "malformed", field=field
+            ) from None
         if not isinstance(row, dict):
             advice = "write one object per line, without brackets around them"
-            raise kind(f"{where}: expected an object with {expected}; {advice}", "malformed", field=field)
+            raise kind(
+                f"{where}: expected an object with {expected}; {advice}", "malformed", field=field
+            )
         missing = [name for name in required if name not in row]
         if missing:
             message = f"{where}: expected an object with {expected}, got none with {missing[0]}"
             raise kind(message, "malformed", field=missing[0])
         for name, wanted in types.items():
             if not isinstance(row[name], wanted):
-                message = f"{where}: {name} must be {_TYPES.get(wanted, wanted.__name__)}, got another type"
+                message = (
+                    f"{where}: {name} must be {_TYPES.get(wanted, wanted.__name__)}, got "
+                    f"another type"
+                )
                 raise kind(message, "wrong_type", field=name)
         yield where, row
 
@@ -130,11 +169,13 @@ def _reason(error: ValueError) -> str:
     return str(getattr(error, "msg", None) or error)
 
 
-def read_csv_rows(path: Path, kind: type[MedvlError], *, field: str | None = None) -> list[dict[str, str]]:
+def read_csv_rows(
+    path: Path, kind: type[MedvlError], *, field: str | None = None
+) -> list[dict[str, str]]:
     """Return the rows of a CSV file with a header; cells that a short row lacks are "".
 
-    Raises `kind` as `read_text`, and "malformed" for a row with more cells than the header, a repeated column, or
-    quotes that are not closed.
+    Raises `kind` as `read_text`, and "malformed" for a row with more cells than the header, a
+    repeated column, or quotes that are not closed.
     """
     lines = read_text(path, kind, field=field, what="a CSV file with a header").split("\n")
     reader = csv.reader((f"{line}\n" for line in lines), strict=True)
@@ -148,10 +189,15 @@ def read_csv_rows(path: Path, kind: type[MedvlError], *, field: str | None = Non
                 columns = [cell.strip() for cell in cells]
                 repeated = sorted(name for name in set(columns) if name and columns.count(name) > 1)
                 if repeated:
-                    raise kind(f"{path}: the column {repeated[0]} is there twice", "malformed", field=field)
+                    raise kind(
+                        f"{path}: the column {repeated[0]} is there twice", "malformed", field=field
+                    )
                 continue
             if len(cells) > len(columns):
-                message = f"{path}, line {reader.line_num}: more cells than the header; quote texts with commas"
+                message = (
+                    f"{path}, line {reader.line_num}: more cells than the header; quote "
+                    f"texts with commas"
+                )
                 raise kind(message, "malformed", field=field)
             padded = [*cells, *[""] * (len(columns) - len(cells))]
             rows.append({name: cell for name, cell in zip(columns, padded, strict=True) if name})
@@ -174,10 +220,14 @@ _CONTROL = frozenset("\t\r\n")
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
-    """Return rows as CSV with line feeds, each text by `as_shown`; numbers and None are written as by `csv`."""
+    """Return rows as CSV with line feeds, each text by `as_shown`; numbers and None are written
+    as by `csv`.
+    """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerows([as_shown(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    writer.writerows(
+        [as_shown(cell) if isinstance(cell, str) else cell for cell in row] for row in rows
+    )
     return file.getvalue()
 
 
@@ -188,6 +238,8 @@ def as_shown(text: str) -> str:
     for letter in text:
         if letter in _CONTROL or unicodedata.normalize("NFKC", letter) in _FORMULA:
             return f"'{text}"
-        if not (letter.isspace() or unicodedata.category(letter) in ("Cc", "Cf")):  # blanks, also those of no width
+        if not (
+            letter.isspace() or unicodedata.category(letter) in ("Cc", "Cf")
+        ):  # blanks, also those of no width
             return text
     return text

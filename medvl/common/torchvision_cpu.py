@@ -1,12 +1,14 @@
 """Workaround to import torchvision beside a CPU-only torch.
 
-The torchvision wheel on the package index is built for CUDA. Beside a CPU build of torch its compiled extension does
-not load, and the import then fails where Python code registers a fake kernel for `torchvision::nms`, an operator that
-the extension declares. timm, open_clip and transformers import torchvision, so they fail with it.
+The torchvision wheel on the package index is built for CUDA. Beside a CPU build of torch its
+compiled extension does not load, and the import then fails where Python code registers a fake
+kernel for `torchvision::nms`, an operator that the extension declares. timm, open_clip and
+transformers import torchvision, so they fail with it.
 
-`install()` adds an import finder that acts only when `torchvision` itself is imported and only after that failure: it
-declares the two missing operator schemas and runs the module again. Where torchvision loads natively it does nothing.
-Still missing afterwards: `torchvision.io` codecs, `nms` and `deform_conv2d`.
+`install()` adds an import finder that acts only when `torchvision` itself is imported and only
+after that failure: it declares the two missing operator schemas and runs the module again. Where
+torchvision loads natively it does nothing. Still missing afterwards: `torchvision.io` codecs, `nms`
+and `deform_conv2d`.
 """
 
 import importlib.abc
@@ -20,7 +22,9 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class _Loader(importlib.abc.Loader):
-    """Loader that runs torchvision again with the missing operators declared, where the native loader fails."""
+    """Loader that runs torchvision again with the missing operators declared, where the native
+    loader fails.
+    """
 
     def __init__(self, native: importlib.abc.Loader) -> None:
         self.native = native
@@ -65,5 +69,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Install the finder once. It costs nothing until torchvision is imported."""
-    if "torchvision" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if "torchvision" not in sys.modules and not any(
+        isinstance(finder, _Finder) for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, _Finder())

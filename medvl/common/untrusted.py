@@ -1,4 +1,6 @@
-"""Reading of untrusted files: regular files inside the folders that the user named, JSON and XML of limited size."""
+"""Reading of untrusted files: regular files inside the folders that the user named, JSON and XML
+of limited size.
+"""
 
 import codecs
 import collections
@@ -37,7 +39,8 @@ class InputFolders:
 
     @classmethod
     def of(cls, *folders: Path | str, follow_links: bool = False) -> Self:
-        """Return the folders with their links resolved; with `follow_links`, files outside of them may be read too.
+        """Return the folders with their links resolved; with `follow_links`, files outside of them
+        may be read too.
 
         Raises ConfigError when a path is invalid: too long, a loop of links, or with a NUL.
         """
@@ -46,22 +49,28 @@ class InputFolders:
 
     @classmethod
     def holding(cls, files: Iterable[Path | None]) -> Self:
-        """Return the folder that contains all these files by their names, before links are followed."""
+        """Return the folder that contains all these files by their names, before links are
+        followed.
+        """
         folders = {path.absolute().parent for path in files if path is not None}
         return cls.of(os.path.commonpath(folders)) if folders else cls()
 
     def open(self, path: Path | str, kind: type[MedvlError]) -> BinaryIO:
         """Open a regular file whose real path is inside one of the folders.
 
-        Raises FileNotFoundError when it does not exist, and `kind` with the code "outside_folder" (a link that leads
-        out of the folders), "not_a_file" (a folder, pipe, device or socket), "unreadable", or "malformed" (the path
-        cannot be that of a file).
+        Raises FileNotFoundError when it does not exist, and `kind` with the code "outside_folder"
+        (a link that leads out of the folders), "not_a_file" (a folder, pipe, device or socket),
+        "unreadable", or "malformed" (the path cannot be that of a file).
         """
         try:
             real = os.path.realpath(path)
             if self.real and not real.startswith(self.real):
-                advice = "copy the file there, or convert with --follow-links if you trust all links"
-                raise kind(f"{path} is a link out of {' and '.join(self.real)}; {advice}", "outside_folder")
+                advice = (
+                    "copy the file there, or convert with --follow-links if you trust all links"
+                )
+                raise kind(
+                    f"{path} is a link out of {' and '.join(self.real)}; {advice}", "outside_folder"
+                )
             file = io.BufferedReader(io.FileIO(real, opener=_open_at_once))
         except FileNotFoundError as error:
             raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
@@ -70,7 +79,9 @@ class InputFolders:
         except OSError as error:
             raise kind(f"{path} cannot be read ({error.strerror})", "unreadable") from None
         except ValueError:  # a NUL, or a lone surrogate
-            raise kind(f"{str(path)!a} cannot be the path of a file; correct the table", "malformed") from None
+            raise kind(
+                f"{str(path)!a} cannot be the path of a file; correct the table", "malformed"
+            ) from None
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
             raise kind(f"{path} is a pipe, device or socket; expected a file", "not_a_file")
@@ -82,7 +93,9 @@ ANYWHERE = InputFolders()
 
 
 def read_limited(file: BinaryIO, limit: int, kind: type[MedvlError]) -> bytes:
-    """Return the content of an open regular file. Raises `kind` with the code "too_large" above `limit` bytes."""
+    """Return the content of an open regular file. Raises `kind` with the code "too_large" above
+    `limit` bytes.
+    """
     size = os.fstat(file.fileno()).st_size
     if size > limit:
         raise kind(f"{file.name} has {size} bytes, over the limit of {limit}", "too_large")
@@ -90,7 +103,9 @@ def read_limited(file: BinaryIO, limit: int, kind: type[MedvlError]) -> bytes:
 
 
 def decode_text(data: bytes) -> str:
-    """Return a text in UTF-8, or in UTF-16 with a byte-order mark. Raises UnicodeDecodeError for other encodings."""
+    """Return a text in UTF-8, or in UTF-16 with a byte-order mark. Raises UnicodeDecodeError for
+    other encodings.
+    """
     is_utf16 = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     return data.decode("utf-16" if is_utf16 else "utf-8-sig")
 
@@ -106,13 +121,17 @@ class NonFiniteNumberError(ValueError):
 def parse_json(data: str | bytes) -> Any:
     """Parse JSON in UTF-8, with or without a byte-order mark.
 
-    Raises ValueError when it is damaged, nested deeper than `MAX_JSON_DEPTH`, repeats a key of an object, has a number
-    that is not finite, or half of a surrogate pair, which cannot be written or tokenized.
+    Raises ValueError when it is damaged, nested deeper than `MAX_JSON_DEPTH`, repeats a key of an
+    object, has a number that is not finite, or half of a surrogate pair, which cannot be written or
+    tokenized.
     """
     text = data.removeprefix("\ufeff") if isinstance(data, str) else data.decode("utf-8-sig")
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_float=_finite_number, parse_constant=_refuse_constant
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_float=_finite_number,
+            parse_constant=_refuse_constant,
         )
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels") from None
@@ -126,14 +145,17 @@ def parse_json(data: str | bytes) -> Any:
 def read_json(path: Path, kind: type[MedvlError], *, limit: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file of at most `limit` bytes with `parse_json`.
 
-    Raises FileNotFoundError when it does not exist, and `kind` with the codes of `InputFolders.open`, "too_large" or
-    "malformed".
+    Raises FileNotFoundError when it does not exist, and `kind` with the codes of
+    `InputFolders.open`, "too_large" or "malformed".
     """
     data = read_file(path, limit, kind)
     try:
         return parse_json(data)
     except ValueError as error:
-        raise kind(f"{path} is not JSON that medvl reads ({error}): correct it or copy it again", "malformed") from None
+        raise kind(
+            f"{path} is not JSON that medvl reads ({error}): correct it or copy it again",
+            "malformed",
+        ) from None
 
 
 def read_file(path: Path, limit: int, kind: type[MedvlError]) -> bytes:
@@ -174,14 +196,18 @@ def parse_xml(data: bytes) -> ElementTree.Element:
 
     Raises ElementTree.ParseError when it is not well-formed, CorpusError for a document type.
     """
-    root: ElementTree.Element = ElementTree.fromstring(data, ElementTree.XMLParser(target=_PlainTreeBuilder()))
+    root: ElementTree.Element = ElementTree.fromstring(
+        data, ElementTree.XMLParser(target=_PlainTreeBuilder())
+    )
     return root
 
 
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
-        children = (child for part in level for child in (part.values() if isinstance(part, dict) else part))
+        children = (
+            child for part in level for child in (part.values() if isinstance(part, dict) else part)
+        )
         level = [child for child in children if isinstance(child, list | dict)]
         if not level:
             return
@@ -190,10 +216,14 @@ def _check_depth(value: Any) -> None:
 
 def _real_folder(folder: Path | str) -> str:
     try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # readers name what is missing
+        with contextlib.suppress(
+            FileNotFoundError, NotADirectoryError
+        ):  # readers name what is missing
             Path(folder).stat()
     except (OSError, ValueError):
-        raise ConfigError(f"{str(folder)!a} cannot be read as a folder; name another one", "unreadable") from None
+        raise ConfigError(
+            f"{str(folder)!a} cannot be read as a folder; name another one", "unreadable"
+        ) from None
     return os.path.realpath(folder).rstrip(os.sep) + os.sep
 
 
@@ -214,12 +244,17 @@ _NUMBERS = ("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BI
 _VALUES = frozenset((*_TEXTS, *_NUMBERS))
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}
-_PUTS, _GETS = frozenset(["PUT", "BINPUT", "LONG_BINPUT"]), frozenset(["GET", "BINGET", "LONG_BINGET"])
+_PUTS, _GETS = (
+    frozenset(["PUT", "BINPUT", "LONG_BINPUT"]),
+    frozenset(["GET", "BINGET", "LONG_BINGET"]),
+)
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def _checked(value: Any) -> Any:
-    """Return a text or a number. Raises ValueError for half of a surrogate pair, and for an integer over 1024 bits."""
+    """Return a text or a number. Raises ValueError for half of a surrogate pair, and for an
+    integer over 1024 bits.
+    """
     if isinstance(value, str):
         value.encode()
     elif isinstance(value, int) and value.bit_length() > 1024:
@@ -228,7 +263,9 @@ def _checked(value: Any) -> Any:
 
 
 class PickleReader:
-    """Interpreter for the pickle instructions that build plain data; subclasses handle more in `handle_opcode`."""
+    """Interpreter for the pickle instructions that build plain data; subclasses handle more in
+    `handle_opcode`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -238,8 +275,8 @@ class PickleReader:
     def read(self, data: bytes | BinaryIO) -> Any:
         """Return the object that the pickle builds; a file is left behind the pickle's end.
 
-        Raises CorpusError for instructions that are not supported. A damaged pickle raises ValueError, IndexError,
-        KeyError, TypeError or AttributeError.
+        Raises CorpusError for instructions that are not supported. A damaged pickle raises
+        ValueError, IndexError, KeyError, TypeError or AttributeError.
         """
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
@@ -264,7 +301,9 @@ class PickleReader:
     def handle_opcode(self, name: str, argument: Any) -> None:
         """Raise CorpusError: the instruction does not build plain data."""
         advice = "a pickle can run any program. Get the file from its publisher, or as JSON"
-        raise CorpusError(f"{self.path} is not read, as it contains {name}: {advice}", "unsupported")
+        raise CorpusError(
+            f"{self.path} is not read, as it contains {name}: {advice}", "unsupported"
+        )
 
     def pop_to_mark(self) -> list[Any]:
         """Remove and return the items above the last mark, and remove the mark."""
@@ -274,7 +313,9 @@ class PickleReader:
         return items
 
     def _build(self, name: str) -> bool:
-        """Execute an instruction that combines plain values; return False for any other instruction."""
+        """Execute an instruction that combines plain values; return False for any other
+        instruction.
+        """
         if name == "MARK":
             self.stack.append(_MARK)
         elif name == "MEMOIZE":
@@ -283,12 +324,16 @@ class PickleReader:
             items = [self.stack.pop()] if name == "APPEND" else self.pop_to_mark()
             self.stack[-1].extend(items)
         elif name in ("SETITEM", "SETITEMS"):
-            items = [self.stack.pop(-2), self.stack.pop()] if name == "SETITEM" else self.pop_to_mark()
+            items = (
+                [self.stack.pop(-2), self.stack.pop()] if name == "SETITEM" else self.pop_to_mark()
+            )
             self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
         elif name in ("LIST", "TUPLE", "DICT"):
             items = self.pop_to_mark()
             pairs = dict(zip(items[::2], items[1::2], strict=True)) if name == "DICT" else None
-            self.stack.append(pairs if pairs is not None else items if name == "LIST" else tuple(items))
+            self.stack.append(
+                pairs if pairs is not None else items if name == "LIST" else tuple(items)
+            )
         elif name in _TUPLES:
             count = _TUPLES[name]
             self.stack[-count:] = [tuple(self.stack[-count:])]

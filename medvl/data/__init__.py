@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     )
     from medvl.data.corpora.common.record_file import Records as Records
     from medvl.data.corpora.common.rows import RowCounts as RowCounts
-    from medvl.data.corpora.common.tables import Plan as Plan, Record as Record, read_record as read_record
+    from medvl.data.corpora.common.tables import (
+        Plan as Plan,
+        Record as Record,
+        read_record as read_record,
+    )
     from medvl.data.dicom.reader import DicomImage as DicomImage, read_dicom as read_dicom
     from medvl.data.images.codecs import (
         decode_image as decode_image,
@@ -41,7 +45,11 @@ if TYPE_CHECKING:
         Generation as Generation,
         pixel_hash as pixel_hash,
     )
-    from medvl.data.images.read import ImageInput as ImageInput, read_image as read_image, read_pixels as read_pixels
+    from medvl.data.images.read import (
+        ImageInput as ImageInput,
+        read_image as read_image,
+        read_pixels as read_pixels,
+    )
     from medvl.data.knowledge.finder import (
         EntityFinder as EntityFinder,
         EntityLinker as EntityLinker,
@@ -86,15 +94,25 @@ if TYPE_CHECKING:
         WebdatasetLoader as WebdatasetLoader,
         open_webdataset_loader as open_webdataset_loader,
     )
-    from medvl.data.privacy import Deidentifier as Deidentifier, default_salt_file as default_salt_file
+    from medvl.data.privacy import (
+        Deidentifier as Deidentifier,
+        default_salt_file as default_salt_file,
+    )
     from medvl.data.reports.cleaning import swap_laterality as swap_laterality
     from medvl.data.reports.labeler import (
         CONVENTIONS as CONVENTIONS,
         Conventions as Conventions,
         label_report as label_report,
     )
-    from medvl.data.reports.sections import Report as Report, parse_report as parse_report, read_report as read_report
-    from medvl.data.reports.sentences import join_texts as join_texts, split_sentences as split_sentences
+    from medvl.data.reports.sections import (
+        Report as Report,
+        parse_report as parse_report,
+        read_report as read_report,
+    )
+    from medvl.data.reports.sentences import (
+        join_texts as join_texts,
+        split_sentences as split_sentences,
+    )
     from medvl.data.reports.statements import (
         mention_values as mention_values,
         statement as statement,
@@ -134,7 +152,10 @@ if TYPE_CHECKING:
         OriginalTransform as OriginalTransform,
         RandomCrop as RandomCrop,
     )
-    from medvl.data.transforms.mlm_masking import MaskedText as MaskedText, TextMasking as TextMasking
+    from medvl.data.transforms.mlm_masking import (
+        MaskedText as MaskedText,
+        TextMasking as TextMasking,
+    )
     from medvl.data.transforms.text import (
         RandomSection as RandomSection,
         RandomSentence as RandomSentence,
@@ -146,7 +167,10 @@ if TYPE_CHECKING:
         TextPair as TextPair,
         WholeText as WholeText,
     )
-    from medvl.data.transforms.text_sequences import TextBatch as TextBatch, TextSequences as TextSequences
+    from medvl.data.transforms.text_sequences import (
+        TextBatch as TextBatch,
+        TextSequences as TextSequences,
+    )
     from medvl.data.transforms.turning import LViTAugmentation as LViTAugmentation
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -30,42 +30,57 @@ _UNKNOWN: Size = (math.inf, math.inf)
 _SAME_OBJECT_IOU = 0.5
 
 
-def read_box(label: str, fields: Sequence[str | float], size: tuple[int, int] | None, where: Path) -> Box:
-    """Parse a box from its left, top, width and height in a table, for an image of `size` (width, height).
+def read_box(
+    label: str, fields: Sequence[str | float], size: tuple[int, int] | None, where: Path
+) -> Box:
+    """Parse a box from its left, top, width and height in a table, for an image of `size` (width,
+    height).
 
-    With None for the size, the right and bottom edges are checked by `add_size`. Raises CorpusError, naming the file,
-    when a field is not a number, or the box is empty or exceeds the image by more than a pixel.
+    With None for the size, the right and bottom edges are checked by `add_size`. Raises
+    CorpusError, naming the file, when a field is not a number, or the box is empty or exceeds the
+    image by more than a pixel.
     """
     x, y, width, height = _four_numbers(label, fields, where)
     return _checked(label, (x, y, width, height), size or _UNKNOWN, where)
 
 
-def read_corners(label: str, fields: Sequence[str | float], size: tuple[int, int] | None, where: Path) -> Box:
+def read_corners(
+    label: str, fields: Sequence[str | float], size: tuple[int, int] | None, where: Path
+) -> Box:
     """Parse a box from its left, top, right and bottom edge; otherwise as `read_box`."""
     left, top, right, bottom = _four_numbers(label, fields, where)
     return _checked(label, (left, top, right - left, bottom - top), size or _UNKNOWN, where)
 
 
 def add_size(extra: Mapping[str, object], shape: tuple[int, ...]) -> Mapping[str, object]:
-    """Return `Sample.extra` with the size of the image of `shape` (height, width) if it has boxes and lacks the size.
+    """Return `Sample.extra` with the size of the image of `shape` (height, width) if it has boxes
+    and lacks the size.
 
-    Raises ImageError ("mismatch") when a box exceeds the image by more than a pixel: it is not the published one.
+    Raises ImageError ("mismatch") when a box exceeds the image by more than a pixel: it is not the
+    published one.
     """
     boxes: Any = extra.get("boxes")
     if boxes is None or "image_width" in extra:
         return extra
     height, width = shape[:2]
-    if not all(_is_inside((box["x"], box["y"], box["width"], box["height"]), (width, height)) for box in boxes):
-        message = f"a box exceeds the image of {width} x {height} pixels; expected the image as published, not resized"
+    if not all(
+        _is_inside((box["x"], box["y"], box["width"], box["height"]), (width, height))
+        for box in boxes
+    ):
+        message = (
+            f"a box exceeds the image of {width} x {height} pixels; expected the image as "
+            f"published, not resized"
+        )
         raise ImageError(message, "mismatch", field="boxes")
     return region_fields((width, height), extra)
 
 
 def merge_readers(boxes_by_reader: Iterable[Sequence[Box]]) -> list[Box]:
-    """Return the boxes of several readers of one image, with the boxes of one object replaced by their mean.
+    """Return the boxes of several readers of one image, with the boxes of one object replaced by
+    their mean.
 
-    A box joins the first group of its label that has no box of its reader yet and whose first box it overlaps by an
-    intersection over union of at least 0.5; else it begins a group.
+    A box joins the first group of its label that has no box of its reader yet and whose first box
+    it overlaps by an intersection over union of at least 0.5; else it begins a group.
     """
     groups: list[tuple[list[Box], set[int]]] = []
     for reader, boxes in enumerate(boxes_by_reader):
@@ -84,18 +99,25 @@ def merge_readers(boxes_by_reader: Iterable[Sequence[Box]]) -> list[Box]:
     return [_mean(group) for group, _ in groups]
 
 
-def _four_numbers(label: str, fields: Sequence[str | float], where: Path) -> tuple[float, float, float, float]:
+def _four_numbers(
+    label: str, fields: Sequence[str | float], where: Path
+) -> tuple[float, float, float, float]:
     try:
         a, b, c, d = (float(field) for field in fields)
     except (TypeError, ValueError):
-        raise CorpusError(f"{where}: expected four numbers for a box of {label}", "malformed", field="boxes") from None
+        raise CorpusError(
+            f"{where}: expected four numbers for a box of {label}", "malformed", field="boxes"
+        ) from None
     return a, b, c, d
 
 
 def _checked(label: str, box: tuple[float, float, float, float], size: Size, where: Path) -> Box:
     x, y, width, height = box
     if not all(map(math.isfinite, box)) or width <= 0 or height <= 0 or not _is_inside(box, size):
-        message = f"{where}: a box of {label} is empty or exceeds its image of {size[0]} x {size[1]} pixels"
+        message = (
+            f"{where}: a box of {label} is empty or exceeds its image of {size[0]} x "
+            f"{size[1]} pixels"
+        )
         raise CorpusError(message, "out_of_range", field="boxes")
     return {"label": label, "x": x, "y": y, "width": width, "height": height}
 
@@ -111,18 +133,25 @@ def _edges(box: Mapping[str, Any]) -> tuple[float, float, float, float]:
 
 def _iou(one: Box, other: Box) -> float:
     (left, top, right, bottom), (left_2, top_2, right_2, bottom_2) = _edges(one), _edges(other)
-    overlap = max(0.0, min(right, right_2) - max(left, left_2)) * max(0.0, min(bottom, bottom_2) - max(top, top_2))
+    overlap = max(0.0, min(right, right_2) - max(left, left_2)) * max(
+        0.0, min(bottom, bottom_2) - max(top, top_2)
+    )
     union = (right - left) * (bottom - top) + (right_2 - left_2) * (bottom_2 - top_2) - overlap
     return overlap / union
 
 
 def _mean(group: Sequence[Mapping[str, Any]]) -> Box:
     sides = ("x", "y", "width", "height")
-    return {"label": group[0]["label"], **{side: sum(box[side] for box in group) / len(group) for side in sides}}
+    return {
+        "label": group[0]["label"],
+        **{side: sum(box[side] for box in group) / len(group) for side in sides},
+    }
 
 
 def region_fields(size: tuple[int, int], regions: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields of `Sample.extra` for regions in pixels of an image of `size` (width, height)."""
+    """Return the fields of `Sample.extra` for regions in pixels of an image of `size` (width,
+    height).
+    """
     return {**regions, "image_width": size[0], "image_height": size[1]}
 
 
@@ -136,18 +165,31 @@ EMPTY = "-1"
 
 
 def decode_runs(runs: str, height: int, width: int) -> NDArray[np.bool_]:
-    """Return the mask (height, width). Raises CorpusError when the text is malformed or exceeds the mask."""
+    """Return the mask (height, width). Raises CorpusError when the text is malformed or exceeds
+    the mask.
+    """
     if runs.strip() == EMPTY:
         return np.zeros((height, width), np.bool_)
     try:
         steps = np.array(runs.split(), dtype=np.int64)
     except (ValueError, OverflowError):
-        raise CorpusError("expected integers for the runs of a mask", "malformed", field="masks") from None
+        raise CorpusError(
+            "expected integers for the runs of a mask", "malformed", field="masks"
+        ) from None
     if not len(steps) or len(steps) % 2 or (steps < 0).any() or (steps[1::2] == 0).any():
-        raise CorpusError("expected pairs of a gap and a length for the runs of a mask", "malformed", field="masks")
-    # Check the sum before allocating anything of that size; the first test also catches a sum that overflows.
+        raise CorpusError(
+            "expected pairs of a gap and a length for the runs of a mask",
+            "malformed",
+            field="masks",
+        )
+    # Check the sum before allocating anything of that size; the first test also catches a sum that
+    # overflows.
     if (steps > height * width).any() or steps.sum() > height * width:
-        raise CorpusError(f"the runs of a mask exceed its {height} x {width} pixels", "out_of_range", field="masks")
+        raise CorpusError(
+            f"the runs of a mask exceed its {height} x {width} pixels",
+            "out_of_range",
+            field="masks",
+        )
     inside = np.repeat(np.arange(len(steps)) % 2 == 1, steps)
     column_major = np.zeros(height * width, np.bool_)
     column_major[: len(inside)] = inside
@@ -192,8 +234,8 @@ class Phrase:
 def phrases_of(sample: Sample) -> tuple[Phrase, ...]:
     """Return the phrases of a sample, empty if it has none.
 
-    For a sample with boxes but no phrases, each label is a phrase with the boxes of that label. Raises CorpusError when
-    the annotations are malformed or the size of the image is missing.
+    For a sample with boxes but no phrases, each label is a phrase with the boxes of that label.
+    Raises CorpusError when the annotations are malformed or the size of the image is missing.
     """
     try:
         if "phrases" in sample.extra:
@@ -202,7 +244,10 @@ def phrases_of(sample: Sample) -> tuple[Phrase, ...]:
             by_label: dict[str, list[Box]] = {}
             for box in _list(sample.extra.get("boxes", [])):
                 by_label.setdefault(str(box["label"]), []).append(_box(box))
-            phrases = [Phrase(label=label, text=label, boxes=tuple(boxes)) for label, boxes in by_label.items()]
+            phrases = [
+                Phrase(label=label, text=label, boxes=tuple(boxes))
+                for label, boxes in by_label.items()
+            ]
     except (TypeError, KeyError, ValueError) as error:
         message = f"sample {sample.key}: malformed phrases or boxes; convert the corpus again"
         raise CorpusError(message, "malformed", field="phrases") from error
@@ -212,10 +257,14 @@ def phrases_of(sample: Sample) -> tuple[Phrase, ...]:
 
 
 def published_size(sample: Sample) -> tuple[int, int]:
-    """Return (height, width) of the image that a sample's boxes refer to. Raises CorpusError when it is missing."""
+    """Return (height, width) of the image that a sample's boxes refer to. Raises CorpusError
+    when it is missing.
+    """
     height, width = (sample.extra.get(name) for name in ("image_height", "image_width"))
     if not isinstance(height, int) or not isinstance(width, int) or min(height, width) < 1:
-        raise CorpusError(f"sample {sample.key}: boxes without an image size", "missing", field="image_height")
+        raise CorpusError(
+            f"sample {sample.key}: boxes without an image size", "missing", field="image_height"
+        )
     return height, width
 
 
@@ -256,9 +305,13 @@ class Question:
     """Unique in its corpus."""
     question: str
     answer: str
-    """Empty where the release has none; such a question counts in every denominator and no answer matches it."""
+    """Empty where the release has none; such a question counts in every denominator and no
+    answer matches it.
+    """
     answer_type: AnswerType
-    """From the dataset's own field, or inferred from yes/no where it has none (see the data card)."""
+    """From the dataset's own field, or inferred from yes/no where it has none (see the data
+    card).
+    """
     kind: str = ""
     """Question type of the dataset; several are joined by ", " in alphabetical order."""
     organ: str = ""
@@ -267,13 +320,17 @@ class Question:
     """freeform, para or frame in VQA-RAD; vqa or kvqa in SLAKE."""
 
     def as_json(self) -> dict[str, str]:
-        """Return the entry for `Sample.extra["questions"]`, without empty fields except the answer."""
+        """Return the entry for `Sample.extra["questions"]`, without empty fields except the
+        answer.
+        """
         values = dataclasses.asdict(self)
         return {name: value for name, value in values.items() if value or name == "answer"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Question":
-        """Parse an entry; unknown fields are ignored. Raises CorpusError when a field is missing or not a string."""
+        """Parse an entry; unknown fields are ignored. Raises CorpusError when a field is missing
+        or not a string.
+        """
         names = [field.name for field in dataclasses.fields(cls) if field.name in data]
         try:
             question = cls(**{name: data[name] for name in names})
@@ -282,16 +339,27 @@ class Question:
             raise CorpusError(f"expected {expected}, got {', '.join(names)}", "missing") from None
         for name in names:
             if not isinstance(getattr(question, name), str):
-                raise CorpusError(f"question {question.id}: expected a string for {name}", "wrong_type", field=name)
+                raise CorpusError(
+                    f"question {question.id}: expected a string for {name}",
+                    "wrong_type",
+                    field=name,
+                )
         if question.answer_type not in ("closed", "open"):
-            message = f"question {question.id}: expected answer_type closed or open, got {question.answer_type!r}"
+            message = (
+                f"question {question.id}: expected answer_type closed or open, got "
+                f"{question.answer_type!r}"
+            )
             raise CorpusError(message, "unknown_name", field="answer_type")
         return question
 
 
 def questions_of(sample: Sample) -> tuple[Question, ...]:
-    """Return the questions of a sample, empty if it has none. Raises CorpusError when they are malformed."""
+    """Return the questions of a sample, empty if it has none. Raises CorpusError when they are
+    malformed.
+    """
     entries = sample.extra.get("questions", [])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise CorpusError("a sample's questions must be a list of objects", "wrong_type", field="questions")
+        raise CorpusError(
+            "a sample's questions must be a list of objects", "wrong_type", field="questions"
+        )
     return tuple(Question.from_json(entry) for entry in entries)

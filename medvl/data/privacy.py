@@ -28,7 +28,9 @@ from medvl.errors import ConfigError, CorpusError
 # `Swan-Ganz`), vertebrae, sizes and fractions are none. All patterns have bounded repetitions, so
 # that the time is linear in the length of the text.
 
-CODES = frozenset({"cuis", "label_cuis", "localization_cuis", "masks", "prior", "generator", "kind"})
+CODES = frozenset(
+    {"cuis", "label_cuis", "localization_cuis", "masks", "prior", "generator", "kind"}
+)
 """Extra fields of the converters that hold no free text."""
 
 _MASK = re.compile(r"X{3,}|_{2,}")
@@ -45,14 +47,16 @@ _MONTHS_IN_CAPITALS = (
     r"|Nov(?:ember)?|NOV(?:EMBER)?|Dec(?:ember)?|DEC(?:EMBER)?)"
 )
 _DATES = (
-    r"(?<![\d.])\b\d{1,2}(?P<between>[/.-])\d{1,2}(?P=between)(?:\d{4}|\d{2})(?!\.?\d)\b",  # 3/14/2015, 14.03.15
+    # 3/14/2015, 14.03.15
+    r"(?<![\d.])\b\d{1,2}(?P<between>[/.-])\d{1,2}(?P=between)(?:\d{4}|\d{2})(?!\.?\d)\b",
     r"\b\d{4}[/.-]\d{1,2}[/.-]\d{1,2}(?!\d)",  # 2015-03-14
     r"\b(?:19|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:\d{4,6})?\b",  # 20150314
     rf"(?i:\b{_MONTH}\.?,?[\s\-/]{{1,3}}\d{{1,2}}(?:st|nd|rd|th)?,?[\s\-/]{{1,3}}(?:\d{{4}}|'?\d{{2}})\b)",
     rf"(?i:\b{_DAY}(?:st|nd|rd|th)?(?:\s+of)?[\s\-/.]{{0,3}}{_MONTH}\.?,?[\s\-/]{{0,3}}(?:(?:19|20)\d{{2}}|'\d{{2}})\b)",
     rf"(?i:\b{_DAY}[\-/]{_MONTH}[\-/]\d{{2}}\b)",
     rf"(?i:\b{_MONTH}\.?,?(?:\s+of)?[\s\-/]{{1,3}}(?:(?:19|20)\d{{2}}|'\d{{2}})\b)",  # March 2015
-    rf"\b{_MONTHS_IN_CAPITALS}\.?\s+{_DAY}(?:st|nd|rd|th)?\b(?!\s*(?:mm|cm|MM|CM|x\b|%))",  # March 14th
+    # March 14th
+    rf"\b{_MONTHS_IN_CAPITALS}\.?\s+{_DAY}(?:st|nd|rd|th)?\b(?!\s*(?:mm|cm|MM|CM|x\b|%))",
     rf"\b{_DAY}(?:st|nd|rd|th)?(?:\s+of)?[\s\-]+{_MONTHS_IN_CAPITALS}\b",  # 14th of March
     r"(?<![\d/.\w])(?:0?[1-9]|1[0-2])/(?:19|20)\d{2}\b",  # 03/2015
     r"(?<![\d/.\w])(?:0?[1-9]|1[0-2])/(?:1[3-9]|2\d|3[01])(?![\d/.%]|\s*(?:inch|in\b|\"))",  # 3/14
@@ -71,8 +75,10 @@ _PHONES = (
 _IDS = r"(?=[\w-]{0,20}\d)[\w-]{3,30}"
 _NUMBERS = (
     r"(?<![\w-])\d{3}[- ]\d{2}[- ]\d{4}(?![\w-])",  # SSN
-    r"(?i:\b(?:MRN|medical record|med rec|accession|account|acct|CSN|DEA|NPI|serial|S/?N:?|VIN|passport|chart|SSN"
-    r"|social security|hosp|acc|policy|license|licence|encounter|NHS|hospital|unit record|member|insurance|specimen|UID"
+    r"(?i:\b(?:MRN|medical record|med "
+    r"rec|accession|account|acct|CSN|DEA|NPI|serial|S/?N:?|VIN|passport|chart|SSN"
+    r"|social security|hosp|acc|policy|license|licence|encounter|NHS|hospital|unit "
+    r"record|member|insurance|specimen|UID"
     r"|barcode|MR#)"
     rf"(?:\s{{1,3}}(?:number|num|no|nr|id|ID))?[\s:.#=]{{0,4}}(?=[\w-]{{0,20}}\d\d){_IDS})",
     r"(?i:\b(?:record|patient|pt|study|exam|case|order|visit|device|lot|ref|reference|film|x-?ray|request|file|id)"
@@ -93,7 +99,9 @@ _TITLE = r"(?!The\b)[A-Z][a-z'’-]{1,30}"
 _DOCTORS = (
     rf"\b(?:Drs?|DRS?|dr|Doctor|doctor|Prof|Professor)\b(?:\.\s{{0,3}}|\s{{1,3}})(?:[A-Z]\.?\s{{1,2}})?{_NAME}",
 )
-_CREDENTIALS = r"(?:M\.?D\.?|D\.?O\.?|Ph\.?D\.?|MBBS|MBBCh|FRCR|FRCPC|FACR|R\.?N\.?|PA-C|NP|APRN|CRNP|RT)"
+_CREDENTIALS = (
+    r"(?:M\.?D\.?|D\.?O\.?|Ph\.?D\.?|MBBS|MBBCh|FRCR|FRCPC|FACR|R\.?N\.?|PA-C|NP|APRN|CRNP|RT)"
+)
 _NOT_NAMES = (
     r"(?!(?:Chest|CHEST|Abdomen|ABDOMEN|Ordering|Referring|Attending|Reading|Requesting|Primary|ORDERING|REFERRING|ATTENDING"
     r"|The|THE|Treating|Covering|Responsible)\b)"
@@ -123,7 +131,8 @@ _NAMES = (
     r"(?im:^\s{0,10}cc\s{0,2}:\s{0,3}[A-Za-z])",
     rf"(?:[Dd]ictated|[Tt]ranscribed|[Ss]igned|[Rr]ead|[Rr]eported|[Ii]nterpreted|[Rr]eviewed|[Vv]erified|[Aa]pproved|[Tt]yped"
     rf"|[Pp]erformed|[Oo]rdered|[Rr]equested|[Rr]eferred|[Aa]uthenticated|[Dd]iscussed|[Cc]ommunicated|[Cc]onveyed|[Tt]elephoned"
-    rf"|[Rr]elayed|[Ss]poke|[Cc]alled|[Nn]otified)\s{{1,3}}(?:in person\s{{1,2}}|electronically\s{{1,2}})?"
+    rf"|[Rr]elayed|[Ss]poke|[Cc]alled|[Nn]otified)\s{{1,3}}(?:in "
+    rf"person\s{{1,2}}|electronically\s{{1,2}})?"
     r"(?:(?:by|with|to)\s{1,3})"
     rf"(?:(?:[A-Z]\.\s{{0,2}}){{1,2}}{_TITLE}|{_NOT_NAMES}{_TEAMS}{_TITLE}\s{{1,2}}(?:[A-Z]\.?\s{{1,2}})?{_TITLE})",
     rf"(?:[Ss]een|[Rr]eviewed|[Ii]nterpreted|[Rr]ead|[Rr]eported|[Aa]pproved|[Vv]erified)\s{{1,2}}by\s{{1,2}}{_TEAMS}{_TITLE}",
@@ -151,8 +160,10 @@ _ADDRESSES = (
     rf"(?i:\b(?:lives|living|resides|residing|resident)\s(?:in|at|of))\s{_TITLE}",
 )
 _PLACE_END = (
-    r"(?:Hospital|HOSPITAL|Medical Cent(?:er|re)|MEDICAL CENTER|Infirmary|Health Cent(?:er|re)|Healthcare|Health System"
-    r"|Nursing Home|Hospice|Clinic|Rehabilitation Cent(?:er|re)|Surgery Center|Imaging Center|Radiology Associates)"
+    r"(?:Hospital|HOSPITAL|Medical Cent(?:er|re)|MEDICAL CENTER|Infirmary|Health "
+    r"Cent(?:er|re)|Healthcare|Health System"
+    r"|Nursing Home|Hospice|Clinic|Rehabilitation Cent(?:er|re)|Surgery Center|Imaging "
+    r"Center|Radiology Associates)"
 )
 _PLACES = (
     rf"\b(?!(?:The|This|Our|Outside|Local|In|At|Same|Another|Previous|Prior)\s{{1,2}}{_PLACE_END})(?:[A-Z][\w'’.&-]{{1,30}}\s{{1,2}}"
@@ -164,7 +175,10 @@ _PLACES = (
     r"\bUniversity of [A-Z][a-z]{1,30}\b",
 )
 _EMAILS = (r"\b[\w.+-]{1,64}@[\w-]{1,64}\.\w",)
-_URLS = (r"(?i:\b(?:https?://|ftp://|www\.)[^\s]{1,300})", r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)")
+_URLS = (
+    r"(?i:\b(?:https?://|ftp://|www\.)[^\s]{1,300})",
+    r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)",
+)
 
 _SCREENS = {
     kind: re.compile("|".join(patterns))
@@ -186,9 +200,10 @@ _SCREENS = {
 def find_identifiers(text: str) -> dict[str, int]:
     """Count likely identifiers in a text by kind.
 
-    Kinds: email, url (also IP addresses), date (more precise than a year), phone, age (above 89), number (of a record,
-    an account, a device), doctor, name, place (hospital, ward, room) and address. Masks (`___`, `XXXX`) are not
-    counted. Kinds that do not occur are absent, and the text itself is never returned.
+    Kinds: email, url (also IP addresses), date (more precise than a year), phone, age (above 89),
+    number (of a record, an account, a device), doctor, name, place (hospital, ward, room) and
+    address. Masks (`___`, `XXXX`) are not counted. Kinds that do not occur are absent, and the text
+    itself is never returned.
     """
     text = _MASK.sub("___", text)
     counts: dict[str, int] = {}
@@ -202,8 +217,8 @@ def find_identifiers(text: str) -> dict[str, int]:
 def free_texts(value: object) -> Iterator[str]:
     """Yield the texts and whole numbers in the extra fields of a sample that may have identifiers.
 
-    Fields of medvl's own converters with codes (`CODES`) are left out: hashes, concept ids and masks look like numbers
-    of records.
+    Fields of medvl's own converters with codes (`CODES`) are left out: hashes, concept ids and
+    masks look like numbers of records.
     """
     if isinstance(value, str):
         yield value
@@ -233,15 +248,18 @@ _MIN_SALT_BYTES, _MAX_SALT_BYTES = 16, hashlib.blake2b.MAX_KEY_SIZE
 _log = logging.getLogger(__name__)
 
 MAX_AGE = 90
-"""Ages of 90 and above are one group, as HIPAA's Safe Harbor requires (45 CFR 164.514(b)(2)(i)(C))."""
+"""Ages of 90 and above are one group, as HIPAA's Safe Harbor requires (45 CFR
+164.514(b)(2)(i)(C)).
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deidentifier:
-    """Hashes ids with keyed BLAKE2b to 20 hexadecimal characters, which cannot be inverted without the salt.
+    """Hashes ids with keyed BLAKE2b to 20 hexadecimal characters, which cannot be inverted without
+    the salt.
 
-    Each kind of id is hashed separately: patient 7 and image 7 have unrelated hashes. White space around an id is
-    ignored (DICOM pads with it), and 7 is the same id as "7".
+    Each kind of id is hashed separately: patient 7 and image 7 have unrelated hashes. White space
+    around an id is ignored (DICOM pads with it), and 7 is the same id as "7".
     """
 
     salt: bytes = dataclasses.field(repr=False)
@@ -250,16 +268,19 @@ class Deidentifier:
     def __post_init__(self) -> None:
         if not _MIN_SALT_BYTES <= len(self.salt) <= _MAX_SALT_BYTES:
             expected = f"{_MIN_SALT_BYTES} to {_MAX_SALT_BYTES} bytes"
-            raise ConfigError(f"salt must have {expected}, got {len(self.salt)}", "out_of_range", field="salt")
+            raise ConfigError(
+                f"salt must have {expected}, got {len(self.salt)}", "out_of_range", field="salt"
+            )
 
     @classmethod
     def from_file(cls, path: Path | str, *, create: bool = False) -> "Deidentifier":
         """Return a de-identifier with the hexadecimal salt in a file.
 
-        With `create`, a missing file is created atomically with 32 random bytes, readable by its owner only. Processes
-        that create it at the same time get the same salt.
+        With `create`, a missing file is created atomically with 32 random bytes, readable by its
+        owner only. Processes that create it at the same time get the same salt.
 
-        A warning names the mode of a file that other users can read: with it, ids can be guessed from their hashes.
+        A warning names the mode of a file that other users can read: with it, ids can be guessed
+        from their hashes.
 
         Raises ConfigError when the file is missing, no regular file, not hexadecimal, or too short.
         """
@@ -269,15 +290,22 @@ class Deidentifier:
         try:
             content = read_file(path, _MAX_SALT_FILE, ConfigError)
         except FileNotFoundError:
-            advice = "set MEDVL_SALT_FILE to the salt of this data, or let the first conversion create one"
-            raise ConfigError(f"the salt file {path} does not exist: {advice}", "not_found") from None
+            advice = (
+                "set MEDVL_SALT_FILE to the salt of this data, or let the first conversion "
+                "create one"
+            )
+            raise ConfigError(
+                f"the salt file {path} does not exist: {advice}", "not_found"
+            ) from None
         except ConfigError as error:
             raise error.prefixed("the salt file cannot be read: ") from None
         _warn_of_mode(path)
         try:
             return cls(bytes.fromhex(content.decode("ascii").strip()))
         except ValueError:  # from bytes.fromhex and the decoder, whose messages quote the salt
-            raise ConfigError(f"the salt file {path} is not hexadecimal: not written by medvl", "malformed") from None
+            raise ConfigError(
+                f"the salt file {path} is not hexadecimal: not written by medvl", "malformed"
+            ) from None
         except ConfigError as error:
             raise error.prefixed(f"the salt file {path} is damaged: ") from None
 
@@ -291,7 +319,9 @@ class Deidentifier:
         return self._hash(b"patient", patient_id)
 
     def study(self, patient_id: str | int, study_id: str | int) -> str:
-        """Return the hash of a study. Some hospitals number studies per patient, so both ids are hashed."""
+        """Return the hash of a study. Some hospitals number studies per patient, so both ids are
+        hashed.
+        """
         return self._hash(b"study", patient_id, study_id)
 
     def image(self, image_id: str | int) -> str:
@@ -304,9 +334,13 @@ class Deidentifier:
             try:
                 text = str(value).strip().encode()
             except UnicodeEncodeError:
-                raise CorpusError(f"a {kind.decode()} id has half of a surrogate pair", "malformed") from None
+                raise CorpusError(
+                    f"a {kind.decode()} id has half of a surrogate pair", "malformed"
+                ) from None
             if not text:
-                raise CorpusError(f"empty {kind.decode()} id: fill in the column, or remove the row", "missing")
+                raise CorpusError(
+                    f"empty {kind.decode()} id: fill in the column, or remove the row", "missing"
+                )
             digest.update(len(text).to_bytes(4, "big"))  # ("ab", "c") and ("a", "bc") must differ
             digest.update(text)
         return digest.hexdigest()
@@ -322,7 +356,8 @@ def _warn_of_mode(path: Path) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         message = (
-            "the salt file %s has the mode %04o: other users can guess ids from hashes with it; run chmod 600 on it"
+            "the salt file %s has the mode %04o: other users can guess ids from hashes "
+            "with it; run chmod 600 on it"
         )
         _log.warning(message, path, mode)
 
@@ -337,7 +372,9 @@ def _create_salt(path: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             with contextlib.suppress(FileExistsError):
-                os.link(partial, path)  # unlike a rename, this does not replace the salt of another process
+                os.link(
+                    partial, path
+                )  # unlike a rename, this does not replace the salt of another process
         finally:
             Path(partial).unlink()
     except OSError as error:
@@ -352,12 +389,16 @@ _UNITS_PER_YEAR = {"D": 365.25, "W": 365.25 / 7, "M": 12.0, "Y": 1.0, "": 1.0}
 def cap_age(age: object) -> int | None:
     """Return whole years, where 90 means 90 and above.
 
-    Accepts years as a number or text, and DICOM's age strings (`065Y`, `011M`, `003W`, `010D`). Returns None for
-    anything else (None, NaN, negative, other text, lists).
+    Accepts years as a number or text, and DICOM's age strings (`065Y`, `011M`, `003W`, `010D`).
+    Returns None for anything else (None, NaN, negative, other text, lists).
     """
     if isinstance(age, str):
         match = _AGE.fullmatch(age.strip())
-        years = float(match[1].replace(",", ".")) / _UNITS_PER_YEAR[match[2].upper()] if match else math.nan
+        years = (
+            float(match[1].replace(",", ".")) / _UNITS_PER_YEAR[match[2].upper()]
+            if match
+            else math.nan
+        )
     else:
         years = _to_float(age)
     return int(min(years, MAX_AGE)) if years >= 0 else None  # NaN is not
@@ -371,24 +412,30 @@ def _to_float(value: object) -> float:
 
 
 _IDENTITY = re.compile(
-    r"\b(?:patient(?: name| id.*)?$|name\b|m\.?r\.?n\b|record (?:number|no)\b|d\.?o\.?b\b|birth|accession|account|ssn\b"
-    r"|social security|address|phone|physician|doctor|radiologist|attending|resident\b|referr|dictat|transcri"
-    r"|sign(?:ed|ature)|(?:read|verified|interpreted|approved|electronically) |(?:reported|reviewed|typed) by\b)",
+    r"\b(?:patient(?: name| id.*)?$|name\b|m\.?r\.?n\b|record "
+    r"(?:number|no)\b|d\.?o\.?b\b|birth|accession|account|ssn\b"
+    r"|social "
+    r"security|address|phone|physician|doctor|radiologist|attending|resident\b|referr|dictat|transcri"
+    r"|sign(?:ed|ature)|(?:read|verified|interpreted|approved|electronically) "
+    r"|(?:reported|reviewed|typed) by\b)",
     re.IGNORECASE,
 )
 
 
 _LEADING = re.compile(
-    r"(?:(?:date|of|medical|report|final|hospital|ordering|requesting|primary care|digitally|patient'?s?|pt) )*",
+    r"(?:(?:date|of|medical|report|final|hospital|ordering|requesting|primary "
+    r"care|digitally|patient'?s?|pt) )*",
     re.IGNORECASE,
 )
 
 
 def is_identifying_header(header: str, *, at_start: bool = False) -> bool:
-    """Return whether a section with this header identifies the patient or the author: `MRN`, `SIGNED BY`.
+    """Return whether a section with this header identifies the patient or the author: `MRN`,
+    `SIGNED BY`.
 
-    Released corpora have such lines masked; a hospital's own reports begin and end with them. With `at_start`, the
-    header must begin with an identifying word (`Date of birth`, `Signed by`), as for headers that are not in capitals.
+    Released corpora have such lines masked; a hospital's own reports begin and end with them. With
+    `at_start`, the header must begin with an identifying word (`Date of birth`, `Signed by`), as
+    for headers that are not in capitals.
     """
     if not at_start:
         return _IDENTITY.search(header) is not None
@@ -415,8 +462,8 @@ _HEIGHTS = (6, 64)
 def has_burned_in_text(image: NDArray[np.uint8]) -> bool:
     """Return whether the upper or lower quarter of an image has a line of at least nine letters.
 
-    A screen for warnings, with misses (dark text on white, handwriting) and false alarms. Images are (H, W) or
-    (H, W, C); the brightest channel of each pixel is used.
+    A screen for warnings, with misses (dark text on white, handwriting) and false alarms. Images
+    are (H, W) or (H, W, C); the brightest channel of each pixel is used.
     """
     image_HW = image if image.ndim == 2 else image.max(axis=2)
     height = int(len(image_HW) * _BAND)
@@ -435,19 +482,32 @@ def _reduce(band_HW: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
 
 
 def _letters(band_HW: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Return (N, 4) left, top, width, height of bright patches of letter size, from left to right."""
+    """Return (N, 4) left, top, width, height of bright patches of letter size, from left to
+    right.
+    """
     bright_HW = (band_HW >= 224).view(np.uint8)
     # There are at most as many patches as bright pixels; 16-bit labels take half the time.
     numbers = cv2.CV_16U if np.count_nonzero(bright_HW) < 1 << 16 else cv2.CV_32S
     _, _, stats, _ = cv2.connectedComponentsWithStats(bright_HW, connectivity=8, ltype=numbers)
-    width, height, area = stats[1:, cv2.CC_STAT_WIDTH], stats[1:, cv2.CC_STAT_HEIGHT], stats[1:, cv2.CC_STAT_AREA]
-    fits = (height >= _HEIGHTS[0]) & (height <= _HEIGHTS[1]) & (width <= 1.5 * height) & (area >= 0.12 * width * height)
+    width, height, area = (
+        stats[1:, cv2.CC_STAT_WIDTH],
+        stats[1:, cv2.CC_STAT_HEIGHT],
+        stats[1:, cv2.CC_STAT_AREA],
+    )
+    fits = (
+        (height >= _HEIGHTS[0])
+        & (height <= _HEIGHTS[1])
+        & (width <= 1.5 * height)
+        & (area >= 0.12 * width * height)
+    )
     boxes = stats[1:, :4][fits].astype(np.int32)
     return boxes[np.argsort(boxes[:, 0], kind="stable")]
 
 
 def _longest_line(boxes: NDArray[np.int32]) -> int:
-    """Return the letters of the longest line: of similar height, on one baseline, and close to each other."""
+    """Return the letters of the longest line: of similar height, on one baseline, and close to
+    each other.
+    """
     length = np.ones(len(boxes), int)
     for i, (x, y, width, height) in enumerate(boxes):
         near = boxes[i + 1 : i + 64]

@@ -13,17 +13,24 @@ def check_name(name: str, field: str) -> None:
     """Raise ConfigError unless a name can be (part of) the name of a file or folder."""
     if not re.fullmatch(r"\w[\w .+-]{0,99}", name):
         message = (
-            f"expected {field} of letters, digits, spaces and ._+- that begins with a letter or digit, got {name!r}"
+            f"expected {field} of letters, digits, spaces and ._+- that begins with a "
+            f"letter or digit, got {name!r}"
         )
         raise ConfigError(message, "malformed", field=field)
 
 
 def check_fractions(fractions: Mapping[str, float]) -> None:
-    """Raise ConfigError unless the fractions are positive and sum to 1, and their names can be those of folders."""
+    """Raise ConfigError unless the fractions are positive and sum to 1, and their names can be
+    those of folders.
+    """
     for name in fractions:
         check_name(name, "splits")
     if not fractions or not all(fraction > 0 for fraction in fractions.values()):
-        raise ConfigError(f"expected split fractions above 0, got {dict(fractions)}", "out_of_range", field="splits")
+        raise ConfigError(
+            f"expected split fractions above 0, got {dict(fractions)}",
+            "out_of_range",
+            field="splits",
+        )
     total = sum(fractions.values())
     if abs(total - 1.0) > 1e-9:
         raise ConfigError(
@@ -36,7 +43,8 @@ def check_fractions(fractions: Mapping[str, float]) -> None:
 def hash_split(patient: str, fractions: Mapping[str, float] = DEFAULT_FRACTIONS) -> str:
     """Return the split of a patient, determined by a hash of the (already hashed) patient id alone.
 
-    A patient keeps its split when others are added or removed, and in every corpus hashed with the same salt.
+    A patient keeps its split when others are added or removed, and in every corpus hashed with the
+    same salt.
     """
     digest = hashlib.blake2b(patient.encode(), digest_size=8, person=b"medvl-split").digest()
     position = int.from_bytes(digest, "big") / 2**64
@@ -49,7 +57,9 @@ def hash_split(patient: str, fractions: Mapping[str, float] = DEFAULT_FRACTIONS)
 
 
 def check_disjoint(patients_by_split: Mapping[str, Iterable[str]], name: str) -> None:
-    """Raise SplitError when a patient is in two splits. `name` is the name of the corpus, for the message."""
+    """Raise SplitError when a patient is in two splits. `name` is the name of the corpus, for
+    the message.
+    """
     owner: dict[str, str] = {}
     shared: dict[tuple[str, str], list[str]] = {}
     for split, patients in patients_by_split.items():
@@ -63,7 +73,8 @@ def check_disjoint(patients_by_split: Mapping[str, Iterable[str]], name: str) ->
             for (first, second), patients in sorted(shared.items())
         )
         raise SplitError(
-            f"{name}: splits share patients: {detail}; correct the split table so that each patient is in one split, "
+            f"{name}: splits share patients: {detail}; correct the split table so that each "
+            f"patient is in one split, "
             "or remove its column to split by patient hash",
             "leak",
         )

@@ -7,7 +7,8 @@ _FRONTAL = {"FRONTAL", "PA", "AP", "LLD", "RLD"}
 
 
 def frontal_or_lateral(view: str | None) -> Literal["frontal", "lateral"] | None:
-    """Return the kind of a view such as `Sample.view` ("PA", "AP LLD", "XTABLE LATERAL"); None: unknown or neither.
+    """Return the kind of a view such as `Sample.view` ("PA", "AP LLD", "XTABLE LATERAL"); None:
+    unknown or neither.
 
     Decubitus films (LLD, RLD) are frontal projections of a patient who lies on the side.
     """

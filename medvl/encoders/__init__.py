@@ -1,4 +1,5 @@
-"""Image and text encoders, each with one interface for all backbones. This package imports no other part of medvl.
+"""Image and text encoders, each with one interface for all backbones. This package imports no other
+part of medvl.
 
     from medvl.encoders import create_image_encoder, create_text_encoder
 

@@ -8,8 +8,13 @@ from torch import Tensor, nn
 
 from medvl.schema import ImageFeatures, TextFeatures
 
-for _features in (ImageFeatures, TextFeatures):  # as outputs of `torch.export` and in the files of its programs
-    torch.export.register_dataclass(_features, serialized_type_name=f"medvl.schema.{_features.__name__}")
+for _features in (
+    ImageFeatures,
+    TextFeatures,
+):  # as outputs of `torch.export` and in the files of its programs
+    torch.export.register_dataclass(
+        _features, serialized_type_name=f"medvl.schema.{_features.__name__}"
+    )
 
 
 class Adapter(Protocol):
@@ -25,8 +30,9 @@ class Encoder(nn.Module):
     Attributes:
         name: as given to `create_image_encoder` or `create_text_encoder`.
         backbone: the library's module, its parameters under the library's own names.
-        trained_on: manifests of the shards that the loaded weights were trained on, as JSON objects; empty if unknown.
-            They follow the encoder into other models and their checkpoints (`medvl.models.checkpoint`).
+        trained_on: manifests of the shards that the loaded weights were trained on, as JSON
+            objects; empty if unknown. They follow the encoder into other models and their
+            checkpoints (`medvl.models.checkpoint`).
     """
 
     def __init__(self, name: str, backbone: nn.Module, adapter: Adapter) -> None:
@@ -38,11 +44,15 @@ class Encoder(nn.Module):
         self._frozen_in_eval = False
 
     def parameter_layers(self) -> list[list[str]]:
-        """Return the names of the backbone's parameters by depth: embeddings or stem, layers, then the rest."""
+        """Return the names of the backbone's parameters by depth: embeddings or stem, layers,
+        then the rest.
+        """
         return [[f"backbone.{name}" for name in group] for group in self._layers(self.backbone)]
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode as `nn.Module.train` does, but leave frozen modules in eval mode after `keep_frozen_in_eval`."""
+        """Set the mode as `nn.Module.train` does, but leave frozen modules in eval mode after
+        `keep_frozen_in_eval`.
+        """
         super().train(mode)
         if mode and self._frozen_in_eval:
             for module in self.modules():
@@ -73,10 +83,11 @@ class Encoder(nn.Module):
         return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
     def meta_state(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers on the meta device, those of a module with several names under one.
+        """Return all parameters and buffers on the meta device, those of a module with several
+        names under one.
 
-        For `torch.func.functional_call`, which would replace such a module's tensors twice, and leave the first
-        replacement in it.
+        For `torch.func.functional_call`, which would replace such a module's tensors twice, and
+        leave the first replacement in it.
         """
         return {
             name: torch.empty_like(tensor, device="meta")
@@ -89,17 +100,23 @@ class Encoder(nn.Module):
 
 
 def group_by_depth(
-    names: Sequence[str], blocks: Sequence[str], *, top: Sequence[str] = (), stem: Sequence[str] = ()
+    names: Sequence[str],
+    blocks: Sequence[str],
+    *,
+    top: Sequence[str] = (),
+    stem: Sequence[str] = (),
 ) -> list[list[str]]:
     """Group parameter names by depth, for a model whose blocks have these name prefixes, in order.
 
-    Names that start with one of `top` belong above the blocks, those that start with one of `stem` below them; any
-    other name belongs to the same group as the name before it.
+    Names that start with one of `top` belong above the blocks, those that start with one of `stem`
+    below them; any other name belongs to the same group as the name before it.
     """
     groups: list[list[str]] = [[] for _ in range(len(blocks) + 2)]
     depth = 0
     for name in names:
-        block = next((index for index, prefix in enumerate(blocks) if name.startswith(prefix)), None)
+        block = next(
+            (index for index, prefix in enumerate(blocks) if name.startswith(prefix)), None
+        )
         if block is not None:
             depth = block + 1
         if name.startswith(tuple(top)):

@@ -11,16 +11,26 @@ from medvl.encoders.base import Encoder
 from medvl.errors import ConfigError
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_LORA_TARGETS = (("query", "value"), ("q_proj", "v_proj"), ("q_lin", "v_lin"), ("qkv",), ("c_fc", "c_proj"))
+_LORA_TARGETS = (
+    ("query", "value"),
+    ("q_proj", "v_proj"),
+    ("q_lin", "v_lin"),
+    ("qkv",),
+    ("c_fc", "c_proj"),
+)
 """Default target layers: BERT-like models, newer Transformers, DistilBERT, timm, open_clip.
 
-open_clip's `nn.MultiheadAttention` reads its weights without calling its layers, so an adapter around them would never
-run: its feed-forward layers are adapted instead.
+open_clip's `nn.MultiheadAttention` reads its weights without calling its layers, so an adapter
+around them would never run: its feed-forward layers are adapted instead.
 """
 
 
 def freeze_layers(
-    encoder: Encoder, n: int | Literal["all"], *, embeddings: bool | None = None, eval_mode: bool = True
+    encoder: Encoder,
+    n: int | Literal["all"],
+    *,
+    embeddings: bool | None = None,
+    eval_mode: bool = True,
 ) -> None:
     """Stop training the first layers of an encoder.
 
@@ -28,12 +38,14 @@ def freeze_layers(
 
     Args:
         encoder: an `ImageEncoder` or a `TextEncoder`.
-        n: number of layers (Transformer) or stages (CNN) after the embeddings or the stem; 0 for none.
-        embeddings: whether to freeze the embeddings or the stem. Default: True if any layer is frozen. ConVIRT freezes
-            the embeddings and 6 layers, MedViLL the stem and the first stage of its ResNet (n=1).
-        eval_mode: keep frozen modules in eval mode during training, so that frozen batch norms do not update their
-            statistics and frozen dropout is off. False leaves them to `train()`, as most re-implementations of the
-            published systems do.
+        n: number of layers (Transformer) or stages (CNN) after the embeddings or the stem; 0 for
+            none.
+        embeddings: whether to freeze the embeddings or the stem. Default: True if any layer is
+            frozen. ConVIRT freezes the embeddings and 6 layers, MedViLL the stem and the first
+            stage of its ResNet (n=1).
+        eval_mode: keep frozen modules in eval mode during training, so that frozen batch norms do
+            not update their statistics and frozen dropout is off. False leaves them to `train()`,
+            as most re-implementations of the published systems do.
 
     Raises:
         ConfigError: "out_of_range" if the encoder has fewer layers.
@@ -42,9 +54,12 @@ def freeze_layers(
     count = len(groups) - 1 if n == "all" else n
     if not 0 <= count <= len(groups) - 1:
         most = (
-            f"it has {len(groups) - 1} with parameters; give a lower number (frozen_text_layers or frozen_image_layers)"
+            f"it has {len(groups) - 1} with parameters; give a lower number "
+            f"(frozen_text_layers or frozen_image_layers)"
         )
-        raise ConfigError(f"cannot freeze {n} layers of {encoder.name}: {most}", "out_of_range", field="n")
+        raise ConfigError(
+            f"cannot freeze {n} layers of {encoder.name}: {most}", "out_of_range", field="n"
+        )
     frozen = groups[1 : count + 1]
     if embeddings or (embeddings is None and count > 0):
         frozen = [groups[0], *frozen]
@@ -56,29 +71,41 @@ def freeze_layers(
 
 
 def parameter_groups(
-    module: nn.Module, lr: float, weight_decay: float, *, layer_decay: float = 1.0, decay_embeddings: bool = True
+    module: nn.Module,
+    lr: float,
+    weight_decay: float,
+    *,
+    layer_decay: float = 1.0,
+    decay_embeddings: bool = True,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for a torch optimiser, with every trainable parameter in exactly one.
 
-    Biases, the parameters of normalisation layers (by module type) and one-dimensional parameters get no weight decay.
+    Biases, the parameters of normalisation layers (by module type) and one-dimensional parameters
+    get no weight decay.
 
     Args:
-        module: a model; encoders anywhere inside it are recognised by their method `parameter_layers`.
+        module: a model; encoders anywhere inside it are recognised by their method
+            `parameter_layers`.
         lr: learning rate of parameters outside an encoder's layers (heads).
         weight_decay: weight decay of all other parameters.
-        layer_decay: an encoder's last layer has the rate `lr * layer_decay`, the one before `lr * layer_decay ** 2`,
-            and so on down to its embeddings or stem.
-        decay_embeddings: False exempts embedding tables and the parameters that the library's `no_weight_decay` names
-            (tokens and position tables).
+        layer_decay: an encoder's last layer has the rate `lr * layer_decay`, the one before `lr *
+            layer_decay ** 2`, and so on down to its embeddings or stem.
+        decay_embeddings: False exempts embedding tables and the parameters that the library's
+            `no_weight_decay` names (tokens and position tables).
 
     Returns:
-        Dictionaries with "name", "params", "lr" and "weight_decay", in the order of the module's parameters.
+        Dictionaries with "name", "params", "lr" and "weight_decay", in the order of the module's
+        parameters.
 
     Raises:
         ConfigError: "out_of_range" for `layer_decay`.
     """
     if not 0 < layer_decay <= 1:
-        raise ConfigError(f"expected layer_decay in (0, 1], got {layer_decay}", "out_of_range", field="layer_decay")
+        raise ConfigError(
+            f"expected layer_decay in (0, 1], got {layer_decay}",
+            "out_of_range",
+            field="layer_decay",
+        )
     heights = _layers_from_top(module)
     tables = set() if decay_embeddings else _embedding_tables(module)
     groups: dict[str, dict[str, Any]] = {}
@@ -99,7 +126,9 @@ def parameter_groups(
 
 
 def _layers_from_top(module: nn.Module) -> dict[str, int]:
-    """Return parameter name -> position of its layer counted from the top of its encoder, the last layer being 1."""
+    """Return parameter name -> position of its layer counted from the top of its encoder, the
+    last layer being 1.
+    """
     heights: dict[str, int] = {}
     for prefix, child in module.named_modules():
         if hasattr(child, "parameter_layers"):
@@ -111,7 +140,9 @@ def _layers_from_top(module: nn.Module) -> dict[str, int]:
 
 
 def _embedding_tables(module: nn.Module) -> set[str]:
-    """Return the names of embedding tables and of the parameters that a library exempts from weight decay."""
+    """Return the names of embedding tables and of the parameters that a library exempts from
+    weight decay.
+    """
     names: set[str] = set()
     for prefix, child in module.named_modules():
         start = f"{prefix}." if prefix else ""
@@ -123,7 +154,12 @@ def _embedding_tables(module: nn.Module) -> set[str]:
 
 
 def add_lora(
-    encoder: nn.Module, rank: int, alpha: int, targets: Sequence[str] | None = None, *, dropout: float = 0.0
+    encoder: nn.Module,
+    rank: int,
+    alpha: int,
+    targets: Sequence[str] | None = None,
+    *,
+    dropout: float = 0.0,
 ) -> list[str]:
     """Freeze an encoder and add trainable low-rank updates (LoRA) to some of its layers, with peft.
 
@@ -131,15 +167,16 @@ def add_lora(
         encoder: an `ImageEncoder` or a `TextEncoder`; changed in place.
         rank: rank of the updates.
         alpha: the updates are scaled by alpha / rank.
-        targets: last parts of the names of the layers to adapt. Default: the attention's query and value layers (or
-            their joint layer); the feed-forward layers of open_clip's encoders.
+        targets: last parts of the names of the layers to adapt. Default: the attention's query and
+            value layers (or their joint layer); the feed-forward layers of open_clip's encoders.
         dropout: dropout rate before the updates.
 
     Returns:
         Names of the adapted layers. Call `merge_lora` before the encoder is saved.
 
     Raises:
-        ConfigError: "unknown_name" if no layer has such a name, "conflict" if the encoder has LoRA updates already.
+        ConfigError: "unknown_name" if no layer has such a name, "conflict" if the encoder has LoRA
+            updates already.
     """
     import peft
 
@@ -149,17 +186,24 @@ def add_lora(
     ends = {name.rpartition(".")[2] for name in names}
     layers = targets or next((family for family in _LORA_TARGETS if ends.issuperset(family)), None)
     if layers is None:
-        raise ConfigError("no layer has a default LoRA name: set targets", "unknown_name", field="targets")
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(layers))
+        raise ConfigError(
+            "no layer has a default LoRA name: set targets", "unknown_name", field="targets"
+        )
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(layers)
+    )
     try:
         peft.inject_adapter_in_model(config, encoder)
     except ValueError as error:
-        raise ConfigError(f"LoRA cannot be added to {layers}: {error}", "unknown_name", field="targets") from error
+        raise ConfigError(
+            f"LoRA cannot be added to {layers}: {error}", "unknown_name", field="targets"
+        ) from error
     return [name for name, child in encoder.named_modules() if hasattr(child, "lora_A")]
 
 
 def merge_lora(encoder: nn.Module) -> None:
-    """Merge LoRA updates into the weights in place, which restores the encoder's parameter names and shapes.
+    """Merge LoRA updates into the weights in place, which restores the encoder's parameter names
+    and shapes.
 
     The weights stay frozen.
     """
@@ -174,7 +218,8 @@ def merge_lora(encoder: nn.Module) -> None:
 
 @contextlib.contextmanager
 def freeze_batch_norm_statistics(module: nn.Module) -> Iterator[None]:
-    """Leave the running statistics of batch norms unchanged inside the context; outputs do not change.
+    """Leave the running statistics of batch norms unchanged inside the context; outputs do not
+    change.
 
     For training passes over images of a kind that inference does not have (masked images).
     """
@@ -196,28 +241,39 @@ def freeze_batch_norm_statistics(module: nn.Module) -> Iterator[None]:
 def checkpoint_activations(encoder: Encoder) -> None:
     """Keep only the input of each layer, and recompute the layer in the backward pass.
 
-    Values and gradients do not change, dropout included. A Transformer's activations take a small fraction of their
-    memory, for a third more arithmetic. Nothing is saved in eval mode or in frozen layers, which keep no activations.
+    Values and gradients do not change, dropout included. A Transformer's activations take a small
+    fraction of their memory, for a third more arithmetic. Nothing is saved in eval mode or in
+    frozen layers, which keep no activations.
 
     Args:
         encoder: an `ImageEncoder` or a `TextEncoder`; its library's own checkpointing is enabled.
 
     Raises:
-        ConfigError: "unsupported" if the library cannot checkpoint this backbone, or if the backbone has batch norms,
-            whose running statistics would count every batch twice.
+        ConfigError: "unsupported" if the library cannot checkpoint this backbone, or if the
+            backbone has batch norms, whose running statistics would count every batch twice.
     """
     net: Any = encoder.backbone
     if any(isinstance(module, _NormBase) for module in net.modules()):
-        reason = "whose running statistics would count every batch twice: its activations cannot be checkpointed"
+        reason = (
+            "whose running statistics would count every batch twice: its activations "
+            "cannot be checkpointed"
+        )
         raise ConfigError(f"{encoder.name} has batch norms, {reason}", "unsupported")
     try:
         if hasattr(net, "set_grad_checkpointing"):  # timm and open_clip
             net.set_grad_checkpointing(True)
             return
-        if getattr(net, "supports_gradient_checkpointing", False):  # transformers; renamed in its later versions
-            enable = getattr(net, "activation_checkpointing_enable", None) or net.gradient_checkpointing_enable
+        if getattr(
+            net, "supports_gradient_checkpointing", False
+        ):  # transformers; renamed in its later versions
+            enable = (
+                getattr(net, "activation_checkpointing_enable", None)
+                or net.gradient_checkpointing_enable
+            )
             enable({"use_reentrant": False})
             return
     except (AssertionError, ValueError, NotImplementedError) as error:
-        raise ConfigError(f"{encoder.name} cannot checkpoint activations: {error}", "unsupported") from error
+        raise ConfigError(
+            f"{encoder.name} cannot checkpoint activations: {error}", "unsupported"
+        ) from error
     raise ConfigError(f"{encoder.name} does not support activation checkpointing", "unsupported")

@@ -1,11 +1,12 @@
 """Encoders of the published systems by short name: architecture, weights, normalisation, licence.
 
-Metadata only: this module imports no library and downloads nothing. Every preset builds offline with random weights.
-Its published weights are one pinned file: repository, commit, file name, and sha256 where it is known. Sizes are those
-of the published `config.json` files and of the checkpoints' tensors.
+Metadata only: this module imports no library and downloads nothing. Every preset builds offline
+with random weights.
+Its published weights are one pinned file: repository, commit, file name, and sha256 where it is
+known. Sizes are those of the published `config.json` files and of the checkpoints' tensors.
 
-`weights` is None where the authors published no copy on the hub: `pretrained=True` is then an error, and a local copy
-is loaded by path.
+`weights` is None where the authors published no copy on the hub: `pretrained=True` is then an
+error, and a local copy is loaded by path.
 """
 
 import dataclasses
@@ -33,7 +34,9 @@ class Weights:
     """Commit of the repository, 40 hexadecimal digits."""
     filename: str = "model.safetensors"
     sha256: str | None = None
-    """Hash of the file; None where no trustworthy value is known. The commit alone pins the content as well."""
+    """Hash of the file; None where no trustworthy value is known. The commit alone pins the
+    content as well.
+    """
     ignored_keys: tuple[str, ...] = ()
     """Prefixes of keys that the encoder does not use, besides the library's classifier heads."""
 
@@ -43,7 +46,9 @@ class ImagePreset:
     """Preset of an image encoder."""
 
     model: str
-    """Library and model: `timm:NAME`, `torchvision:NAME`, `open_clip:NAME`; `medvl:NAME` for a network of its own."""
+    """Library and model: `timm:NAME`, `torchvision:NAME`, `open_clip:NAME`; `medvl:NAME` for a
+    network of its own.
+    """
     weights: Weights | None
     licence: str
     """Licence of the weights, as their repository states it."""
@@ -66,12 +71,15 @@ class TextPreset:
     arguments: Mapping[str, Any]
     """Fields of the Hugging Face configuration that differ from the model type's defaults."""
     projection: str | None = None
-    """Kind of the published model's projection head over its text vector, built with `projection=True`."""
+    """Kind of the published model's projection head over its text vector, built with
+    `projection=True`.
+    """
     pool: Literal["cls", "mean", "max", "eos"] = "cls"
     """Default pooling: the published model's own."""
     tokenizer: str | None = None
-    """Argument of `medvl.data.tokenizer.tokenizer.load_tokenizer`; None is the repository of the weights at their
-    revision."""
+    """Argument of `medvl.data.tokenizer.tokenizer.load_tokenizer`; None is the repository of the
+    weights at their revision.
+    """
     note: str = ""
 
     @property
@@ -91,32 +99,60 @@ def _frozen(**arguments: Any) -> Mapping[str, Any]:
 
 def _transformer(vocab_size: int, **differences: Any) -> Mapping[str, Any]:
     """Return the Hugging Face configuration of BERT-base, with `differences`."""
-    sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-    inputs = {"vocab_size": vocab_size, "max_position_embeddings": 512, "type_vocab_size": 2, "pad_token_id": 0}
+    sizes = {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    }
+    inputs = {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "pad_token_id": 0,
+    }
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return _frozen(**(sizes | inputs | dropout | {"hidden_act": "gelu", "layer_norm_eps": 1e-12} | differences))
+    return _frozen(
+        **(sizes | inputs | dropout | {"hidden_act": "gelu", "layer_norm_eps": 1e-12} | differences)
+    )
 
 
-def _weights(hub_id: str, revision: str, sha256: str | None = None, filename: str = "model.safetensors") -> Weights:
+def _weights(
+    hub_id: str, revision: str, sha256: str | None = None, filename: str = "model.safetensors"
+) -> Weights:
     return Weights(hub_id=hub_id, revision=revision, sha256=sha256, filename=filename)
 
 
-def _image(model: str, weights: Weights | None, licence: str, note: str = "", **fields: Any) -> ImagePreset:
+def _image(
+    model: str, weights: Weights | None, licence: str, note: str = "", **fields: Any
+) -> ImagePreset:
     return ImagePreset(model=model, weights=weights, licence=licence, note=note, **fields)
 
 
 def _clip_image(model: str, weights: Weights, note: str = "", **fields: Any) -> ImagePreset:
     """Return a preset of open_clip under the MIT licence with the normalisation of CLIP."""
-    return _image(f"open_clip:{model}", weights, "MIT", note, mean=CLIP_MEAN, std=CLIP_STD, **fields)
+    return _image(
+        f"open_clip:{model}", weights, "MIT", note, mean=CLIP_MEAN, std=CLIP_STD, **fields
+    )
 
 
 def _bert(
-    vocab_size: int, weights: Weights | None, licence: str, note: str = "", projection: str | None = None, **sizes: Any
+    vocab_size: int,
+    weights: Weights | None,
+    licence: str,
+    note: str = "",
+    projection: str | None = None,
+    **sizes: Any,
 ) -> TextPreset:
     """Return a preset of a BERT whose configuration differs from BERT-base in `sizes`."""
     arguments = _transformer(vocab_size, **sizes)
     return TextPreset(
-        model="hf:bert", weights=weights, licence=licence, arguments=arguments, projection=projection, note=note
+        model="hf:bert",
+        weights=weights,
+        licence=licence,
+        arguments=arguments,
+        projection=projection,
+        note=note,
     )
 
 
@@ -177,25 +213,43 @@ _RAD_DINO = Weights(
     ignored_keys=("mask_token",),
 )
 _BERT = _weights("google-bert/bert-base-uncased", "86b5e0934494bd15c9632b12f734a8a67f723594")
-_BIO_CLINICAL_BERT = _bin("emilyalsentzer/Bio_ClinicalBERT", "d5892b39a4adaed74b92212a44081509db72f87b")
+_BIO_CLINICAL_BERT = _bin(
+    "emilyalsentzer/Bio_ClinicalBERT", "d5892b39a4adaed74b92212a44081509db72f87b"
+)
 _BIOBERT = _bin("dmis-lab/biobert-v1.1", "551ca18efd7f052c8dfa0b01c94c2a8e68bc5488")
 _PUBMEDBERT = _bin(
-    "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract-fulltext", "e1354b7a3a09615f6aba48dfad4b7a613eef7062"
+    "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract-fulltext",
+    "e1354b7a3a09615f6aba48dfad4b7a613eef7062",
 )
-_BLUEBERT = _bin("bionlp/bluebert_pubmed_mimic_uncased_L-12_H-768_A-12", "c656dbe1fc4d6c7771d93bcaff21b2e7984f64c8")
+_BLUEBERT = _bin(
+    "bionlp/bluebert_pubmed_mimic_uncased_L-12_H-768_A-12",
+    "c656dbe1fc4d6c7771d93bcaff21b2e7984f64c8",
+)
 _SCIBERT = _bin("allenai/scibert_scivocab_uncased", "24f92d32b1bfb0bcaf9ab193ff3ad01e87732fc1")
-_CXR_BERT = _bin("microsoft/BiomedVLP-CXR-BERT-specialized", "f1cc2c6b7fac60f3724037746a129a5baf194dbc")
+_CXR_BERT = _bin(
+    "microsoft/BiomedVLP-CXR-BERT-specialized", "f1cc2c6b7fac60f3724037746a129a5baf194dbc"
+)
 _RADBERT = _bin("StanfordAIMI/RadBERT", "c8f97547ff6dd96debf4e50022d9679219e6987b")
 _BIOLINKBERT = _bin("michiyasunaga/BioLinkBERT-base", "b71f5d70f063d1c8f1124070ce86f1ee463ca1fe")
-_MPNET = _weights("sentence-transformers/all-mpnet-base-v2", "e8c3b32edf5434bc2275fc9bab85f82640a19130")
+_MPNET = _weights(
+    "sentence-transformers/all-mpnet-base-v2", "e8c3b32edf5434bc2275fc9bab85f82640a19130"
+)
 _ROBERTA = _weights("FacebookAI/roberta-base", "e2da8e2f811d1448a5b465c236feacd80ffbac7b")
 
 _TINY_RESNET_SIZES = _frozen(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256), stem_chs=32)
 _BIOMEDCLIP_SIZES = _frozen(
-    embed_dim=512, timm_model_name="vit_base_patch16_224", timm_pool="", timm_proj="linear", image_size=224
+    embed_dim=512,
+    timm_model_name="vit_base_patch16_224",
+    timm_pool="",
+    timm_proj="linear",
+    image_size=224,
 )
 _TINY_BERT_SIZES = _frozen(
-    hidden_size=192, num_hidden_layers=3, num_attention_heads=3, intermediate_size=768, max_position_embeddings=256
+    hidden_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=3,
+    intermediate_size=768,
+    max_position_embeddings=256,
 )
 
 IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
@@ -205,12 +259,15 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         "BSD-3-Clause",
         "torchvision's IMAGENET1K_V1 weights: ConVIRT, GLoRIA, BioViL, MedCLIP start from these",
     ),
-    resnet18=_image("timm:resnet18", _RESNET18, "BSD-3-Clause", "torchvision's IMAGENET1K_V1 weights"),
+    resnet18=_image(
+        "timm:resnet18", _RESNET18, "BSD-3-Clause", "torchvision's IMAGENET1K_V1 weights"
+    ),
     resnet_tiny=_image(
         "timm:resnetv2_18",
         None,
         _SCRATCH,
-        "a pre-activation ResNet-10 of half width, for training from scratch on a CPU at 112 to 160 pixels",
+        "a pre-activation ResNet-10 of half width, for training from scratch on a CPU at 112 to "
+        "160 pixels",
         image_size=128,
         arguments=_TINY_RESNET_SIZES,
     ),
@@ -223,17 +280,29 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         mean=(0.0, 0.0, 0.0),
         std=(1.0, 1.0, 1.0),
     ),
-    densenet121=_image("timm:densenet121", _DENSENET121, "Apache-2.0", "torchvision's IMAGENET1K_V1 weights"),
-    vit_b16=_image("timm:vit_base_patch16_224", _VIT_B16, "Apache-2.0", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+    densenet121=_image(
+        "timm:densenet121", _DENSENET121, "Apache-2.0", "torchvision's IMAGENET1K_V1 weights"
+    ),
+    vit_b16=_image(
+        "timm:vit_base_patch16_224",
+        _VIT_B16,
+        "Apache-2.0",
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    ),
     mae_vit_b16=_image(
         "timm:vit_base_patch16_224",
         None,
         "CC-BY-NC-4.0",
-        "He et al. 2022, MAE's encoder without fine-tuning: initial weights of M2I2 and MUMC; its authors publish it "
-        "outside the hub (mae_pretrain_vit_base.pth of github.com/facebookresearch/mae): give the local file",
+        "He et al. 2022, MAE's encoder without fine-tuning: initial weights of M2I2 and MUMC; "
+        "its authors publish it "
+        "outside the hub (mae_pretrain_vit_base.pth of github.com/facebookresearch/mae): give "
+        "the local file",
     ),
     swin_tiny=_image("timm:swin_tiny_patch4_window7_224", _SWIN_TINY, "MIT"),
-    clip_vit_b32=_clip_image("ViT-B-32-quickgelu", _CLIP_B32, "OpenAI's CLIP: initial weights of CheXzero"),
+    clip_vit_b32=_clip_image(
+        "ViT-B-32-quickgelu", _CLIP_B32, "OpenAI's CLIP: initial weights of CheXzero"
+    ),
     clip_vit_b16=_clip_image(
         "ViT-B-16-quickgelu", _CLIP_B16, "OpenAI's CLIP; M3AE uses its first 11 blocks: layers=11"
     ),
@@ -254,14 +323,17 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
         _CASED,
         None,
         "MIT",
-        "Alsentzer et al. 2019, BERT-base trained on all MIMIC notes (bert_pretrain_all_notes_150000); its "
-        "authors publish it outside the hub (github.com/EmilyAlsentzer/clinicalBERT): give the local folder",
+        "Alsentzer et al. 2019, BERT-base trained on all MIMIC notes "
+        "(bert_pretrain_all_notes_150000); its "
+        "authors publish it outside the hub (github.com/EmilyAlsentzer/clinicalBERT): give the "
+        "local folder",
     ),
     bioclinicalbert=_bert(
         _CASED,
         _BIO_CLINICAL_BERT,
         "MIT",
-        "ConVIRT, GLoRIA, LoVT, MedCLIP, MGCA, CXR-CLIP. A cased vocabulary, but the repository does not say "
+        "ConVIRT, GLoRIA, LoVT, MedCLIP, MGCA, CXR-CLIP. A cased vocabulary, but the repository "
+        "does not say "
         "so, and the Hugging Face tokenizer that all of them used lower-cases",
     ),
     biobert=_bert(_CASED, _BIOBERT, _NO_LICENCE),
@@ -279,14 +351,16 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
         ),
         weights=None,
         licence=_NO_LICENCE,
-        note="Naseem et al. 2021, ALBERT-base trained on PubMed; its authors publish TensorFlow checkpoints "
+        note="Naseem et al. 2021, ALBERT-base trained on PubMed; its authors publish TensorFlow "
+        "checkpoints "
         "outside the hub (github.com/usmaann/BioALBERT): convert one and give the local folder",
     ),
     cxrbert=_bert(
         _UNCASED,
         _CXR_BERT,
         "MIT",
-        "BioViL's text model: a plain BERT with a vocabulary of its own; the repository's code is not needed",
+        "BioViL's text model: a plain BERT with a vocabulary of its own; the repository's code "
+        "is not needed",
         "cxrbert",
         hidden_dropout_prob=0.25,
         attention_probs_dropout_prob=0.25,
@@ -296,7 +370,11 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
     roberta=TextPreset(
         model="hf:roberta",
         arguments=_transformer(
-            50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5, pad_token_id=1
+            50265,
+            max_position_embeddings=514,
+            type_vocab_size=1,
+            layer_norm_eps=1e-5,
+            pad_token_id=1,
         ),
         weights=_ROBERTA,
         licence="MIT",
@@ -321,7 +399,11 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
         note="the text tower of OpenAI's CLIP ViT-B/32, 77 tokens",
     ),
     biomedclip_text=_bert(
-        _PUBMED, _BIOMEDCLIP, "MIT", "PubMedBERT (abstracts) with an MLP 768-640-512, 256 tokens", "biomedclip"
+        _PUBMED,
+        _BIOMEDCLIP,
+        "MIT",
+        "PubMedBERT (abstracts) with an MLP 768-640-512, 256 tokens",
+        "biomedclip",
     ),
     tiny_bert=_bert(
         8000,

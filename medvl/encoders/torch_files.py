@@ -1,10 +1,11 @@
 """Files that `torch.save` wrote, read without unpickling.
 
-Published checkpoints hold more than tensors: Lightning's hyperparameters, a training configuration (OmegaConf), an
-optimizer. torch's safe loader refuses such a file, and the unsafe one runs any code in it. This reader follows the
-pickle's instructions one by one (`medvl.common.untrusted`) and imports and calls nothing: it builds dictionaries,
-lists, texts, numbers and the addresses of tensors, and skips any other object. Objects of packages that no training
-checkpoint needs end the reading with an error.
+Published checkpoints hold more than tensors: Lightning's hyperparameters, a training configuration
+(OmegaConf), an optimizer. torch's safe loader refuses such a file, and the unsafe one runs any code
+in it. This reader follows the pickle's instructions one by one (`medvl.common.untrusted`) and
+imports and calls nothing: it builds dictionaries, lists, texts, numbers and the addresses of
+tensors, and skips any other object. Objects of packages that no training checkpoint needs end the
+reading with an error.
 """
 
 import contextlib
@@ -26,17 +27,68 @@ from medvl.errors import CorpusError, WeightsError
 
 _PACKAGES = frozenset(
     {
-        *("_codecs", "accelerate", "addict", "apex", "argparse", "collections", "copy_reg", "copyreg", "dataclasses"),
-        *("datetime", "deepspeed", "detectron2", "easydict", "enum", "fairseq", "functools", "fvcore", "lightning"),
-        *("ml_collections", "mmcv", "mmengine", "monai", "munch", "numpy", "omegaconf", "open_clip", "pathlib"),
-        *("pytorch_lightning", "ruamel", "sacred", "timm", "torch", "torchmetrics", "torchvision", "transformers"),
+        *(
+            "_codecs",
+            "accelerate",
+            "addict",
+            "apex",
+            "argparse",
+            "collections",
+            "copy_reg",
+            "copyreg",
+            "dataclasses",
+        ),
+        *(
+            "datetime",
+            "deepspeed",
+            "detectron2",
+            "easydict",
+            "enum",
+            "fairseq",
+            "functools",
+            "fvcore",
+            "lightning",
+        ),
+        *(
+            "ml_collections",
+            "mmcv",
+            "mmengine",
+            "monai",
+            "munch",
+            "numpy",
+            "omegaconf",
+            "open_clip",
+            "pathlib",
+        ),
+        *(
+            "pytorch_lightning",
+            "ruamel",
+            "sacred",
+            "timm",
+            "torch",
+            "torchmetrics",
+            "torchvision",
+            "transformers",
+        ),
         *("typing", "yacs"),
     }
 )
 """Packages whose objects may appear in a checkpoint beside the tensors; all of them are skipped."""
 _BUILTINS = frozenset(
     {
-        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "long", "object"),
+        *(
+            "bool",
+            "bytearray",
+            "bytes",
+            "complex",
+            "dict",
+            "float",
+            "frozenset",
+            "int",
+            "list",
+            "long",
+            "object",
+        ),
         *("set", "slice", "str", "tuple", "unicode"),
     }
 )
@@ -60,7 +112,8 @@ _LONGEST_PICKLE = 1 << 28
 _DAMAGE_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, MemoryError, OverflowError),
     *(ValueError, IndexError, KeyError, TypeError, AttributeError),
-    RuntimeError,  # an archive marked as encrypted, or with a compression that zipfile does not support
+    # an archive marked as encrypted, or with a compression that zipfile does not support
+    RuntimeError,
 )
 """Errors that a damaged archive or pickle causes."""
 
@@ -77,15 +130,17 @@ class TorchFile:
     blanks: Sequence[str]
     """Types of the skipped objects, sorted."""
     tensor: Callable[["Address", str], Tensor]
-    """Function from an address and its key, for messages, to the tensor. Tensors that share storage in the file share
-    it here."""
+    """Function from an address and its key, for messages, to the tensor. Tensors that share storage
+    in the file share it here.
+    """
 
 
 @contextlib.contextmanager
 def open_torch_file(file: BinaryIO, path: Path, *, zipped: bool) -> Iterator[TorchFile]:
     """Read the structure of a file of `torch.save`; its tensors are read while the context lasts.
 
-    Raises WeightsError if the file is damaged, or holds unexpected objects or expanded tensors (stride 0).
+    Raises WeightsError if the file is damaged, or holds unexpected objects or expanded tensors
+    (stride 0).
     """
     try:
         if zipped:
@@ -96,46 +151,69 @@ def open_torch_file(file: BinaryIO, path: Path, *, zipped: bool) -> Iterator[Tor
     except CorpusError as error:
         raise WeightsError(str(error), error.code, field=error.field) from None
     except _DAMAGE_ERRORS as error:
-        message = f"{path} is not a complete torch checkpoint ({type(error).__name__}): copy it again"
+        message = (
+            f"{path} is not a complete torch checkpoint ({type(error).__name__}): copy it again"
+        )
         raise WeightsError(message, "malformed") from None
 
 
 def _open_archive(archive: zipfile.ZipFile, path: Path) -> TorchFile:
     names = set(archive.namelist())
-    root = next((name.removesuffix("data.pkl") for name in sorted(names) if name.endswith("data.pkl")), None)
+    root = next(
+        (name.removesuffix("data.pkl") for name in sorted(names) if name.endswith("data.pkl")), None
+    )
     if root is None:
-        inner = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".safetensors")))
+        inner = sorted(
+            name for name in names if name.endswith((".bin", ".pt", ".pth", ".safetensors"))
+        )
         hint = f": unpack it and give {inner[0]}" if inner else ""
         raise WeightsError(f"{path} is an archive without torch's data.pkl{hint}", "malformed")
     if any(name.startswith(f"{root}code/") for name in names):
-        raise WeightsError(f"{path} is a TorchScript archive, which holds code: give a state dict", "unsupported")
+        raise WeightsError(
+            f"{path} is a TorchScript archive, which holds code: give a state dict", "unsupported"
+        )
     order = f"{root}byteorder"
     if order in names and archive.read(order) != sys.byteorder.encode():
-        message = f"{path} was written on a machine of another byte order: save it again on a machine like this"
+        message = (
+            f"{path} was written on a machine of another byte order: save it again on a "
+            f"machine like this"
+        )
         raise WeightsError(message, "unsupported")
     if archive.getinfo(f"{root}data.pkl").file_size > _LONGEST_PICKLE:
-        raise WeightsError(f"{path} has a pickle of over {_LONGEST_PICKLE} bytes: it is not a checkpoint", "too_large")
+        raise WeightsError(
+            f"{path} has a pickle of over {_LONGEST_PICKLE} bytes: it is not a checkpoint",
+            "too_large",
+        )
     reader = _CheckpointReader(path)
     content = reader.read(archive.read(f"{root}data.pkl"))
 
     def read(storage: _Storage) -> bytes:
         entry = archive.getinfo(f"{root}data/{storage.key}")
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != storage.nbytes:
-            message = f"{path} is damaged: storage {storage.key} does not have {storage.nbytes} bytes"
+            message = (
+                f"{path} is damaged: storage {storage.key} does not have {storage.nbytes} bytes"
+            )
             raise WeightsError(message, "malformed")
         return archive.read(entry)
 
-    return TorchFile(content=content, blanks=sorted(reader.blanks), tensor=_Store(read, path).tensor)
+    return TorchFile(
+        content=content, blanks=sorted(reader.blanks), tensor=_Store(read, path).tensor
+    )
 
 
 def _open_legacy(file: BinaryIO, path: Path) -> TorchFile:
-    """Open a file of torch before 1.6: five pickles, then each storage with its number of elements before it."""
+    """Open a file of torch before 1.6: five pickles, then each storage with its number of
+    elements before it.
+    """
     limited: Any = _LimitedFile(file)
     PickleReader(path).read(limited)  # the magic number
     PickleReader(path).read(limited)  # the version of the format
     system = PickleReader(path).read(limited)
     if system["little_endian"] != (sys.byteorder == "little"):
-        message = f"{path} was written on a machine of another byte order: save it again on a machine like this"
+        message = (
+            f"{path} was written on a machine of another byte order: save it again on a "
+            f"machine like this"
+        )
         raise WeightsError(message, "unsupported")
     reader = _CheckpointReader(path)
     content = reader.read(limited)
@@ -144,7 +222,10 @@ def _open_legacy(file: BinaryIO, path: Path) -> TorchFile:
         storage = reader.storages[key]
         (numel,) = struct.unpack("<q", file.read(8))
         if numel != storage.numel:
-            raise WeightsError(f"{path} is damaged: storage {key} does not have {storage.numel} elements", "malformed")
+            raise WeightsError(
+                f"{path} is damaged: storage {key} does not have {storage.numel} elements",
+                "malformed",
+            )
         places[key] = file.tell()
         file.seek(storage.nbytes, 1)
 
@@ -152,10 +233,14 @@ def _open_legacy(file: BinaryIO, path: Path) -> TorchFile:
         file.seek(places[storage.key])
         data = file.read(storage.nbytes)
         if len(data) < storage.nbytes:
-            raise WeightsError(f"{path} ends within storage {storage.key}: copy it again", "malformed")
+            raise WeightsError(
+                f"{path} ends within storage {storage.key}: copy it again", "malformed"
+            )
         return data
 
-    return TorchFile(content=content, blanks=sorted(reader.blanks), tensor=_Store(read, path).tensor)
+    return TorchFile(
+        content=content, blanks=sorted(reader.blanks), tensor=_Store(read, path).tensor
+    )
 
 
 class _LimitedFile:
@@ -219,7 +304,9 @@ class Blank:
 
 
 class _CheckpointReader(PickleReader):
-    """Pickle reader that also builds addresses of tensors, and skips objects; `blanks` has the types of those."""
+    """Pickle reader that also builds addresses of tensors, and skips objects; `blanks` has the
+    types of those.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -229,7 +316,9 @@ class _CheckpointReader(PickleReader):
     def handle_opcode(self, name: str, argument: Any) -> None:
         """Follow an instruction that does not build plain data."""
         if name in ("GLOBAL", "STACK_GLOBAL"):
-            self._push_global(argument if name == "GLOBAL" else " ".join([self.stack.pop(-2), self.stack.pop()]))
+            self._push_global(
+                argument if name == "GLOBAL" else " ".join([self.stack.pop(-2), self.stack.pop()])
+            )
         elif name == "BINPERSID":
             self._push_storage(self.stack.pop())
         elif name in ("REDUCE", "NEWOBJ"):
@@ -238,7 +327,10 @@ class _CheckpointReader(PickleReader):
         elif name == "NEWOBJ_EX":
             del self.stack[-2:]
             self.stack.append(self._blank(self.stack.pop()))
-        elif name in ("BUILD", "POP"):  # an object's state; that of an ordered dictionary is metadata
+        elif name in (
+            "BUILD",
+            "POP",
+        ):  # an object's state; that of an ordered dictionary is metadata
             self.stack.pop()
         elif name in _BYTES:
             self.stack.append(argument)
@@ -256,25 +348,38 @@ class _CheckpointReader(PickleReader):
     def _push_global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
         package = module.partition(".")[0]
-        known = name in _BUILTINS if package in ("builtins", "__builtin__") else package in _PACKAGES
+        known = (
+            name in _BUILTINS if package in ("builtins", "__builtin__") else package in _PACKAGES
+        )
         if not known:
             raise WeightsError(
-                f"{self.path} refers to {module}.{name}, which no torch checkpoint needs: it is refused, because a "
-                "pickle can run any program. Where it was written, save only its tensors, best as safetensors",
+                f"{self.path} refers to {module}.{name}, which no torch checkpoint needs: it is "
+                f"refused, because a "
+                "pickle can run any program. Where it was written, save only its tensors, best "
+                "as safetensors",
                 "unsupported",
             )
         self.stack.append(_Global(module, name))
 
     def _push_storage(self, address: Any) -> None:
         kind, storage, key, _, numel, *view = address
-        if kind != "storage" or storage.name not in _STORAGES or any(part is not None for part in view):
-            message = f"{self.path} holds tensors of an unsupported storage ({storage}): quantised ones are not read"
+        if (
+            kind != "storage"
+            or storage.name not in _STORAGES
+            or any(part is not None for part in view)
+        ):
+            message = (
+                f"{self.path} holds tensors of an unsupported storage ({storage}): "
+                f"quantised ones are not read"
+            )
             raise WeightsError(f"{message}; save the weights as float32 or float16", "unsupported")
         self.storages[key] = _Storage(_STORAGES[storage.name], key, numel)
         self.stack.append(self.storages[key])
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        """Return the result of functions that rebuild tensors and ordered dictionaries, else a blank."""
+        """Return the result of functions that rebuild tensors and ordered dictionaries, else a
+        blank.
+        """
         name = str(function)
         if name == _SUBCLASS:  # of a class, its function and that one's arguments
             name, arguments = str(arguments[0]), arguments[2]
@@ -302,19 +407,26 @@ class _Store:
         self._storages: dict[str, Tensor] = {}
 
     def tensor(self, address: Address, key: str) -> Tensor:
-        """Return a tensor as a view of its storage. Raises WeightsError if it reaches outside of the storage."""
+        """Return a tensor as a view of its storage. Raises WeightsError if it reaches outside of
+        the storage.
+        """
         storage, offset, size, stride = address
         if math.prod(size) == 0:
             return torch.empty(size, dtype=storage.dtype)
         numbers = (offset, *size, *stride)
         if len(size) == len(stride) and 0 in stride and math.prod(size) > storage.numel:
-            message = f"{self._path}: {key} repeats its values instead of storing them; save its contiguous copy"
+            message = (
+                f"{self._path}: {key} repeats its values instead of storing them; save "
+                f"its contiguous copy"
+            )
             raise WeightsError(message, "unsupported")
         if len(size) != len(stride) or min(numbers) < 0 or math.prod(size) > storage.numel:
             raise WeightsError(f"{self._path} is damaged: {key} has no possible shape", "malformed")
         last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
         if last >= storage.numel:
-            raise WeightsError(f"{self._path} is damaged: {key} reaches behind its storage", "malformed")
+            raise WeightsError(
+                f"{self._path} is damaged: {key} reaches behind its storage", "malformed"
+            )
         return self._storage(storage).as_strided(size, stride, offset)
 
     def _storage(self, storage: _Storage) -> Tensor:

@@ -2,12 +2,12 @@
 
     scores, labels, policy -> metric rows -> results.json, a table, a page
 
-`core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the protocol in the
-docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `matching`,
-`grounding`, `change`, `dense` (detection and segmentation), `vqa`, `report_generation`, `generation` (of images),
-`robustness`, `text_tasks` and `masked_prediction`; `compare` compares results of several models, `published` has
-numbers of papers.
-Submodules are imported on first use: the statistics need numpy only.
+`core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the
+protocol in the docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`,
+`retrieval`, `matching`, `grounding`, `change`, `dense` (detection and segmentation), `vqa`,
+`report_generation`, `generation` (of images), `robustness`, `text_tasks` and `masked_prediction`;
+`compare` compares results of several models, `published` has numbers of papers. Submodules are
+imported on first use: the statistics need numpy only.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
         load_change_prompts as load_change_prompts,
     )
     from medvl.eval.change.page import write_change_page as write_change_page
-    from medvl.eval.classification.evaluate import ClassifyEval as ClassifyEval, classify as classify
+    from medvl.eval.classification.evaluate import (
+        ClassifyEval as ClassifyEval,
+        classify as classify,
+    )
     from medvl.eval.classification.scored_images import LabelPolicy as LabelPolicy
     from medvl.eval.core.bootstrap import (
         bootstrap as bootstrap,
@@ -30,7 +33,10 @@ if TYPE_CHECKING:
         bootstrap_metric as bootstrap_metric,
     )
     from medvl.eval.core.metrics import choose_threshold as choose_threshold
-    from medvl.eval.core.open import load_ensemble as load_ensemble, open_for_evaluation as open_for_evaluation
+    from medvl.eval.core.open import (
+        load_ensemble as load_ensemble,
+        open_for_evaluation as open_for_evaluation,
+    )
     from medvl.eval.core.results import (
         MetricRow as MetricRow,
         PageHeader as PageHeader,
@@ -40,7 +46,10 @@ if TYPE_CHECKING:
         read_results as read_results,
         write_results as write_results,
     )
-    from medvl.eval.dense.detection import DetectionEval as DetectionEval, box_detection as box_detection
+    from medvl.eval.dense.detection import (
+        DetectionEval as DetectionEval,
+        box_detection as box_detection,
+    )
     from medvl.eval.dense.pages import (
         write_detection_page as write_detection_page,
         write_segmentation_page as write_segmentation_page,
@@ -59,7 +68,10 @@ if TYPE_CHECKING:
         GenerationOptions as GenerationOptions,
         evaluate_generation as evaluate_generation,
     )
-    from medvl.eval.generation.inputs import GeneratedSource as GeneratedSource, RealData as RealData
+    from medvl.eval.generation.inputs import (
+        GeneratedSource as GeneratedSource,
+        RealData as RealData,
+    )
     from medvl.eval.generation.page import write_generation_page as write_generation_page
     from medvl.eval.grounding.evaluate import phrase_grounding as phrase_grounding
     from medvl.eval.grounding.heatmaps import MapRules as MapRules
@@ -73,13 +85,19 @@ if TYPE_CHECKING:
         image_text_matching as image_text_matching,
         write_matching_page as write_matching_page,
     )
-    from medvl.eval.metric_classes import LabelMetrics as LabelMetrics, RetrievalMetrics as RetrievalMetrics
+    from medvl.eval.metric_classes import (
+        LabelMetrics as LabelMetrics,
+        RetrievalMetrics as RetrievalMetrics,
+    )
     from medvl.eval.probing.evaluate import (
         linear_probe as linear_probe,
         ordinal_table as ordinal_table,
         write_probe_page as write_probe_page,
     )
-    from medvl.eval.probing.features import ProbedEncoder as ProbedEncoder, encode_features as encode_features
+    from medvl.eval.probing.features import (
+        ProbedEncoder as ProbedEncoder,
+        encode_features as encode_features,
+    )
     from medvl.eval.probing.fitted import FittedProbe as FittedProbe
     from medvl.eval.published.numbers import (
         PublishedNumber as PublishedNumber,
@@ -106,7 +124,10 @@ if TYPE_CHECKING:
         image_text_retrieval as image_text_retrieval,
     )
     from medvl.eval.retrieval.image_text_page import write_retrieval_page as write_retrieval_page
-    from medvl.eval.retrieval.rerank import ShortlistModel as ShortlistModel, reranked_retrieval as reranked_retrieval
+    from medvl.eval.retrieval.rerank import (
+        ShortlistModel as ShortlistModel,
+        reranked_retrieval as reranked_retrieval,
+    )
     from medvl.eval.robustness.evaluate import (
         RobustnessSettings as RobustnessSettings,
         evaluate_robustness as evaluate_robustness,
@@ -119,7 +140,10 @@ if TYPE_CHECKING:
         encoder_of_checkpoint as encoder_of_checkpoint,
         evaluate_text_tasks as evaluate_text_tasks,
     )
-    from medvl.eval.text_tasks.finetune import FinetuneGrid as FinetuneGrid, FinetuneSettings as FinetuneSettings
+    from medvl.eval.text_tasks.finetune import (
+        FinetuneGrid as FinetuneGrid,
+        FinetuneSettings as FinetuneSettings,
+    )
     from medvl.eval.text_tasks.metrics import blurb_score as blurb_score
     from medvl.eval.text_tasks.page import write_text_page as write_text_page
     from medvl.eval.vqa.evaluate import (

@@ -1,18 +1,21 @@
-"""Masked prediction of a language model with a word head: one word of a report sentence is hidden and filled in.
+"""Masked prediction of a language model with a word head: one word of a report sentence is hidden
+and filled in.
 
 Protocol "masked_prediction", version 3:
 
-* Items are words of the sentences of reports that name a finding, a side, a severity or a negation (`words`); each is
-  hidden alone, in its own copy of its sentence. Equal sentences count once. Words beyond the model's longest text, and
-  those that share a token with other text, are left out and counted.
-* All pieces of the word are replaced by the mask token, so that the model knows their number. "accuracy@1" is the share
-  of words whose pieces are all the most probable ones at their places, "accuracy@5" the share whose pieces are all
-  among the five most probable ones.
-* "floor@k" is the share of the k most frequent words of the kind: the accuracy of a model that knows the kind and the
-  frequencies of these sentences, but does not read the sentence. "gain@k" is the accuracy minus the floor, paired.
-* "nll" is the negative log-likelihood of the word in nats: the sum over its pieces, all hidden, so that models with
-  different vocabularies can be compared. It also differs between models that predict none of the
-  words yet.
+* Items are words of the sentences of reports that name a finding, a side, a severity or a negation
+  (`words`); each is hidden alone, in its own copy of its sentence. Equal sentences count once.
+  Words beyond the model's longest text, and those that share a token with other text, are left out
+  and counted.
+* All pieces of the word are replaced by the mask token, so that the model knows their number.
+  "accuracy@1" is the share of words whose pieces are all the most probable ones at their places,
+  "accuracy@5" the share whose pieces are all among the five most probable ones.
+* "floor@k" is the share of the k most frequent words of the kind: the accuracy of a model that
+  knows the kind and the frequencies of these sentences, but does not read the sentence. "gain@k" is
+  the accuracy minus the floor, paired.
+* "nll" is the negative log-likelihood of the word in nats: the sum over its pieces, all hidden, so
+  that models with different vocabularies can be compared. It also differs between models that
+  predict none of the words yet.
 * "all" is the share of all words, "macro" the mean of the kinds.
 * A side is seldom known from a sentence alone: an accuracy near its floor is expected there.
 * Intervals: patients are resampled with all sentences that occurred first in their reports.
@@ -39,7 +42,17 @@ from medvl.eval.core.full_pass import Source, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import PageHeader, Results, checkpoint_sha256
-from medvl.eval.html.page import Card, Cards, Choice, Deck, Page, Section, header_facts, headline, write_page
+from medvl.eval.html.page import (
+    Card,
+    Cards,
+    Choice,
+    Deck,
+    Page,
+    Section,
+    header_facts,
+    headline,
+    write_page,
+)
 from medvl.eval.html.tables import Table, metric_cell
 from medvl.models.base import evaluating
 from medvl.models.language.base import LanguageModel
@@ -49,20 +62,24 @@ from medvl.schema import Sample
 
 _WORDS: Mapping[str, str] = {
     "finding": (
-        "effusions? pneumothora(?:x|ces) o?edema consolidations? atelecta(?:sis|ses) cardiomegaly opacit(?:y|ies) "
-        "opacifications? pneumonias? fractures? nodules? mass(?:es)? lesions? infiltrates? infiltrations? emphysema "
+        "effusions? pneumothora(?:x|ces) o?edema consolidations? atelecta(?:sis|ses) "
+        "cardiomegaly opacit(?:y|ies) "
+        "opacifications? pneumonias? fractures? nodules? mass(?:es)? lesions? infiltrates? "
+        "infiltrations? emphysema "
         "fibrosis thickening congestion hernia granulomas? collapse scoliosis"
     ),
     "side": "left right bilateral bilaterally unilateral left-sided right-sided",
     "severity": (
-        "mild moderate severe small large tiny minimal trace slight subtle marked massive extensive mildly moderately "
+        "mild moderate severe small large tiny minimal trace slight subtle marked massive "
+        "extensive mildly moderately "
         "severely slightly minimally markedly"
     ),
     "negation": "no not without negative denies neither nor absent",
 }
 KINDS = tuple(_WORDS)
 _HIDDEN = re.compile(
-    "|".join(rf"(?P<{kind}>\b(?:{'|'.join(words.split())})\b)" for kind, words in _WORDS.items()), re.IGNORECASE
+    "|".join(rf"(?P<{kind}>\b(?:{'|'.join(words.split())})\b)" for kind, words in _WORDS.items()),
+    re.IGNORECASE,
 )
 
 
@@ -86,17 +103,23 @@ class Sentences(NamedTuple):
     words: tuple[HiddenWord, ...]
 
 
-def hidden_words(samples: Iterable[Sample], sections: Sequence[str], limit: int | None = None) -> Sentences:
-    """Return the distinct sentences that contain words of some kind, the first `limit` of them, and these words.
+def hidden_words(
+    samples: Iterable[Sample], sections: Sequence[str], limit: int | None = None
+) -> Sentences:
+    """Return the distinct sentences that contain words of some kind, the first `limit` of them, and
+    these words.
 
-    Sentences are equal if they differ in case and white space only; the texts of a study count once.
+    Sentences are equal if they differ in case and white space only; the texts of a study count
+    once.
     """
     texts: list[str] = []
     found_in: list[Sample] = []
     words: list[HiddenWord] = []
     for text, sample in _distinct(samples, sections):
         found = [
-            HiddenWord(len(texts), match.start(), match.end(), match[0].lower(), str(match.lastgroup))
+            HiddenWord(
+                len(texts), match.start(), match.end(), match[0].lower(), str(match.lastgroup)
+            )
             for match in _HIDDEN.finditer(text)
         ]
         if found:
@@ -144,8 +167,12 @@ class MaskedPredictionResult:
     """Negative log-likelihood of each word, in nats."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield item, patient, subgroups, kind, word, the model's word and scores of each hidden word, no sentences."""
-        scored = zip(self.words, self.filled, self.right_NK.tolist(), self.nll_N.tolist(), strict=True)
+        """Yield item, patient, subgroups, kind, word, the model's word and scores of each hidden
+        word, no sentences.
+        """
+        scored = zip(
+            self.words, self.filled, self.right_NK.tolist(), self.nll_N.tolist(), strict=True
+        )
         for word, filled, right_K, nll in scored:
             sample = self.sentences.samples[word.sentence]
             names = {"item": f"{word.sentence}:{word.start}", "patient": sample.patient}
@@ -176,12 +203,17 @@ def evaluate_masked_prediction(
         resamples, seed: number and seed of the bootstrap resamples.
         checkpoint: the model's, whose hash is recorded.
 
-    Raises ConfigError for a model without a mask token, EvaluationError if no sentence has a word to hide.
+    Raises ConfigError for a model without a mask token, EvaluationError if no sentence has a word
+    to hide.
     """
     tokenizer = model.tokenizer
     if tokenizer is None or tokenizer.mask_id is None:
-        raise ConfigError(f"{model.name} has no vocabulary with a mask token", "missing", field="tokenizer")
-    sentences = hidden_words((sample for _, sample in samples_by_key(source).values()), sections, limit)
+        raise ConfigError(
+            f"{model.name} has no vocabulary with a mask token", "missing", field="tokenizer"
+        )
+    sentences = hidden_words(
+        (sample for _, sample in samples_by_key(source).values()), sections, limit
+    )
     placed = _place(tokenizer, sentences)
     if not placed:
         message = "no sentence has a word to hide; give shards with reports, or other sections"
@@ -189,7 +221,10 @@ def evaluate_masked_prediction(
     with evaluating(model):
         filled, right_NK, nll_N = _fill(model, tokenizer, tokenizer.mask_id, placed, batch)
     words = tuple(item.word for item in placed)
-    kinds, patients = [word.kind for word in words], [sentences.samples[word.sentence].patient for word in words]
+    kinds, patients = (
+        [word.kind for word in words],
+        [sentences.samples[word.sentence].patient for word in words],
+    )
     groups = [*_groups(words, kinds, right_NK), label_mean_metrics("nll", nll_N, kinds)]
     results = Results(
         protocol=PROTOCOL,
@@ -208,7 +243,12 @@ def evaluate_masked_prediction(
         },
     )
     return MaskedPredictionResult(
-        results=results, sentences=sentences, words=words, filled=filled, right_NK=right_NK, nll_N=nll_N
+        results=results,
+        sentences=sentences,
+        words=words,
+        filled=filled,
+        right_NK=right_NK,
+        nll_N=nll_N,
     )
 
 
@@ -229,11 +269,15 @@ def _place(tokenizer: Tokenizer, sentences: Sentences) -> list[_Placed]:
     placed = []
     for word in sentences.words:
         ids, offsets = encoded[word.sentence]
-        within = [at for at, (start, end) in enumerate(offsets) if start < word.end and end > word.start]
+        within = [
+            at for at, (start, end) in enumerate(offsets) if start < word.end and end > word.start
+        ]
         if not within or len(ids) + 2 > tokenizer.max_tokens:
             continue
         text = sentences.texts[word.sentence]
-        covered = text[offsets[within[0]][0] : offsets[within[-1]][1]].strip()  # some pieces begin with their blank
+        covered = text[
+            offsets[within[0]][0] : offsets[within[-1]][1]
+        ].strip()  # some pieces begin with their blank
         known = tokenizer.unk_id is None or tokenizer.unk_id not in [ids[at] for at in within]
         if covered.lower() == word.word and known:
             whole = [tokenizer.cls_id, *ids, tokenizer.sep_id]
@@ -244,9 +288,15 @@ def _place(tokenizer: Tokenizer, sentences: Sentences) -> list[_Placed]:
 def _fill(
     model: LanguageModel, tokenizer: Tokenizer, mask_id: int, placed: Sequence[_Placed], batch: int
 ) -> tuple[tuple[str, ...], Array, Array]:
-    """Return the most probable word of each item, whether the true one is within the first k, and its nll."""
+    """Return the most probable word of each item, whether the true one is within the first k,
+    and its nll.
+    """
     order = sorted(range(len(placed)), key=lambda at: len(placed[at].ids))
-    filled, right_NK, nll_N = [""] * len(placed), np.zeros((len(placed), len(KS))), np.zeros(len(placed))
+    filled, right_NK, nll_N = (
+        [""] * len(placed),
+        np.zeros((len(placed), len(KS))),
+        np.zeros(len(placed)),
+    )
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         items = [placed[row] for row in rows]
@@ -254,12 +304,18 @@ def _fill(
         row_P = torch.tensor([row for row, item in enumerate(items) for _ in item.pieces])
         place_P = torch.tensor([place for item in items for place in item.pieces])
         truth_P = torch.tensor([item.ids[place] for item in items for place in item.pieces])
-        states_BTD = model.text_encoder(ids_BT.to(model.device), mask_BT.to(model.device)).tokens_BTD
-        log_share_PV = model.score_words(states_BTD[row_P, place_P]).float().log_softmax(dim=1).cpu()
+        states_BTD = model.text_encoder(
+            ids_BT.to(model.device), mask_BT.to(model.device)
+        ).tokens_BTD
+        log_share_PV = (
+            model.score_words(states_BTD[row_P, place_P]).float().log_softmax(dim=1).cpu()
+        )
         best_PK = log_share_PV.topk(max(KS), dim=1).indices
         nll_P = -log_share_PV.gather(1, truth_P[:, None])[:, 0]
         nll_N[rows] = torch.zeros(len(items)).index_add_(0, row_P, nll_P).numpy()
-        for row, item_right_K, best in zip(rows, *_by_item(row_P, truth_P, best_PK, len(items)), strict=True):
+        for row, item_right_K, best in zip(
+            rows, *_by_item(row_P, truth_P, best_PK, len(items)), strict=True
+        ):
             right_NK[row], filled[row] = item_right_K, tokenizer.decode(best)
     return tuple(filled), right_NK, nll_N
 
@@ -275,8 +331,12 @@ def _masked(items: Sequence[_Placed], pad_id: int, mask_id: int) -> tuple[Tensor
     return ids_BT, torch.arange(longest)[None] < length_B[:, None]
 
 
-def _by_item(row_P: Tensor, truth_P: Tensor, best_PK: Tensor, items: int) -> tuple[Array, list[list[int]]]:
-    """Return (items, len(KS)) of 1 where all pieces of an item are right, and the first choice of its pieces."""
+def _by_item(
+    row_P: Tensor, truth_P: Tensor, best_PK: Tensor, items: int
+) -> tuple[Array, list[list[int]]]:
+    """Return (items, len(KS)) of 1 where all pieces of an item are right, and the first choice
+    of its pieces.
+    """
     hit_PK = best_PK == truth_P[:, None]
     columns = []
     for k in KS:
@@ -287,10 +347,19 @@ def _by_item(row_P: Tensor, truth_P: Tensor, best_PK: Tensor, items: int) -> tup
     return right_NK, firsts
 
 
-def _groups(words: Sequence[HiddenWord], kinds: Sequence[str], right_NK: Array) -> list[MetricGroup]:
-    """Return accuracy, floor and gain at every k, of all words, of the mean of the kinds, and of each kind."""
+def _groups(
+    words: Sequence[HiddenWord], kinds: Sequence[str], right_NK: Array
+) -> list[MetricGroup]:
+    """Return accuracy, floor and gain at every k, of all words, of the mean of the kinds, and of
+    each kind.
+    """
     frequent = {
-        kind: [word for word, _ in Counter(one.word for one in words if one.kind == kind).most_common(max(KS))]
+        kind: [
+            word
+            for word, _ in Counter(one.word for one in words if one.kind == kind).most_common(
+                max(KS)
+            )
+        ]
         for kind in sorted(set(kinds))
     }
     groups = []
@@ -310,7 +379,8 @@ def _groups(words: Sequence[HiddenWord], kinds: Sequence[str], right_NK: Array) 
 
 _LIMITS = (
     "A research evaluation of a language model, not for clinical use.",
-    "The floor counts the words of these sentences themselves. Words of several pieces are harder than words of one, "
+    "The floor counts the words of these sentences themselves. Words of several pieces are "
+    "harder than words of one, "
     "so that accuracies of models with different vocabularies differ by their vocabularies too.",
 )
 _NAMES = {"overall": "All words", "macro": "Mean of the kinds"}
@@ -334,17 +404,31 @@ def write_masked_prediction_page(
     sections: list[Section] = [
         Table(
             title="Summary",
-            columns=["", "Right at first", "Floor", "Gain", "Within five", "Floor of five", "Nats", "Words"],
+            columns=[
+                "",
+                "Right at first",
+                "Floor",
+                "Gain",
+                "Within five",
+                "Floor of five",
+                "Nats",
+                "Words",
+            ],
             rows=[
                 [
                     _NAMES.get(target, target.capitalize()),
-                    *(metric_cell(results.row(metric, target), bar=metric == "gain@1") for metric in metrics),
+                    *(
+                        metric_cell(results.row(metric, target), bar=metric == "gain@1")
+                        for metric in metrics
+                    ),
                     f"{results.row('accuracy@1', target).n:,}",
                 ]
                 for target in targets
             ],
-            caption="Floor: the most frequent word of the kind, or one of the five most frequent ones, without reading "
-            "the sentence. Gain: accuracy minus floor, paired. Nats: negative log-likelihood of the word, lower is "
+            caption="Floor: the most frequent word of the kind, or one of the five most "
+            "frequent ones, without reading "
+            "the sentence. Gain: accuracy minus floor, paired. Nats: negative log-likelihood of "
+            "the word, lower is "
             "better.",
             strong_rows=2,
         ),
@@ -354,8 +438,11 @@ def write_masked_prediction_page(
         sections.append(_mistakes(result, present, examples))
     page = Page(
         title=f"Masked prediction: {header.model}",
-        subtitle=f"{header.data}: {details['words']:,} hidden words of {details['sentences']:,} distinct sentences",
-        headlines=[headline(f"{kind}: right at first", results.row("accuracy@1", kind)) for kind in present],
+        subtitle=f"{header.data}: {details['words']:,} hidden words of {details['sentences']:,} "
+        f"distinct sentences",
+        headlines=[
+            headline(f"{kind}: right at first", results.row("accuracy@1", kind)) for kind in present
+        ],
         facts=header_facts(results, header, units="patients"),
         sections=sections,
         limits=_LIMITS,
@@ -366,7 +453,9 @@ def write_masked_prediction_page(
 def _frequent_words(result: MaskedPredictionResult) -> Table:
     counts = Counter((word.kind, word.word) for word in result.words)
     right = Counter(
-        (word.kind, word.word) for word, first in zip(result.words, result.right_NK[:, 0], strict=True) if first
+        (word.kind, word.word)
+        for word, first in zip(result.words, result.right_NK[:, 0], strict=True)
+        if first
     )
     return Table(
         title="Frequent words",
@@ -386,7 +475,13 @@ def _mistakes(result: MaskedPredictionResult, kinds: list[str], examples: int) -
         shown = wrong[np.linspace(0, len(wrong) - 1, min(examples, len(wrong))).astype(int)]
         if len(shown):
             cards = [_card(result, int(at)) for at in shown]
-            decks.append(Deck(title=f"{kind.capitalize()}: {len(wrong):,} wrong words", cards=cards, good=False))
+            decks.append(
+                Deck(
+                    title=f"{kind.capitalize()}: {len(wrong):,} wrong words",
+                    cards=cards,
+                    good=False,
+                )
+            )
     return Cards(title="Mistakes", decks=decks, caption="The model's word, then the true one (✓).")
 
 
@@ -397,4 +492,10 @@ def _card(result: MaskedPredictionResult, at: int) -> Card:
         Choice(text=result.filled[at] or "(nothing)", score=None, right=False),
         Choice(text=word.word, score=None, right=True),
     ]
-    return Card(title=f"{text[: word.start]}____{text[word.end :]}", pictures=[], choices=choices, lines=[], tags=[])
+    return Card(
+        title=f"{text[: word.start]}____{text[word.end :]}",
+        pictures=[],
+        choices=choices,
+        lines=[],
+        tags=[],
+    )

@@ -1,14 +1,15 @@
-"""Image-text matching: whether a model prefers an image's own text to another text, and to its own mirror.
+"""Image-text matching: whether a model prefers an image's own text to another text, and to its own
+mirror.
 
 Protocol "image_text_matching", version 2:
 
-* An item is an image with a text. Its other text is the text of the next image, in the order of the data, of another
-  patient with another text; white space is collapsed. Its mirror is its text with left and right exchanged, if it names
-  a side.
-* "above_other" is the share of images that score higher with their own text than with the other one, "above_mirror"
-  the same for the mirror. A tie counts one half, and 1/2 is chance.
-* "accuracy", of fusion-encoders only, is the share of right decisions of the matching head on own and other texts: a
-  match has the higher logit, a tie is wrong. Chance is 1/2.
+* An item is an image with a text. Its other text is the text of the next image, in the order of the
+  data, of another patient with another text; white space is collapsed. Its mirror is its text with
+  left and right exchanged, if it names a side.
+* "above_other" is the share of images that score higher with their own text than with the other
+  one, "above_mirror" the same for the mirror. A tie counts one half, and 1/2 is chance.
+* "accuracy", of fusion-encoders only, is the share of right decisions of the matching head on own
+  and other texts: a match has the higher logit, a tie is wrong. Chance is 1/2.
 * Fusion-encoders score by the log-odds of a match, dual-encoders by similarity.
 * Intervals: patients are resampled with all their images.
 
@@ -97,7 +98,11 @@ class MatchingResult:
     def predictions(self) -> Iterator[Mapping[str, Any]]:
         """Yield one JSON line per image: key, patient, subgroups, and the scores."""
         for sample, scores_3 in zip(self.samples, self.scores_N3.tolist(), strict=True):
-            scores = {name: score for name, score in zip(COLUMNS, scores_3, strict=True) if not np.isnan(score)}
+            scores = {
+                name: score
+                for name, score in zip(COLUMNS, scores_3, strict=True)
+                if not np.isnan(score)
+            }
             yield {
                 "key": sample.key,
                 "patient": sample.patient,
@@ -118,7 +123,8 @@ def image_text_matching(
 ) -> MatchingResult:
     """Evaluate matching by the protocol of this module.
 
-    The images are kept in host memory after they were encoded: 1 MB per image at 325 tokens of 768 float32 numbers.
+    The images are kept in host memory after they were encoded: 1 MB per image at 325 tokens of 768
+    float32 numbers.
 
     Args:
         model: a fusion-encoder or a dual-encoder.
@@ -127,8 +133,8 @@ def image_text_matching(
         autocast: dtype of encoders and fusion-encoder; scores stay in float32.
         checkpoint: the model's, whose hash is recorded.
 
-    Raises ConfigError for a model that does not score pairs, EvaluationError for one that was not trained to match, or
-    if images are missing, no image has a text, or all texts are equal.
+    Raises ConfigError for a model that does not score pairs, EvaluationError for one that was not
+    trained to match, or if images are missing, no image has a text, or all texts are equal.
     """
     if not isinstance(model, FusionModel | DualEncoder):
         message = f"{model.name} scores no pairs; give a dual-encoder or a fusion-encoder"
@@ -169,7 +175,8 @@ def image_text_matching(
 
 
 def choose_texts(texts: Sequence[str], patients: Sequence[str]) -> Items:
-    """Return the own, the other and the mirrored text of every image with a text; texts are "" for those without.
+    """Return the own, the other and the mirrored text of every image with a text; texts are "" for
+    those without.
 
     Raises EvaluationError if no image has a text, or if an image has no other one.
     """
@@ -181,8 +188,14 @@ def choose_texts(texts: Sequence[str], patients: Sequence[str]) -> Items:
         (texts[position], texts[position_N[other]], swap_laterality(texts[position]))
         for position, other in zip(position_N, following, strict=True)
     ]
-    index = {text: number for number, text in enumerate(dict.fromkeys(text for row in rows for text in row))}
-    text_N3 = [(index[own], index[other], -1 if mirror == own else index[mirror]) for own, other, mirror in rows]
+    index = {
+        text: number
+        for number, text in enumerate(dict.fromkeys(text for row in rows for text in row))
+    }
+    text_N3 = [
+        (index[own], index[other], -1 if mirror == own else index[mirror])
+        for own, other, mirror in rows
+    ]
     return Items(np.array(position_N), tuple(index), np.array(text_N3))
 
 
@@ -192,15 +205,21 @@ def _following(texts: Sequence[str], patients: Sequence[str]) -> list[int]:
     found: list[int] = []
     for place in range(count):
         steps = (step % count for step in range(place + 1, place + count))
-        other = next((n for n in steps if patients[n] != patients[place] and texts[n] != texts[place]), None)
+        other = next(
+            (n for n in steps if patients[n] != patients[place] and texts[n] != texts[place]), None
+        )
         if other is None:
-            raise EvaluationError("matching needs texts of several patients that differ", "empty", field="data")
+            raise EvaluationError(
+                "matching needs texts of several patients that differ", "empty", field="data"
+            )
         found.append(other)
     return found
 
 
 def matching_groups(scores_N3: Array, *, decides: bool) -> list[MetricGroup]:
-    """Return the metrics of all images; with "accuracy" if the scores are log-odds of a matching head (`decides`)."""
+    """Return the metrics of all images; with "accuracy" if the scores are log-odds of a matching
+    head (`decides`).
+    """
     own_N = scores_N3[:, OWN]
     values = {
         name: (np.sign(own_N - scores_N3[:, column]) + 1) / 2
@@ -212,38 +231,56 @@ def matching_groups(scores_N3: Array, *, decides: bool) -> list[MetricGroup]:
 
 
 def _score_fused(
-    model: FusionModel, batches: FullPass, by_key: Mapping[str, tuple[int, Sample]], autocast: torch.dtype | None
+    model: FusionModel,
+    batches: FullPass,
+    by_key: Mapping[str, tuple[int, Sample]],
+    autocast: torch.dtype | None,
 ) -> tuple[Items, Array]:
     with torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None):
         image, texts = encode_images_with_text(model, batches)
         items = _choose(texts, batches, by_key)
         encoded = Encoded(image, encode_texts(model, items.texts))
     row_N = torch.arange(len(items.position_N))
-    return items, _scores(items, row_N, lambda image_Q, text_Q: match_scores(model, encoded, image_Q, text_Q, autocast))
+    return items, _scores(
+        items,
+        row_N,
+        lambda image_Q, text_Q: match_scores(model, encoded, image_Q, text_Q, autocast),
+    )
 
 
 def _score_embedded(
-    model: DualEncoder, batches: FullPass, by_key: Mapping[str, tuple[int, Sample]], autocast: torch.dtype | None
+    model: DualEncoder,
+    batches: FullPass,
+    by_key: Mapping[str, tuple[int, Sample]],
+    autocast: torch.dtype | None,
 ) -> tuple[Items, Array]:
     images, _, texts = encode_images(model, batches, autocast)
     items = _choose(texts, batches, by_key)
     embedded = embed_texts(model, items.texts)
     row_N = torch.from_numpy(items.position_N)
     return items, _scores(
-        items, row_N, lambda image_Q, text_Q: paired_similarity(model, images, embedded, image_Q, text_Q)
+        items,
+        row_N,
+        lambda image_Q, text_Q: paired_similarity(model, images, embedded, image_Q, text_Q),
     )
 
 
-def _choose(texts: Sequence[str], batches: FullPass, by_key: Mapping[str, tuple[int, Sample]]) -> Items:
+def _choose(
+    texts: Sequence[str], batches: FullPass, by_key: Mapping[str, tuple[int, Sample]]
+) -> Items:
     return choose_texts(texts, [by_key[key][1].patient for key in batches.keys])
 
 
 def _scores(items: Items, row_N: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> Array:
-    """Return scores_N3, NaN where there is no text; `score` gets the rows of the images and the texts of all pairs."""
+    """Return scores_N3, NaN where there is no text; `score` gets the rows of the images and the
+    texts of all pairs.
+    """
     text_N3 = torch.from_numpy(items.text_N3)
     present_N3 = text_N3 >= 0
     scores_N3 = torch.full(present_N3.shape, torch.nan, dtype=torch.float64)
-    scores_N3[present_N3] = score(row_N[:, None].expand(-1, 3)[present_N3], text_N3[present_N3]).double()
+    scores_N3[present_N3] = score(
+        row_N[:, None].expand(-1, 3)[present_N3], text_N3[present_N3]
+    ).double()
     result: Array = scores_N3.numpy()
     return result
 
@@ -263,7 +300,12 @@ _ROWS = {
 
 
 def write_matching_page(
-    result: MatchingResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 4
+    result: MatchingResult,
+    path: str | Path,
+    header: PageHeader,
+    *,
+    pixels: Pixels | None = None,
+    examples: int = 4,
 ) -> Path:
     """Write the page as one HTML file and return its path.
 
@@ -280,8 +322,12 @@ def write_matching_page(
         Table(
             title="Summary",
             columns=["", "Share", "Images"],
-            rows=[[_ROWS[row.metric], metric_cell(row, reference=0.5, bar=True), f"{row.n:,}"] for row in rows],
-            caption="Mirrors have left and right exchanged; only texts that name a side have one. The tick is chance.",
+            rows=[
+                [_ROWS[row.metric], metric_cell(row, reference=0.5, bar=True), f"{row.n:,}"]
+                for row in rows
+            ],
+            caption="Mirrors have left and right exchanged; only texts that name a side have "
+            "one. The tick is chance.",
         )
     ]
     if pixels is not None:
@@ -300,25 +346,42 @@ def write_matching_page(
 
 def _mistakes(result: MatchingResult, pixels: Pixels, examples: int) -> Cards:
     decks = []
-    for title, column in (("Another text scored higher", OTHER), ("The mirror scored higher", MIRROR)):
+    for title, column in (
+        ("Another text scored higher", OTHER),
+        ("The mirror scored higher", MIRROR),
+    ):
         wrong = np.flatnonzero(result.scores_N3[:, column] > result.scores_N3[:, OWN])
         shown = wrong[np.linspace(0, len(wrong) - 1, min(examples, len(wrong))).astype(int)]
         if len(shown):
             cards = [_card(result, int(row), column, pixels) for row in shown]
             decks.append(Deck(title=f"{title}: {len(wrong):,} images", cards=cards, good=False))
-    caption = "The text that scored higher, then the image's own (✓); evenly spaced in the order of the data."
+    caption = (
+        "The text that scored higher, then the image's own (✓); evenly spaced in the "
+        "order of the data."
+    )
     return Cards(title="Mistakes", decks=decks, caption=caption)
 
 
 def _card(result: MatchingResult, row: int, column: int, pixels: Pixels) -> Card:
     scores_3, full = result.scores_N3[row], float(max(1.0, np.nanmax(np.abs(result.scores_N3))))
     margin = f"{scores_3[column] - scores_3[OWN]:.2f}"
-    alternative = f"image whose own text scores {scores_3[OWN]:.2f} and the other text {scores_3[column]:.2f}"
+    alternative = (
+        f"image whose own text scores {scores_3[OWN]:.2f} and the other text {scores_3[column]:.2f}"
+    )
     return Card(
         title=f"Preferred by {margin}",
-        pictures=[Picture(source=thumbnail_uri(pixels(result.positions[row]), 256), alternative=alternative)],
+        pictures=[
+            Picture(
+                source=thumbnail_uri(pixels(result.positions[row]), 256), alternative=alternative
+            )
+        ],
         choices=[
-            Choice(text=result.text(row, place), score=float(scores_3[place]), right=place == OWN, full=full)
+            Choice(
+                text=result.text(row, place),
+                score=float(scores_3[place]),
+                right=place == OWN,
+                full=full,
+            )
             for place in (column, OWN)
         ],
         lines=[],

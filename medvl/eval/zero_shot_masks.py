@@ -1,14 +1,18 @@
-"""Zero-shot segmentation: the maps of a dual-encoder for a statement of each finding, against annotated masks.
+"""Zero-shot segmentation: the maps of a dual-encoder for a statement of each finding, against
+annotated masks.
 
 Protocol "zero_shot_masks", version 1:
 
-* The map of a finding is that of its phrase, by default `medvl.data.statement` ("There is pneumothorax."), as in the
-  evaluation of grounding. It is scaled to 0..1 within its image ("unit"; a constant map to 0), or its sigmoid is taken
-  ("sigmoid", for maps of log-odds, such as RadZero's), or it is kept ("none", for maps that are within 0..1 already).
-* Everything else is the protocol "segmentation": a threshold and a minimum share of the image of each finding are
-  chosen on validation images of other patients, never on the test images. RadZero's published Dice has thresholds of
-  the test images, and counts images with a mask alone: compare it with "dice_masked".
-* "pixel_auroc" needs no threshold: the AUROC of the pixels of an image with a mask, mean over such images.
+* The map of a finding is that of its phrase, by default `medvl.data.statement` ("There is
+  pneumothorax."), as in the evaluation of grounding. It is scaled to 0..1 within its image ("unit";
+  a constant map to 0), or its sigmoid is taken ("sigmoid", for maps of log-odds, such as
+  RadZero's), or it is kept ("none", for maps that are within 0..1 already).
+* Everything else is the protocol "segmentation": a threshold and a minimum share of the image of
+  each finding are chosen on validation images of other patients, never on the test images.
+  RadZero's published Dice has thresholds of the test images, and counts images with a mask alone:
+  compare it with "dice_masked".
+* "pixel_auroc" needs no threshold: the AUROC of the pixels of an image with a mask, mean over such
+  images.
 
 Shape letters: B images, L labels; H, W pixels.
 """
@@ -79,7 +83,10 @@ class PhraseSegmenter:
             )
             for phrase in self.phrases
         ]
-        return [torch.stack([self._scaled(map_HW) for map_HW in of_image]) for of_image in zip(*by_label, strict=True)]
+        return [
+            torch.stack([self._scaled(map_HW) for map_HW in of_image])
+            for of_image in zip(*by_label, strict=True)
+        ]
 
     def _scaled(self, map_HW: Tensor) -> Tensor:
         if self.scale != "unit":
@@ -94,14 +101,19 @@ class PhraseSegmenter:
 
 
 def _choose_labels(loader: Loader, labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the labels, by default all with a mask. Raises EvaluationError where no sample has a mask of one."""
-    known = annotated_labels([loader.source.sample(position) for position in range(len(loader.source))], "masks")
+    """Return the labels, by default all with a mask. Raises EvaluationError where no sample has
+    a mask of one.
+    """
+    known = annotated_labels(
+        [loader.source.sample(position) for position in range(len(loader.source))], "masks"
+    )
     label_of = match_labels(labels, known) if labels else dict(zip(known, known, strict=True))
     chosen = tuple(label_of.values())
     missing = [name for name in labels if name not in label_of]
     if missing or not chosen:
         message = (
-            f"no sample has a mask of {', '.join(missing) or 'any finding'}; there are {', '.join(known) or 'none'}"
+            f"no sample has a mask of {', '.join(missing) or 'any finding'}; there are "
+            f"{', '.join(known) or 'none'}"
         )
         raise EvaluationError(message, "unknown_name" if known else "empty", field="labels")
     return chosen
@@ -129,21 +141,28 @@ def evaluate_zero_shot_masks(
     Args:
         model: any dual-encoder whose image encoder has patches.
         loader: over samples with masks or boxes, or with empty lists of them.
-        valid_loader: over images of other patients, for choosing thresholds; without it they are 0.5.
+        valid_loader: over images of other patients, for choosing thresholds; without it they are
+            0.5.
         labels: labels to evaluate; default all that occur in the annotations of `loader`.
         phrases: label -> phrase; default `medvl.data.statement`.
         maps, smoothing: as in `phrase_grounding`.
         scale: see the protocol.
         empty, side, resamples, seed, keep_maps, checkpoint: as in `mask_segmentation`.
 
-    Raises EvaluationError as `phrase_grounding` and `mask_segmentation` do, and SplitError as the latter.
+    Raises EvaluationError as `phrase_grounding` and `mask_segmentation` do, and SplitError as the
+    latter.
     """
     check_choice(scale, get_args(Scale), "scale", error=EvaluationError)
     chosen = _choose_labels(loader, labels)
     statements = tuple((phrases or {}).get(name, statement(name)) for name in chosen)
     kind = choose_maps(model, maps)
     segmenter = PhraseSegmenter(
-        model=model, config=MaskLabels(labels=chosen), phrases=statements, kind=kind, scale=scale, smoothing=smoothing
+        model=model,
+        config=MaskLabels(labels=chosen),
+        phrases=statements,
+        kind=kind,
+        scale=scale,
+        smoothing=smoothing,
     )
     result = mask_segmentation(
         segmenter,
@@ -156,7 +175,12 @@ def evaluate_zero_shot_masks(
         keep_maps=keep_maps,
         checkpoint=checkpoint,
     )
-    settings: dict[str, Any] = {"phrases": list(statements), "maps": kind, "scale": scale, "smoothing": smoothing}
+    settings: dict[str, Any] = {
+        "phrases": list(statements),
+        "maps": kind,
+        "scale": scale,
+        "smoothing": smoothing,
+    }
     results = dataclasses.replace(
         result.results,
         protocol=PROTOCOL,

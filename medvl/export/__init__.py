@@ -7,8 +7,9 @@
     load_encoder("imported/gloria/image_encoder")
     export_onnx(medvl.load("runs/convirt/best"), "exported").differences
 
-The tables of `importers` (`dual_encoders`, `fusion_encoders`, `encoders_only`, ...) map the keys of a published file to
-medvl's, one rule for a key or a family of keys; `importers.backbones` has the rules of the backbones.
+The tables of `importers` (`dual_encoders`, `fusion_encoders`, `encoders_only`, ...) map the keys of
+a published file to medvl's, one rule for a key or a family of keys; `importers.backbones` has the
+rules of the backbones.
 """
 
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
         list_importers as list_importers,
         load_encoder as load_encoder,
     )
-    from medvl.export.importers.stable_diffusion import load_stable_diffusion as load_stable_diffusion
+    from medvl.export.importers.stable_diffusion import (
+        load_stable_diffusion as load_stable_diffusion,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,9 +1,11 @@
-"""Answers about single images (probabilities of findings, heat maps, answers, reports), and images from texts.
+"""Answers about single images (probabilities of findings, heat maps, answers, reports), and images
+from texts.
 
     model = medvl.load("runs/convirt")
     medvl.infer(model, "chest.dcm", ["pleural effusion"])    # {"pleural effusion": 0.71}
 
-Each function raises an error for a model that does not support its task; the message names models that do.
+Each function raises an error for a model that does not support its task; the message names models
+that do.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +21,12 @@ if TYPE_CHECKING:
         prompts_of_shards as prompts_of_shards,
         reconstruct_images as reconstruct_images,
     )
-    from medvl.inference.scores import Scorer as Scorer, heatmap as heatmap, infer as infer, prompts_for as prompts_for
+    from medvl.inference.scores import (
+        Scorer as Scorer,
+        heatmap as heatmap,
+        infer as infer,
+        prompts_for as prompts_for,
+    )
     from medvl.inference.texts import answer as answer, write_report as write_report
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,9 +1,10 @@
-"""Inference on many files: in batches, with broken images skipped and counted, and a folder of results.
+"""Inference on many files: in batches, with broken images skipped and counted, and a folder of
+results.
 
-    OUT/settings.json       model, texts and prompt set; a second run over the folder must have the same
-    OUT/results.jsonl       one line for each image: {"image": PATH, "values": {TEXT: VALUE}}, or "skipped": CODE
-    OUT/results.csv         the same as a table, written at the end
-    OUT/overlays/           heat maps on the images
+    OUT/settings.json  model, texts and prompt set; a second run over the folder must have the same
+    OUT/results.jsonl  one line for each image: {"image": PATH, "values": {TEXT: VALUE}}, or
+    "skipped": CODE OUT/results.csv    the same as a table, written at the end OUT/overlays/
+    heat maps on the images
 
 A line is written when its image is finished, so that an interrupted run continues where it stopped.
 """
@@ -77,15 +78,21 @@ class ImageModel:
 
     Attributes:
         names: columns of the results: texts or labels, questions, or "report".
-        gives: "probability" where all values are calibrated, "score" where none is, "value" where some are; "answer" or
-            "report".
+        gives: "probability" where all values are calibrated, "score" where none is, "value" where
+            some are; "answer" or "report".
         calibrated: names whose values are calibrated probabilities.
     """
 
     def __init__(
-        self, model: System, texts: Sequence[str] | None, *, calibration: Calibration | None = None, **scoring: Any
+        self,
+        model: System,
+        texts: Sequence[str] | None,
+        *,
+        calibration: Calibration | None = None,
+        **scoring: Any,
     ) -> None:
-        """Raise ConfigError for a model that supports none of the tasks, EvaluationError as `infer`.
+        """Raise ConfigError for a model that supports none of the tasks, EvaluationError as
+        `infer`.
 
         `calibration` is that of the model's scores by the prompt set in `scoring`.
         """
@@ -94,7 +101,9 @@ class ImageModel:
         self._run: Callable[[Tensor], list[dict[str, Value]]]
         if isinstance(model, VQA):
             if not texts:
-                raise ConfigError("a VQA model needs questions: give --texts", "missing", field="texts")
+                raise ConfigError(
+                    "a VQA model needs questions: give --texts", "missing", field="texts"
+                )
             self.gives, self.names = "answer", tuple(texts)
             self._run = self._answer
         elif isinstance(model, DualEncoder | LabelModel):
@@ -108,20 +117,33 @@ class ImageModel:
             self._run = lambda image_BCHW: self._calibrate(scorer.prepared(image_BCHW).tolist())
         elif isinstance(model, ReportWriter):
             if texts:
-                raise ConfigError(f"a {model.name} writes reports and takes no texts", "conflict", field="texts")
+                raise ConfigError(
+                    f"a {model.name} writes reports and takes no texts", "conflict", field="texts"
+                )
             self.gives, self.names = "report", ("report",)
-            self._run = lambda image_BCHW: [{"report": text} for text in write_report(model, list(image_BCHW))]
+            self._run = lambda image_BCHW: [
+                {"report": text} for text in write_report(model, list(image_BCHW))
+            ]
         else:
-            raise refuse(model, "be applied to single images", f"{ABLE}, a VQA model or a report generator")
+            raise refuse(
+                model, "be applied to single images", f"{ABLE}, a VQA model or a report generator"
+            )
 
     def __call__(self, pixels: Sequence[np.ndarray]) -> list[dict[str, Value]]:
         """Return the values of images, from the pixels that `transform.read` returned."""
-        return [row for image_BCHW in batches(self.model, list(pixels), len(pixels)) for row in self._run(image_BCHW)]
+        return [
+            row
+            for image_BCHW in batches(self.model, list(pixels), len(pixels))
+            for row in self._run(image_BCHW)
+        ]
 
     def _calibrate(self, scores: Sequence[Sequence[float]]) -> list[dict[str, Value]]:
         rows = _rows(self.names, scores)
         for row in rows:
-            row |= {name: fitted.probability(float(row[name])) for name, fitted in self.calibrated.items()}
+            row |= {
+                name: fitted.probability(float(row[name]))
+                for name, fitted in self.calibrated.items()
+            }
         return rows
 
     def _answer(self, image_BCHW: Tensor) -> list[dict[str, Value]]:
@@ -141,27 +163,35 @@ def infer_files(
     modality: Sequence[str] = (),
     progress: bool | None = None,
 ) -> list[ImageResult]:
-    """Return the results of image files, in order; those that cannot be read are skipped with their reason.
+    """Return the results of image files, in order; those that cannot be read are skipped with their
+    reason.
 
     Args:
         model: the model with its texts.
         images: paths of the files (`find_images`).
-        out: folder for the results; None writes none. A folder with results of the same settings is continued.
+        out: folder for the results; None writes none. A folder with results of the same settings is
+            continued.
         settings: content of `settings.json`.
-        overlays: number of heat maps to draw for each image, of the texts with the highest values; needs `out`.
+        overlays: number of heat maps to draw for each image, of the texts with the highest values;
+            needs `out`.
         batch: images per batch.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, these are skipped.
-        modality: modalities to accept; DICOM files of others are skipped as "other_modality". Empty: all are accepted,
-            and images of another kind than the model's training images have a `warning`.
+        modality: modalities to accept; DICOM files of others are skipped as "other_modality".
+            Empty: all are accepted, and images of another kind than the model's training images
+            have a `warning`.
         progress: True for a progress bar, None for one on a terminal.
 
     Raises ConfigError if `out` has other content, or results of other settings.
     """
     finished = {} if out is None else _open_folder(out, dict(settings or {}))
     todo = [path for path in images if _name(path) not in finished]
-    with tqdm(total=len(images), initial=len(images) - len(todo), unit="img", disable=_hidden(progress)) as bar:
+    with tqdm(
+        total=len(images), initial=len(images) - len(todo), unit="img", disable=_hidden(progress)
+    ) as bar:
         for start in range(0, len(todo), batch):
-            results = _infer_batch(model, todo[start : start + batch], frame, out, overlays, modality)
+            results = _infer_batch(
+                model, todo[start : start + batch], frame, out, overlays, modality
+            )
             if out is not None:
                 with open_own(out / LINES) as file:
                     file.writelines(f"{result.as_json()}\n".encode() for result in results)
@@ -225,20 +255,33 @@ def _infer_batch(
             results.append(dataclasses.replace(result, skipped=pixels, warning=None))
             continue
         row = next(values)
-        drawn = _draw(model, path, pixels, row, out, overlays) if out is not None and overlays else ()
+        drawn = (
+            _draw(model, path, pixels, row, out, overlays) if out is not None and overlays else ()
+        )
         results.append(dataclasses.replace(result, values=row, overlays=drawn))
     return results
 
 
 def _draw(
-    model: ImageModel, path: Path, pixels: np.ndarray, values: Mapping[str, Value], out: Path, count: int
+    model: ImageModel,
+    path: Path,
+    pixels: np.ndarray,
+    values: Mapping[str, Value],
+    out: Path,
+    count: int,
 ) -> tuple[str, ...]:
     """Write the heat maps of the texts with the highest values. Returns their paths in `out`."""
-    order = sorted(values, key=lambda name: values[name] if isinstance(values[name], float) else 0.0, reverse=True)
+    order = sorted(
+        values,
+        key=lambda name: values[name] if isinstance(values[name], float) else 0.0,
+        reverse=True,
+    )
     names = []
     for text in order[:count]:
         map_HW = heatmap(model.model, pixels, text)
-        drawn_HWC = draw_grounding(pixels, map_HW, [], side=min(_OVERLAY_SIDE, max(pixels.shape[:2])))
+        drawn_HWC = draw_grounding(
+            pixels, map_HW, [], side=min(_OVERLAY_SIDE, max(pixels.shape[:2]))
+        )
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]  # files of equal names
         names.append(f"{OVERLAYS}/{_name(Path(path.stem))[:60]}-{digest}-{_slug(text)}.png")
         subfolder(out, OVERLAYS)
@@ -282,15 +325,24 @@ def _open_folder(out: Path, settings: dict[str, Any]) -> dict[str, ImageResult]:
     path = out / SETTINGS
     if not path.is_file():
         if any(out.iterdir()):
-            raise ConfigError(f"{out} is not empty and has no results to continue; give another", "exists", field="out")
-        write_atomic(path, json.dumps(settings, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+            raise ConfigError(
+                f"{out} is not empty and has no results to continue; give another",
+                "exists",
+                field="out",
+            )
+        write_atomic(
+            path, json.dumps(settings, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        )
         return {}
     try:
         same = parse_json(path.read_bytes()) == json.loads(json.dumps(settings))
     except ValueError:
         same = False
     if not same:
-        message = f"{out} has results of another model, other texts or options; give another folder, or remove it"
+        message = (
+            f"{out} has results of another model, other texts or options; give another "
+            f"folder, or remove it"
+        )
         raise ConfigError(message, "exists", field="out")
     return {result.image: result for result in _read_lines(out / LINES)}
 
@@ -303,7 +355,9 @@ def _read_lines(path: Path) -> Iterator[ImageResult]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         write_atomic(path, whole)
-    for line in whole.decode().split("\n")[:-1]:  # not at the separators of Unicode, which names may have
+    for line in whole.decode().split("\n")[
+        :-1
+    ]:  # not at the separators of Unicode, which names may have
         data = parse_json(line)
         yield ImageResult(**{**data, "overlays": tuple(data.get("overlays", ()))})
 
@@ -316,9 +370,9 @@ SUFFIXES = frozenset((".dcm", ".dicom", ".jpg", ".jpeg", ".png"))
 def find_images(paths: Iterable[Path | str]) -> list[Path]:
     """Return the image files among paths, sorted within a folder, without repetitions.
 
-    A file is taken as it is. Of a folder, all files below it are taken that end in .dcm, .dicom, .jpg, .jpeg or .png,
-    or begin as a DICOM file does, as those of DICOM trees without suffixes; hidden ones are left out, and links to
-    folders are not followed.
+    A file is taken as it is. Of a folder, all files below it are taken that end in .dcm, .dicom,
+    .jpg, .jpeg or .png, or begin as a DICOM file does, as those of DICOM trees without suffixes;
+    hidden ones are left out, and links to folders are not followed.
 
     Raises ImageError for a path that does not exist, and for folders without an image.
     """
@@ -328,7 +382,11 @@ def find_images(paths: Iterable[Path | str]) -> list[Path]:
             raise ImageError(f"{path} does not exist", "not_found", field="images")
         found |= dict.fromkeys(_below(path) if path.is_dir() else [path])
     if not found:
-        raise ImageError("expected images, or folders with DICOM, JPEG or PNG files; got none", "empty", field="images")
+        raise ImageError(
+            "expected images, or folders with DICOM, JPEG or PNG files; got none",
+            "empty",
+            field="images",
+        )
     return list(found)
 
 
@@ -342,7 +400,9 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _is_dicom(path: Path) -> bool:
-    """Return whether a file has the preamble of DICOM, other than that of a DICOMDIR, which has no image."""
+    """Return whether a file has the preamble of DICOM, other than that of a DICOMDIR, which has
+    no image.
+    """
     if path.name.upper() == "DICOMDIR" or not path.is_file():
         return False
     try:

@@ -1,7 +1,8 @@
-"""Images from texts into a folder (`medvl.data.GeneratedImages`), and reconstructions of a generator's autoencoder.
+"""Images from texts into a folder (`medvl.data.GeneratedImages`), and reconstructions of a
+generator's autoencoder.
 
-prompts, source = prompts_of_shards("shards/mimic-cxr/test")
-generate_images("runs/roentgen-mimic", prompts, "generated", options=GenerateOptions(guidance=4.0), source=source)
+prompts, source = prompts_of_shards("shards/mimic-cxr/test") generate_images("runs/roentgen-mimic",
+prompts, "generated", options=GenerateOptions(guidance=4.0), source=source)
 """
 
 import dataclasses
@@ -80,9 +81,19 @@ def prompts_of_file(path: Path | str) -> tuple[list[Prompt], dict[str, Any]]:
     Raises ConfigError when the file cannot be read or has no prompt.
     """
     path = Path(path)
-    text = read_text(path, ConfigError, field="prompts", limit=_MAX_PROMPT_BYTES, what="a file with a prompt per line")
+    text = read_text(
+        path,
+        ConfigError,
+        field="prompts",
+        limit=_MAX_PROMPT_BYTES,
+        what="a file with a prompt per line",
+    )
     lines = text.split("\n")
-    prompts = [Prompt(text=line.strip(), key=str(number)) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [
+        Prompt(text=line.strip(), key=str(number))
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not prompts:
         raise ConfigError(f"{path} has no prompt: expected one per line", "empty", field="prompts")
     return prompts, {"kind": "file", "sha256": sha256(path)}
@@ -114,11 +125,21 @@ def prompts_of_shards(
     rng = np.random.default_rng(0)  # the policy draws nothing
     samples = ((int(position), source.sample(int(position))) for position in positions)
     prompts = [
-        Prompt(text=policy(sample.sections, rng), key=sample.key, position=position) for position, sample in samples
+        Prompt(text=policy(sample.sections, rng), key=sample.key, position=position)
+        for position, sample in samples
     ]
     manifest = source.manifest
-    described = {"corpus": manifest.corpus, "split": manifest.split, "fingerprint": manifest.fingerprint}
-    return prompts, {"kind": "shards", **described, "sections": list(sections), "views": list(views)}
+    described = {
+        "corpus": manifest.corpus,
+        "split": manifest.split,
+        "fingerprint": manifest.fingerprint,
+    }
+    return prompts, {
+        "kind": "shards",
+        **described,
+        "sections": list(sections),
+        "views": list(views),
+    }
 
 
 def generate_images(
@@ -130,7 +151,8 @@ def generate_images(
     source: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> GeneratedImages:
-    """Generate images of prompts with a latent diffusion model; the same call continues an interrupted folder.
+    """Generate images of prompts with a latent diffusion model; the same call continues an
+    interrupted folder.
 
     Args:
         checkpoint: as `medvl.load` takes it.
@@ -150,11 +172,13 @@ def generate_images(
     sampling = Sampling(sampler=sampler, steps=options.steps, guidance=options.guidance)
     model = _open(checkpoint, options)
     if not isinstance(model, LatentDiffusion):
-        raise refuse(model, "generate images of texts", "use a latent diffusion model such as roentgen")
+        raise refuse(
+            model, "generate images of texts", "use a latent diffusion model such as roentgen"
+        )
     repeated = [prompt for prompt in prompts for _ in range(options.images_per_prompt)]
     generation = _generation(
-        checkpoint, model, len(repeated), source, options, sampler=options.sampler, steps=options.steps,
-        guidance=options.guidance,
+        checkpoint, model, len(repeated), source, options, sampler=options.sampler,
+        steps=options.steps, guidance=options.guidance,
     )  # fmt: skip
 
     def make(numbers: Sequence[int]) -> np.ndarray:
@@ -176,14 +200,16 @@ def reconstruct_images(
     source: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> GeneratedImages:
-    """Write images of samples after encoding and decoding by an autoencoder, the upper limit of its generators.
+    """Write images of samples after encoding and decoding by an autoencoder, the upper limit of its
+    generators.
 
     Args:
         checkpoint: checkpoint of the system `autoencoder`, or of a latent diffusion model.
         shards: folder that `prompts` come from (`prompts_of_shards`).
         prompts, out, options, source, progress: as for `generate_images`.
 
-    Raises ConfigError, CheckpointError and CorpusError as `generate_images`, ImageError where an image is damaged.
+    Raises ConfigError, CheckpointError and CorpusError as `generate_images`, ImageError where an
+    image is damaged.
     """
     options = options or GenerateOptions()
     model = _open(checkpoint, options)
@@ -191,7 +217,14 @@ def reconstruct_images(
         raise refuse(model, "reconstruct images", "use an autoencoder or a latent diffusion model")
     images, transform = ShardSource(shards), model.transform.build()
     generation = _generation(
-        checkpoint, model, len(prompts), source, options, sampler="reconstruction", steps=0, guidance=1.0
+        checkpoint,
+        model,
+        len(prompts),
+        source,
+        options,
+        sampler="reconstruction",
+        steps=0,
+        guidance=1.0,
     )
 
     def make(numbers: Sequence[int]) -> np.ndarray:
@@ -213,7 +246,9 @@ def _open(checkpoint: Path | str, options: GenerateOptions) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is available; use --device cpu", "unsupported", field="device")
+        raise ConfigError(
+            "no CUDA device is available; use --device cpu", "unsupported", field="device"
+        )
     return load(checkpoint).to(device)
 
 
@@ -256,11 +291,18 @@ def _write(
 ) -> GeneratedImages:
     """Write the images that are missing in a folder, then its contact sheet."""
     manifests = [dataclasses.asdict(manifest) for manifest in train_manifests(checkpoint)]
-    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=options.precision == "bf16")
-    cut = {prompt.text: 0 if model.tokenizer is None else model.tokenizer.cut_tokens(prompt.text) for prompt in prompts}
+    autocast = torch.autocast(
+        model.device.type, torch.bfloat16, enabled=options.precision == "bf16"
+    )
+    cut = {
+        prompt.text: 0 if model.tokenizer is None else model.tokenizer.cut_tokens(prompt.text)
+        for prompt in prompts
+    }
     with GeneratedImagesWriter(out, generation, manifests) as writer, autocast:
         missing = writer.missing()
-        for numbers in tqdm(list(_batches(missing, options.batch)), "generate", unit="batch", disable=not progress):
+        for numbers in tqdm(
+            list(_batches(missing, options.batch)), "generate", unit="batch", disable=not progress
+        ):
             for number, image_HW in zip(numbers, make(numbers), strict=True):
                 prompt = prompts[number]
                 writer.add(
@@ -288,7 +330,16 @@ def marked(image_HW: np.ndarray) -> np.ndarray:
     (width, tall), rest = cv2.getTextSize("synthetic", cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
     image_HW = np.ascontiguousarray(image_HW).copy()
     image_HW[height - tall - rest :, : width + 2] = 0
-    cv2.putText(image_HW, "synthetic", (1, height - rest), cv2.FONT_HERSHEY_SIMPLEX, scale, (255.0,), 1, cv2.LINE_AA)
+    cv2.putText(
+        image_HW,
+        "synthetic",
+        (1, height - rest),
+        cv2.FONT_HERSHEY_SIMPLEX,
+        scale,
+        (255.0,),
+        1,
+        cv2.LINE_AA,
+    )
     return image_HW
 
 
@@ -301,7 +352,8 @@ def contact_sheet(images: GeneratedImages) -> np.ndarray:
     rows = [np.hstack(cells[start : start + columns]) for start in range(0, len(cells), columns)]
     head = np.zeros((24, rows[0].shape[1]), np.uint8)
     title = (
-        f"SYNTHETIC  {images.generation.system}  {images.generation.sampler}  guidance {images.generation.guidance:g}"
+        f"SYNTHETIC  {images.generation.system}  {images.generation.sampler}  guidance "
+        f"{images.generation.guidance:g}"
     )
     _put(head, title, 16, 0.42)
     return np.vstack([head, *rows])
@@ -309,7 +361,9 @@ def contact_sheet(images: GeneratedImages) -> np.ndarray:
 
 def _cell(image_HW: np.ndarray, prompt: str) -> np.ndarray:
     cell = np.zeros((_TILE + _CAPTION, _TILE), np.uint8)
-    cell[:_TILE, : _TILE - 2] = cv2.resize(image_HW, (_TILE - 2, _TILE), interpolation=cv2.INTER_LINEAR)
+    cell[:_TILE, : _TILE - 2] = cv2.resize(
+        image_HW, (_TILE - 2, _TILE), interpolation=cv2.INTER_LINEAR
+    )
     text = prompt.encode("ascii", "replace").decode()
     for line, words in enumerate(textwrap.wrap(text, width=27, max_lines=3, placeholder="...")):
         _put(cell, words, _TILE + 10 + 10 * line, 0.3)
@@ -317,4 +371,6 @@ def _cell(image_HW: np.ndarray, prompt: str) -> np.ndarray:
 
 
 def _put(image_HW: np.ndarray, text: str, bottom: int, scale: float) -> None:
-    cv2.putText(image_HW, text, (2, bottom), cv2.FONT_HERSHEY_SIMPLEX, scale, (235.0,), 1, cv2.LINE_AA)
+    cv2.putText(
+        image_HW, text, (2, bottom), cv2.FONT_HERSHEY_SIMPLEX, scale, (235.0,), 1, cv2.LINE_AA
+    )

@@ -36,7 +36,9 @@ class Expected:
 
     @classmethod
     def by(cls, model: nn.Module) -> "Expected":
-        """Return the images that a model expects: chest radiographs where its checkpoint does not record the kind."""
+        """Return the images that a model expects: chest radiographs where its checkpoint does
+        not record the kind.
+        """
         kinds = image_kinds(manifests_of(model))
         known = tuple(kind for kind in kinds if kind is not None)
         return cls(known, recorded=len(known) == len(kinds)) if known else cls()
@@ -47,13 +49,18 @@ class Expected:
         return " or ".join(kind.name for kind in self.kinds)
 
     def doubt(self, header: DicomHeader | None) -> str | None:
-        """Return why an image is of another kind, such as "MR, HEAD"; None where the header does not show it.
+        """Return why an image is of another kind, such as "MR, HEAD"; None where the header does
+        not show it.
 
         JPEG and PNG files have no such header, and DICOM files need not state the part of the body.
         """
         if header is None:
             return None
-        parts = [kind.body_parts for kind in self.kinds if header.modality in kind.modalities or not kind.modalities]
+        parts = [
+            kind.body_parts
+            for kind in self.kinds
+            if header.modality in kind.modalities or not kind.modalities
+        ]
         if parts:
             return None if any(_is_of(header, each) for each in parts) else header.body_part
         of_part = any(_is_of(header, kind.body_parts) for kind in self.kinds)
@@ -66,7 +73,9 @@ def _is_of(header: DicomHeader, body_parts: Sequence[str]) -> bool:
 
 
 def header_of(image: Any) -> DicomHeader | None:
-    """Return the allow-listed header of a DICOM file, given by its path or bytes; None for other images."""
+    """Return the allow-listed header of a DICOM file, given by its path or bytes; None for other
+    images.
+    """
     try:
         if isinstance(image, DicomImage):
             return image.header
@@ -87,7 +96,9 @@ def _header(file: BinaryIO) -> DicomHeader | None:
 
 
 def warn_of_other_images(model: nn.Module, images: Iterable[Any]) -> None:
-    """Issue a UserWarning if DICOM files are of another kind than the images that the model was trained on."""
+    """Issue a UserWarning if DICOM files are of another kind than the images that the model was
+    trained on.
+    """
     expected = Expected.by(model)
     message = describe_doubts([expected.doubt(header_of(image)) for image in images], expected)
     if message:
@@ -99,10 +110,20 @@ def describe_doubts(doubts: Sequence[str | None], expected: Expected) -> str | N
     kinds = Counter(doubt for doubt in doubts if doubt is not None)
     if not kinds:
         return None
-    counts = "; ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + ("; ..." if len(kinds) > 5 else "")
-    found = f"{kinds.total()} of {len(doubts)} images are no {expected.name} by their header ({counts})"
-    assumed = "" if expected.recorded else "; the checkpoint does not record what all its training images show"
-    return f"{found}: a model trained on {expected.name} gives meaningless results for others{assumed}"
+    counts = "; ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + (
+        "; ..." if len(kinds) > 5 else ""
+    )
+    found = (
+        f"{kinds.total()} of {len(doubts)} images are no {expected.name} by their header ({counts})"
+    )
+    assumed = (
+        ""
+        if expected.recorded
+        else "; the checkpoint does not record what all its training images show"
+    )
+    return (
+        f"{found}: a model trained on {expected.name} gives meaningless results for others{assumed}"
+    )
 
 
 def describe_doubt(header: DicomHeader | None, models: Mapping[str, Expected]) -> str | None:
@@ -118,7 +139,9 @@ def describe_doubt(header: DicomHeader | None, models: Mapping[str, Expected]) -
     sentences = []
     for (doubt, kind), named in titles.items():
         before = "" if len(named) == len(models) else f"{', '.join(named)}: "
-        sentences.append(f"{before}The header says {doubt}; models for {kind} give meaningless results here.")
+        sentences.append(
+            f"{before}The header says {doubt}; models for {kind} give meaningless results here."
+        )
     assumed = [title for named in titles.values() for title in named if not models[title].recorded]
     if assumed:
         reason = "Assumed, because the checkpoint does not record its training images"
@@ -133,10 +156,15 @@ Images = list[AnyImage] | tuple[AnyImage, ...]
 
 
 def open_model(model: System | Path | str) -> System:
-    """Return the model, or load it (`medvl.load`). Raises CheckpointError as `load`, ConfigError for regions."""
+    """Return the model, or load it (`medvl.load`). Raises CheckpointError as `load`, ConfigError
+    for regions.
+    """
     system = model if isinstance(model, System) else load(model)
     if system.inputs.regions:
-        message = f"{system.name} reads the regions of a detector instead of pixels; evaluate it on shards with regions"
+        message = (
+            f"{system.name} reads the regions of a detector instead of pixels; evaluate "
+            f"it on shards with regions"
+        )
         raise ConfigError(message, "unsupported", field="model")
     return system
 
@@ -147,9 +175,11 @@ def refuse(model: System, task: str, able: str) -> ConfigError:
 
 
 def batches(model: System, images: Any, size: int = BATCH) -> Iterator[Tensor]:
-    """Yield the images as the model takes them, on its device, `size` at a time. Raises as `EvalTransform`.
+    """Yield the images as the model takes them, on its device, `size` at a time. Raises as
+    `EvalTransform`.
 
-    Warns (UserWarning) of DICOM files that are of another kind than the model's training images by their header.
+    Warns (UserWarning) of DICOM files that are of another kind than the model's training images by
+    their header.
     """
     listed = as_list(images)
     if not len(listed):
@@ -161,7 +191,9 @@ def batches(model: System, images: Any, size: int = BATCH) -> Iterator[Tensor]:
 
 
 def make_batch(model: System, image_BCHW: Tensor, texts: Sequence[str] | None = None) -> Batch:
-    """Return a batch of images with a text each; without texts, with none. Raises ConfigError without a tokenizer."""
+    """Return a batch of images with a text each; without texts, with none. Raises ConfigError
+    without a tokenizer.
+    """
     count, device = len(image_BCHW), image_BCHW.device
     no_ids_BT = torch.empty(count, 0, dtype=torch.int64, device=device)
     ids_BT, mask_BT = (no_ids_BT, no_ids_BT.bool()) if texts is None else model.tokenize(texts)
@@ -176,12 +208,16 @@ def make_batch(model: System, image_BCHW: Tensor, texts: Sequence[str] | None = 
 
 
 def texts_for(images: Any, texts: str | Sequence[str], field: str) -> tuple[list[Any], list[str]]:
-    """Return images and texts of equal number: one of either is repeated. Raises ConfigError for other numbers."""
+    """Return images and texts of equal number: one of either is repeated. Raises ConfigError for
+    other numbers.
+    """
     listed, each = list(as_list(images)), [texts] if isinstance(texts, str) else list(texts)
     listed = listed * len(each) if len(listed) == 1 else listed
     each = each * len(listed) if len(each) == 1 else each
     if len(listed) != len(each):
-        message = f"expected one {field} or as many as images, got {len(each)} for {len(listed)} images"
+        message = (
+            f"expected one {field} or as many as images, got {len(each)} for {len(listed)} images"
+        )
         raise ConfigError(message, "mismatch", field=field)
     return listed, each
 

@@ -15,7 +15,12 @@ from medvl.common.label_names import match_labels, spoken_name
 from medvl.data.images.read import ImageInput
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
-from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet, load_prompts
+from medvl.eval.zero_shot_classification.prompts import (
+    COMPETING,
+    ClassPrompts,
+    PromptSet,
+    load_prompts,
+)
 from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.inference.models import (
     AnyImage,
@@ -36,7 +41,9 @@ from medvl.schema import Embeddings
 # Prompt sets from the texts of a user: names of findings, phrases, pairs of sentences.
 
 Texts = Sequence[str | tuple[str, str]] | Mapping[str, tuple[str, str]]
-"""Texts to score: names of findings, phrases, pairs of a sentence for and one against; or name -> pair."""
+"""Texts to score: names of findings, phrases, pairs of a sentence for and one against; or name
+-> pair.
+"""
 PROMPTS = "chexpert_ensemble"
 """Prompt set of `medvl eval zero-shot`."""
 _THERE = re.compile(r"there (?:is|are)\s+(?:an?\s+|the\s+)?", re.IGNORECASE)
@@ -49,27 +56,37 @@ def prompts_for(
     """Return the prompt set that scores texts.
 
     Args:
-        texts: None for all classes of the set. The name of a class, in any spelling, has the sentences of the set; a
-            pair is a sentence for and one against; another phrase X is compared as "There is X." with "There is no X.".
-        prompts: a prompt set, its name (`medvl list prompts`) or a JSON file, with the rule and the temperature.
+        texts: None for all classes of the set. The name of a class, in any spelling, has the
+            sentences of the set; a pair is a sentence for and one against; another phrase X is
+            compared as "There is X." with "There is no X.".
+        prompts: a prompt set, its name (`medvl list prompts`) or a JSON file, with the rule and the
+            temperature.
         temperature: divisor of similarities before the softmax; None takes the set's.
 
-    Raises EvaluationError for an unknown or damaged set, one without probabilities, an empty list, an empty, negated
-    or repeated text, and a phrase where the classes of the set compete with each other.
+    Raises EvaluationError for an unknown or damaged set, one without probabilities, an empty list,
+    an empty, negated or repeated text, and a phrase where the classes of the set compete with each
+    other.
     """
     base = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
     if not base.gives_probabilities:
         message = (
-            f"prompt set {base.name!r} gives no probabilities ({base.scoring}); evaluate it with medvl eval zero-shot"
+            f"prompt set {base.name!r} gives no probabilities ({base.scoring}); evaluate "
+            f"it with medvl eval zero-shot"
         )
         raise EvaluationError(message, "unsupported", field="prompts")
     if temperature is not None:
         if not 0 < temperature < float("inf"):
-            raise EvaluationError(f"expected temperature > 0, got {temperature}", "out_of_range", field="temperature")
+            raise EvaluationError(
+                f"expected temperature > 0, got {temperature}", "out_of_range", field="temperature"
+            )
         base = dataclasses.replace(base, temperature=temperature)
     if texts is None:
         return base
-    pairs = list(texts.items()) if isinstance(texts, Mapping) else [(text, text) for text in _listed(texts)]
+    pairs = (
+        list(texts.items())
+        if isinstance(texts, Mapping)
+        else [(text, text) for text in _listed(texts)]
+    )
     if not pairs:
         raise EvaluationError("expected at least one text, got none", "empty", field="texts")
     classes: dict[str, ClassPrompts] = {}
@@ -79,7 +96,10 @@ def prompts_for(
             raise EvaluationError(f"duplicate text {name!r}", "conflict", field="texts")
         classes[name] = _sides(text, base)
     if base.scoring in COMPETING and len(classes) < 2:
-        message = f"{base.scoring} of {base.name!r} compares at least two classes; give two texts or another set"
+        message = (
+            f"{base.scoring} of {base.name!r} compares at least two classes; give two "
+            f"texts or another set"
+        )
         raise EvaluationError(message, "empty", field="texts")
     return dataclasses.replace(base, classes=classes)
 
@@ -97,11 +117,19 @@ def _sides(text: str | tuple[str, str], base: PromptSet) -> ClassPrompts:
             return base.classes[next(iter(known))]
         if not competing:
             return _pair_of(text)
-        message = f"prompt set {base.name!r} compares its own classes {', '.join(base.classes)}, got {text!r}"
-        raise EvaluationError(message, "unknown_name", field="texts")
-    if competing or len(text) != 2 or not all(isinstance(side, str) and side.strip() for side in text):
         message = (
-            f"expected a pair of a sentence for and one against, for a set of pairs; got {text!r} for {base.name!r}"
+            f"prompt set {base.name!r} compares its own classes "
+            f"{', '.join(base.classes)}, got {text!r}"
+        )
+        raise EvaluationError(message, "unknown_name", field="texts")
+    if (
+        competing
+        or len(text) != 2
+        or not all(isinstance(side, str) and side.strip() for side in text)
+    ):
+        message = (
+            f"expected a pair of a sentence for and one against, for a set of pairs; got "
+            f"{text!r} for {base.name!r}"
         )
         raise EvaluationError(message, "malformed", field="texts")
     return ClassPrompts(positive=(text[0],), negative=(text[1],))
@@ -114,7 +142,10 @@ def _pair_of(text: str) -> ClassPrompts:
     if not phrase:
         raise EvaluationError("expected a text, got an empty one", "empty", field="texts")
     if _NEGATED.match(text.strip()) or _NEGATED.match(phrase):
-        message = f"{text!r} is a negation; name the finding, or give a pair (sentence for, sentence against)"
+        message = (
+            f"{text!r} is a negation; name the finding, or give a pair (sentence for, "
+            f"sentence against)"
+        )
         raise EvaluationError(message, "unsupported", field="texts")
     if not phrase[1:2].isupper():  # not an abbreviation
         phrase = phrase[0].lower() + phrase[1:]
@@ -151,17 +182,23 @@ class Scorer:
         if isinstance(self.model, DualEncoder):
             self.prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
             prompts = self.prompts
-            prompt_set = prompts_for([texts] if isinstance(texts, str) else texts, prompts, temperature)
+            prompt_set = prompts_for(
+                [texts] if isinstance(texts, str) else texts, prompts, temperature
+            )
             with evaluating(self.model):
                 self._score = PromptScorer(self.model, prompt_set)
             self.names, self.sentences = tuple(prompt_set.classes), prompt_set.classes
         elif isinstance(self.model, LabelModel) and self.model.reads == "image":
-            self.names, self._columns = _labels(self.model, [texts] if isinstance(texts, str) else texts)
+            self.names, self._columns = _labels(
+                self.model, [texts] if isinstance(texts, str) else texts
+            )
         else:
             raise refuse(self.model, "give probabilities of texts in an image", ABLE)
 
     def __call__(self, images: Any) -> Tensor:
-        """Return (N, L) float64 on the CPU: the probability of each text in each image, as in `infer`."""
+        """Return (N, L) float64 on the CPU: the probability of each text in each image, as in
+        `infer`.
+        """
         return torch.cat([self.prepared(image_BCHW) for image_BCHW in batches(self.model, images)])
 
     def prepared(self, image_BCHW: Tensor) -> Tensor:
@@ -169,7 +206,9 @@ class Scorer:
         return self.scored(encode_images(self.model, image_BCHW))
 
     def scored(self, images: Embeddings | Tensor) -> Tensor:
-        """Return (B, L) float64 on the CPU, from the output of `encode_images` or some of its rows."""
+        """Return (B, L) float64 on the CPU, from the output of `encode_images` or some of its
+        rows.
+        """
         with evaluating(self.model):
             if self._score is not None:
                 assert isinstance(images, Embeddings)
@@ -178,7 +217,9 @@ class Scorer:
                 assert isinstance(images, Tensor)
                 score_BL = images[:, self._columns].double().cpu()
         if not score_BL.isfinite().all():
-            raise EvaluationError("a probability is not finite: check the model's weights", "nonfinite")
+            raise EvaluationError(
+                "a probability is not finite: check the model's weights", "nonfinite"
+            )
         return score_BL
 
 
@@ -226,19 +267,25 @@ def infer(
     prompts: PromptSet | Path | str = PROMPTS,
     temperature: float | None = None,
 ) -> dict[str, float] | list[dict[str, float]]:
-    """Return the probability of each text in an image: {text: probability}; for a list of images a list of these.
+    """Return the probability of each text in an image: {text: probability}; for a list of images a
+    list of these.
 
-    Dual-encoders follow the protocol of `medvl eval zero-shot`: the probability of a text is the softmax over its
-    similarity and that of its negation, divided by the prompt set's temperature. These probabilities rank images; they
-    are not calibrated. Classifiers give those of their own labels.
+    Dual-encoders follow the protocol of `medvl eval zero-shot`: the probability of a text is the
+    softmax over its similarity and that of its negation, divided by the prompt set's temperature.
+    These probabilities rank images; they are not calibrated. Classifiers give those of their own
+    labels.
 
     Args:
-        model: a dual-encoder or a classifier of images, or what `medvl.load` takes; load it once for several calls.
-        images: one image (`medvl.data.ImageInput`: path, bytes, PIL, numpy, tensor, DICOM) or a list of them.
-        texts: a text or a list of them: names of findings, which have the sentences of `prompts`; other phrases, as in
-            "left pleural effusion", compared with "no" before them; pairs (sentence for, sentence against); or a
-            mapping of names to pairs. None for all findings of the set, or all labels of a classifier.
-        prompts: prompt set of dual-encoders: its name (`medvl list prompts`), a JSON file, or a `PromptSet`.
+        model: a dual-encoder or a classifier of images, or what `medvl.load` takes; load it once
+            for several calls.
+        images: one image (`medvl.data.ImageInput`: path, bytes, PIL, numpy, tensor, DICOM) or a
+            list of them.
+        texts: a text or a list of them: names of findings, which have the sentences of `prompts`;
+            other phrases, as in "left pleural effusion", compared with "no" before them; pairs
+            (sentence for, sentence against); or a mapping of names to pairs. None for all findings
+            of the set, or all labels of a classifier.
+        prompts: prompt set of dual-encoders: its name (`medvl list prompts`), a JSON file, or a
+            `PromptSet`.
         temperature: divisor of similarities before the softmax; None takes the prompt set's.
 
     Raises:
@@ -246,8 +293,9 @@ def infer(
         EvaluationError: the texts or the prompt set cannot be used (`medvl.inference.prompts_for`).
         ImageError, DicomError, FileNotFoundError: an image cannot be read.
 
-    Warns (UserWarning) of DICOM files that are of another kind than the model's training images by their modality or
-    body part; where the checkpoint does not record the kind, chest radiographs are expected.
+    Warns (UserWarning) of DICOM files that are of another kind than the model's training images by
+    their modality or body part; where the checkpoint does not record the kind, chest radiographs
+    are expected.
     """
     scorer = Scorer(model, texts, prompts=prompts, temperature=temperature)
     rows = [dict(zip(scorer.names, row, strict=True)) for row in scorer(images).tolist()]
@@ -260,18 +308,28 @@ def _labels(model: LabelModel, texts: Any) -> tuple[tuple[str, ...], list[int]]:
     if texts is None:
         return tuple(labels), list(range(len(labels)))
     label_of = {
-        text: found for text in texts if isinstance(text, str) for found in match_labels(labels, [text], synonyms=False)
+        text: found
+        for text in texts
+        if isinstance(text, str)
+        for found in match_labels(labels, [text], synonyms=False)
     }
     unknown = [text for text in texts if text not in label_of]
     if unknown or not texts:
-        message = f"this classifier has the labels {', '.join(labels)}; got {unknown[0]!r}" if unknown else "no texts"
+        message = (
+            f"this classifier has the labels {', '.join(labels)}; got {unknown[0]!r}"
+            if unknown
+            else "no texts"
+        )
         raise ConfigError(message, "unknown_name" if unknown else "empty", field="texts")
     return tuple(texts), [labels.index(label_of[text]) for text in texts]
 
 
 # Heat maps of a text in an image, in pixels of the original.
 
-HEATMAP_ADVICE = "use a dual-encoder (gloria, biovil, convirt, ...) or a VQA model whose image encoder has a grid"
+HEATMAP_ADVICE = (
+    "use a dual-encoder (gloria, biovil, convirt, ...) or a VQA model whose image "
+    "encoder has a grid"
+)
 
 
 def heatmap(
@@ -282,29 +340,36 @@ def heatmap(
     maps: Maps | None = None,
     smoothing: float = 0.0,
 ) -> NDArray[np.float32]:
-    """Return the heat map of a text: (H, W) float32 in pixels of the original image, NaN outside of the model's crop.
+    """Return the heat map of a text: (H, W) float32 in pixels of the original image, NaN outside of
+    the model's crop.
 
-    Dual-encoders compare the text with each region (`medvl eval grounding`): the attention of its words where the model
-    has one (GLoRIA), else the cosine similarity, which may be negative. VQA models give the attention of the question's
-    words. Larger is warmer; values of two images or models cannot be compared.
+    Dual-encoders compare the text with each region (`medvl eval grounding`): the attention of its
+    words where the model has one (GLoRIA), else the cosine similarity, which may be negative. VQA
+    models give the attention of the question's words. Larger is warmer; values of two images or
+    models cannot be compared.
 
     Args:
         model: the model, or what `medvl.load` takes.
         image: one image (`medvl.data.ImageInput`).
         text: a phrase, or a question for a VQA model.
-        maps: "attention" or "similarity", of dual-encoders; None takes attention where the model has it.
-        smoothing: standard deviation, in cells of the grid, of a Gaussian over similarity maps (BioViL: 1.5).
+        maps: "attention" or "similarity", of dual-encoders; None takes attention where the model
+            has it.
+        smoothing: standard deviation, in cells of the grid, of a Gaussian over similarity maps
+            (BioViL: 1.5).
 
     Raises:
         ConfigError: the model has no such maps, `image` or `text` is a list, or the text is empty.
-        EvaluationError: the image encoder has no grid of patches in the space of texts, or `maps` does not exist.
+        EvaluationError: the image encoder has no grid of patches in the space of texts, or `maps`
+            does not exist.
         ImageError, DicomError, FileNotFoundError: the image cannot be read.
 
     Warns (UserWarning) as `medvl.infer`.
     """
     system = open_model(model)
     if not is_single(image):
-        raise ConfigError("expected one image, got a list; call heatmap for each", "wrong_type", field="image")
+        raise ConfigError(
+            "expected one image, got a list; call heatmap for each", "wrong_type", field="image"
+        )
     if not isinstance(text, str):
         raise ConfigError("expected one text; call heatmap for each", "wrong_type", field="text")
     if not text.strip():
@@ -313,11 +378,16 @@ def heatmap(
         raise refuse(system, "locate a text in an image", HEATMAP_ADVICE)
     warn_of_other_images(system, [image])
     pixels = system.transform.read(image)
-    image_BCHW, size = system.transform(pixels).to(system.device), (pixels.shape[0], pixels.shape[1])
+    image_BCHW, size = (
+        system.transform(pixels).to(system.device),
+        (pixels.shape[0], pixels.shape[1]),
+    )
     with evaluating(system):
         if isinstance(system, DualEncoder):
             kind = choose_maps(system, maps)
-            [map_HW] = phrase_maps(system, image_BCHW, [text], [size], maps=kind, smoothing=smoothing)
+            [map_HW] = phrase_maps(
+                system, image_BCHW, [text], [size], maps=kind, smoothing=smoothing
+            )
         else:
             map_HW = _question_map(system, image_BCHW, text, size)
     result: NDArray[np.float32] = map_HW.float().cpu().numpy()

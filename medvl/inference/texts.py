@@ -31,19 +31,26 @@ def answer(model: System | Path | str, images: ImageInput, questions: str) -> st
 
 
 @overload
-def answer(model: System | Path | str, images: ImageInput, questions: list[str] | tuple[str, ...]) -> list[str]: ...
+def answer(
+    model: System | Path | str, images: ImageInput, questions: list[str] | tuple[str, ...]
+) -> list[str]: ...
 
 
 @overload
-def answer(model: System | Path | str, images: Images[AnyImage], questions: str | Sequence[str]) -> list[str]: ...
+def answer(
+    model: System | Path | str, images: Images[AnyImage], questions: str | Sequence[str]
+) -> list[str]: ...
 
 
-def answer(model: System | Path | str, images: Any, questions: str | Sequence[str]) -> str | list[str]:
+def answer(
+    model: System | Path | str, images: Any, questions: str | Sequence[str]
+) -> str | list[str]:
     """Return the likeliest answer to a question about an image; for lists, a list of answers.
 
     Args:
         model: a VQA model, or what `medvl.load` takes.
-        images: one image (`medvl.data.ImageInput`) or a list; with one image, all questions are about it.
+        images: one image (`medvl.data.ImageInput`) or a list; with one image, all questions are
+            about it.
         questions: one question or a list; one question is asked about every image.
 
     Raises:
@@ -64,7 +71,9 @@ def answer(model: System | Path | str, images: Any, questions: str | Sequence[st
 
 
 @overload
-def write_report(model: System | Path | str, images: ImageInput, *, decoding: Decoding | None = None) -> str: ...
+def write_report(
+    model: System | Path | str, images: ImageInput, *, decoding: Decoding | None = None
+) -> str: ...
 
 
 @overload
@@ -73,11 +82,14 @@ def write_report(
 ) -> list[str]: ...
 
 
-def write_report(model: System | Path | str, images: Any, *, decoding: Decoding | None = None) -> str | list[str]:
+def write_report(
+    model: System | Path | str, images: Any, *, decoding: Decoding | None = None
+) -> str | list[str]:
     """Return the report that a model writes for an image; for a list of images, a list of reports.
 
     Args:
-        model: a report generator or a MedViLL that was trained to write, or what `medvl.load` takes.
+        model: a report generator or a MedViLL that was trained to write, or what `medvl.load`
+            takes.
         images: one image (`medvl.data.ImageInput`) or a list.
         decoding: greedy by default (`medvl.models.Decoding`).
 
@@ -93,5 +105,7 @@ def write_report(model: System | Path | str, images: Any, *, decoding: Decoding 
     with evaluating(system):
         for image_BCHW in batches(system, images):
             batch = make_batch(system, image_BCHW)
-            reports += [text for text, _ in decode_texts(system, tokenizer, batch, decoding or Decoding())]
+            reports += [
+                text for text, _ in decode_texts(system, tokenizer, batch, decoding or Decoding())
+            ]
     return reports[0] if is_single(images) else reports

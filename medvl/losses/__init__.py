@@ -1,4 +1,6 @@
-"""Losses: pure, differentiable functions of tensors, computed in float32 whatever the inputs' precision."""
+"""Losses: pure, differentiable functions of tensors, computed in float32 whatever the inputs'
+precision.
+"""
 
 from medvl.losses.diffusion import denoising, edge_l1, gaussian_kl, reconstruction
 from medvl.losses.local.gloria import gloria_local
@@ -31,8 +33,18 @@ from medvl.losses.pairs.contrastive import (
 )
 from medvl.losses.pairs.itc import itc, unimodal_itc
 from medvl.losses.pairs.itm import itm
-from medvl.losses.pairs.mutual_information import SeparableCritic, dv_bound, info_nce_bound, information_bound
-from medvl.losses.pairs.prototypes import modality_confusion, prototype_swap, reverse_gradient, sinkhorn
+from medvl.losses.pairs.mutual_information import (
+    SeparableCritic,
+    dv_bound,
+    info_nce_bound,
+    information_bound,
+)
+from medvl.losses.pairs.prototypes import (
+    modality_confusion,
+    prototype_swap,
+    reverse_gradient,
+    sinkhorn,
+)
 from medvl.losses.supervised import (
     answer_words,
     bce_dice,

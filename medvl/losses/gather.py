@@ -1,11 +1,13 @@
 """All-gather of rows with gradient, for contrastive losses with the negatives of the global batch.
 
-Every rank gathers the rows of all ranks and computes the same loss over them. The backward pass sums the gradients of a
-row over all ranks and returns the sum to the rank that owns it. Each rank then has W times its share of the gradient (W
-ranks), and DDP's average over ranks gives the parameter gradients of one process with the global batch. A parameter of
-the loss itself, such as a learned temperature, has the same gradient everywhere, which the average does not change.
+Every rank gathers the rows of all ranks and computes the same loss over them. The backward pass
+sums the gradients of a row over all ranks and returns the sum to the rank that owns it. Each rank
+then has W times its share of the gradient (W ranks), and DDP's average over ranks gives the
+parameter gradients of one process with the global batch. A parameter of the loss itself, such as a
+learned temperature, has the same gradient everywhere, which the average does not change.
 
-Letters: B rows of this rank, N rows of all ranks in rank order, E embedding dim, T tokens, Q tokens of all rows.
+Letters: B rows of this rank, N rows of all ranks in rank order, E embedding dim, T tokens, Q tokens
+of all rows.
 """
 
 import contextlib
@@ -20,13 +22,17 @@ from torch import Tensor
 
 _MAX_DIMS = 8
 
-_local_only: contextvars.ContextVar[bool] = contextvars.ContextVar("medvl_gather_local_only", default=False)
+_local_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "medvl_gather_local_only", default=False
+)
 _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def no_gather() -> Iterator[None]:
-    """Make `gather` the identity in this context, so that ranks may run different numbers of batches (validation)."""
+    """Make `gather` the identity in this context, so that ranks may run different numbers of
+    batches (validation).
+    """
     token = _local_only.set(True)
     try:
         yield
@@ -35,11 +41,12 @@ def no_gather() -> Iterator[None]:
 
 
 def gather(x_BE: Tensor) -> Tensor:
-    """Return the rows of all ranks in rank order, (N, E) or with any other trailing shape; differentiable.
+    """Return the rows of all ranks in rank order, (N, E) or with any other trailing shape;
+    differentiable.
 
-    Ranks may have different numbers of rows, also none; the counts are exchanged through a host (gloo) group, without
-    waiting for the device. Without an initialised process group, on one rank, and within `no_gather()`, return the
-    input itself. All ranks must call it equally often.
+    Ranks may have different numbers of rows, also none; the counts are exchanged through a host
+    (gloo) group, without waiting for the device. Without an initialised process group, on one rank,
+    and within `no_gather()`, return the input itself. All ranks must call it equally often.
 
     Raises ValueError where trailing shapes differ between ranks.
     """
@@ -49,10 +56,12 @@ def gather(x_BE: Tensor) -> Tensor:
 
 
 def gather_padded(x_BTE: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sequences of all ranks in rank order, (N, T, E), and their mask (N, T); differentiable.
+    """Return the sequences of all ranks in rank order, (N, T, E), and their mask (N, T);
+    differentiable.
 
-    Ranks may pad to different lengths: padding is not sent, and the result is padded with zeros to the longest sequence
-    of all. The mask must be True on the first tokens of every row. Returns its input in the same cases as `gather`.
+    Ranks may pad to different lengths: padding is not sent, and the result is padded with zeros to
+    the longest sequence of all. The mask must be True on the first tokens of every row. Returns its
+    input in the same cases as `gather`.
 
     Raises ValueError where E differs between ranks.
     """
@@ -68,23 +77,30 @@ def gather_padded(x_BTE: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_over_ranks(value_B: Tensor, counted_B: Tensor) -> Tensor:
-    """Return the mean of the counted values of all ranks, a scalar; 0 with a zero gradient where none is counted.
+    """Return the mean of the counted values of all ranks, a scalar; 0 with a zero gradient where
+    none is counted.
 
-    Each rank sends two numbers. Values that are not counted must be finite; `counted_B` is bool. Differentiable.
+    Each rank sends two numbers. Values that are not counted must be finite; `counted_B` is bool.
+    Differentiable.
     """
     value_B = value_B.float()
-    sums_12 = torch.stack([value_B.masked_fill(~counted_B, 0.0).sum(), counted_B.sum().to(value_B.dtype)])[None]
+    sums_12 = torch.stack(
+        [value_B.masked_fill(~counted_B, 0.0).sum(), counted_B.sum().to(value_B.dtype)]
+    )[None]
     total, count = gather(sums_12).sum(dim=0)
     return total / count.clamp(min=1)
 
 
 def rows_by_rank(rows: int) -> list[int]:
-    """Return the numbers of rows of all ranks, in rank order; where `gather` returns its input, of this one alone."""
+    """Return the numbers of rows of all ranks, in rank order; where `gather` returns its input,
+    of this one alone.
+    """
     return [rows] if _is_alone() else _row_counts(torch.empty(rows))
 
 
 def host_group() -> Any:
-    """Return the process group for small exchanges on the host: the default group if it has gloo, else a new one.
+    """Return the process group for small exchanges on the host: the default group if it has gloo,
+    else a new one.
 
     The first call is collective: all ranks must make it.
     """
@@ -98,7 +114,11 @@ def host_group() -> Any:
 
 def _is_alone() -> bool:
     # The context variable is last, because torch.compile cannot trace it.
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or _local_only.get()
+    return (
+        not (dist.is_available() and dist.is_initialized())
+        or dist.get_world_size() == 1
+        or _local_only.get()
+    )
 
 
 def _row_counts(x_BE: Tensor) -> list[int]:
@@ -112,12 +132,16 @@ def _row_counts(x_BE: Tensor) -> list[int]:
         if not torch.equal(other[1:], shape[1:]):
             other_shape = tuple(size for size in other.tolist() if size >= 0)
             local = f"rank {dist.get_rank()} has {tuple(x_BE.shape)}"
-            raise ValueError(f"expected equal shapes after dimension 0: {local}, rank {rank} has {other_shape}")
+            raise ValueError(
+                f"expected equal shapes after dimension 0: {local}, rank {rank} has {other_shape}"
+            )
     return [int(other[0]) for other in shapes]
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenation of the rows of all ranks, `counts` rows each; the gradient is summed over the ranks."""
+    """Concatenation of the rows of all ranks, `counts` rows each; the gradient is summed over
+    the ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BE: Tensor, counts: list[int]) -> Tensor:

@@ -13,19 +13,24 @@ from torch import Tensor
 
 
 def full_precision(tensor: Tensor) -> torch.autocast:
-    """Disable autocast on the tensor's device: it would compute products in 16 bits in spite of `.float()`."""
+    """Disable autocast on the tensor's device: it would compute products in 16 bits in spite of
+    `.float()`.
+    """
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for operands of a loss's largest products: that of a GPU's 16-bit autocast, else float32."""
+    """Return the dtype for operands of a loss's largest products: that of a GPU's 16-bit
+    autocast, else float32.
+    """
     if tensor.is_cuda and torch.is_autocast_enabled("cuda"):
         return torch.get_autocast_dtype("cuda")
     return torch.float32
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:
-    """Return the mean of `count` elements from their sum; 0 with a zero gradient where there is none.
+    """Return the mean of `count` elements from their sum; 0 with a zero gradient where there is
+    none.
 
     The count may be a mean over micro-batches, and so below 1.
     """
@@ -38,7 +43,8 @@ def mean_or_zero(values: Tensor) -> Tensor:
 
 
 def one_number(name: str, value: Tensor | float) -> Tensor | float:
-    """Return a scale, bias or temperature as float32 without dimensions, so that it changes no dtype and no shape.
+    """Return a scale, bias or temperature as float32 without dimensions, so that it changes no
+    dtype and no shape.
 
     Raises ValueError naming the argument unless it is one number.
     """
@@ -65,10 +71,11 @@ def check_share(name: str, value: float) -> None:
 
 
 def fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    """Return the function compiled, where the tensor's device has a compiler; otherwise the function itself.
+    """Return the function compiled, where the tensor's device has a compiler; otherwise the
+    function itself.
 
-    Within a function that is compiled as a whole, the function itself: it becomes a part of that graph, and the search
-    for a compiler cannot be traced.
+    Within a function that is compiled as a whole, the function itself: it becomes a part of that
+    graph, and the search for a compiler cannot be traced.
     """
     if torch.compiler.is_compiling():
         return function

@@ -1,4 +1,6 @@
-"""Published systems, one file each, on the shared encoders; creation, saving and loading of models."""
+"""Published systems, one file each, on the shared encoders; creation, saving and loading of
+models.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -38,22 +40,33 @@ if TYPE_CHECKING:
         MaskModel as MaskModel,
         create_dense as create_dense,
     )
-    from medvl.models.downstream.detector import Detector as Detector, DetectorConfig as DetectorConfig
+    from medvl.models.downstream.detector import (
+        Detector as Detector,
+        DetectorConfig as DetectorConfig,
+    )
     from medvl.models.downstream.fused_classifier import (
         FusedClassifier as FusedClassifier,
         FusedClassifierConfig as FusedClassifierConfig,
         create_fused_classifier as create_fused_classifier,
     )
     from medvl.models.downstream.lvit import LViT as LViT, LViTConfig as LViTConfig
-    from medvl.models.downstream.regions.create import create_region_detector as create_region_detector
+    from medvl.models.downstream.regions.create import (
+        create_region_detector as create_region_detector,
+    )
     from medvl.models.downstream.regions.selection import RegionSelection as RegionSelection
     from medvl.models.downstream.retrieval import (
         RetrievalConfig as RetrievalConfig,
         RetrievalModel as RetrievalModel,
         create_retrieval as create_retrieval,
     )
-    from medvl.models.downstream.segmenter import Segmenter as Segmenter, SegmenterConfig as SegmenterConfig
-    from medvl.models.downstream.vqa.config import DecoderConfig as DecoderConfig, VQAConfig as VQAConfig
+    from medvl.models.downstream.segmenter import (
+        Segmenter as Segmenter,
+        SegmenterConfig as SegmenterConfig,
+    )
+    from medvl.models.downstream.vqa.config import (
+        DecoderConfig as DecoderConfig,
+        VQAConfig as VQAConfig,
+    )
     from medvl.models.downstream.vqa.model import VQA as VQA, create_vqa as create_vqa
     from medvl.models.dual_encoders.bases.base import (
         BertDualConfig as BertDualConfig,
@@ -79,12 +92,27 @@ if TYPE_CHECKING:
         TextTaskConfig as TextTaskConfig,
         TextTaskEncoder as TextTaskEncoder,
     )
-    from medvl.models.dual_encoders.biovil_t import BioViLT as BioViLT, BioViLTConfig as BioViLTConfig
-    from medvl.models.dual_encoders.carzero import CARZero as CARZero, CARZeroConfig as CARZeroConfig
-    from medvl.models.dual_encoders.chexzero import CheXzero as CheXzero, CheXzeroConfig as CheXzeroConfig
+    from medvl.models.dual_encoders.biovil_t import (
+        BioViLT as BioViLT,
+        BioViLTConfig as BioViLTConfig,
+    )
+    from medvl.models.dual_encoders.carzero import (
+        CARZero as CARZero,
+        CARZeroConfig as CARZeroConfig,
+    )
+    from medvl.models.dual_encoders.chexzero import (
+        CheXzero as CheXzero,
+        CheXzeroConfig as CheXzeroConfig,
+    )
     from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
-    from medvl.models.dual_encoders.convirt import ConVIRT as ConVIRT, ConVIRTConfig as ConVIRTConfig
-    from medvl.models.dual_encoders.cxrclip import CXRCLIP as CXRCLIP, CXRCLIPConfig as CXRCLIPConfig
+    from medvl.models.dual_encoders.convirt import (
+        ConVIRT as ConVIRT,
+        ConVIRTConfig as ConVIRTConfig,
+    )
+    from medvl.models.dual_encoders.cxrclip import (
+        CXRCLIP as CXRCLIP,
+        CXRCLIPConfig as CXRCLIPConfig,
+    )
     from medvl.models.dual_encoders.gloria import GLoRIA as GLoRIA, GLoRIAConfig as GLoRIAConfig
     from medvl.models.dual_encoders.kad import KAD as KAD, KADConfig as KADConfig
     from medvl.models.dual_encoders.lovt import (
@@ -94,10 +122,19 @@ if TYPE_CHECKING:
         LoVTConfig as LoVTConfig,
     )
     from medvl.models.dual_encoders.mavl import MAVL as MAVL, MAVLConfig as MAVLConfig
-    from medvl.models.dual_encoders.medclip import MedCLIP as MedCLIP, MedCLIPConfig as MedCLIPConfig
-    from medvl.models.dual_encoders.medklip import MedKLIP as MedKLIP, MedKLIPConfig as MedKLIPConfig
+    from medvl.models.dual_encoders.medclip import (
+        MedCLIP as MedCLIP,
+        MedCLIPConfig as MedCLIPConfig,
+    )
+    from medvl.models.dual_encoders.medklip import (
+        MedKLIP as MedKLIP,
+        MedKLIPConfig as MedKLIPConfig,
+    )
     from medvl.models.dual_encoders.mgca import MGCA as MGCA, MGCAConfig as MGCAConfig
-    from medvl.models.dual_encoders.mutual_info import MutualInfo as MutualInfo, MutualInfoConfig as MutualInfoConfig
+    from medvl.models.dual_encoders.mutual_info import (
+        MutualInfo as MutualInfo,
+        MutualInfoConfig as MutualInfoConfig,
+    )
     from medvl.models.dual_encoders.parts.attention import (
         AttentionPool as AttentionPool,
         CrossAttention as CrossAttention,
@@ -108,9 +145,16 @@ if TYPE_CHECKING:
         BatchNormHead as BatchNormHead,
         MaskedBatchNorm as MaskedBatchNorm,
     )
-    from medvl.models.dual_encoders.radzero import RadZero as RadZero, RadZeroConfig as RadZeroConfig
+    from medvl.models.dual_encoders.radzero import (
+        RadZero as RadZero,
+        RadZeroConfig as RadZeroConfig,
+    )
     from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
-    from medvl.models.dual_encoders.umrl import UMRL as UMRL, UMRLConfig as UMRLConfig, fit_tfidf as fit_tfidf
+    from medvl.models.dual_encoders.umrl import (
+        UMRL as UMRL,
+        UMRLConfig as UMRLConfig,
+        fit_tfidf as fit_tfidf,
+    )
     from medvl.models.factory import (
         create_model as create_model,
         create_model_and_transforms as create_model_and_transforms,
@@ -126,14 +170,21 @@ if TYPE_CHECKING:
         AlignedFusionConfig as AlignedFusionConfig,
         AlignedFusionModel as AlignedFusionModel,
     )
-    from medvl.models.fusion_encoders.arl import ARL as ARL, ARLConfig as ARLConfig, EntityAlignment as EntityAlignment
+    from medvl.models.fusion_encoders.arl import (
+        ARL as ARL,
+        ARLConfig as ARLConfig,
+        EntityAlignment as EntityAlignment,
+    )
     from medvl.models.fusion_encoders.bases.base import (
         FusionConfig as FusionConfig,
         FusionModel as FusionModel,
         MaskedMatchingModel as MaskedMatchingModel,
         StreamConfig as StreamConfig,
     )
-    from medvl.models.fusion_encoders.bases.bert_stream import BertStream as BertStream, JointStream as JointStream
+    from medvl.models.fusion_encoders.bases.bert_stream import (
+        BertStream as BertStream,
+        JointStream as JointStream,
+    )
     from medvl.models.fusion_encoders.bases.region_model import (
         MaskedObjectLabels as MaskedObjectLabels,
         MaskedRegionClassification as MaskedRegionClassification,
@@ -142,7 +193,10 @@ if TYPE_CHECKING:
         RegionConfig as RegionConfig,
         RegionModel as RegionModel,
     )
-    from medvl.models.fusion_encoders.berthop import BERTHop as BERTHop, BERTHopConfig as BERTHopConfig
+    from medvl.models.fusion_encoders.berthop import (
+        BERTHop as BERTHop,
+        BERTHopConfig as BERTHopConfig,
+    )
     from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
     from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
@@ -151,7 +205,10 @@ if TYPE_CHECKING:
         MedViLL as MedViLL,
         MedViLLConfig as MedViLLConfig,
     )
-    from medvl.models.fusion_encoders.mixed import MixedConfig as MixedConfig, MixedModel as MixedModel
+    from medvl.models.fusion_encoders.mixed import (
+        MixedConfig as MixedConfig,
+        MixedModel as MixedModel,
+    )
     from medvl.models.fusion_encoders.mrm import MRM as MRM, MRMConfig as MRMConfig
     from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
     from medvl.models.fusion_encoders.objectives.base import (
@@ -161,10 +218,20 @@ if TYPE_CHECKING:
         Objective as Objective,
         WordPatchAlignment as WordPatchAlignment,
     )
-    from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching as ImageTextMatching
-    from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling as MaskedImageModeling
-    from medvl.models.fusion_encoders.pixelbert import PixelBERT as PixelBERT, PixelBERTConfig as PixelBERTConfig
-    from medvl.models.fusion_encoders.ptunifier import PTUnifier as PTUnifier, PTUnifierConfig as PTUnifierConfig
+    from medvl.models.fusion_encoders.objectives.matching import (
+        ImageTextMatching as ImageTextMatching,
+    )
+    from medvl.models.fusion_encoders.objectives.patches import (
+        MaskedImageModeling as MaskedImageModeling,
+    )
+    from medvl.models.fusion_encoders.pixelbert import (
+        PixelBERT as PixelBERT,
+        PixelBERTConfig as PixelBERTConfig,
+    )
+    from medvl.models.fusion_encoders.ptunifier import (
+        PTUnifier as PTUnifier,
+        PTUnifierConfig as PTUnifierConfig,
+    )
     from medvl.models.fusion_encoders.streams import (
         DualStreamConfig as DualStreamConfig,
         DualStreamModel as DualStreamModel,
@@ -189,10 +256,19 @@ if TYPE_CHECKING:
         LatentDiffusionConfig as LatentDiffusionConfig,
         create_latent_diffusion as create_latent_diffusion,
     )
-    from medvl.models.image_generation.roentgen import RoentGen as RoentGen, RoentGenConfig as RoentGenConfig
-    from medvl.models.image_generation.sampling import Sampling as Sampling, sample_images as sample_images
+    from medvl.models.image_generation.roentgen import (
+        RoentGen as RoentGen,
+        RoentGenConfig as RoentGenConfig,
+    )
+    from medvl.models.image_generation.sampling import (
+        Sampling as Sampling,
+        sample_images as sample_images,
+    )
     from medvl.models.interpolation import interpolate as interpolate
-    from medvl.models.language.albert_text import AlbertText as AlbertText, AlbertTextConfig as AlbertTextConfig
+    from medvl.models.language.albert_text import (
+        AlbertText as AlbertText,
+        AlbertTextConfig as AlbertTextConfig,
+    )
     from medvl.models.language.base import (
         LanguageConfig as LanguageConfig,
         LanguageModel as LanguageModel,
@@ -204,7 +280,10 @@ if TYPE_CHECKING:
         ConceptScore as ConceptScore,
         KEBERTConfig as KEBERTConfig,
     )
-    from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig
+    from medvl.models.language.masked_text import (
+        MaskedText as MaskedText,
+        MaskedTextConfig as MaskedTextConfig,
+    )
     from medvl.models.registry import (
         list_models as list_models,
         register_system as register_system,

@@ -33,9 +33,12 @@ class SystemConfig:
     """Name of the system; set by `medvl.models.registry.register_system`."""
 
 
-EncoderArguments = Mapping[str, bool | int | float | str | tuple[int, ...] | tuple[float, ...] | None]
-"""Arguments of `create_image_encoder` or `create_text_encoder` and of their library's constructor: `{"layers": 11}`,
-`{"num_hidden_layers": 3}`, `{"mean": 0.5, "std": 0.5, "pad_type": "same"}`."""
+EncoderArguments = Mapping[
+    str, bool | int | float | str | tuple[int, ...] | tuple[float, ...] | None
+]
+"""Arguments of `create_image_encoder` or `create_text_encoder` and of their library's constructor:
+`{"layers": 11}`, `{"num_hidden_layers": 3}`, `{"mean": 0.5, "std": 0.5, "pad_type": "same"}`.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +46,11 @@ class ImageConfig(SystemConfig):
     """Base of the settings of a system with an image encoder."""
 
     image_weights: str | None = None
-    """Initial weights of the image encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]` on the hub; with
-    `#NAME` at its end for one of several sets of weights in the file. None takes those that `pretrained` selects.
-    `create_model` reads them; a checkpoint has weights of its own."""
+    """Initial weights of the image encoder: a file, a folder with one, or
+    `OWNER/NAME@COMMIT[:FILE]` on the hub; with `#NAME` at its end for one of several sets of
+    weights in the file. None takes those that `pretrained` selects. `create_model` reads them; a
+    checkpoint has weights of its own.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,15 +59,21 @@ class TowersConfig(ImageConfig):
 
     image_encoder: str
     image_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
-    """Arguments of the image encoder that the system does not set itself, by its library's names."""
+    """Arguments of the image encoder that the system does not set itself, by its library's
+    names.
+    """
     text_encoder: str
     text_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
     text_weights: str | None = None
-    """Initial weights of the text encoder, as `image_weights`; for `static`, a file of word vectors."""
+    """Initial weights of the text encoder, as `image_weights`; for `static`, a file of word
+    vectors.
+    """
 
 
 class Parts(TypedDict):
-    """Arguments that constructors of systems pass to the base class: the attributes of `System` with these names."""
+    """Arguments that constructors of systems pass to the base class: the attributes of `System`
+    with these names.
+    """
 
     transform: EvalTransform
     tokenizer: Tokenizer | None
@@ -75,9 +86,11 @@ class System(nn.Module, abc.ABC):
         config: settings, sufficient to build the system again.
         transform: preparation of an image for inference.
         tokenizer: None in a model that takes token ids only.
-        provenance: how the weights were trained, as the checkpoint that they were loaded from records it; else empty.
-        trained_on: manifests of the shards that the weights of a loaded checkpoint were trained on, as JSON objects;
-            encoders, which other systems take, have their own (`medvl.models.weights`).
+        provenance: how the weights were trained, as the checkpoint that they were loaded from
+            records it; else empty.
+        trained_on: manifests of the shards that the weights of a loaded checkpoint were trained on,
+            as JSON objects; encoders, which other systems take, have their own
+            (`medvl.models.weights`).
     """
 
     name: ClassVar[str]
@@ -89,11 +102,15 @@ class System(nn.Module, abc.ABC):
     shared_encoders: ClassVar[tuple[str, ...]] = ()
     """Encoders that a checkpoint of another system can initialise."""
     optional_parts: ClassVar[tuple[str, ...]] = ()
-    """Names of modules that may be missing in a checkpoint that a model starts from, or in the model."""
+    """Names of modules that may be missing in a checkpoint that a model starts from, or in the
+    model.
+    """
     inputs: Inputs = Inputs()
     """Optional parts of a batch that `forward` needs; loaders of a training run make them."""
 
-    def __init__(self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None
+    ) -> None:
         super().__init__()
         self.config, self.transform, self.tokenizer = config, transform, tokenizer
         self.provenance: Mapping[str, Any] = {}
@@ -102,7 +119,8 @@ class System(nn.Module, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """Build the system from its settings; with `pretrained`, from the encoders' published weights.
+        """Build the system from its settings; with `pretrained`, from the encoders' published
+        weights.
 
         Raises ConfigError and WeightsError as `create_model` does.
         """
@@ -113,7 +131,9 @@ class System(nn.Module, abc.ABC):
 
     @classmethod
     def from_pretrained(cls, name: Path | str, *, revision: str | None = None) -> Self:
-        """Load a model of this class in eval mode (`medvl.from_pretrained`). Raises ConfigError for another system."""
+        """Load a model of this class in eval mode (`medvl.from_pretrained`). Raises ConfigError
+        for another system.
+        """
         model = medvl.models.from_pretrained(name, revision=revision)
         if not isinstance(model, cls):
             message = f"expected a {cls.__name__}, got a {model.name} in {name}; use medvl.load"
@@ -121,7 +141,9 @@ class System(nn.Module, abc.ABC):
         return model
 
     def save_pretrained(self, folder: Path | str, **options: Any) -> Path:
-        """Write the model into a new folder that `medvl.load` reads (`medvl.models.save_pretrained`)."""
+        """Write the model into a new folder that `medvl.load` reads
+        (`medvl.models.save_pretrained`).
+        """
         return medvl.models.save_pretrained(self, folder, **options)
 
     def push_to_hub(self, hub_id: str, **options: Any) -> str:
@@ -131,7 +153,8 @@ class System(nn.Module, abc.ABC):
     def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
         """Load initial weights of the encoders; an encoder whose source is False keeps its own.
 
-        Raises ConfigError where the system has no such encoder, WeightsError as `create_image_encoder` does.
+        Raises ConfigError where the system has no such encoder, WeightsError as
+        `create_image_encoder` does.
         """
         for part, source in (("image", image), ("text", text)):
             if source is not False:
@@ -145,38 +168,53 @@ class System(nn.Module, abc.ABC):
         if not isinstance(encoder, ImageEncoder | TextEncoder):
             message = f"{self.name} has no {part} that reads weights"
             raise ConfigError(message, "unsupported", field=part.replace("encoder", "weights"))
-        create: Any = create_image_encoder if isinstance(encoder, ImageEncoder) else create_text_encoder
+        create: Any = (
+            create_image_encoder if isinstance(encoder, ImageEncoder) else create_text_encoder
+        )
         arguments = {**encoder.config, "name": getattr(self.config, part, encoder.name)}
         if arguments["name"] == "static" and self.tokenizer is not None:
             arguments["vocabulary"] = self.tokenizer.vocabulary
         encoder.load_state_dict(create(**arguments, pretrained=source).state_dict())
 
     def loss_counts(self, batch: Batch) -> Tensor | None:
-        """Return how many elements each loss of a batch is a sum over, on its device; None for losses of whole batches.
+        """Return how many elements each loss of a batch is a sum over, on its device; None for
+        losses of whole batches.
 
-        The training step sets `batch.mean_counts_K` to the mean counts of an update's batches over all ranks.
+        The training step sets `batch.mean_counts_K` to the mean counts of an update's batches over
+        all ranks.
         """
         return None
 
     def before_step(self, step: int) -> None:
-        """Update state before the forward pass of optimiser step `step`, from 0: clamps, freezing, normalisation."""
+        """Update state before the forward pass of optimiser step `step`, from 0: clamps,
+        freezing, normalisation.
+        """
 
     def after_step(self, step: int) -> None:
-        """Update state after optimiser step `step`, from 0, unless it was skipped: moving averages."""
+        """Update state after optimiser step `step`, from 0, unless it was skipped: moving
+        averages.
+        """
 
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
         return next(self.parameters()).device
 
-    def tokenize(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def tokenize(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (ids_BT, mask_BT) on the model's device, from strings or from ids with their mask.
 
-        Raises ConfigError for an empty list, for strings without a tokenizer, and for ids without a mask.
+        Raises ConfigError for an empty list, for strings without a tokenizer, and for ids without a
+        mask.
         """
         if isinstance(texts, Tensor):
             if mask_BT is None:
-                raise ConfigError("token ids need a mask: encode_text(ids_BT, mask_BT)", "missing", field="mask_BT")
+                raise ConfigError(
+                    "token ids need a mask: encode_text(ids_BT, mask_BT)",
+                    "missing",
+                    field="mask_BT",
+                )
             return texts, mask_BT
         ids_BT, mask_BT = self.require_tokenizer("text in place of token ids")(list_of_texts(texts))
         return ids_BT.to(self.device), mask_BT.to(self.device)
@@ -184,7 +222,9 @@ class System(nn.Module, abc.ABC):
     def require_tokenizer(self, use: str) -> Tokenizer:
         """Return the tokenizer. Raises ConfigError without one, with the use that needs it."""
         if self.tokenizer is None:
-            message = f"{self.name}: {use} needs a tokenizer; use create_model(..., tokenizer=FOLDER)"
+            message = (
+                f"{self.name}: {use} needs a tokenizer; use create_model(..., tokenizer=FOLDER)"
+            )
             raise ConfigError(message, "missing", field="tokenizer")
         return self.tokenizer
 
@@ -193,14 +233,19 @@ class TwoTowers(System):
     """Base of pretrained systems: an image encoder and a text encoder.
 
     Attributes:
-        image_encoder, text_encoder: the same classes under the same names in every system, so that the towers of one
-            system's checkpoint can initialise another system (`medvl.models.load_towers`).
+        image_encoder, text_encoder: the same classes under the same names in every system, so that
+            the towers of one system's checkpoint can initialise another system
+            (`medvl.models.load_towers`).
     """
 
     shared_encoders: ClassVar[tuple[str, ...]] = ("image_encoder", "text_encoder")
 
     def __init__(
-        self, config: Any, image_encoder: nn.Module, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: Any,
+        image_encoder: nn.Module,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, **parts)
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
@@ -214,21 +259,32 @@ def list_of_texts(texts: Sequence[str]) -> list[str]:
 
 
 def mean_count(batch: Batch) -> Tensor | None:
-    """Return the mean count of a model with one of `loss_counts`; None outside of the training step."""
+    """Return the mean count of a model with one of `loss_counts`; None outside of the training
+    step.
+    """
     return None if batch.mean_counts_K is None else batch.mean_counts_K[0]
 
 
 def update_mean(batch: Batch, total: Tensor, count: Tensor) -> Tensor:
-    """Return a summed loss divided by the mean count of the update; outside of the training step by `count`."""
+    """Return a summed loss divided by the mean count of the update; outside of the training step
+    by `count`.
+    """
     mean = mean_count(batch)
     return mean_of(total, count if mean is None else mean)
 
 
 def zero_loss(model: nn.Module) -> Tensor:
-    """Return 0 with zero gradients for all trained parameters, so that DDP does not wait for those that are unused."""
+    """Return 0 with zero gradients for all trained parameters, so that DDP does not wait for
+    those that are unused.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Sharded parameters (FSDP) are of another type, and no rank waits for their gradients.
-    return 0 * torch.stack([parameter.flatten()[0] for parameter in trained if type(parameter) is nn.Parameter]).sum()
+    return (
+        0
+        * torch.stack(
+            [parameter.flatten()[0] for parameter in trained if type(parameter) is nn.Parameter]
+        ).sum()
+    )
 
 
 def complete_rows(batch: Batch) -> Tensor:
@@ -247,7 +303,9 @@ INIT_STD = 0.02
 
 
 def init_weights(module: nn.Module) -> None:
-    """Initialise as BERT: linear layers and embeddings from N(0, 0.02), biases with zeros, norms with ones."""
+    """Initialise as BERT: linear layers and embeddings from N(0, 0.02), biases with zeros, norms
+    with ones.
+    """
     for child in module.modules():
         if isinstance(child, nn.Linear | nn.Embedding):
             nn.init.normal_(child.weight, std=INIT_STD)
@@ -286,9 +344,15 @@ class MaskedWords:
         return self.labels_BT.flatten()[self.position_N]
 
 
-def sample_masked_words(batch: Batch, masking: TextMasking, span_BT: Tensor | None = None) -> MaskedWords:
-    """Mask words of every text, all of a span or none (`TextMasking`); samples without a text have none."""
-    mask_BT = batch.mask_BT if batch.has_text_B is None else batch.mask_BT & batch.has_text_B[:, None]
+def sample_masked_words(
+    batch: Batch, masking: TextMasking, span_BT: Tensor | None = None
+) -> MaskedWords:
+    """Mask words of every text, all of a span or none (`TextMasking`); samples without a text
+    have none.
+    """
+    mask_BT = (
+        batch.mask_BT if batch.has_text_B is None else batch.mask_BT & batch.has_text_B[:, None]
+    )
     masked = masking(batch.ids_BT, mask_BT, torch.default_generator, span_BT)
     position_N = masked_positions(masked.labels_BT)
     return MaskedWords(ids_BT=masked.ids_BT, labels_BT=masked.labels_BT, position_N=position_N)
@@ -302,16 +366,20 @@ def text_masking(
     Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
     """
     tokenizer = model.require_tokenizer("masking words")
-    return TextMasking(tokenizer, rate=rate, whole_words=whole_words, mask_end=mask_end, longest_span=longest_span)
+    return TextMasking(
+        tokenizer, rate=rate, whole_words=whole_words, mask_end=mask_end, longest_span=longest_span
+    )
 
 
 class WordHead(nn.Module):
-    """BERT's head over the vocabulary: dense, GELU, LayerNorm, a linear layer with a bias for every word.
+    """BERT's head over the vocabulary: dense, GELU, LayerNorm, a linear layer with a bias for every
+    word.
 
     Args:
         width: D of the states.
         vocab_size: V.
-        tied: use the text encoder's table of word embeddings, passed to `forward`, as the linear layer's matrix.
+        tied: use the text encoder's table of word embeddings, passed to `forward`, as the linear
+            layer's matrix.
         table_width: width of that table, where it is another one (ALBERT).
         approximate: "tanh" for the approximation of GELU in ALBERT.
         eps: epsilon of the LayerNorm.
@@ -335,7 +403,9 @@ class WordHead(nn.Module):
         init_weights(self)
 
     def forward(self, states_ND: Tensor, table_VD: Tensor | None = None) -> Tensor:
-        """(N, V): scores of every word. Pass the states of masked positions only: the head is expensive."""
+        """(N, V): scores of every word. Pass the states of masked positions only: the head is
+        expensive.
+        """
         count = len(states_ND)
         states_RD = F.pad(states_ND, (0, 0, 0, filling_rows(count, states_ND.device)))
         hidden_RD = self.norm(F.gelu(self.dense(states_RD), approximate=self.approximate))
@@ -358,7 +428,9 @@ class HasModules(Protocol):
 
 @contextlib.contextmanager
 def evaluating(model: HasModules) -> Iterator[None]:
-    """Switch to eval mode without gradients and without gathering across ranks; restore each module's mode on exit."""
+    """Switch to eval mode without gradients and without gathering across ranks; restore each
+    module's mode on exit.
+    """
     modes = [(module, module.training) for module in model.modules()]
     for module, _ in modes:
         module.training = False

@@ -31,7 +31,8 @@ def model_card(
     licence: str | None = None,
     results: Mapping[str, float] | None = None,
 ) -> str:
-    """Return the card of a model as Markdown with YAML front matter. It has no path and no hash of a patient.
+    """Return the card of a model as Markdown with YAML front matter. It has no path and no hash of
+    a patient.
 
     Args:
         name: the system.
@@ -43,19 +44,31 @@ def model_card(
         results: metric -> value.
     """
     pipeline = "zero-shot-image-classification" if dual else _PIPELINES.get(name)
-    front = ["library_name: medvl", f"license: {'other' if licence is None else json.dumps(licence)}"]
+    front = [
+        "library_name: medvl",
+        f"license: {'other' if licence is None else json.dumps(licence)}",
+    ]
     front += [f"license_name: {NO_LICENCE}"] if licence is None else []
     front += [f"pipeline_tag: {pipeline}"] if pipeline else []
     front += [f"tags: [medvl, medical-imaging, vision-language, {json.dumps(name)}]"]
-    call = 'medvl.infer(model, "image.dcm", ["pleural effusion"])' if dual else 'model.transform("image.dcm")'
+    call = (
+        'medvl.infer(model, "image.dcm", ["pleural effusion"])'
+        if dual
+        else 'model.transform("image.dcm")'
+    )
     if pipeline == _TEXT_TO_IMAGE:  # synthetic images, which must not be taken for a patient's
-        call = 'medvl.models.sample_images(model, ["Small left pleural effusion."], [0], medvl.models.Sampling())'
+        call = (
+            'medvl.models.sample_images(model, ["Small left pleural effusion."], [0], '
+            "medvl.models.Sampling())"
+        )
     parts = [
         "\n".join(["---", *front, "---"]),
         f"# {name}",
-        "Research model of [medvl](https://github.com/medvl/medvl). It is not a medical device; do not use it for "
+        "Research model of [medvl](https://github.com/medvl/medvl). It is not a medical device; "
+        "do not use it for "
         "clinical decisions.",
-        f'## Use\n\n```python\nimport medvl\n\nmodel = medvl.load("FOLDER")  # or "hf-hub:OWNER/NAME"\n{call}\n```',
+        f'## Use\n\n```python\nimport medvl\n\nmodel = medvl.load("FOLDER")  # or '
+        f'"hf-hub:OWNER/NAME"\n{call}\n```',
         f"## Data\n\n{_data(manifests)}",
         f"## Training\n\n{_training(settings, run)}",
         f"{_RESULTS[0]}{_results(results)}{_RESULTS[1]}\n\n{_licence(licence, manifests)}",
@@ -64,28 +77,46 @@ def model_card(
 
 
 def add_results(folder: Path, results: Mapping[str, float]) -> None:
-    """Write the results of a run's validation into the card of a checkpoint, in place of those it has."""
+    """Write the results of a run's validation into the card of a checkpoint, in place of those
+    it has.
+    """
     path = folder / CARD
     before, _, rest = path.read_text(encoding="utf-8").partition(_RESULTS[0])
     _, _, after = rest.partition(_RESULTS[1])
-    note = "Validation data of the run, without intervals; the checkpoint may have been selected by one of them."
+    note = (
+        "Validation data of the run, without intervals; the checkpoint may have been "
+        "selected by one of them."
+    )
     write_atomic(path, f"{before}{_RESULTS[0]}{_results(results, note)}{_RESULTS[1]}{after}")
 
 
 def _data(manifests: Sequence[Mapping[str, Any]]) -> str:
     if not manifests:
         return "Not recorded: weights of unknown origin, or without training."
-    used = [(each, "this training" if number == 0 else "earlier training") for number, each in enumerate(manifests)]
+    used = [
+        (each, "this training" if number == 0 else "earlier training")
+        for number, each in enumerate(manifests)
+    ]
     rows = [
-        f"| {each.get('corpus', '-')} | {_kind(each)} | {each.get('split', '-')} | {each.get('samples', '-')} "
+        f"| {each.get('corpus', '-')} | {_kind(each)} | {each.get('split', '-')} | "
+        f"{each.get('samples', '-')} "
         f"| {len(each.get('patients', ()))} | {use} |"
         for each, use in [
             *used,
-            *((each, "training of a generator of images") for each in generator_manifests(manifests)),
+            *(
+                (each, "training of a generator of images")
+                for each in generator_manifests(manifests)
+            ),
         ]
     ]
-    head = "| Corpus | Images | Split | Samples | Patients (or articles) | Used in |\n|---|---|---|---|---|---|"
-    note = "Evaluations refuse data that shares a patient with it: the salted hashes are in the JSON manifests."
+    head = (
+        "| Corpus | Images | Split | Samples | Patients (or articles) | Used in "
+        "|\n|---|---|---|---|---|---|"
+    )
+    note = (
+        "Evaluations refuse data that shares a patient with it: the salted hashes are in the "
+        "JSON manifests."
+    )
     return "\n".join([head, *rows, "", note])
 
 
@@ -107,18 +138,32 @@ def _training(settings: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "- All settings: `config.json`"])
 
 
-def _results(results: Mapping[str, float] | None, note: str = "As given by the owner of the weights.") -> str:
+def _results(
+    results: Mapping[str, float] | None, note: str = "As given by the owner of the weights."
+) -> str:
     if not results:
         return "None recorded. `medvl eval` writes them with confidence intervals.\n"
     shown = list(results.items())[:_SHOWN]
-    rows = [f"| {name} | {'undefined' if value is None else f'{value:.4g}'} |" for name, value in shown]
-    more = [f"\n{len(results) - _SHOWN} more are in the run's log."] if len(results) > _SHOWN else []
+    rows = [
+        f"| {name} | {'undefined' if value is None else f'{value:.4g}'} |" for name, value in shown
+    ]
+    more = (
+        [f"\n{len(results) - _SHOWN} more are in the run's log."] if len(results) > _SHOWN else []
+    )
     return "\n".join([note, "", "| Metric | Value |", "|---|---|", *rows, *more]) + "\n"
 
 
 def _licence(licence: str | None, manifests: Sequence[Mapping[str, Any]]) -> str:
     trained = [*manifests, *generator_manifests(manifests)]
     corpora = ", ".join(dict.fromkeys(str(each.get("corpus")) for each in trained))
-    terms = f" The terms of the training data apply as well ({corpora}: see medvl's data cards)." if corpora else ""
-    stated = "Not stated: the owner of the weights has not named one." if licence is None else f"{licence}."
+    terms = (
+        f" The terms of the training data apply as well ({corpora}: see medvl's data cards)."
+        if corpora
+        else ""
+    )
+    stated = (
+        "Not stated: the owner of the weights has not named one."
+        if licence is None
+        else f"{licence}."
+    )
     return f"{stated}{terms}"

@@ -1,4 +1,6 @@
-"""Checkpoints of models: `config.json`, `model.safetensors` and the tokenizer. Weights never need pickle."""
+"""Checkpoints of models: `config.json`, `model.safetensors` and the tokenizer. Weights never
+need pickle.
+"""
 
 import json
 import logging
@@ -58,13 +60,16 @@ def save(
 
     Args:
         model: a system.
-        folder: gets `config.json`, `model.safetensors`, `README.md` and, if the model has a tokenizer, `tokenizer/`.
-        run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
-            under `train_manifest`, gets a file of its own, and so do those of earlier training
-            (`medvl.models.weights`): evaluators refuse data that shares a patient with one of them. With `marker`, the
-            name of the file that the caller writes last, the checkpoint is not loaded without that file.
+        folder: gets `config.json`, `model.safetensors`, `README.md` and, if the model has a
+            tokenizer, `tokenizer/`.
+        run: how the model was trained (recipe, data, versions); JSON values only. The manifest of
+            the training data, under `train_manifest`, gets a file of its own, and so do those of
+            earlier training (`medvl.models.weights`): evaluators refuse data that shares a patient
+            with one of them. With `marker`, the name of the file that the caller writes last, the
+            checkpoint is not loaded without that file.
         licence, results: entries of the card (`medvl.models.card`).
-        weights: False leaves out `model.safetensors`, where ranks write the weights in parts (`medvl.models.weights`).
+        weights: False leaves out `model.safetensors`, where ranks write the weights in parts
+            (`medvl.models.weights`).
     """
     run = dict(run or {})
     marker = run.pop("marker", None)
@@ -77,7 +82,11 @@ def save(
     config: dict[str, Any] = {
         "format": _FORMAT,
         "medvl": medvl.__version__,
-        "model": {"name": model.name, "version": model.weights_version, "settings": to_dict(model.config)},
+        "model": {
+            "name": model.name,
+            "version": model.weights_version,
+            "settings": to_dict(model.config),
+        },
         "run": run,
         "files": [
             *([] if manifest is None else [TRAIN_MANIFEST]),
@@ -87,14 +96,21 @@ def save(
         ],
     }
     write_atomic(folder / CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
-    settings, manifests = config["model"]["settings"], [*([] if manifest is None else [manifest]), *ancestors]
+    settings, manifests = (
+        config["model"]["settings"],
+        [*([] if manifest is None else [manifest]), *ancestors],
+    )
     dual = hasattr(model, "similarity")
-    card = model_card(model.name, settings, manifests, run, dual=dual, licence=licence, results=results)
+    card = model_card(
+        model.name, settings, manifests, run, dual=dual, licence=licence, results=results
+    )
     write_atomic(folder / CARD, card)
     if model.tokenizer is not None:
         model.tokenizer.save(folder / TOKENIZER)
     if weights:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        tensors = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
+        }
         with new_path(folder / WEIGHTS) as path:
             safetensors.torch.save_file(tensors, path)
 
@@ -102,10 +118,12 @@ def save(
 def load(folder: Path | str) -> System:
     """Load a model in eval mode, with `.tokenizer` and `.transform`.
 
-    `folder` is a checkpoint, a run (its best checkpoint), or `hf-hub:OWNER/NAME` (`find_checkpoint`).
+    `folder` is a checkpoint, a run (its best checkpoint), or `hf-hub:OWNER/NAME`
+    (`find_checkpoint`).
 
-    Raises CheckpointError when the checkpoint is incomplete, a file differs from what training wrote, or a weight is
-    missing, unexpected or of another shape; a file that needs pickle is refused.
+    Raises CheckpointError when the checkpoint is incomplete, a file differs from what training
+    wrote, or a weight is missing, unexpected or of another shape; a file that needs pickle is
+    refused.
     """
     folder = _check_folder(Path(folder))
     if (folder / MARKER).exists():  # training writes it, `save` alone does not
@@ -118,12 +136,17 @@ def load(folder: Path | str) -> System:
         reason = f"{folder / CONFIG} does not describe a model of this version of medvl: {error}"
         raise CheckpointError(reason, getattr(error, "code", "malformed")) from error
     has_tokenizer = (folder / TOKENIZER).is_dir()
-    tokenizer = load_tokenizer(folder / TOKENIZER, max_tokens=config.max_tokens) if has_tokenizer else None
+    tokenizer = (
+        load_tokenizer(folder / TOKENIZER, max_tokens=config.max_tokens) if has_tokenizer else None
+    )
     with limited_allocation(folder):
         model = cls.build(config, pretrained=False, tokenizer=tokenizer)
     embeddings = getattr(getattr(model, "text_encoder", None), "vocab_size", None)
     if tokenizer is not None and isinstance(embeddings, int) and tokenizer.vocab_size > embeddings:
-        message = f"{folder / TOKENIZER} has {tokenizer.vocab_size} ids, the model {embeddings} embeddings"
+        message = (
+            f"{folder / TOKENIZER} has {tokenizer.vocab_size} ids, the model {embeddings} "
+            f"embeddings"
+        )
         raise CheckpointError(f"{message}: copy the checkpoint again", "mismatch")
     load_weights(model, folder)
     _record_training(model, folder)
@@ -133,14 +156,19 @@ def load(folder: Path | str) -> System:
 
 
 def _transform_of_originals(model: System, folder: Path) -> EvalTransform:
-    """Return the model's transform, which prepares original images as the shards of its training were made.
+    """Return the model's transform, which prepares original images as the shards of its training
+    were made.
 
     Without a training manifest, original images go through the model's transform only.
     """
     if not (folder / TRAIN_MANIFEST).is_file():
         return model.transform
     options = _read_training(folder)[0].get("options", {})
-    stored = {name: options[name] for name in ("short_side", "image_format", "quality", "color") if name in options}
+    stored = {
+        name: options[name]
+        for name in ("short_side", "image_format", "quality", "color")
+        if name in options
+    }
     if len(stored) < 4:
         return model.transform
     try:
@@ -152,18 +180,24 @@ def _transform_of_originals(model: System, folder: Path) -> EvalTransform:
 
 
 def train_manifests(folder: Path | str) -> list[Manifest]:
-    """Return the manifests of all data that a checkpoint was trained on: its own run's, then those of its ancestors.
+    """Return the manifests of all data that a checkpoint was trained on: its own run's, then those
+    of its ancestors.
 
-    After a manifest of synthetic images come those of their generators' training data (`Manifest.lineage`). Empty for
-    weights of unknown origin. Raises CheckpointError or ShardError when one is damaged.
+    After a manifest of synthetic images come those of their generators' training data
+    (`Manifest.lineage`). Empty for weights of unknown origin. Raises CheckpointError or ShardError
+    when one is damaged.
     """
     folder = find_checkpoint(folder)
-    stored = [Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in _read_training(folder)]
+    stored = [
+        Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in _read_training(folder)
+    ]
     return [manifest for each in stored for manifest in each.lineage()]
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:
-    """Load the weights of a checkpoint strictly into a model. Raises CheckpointError naming the first differences."""
+    """Load the weights of a checkpoint strictly into a model. Raises CheckpointError naming the
+    first differences.
+    """
     _check_version(model, Path(folder))
     tensors = read_weights(Path(folder))
     _check_fit(model, tensors, str(Path(folder) / WEIGHTS))
@@ -171,29 +205,40 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
 
 
 def load_towers(model: System, folder: Path | str) -> None:
-    """Load the model's `shared_encoders` from a checkpoint of any system, such as both encoders, and nothing else.
+    """Load the model's `shared_encoders` from a checkpoint of any system, such as both encoders,
+    and nothing else.
 
-    From a checkpoint of a text encoder (`masked_text`), only the text encoder is loaded. Raises CheckpointError when
-    the checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
+    From a checkpoint of a text encoder (`masked_text`), only the text encoder is loaded. Raises
+    CheckpointError when the checkpoint is incomplete, or its encoders or vocabulary differ from the
+    model's.
     """
     folder = _check_start(model, folder)
     theirs = _shared_encoders(folder) or model.shared_encoders
     shared = [name for name in model.shared_encoders if name in theirs]
     if not shared:
-        message = f"{folder} has {' and '.join(theirs)}, {model.name} shares {' and '.join(model.shared_encoders)}"
+        message = (
+            f"{folder} has {' and '.join(theirs)}, {model.name} shares "
+            f"{' and '.join(model.shared_encoders)}"
+        )
         raise CheckpointError(f"{message}: nothing to load", "mismatch")
     load_parts(model, folder, shared)
 
 
 def load_parts(model: System, folder: Path | str, parts: Sequence[str]) -> None:
-    """Load modules of a model from the modules of the same names in a checkpoint of any system, all or none.
+    """Load modules of a model from the modules of the same names in a checkpoint of any system, all
+    or none.
 
-    Raises CheckpointError when the checkpoint is incomplete, or a module or the vocabulary differs from the model's.
+    Raises CheckpointError when the checkpoint is incomplete, or a module or the vocabulary differs
+    from the model's.
     """
     folder = _check_start(model, folder, words="text_encoder" in parts)
     tensors = read_weights(folder)
     loaded = {
-        name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        name: {
+            key.removeprefix(f"{name}."): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(f"{name}.")
+        }
         for name in parts
     }
     for name, part in loaded.items():
@@ -204,10 +249,11 @@ def load_parts(model: System, folder: Path | str, parts: Sequence[str]) -> None:
 
 
 def warm_start(model: System, folder: Path | str) -> None:
-    """Load all weights of a checkpoint of the same system into a model, or the encoders of another system's.
+    """Load all weights of a checkpoint of the same system into a model, or the encoders of another
+    system's.
 
-    With `config.new_vocabulary`, the model's table of words and their biases stay as they are. Raises CheckpointError
-    as `load_weights` and `load_towers` do.
+    With `config.new_vocabulary`, the model's table of words and their biases stay as they are.
+    Raises CheckpointError as `load_weights` and `load_towers` do.
     """
     new_words = getattr(model.config, "new_vocabulary", False)
     folder = _check_start(model, folder, words=not new_words)
@@ -216,7 +262,9 @@ def warm_start(model: System, folder: Path | str) -> None:
         _load_but_words(model, folder)
     elif described["name"] == model.name:
         for field, theirs, ours in differences(described["settings"], to_dict(model.config)):
-            _log.warning("%s was trained with %s %r, this model has %r", folder, field, theirs, ours)
+            _log.warning(
+                "%s was trained with %s %r, this model has %r", folder, field, theirs, ours
+            )
         _check_version(model, folder)
         _load_with_optional_parts(model, folder)
         _record_training(model, folder)
@@ -225,57 +273,101 @@ def warm_start(model: System, folder: Path | str) -> None:
 
 
 def _load_with_optional_parts(model: System, folder: Path) -> None:
-    """Load all weights; `optional_parts` that only one side has are left out, or stay as they are."""
+    """Load all weights; `optional_parts` that only one side has are left out, or stay as they
+    are.
+    """
     optional = tuple(f"{part}." for part in model.optional_parts)
     own, tensors = model.state_dict(), read_weights(folder)
-    loaded = {name: tensor for name, tensor in tensors.items() if name in own or not name.startswith(optional)}
-    loaded |= {name: tensor for name, tensor in own.items() if name not in loaded and name.startswith(optional)}
+    loaded = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in own or not name.startswith(optional)
+    }
+    loaded |= {
+        name: tensor
+        for name, tensor in own.items()
+        if name not in loaded and name.startswith(optional)
+    }
     _check_fit(model, loaded, str(folder / WEIGHTS))
     model.load_state_dict(loaded, strict=True)
 
 
 def _load_but_words(model: System, folder: Path) -> None:
-    """Load all weights of the same system, or the shared encoders of another, except parameters of single words."""
+    """Load all weights of the same system, or the shared encoders of another, except parameters
+    of single words.
+    """
     described, tensors, own = described_model(folder), read_weights(folder), model.state_dict()
     if described["name"] == model.name:
         _check_version(model, folder)
     words = {name for name in own if name.endswith(("word_embeddings.weight", "word_head.bias"))}
-    start = "" if described["name"] == model.name else tuple(f"{name}." for name in model.shared_encoders)
-    kept = {name: tensor for name, tensor in own.items() if name in words or not name.startswith(start)}
-    loaded = {name: tensor for name, tensor in tensors.items() if name.startswith(start) and name not in words}
+    start = (
+        ""
+        if described["name"] == model.name
+        else tuple(f"{name}." for name in model.shared_encoders)
+    )
+    kept = {
+        name: tensor for name, tensor in own.items() if name in words or not name.startswith(start)
+    }
+    loaded = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(start) and name not in words
+    }
     _check_fit(model, kept | loaded, str(folder / WEIGHTS))
     model.load_state_dict(kept | loaded, strict=True)
     _record_training(model, folder)
 
 
 def described_model(folder: Path | str) -> Mapping[str, Any]:
-    """Return `name` and `settings` of a checkpoint's model. Raises CheckpointError when there is none."""
+    """Return `name` and `settings` of a checkpoint's model. Raises CheckpointError when there is
+    none.
+    """
     folder = _check_folder(Path(folder))
     described: Mapping[str, Any] = _read_config(folder)["model"]
-    if not isinstance(described.get("name"), str) or not isinstance(described.get("settings"), dict):
-        raise CheckpointError(f"{folder / CONFIG} has no name or no settings of a model", "malformed")
+    if not isinstance(described.get("name"), str) or not isinstance(
+        described.get("settings"), dict
+    ):
+        raise CheckpointError(
+            f"{folder / CONFIG} has no name or no settings of a model", "malformed"
+        )
     return described
 
 
 def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Path:
-    """Return the folder of a complete checkpoint; with `words`, one with the vocabulary of the model.
+    """Return the folder of a complete checkpoint; with `words`, one with the vocabulary of the
+    model.
 
     Raises CheckpointError otherwise.
     """
     folder = _check_folder(Path(folder))
     if (folder / MARKER).exists():
         check_marker(folder, exclude=TRAIN_STATE)
-    shares_words = "text_encoder" in model.shared_encoders or described_model(folder)["name"] == model.name
-    mine = model.tokenizer.vocabulary if model.tokenizer is not None and shares_words and words else None
+    shares_words = (
+        "text_encoder" in model.shared_encoders or described_model(folder)["name"] == model.name
+    )
+    mine = (
+        model.tokenizer.vocabulary
+        if model.tokenizer is not None and shares_words and words
+        else None
+    )
     folder_has_one = (folder / TOKENIZER).is_dir()
-    if mine is not None and folder_has_one and load_tokenizer(folder / TOKENIZER).vocabulary != mine:
-        message = f"{folder} has another vocabulary: create the model with tokenizer={str(folder / TOKENIZER)!r}"
+    if (
+        mine is not None
+        and folder_has_one
+        and load_tokenizer(folder / TOKENIZER).vocabulary != mine
+    ):
+        message = (
+            f"{folder} has another vocabulary: create the model with "
+            f"tokenizer={str(folder / TOKENIZER)!r}"
+        )
         raise CheckpointError(message, "mismatch", field="tokenizer")
     return folder
 
 
 def _shared_encoders(folder: Path) -> tuple[str, ...]:
-    """Return the encoders that the system of a checkpoint shares; empty for a system of another version."""
+    """Return the encoders that the system of a checkpoint shares; empty for a system of another
+    version.
+    """
     try:
         return system(described_model(folder)["name"]).shared_encoders
     except ConfigError:
@@ -283,7 +375,8 @@ def _shared_encoders(folder: Path) -> tuple[str, ...]:
 
 
 def detector_of(folder: Path | str) -> str | None:
-    """Return the hash of the detector whose regions a checkpoint was trained with; None for models of pixels.
+    """Return the hash of the detector whose regions a checkpoint was trained with; None for models
+    of pixels.
 
     Raises CheckpointError when the checkpoint cannot be read.
     """
@@ -296,12 +389,16 @@ def detector_of(folder: Path | str) -> str | None:
 
 
 def _record_training(model: nn.Module, folder: Path) -> None:
-    """Record in a model, or a part of one, the training data of the checkpoint that it was loaded from."""
+    """Record in a model, or a part of one, the training data of the checkpoint that it was
+    loaded from.
+    """
     record_training(model, _read_training(folder), detector_of(folder))
 
 
 def _read_training(folder: Path) -> list[Any]:
-    """Return the JSON of all manifests that a checkpoint holds. Raises CheckpointError when a file is damaged."""
+    """Return the JSON of all manifests that a checkpoint holds. Raises CheckpointError when a
+    file is damaged.
+    """
     manifests: list[Any] = []
     for path in (folder / TRAIN_MANIFEST, folder / ANCESTORS):
         try:
@@ -313,7 +410,9 @@ def _read_training(folder: Path) -> list[Any]:
 
 
 def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Raise CheckpointError unless the tensors have exactly the names and shapes of the module's."""
+    """Raise CheckpointError unless the tensors have exactly the names and shapes of the
+    module's.
+    """
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differences = [f"missing {name}" for name in expected if name not in shapes]
@@ -328,19 +427,33 @@ def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) ->
 
 
 def _check_version(model: nn.Module, folder: Path) -> None:
-    """Raise CheckpointError unless the weights of a checkpoint have the layout of the model's system."""
-    expected, version = getattr(model, "weights_version", 1), described_model(folder).get("version", 1)
+    """Raise CheckpointError unless the weights of a checkpoint have the layout of the model's
+    system.
+    """
+    expected, version = (
+        getattr(model, "weights_version", 1),
+        described_model(folder).get("version", 1),
+    )
     if version != expected:
         system_name = getattr(model, "name", type(model).__name__)
-        message = f"{folder / CONFIG}: expected version {expected} of the weights of {system_name}, got {version}"
+        message = (
+            f"{folder / CONFIG}: expected version {expected} of the weights of "
+            f"{system_name}, got {version}"
+        )
         raise CheckpointError(f"{message}; train or import again", "version")
 
 
 def _check_folder(folder: Path) -> Path:
-    """Return the folder of a checkpoint (`find_checkpoint`). Raises CheckpointError where there is none."""
+    """Return the folder of a checkpoint (`find_checkpoint`). Raises CheckpointError where there
+    is none.
+    """
     folder = find_checkpoint(folder)
     if folder.is_file():
-        kind = "it may need pickle, which can run foreign code" if folder.suffix in _PICKLES else "it is a file"
+        kind = (
+            "it may need pickle, which can run foreign code"
+            if folder.suffix in _PICKLES
+            else "it is a file"
+        )
         message = f"{folder} is not loaded: {kind}; give a folder with {CONFIG} and {WEIGHTS}"
         raise CheckpointError(message, "unsupported")
     if not folder.is_dir():
@@ -348,7 +461,10 @@ def _check_folder(folder: Path) -> Path:
         if hub := hub_advice(folder):
             advice = f"{hub}; {advice}"
         if str(folder) in list_models():
-            advice = f"it is the name of a system, and create_model({str(folder)!r}) makes a new model; {advice}"
+            advice = (
+                f"it is the name of a system, and create_model({str(folder)!r}) makes a "
+                f"new model; {advice}"
+            )
         raise CheckpointError(f"{folder} does not exist; {advice}", "not_found")
     return folder
 
@@ -364,7 +480,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise CheckpointError(f"{path} is not the configuration of a medvl model", "malformed")
     if config.get("format") != _FORMAT:
-        message = f"{path}: expected format {_FORMAT}, got {config.get('format')}; train or import again"
+        message = (
+            f"{path}: expected format {_FORMAT}, got {config.get('format')}; train or import again"
+        )
         raise CheckpointError(message, "version")
     _check_complete(folder, config)
     return config
@@ -373,11 +491,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _check_complete(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError "missing" where a checkpoint was copied in part.
 
-    Its configuration lists the files that belong to it: without its manifest, patients of its training would be tested
-    on unnoticed. A checkpoint of an earlier version of medvl that holds the state of its training needs the marker.
+    Its configuration lists the files that belong to it: without its manifest, patients of its
+    training would be tested on unnoticed. A checkpoint of an earlier version of medvl that holds
+    the state of its training needs the marker.
     """
     listed = config.get("files", [MARKER] if (folder / TRAIN_STATE).exists() else [])
-    missing = [name for name in listed if not (folder / str(name)).exists()] if isinstance(listed, list) else [CONFIG]
+    missing = (
+        [name for name in listed if not (folder / str(name)).exists()]
+        if isinstance(listed, list)
+        else [CONFIG]
+    )
     if missing:
-        message = f"{folder} lacks {', '.join(map(str, missing))}: it was copied in part. Copy the whole folder again; "
-        raise CheckpointError(f"{message}model.save_pretrained writes a model without its training", "missing")
+        message = (
+            f"{folder} lacks {', '.join(map(str, missing))}: it was copied in part. Copy "
+            f"the whole folder again; "
+        )
+        raise CheckpointError(
+            f"{message}model.save_pretrained writes a model without its training", "missing"
+        )

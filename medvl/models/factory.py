@@ -22,7 +22,14 @@ from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System, SystemConfig, TwoTowers
 from medvl.models.checkpoint import described_model, load, save, warm_start
 from medvl.models.registry import system
-from medvl.models.weights import MODEL_FILES, TOKENIZER, find_checkpoint, hub_advice, manifests_of, on_hub
+from medvl.models.weights import (
+    MODEL_FILES,
+    TOKENIZER,
+    find_checkpoint,
+    hub_advice,
+    manifests_of,
+    on_hub,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,31 +45,45 @@ def create_model(
     """Create a system by name or configuration, or load one from a checkpoint directory.
 
     Args:
-        name: "convirt", ...; or a configuration such as `ConVIRTConfig(...)`; or a checkpoint, as `load` takes it.
-        pretrained: True starts both encoders from their presets' published weights (hub, pinned revision); None and
-            False initialise at random from torch's generator and never use the network. An encoder whose weights are
-            named by `image_weights` or `text_weights` starts from those in either case.
-        tokenizer: the tokenizer or its folder. Default: that of `init_from` or `text_weights`; with `pretrained`, the
-            text encoder's own from the hub; else none, and the model takes token ids only.
-        init_from: checkpoint to start from: all weights of the same system, which replace `pretrained`, or the image
-            and text encoder of another system.
-        settings: fields of the system's configuration that differ from the published ones; weights of your own are
-            `image_weights=FILE` and `text_weights=FILE_OR_FOLDER`.
+        name: "convirt", ...; or a configuration such as `ConVIRTConfig(...)`; or a checkpoint, as
+            `load` takes it.
+        pretrained: True starts both encoders from their presets' published weights (hub, pinned
+            revision); None and False initialise at random from torch's generator and never use the
+            network. An encoder whose weights are named by `image_weights` or `text_weights` starts
+            from those in either case.
+        tokenizer: the tokenizer or its folder. Default: that of `init_from` or `text_weights`; with
+            `pretrained`, the text encoder's own from the hub; else none, and the model takes token
+            ids only.
+        init_from: checkpoint to start from: all weights of the same system, which replace
+            `pretrained`, or the image and text encoder of another system.
+        settings: fields of the system's configuration that differ from the published ones; weights
+            of your own are `image_weights=FILE` and `text_weights=FILE_OR_FOLDER`.
 
     Raises:
-        ConfigError: the name or a setting is unknown, or the tokenizer does not fit the text encoder.
+        ConfigError: the name or a setting is unknown, or the tokenizer does not fit the text
+            encoder.
         WeightsError: pretrained weights are not available or do not fit.
         CheckpointError: `init_from` is not a complete checkpoint, or does not fit the model.
     """
     if isinstance(name, str | Path) and (Path(name).is_dir() or on_hub(name)):
         if settings or (pretrained, tokenizer, init_from) != (None, None, None):
-            raise ConfigError(f"{name} is a checkpoint with its own settings and tokenizer: leave them out", "conflict")
+            raise ConfigError(
+                f"{name} is a checkpoint with its own settings and tokenizer: leave them out",
+                "conflict",
+            )
         return load(name)
     if pretrained not in (None, False, True):
-        message = f"expected True or False, got {str(pretrained)!r}; use image_weights and text_weights for own weights"
+        message = (
+            f"expected True or False, got {str(pretrained)!r}; use image_weights and "
+            f"text_weights for own weights"
+        )
         raise ConfigError(message, "wrong_type", field="pretrained")
     cls, config = _configuration(name, settings)
-    own = [part for part in ("image_weights", "text_weights") if getattr(config, part, None) is not None]
+    own = [
+        part
+        for part in ("image_weights", "text_weights")
+        if getattr(config, part, None) is not None
+    ]
     continues, own_text = False, "text_weights" in own
     if init_from is not None:
         if own:
@@ -72,25 +93,35 @@ def create_model(
     folder = _words_folder(config, init_from if takes_words else None)
     new_words = getattr(config, "new_vocabulary", False)
     if new_words and tokenizer is None:
-        raise ConfigError("new_vocabulary needs its tokenizer; give one", "missing", field="tokenizer")
+        raise ConfigError(
+            "new_vocabulary needs its tokenizer; give one", "missing", field="tokenizer"
+        )
     tokenizer = _open_tokenizer(tokenizer, folder, config, bool(pretrained))
     if tokenizer is not None:
-        is_table = getattr(config, "text_encoder", "") == "static"  # whose rows are the tokenizer's words
+        is_table = (
+            getattr(config, "text_encoder", "") == "static"
+        )  # whose rows are the tokenizer's words
         has_words = continues or (not is_table and (bool(pretrained) or own_text))
         config = _fit_vocabulary(config, tokenizer, has_words and not new_words)
         if own_text and not new_words and folder is not None and has_tokenizer(folder):
             _compare_vocabularies(tokenizer, folder)
     if own:
-        model = _from_own_weights(cls.build(config, pretrained=False, tokenizer=tokenizer), bool(pretrained))
+        model = _from_own_weights(
+            cls.build(config, pretrained=False, tokenizer=tokenizer), bool(pretrained)
+        )
     else:
-        model = cls.build(config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer)
+        model = cls.build(
+            config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer
+        )
     if init_from is not None:
         warm_start(model, init_from)
     return _without_folder(model)
 
 
 def _without_folder(model: System) -> System:
-    """Describe a text encoder that was named by a local folder in the settings, so that checkpoints do not need it."""
+    """Describe a text encoder that was named by a local folder in the settings, so that
+    checkpoints do not need it.
+    """
     name = getattr(model.config, "text_encoder", "")
     described = without_folder(name)
     if described != name:
@@ -101,7 +132,9 @@ def _without_folder(model: System) -> System:
 def _open_tokenizer(
     tokenizer: Tokenizer | Path | str | None, folder: Path | None, config: Any, pretrained: bool
 ) -> Tokenizer | None:
-    """Return the given tokenizer, or the one of `folder`, or that of the published weights of the text encoder."""
+    """Return the given tokenizer, or the one of `folder`, or that of the published weights of
+    the text encoder.
+    """
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = folder
     if tokenizer is None:
@@ -109,13 +142,20 @@ def _open_tokenizer(
     if isinstance(tokenizer, str | Path):
         family, _, model = getattr(config, "text_encoder", "").partition(":")
         canonical = family == "open_clip" and uses_canonical_text(model)
-        return load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
+        return load_tokenizer(
+            tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None
+        )
     return tokenizer
 
 
 def _published_tokenizer(config: Any, pretrained: bool) -> Tokenizer | None:
-    """Return the tokenizer of the hub repository that `text_weights` names, or with `pretrained` the text encoder's."""
-    name, address = getattr(config, "text_encoder", ""), hub_address(getattr(config, "text_weights", None))
+    """Return the tokenizer of the hub repository that `text_weights` names, or with `pretrained`
+    the text encoder's.
+    """
+    name, address = (
+        getattr(config, "text_encoder", ""),
+        hub_address(getattr(config, "text_weights", None)),
+    )
     if address is not None and (name in TEXT_PRESETS or name.startswith("hf:")):
         hub_id, revision = address
         return load_tokenizer(hub_id, revision=revision, max_tokens=config.max_tokens)
@@ -123,10 +163,14 @@ def _published_tokenizer(config: Any, pretrained: bool) -> Tokenizer | None:
 
 
 def _compare_vocabularies(tokenizer: Tokenizer, folder: Path) -> None:
-    """Warn if the weights in a folder have another vocabulary, which may be of equal size (BERT, PubMedBERT)."""
+    """Warn if the weights in a folder have another vocabulary, which may be of equal size (BERT,
+    PubMedBERT).
+    """
     if load_tokenizer(folder).vocabulary != tokenizer.vocabulary:
         _LOG.warning(
-            "the weights in %s have another vocabulary than the tokenizer: words get the vectors of other words", folder
+            "the weights in %s have another vocabulary than the tokenizer: words get the "
+            "vectors of other words",
+            folder,
         )
 
 
@@ -139,18 +183,27 @@ def _words_folder(config: Any, init_from: Path | str | None) -> Path | None:
 
 
 def _from_own_weights(model: System, pretrained: bool) -> System:
-    """Load the weights that the model's config names; `pretrained` applies to an encoder without any."""
+    """Load the weights that the model's config names; `pretrained` applies to an encoder without
+    any.
+    """
     config: Any = model.config
     published = pretrained and isinstance(model, TwoTowers)
     own_image, own_text = (getattr(config, f"{part}_weights", None) for part in ("image", "text"))
-    model.load_encoders(own_image or (pretrained and hasattr(config, "image_weights")), own_text or published)
+    model.load_encoders(
+        own_image or (pretrained and hasattr(config, "image_weights")), own_text or published
+    )
     return model
 
 
 def _continued(cls: type[System], config: Any, folder: Path) -> tuple[Any, bool]:
-    """Return the config, with the vocabulary size of a checkpoint of the same system, and whether it is of that one."""
+    """Return the config, with the vocabulary size of a checkpoint of the same system, and
+    whether it is of that one.
+    """
     if not cls.shared_encoders:
-        message = f"init_from needs a system with an image or a text encoder, got {cls.name}; use its own function"
+        message = (
+            f"init_from needs a system with an image or a text encoder, got {cls.name}; "
+            f"use its own function"
+        )
         raise ConfigError(message, "unsupported", field="init_from")
     described = described_model(folder)
     if described["name"] != cls.name:
@@ -160,7 +213,9 @@ def _continued(cls: type[System], config: Any, folder: Path) -> tuple[Any, bool]
     return config, True
 
 
-def _configuration(name: str | Path | SystemConfig, settings: Mapping[str, Any]) -> tuple[type[System], Any]:
+def _configuration(
+    name: str | Path | SystemConfig, settings: Mapping[str, Any]
+) -> tuple[type[System], Any]:
     if isinstance(name, str | Path):
         if advice := hub_advice(name):
             raise ConfigError(f"there is no folder {name}; {advice}", "unknown_name", field="name")
@@ -168,13 +223,19 @@ def _configuration(name: str | Path | SystemConfig, settings: Mapping[str, Any])
         return cls, from_dict(cls.Config, settings)
     if not hasattr(name, "system"):
         kind = type(name).__name__
-        raise ConfigError(f"expected a name or the configuration of a system, got a {kind}", "wrong_type", field="name")
+        raise ConfigError(
+            f"expected a name or the configuration of a system, got a {kind}",
+            "wrong_type",
+            field="name",
+        )
     cls = system(name.system)
     return cls, from_dict(cls.Config, {**vars(name), **settings})
 
 
 def preset_tokenizer(text_encoder: str, max_tokens: int | None) -> Tokenizer | None:
-    """Return the published tokenizer of a text encoder; None where there is none. Raises WeightsError offline."""
+    """Return the published tokenizer of a text encoder; None where there is none. Raises
+    WeightsError offline.
+    """
     preset = TEXT_PRESETS.get(text_encoder)
     if preset is None:
         family, _, model = text_encoder.partition(":")
@@ -188,12 +249,15 @@ def preset_tokenizer(text_encoder: str, max_tokens: int | None) -> Tokenizer | N
 
 
 def _fit_vocabulary(config: Any, tokenizer: Tokenizer, pretrained: bool) -> Any:
-    """Return the config with as many embeddings as the tokenizer has ids, unless published weights fix the number."""
+    """Return the config with as many embeddings as the tokenizer has ids, unless published
+    weights fix the number.
+    """
     if config.vocab_size is None and not pretrained:
         return dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the text encoder {config.vocab_size} embeddings: "
+            f"the tokenizer has {tokenizer.vocab_size} ids and the text encoder "
+            f"{config.vocab_size} embeddings: "
             "take the text encoder's own tokenizer, or raise vocab_size",
             "mismatch",
             field="tokenizer",
@@ -207,37 +271,51 @@ def _fit_vocabulary(config: Any, tokenizer: Tokenizer, pretrained: bool) -> Any:
 def create_model_and_transforms(
     name: str | Path | SystemConfig, **settings: Any
 ) -> tuple[System, EvalTransform, Tokenizer | None]:
-    """Return a model, its image transform and its tokenizer; the arguments are those of `create_model`.
+    """Return a model, its image transform and its tokenizer; the arguments are those of
+    `create_model`.
 
-    open_clip returns a training and a validation transform; here the second value prepares images for inference, and
-    training augments in the loader.
+    open_clip returns a training and a validation transform; here the second value prepares images
+    for inference, and training augments in the loader.
     """
     model = create_model(name, **settings)
     return model, model.transform, model.tokenizer
 
 
 def get_tokenizer(name: str | Path, *, max_tokens: int | None = None) -> Tokenizer:
-    """Return the tokenizer of a checkpoint (as `load` takes it), of a system's default text encoder, or of a preset.
+    """Return the tokenizer of a checkpoint (as `load` takes it), of a system's default text
+    encoder, or of a preset.
 
     Those of presets come from the hub at a pinned revision, or from the local cache.
 
-    Raises ConfigError where there is no such name, or it has no tokenizer; WeightsError if it cannot be downloaded.
+    Raises ConfigError where there is no such name, or it has no tokenizer; WeightsError if it
+    cannot be downloaded.
     """
     if Path(name).is_dir() or on_hub(name):
         folder = find_checkpoint(name)
         folder = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else folder
         if not has_tokenizer(folder):
-            raise CheckpointError(f"{name} has no tokenizer: the model takes token ids only", "not_found")
+            raise CheckpointError(
+                f"{name} has no tokenizer: the model takes token ids only", "not_found"
+            )
         return load_tokenizer(folder, max_tokens=max_tokens)
-    encoder = str(name) if str(name) in TEXT_PRESETS else getattr(system(str(name)).Config, "text_encoder", None)
+    encoder = (
+        str(name)
+        if str(name) in TEXT_PRESETS
+        else getattr(system(str(name)).Config, "text_encoder", None)
+    )
     tokenizer = None if encoder is None else preset_tokenizer(encoder, max_tokens)
     if tokenizer is None:
-        raise ConfigError(f"{name} has no published tokenizer; use load_tokenizer(FOLDER)", "unsupported", field="name")
+        raise ConfigError(
+            f"{name} has no published tokenizer; use load_tokenizer(FOLDER)",
+            "unsupported",
+            field="name",
+        )
     return tokenizer
 
 
 def from_pretrained(name: Path | str, *, revision: str | None = None) -> System:
-    """Load a model in eval mode, as `load`; `revision` is a commit, branch or tag of a model on the hub.
+    """Load a model in eval mode, as `load`; `revision` is a commit, branch or tag of a model on the
+    hub.
 
     With a revision, `hf-hub:` may be left out.
 
@@ -246,7 +324,11 @@ def from_pretrained(name: Path | str, *, revision: str | None = None) -> System:
     if revision is None:
         return load(name)
     if Path(name).exists():
-        raise ConfigError(f"{name} is a folder, which has no revisions; leave it out", "conflict", field="revision")
+        raise ConfigError(
+            f"{name} is a folder, which has no revisions; leave it out",
+            "conflict",
+            field="revision",
+        )
     return load(f"{HUB_PREFIX}{str(name).removeprefix(HUB_PREFIX)}@{revision}")
 
 
@@ -263,15 +345,19 @@ def save_pretrained(
     Args:
         model: any system.
         folder: must not exist, or be empty.
-        licence: SPDX identifier of the weights' licence for the card, such as "mit"; None: not stated.
+        licence: SPDX identifier of the weights' licence for the card, such as "mit"; None: not
+            stated.
         results: metric -> value for the card.
-        run: how the model was trained (`medvl.models.save`); None: the record that the model was loaded with.
+        run: how the model was trained (`medvl.models.save`); None: the record that the model was
+            loaded with.
 
     Raises ConfigError if the folder has files.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty: give a new folder", "exists", field="folder")
+        raise ConfigError(
+            f"{folder} exists and is not empty: give a new folder", "exists", field="folder"
+        )
     described = dict(model.provenance if run is None else run)
     if "train_manifest" not in described and isinstance(model.transform, OriginalTransform):
         described["train_manifest"] = manifests_of(model)[0]
@@ -291,10 +377,11 @@ def push_to_hub(
     licence: str | None = None,
     results: Mapping[str, float] | None = None,
 ) -> str:
-    """Upload a model with its model card to the Hugging Face hub; return its name for `load`, with the commit.
+    """Upload a model with its model card to the Hugging Face hub; return its name for `load`, with
+    the commit.
 
-    The manifests of the training data go along (names of corpora, counts, salted hashes of patients), and in
-    `config.json` the settings of the run, with its paths.
+    The manifests of the training data go along (names of corpora, counts, salted hashes of
+    patients), and in `config.json` the settings of the run, with its paths.
 
     Args:
         model: any system.
@@ -318,7 +405,8 @@ def push_to_hub(
         folder = save_pretrained(model, Path(temporary) / "model", licence=licence, results=results)
         api = huggingface_hub.HfApi(token=token)
         with hub_errors(
-            f"{hub_id} cannot be uploaded", "; log in with `hf auth login`, or give a token that may write"
+            f"{hub_id} cannot be uploaded",
+            "; log in with `hf auth login`, or give a token that may write",
         ):
             api.create_repo(hub_id, private=private, exist_ok=True)
             commit = api.upload_folder(
@@ -329,12 +417,17 @@ def push_to_hub(
 
 
 def list_pretrained(match: str = "*") -> list[tuple[str, str]]:
-    """Return (encoder, weights) of all published weights that medvl names, sorted; `weights` is OWNER/NAME@COMMIT.
+    """Return (encoder, weights) of all published weights that medvl names, sorted; `weights` is
+    OWNER/NAME@COMMIT.
 
-    `create_image_encoder(encoder, pretrained=True)` and `create_text_encoder` load them, and `create_model(...,
-    pretrained=True)` starts from them. Complete systems that others published are read from their files by
-    `medvl import` (`medvl import --list`). `match` is a wildcard for the encoder's name.
+    `create_image_encoder(encoder, pretrained=True)` and `create_text_encoder` load them, and
+    `create_model(..., pretrained=True)` starts from them. Complete systems that others published
+    are read from their files by `medvl import` (`medvl import --list`). `match` is a wildcard for
+    the encoder's name.
     """
     presets: Mapping[str, Any] = {**IMAGE_PRESETS, **TEXT_PRESETS}
     named = {name: preset.weights for name, preset in presets.items() if preset.weights is not None}
-    return [(name, f"{named[name].hub_id}@{named[name].revision}") for name in sorted(fnmatch.filter(named, match))]
+    return [
+        (name, f"{named[name].hub_id}@{named[name].revision}")
+        for name in sorted(fnmatch.filter(named, match))
+    ]

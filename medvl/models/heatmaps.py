@@ -1,7 +1,7 @@
 """Heat maps over the regions of a model's input, resized to the pixels of the original image.
 
-    map_KHW = on_image(map_Khw, transform.box(height, width), height, width)    # NaN outside the box
-    maps = on_originals(map_Bhw, transform, image_BCHW, original_sizes)         # one (H, W) for each image
+    map_KHW = on_image(map_Khw, transform.box(height, width), height, width)  # NaN outside the box
+    maps = on_originals(map_Bhw, transform, image_BCHW, original_sizes)  # one (H, W) for each image
 
 h, w cells of the grid; H, W pixels of the image; K maps.
 """
@@ -15,10 +15,12 @@ from medvl.data.transforms.image import Box, EvalTransform
 
 
 def on_image(map_Khw: Tensor, box: Box, height: int, width: int) -> Tensor:
-    """Return (K, H, W) float32: the values of a grid, interpolated at the centers of the image's pixels.
+    """Return (K, H, W) float32: the values of a grid, interpolated at the centers of the image's
+    pixels.
 
-    Interpolation is linear between the centers of the cells, which divide the box evenly, and constant from the last
-    center to the edge of the box. Pixels outside of the box, which the model did not get, are NaN.
+    Interpolation is linear between the centers of the cells, which divide the box evenly, and
+    constant from the last center to the edge of the box. Pixels outside of the box, which the model
+    did not get, are NaN.
 
     Args:
         map_Khw: row-major values over the cells of a model's square input.
@@ -38,7 +40,8 @@ def on_originals(
 ) -> list[Tensor]:
     """Return one (H, W) float32 map for each image of `transform`, as `on_image`.
 
-    `original_sizes` are (height, width) of the images before `transform`; None gives maps over the model's input.
+    `original_sizes` are (height, width) of the images before `transform`; None gives maps over the
+    model's input.
     """
     if original_sizes is None:
         height, width = image_BCHW.shape[2:]
@@ -48,7 +51,9 @@ def on_originals(
 
 
 def _weights(pixels: int, start: float, length: float, cells: int, device: torch.device) -> Tensor:
-    """Return (pixels, cells): the weight of each cell for each pixel; rows sum to 1, and are NaN outside of the box."""
+    """Return (pixels, cells): the weight of each cell for each pixel; rows sum to 1, and are NaN
+    outside of the box.
+    """
     place_H = (torch.arange(pixels, device=device, dtype=torch.float64) + 0.5 - start) / length
     center_H = (place_H * cells - 0.5).clamp(0, cells - 1)
     cell_h = torch.arange(cells, device=device, dtype=torch.float64)

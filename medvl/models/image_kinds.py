@@ -27,7 +27,15 @@ _SEVERAL = ImageKind("images of several modalities")
 _CORPORA = {
     **dict.fromkeys(
         (
-            *("chestxdet10", "chexpert", "covidx", "medvill-jsonl", "mimic-cxr", "ms-cxr", "ms-cxr-t"),
+            *(
+                "chestxdet10",
+                "chexpert",
+                "covidx",
+                "medvill-jsonl",
+                "mimic-cxr",
+                "ms-cxr",
+                "ms-cxr-t",
+            ),
             *("nih-cxr14", "object-cxr", "openi", "padchest", "qata", "r2gen-annotation", "rsna"),
             *("siim", "vindr-cxr"),
         ),
@@ -46,18 +54,26 @@ _CORPORA = {
 
 
 def image_kind(corpus: Any) -> ImageKind | None:
-    """Return the kind of the images of a corpus of medvl; None for others, whose manifests do not state it."""
+    """Return the kind of the images of a corpus of medvl; None for others, whose manifests do
+    not state it.
+    """
     return _CORPORA.get(corpus) if isinstance(corpus, str) else None
 
 
 def image_kinds(manifests: Iterable[Mapping[str, Any]]) -> tuple[ImageKind | None, ...]:
-    """Return the kinds of the images of training data, each once; None stands for corpora that do not state it.
+    """Return the kinds of the images of training data, each once; None stands for corpora that do
+    not state it.
 
-    Synthetic images are of the kinds of their generators' training data. Corpora of texts alone do not count.
+    Synthetic images are of the kinds of their generators' training data. Corpora of texts alone do
+    not count.
     """
     used = [each for each in manifests if _has_images(each)]
     stated = [each for each in used if not each.get("generators")]
-    return tuple(dict.fromkeys(image_kind(each.get("corpus")) for each in [*stated, *generator_manifests(used)]))
+    return tuple(
+        dict.fromkeys(
+            image_kind(each.get("corpus")) for each in [*stated, *generator_manifests(used)]
+        )
+    )
 
 
 def _has_images(manifest: Mapping[str, Any]) -> bool:

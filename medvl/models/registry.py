@@ -7,8 +7,8 @@ A system registers itself when its module is imported:
         Config = ConVIRTConfig
         ...
 
-medvl's own modules are imported on first use. Another package adds systems with the entry point group `medvl.systems`,
-for example in its pyproject.toml:
+medvl's own modules are imported on first use. Another package adds systems with the entry point
+group `medvl.systems`, for example in its pyproject.toml:
 
     [project.entry-points."medvl.systems"]
     my_system = "my_package.my_system:MySystem"
@@ -89,19 +89,29 @@ Class = TypeVar("Class", bound=type[System])
 
 
 def register_system(name: str) -> Callable[[Class], Class]:
-    """Register the decorated `System` under `name` and its `Config` as the configuration of that system.
+    """Register the decorated `System` under `name` and its `Config` as the configuration of that
+    system.
 
-    Raises ConfigError where the name belongs to another class, or the class has no `Config` of its own.
+    Raises ConfigError where the name belongs to another class, or the class has no `Config` of its
+    own.
     """
 
     def register(cls: Class) -> Class:
         place, known = (cls.__module__, cls.__qualname__), _CLASSES.get(name)
         if _MODULES.get(name, cls.__module__) != cls.__module__ or (
-            known is not None and (known.__module__, known.__qualname__) != place  # a notebook may run a cell again
+            known is not None
+            and (known.__module__, known.__qualname__) != place  # a notebook may run a cell again
         ):
-            raise ConfigError(f"a system named {name!r} exists already: choose another name", "exists", field="name")
+            raise ConfigError(
+                f"a system named {name!r} exists already: choose another name",
+                "exists",
+                field="name",
+            )
         if vars(cls.Config).get("system", name) != name:
-            message = f"{cls.__name__} needs a Config of its own: {cls.Config.__name__} is {cls.Config.system!r}'s"
+            message = (
+                f"{cls.__name__} needs a Config of its own: {cls.Config.__name__} is "
+                f"{cls.Config.system!r}'s"
+            )
             raise ConfigError(message, "conflict", field="Config")
         cls.name = cls.Config.system = name
         _CLASSES[name] = cls
@@ -139,13 +149,23 @@ def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
 
 
 def _load(point: importlib.metadata.EntryPoint) -> type[System]:
-    """Return the class of an entry point. Raises ConfigError unless it is a system registered under the same name."""
+    """Return the class of an entry point. Raises ConfigError unless it is a system registered
+    under the same name.
+    """
     source = f"system {point.name!r} of entry point {point.value!r}"
     try:
         cls = point.load()
     except Exception as error:  # code of another package may raise anything
-        raise ConfigError(f"{source} cannot be imported ({type(error).__name__}: {error})", "unsupported") from error
-    if not (isinstance(cls, type) and issubclass(cls, System)) or getattr(cls, "name", None) != point.name:
-        message = f'expected {source} to be a System decorated with @register_system("{point.name}"), got {cls!r}'
+        raise ConfigError(
+            f"{source} cannot be imported ({type(error).__name__}: {error})", "unsupported"
+        ) from error
+    if (
+        not (isinstance(cls, type) and issubclass(cls, System))
+        or getattr(cls, "name", None) != point.name
+    ):
+        message = (
+            f"expected {source} to be a System decorated with "
+            f'@register_system("{point.name}"), got {cls!r}'
+        )
         raise ConfigError(message, "wrong_type")
     return cls

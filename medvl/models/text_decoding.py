@@ -1,8 +1,10 @@
-"""Text generation token by token: greedy search, beam search or sampling, with any model that scores the next token.
+"""Text generation token by token: greedy search, beam search or sampling, with any model that
+scores the next token.
 
 A model is given the tokens that it has generated so far, never a reference text.
 
-B samples, K hypotheses a sample, R = B * K rows (those of a sample side by side), V vocabulary, T tokens.
+B samples, K hypotheses a sample, R = B * K rows (those of a sample side by side), V vocabulary, T
+tokens.
 """
 
 import dataclasses
@@ -25,17 +27,25 @@ class Decoding:
     max_tokens: int | None = None
     """Maximum number of tokens, including the closing one; None: as in training."""
     length_penalty: float = 0.0
-    """Hypotheses are compared by the sum of their tokens' log-probabilities over ((5 + length) / 6) ** length_penalty
-    (Wu et al., arXiv 1609.08144, equation 14): 0 is the plain sum, which favours short texts; 1 is near the mean."""
+    """Hypotheses are compared by the sum of their tokens' log-probabilities over ((5 + length) / 6)
+    ** length_penalty (Wu et al., arXiv 1609.08144, equation 14): 0 is the plain sum, which favours
+    short texts; 1 is near the mean.
+    """
 
     block_ngrams: int = 0
-    """Length of n-grams that are not repeated within a text, 3 for trigrams; 0 allows every repetition."""
+    """Length of n-grams that are not repeated within a text, 3 for trigrams; 0 allows every
+    repetition.
+    """
     ngram_penalty: float | None = None
-    """Penalty subtracted from the log-probability of a token for each earlier occurrence of the n-gram that it would
-    complete, in place of forbidding repetitions. R2Gen's code has 2 ln 2 = 1.386. None forbids them."""
+    """Penalty subtracted from the log-probability of a token for each earlier occurrence of the
+    n-gram that it would complete, in place of forbidding repetitions. R2Gen's code has 2 ln 2 =
+    1.386. None forbids them.
+    """
 
     samples: int = 0
-    """Number of texts to sample from the model's distribution for each sample, instead of a search for the best."""
+    """Number of texts to sample from the model's distribution for each sample, instead of a
+    search for the best.
+    """
     seed: int = 0
     """Seed of sampling. The texts of a sample also depend on its position in the batch."""
 
@@ -46,7 +56,10 @@ class Decoding:
             message = f"samples excludes beams and length_penalty, got {self.samples}"
             raise ConfigError(message, "conflict", field="samples")
         if self.ngram_penalty is not None and not self.block_ngrams:
-            message = f"ngram_penalty {self.ngram_penalty} needs block_ngrams; set the length of the n-grams"
+            message = (
+                f"ngram_penalty {self.ngram_penalty} needs block_ngrams; set the length "
+                f"of the n-grams"
+            )
             raise ConfigError(message, "conflict", field="ngram_penalty")
 
 
@@ -71,17 +84,26 @@ class NextToken(Protocol):
         """(B, V): logits of the first token."""
 
     def next(self, ids_R: Tensor, parent_R: Tensor) -> Tensor:
-        """(R, V): logits of the token after `ids_R`, which continue the rows `parent_R` of the previous call."""
+        """(R, V): logits of the token after `ids_R`, which continue the rows `parent_R` of the
+        previous call.
+        """
 
 
 @torch.no_grad()
 def search(
-    model: NextToken, decoding: Decoding, *, max_tokens: int, end_id: int, pad_id: int, never: Sequence[int]
+    model: NextToken,
+    decoding: Decoding,
+    *,
+    max_tokens: int,
+    end_id: int,
+    pad_id: int,
+    never: Sequence[int],
 ) -> Generated:
     """Return the best text of a beam search for each sample, or `decoding.samples` sampled texts.
 
-    A finished hypothesis keeps its score and stays among the K until better ones replace it. The search ends when all
-    are finished or `max_tokens` long. One beam is greedy decoding with any length penalty.
+    A finished hypothesis keeps its score and stays among the K until better ones replace it. The
+    search ends when all are finished or `max_tokens` long. One beam is greedy decoding with any
+    length penalty.
 
     Args:
         model: scores the next token.
@@ -91,7 +113,9 @@ def search(
         pad_id: padding of shorter texts.
         never: ids that must not appear in a text.
     """
-    never_N = torch.tensor(sorted(never), dtype=torch.int64)  # without ids, torch would make it a float
+    never_N = torch.tensor(
+        sorted(never), dtype=torch.int64
+    )  # without ids, torch would make it a float
     logits_RV = model.first()
     batch, device = len(logits_RV), logits_RV.device
     hypotheses = _Hypotheses(
@@ -104,11 +128,15 @@ def search(
     while True:
         log_RV = logits_RV.float().index_fill(1, never_N.to(device), -torch.inf).log_softmax(dim=1)
         log_RV = log_RV - _repetition_penalty(hypotheses.ids_BKT.flatten(0, 1), log_RV, decoding)
-        parent_BK, hypotheses = hypotheses.extend(log_RV.unflatten(0, (batch, -1)), decoding, end_id, generator)
+        parent_BK, hypotheses = hypotheses.extend(
+            log_RV.unflatten(0, (batch, -1)), decoding, end_id, generator
+        )
         if hypotheses.ids_BKT.shape[2] == max_tokens or bool(hypotheses.ended_BK.all()):
             return hypotheses.texts(decoding, pad_id)
         first_B1 = torch.arange(batch, device=device)[:, None] * (len(logits_RV) // batch)
-        logits_RV = model.next(hypotheses.ids_BKT[:, :, -1].flatten(), (first_B1 + parent_BK).flatten())
+        logits_RV = model.next(
+            hypotheses.ids_BKT[:, :, -1].flatten(), (first_B1 + parent_BK).flatten()
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +153,9 @@ class _Hypotheses:
     def extend(
         self, log_BKV: Tensor, decoding: Decoding, end_id: int, generator: torch.Generator
     ) -> tuple[Tensor, "_Hypotheses"]:
-        """Return the parent of each new hypothesis, and the new hypotheses; finished ones repeat the closing token."""
+        """Return the parent of each new hypothesis, and the new hypotheses; finished ones repeat
+        the closing token.
+        """
         vocabulary = log_BKV.shape[2]
         stay_V = torch.full_like(log_BKV[0, 0], -torch.inf).index_fill(
             0, torch.tensor(end_id, device=log_BKV.device), 0
@@ -136,10 +166,14 @@ class _Hypotheses:
         if decoding.samples:
             place_BK = _sample(log_BKV, decoding.samples, generator)
         else:
-            ranked_BN = total_BN / _penalty(length_BK, decoding.length_penalty).repeat_interleave(vocabulary, dim=1)
+            ranked_BN = total_BN / _penalty(length_BK, decoding.length_penalty).repeat_interleave(
+                vocabulary, dim=1
+            )
             place_BK = ranked_BN.topk(min(decoding.beams, ranked_BN.shape[1]), dim=1).indices
         parent_BK, ids_BK = place_BK // vocabulary, place_BK % vocabulary
-        before_BKT = self.ids_BKT.gather(1, parent_BK[:, :, None].expand(-1, -1, self.ids_BKT.shape[2]))
+        before_BKT = self.ids_BKT.gather(
+            1, parent_BK[:, :, None].expand(-1, -1, self.ids_BKT.shape[2])
+        )
         return parent_BK, _Hypotheses(
             ids_BKT=torch.cat([before_BKT, ids_BK[:, :, None]], dim=2),
             total_BK=total_BN.gather(1, place_BK),
@@ -157,7 +191,8 @@ class _Hypotheses:
         return Generated(
             ids_BT=self.ids_BKT[:, chosen, :width].flatten(0, 1).masked_fill(~mask_RT, pad_id),
             mask_BT=mask_RT,
-            score_B=self.total_BK[:, chosen].flatten() / _penalty(length_R, decoding.length_penalty),
+            score_B=self.total_BK[:, chosen].flatten()
+            / _penalty(length_R, decoding.length_penalty),
             ended_B=ended_R,
         )
 
@@ -174,7 +209,9 @@ def _sample(log_BKV: Tensor, samples: int, generator: torch.Generator) -> Tensor
 
 
 def _repetition_penalty(ids_RT: Tensor, log_RV: Tensor, decoding: Decoding) -> Tensor:
-    """(R, V): penalty of each token for the n-gram that it would repeat; infinite where this is forbidden."""
+    """(R, V): penalty of each token for the n-gram that it would repeat; infinite where this is
+    forbidden.
+    """
     length, tokens = decoding.block_ngrams, ids_RT.shape[1]
     none_RV = torch.zeros_like(log_RV)
     if not length or tokens < length:

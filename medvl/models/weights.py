@@ -1,7 +1,9 @@
-"""Weights of a checkpoint: one safetensors file, or the parts that the ranks of a sharded run wrote side by side.
+"""Weights of a checkpoint: one safetensors file, or the parts that the ranks of a sharded run wrote
+side by side.
 
     model.safetensors                                          one process wrote all
-    weights/shard-00001-model-00001-of-00001.safetensors, ...  each rank wrote its own (`torch.distributed.checkpoint`)
+    weights/shard-00001-model-00001-of-00001.safetensors, ...
+        each rank wrote its own (`torch.distributed.checkpoint`)
 
 Both are read without pickle, by any number of processes.
 """
@@ -34,16 +36,17 @@ from medvl.errors import CheckpointError, MedvlError, WeightsError
 # built for.
 
 _FACTOR, _SLACK = 4, 2**26
-"""Limit of the elements that building a model may allocate: a multiple of those of the weights, plus a constant for
-buffers that are not saved."""
+"""Limit of the elements that building a model may allocate: a multiple of those of the weights,
+plus a constant for buffers that are not saved.
+"""
 
 
 class AllocationLimit(TorchDispatchMode):
     """Context in which new tensors may have a few times a number of elements, all together.
 
-    The sizes in a configuration, or in the names of a file's tensors, are not checked before the model is built. So
-    that damaged or foreign ones cannot exhaust the memory, each new tensor is measured on the meta device before it is
-    allocated.
+    The sizes in a configuration, or in the names of a file's tensors, are not checked before the
+    model is built. So that damaged or foreign ones cannot exhaust the memory, each new tensor is
+    measured on the meta device before it is allocated.
 
     Args:
         elements: number of elements of the weights.
@@ -55,9 +58,15 @@ class AllocationLimit(TorchDispatchMode):
         self._left, self._error = _FACTOR * elements + _SLACK, error
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, counting the elements that it allocates if it creates a tensor from nothing."""
+        """Run an operator, counting the elements that it allocates if it creates a tensor from
+        nothing.
+        """
         kwargs = dict(kwargs or {})
         if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type != "meta":
             self._count(func, args, kwargs)
@@ -74,7 +83,9 @@ class AllocationLimit(TorchDispatchMode):
 
 
 def elements_of(files: Iterable[Path]) -> int:
-    """Return the number of elements in safetensors files. Raises what `safetensors.safe_open` does for damaged ones."""
+    """Return the number of elements in safetensors files. Raises what `safetensors.safe_open`
+    does for damaged ones.
+    """
     elements = 0
     for path in files:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -86,13 +97,22 @@ def elements_of(files: Iterable[Path]) -> int:
 # Folder of a checkpoint from the argument of a user: a checkpoint, a run, or a model on the
 # Hugging Face hub.
 
-CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
+CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer",
+    "train_manifest.json",
+)
 WEIGHT_PARTS = "weights"
-"""Folder of a checkpoint whose weights were written by several ranks, each its own part, instead of one file."""
+"""Folder of a checkpoint whose weights were written by several ranks, each its own part, instead
+of one file.
+"""
 TRAIN_STATE = "train_state"
 """Folder of a checkpoint with the state of the training run, which a model does not need."""
 ANCESTORS = "ancestor_manifests.json"
-"""File of a checkpoint with the training manifests of the checkpoints that its run started from, and of theirs."""
+"""File of a checkpoint with the training manifests of the checkpoints that its run started from,
+and of theirs.
+"""
 CARD = "README.md"
 """File of a checkpoint with its model card."""
 MODEL_FILES = (CONFIG, WEIGHTS, f"{TOKENIZER}/*", TRAIN_MANIFEST, ANCESTORS, CARD)
@@ -107,8 +127,9 @@ def find_checkpoint(source: Path | str) -> Path:
     """Return the folder of a checkpoint.
 
     Args:
-        source: the folder of a checkpoint; or of a run, for its best checkpoint, or its last one where it has no best;
-            or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded. Other paths are returned as they are.
+        source: the folder of a checkpoint; or of a run, for its best checkpoint, or its last one
+            where it has no best; or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded. Other
+            paths are returned as they are.
 
     Raises CheckpointError "not_found" for a model of the hub that is not available.
     """
@@ -131,13 +152,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return the sha256 of a checkpoint's weights; of weights in several parts that of their hashes."""
+    """Return the sha256 of a checkpoint's weights; of weights in several parts that of their
+    hashes.
+    """
     hashes = [sha256(file) for file in weight_files(folder)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def nearby_checkpoints(folder: Path) -> str:
-    """Return advice that names the runs and checkpoints in a folder, the first five; "" where there are none."""
+    """Return advice that names the runs and checkpoints in a folder, the first five; "" where
+    there are none.
+    """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     found = [str(entry) for entry in entries if (_of_run(entry) / CONFIG).is_file()]
     more = ", ..." if len(found) > _SHOWN_CHECKPOINTS else ""
@@ -145,12 +170,16 @@ def nearby_checkpoints(folder: Path) -> str:
 
 
 def on_hub(source: Path | str) -> bool:
-    """Return whether `find_checkpoint` takes a name from the hub: one that begins with `hf-hub:`."""
+    """Return whether `find_checkpoint` takes a name from the hub: one that begins with
+    `hf-hub:`.
+    """
     return str(source).startswith(HUB_PREFIX)
 
 
 def hub_advice(source: Path | str) -> str:
-    """Return advice for a path that does not exist, but may be meant as the name of a model on the hub; else ""."""
+    """Return advice for a path that does not exist, but may be meant as the name of a model on
+    the hub; else "".
+    """
     name = str(source)
     is_possible = not on_hub(source) and not Path(source).exists() and _is_hub_name(name)
     return f"for a model of the hub write {HUB_PREFIX}{name}" if is_possible else ""
@@ -164,23 +193,30 @@ def _is_hub_name(name: str) -> bool:
 def _of_run(folder: Path) -> Path:
     if (folder / CONFIG).is_file():
         return folder
-    return next((folder / name for name in (BEST, LAST) if (folder / name / CONFIG).is_file()), folder)
+    return next(
+        (folder / name for name in (BEST, LAST) if (folder / name / CONFIG).is_file()), folder
+    )
 
 
 def limited_allocation(folder: Path) -> AllocationLimit:
-    """Return a context for building the model of a checkpoint's configuration. Raises CheckpointError."""
+    """Return a context for building the model of a checkpoint's configuration. Raises
+    CheckpointError.
+    """
     files = weight_files(folder)
     with _weights_errors(folder):
         _check_regular(files)
         elements = elements_of(files)
-    message = f"{files[0]} does not fit the configuration beside it, whose model has far more parameters"
+    message = (
+        f"{files[0]} does not fit the configuration beside it, whose model has far more parameters"
+    )
     return AllocationLimit(elements, CheckpointError(message, "mismatch"))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the complete weights of a checkpoint.
 
-    Raises CheckpointError where they are missing or damaged, or a value is NaN or infinite ("nonfinite").
+    Raises CheckpointError where they are missing or damaged, or a value is NaN or infinite
+    ("nonfinite").
     """
     if (folder / WEIGHT_PARTS).is_dir():
         tensors = join_parts(folder / WEIGHT_PARTS)
@@ -193,8 +229,13 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def join_parts(folder: Path) -> dict[str, Tensor]:
-    """Return the complete tensors of a folder of parts. Raises CheckpointError where one is missing or damaged."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, TensorStorageMetadata  # takes a second
+    """Return the complete tensors of a folder of parts. Raises CheckpointError where one is
+    missing or damaged.
+    """
+    from torch.distributed.checkpoint import (
+        HuggingFaceStorageReader,
+        TensorStorageMetadata,
+    )  # takes a second
 
     _check_regular(sorted(folder.iterdir()))
     try:
@@ -203,7 +244,9 @@ def join_parts(folder: Path) -> dict[str, Tensor]:
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             if math.prod(entry.size) != sum(math.prod(chunk.sizes) for chunk in entry.chunks):
-                raise CheckpointError(f"{folder} lacks a part of {name}: a file is missing or damaged", "malformed")
+                raise CheckpointError(
+                    f"{folder} lacks a part of {name}: a file is missing or damaged", "malformed"
+                )
             tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         for path in {Path(part.relative_path) for part in (metadata.storage_data or {}).values()}:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -211,18 +254,24 @@ def join_parts(folder: Path) -> dict[str, Tensor]:
                 for name, entry in offsets.items():
                     part = file.get_tensor(name)
                     starts = zip(entry["saved_offsets"], part.shape, strict=True)
-                    tensors[name][tuple(slice(start, start + length) for start, length in starts)] = part
+                    tensors[name][
+                        tuple(slice(start, start + length) for start, length in starts)
+                    ] = part
     except (safetensors.SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
-        message = f"{folder} has no complete parts of a checkpoint ({type(error).__name__}): it is damaged"
+        message = (
+            f"{folder} has no complete parts of a checkpoint ({type(error).__name__}): it "
+            f"is damaged"
+        )
         raise CheckpointError(message, "malformed") from None
     return tensors
 
 
 def consolidate(checkpoint: Path | str, out: Path) -> Path:
-    """Write the model of a checkpoint with weights in one `model.safetensors`, and return its folder.
+    """Write the model of a checkpoint with weights in one `model.safetensors`, and return its
+    folder.
 
-    The state of the training is left out: a run resumes from its own checkpoints, on any number of ranks. The complete
-    weights are held in memory.
+    The state of the training is left out: a run resumes from its own checkpoints, on any number of
+    ranks. The complete weights are held in memory.
 
     Args:
         checkpoint: a checkpoint of a training run or the run (`find_checkpoint`).
@@ -236,23 +285,34 @@ def consolidate(checkpoint: Path | str, out: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist", "not_found")
     if not (folder / MARKER).is_file():
-        raise CheckpointError(f"{folder} has no {MARKER}, without which a missing part is not noticed", "missing")
+        raise CheckpointError(
+            f"{folder} has no {MARKER}, without which a missing part is not noticed", "missing"
+        )
     check_marker(folder, exclude=TRAIN_STATE)
     tensors = read_weights(folder)
     with folders.new_folder(out) as aside:
-        for path in (found for pattern in MODEL_FILES for found in folder.glob(pattern) if found.name != WEIGHTS):
+        for path in (
+            found
+            for pattern in MODEL_FILES
+            for found in folder.glob(pattern)
+            if found.name != WEIGHTS
+        ):
             copy = aside / path.relative_to(folder)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
         config = read_json(folder / CONFIG, CheckpointError)
         files = [name for name in config.get("files", []) if name != MARKER]
-        (aside / CONFIG).write_text(json.dumps({**config, "files": files}, indent=1, sort_keys=True) + "\n")
+        (aside / CONFIG).write_text(
+            json.dumps({**config, "files": files}, indent=1, sort_keys=True) + "\n"
+        )
         safetensors.torch.save_file(tensors, aside / WEIGHTS)
     return out
 
 
 def _check_regular(files: Iterable[Path]) -> None:
-    """Raise CheckpointError "not_a_file" for a pipe, device or socket, at which a reader would wait for ever."""
+    """Raise CheckpointError "not_a_file" for a pipe, device or socket, at which a reader would
+    wait for ever.
+    """
     for path in files:
         ANYWHERE.open(path, CheckpointError).close()
 
@@ -264,9 +324,13 @@ def _weights_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} is not a complete checkpoint", "not_found") from None
+        raise CheckpointError(
+            f"{path} is missing: {folder} is not a complete checkpoint", "not_found"
+        ) from None
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        message = f"{path} is not a complete safetensors file ({error}): it is damaged or another format"
+        message = (
+            f"{path} is not a complete safetensors file ({error}): it is damaged or another format"
+        )
         raise CheckpointError(message, "malformed") from None
 
 
@@ -282,19 +346,30 @@ Manifests = Iterable[Mapping[str, Any]]
 
 
 def recording_modules(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that record their training data, by name; the name of `model` itself is ""."""
+    """Return the modules that record their training data, by name; the name of `model` itself is
+    "".
+    """
     return {name: module for name, module in model.named_modules() if "trained_on" in vars(module)}
 
 
 def manifests_of(model: nn.Module) -> list[Mapping[str, Any]]:
-    """Return the manifests that a model's modules record, each once; a loaded checkpoint's own comes first."""
+    """Return the manifests that a model's modules record, each once; a loaded checkpoint's own
+    comes first.
+    """
     recorded = [each for module in recording_modules(model).values() for each in module.trained_on]
     return [each for number, each in enumerate(recorded) if each not in recorded[:number]]
 
 
 def generator_manifests(manifests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the manifests of the training data of the generators of synthetic images, theirs included."""
-    found = [each for manifest in manifests for one in manifest.get("generators", ()) for each in one["trained_on"]]
+    """Return the manifests of the training data of the generators of synthetic images, theirs
+    included.
+    """
+    found = [
+        each
+        for manifest in manifests
+        for one in manifest.get("generators", ())
+        for each in one["trained_on"]
+    ]
     return [*found, *generator_manifests(found)] if found else []
 
 
@@ -304,7 +379,8 @@ def record_training(model: nn.Module, manifests: Manifests, detector: str | None
     Args:
         model: a system, or a part of one.
         manifests: the training data.
-        detector: hash of the detector whose regions the weights were trained with; None: unknown, or pixels.
+        detector: hash of the detector whose regions the weights were trained with; None: unknown,
+            or pixels.
     """
     for module in recording_modules(model).values():
         module.trained_on = tuple(manifests)
@@ -315,7 +391,8 @@ def record_training(model: nn.Module, manifests: Manifests, detector: str | None
 def copy_training(source: nn.Module, target: nn.Module) -> None:
     """Record in a model the training data, and the detector, of another one whose weights it got.
 
-    Each module takes what the module of the same name records; modules that the source lacks stay as they are.
+    Each module takes what the module of the same name records; modules that the source lacks stay
+    as they are.
     """
     theirs = recording_modules(source)
     for name, module in recording_modules(target).items():
@@ -326,7 +403,9 @@ def copy_training(source: nn.Module, target: nn.Module) -> None:
 
 
 def add_training(source: nn.Module, target: nn.Module) -> None:
-    """Add the training data of a model to that of one of the same structure, whose weights it was mixed into."""
+    """Add the training data of a model to that of one of the same structure, whose weights it
+    was mixed into.
+    """
     theirs = recording_modules(source)
     for name, module in recording_modules(target).items():
         more = [each for each in theirs[name].trained_on if each not in module.trained_on]

@@ -1,12 +1,13 @@
-"""The phantom chest world: synthetic radiographs with known findings, their reports, and corpora made of them.
+"""The phantom chest world: synthetic radiographs with known findings, their reports, and corpora
+made of them.
 
     from medvl.phantom import World, draw, write_mimic_cxr
     patient = World(seed=0).patient(7)
     image_HW = draw(patient.studies[0].views[0], size=512)
     write_mimic_cxr("phantom-mimic", patients=400)
 
-Nothing in it is a real patient or derived from one. Use it to run every part of the library on any machine and to check
-that a model learns; scores on it do not predict scores on real radiographs.
+Nothing in it is a real patient or derived from one. Use it to run every part of the library on any
+machine and to check that a model learns; scores on it do not predict scores on real radiographs.
 """
 
 from typing import TYPE_CHECKING
@@ -23,11 +24,20 @@ if TYPE_CHECKING:
         write_vindr_cxr as write_vindr_cxr,
     )
     from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
-    from medvl.phantom.layouts.figures import write_medicat as write_medicat, write_roco as write_roco
+    from medvl.phantom.layouts.figures import (
+        write_medicat as write_medicat,
+        write_roco as write_roco,
+    )
     from medvl.phantom.layouts.kaggle import write_rsna as write_rsna, write_siim as write_siim
-    from medvl.phantom.layouts.labels import write_chexpert as write_chexpert, write_ms_cxr_t as write_ms_cxr_t
+    from medvl.phantom.layouts.labels import (
+        write_chexpert as write_chexpert,
+        write_ms_cxr_t as write_ms_cxr_t,
+    )
     from medvl.phantom.layouts.masks import write_qata as write_qata
-    from medvl.phantom.layouts.questions import write_slake as write_slake, write_vqa_rad as write_vqa_rad
+    from medvl.phantom.layouts.questions import (
+        write_slake as write_slake,
+        write_vqa_rad as write_vqa_rad,
+    )
     from medvl.phantom.layouts.reports import (
         write_mimic_cxr as write_mimic_cxr,
         write_mimic_cxr_jpg as write_mimic_cxr_jpg,
@@ -38,7 +48,12 @@ if TYPE_CHECKING:
     from medvl.phantom.layouts.writer import read_truth as read_truth, split_of as split_of
     from medvl.phantom.population.findings import Finding as Finding, Part as Part
     from medvl.phantom.population.slices import Slice as Slice, sample_slice as sample_slice
-    from medvl.phantom.population.world import Patient as Patient, Study as Study, View as View, World as World
+    from medvl.phantom.population.world import (
+        Patient as Patient,
+        Study as Study,
+        View as View,
+        World as World,
+    )
     from medvl.phantom.rendering.contact_sheet import contact_sheet as contact_sheet
     from medvl.phantom.rendering.draw import draw as draw, draw_slice as draw_slice
     from medvl.phantom.rendering.ground_truth import Box as Box, boxes as boxes, masks as masks

@@ -6,7 +6,8 @@ from medvl.errors import ConfigError
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Return the random generator for a key in the world of `seed`; different keys give independent numbers.
+    """Return the random generator for a key in the world of `seed`; different keys give independent
+    numbers.
 
     Raises ConfigError ("out_of_range") if the seed is negative.
     """

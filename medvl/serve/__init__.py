@@ -1,4 +1,5 @@
-"""A page in the browser for one image: findings, heat maps, answers, a report, and nearest neighbours.
+"""A page in the browser for one image: findings, heat maps, answers, a report, and nearest
+neighbours.
 
     medvl serve --checkpoint runs/convirt
 

@@ -8,8 +8,8 @@
     POST /api/report      a generated report
     POST /api/neighbors   the most similar images of the gallery
 
-Every POST is a form with the file `image`, see `medvl.serve.requests`; the file is not kept after the response. Errors
-are `{"error": {"code", "message"}}`.
+Every POST is a form with the file `image`, see `medvl.serve.requests`; the file is not kept after
+the response. Errors are `{"error": {"code", "message"}}`.
 """
 
 import contextlib
@@ -76,7 +76,11 @@ class _Served:
     """The routes of the API."""
 
     def __init__(
-        self, models: tuple[ServedModel, ...], gallery: Gallery | None, config: ServeConfig, engine: Engine
+        self,
+        models: tuple[ServedModel, ...],
+        gallery: Gallery | None,
+        config: ServeConfig,
+        engine: Engine,
     ) -> None:
         self._models, self._gallery, self._config, self._engine = models, gallery, config, engine
         self._pending = {
@@ -124,7 +128,9 @@ class _Served:
 
     async def scores(self, request: ImageRequest) -> Any:
         """Return the scores of the findings by each model."""
-        return await self._run_encoded(request, lambda served, image: served.scores(image, request.texts))
+        return await self._run_encoded(
+            request, lambda served, image: served.scores(image, request.texts)
+        )
 
     async def heatmap(self, request: ImageRequest) -> Any:
         """Return a map of one text by each model."""
@@ -147,7 +153,8 @@ class _Served:
             raise Refused(404, "not_found", "the server was started without a gallery")
         number = {id(served): index for index, served in enumerate(self._models)}
         return await self._run_encoded(
-            request, lambda served, image: gallery.neighbors(number[id(served)], served.embedding(image))
+            request,
+            lambda served, image: gallery.neighbors(number[id(served)], served.embedding(image)),
         )
 
     async def _run(self, request: ImageRequest, function: Callable[[ServedModel, Any], Any]) -> Any:
@@ -162,13 +169,19 @@ class _Served:
             "models": await each_model(self._models, run),
         }
 
-    async def _run_encoded(self, request: ImageRequest, function: Callable[[ServedModel, Encoded], Any]) -> Any:
-        """Return the result of each model for an image, which is encoded together with those of other requests."""
+    async def _run_encoded(
+        self, request: ImageRequest, function: Callable[[ServedModel, Encoded], Any]
+    ) -> Any:
+        """Return the result of each model for an image, which is encoded together with those of
+        other requests.
+        """
         decoded = await self._engine.decode(lambda: requests.decode(request))
 
         async def run(served: ServedModel) -> Any:
             image_1CHW = await self._engine.decode(lambda: served.prepare(decoded.pixels))
-            return await self._engine.together(self._pending[id(served)], image_1CHW, lambda row: function(served, row))
+            return await self._engine.together(
+                self._pending[id(served)], image_1CHW, lambda row: function(served, row)
+            )
 
         return {
             "image": requests.describe(decoded.header, self._expected),
@@ -180,7 +193,9 @@ def _encode(served: ServedModel, images: list[torch.Tensor]) -> list[Encoded]:
     """Encode images, in one call for those of the same number of channels."""
     encoded: dict[int, Encoded] = {}
     for channels in {image_1CHW.shape[1] for image_1CHW in images}:
-        places = [place for place, image_1CHW in enumerate(images) if image_1CHW.shape[1] == channels]
+        places = [
+            place for place, image_1CHW in enumerate(images) if image_1CHW.shape[1] == channels
+        ]
         rows = served.encode(torch.cat([images[place] for place in places]))
         encoded |= zip(places, rows, strict=True)
     return [encoded[place] for place in range(len(images))]
@@ -199,13 +214,17 @@ def _bad_input(error: MedvlError) -> JSONResponse:
 
 
 def _unexpected(error: Exception) -> JSONResponse:
-    """Return the response to an unexpected error; only its place is logged, as its message may quote the request."""
+    """Return the response to an unexpected error; only its place is logged, as its message may
+    quote the request.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
     _log.error("%s at %s", type(error).__name__, where)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return Refused(503, "memory", "not enough memory for this image", 5).response()
-    return Refused(500, "internal", "an error inside of the server; its log names the place").response()
+    return Refused(
+        500, "internal", "an error inside of the server; its log names the place"
+    ).response()
 
 
 async def _not_found(_: Request, error: Exception) -> JSONResponse:

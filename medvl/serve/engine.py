@@ -1,4 +1,6 @@
-"""Execution of requests: decoding in a few threads, models in one thread, limits of waiting requests and of uploads."""
+"""Execution of requests: decoding in a few threads, models in one thread, limits of waiting
+requests and of uploads.
+"""
 
 import asyncio
 import collections
@@ -39,7 +41,9 @@ class Budget:
         self._taken: collections.Counter[str] = collections.Counter()
 
     def check(self, address: str, number: int = 1) -> None:
-        """Raise `Refused` where so many are not left, or the address would have more than its share."""
+        """Raise `Refused` where so many are not left, or the address would have more than its
+        share.
+        """
         if number > self._left or self._taken[address] + number > self._most:
             raise Refused(429, "busy", "the server is busy; try again in a few seconds", 2)
 
@@ -60,9 +64,10 @@ class Budget:
 class Engine:
     """Threads of the server.
 
-    One thread calls the models, so that requests are served in the order of their arrival. Images of several requests
-    are encoded in one call (`together`). A request counts the bytes that it uploads (`upload`), and holds a place
-    (`place`) from its last byte until it is answered: a slow upload takes its own bytes only.
+    One thread calls the models, so that requests are served in the order of their arrival. Images
+    of several requests are encoded in one call (`together`). A request counts the bytes that it
+    uploads (`upload`), and holds a place (`place`) from its last byte until it is answered: a slow
+    upload takes its own bytes only.
 
     Args:
         waiting: number of requests that may wait besides the one being served.
@@ -80,8 +85,8 @@ class Engine:
     def upload(self, address: str) -> Iterator[Callable[[int], None]]:
         """Yield a function that counts received bytes; they are freed at the end of the context.
 
-        Raises `Refused` where no place is left that could serve the request, and so does the function where the uploads
-        have as many bytes as they may.
+        Raises `Refused` where no place is left that could serve the request, and so does the
+        function where the uploads have as many bytes as they may.
         """
         self._places.check(address)
         received = 0
@@ -113,8 +118,11 @@ class Engine:
         """Run a function that calls models."""
         return await asyncio.get_running_loop().run_in_executor(self._models, function)
 
-    async def together(self, pending: Pending, image: Any, finish: Callable[[Any], Result]) -> Result:
-        """Encode an image in one call with those of other requests, then run a function on the result.
+    async def together(
+        self, pending: Pending, image: Any, finish: Callable[[Any], Result]
+    ) -> Result:
+        """Encode an image in one call with those of other requests, then run a function on the
+        result.
 
         Args:
             pending: images that wait for the same model.
@@ -134,7 +142,9 @@ class Engine:
         taken: list[_Item] = []
 
         def run() -> list[tuple[Any, Exception | None]]:
-            taken[:] = [pending.waiting.popleft() for _ in range(min(pending.most, len(pending.waiting)))]
+            taken[:] = [
+                pending.waiting.popleft() for _ in range(min(pending.most, len(pending.waiting)))
+            ]
             return _run_batch(pending.encode, taken)
 
         try:
@@ -155,8 +165,12 @@ class Engine:
         self._decoders.shutdown(cancel_futures=True)
 
 
-def _run_batch(encode: Callable[[list[Any]], list[Any]], items: list[_Item]) -> list[tuple[Any, Exception | None]]:
-    """Return the result or the error of each item; if a batch fails, its images are tried one by one."""
+def _run_batch(
+    encode: Callable[[list[Any]], list[Any]], items: list[_Item]
+) -> list[tuple[Any, Exception | None]]:
+    """Return the result or the error of each item; if a batch fails, its images are tried one by
+    one.
+    """
     try:
         encoded: list[Any] = encode([image for image, _, _ in items])
     except Exception as error:

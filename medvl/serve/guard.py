@@ -1,4 +1,5 @@
-"""Checks of a request before it is read (addresses, token, rate), and the headers of every response.
+"""Checks of a request before it is read (addresses, token, rate), and the headers of every
+response.
 
 Nothing that a client has sent is logged or returned.
 """
@@ -27,7 +28,8 @@ _MOST_ADDRESSES = 4096
 _SUBSCRIBER_BITS = 64
 """First bits of an IPv6 address, which one subscriber has; the other 64 can be chosen freely."""
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -40,7 +42,9 @@ _HEADERS = {
 
 
 def address_of(client: tuple[str, int] | None) -> str:
-    """Return the address that limits count: an IPv4 address, or the network of a subscriber in IPv6."""
+    """Return the address that limits count: an IPv4 address, or the network of a subscriber in
+    IPv6.
+    """
     try:
         found = ipaddress.ip_address(client[0] if client else "")
     except ValueError:  # a test client, or a Unix socket
@@ -61,16 +65,22 @@ class Refused(Exception):
         retry_after: seconds after which it may be sent again, None: never.
     """
 
-    def __init__(self, status: int, code: str, message: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
 
     def response(self) -> JSONResponse:
         """Return the response."""
-        headers = {} if self.retry_after is None else {"retry-after": str(math.ceil(self.retry_after))}
+        headers = (
+            {} if self.retry_after is None else {"retry-after": str(math.ceil(self.retry_after))}
+        )
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse({"error": {"code": self.code, "message": self.message}}, self.status, headers)
+        return JSONResponse(
+            {"error": {"code": self.code, "message": self.message}}, self.status, headers
+        )
 
 
 class RateLimit:
@@ -90,15 +100,17 @@ class RateLimit:
             self._buckets.popitem(last=False)
         if left < 1:
             wait = (1 - left) * 60 / self._full
-            raise Refused(429, "rate", f"too many requests; try again in {math.ceil(wait)} seconds", wait)
+            raise Refused(
+                429, "rate", f"too many requests; try again in {math.ceil(wait)} seconds", wait
+            )
 
 
 class Guard:
     """ASGI middleware around the application.
 
-    Every path under /api needs the token and counts for the rate. On this machine alone, only its own names are
-    accepted as host, so that no page on the web can reach the server under a name of its own (DNS rebinding); requests
-    of other origins are never accepted.
+    Every path under /api needs the token and counts for the rate. On this machine alone, only its
+    own names are accepted as host, so that no page on the web can reach the server under a name of
+    its own (DNS rebinding); requests of other origins are never accepted.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
@@ -127,7 +139,13 @@ class Guard:
             await refused.response()(scope, receive, send_guarded)
         # The route is one of the application's own: a path that a client invented is not logged.
         route = getattr(scope.get("route"), "path", "other")
-        _log.info("%s %s %d %.0f ms", _method(scope), route, status, 1000 * (time.perf_counter() - started))
+        _log.info(
+            "%s %s %d %.0f ms",
+            _method(scope),
+            route,
+            status,
+            1000 * (time.perf_counter() - started),
+        )
 
     def _check(self, scope: Scope) -> None:
         """Raise `Refused` for a request that fails a check."""
@@ -142,7 +160,9 @@ class Guard:
             return
         self._rate.take(address_of(scope.get("client")))
         if self._config.token is not None and not self._has_token(headers):
-            raise Refused(401, "token", "expected the token that the server printed when it started")
+            raise Refused(
+                401, "token", "expected the token that the server printed when it started"
+            )
 
     def _has_token(self, headers: Headers) -> bool:
         given = headers.get("authorization", "").removeprefix("Bearer ")
@@ -168,10 +188,11 @@ MOST_CONNECTIONS = 512
 def limited_protocol(config: ServeConfig) -> type[H11Protocol]:
     """Return uvicorn's HTTP protocol with the limits of one server.
 
-    uvicorn closes a connection between requests after a while, but waits without limit for the end of a request's
-    headers, and refuses everybody where too many connections are open. Here, a connection is closed that has sent no
-    complete headers within `header_seconds`; and where an address, or the server, has too many connections, the one
-    that waits longest for its headers makes room.
+    uvicorn closes a connection between requests after a while, but waits without limit for the end
+    of a request's headers, and refuses everybody where too many connections are open. Here, a
+    connection is closed that has sent no complete headers within `header_seconds`; and where an
+    address, or the server, has too many connections, the one that waits longest for its headers
+    makes room.
     """
 
     class Limited(_LimitedProtocol):
@@ -181,7 +202,9 @@ def limited_protocol(config: ServeConfig) -> type[H11Protocol]:
 
 
 class _LimitedProtocol(H11Protocol):
-    """Base of the protocols that `limited_protocol` returns; its class attributes are those of one server."""
+    """Base of the protocols that `limited_protocol` returns; its class attributes are those of
+    one server.
+    """
 
     limits: ServeConfig
     waiting: dict["_LimitedProtocol", None]
@@ -232,7 +255,9 @@ class _LimitedProtocol(H11Protocol):
             self._timer = None
 
     def _make_room(self, address: str | None) -> None:
-        """Close the connection that waits longest, of one address or of all; this one where none waits."""
+        """Close the connection that waits longest, of one address or of all; this one where none
+        waits.
+        """
         idle = (each for each in self.waiting if address is None or each.address == address)
         leaving = next(idle, self)
         leaving._stop_waiting()

@@ -84,12 +84,17 @@ class ServedModel:
 
     @classmethod
     def open(
-        cls, source: str | Path, prompts: PromptSet, device: str = "auto", calibration: Path | None = None
+        cls,
+        source: str | Path,
+        prompts: PromptSet,
+        device: str = "auto",
+        calibration: Path | None = None,
     ) -> "ServedModel":
-        """Load what `medvl.load` takes, with its calibration: the given file, else that beside the checkpoint.
+        """Load what `medvl.load` takes, with its calibration: the given file, else that beside the
+        checkpoint.
 
-        Raises CheckpointError, ConfigError for a model of precomputed regions, EvaluationError for a damaged
-        calibration.
+        Raises CheckpointError, ConfigError for a model of precomputed regions, EvaluationError for
+        a damaged calibration.
         """
         model = open_model(source).to(resolve_device(device))
         checkpoint, folder = find_checkpoint(source), Path(source)
@@ -113,12 +118,15 @@ class ServedModel:
         }
 
     def prepare(self, pixels: np.ndarray) -> torch.Tensor:
-        """Return (1, C, H, W) uint8 on the CPU: an image as the model takes it. Any thread may call this."""
+        """Return (1, C, H, W) uint8 on the CPU: an image as the model takes it. Any thread may
+        call this.
+        """
         image_1CHW: torch.Tensor = self.model.transform(pixels)
         return image_1CHW
 
     def encode(self, image_BCHW: torch.Tensor) -> list[Encoded]:
-        """Return images from `prepare`, encoded in one forward pass: what `scores` and `embedding` take, one by one.
+        """Return images from `prepare`, encoded in one forward pass: what `scores` and `embedding`
+        take, one by one.
 
         Raises ConfigError for a model that does neither.
         """
@@ -127,19 +135,28 @@ class ServedModel:
             return list(encoded.split(1))
         parts = {field.name: getattr(encoded, field.name) for field in dataclasses.fields(encoded)}
         rows = {name: part.split(1) for name, part in parts.items() if part is not None}
-        return [Embeddings(**{name: part[index] for name, part in rows.items()}) for index in range(len(encoded))]
+        return [
+            Embeddings(**{name: part[index] for name, part in rows.items()})
+            for index in range(len(encoded))
+        ]
 
     def scores(self, image: Encoded, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the score of each text, or of all findings, in an encoded image, as `medvl.infer`.
 
-        `score` is the model's own value; `probability` is calibrated, None where there is no calibration: also for
-        some of the classes of prompts that compete with each other, whose calibration belongs to all of them.
-        `uncalibrated` is the reason why the calibration leaves a finding out, else None.
+        `score` is the model's own value; `probability` is calibrated, None where there is no
+        calibration: also for some of the classes of prompts that compete with each other, whose
+        calibration belongs to all of them. `uncalibrated` is the reason why the calibration leaves
+        a finding out, else None.
 
-        Raises EvaluationError for texts that the prompts cannot score (`medvl.inference.prompts_for`).
+        Raises EvaluationError for texts that the prompts cannot score
+        (`medvl.inference.prompts_for`).
         """
         findings = self._prepare_scorer()
-        known = {text: name for text in texts for name in match_labels(findings.names, [text], synonyms=False)}
+        known = {
+            text: name
+            for text in texts
+            for name in match_labels(findings.names, [text], synonyms=False)
+        }
         names = list(dict.fromkeys(known.get(text, text) for text in texts)) or list(findings.names)
         whole = self.prompts.scoring not in COMPETING or {*names} == {*findings.names}
         own = [name for name in names if not whole or name not in findings.names]
@@ -151,20 +168,28 @@ class ServedModel:
             scores |= zip(scorer.names, scorer.scored(image)[0].tolist(), strict=True)
             sentences |= scorer.sentences
         fitted = self.calibration.findings if self.calibration is not None and whole else {}
-        given = {name: fitted.get(name) for name in findings.names}  # not of free texts, whose sentences are others
+        given = {
+            name: fitted.get(name) for name in findings.names
+        }  # not of free texts, whose sentences are others
         reasons = self.calibration.left_out if self.calibration is not None else {}
         return [
-            {**_scored(name, scores[name], sentences.get(name), given.get(name)), "uncalibrated": reasons.get(name)}
+            {
+                **_scored(name, scores[name], sentences.get(name), given.get(name)),
+                "uncalibrated": reasons.get(name),
+            }
             for name in names
         ]
 
     def heatmap(self, pixels: np.ndarray, text: str) -> dict[str, Any]:
-        """Return the map of a text over the image: uint8 in base64, 0 outside of the model's crop, 1 low to 255 high.
+        """Return the map of a text over the image: uint8 in base64, 0 outside of the model's crop,
+        1 low to 255 high.
 
         Color begins at the mean of the map, as on the pages of `medvl eval grounding`.
         """
         full_HW = heatmap(self.model, pixels, text)
-        height, width = (max(1, round(side * min(1.0, _MAP_SIDE / max(full_HW.shape)))) for side in full_HW.shape)
+        height, width = (
+            max(1, round(side * min(1.0, _MAP_SIDE / max(full_HW.shape)))) for side in full_HW.shape
+        )
         rows, columns = (
             ((np.arange(count) + 0.5) * side / count).astype(int)
             for count, side in zip((height, width), full_HW.shape, strict=True)
@@ -173,9 +198,13 @@ class ServedModel:
         seen_HW = np.isfinite(map_HW)
         if not seen_HW.any():
             raise EvaluationError("the model's crop shows nothing of the image", "empty")
-        low, high, mean = (float(function(map_HW[seen_HW])) for function in (np.min, np.max, np.mean))
+        low, high, mean = (
+            float(function(map_HW[seen_HW])) for function in (np.min, np.max, np.mean)
+        )
         heat_HW = np.where(seen_HW, np.clip((map_HW - mean) / max(high - mean, 1e-12), 0, 1), 0)
-        row, column = np.unravel_index(int(np.where(seen_HW, map_HW, -np.inf).argmax()), map_HW.shape)
+        row, column = np.unravel_index(
+            int(np.where(seen_HW, map_HW, -np.inf).argmax()), map_HW.shape
+        )
         peak = (float(column + 0.5) / width, float(row + 0.5) / height)
         codes_HW = np.where(seen_HW, 1 + np.rint(254 * heat_HW), 0).astype(np.uint8)
         return {
@@ -190,7 +219,9 @@ class ServedModel:
         }
 
     def answer(self, pixels: np.ndarray, question: str) -> dict[str, Any]:
-        """Return the answer to a question, as `medvl.answer`, and the model's own probability of it."""
+        """Return the answer to a question, as `medvl.answer`, and the model's own probability of
+        it.
+        """
         if not isinstance(self.model, VQA):
             raise refuse(self.model, "answer questions", CAN_ANSWER)
         with evaluating(self.model):
@@ -198,13 +229,17 @@ class ServedModel:
         return {"answer": predicted.answers[0], "score": float(predicted.score_B[0])}
 
     def report(self, pixels: np.ndarray, max_tokens: int | None = None) -> dict[str, Any]:
-        """Return a report by greedy search, as `medvl.write_report`, and whether it ended by itself."""
+        """Return a report by greedy search, as `medvl.write_report`, and whether it ended by
+        itself.
+        """
         model = self.model
         if not isinstance(model, ReportWriter) or model.tokenizer is None:
             raise refuse(self.model, "write reports", CAN_WRITE)
         batch = make_batch(self.model, self._input(pixels))
         with evaluating(self.model):
-            text, ended = decode_texts(model, model.tokenizer, batch, Decoding(max_tokens=max_tokens))[0]
+            text, ended = decode_texts(
+                model, model.tokenizer, batch, Decoding(max_tokens=max_tokens)
+            )[0]
         return {"report": text, "ended": ended}
 
     def embed(self, images: Sequence[np.ndarray]) -> torch.Tensor:
@@ -212,7 +247,9 @@ class ServedModel:
         if not isinstance(self.model, DualEncoder):
             raise refuse(self.model, "embed images alone", "use a dual-encoder")
         with evaluating(self.model):
-            return F.normalize(self.model.embed_images(self._input(images)).global_NE.float(), dim=1).cpu()
+            return F.normalize(
+                self.model.embed_images(self._input(images)).global_NE.float(), dim=1
+            ).cpu()
 
     def embedding(self, image: Encoded) -> torch.Tensor:
         """Return (1, E): the normalised embedding of an encoded image, on the CPU."""
@@ -259,7 +296,9 @@ def _scored(
 async def each_model(
     models: Sequence[ServedModel], run: Callable[[ServedModel], Awaitable[Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the result or the error of every model, so that the failure of one does not hide the other's result."""
+    """Return the result or the error of every model, so that the failure of one does not hide
+    the other's result.
+    """
 
     async def one(served: ServedModel) -> Mapping[str, Any]:
         try:
@@ -289,19 +328,26 @@ class Gallery:
 
     @classmethod
     def build(cls, shards: Path, models: Sequence[ServedModel], limit: int) -> "Gallery":
-        """Embed at most `limit` images, evenly spread over the shards. Images that cannot be read are left out.
+        """Embed at most `limit` images, evenly spread over the shards. Images that cannot be read
+        are left out.
 
-        Raises ShardError for damaged shards, ConfigError where no model or no image can be embedded.
+        Raises ShardError for damaged shards, ConfigError where no model or no image can be
+        embedded.
         """
         source = ShardSource(shards)
         able = [served.abilities["neighbors"] for served in models]
         if not any(able):
-            message = "no checkpoint embeds images alone; give that of a dual-encoder, or leave the gallery out"
+            message = (
+                "no checkpoint embeds images alone; give that of a dual-encoder, or leave "
+                "the gallery out"
+            )
             raise ConfigError(message, "unsupported", field="gallery")
         chosen = np.linspace(0, len(source) - 1, min(limit, len(source))).round().astype(int)
         kept: list[int] = []
         parts: list[list[torch.Tensor]] = [[] for _ in models]
-        for start in tqdm(range(0, len(chosen), _BATCH), desc="gallery", unit="batch", disable=None):
+        for start in tqdm(
+            range(0, len(chosen), _BATCH), desc="gallery", unit="batch", disable=None
+        ):
             images = []
             for position in chosen[start : start + _BATCH].tolist():
                 try:
@@ -321,10 +367,14 @@ class Gallery:
         return len(self.positions)
 
     def neighbors(self, model: int, image_1E: torch.Tensor, count: int = 6) -> list[dict[str, Any]]:
-        """Return the most similar images with a thumbnail, their labels and the beginning of their text."""
+        """Return the most similar images with a thumbnail, their labels and the beginning of
+        their text.
+        """
         gallery_NE = self.embeddings[model]
         if gallery_NE is None:
-            raise ConfigError("this model does not embed images alone", "unsupported", field="neighbors")
+            raise ConfigError(
+                "this model does not embed images alone", "unsupported", field="neighbors"
+            )
         cosine_N = (gallery_NE @ image_1E.T)[:, 0]
         best = cosine_N.topk(min(count, len(cosine_N)))
         pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)

@@ -45,13 +45,16 @@ class ImageRequest:
     """Findings, a phrase, or a question."""
 
 
-async def read_request(request: Request, config: ServeConfig, count: Callable[[int], None]) -> ImageRequest:
-    """Read a form with the file `image` and the fields frame, center, width and any number of `text`.
+async def read_request(
+    request: Request, config: ServeConfig, count: Callable[[int], None]
+) -> ImageRequest:
+    """Read a form with the file `image` and the fields frame, center, width and any number of
+    `text`.
 
     `count` is called with the number of bytes that have arrived.
 
-    Raises `Refused`: 413 over the limit, 408 when it takes too long or stops, 415 for another type, 400 for a damaged
-    form; and what `count` raises.
+    Raises `Refused`: 413 over the limit, 408 when it takes too long or stops, 415 for another type,
+    400 for a damaged form; and what `count` raises.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
@@ -60,16 +63,24 @@ async def read_request(request: Request, config: ServeConfig, count: Callable[[i
     if length.isdigit() and len(length) < 20 and int(length) > config.max_bytes:
         raise _too_large(config)
     parser = _InMemoryParser(
-        request.headers, _bounded(request, config, count), max_files=1, max_fields=MAX_TEXTS + 4, max_part_size=8192
+        request.headers,
+        _bounded(request, config, count),
+        max_files=1,
+        max_fields=MAX_TEXTS + 4,
+        max_part_size=8192,
     )
     try:
         async with asyncio.timeout(config.upload_seconds):
             form = await parser.parse()
     except TimeoutError:
-        limits = f"{config.upload_seconds:g} seconds, and without a pause of {config.stall_seconds:g}"
+        limits = (
+            f"{config.upload_seconds:g} seconds, and without a pause of {config.stall_seconds:g}"
+        )
         raise Refused(408, "slow", f"the request did not arrive within {limits}") from None
     except (MultiPartException, KeyError, ValueError):
-        raise Refused(400, "malformed", "the form is damaged, or has too many or too long fields") from None
+        raise Refused(
+            400, "malformed", "the form is damaged, or has too many or too long fields"
+        ) from None
     except ClientDisconnect:
         raise Refused(400, "truncated", "the connection was closed") from None
     try:
@@ -78,7 +89,9 @@ async def read_request(request: Request, config: ServeConfig, count: Callable[[i
         await form.close()
 
 
-async def _bounded(request: Request, config: ServeConfig, count: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+async def _bounded(
+    request: Request, config: ServeConfig, count: Callable[[int], None]
+) -> AsyncGenerator[bytes, None]:
     received, stream = 0, request.stream()
     while True:
         async with asyncio.timeout(config.stall_seconds):
@@ -101,7 +114,9 @@ async def _fields(form: FormData) -> ImageRequest:
     if not isinstance(image, UploadFile):
         raise Refused(400, "missing", "expected a file in the field `image`")
     data = await image.read()
-    texts = [text.strip() for text in form.getlist("text") if isinstance(text, str) and text.strip()]
+    texts = [
+        text.strip() for text in form.getlist("text") if isinstance(text, str) and text.strip()
+    ]
     if len(texts) > MAX_TEXTS or any(len(text) > MAX_TEXT_LENGTH for text in texts):
         message = f"expected at most {MAX_TEXTS} texts of {MAX_TEXT_LENGTH} characters"
         raise Refused(413, "too_large", message)
@@ -112,7 +127,9 @@ async def _fields(form: FormData) -> ImageRequest:
     if not 0 <= frame < _MOST_FRAMES:
         raise Refused(400, "out_of_range", "expected a frame of 0 or more")
     window = None if center is None or width is None else (center, width)
-    return ImageRequest(data=data, frame=int(frame), window=window, texts=tuple(dict.fromkeys(texts)))
+    return ImageRequest(
+        data=data, frame=int(frame), window=window, texts=tuple(dict.fromkeys(texts))
+    )
 
 
 def _number(form: FormData, name: str) -> float | None:
@@ -132,7 +149,14 @@ def _number(form: FormData, name: str) -> float | None:
 
 VIEW_SIDE = 1024
 """Longest side of the pixels that the page shows."""
-_SHOWN = ("modality", "view_position", "body_part", "laterality", "photometric_interpretation", "bits_stored")
+_SHOWN = (
+    "modality",
+    "view_position",
+    "body_part",
+    "laterality",
+    "photometric_interpretation",
+    "bits_stored",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -165,9 +189,10 @@ def decode(request: ImageRequest) -> Decoded:
 def view(request: ImageRequest, models: Mapping[str, Expected]) -> dict[str, Any]:
     """Return the data with which the page shows an image and applies windows to it, as JSON values.
 
-    `pixels` is the image as the file renders it, uint8 in `channels`. `window` has its `values` before a window, uint16
-    in little endian: 0 is padding, 1 to 65535 are `low` to `high`; it is None for colour, which has no window. Both are
-    in base64, row by row, with the sides `height` and `width`.
+    `pixels` is the image as the file renders it, uint8 in `channels`. `window` has its `values`
+    before a window, uint16 in little endian: 0 is padding, 1 to 65535 are `low` to `high`; it is
+    None for colour, which has no window. Both are in base64, row by row, with the sides `height`
+    and `width`.
     """
     decoded = decode(dataclasses.replace(request, window=None))
     rows, columns = decoded.pixels.shape[:2]
@@ -201,7 +226,9 @@ def describe(header: DicomHeader | None, models: Mapping[str, Expected]) -> dict
     }
 
 
-def _values(request: ImageRequest, header: DicomHeader | None, shown: np.ndarray) -> LinearValues | None:
+def _values(
+    request: ImageRequest, header: DicomHeader | None, shown: np.ndarray
+) -> LinearValues | None:
     if header is not None:
         return decode_dicom_values(BytesIO(request.data), frame=request.frame)
     return None if shown.ndim == 3 else LinearValues(shown.astype(np.float32), 127.5, 255.0, False)
@@ -228,7 +255,11 @@ def _window(values: LinearValues, size: tuple[int, int]) -> dict[str, Any] | Non
 
 def _resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Return an image with a size of (width, height)."""
-    return image if image.shape[1::-1] == size else cv2.resize(image, size, interpolation=cv2.INTER_AREA)
+    return (
+        image
+        if image.shape[1::-1] == size
+        else cv2.resize(image, size, interpolation=cv2.INTER_AREA)
+    )
 
 
 def _base64(array: np.ndarray) -> str:

@@ -32,13 +32,14 @@ def serve(
         checkpoints: what `medvl.load` takes: folders of checkpoints or of runs, names on the hub.
         config: address, access and limits.
         prompts: prompt set of the findings, by name or path.
-        calibrations: files of calibrations in the order of the checkpoints; those beside the checkpoints by default.
+        calibrations: files of calibrations in the order of the checkpoints; those beside the
+            checkpoints by default.
         gallery: folder of shards for nearest neighbours, at most `gallery_images` of them.
         device: auto, cpu or cuda.
         certificate: files of a TLS certificate and its key, for https.
 
-    Raises as `ServedModel.open` and `Gallery.build`; ConfigError for other numbers of checkpoints, or where the address
-    is not available.
+    Raises as `ServedModel.open` and `Gallery.build`; ConfigError for other numbers of checkpoints,
+    or where the address is not available.
     """
     import uvicorn
 
@@ -70,18 +71,31 @@ def serve(
 
 
 def open_models(
-    checkpoints: Sequence[str | Path], *, prompts: str, calibrations: Sequence[Path] = (), device: str = "auto"
+    checkpoints: Sequence[str | Path],
+    *,
+    prompts: str,
+    calibrations: Sequence[Path] = (),
+    device: str = "auto",
 ) -> list[ServedModel]:
     """Load the checkpoints with different titles. Raises as `serve`."""
     if not 1 <= len(checkpoints) <= _MOST_MODELS:
-        message = f"expected one or {_MOST_MODELS} checkpoints, got {len(checkpoints)}: medvl serve --checkpoint RUN"
+        message = (
+            f"expected one or {_MOST_MODELS} checkpoints, got {len(checkpoints)}: medvl "
+            f"serve --checkpoint RUN"
+        )
         raise ConfigError(message, "out_of_range", field="checkpoint")
     if calibrations and len(calibrations) != len(checkpoints):
-        message = f"expected one calibration for each checkpoint, got {len(calibrations)} for {len(checkpoints)}"
+        message = (
+            f"expected one calibration for each checkpoint, got {len(calibrations)} for "
+            f"{len(checkpoints)}"
+        )
         raise ConfigError(message, "mismatch", field="calibration")
     prompt_set = load_prompts(prompts)
     given: list[Path | None] = [*calibrations] if calibrations else [None] * len(checkpoints)
-    models = [ServedModel.open(run, prompt_set, device, path) for run, path in zip(checkpoints, given, strict=True)]
+    models = [
+        ServedModel.open(run, prompt_set, device, path)
+        for run, path in zip(checkpoints, given, strict=True)
+    ]
     if len({served.title for served in models}) < len(models):
         for number, served in enumerate(models, 1):
             served.title = f"{served.title} ({number})"
@@ -89,7 +103,9 @@ def open_models(
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return a socket that is bound to the address. Raises ConfigError where it is not available."""
+    """Return a socket that is bound to the address. Raises ConfigError where it is not
+    available.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -97,21 +113,33 @@ def listen(config: ServeConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        message = f"cannot listen on {config.host}:{config.port} ({error.strerror}); take another port"
+        message = (
+            f"cannot listen on {config.host}:{config.port} ({error.strerror}); take another port"
+        )
         raise ConfigError(message, "in_use", field="port") from error
     listener.set_inheritable(True)
     return listener
 
 
 def _announce(models: Sequence[ServedModel], config: ServeConfig, port: int, scheme: str) -> None:
-    """Log the models and the address; the token is in the fragment of the address, which browsers do not send."""
+    """Log the models and the address; the token is in the fragment of the address, which
+    browsers do not send.
+    """
     log = logging.getLogger("medvl.serve")
     for served in models:
         able = ", ".join(name for name, able in served.abilities.items() if able)
-        log.info("%s (%s): %s; %s", served.title, served.model.name, able, served.describe()["calibration"])
+        log.info(
+            "%s (%s): %s; %s",
+            served.title,
+            served.model.name,
+            able,
+            served.describe()["calibration"],
+        )
     host = socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
     host = f"[{host}]" if ":" in host else host
     fragment = "" if config.token is None else f"/#token={config.token}"
     log.info("open %s://%s:%d%s", scheme, host, port, fragment)
     if not config.is_local and scheme == "http":
-        log.warning("images and the token travel unencrypted; give a --certificate, or use an SSH tunnel")
+        log.warning(
+            "images and the token travel unencrypted; give a --certificate, or use an SSH tunnel"
+        )

@@ -2,16 +2,21 @@
 
     from medvl.train import TrainConfig, OptimConfig, Plateau, train
 
-    train(model, train_loader, optim=OptimConfig(...), config=TrainConfig(...), valid_loader=valid_loader)
+    train(model, train_loader, optim=OptimConfig(...), config=TrainConfig(...),
+    valid_loader=valid_loader)
 
-Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data settings and `choose`, which reads a
-recipe's command line, are imported without torch.
+Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data settings and
+`choose`, which reads a recipe's command line, are imported without torch.
 
-    config.py          settings of a run             *recipe.py, run.py      settings of a recipe, and its run
-    quickstart.py      settings of presets `tiny`    recipe_cli.py           a recipe as a program
-    tasks/             data settings and loaders     loop/                   step, validation, records, state
-    optim/             optimiser, schedule, formats  parallel/               ranks, DDP, FSDP, transfer of batches
-    fault_tolerance/   checkpoints, bad values       doctor/                 measurements of a run's speed
+    config.py          settings of a run
+    recipe.py          settings of a recipe; recipe_files.py reads its command line, run.py runs it
+    quickstart.py      settings of the presets `tiny`
+    tasks/             settings and loaders of data
+    loop/              step, validation, records, state
+    optim/             optimiser, schedule, precision
+    parallel/          ranks, DDP, FSDP, transfer of batches
+    fault_tolerance/   checkpoints, non-finite values, signals
+    doctor/            measurements of a run's speed
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,9 @@
-"""Settings of a training run as frozen dataclasses. Torch is not imported, so that a command line starts fast.
+"""Settings of a training run as frozen dataclasses. Torch is not imported, so that a command line
+starts fast.
 
-`global_batch` counts the pairs of one update over all ranks and micro-batches. A loader is opened with
-`TrainConfig.micro_batch` pairs, which all ranks together hold at once: the pool of negatives of a contrastive loss.
+`global_batch` counts the pairs of one update over all ranks and micro-batches. A loader is opened
+with `TrainConfig.micro_batch` pairs, which all ranks together hold at once: the pool of negatives
+of a contrastive loss.
 """
 
 import dataclasses
@@ -45,12 +47,16 @@ class Linear(_Falling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cosine(_Falling):
-    """Cosine decay from `lr` to `min_lr` at the end of the run (Loshchilov and Hutter, arXiv 1608.03983)."""
+    """Cosine decay from `lr` to `min_lr` at the end of the run (Loshchilov and Hutter, arXiv
+    1608.03983).
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plateau:
-    """Multiplication by `factor` once `best_metric` has not improved for more than `patience` validations."""
+    """Multiplication by `factor` once `best_metric` has not improved for more than `patience`
+    validations.
+    """
 
     factor: float = 0.5
     patience: int = 5
@@ -82,7 +88,9 @@ class StepDecay:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CosineRestarts(_Falling):
-    """Cosine decay from `lr` to `min_lr` every `epochs` epochs, as torch's CosineAnnealingWarmRestarts."""
+    """Cosine decay from `lr` to `min_lr` every `epochs` epochs, as torch's
+    CosineAnnealingWarmRestarts.
+    """
 
     epochs: int = 10
 
@@ -99,21 +107,27 @@ class OptimConfig:
     """Optimiser and learning rate."""
 
     optimizer: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
-    """`adam` and `sgd` add weight decay to the gradient, `adamw` subtracts it from the weights. `lamb` scales the
-    update of each tensor to the norm of its weights, for large batches of text (`medvl.train.optim.optimizer`)."""
+    """`adam` and `sgd` add weight decay to the gradient, `adamw` subtracts it from the weights.
+    `lamb` scales the update of each tensor to the norm of its weights, for large batches of text
+    (`medvl.train.optim.optimizer`).
+    """
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
     """Coefficients of the moving averages of `adam`, `adamw` and `lamb`."""
     eps: float = 1e-8
     """Denominator term of `adam`, `adamw` and `lamb`; 1e-6 is usual for `lamb`."""
     amsgrad: bool = False
-    """Divide by the largest second moment so far (Reddi et al., ICLR 2018), for `adam` and `adamw`."""
+    """Divide by the largest second moment so far (Reddi et al., ICLR 2018), for `adam` and
+    `adamw`.
+    """
     momentum: float = 0.9
     """Momentum of `sgd`."""
     weight_decay: float = 0.0
     """Weight decay; not applied to biases, norms and scalars such as a temperature."""
     layer_decay: float | None = None
-    """Ratio of a layer's rate to the next layer's, for models that name their layers; None keeps all equal."""
+    """Ratio of a layer's rate to the next layer's, for models that name their layers; None keeps
+    all equal.
+    """
     clip_norm: float | None = None
     """Maximum gradient norm; None disables clipping."""
     clip_value: float | None = None
@@ -126,17 +140,22 @@ class OptimConfig:
         check_within(self, "(0, 1]", "layer_decay")
         check_within(self, "[0, inf)", "momentum", "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas must be in [0, 1), got {self.betas}", "out_of_range", field="betas")
+            raise ConfigError(
+                f"betas must be in [0, 1), got {self.betas}", "out_of_range", field="betas"
+            )
         low = getattr(self.schedule, "min_lr", 0.0)
         if low > self.lr:
-            raise ConfigError(f"schedule.min_lr {low} is above lr {self.lr}", "conflict", field="schedule.min_lr")
+            raise ConfigError(
+                f"schedule.min_lr {low} is above lr {self.lr}", "conflict", field="schedule.min_lr"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Length, batch, precision, checkpoints, validation and logs of a run.
 
-    A step is one update of the weights. The run ends after `epochs` or `steps`, whichever comes first.
+    A step is one update of the weights. The run ends after `epochs` or `steps`, whichever comes
+    first.
     """
 
     run_dir: Path
@@ -146,72 +165,94 @@ class TrainConfig:
     steps: int | None = None
     """Updates of the weights; None for a run of `epochs`."""
     scale_below: int | None = None
-    """Number of steps for which warm-up, `validate_every` and `checkpoint_every` are meant: a run of fewer steps, on
-    little data, shortens them in proportion. None: as they are given."""
+    """Number of steps for which warm-up, `validate_every` and `checkpoint_every` are meant: a run
+    of fewer steps, on little data, shortens them in proportion. None: as they are given.
+    """
     global_batch: int
     """Pairs of one update over all ranks and micro-batches."""
     accumulate: int = 1
     """Micro-batches of one update. Contrastive negatives are taken from one micro-batch."""
     grad_cache: int | None = None
-    """Maximum pairs that a rank encodes at a time (GradCache): the gradient of a large batch with all its negatives in
-    the memory of a part, for about 40 % more time. For contrastive dual-encoders; batch norm uses the statistics of a
-    part. None encodes a micro-batch at once."""
+    """Maximum pairs that a rank encodes at a time (GradCache): the gradient of a large batch with
+    all its negatives in the memory of a part, for about 40 % more time. For contrastive
+    dual-encoders; batch norm uses the statistics of a part. None encodes a micro-batch at once.
+    """
     seed: int = 0
     """Seed of the steps (dropout, masking); the loader has a seed of its own."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Numbers of the step; weights and optimiser stay in float32. A CPU without instructions for bf16 computes it in
-    float32."""
+    """Numbers of the step; weights and optimiser stay in float32. A CPU without instructions for
+    bf16 computes it in float32.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     channels_last: bool = False
     """Use the channels-last memory format: faster convolutions on a GPU."""
     compile: bool = False
-    """Compile the model (with `shard_weights` its repeated blocks): a minute at the start, then faster steps on a GPU.
-    Needs a C compiler and Python headers."""
+    """Compile the model (with `shard_weights` its repeated blocks): a minute at the start, then
+    faster steps on a GPU. Needs a C compiler and Python headers.
+    """
     packed_text: bool = False
-    """Leave padding out of the computation of texts: the same values and gradients at a cost proportional to the
-    length of the reports. For BERT, RoBERTa and ALBERT, and for the text's stream of a fusion-encoder with two; see
-    `medvl.encoders.text.packing`."""
+    """Leave padding out of the computation of texts: the same values and gradients at a cost
+    proportional to the length of the reports. For BERT, RoBERTa and ALBERT, and for the text's
+    stream of a fusion-encoder with two; see `medvl.encoders.text.packing`.
+    """
     checkpoint_activations: bool = False
-    """Keep only each Transformer layer's input and recompute the layer in the backward pass: the same values and
-    gradients in far less memory, for a third more arithmetic. Encoders with batch norms are not changed."""
+    """Keep only each Transformer layer's input and recompute the layer in the backward pass: the
+    same values and gradients in far less memory, for a third more arithmetic. Encoders with batch
+    norms are not changed.
+    """
     deterministic: bool = False
-    """Use deterministic algorithms where a GPU has them; slower. On a CPU all algorithms are deterministic."""
+    """Use deterministic algorithms where a GPU has them; slower. On a CPU all algorithms are
+    deterministic.
+    """
     shard_weights: bool = False
-    """Shard weights, gradients and optimiser state over the ranks (FSDP), for models whose training does not fit into
-    one device: the same run up to rounding, and the same checkpoints. No effect on one rank. Refused with torch 2.11,
-    which cannot reduce the gradients of parameters that a rank did not use. See `medvl.train.parallel.model`."""
+    """Shard weights, gradients and optimiser state over the ranks (FSDP), for models whose training
+    does not fit into one device: the same run up to rounding, and the same checkpoints. No effect
+    on one rank. Refused with torch 2.11, which cannot reduce the gradients of parameters that a
+    rank did not use. See `medvl.train.parallel.model`.
+    """
     sharded_checkpoints: bool = False
-    """With `shard_weights`: every rank writes its part of weights and optimiser (`torch.distributed.checkpoint`), where
-    otherwise rank 0 gathers and writes all of them. Any number of ranks resumes either kind."""
+    """With `shard_weights`: every rank writes its part of weights and optimiser
+    (`torch.distributed.checkpoint`), where otherwise rank 0 gathers and writes all of them. Any
+    number of ranks resumes either kind.
+    """
     find_unused_parameters: bool = False
     """As in DDP: for models that do not use all parameters in each step, on several ranks."""
     num_threads: int | None = None
-    """CPU threads of each rank. None divides the cores that are idle at the start among the ranks of a machine; a
-    resumed run takes the number of its checkpoint."""
+    """CPU threads of each rank. None divides the cores that are idle at the start among the ranks
+    of a machine; a resumed run takes the number of its checkpoint.
+    """
 
     validate_every: Interval = "epoch"
     best_metric: str = "loss"
-    """Metric for `best`, early stopping and `Plateau`: `loss`, `loss/<term>` or an evaluator's metric."""
+    """Metric for `best`, early stopping and `Plateau`: `loss`, `loss/<term>` or an evaluator's
+    metric.
+    """
     best_mode: Literal["min", "max"] = "min"
     early_stop_patience: int | None = None
-    """Number of validations without improvement after which the run stops; None never stops early."""
+    """Number of validations without improvement after which the run stops; None never stops
+    early.
+    """
 
     checkpoint_every: Interval = "epoch"
     """Interval between checkpoints. The first, the last and every best step are saved as well."""
     keep_last: int = 2
     """Number of checkpoints to keep besides the best one."""
     resume: str = "auto"
-    """`auto` resumes from the newest valid checkpoint of the run folder; `never` requires a folder without any; a path
-    is the checkpoint from which a new run starts."""
+    """`auto` resumes from the newest valid checkpoint of the run folder; `never` requires a folder
+    without any; a path is the checkpoint from which a new run starts.
+    """
     nonfinite_budget: int = 10
     """Maximum number of skipped updates in a run: non-finite loss or gradient, or loss spike."""
     spike_factor: float | None = None
-    """Skip updates with a loss above this multiple of the median of the last 64; None accepts every finite loss. For
-    losses that stay away from zero."""
+    """Skip updates with a loss above this multiple of the median of the last 64; None accepts every
+    finite loss. For losses that stay away from zero.
+    """
     rollbacks: int = 2
-    """Maximum number of rollbacks to the weights of an earlier checkpoint, while the data continue. They follow four
-    skipped updates in a row, which indicate diverged weights rather than a bad sample."""
+    """Maximum number of rollbacks to the weights of an earlier checkpoint, while the data continue.
+    They follow four skipped updates in a row, which indicate diverged weights rather than a bad
+    sample.
+    """
 
     log_every: int = 50
     """Steps between records."""
@@ -221,10 +262,27 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
-            raise ConfigError("epochs and steps are both unset; give at least one", "missing", field="epochs")
-        check_within(self, "[1, inf)", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "num_threads")
-        check_within(self, "[1, inf)", "early_stop_patience", "keep_last", "log_every", "scale_below")
-        every = [name for name in ("validate_every", "checkpoint_every") if getattr(self, name) != "epoch"]
+            raise ConfigError(
+                "epochs and steps are both unset; give at least one", "missing", field="epochs"
+            )
+        check_within(
+            self,
+            "[1, inf)",
+            "epochs",
+            "steps",
+            "global_batch",
+            "accumulate",
+            "grad_cache",
+            "num_threads",
+        )
+        check_within(
+            self, "[1, inf)", "early_stop_patience", "keep_last", "log_every", "scale_below"
+        )
+        every = [
+            name
+            for name in ("validate_every", "checkpoint_every")
+            if getattr(self, name) != "epoch"
+        ]
         check_within(self, "[1, inf)", *every)
         check_within(self, "[0, inf)", "seed", "nonfinite_budget", "rollbacks")
         check_within(self, "(1, inf)", "spike_factor")
@@ -232,10 +290,16 @@ class TrainConfig:
         check_choice(self.device, ("auto", "cpu", "cuda"), "device")
         check_choice(self.best_mode, ("min", "max"), "best_mode")
         if self.global_batch % self.accumulate:
-            message = f"global_batch {self.global_batch} is not divisible into {self.accumulate} micro-batches"
+            message = (
+                f"global_batch {self.global_batch} is not divisible into "
+                f"{self.accumulate} micro-batches"
+            )
             raise ConfigError(message, "conflict", field="accumulate")
         if self.grad_cache is not None and self.compile:
-            message = "grad_cache and compile exclude each other: compilation covers the complete forward pass"
+            message = (
+                "grad_cache and compile exclude each other: compilation covers the "
+                "complete forward pass"
+            )
             raise ConfigError(message, "conflict", field="grad_cache")
         if self.shard_weights:
             self._check_sharding()
@@ -246,8 +310,14 @@ class TrainConfig:
     def _check_sharding(self) -> None:
         allowed = {
             "grad_cache": ((None,), "weights are gathered for the complete forward pass"),
-            "find_unused_parameters": ((False,), "ranks that use a block would wait for a rank that does not"),
-            "precision": (("fp32", "bf16"), "each rank would search a loss scale for its own shard"),
+            "find_unused_parameters": (
+                (False,),
+                "ranks that use a block would wait for a rank that does not",
+            ),
+            "precision": (
+                ("fp32", "bf16"),
+                "each rank would search a loss scale for its own shard",
+            ),
         }
         for name, (values, reason) in allowed.items():
             value = getattr(self, name)
@@ -261,7 +331,9 @@ class TrainConfig:
         return self.global_batch // self.accumulate
 
     def scaled(self, optim: OptimConfig, total_steps: int) -> tuple[OptimConfig, Self]:
-        """Return optimiser and settings of a run of so many steps: as they are, unless `scale_below` shortens them."""
+        """Return optimiser and settings of a run of so many steps: as they are, unless
+        `scale_below` shortens them.
+        """
         meant = self.scale_below
         if meant is None or total_steps >= meant:
             return optim, self
@@ -272,11 +344,15 @@ class TrainConfig:
         warmup = optim.schedule.warmup_steps * total_steps // meant
         schedule = dataclasses.replace(optim.schedule, warmup_steps=warmup)
         train = dataclasses.replace(
-            self, validate_every=shorter(self.validate_every), checkpoint_every=shorter(self.checkpoint_every)
+            self,
+            validate_every=shorter(self.validate_every),
+            checkpoint_every=shorter(self.checkpoint_every),
         )
         return dataclasses.replace(optim, schedule=schedule), train
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Return the updates until the end of the run: of `steps` or `epochs`, whichever comes first."""
+        """Return the updates until the end of the run: of `steps` or `epochs`, whichever comes
+        first.
+        """
         limits = [self.steps, self.epochs and self.epochs * steps_per_epoch]
         return min(limit for limit in limits if limit is not None)

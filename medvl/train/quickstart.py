@@ -1,4 +1,6 @@
-"""Settings of the presets `tiny`: the data of `medvl phantom quickstart`, and minutes on two CPU cores."""
+"""Settings of the presets `tiny`: the data of `medvl phantom quickstart`, and minutes on two CPU
+cores.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -21,14 +23,19 @@ DATA = DataConfig(
     workers=1,
 )
 """Shards of `medvl phantom quickstart`. With encoders from scratch and about 5,000 pairs, complete
-impressions carry more information per step than single sentences, and a strong augmentation slows down learning."""
+impressions carry more information per step than single sentences, and a strong augmentation slows
+down learning.
+"""
 
-OPTIM = OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100))
+OPTIM = OptimConfig(
+    optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)
+)
 """Optimiser and schedule for small encoders from scratch."""
 
 SCALED = 75
-"""Steps of an epoch, a few fewer than those of the quickstart, below which the warm-up and the intervals of these
-presets are shortened: on other data, of a few hundred images."""
+"""Steps of an epoch, a few fewer than those of the quickstart, below which the warm-up and the
+intervals of these presets are shortened: on other data, of a few hundred images.
+"""
 
 TRAIN = TrainConfig(
     run_dir=Path("quickstart/run"),
@@ -62,7 +69,9 @@ TEXT_TRAIN = TrainConfig(
     best_metric="masked/accuracy",
     best_mode="max",
 )
-"""Training of systems that read text only; `best` is the checkpoint that predicts the most masked words."""
+"""Training of systems that read text only; `best` is the checkpoint that predicts the most
+masked words.
+"""
 
 _NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 ENCODERS: dict[str, Any] = {
@@ -74,13 +83,17 @@ ENCODERS: dict[str, Any] = {
     "fit": "squash",
     "max_tokens": 48,
 }
-"""Model settings of fusion-encoders: the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT."""
+"""Model settings of fusion-encoders: the ResNet-10 and the three-layer BERT of the quickstart's
+ConVIRT.
+"""
 
 FUSION: dict[str, Any] = {"layers": 2, "heads": 3, "intermediate": 768, "dropout": 0}
 """Model settings of a small fusion-encoder over `ENCODERS`."""
 
 FASTER_FUSION: dict[str, Any] = {**FUSION, "fusion_lr_mult": 2.0, "head_lr_mult": 2.0}
-"""The same, where fusion-encoder and heads learn faster than the encoders, as in METER and its successors."""
+"""The same, where fusion-encoder and heads learn faster than the encoders, as in METER and its
+successors.
+"""
 
 ALIGNED: dict[str, Any] = {
     **ENCODERS,
@@ -106,7 +119,9 @@ QUERIES: dict[str, Any] = {
     "dropout": 0.0,
     "init_std": None,
 }
-"""Model settings of MedKLIP and its successors: two layers of queries over the grid of `ENCODERS`' image encoder."""
+"""Model settings of MedKLIP and its successors: two layers of queries over the grid of
+`ENCODERS`' image encoder.
+"""
 
 _CONVIRT = Path("quickstart/convirt/best")
 
@@ -133,7 +148,9 @@ def zero_shot_recipe(
         pretrained=False,
         data=data,
         optim=OPTIM,
-        train=dataclasses.replace(TRAIN, run_dir=Path("quickstart") / name, packed_text=packed_text),
+        train=dataclasses.replace(
+            TRAIN, run_dir=Path("quickstart") / name, packed_text=packed_text
+        ),
         prompts=prompts,
     )
 
@@ -141,7 +158,8 @@ def zero_shot_recipe(
 def zero_shot_from_convirt(
     name: str, model: TowersConfig, data: DataConfig = DATA, prompts: str = "chexpert_ensemble"
 ) -> ZeroShotRecipe:
-    """Return the preset `tiny` of a dual-encoder that starts from the encoders of the quickstart's ConVIRT.
+    """Return the preset `tiny` of a dual-encoder that starts from the encoders of the quickstart's
+    ConVIRT.
 
     Arguments are those of `zero_shot_recipe`.
     """
@@ -155,14 +173,17 @@ def zero_shot_from_convirt(
 
 
 def fusion_recipe(name: str, model: ImageConfig, epochs: int = 12) -> Recipe:
-    """Return the preset `tiny` of a fusion-encoder that starts from the encoders of the quickstart's ConVIRT.
+    """Return the preset `tiny` of a fusion-encoder that starts from the encoders of the
+    quickstart's ConVIRT.
 
     Args:
         name: folder of the run in quickstart/.
         model: settings of the system.
         epochs: length of the run.
     """
-    train = dataclasses.replace(TRAIN, run_dir=Path("quickstart") / name, epochs=epochs, packed_text=True)
+    train = dataclasses.replace(
+        TRAIN, run_dir=Path("quickstart") / name, epochs=epochs, packed_text=True
+    )
     train = dataclasses.replace(train, scale_below=epochs * SCALED)
     return Recipe(
         model=model,

@@ -43,9 +43,13 @@ class Recipe:
     model: ImageConfig
     """Settings of the system; those of its own type are options of the command line."""
     pretrained: bool
-    """Start from published weights: of both encoders, or of the complete model that `model` names."""
+    """Start from published weights: of both encoders, or of the complete model that `model`
+    names.
+    """
     init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of the same system, or the encoders of another."""
+    """Checkpoint to start from, also an imported one: all weights of the same system, or the
+    encoders of another.
+    """
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -67,7 +71,8 @@ def pretraining_run(name: str, make_data: str, phantom: str = "") -> "Callable[[
     Args:
         name: name of the recipe's file, without the suffix.
         make_data: command that makes the shards of the preset `paper`.
-        phantom: commands that make those of `tiny` and train on them; default the data of `medvl phantom quickstart`.
+        phantom: commands that make those of `tiny` and train on them; default the data of `medvl
+            phantom quickstart`.
 
     The returned function raises ConfigError, which names both commands, if the shards are missing.
     """
@@ -90,19 +95,26 @@ def zero_shot_run(
     Args:
         name: as in `pretraining_run`.
         make_data: as in `pretraining_run`.
-        evaluator: function of the loader of the validation images and of the prompt set: `medvl.eval.ZeroShotEval`.
+        evaluator: function of the loader of the validation images and of the prompt set:
+            `medvl.eval.ZeroShotEval`.
     """
     pretraining = pretraining_run(name, make_data)
 
     def prepare(recipe: ZeroShotRecipe) -> "Run":
         """Create the model, the loaders and the evaluator."""
         run, prompts = pretraining(recipe), recipe.prompts
-        return run if prompts is None else run.with_evaluator(lambda images: evaluator(images, prompts))
+        return (
+            run
+            if prompts is None
+            else run.with_evaluator(lambda images: evaluator(images, prompts))
+        )
 
     return prepare
 
 
-OWN_DATA = "medvl shards table --table rows.csv --image-column path --text-column report --out shards/ours"
+OWN_DATA = (
+    "medvl shards table --table rows.csv --image-column path --text-column report --out shards/ours"
+)
 """Command that makes shards of a table; `medvl shards table --help` has its further options."""
 
 
@@ -112,7 +124,8 @@ def data_advice(name: str, make_data: str, phantom: str) -> str:
     return (
         f"Make the shards first:\n    {make_data}\nand then\n    medvl train {name}\n"
         f"Of images and reports of your own, in a table:\n    {OWN_DATA}\nand then\n"
-        f"    medvl train {name} tiny --data.train shards/ours/train --data.valid shards/ours/validate\n"
+        f"    medvl train {name} tiny --data.train shards/ours/train --data.valid "
+        f"shards/ours/validate\n"
         f"Without any data, on the phantom corpus:\n    {phantom}"
     )
 
@@ -129,17 +142,23 @@ class TextRecipe:
     pretrained: bool
     """Start from published weights of the text encoder."""
     init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of the same system, or the text encoder of another.
-    With `model.new_vocabulary`, all but its table of words."""
+    """Checkpoint to start from, also an imported one: all weights of the same system, or the text
+    encoder of another. With `model.new_vocabulary`, all but its table of words.
+    """
     data: TextDataConfig
     optim: OptimConfig
     train: TrainConfig
 
 
 def text_run(
-    name: str, make_data: str, phantom: str = "", *, evaluator: Callable[[Any], "Evaluator"] | None = None
+    name: str,
+    make_data: str,
+    phantom: str = "",
+    *,
+    evaluator: Callable[[Any], "Evaluator"] | None = None,
 ) -> "Callable[[TextRecipe], Run]":
-    """Return the `prepare` function of a recipe; arguments and errors as for `medvl.train.pretraining_run`.
+    """Return the `prepare` function of a recipe; arguments and errors as for
+    `medvl.train.pretraining_run`.
 
     Validation prints, besides the losses, what `evaluator` returns, by default `MaskedWordScore`.
     """
@@ -165,7 +184,9 @@ class ClassifierRecipe:
     """All settings of a run of `FusedClassifier`."""
 
     init_from: Path | None = None
-    """Checkpoint to start from: of a fusion-encoder, of a head on one, or of a dual-encoder; None creates `model`."""
+    """Checkpoint to start from: of a fusion-encoder, of a head on one, or of a dual-encoder;
+    None creates `model`.
+    """
     model: FusionConfig
     """Fusion-encoder, where `init_from` has none."""
     pretrained: bool = False
@@ -173,16 +194,19 @@ class ClassifierRecipe:
     tokenizer: Path | None = None
     """Without `init_from`: folder of a tokenizer; None uses the text encoder's own from the hub."""
     modalities: Literal["image_text", "image", "text"] = "image_text"
-    """Input of the classifier. Labels that were extracted from the report can mostly be read from its text: compare
-    with "text" and "image"."""
+    """Input of the classifier. Labels that were extracted from the report can mostly be read from
+    its text: compare with "text" and "image".
+    """
     head: Literal["mlp", "meter", "linear"] = "mlp"
     target: Literal["multi_label", "single_label"] = "multi_label"
     image_size: int | None = None
-    """With `init_from`: side of the images in pixels, to which learned positions are interpolated; None is that of the
-    checkpoint."""
+    """With `init_from`: side of the images in pixels, to which learned positions are interpolated;
+    None is that of the checkpoint.
+    """
     max_tokens: int | None = None
-    """With `init_from`: maximum length of a text, which may be above that of the pretraining; None is that of the
-    checkpoint."""
+    """With `init_from`: maximum length of a text, which may be above that of the pretraining; None
+    is that of the checkpoint.
+    """
     head_lr_mult: float = 1.0
     """Learning rate of the head, as a multiple of the encoders'."""
     uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore"
@@ -236,7 +260,9 @@ def fused_classification(recipe: str, settings: ClassifierRecipe, apply: ApplyPo
     labels, choices = settings.data.names(), {name: getattr(settings, name) for name in names}
     with seeded(settings.train.seed):
         if settings.init_from is None:
-            fusion = create_model(settings.model, pretrained=settings.pretrained, tokenizer=settings.tokenizer)
+            fusion = create_model(
+                settings.model, pretrained=settings.pretrained, tokenizer=settings.tokenizer
+            )
             assert isinstance(fusion, FusionModel)
             model = FusedClassifier.on(fusion, labels, **choices)
         else:
@@ -275,7 +301,9 @@ class GenerationRecipe:
     model: LatentDiffusionConfig
     """Settings of the system; those of its own type are options of the command line."""
     init_from: Path | None = None
-    """Checkpoint of a latent diffusion model to start from, such as an imported Stable Diffusion."""
+    """Checkpoint of a latent diffusion model to start from, such as an imported Stable
+    Diffusion.
+    """
     random_unet: bool = False
     """Draw the U-Net at random; `init_from` then gives the autoencoder and the text encoder."""
     autoencoder: Path | None = None
@@ -289,8 +317,12 @@ class GenerationRecipe:
     train: TrainConfig
 
 
-def autoencoder_run(name: str, make_data: str, phantom: str = "") -> "Callable[[AutoencoderRecipe], Run]":
-    """Return the `prepare` function of a recipe; arguments and errors as for `medvl.train.pretraining_run`."""
+def autoencoder_run(
+    name: str, make_data: str, phantom: str = ""
+) -> "Callable[[AutoencoderRecipe], Run]":
+    """Return the `prepare` function of a recipe; arguments and errors as for
+    `medvl.train.pretraining_run`.
+    """
 
     def prepare(recipe: AutoencoderRecipe) -> "Run":
         """Create the model and the loaders."""
@@ -312,8 +344,11 @@ def autoencoder_run(name: str, make_data: str, phantom: str = "") -> "Callable[[
     return prepare
 
 
-def generation_run(name: str, make_data: str, phantom: str = "") -> "Callable[[GenerationRecipe], Run]":
-    """Return the `prepare` function of a recipe; arguments and errors as for `medvl.train.pretraining_run`.
+def generation_run(
+    name: str, make_data: str, phantom: str = ""
+) -> "Callable[[GenerationRecipe], Run]":
+    """Return the `prepare` function of a recipe; arguments and errors as for
+    `medvl.train.pretraining_run`.
 
     The function also raises CheckpointError where a checkpoint that the run starts from is missing.
     """

@@ -26,19 +26,26 @@ _SHOWN = 6
 
 
 def packaged_files(folder: str, suffix: str) -> Mapping[str, Path]:
-    """Return stem -> file of a folder: within the installed package, else beside it, in a checkout."""
+    """Return stem -> file of a folder: within the installed package, else beside it, in a
+    checkout.
+    """
     inside = _PACKAGE / folder
     found = sorted((inside if inside.is_dir() else _PACKAGE.parent / folder).glob(f"*{suffix}"))
     if not found:
-        raise ConfigError(f"this installation of medvl has no {folder}; install it again", "not_found", field=folder)
+        raise ConfigError(
+            f"this installation of medvl has no {folder}; install it again",
+            "not_found",
+            field=folder,
+        )
     return {path.stem: path for path in found}
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe: a path, a full name (convirt_mimic) or the first words of one (convirt).
+    """Return the file of a recipe: a path, a full name (convirt_mimic) or the first words of one
+    (convirt).
 
-    If several names begin with these words, the one with the fewest further words is returned: biovil_mimic for
-    `biovil`, not biovil_t_mimic. Raises ConfigError if none or more than one fits.
+    If several names begin with these words, the one with the fewest further words is returned:
+    biovil_mimic for `biovil`, not biovil_t_mimic. Raises ConfigError if none or more than one fits.
     """
     if name.endswith(".py") or "/" in name:
         path = Path(name)
@@ -58,24 +65,32 @@ def find_recipe(name: str) -> Path:
 
 
 def _advice(stem: str, fitting: Sequence[str], recipes: Mapping[str, Path]) -> str:
-    """Return what to give in place of a name: recipes that begin with it, or whose name or description contains it.
+    """Return what to give in place of a name: recipes that begin with it, or whose name or
+    description contains it.
 
     Only a word that is in none of them is taken for a misspelling.
     """
     word = re.compile(rf"\b{re.escape(stem)}\b", re.IGNORECASE)
     about = [one for one, path in recipes.items() if stem in one or word.search(_docstring(path))]
-    nearest = difflib.get_close_matches(stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1)
+    nearest = difflib.get_close_matches(
+        stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1
+    )
     found = list(fitting) or about or nearest
     every = "medvl recipes list shows all"
     if not found:
         return every
     if found == about:
-        return f"it is part of {', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}; {every}"
+        return (
+            f"it is part of "
+            f"{', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}; {every}"
+        )
     return f"did you mean {' or '.join(found)}? {every}"
 
 
 def load_recipe_module(path: Path) -> ModuleType:
-    """Import the module of a recipe. Raises ConfigError if the file is missing or is not a recipe."""
+    """Import the module of a recipe. Raises ConfigError if the file is missing or is not a
+    recipe.
+    """
     spec = spec_from_file_location(f"recipe_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
         message = f"{path} is not a Python file; give a recipe such as recipes/convirt_mimic.py"
@@ -94,14 +109,19 @@ def _docstring(path: Path) -> str:
 
 
 def outline(path: Path) -> tuple[list[str], str]:
-    """Return the names of a recipe's presets and the first line of its docstring, without importing it."""
+    """Return the names of a recipe's presets and the first line of its docstring, without
+    importing it.
+    """
     module = ast.parse(path.read_text(encoding="utf-8"))
     summary = _docstring(path).partition("\n")[0]
     for node in module.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
             continue
         if ast.unparse(node.targets[0]) == "PRESETS":
-            return [str(key.value) if isinstance(key, ast.Constant) else "..." for key in node.value.keys], summary
+            return [
+                str(key.value) if isinstance(key, ast.Constant) else "..."
+                for key in node.value.keys
+            ], summary
     return [], summary
 
 
@@ -115,7 +135,9 @@ _command: contextvars.ContextVar[str | None] = contextvars.ContextVar("command",
 
 @contextlib.contextmanager
 def shown_as(command: str) -> Iterator[None]:
-    """Show this command in the help and the errors of `choose`, in place of the name of the program."""
+    """Show this command in the help and the errors of `choose`, in place of the name of the
+    program.
+    """
     token = _command.set(command)
     try:
         yield
@@ -123,11 +145,14 @@ def shown_as(command: str) -> Iterator[None]:
         _command.reset(token)
 
 
-def launch(prepare: "Callable[[Recipe], Run]", presets: Mapping[str, Recipe], description: str) -> None:
-    """Run a recipe as a program: read the settings from the command line, train, and print the result.
+def launch(
+    prepare: "Callable[[Recipe], Run]", presets: Mapping[str, Recipe], description: str
+) -> None:
+    """Run a recipe as a program: read the settings from the command line, train, and print the
+    result.
 
-    `prepare` creates the run. A MedvlError ends the process with status 1 and `error: ...`, Ctrl-C with status 130 and
-    one line, both without a traceback.
+    `prepare` creates the run. A MedvlError ends the process with status 1 and `error: ...`, Ctrl-C
+    with status 130 and one line, both without a traceback.
     """
     try:
         result = prepare(choose(presets, description=description)).train()
@@ -138,7 +163,9 @@ def launch(prepare: "Callable[[Recipe], Run]", presets: Mapping[str, Recipe], de
     sys.stdout.write(f"{result}\n")
 
 
-def choose(presets: Mapping[str, Recipe], argv: Sequence[str] | None = None, description: str | None = None) -> Recipe:
+def choose(
+    presets: Mapping[str, Recipe], argv: Sequence[str] | None = None, description: str | None = None
+) -> Recipe:
     """Return the settings that a command line selects.
 
         recipe.py                          the preset `paper`
@@ -146,12 +173,12 @@ def choose(presets: Mapping[str, Recipe], argv: Sequence[str] | None = None, des
         recipe.py tiny --optim.lr 3e-4     ... with a field changed
         recipe.py --help                   every field, with its value in the preset
 
-    A wrong command line (unknown preset or flag, value out of range) ends the process with status 2 and an error
-    message, without a traceback.
+    A wrong command line (unknown preset or flag, value out of range) ends the process with status 2
+    and an error message, without a traceback.
 
     Args:
-        presets: frozen config dataclasses. Where a field may be one of several dataclasses (a schedule), the preset
-            determines which one, and the flags change its values.
+        presets: frozen config dataclasses. Where a field may be one of several dataclasses (a
+            schedule), the preset determines which one, and the flags change its values.
         argv: arguments without the program's name; None takes `sys.argv`.
         description: first line of the help.
     """

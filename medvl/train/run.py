@@ -1,4 +1,6 @@
-"""A complete run of a recipe: model, data and evaluators, ready to train or to examine (`medvl.train.doctor`)."""
+"""A complete run of a recipe: model, data and evaluators, ready to train or to examine
+(`medvl.train.doctor`).
+"""
 
 import dataclasses
 import hashlib
@@ -34,7 +36,8 @@ _FILES = ("image_weights", "text_weights", "pixelhop")
 
 
 def describe_start(settings: Any, model: Any) -> dict[str, str]:
-    """Return hashes of what the settings of a recipe name, so that a run in a used folder is known for another one.
+    """Return hashes of what the settings of a recipe name, so that a run in a used folder is known
+    for another one.
 
     Names of encoders and addresses on the hub, which contain a commit, are returned as they are.
     """
@@ -95,14 +98,18 @@ class Run:
     evals: Sequence[Evaluator] = ()
 
     def with_evaluator(self, create: Callable[[Any], Evaluator]) -> "Run":
-        """Return the run with one more evaluator, `create(validation images)`; unchanged without validation data."""
+        """Return the run with one more evaluator, `create(validation images)`; unchanged without
+        validation data.
+        """
         if self.data.valid_images is None:
             return self
         return dataclasses.replace(self, evals=(*self.evals, create(self.data.valid_images)))
 
     def train(self) -> TrainResult:
         """Train, or resume an interrupted run; raises as `medvl.train.train` does."""
-        settings = to_dict(self.settings, leave_out=("model", "optim", "train"))  # checkpoints hold these elsewhere
+        settings = to_dict(
+            self.settings, leave_out=("model", "optim", "train")
+        )  # checkpoints hold these elsewhere
         start = describe_start(self.settings, self.model)
         return train(
             self.model,
@@ -111,17 +118,24 @@ class Run:
             evals=self.evals,
             optim=self.settings.optim,
             config=self.settings.train,
-            run={"recipe": self.recipe, "settings": settings, "start": start, **self.data.described},
+            run={
+                "recipe": self.recipe,
+                "settings": settings,
+                "start": start,
+                **self.data.described,
+            },
         )
 
 
 def pretraining(
-    recipe: str, settings: "Recipe | TextRecipe", open_loaders: Callable[..., DataLoaders] = open_data
+    recipe: str,
+    settings: "Recipe | TextRecipe",
+    open_loaders: Callable[..., DataLoaders] = open_data,
 ) -> Run:
     """Create the run of a system from its configuration.
 
-    `open_loaders` takes the data settings, the model and the pairs of a micro-batch. Raises what it and `create_model`
-    raise.
+    `open_loaders` takes the data settings, the model and the pairs of a micro-batch. Raises what it
+    and `create_model` raise.
     """
     with seeded(settings.train.seed):
         model = create_model(

@@ -60,10 +60,16 @@ class Bench:
         return tiny if self.dry_run else full
 
     def large_batch(self, full: int, tiny: int) -> int:
-        """Return the size of a batch whose steps take up to 90 GB: half of it on a smaller GPU, tiny in a dry run."""
+        """Return the size of a batch whose steps take up to 90 GB: half of it on a smaller GPU,
+        tiny in a dry run.
+        """
         if self.dry_run:
             return tiny
-        return full if torch.cuda.get_device_properties(self.device).total_memory >= LARGE_BYTES else full // 2
+        return (
+            full
+            if torch.cuda.get_device_properties(self.device).total_memory >= LARGE_BYTES
+            else full // 2
+        )
 
     @property
     def precision(self) -> Precision:
@@ -80,20 +86,32 @@ class Bench:
         return self.size(FULL, TINY)
 
     def start_data(self) -> None:
-        """Start to write the shards in another process, unless they exist; nothing may be timed before `data`."""
+        """Start to write the shards in another process, unless they exist; nothing may be timed
+        before `data`.
+        """
         if self._maker is None and not self._data.is_dir():
             program = Path(__file__).parent / "phantom_shards.py"
             size = self.data_size
-            command = [sys.executable, str(program), str(self._data), str(size.patients), str(size.pixels)]
+            command = [
+                sys.executable,
+                str(program),
+                str(self._data),
+                str(size.patients),
+                str(size.pixels),
+            ]
             with self._maker_log.open("wb") as log:
                 self._maker = subprocess.Popen(command, stdout=log, stderr=log)
 
     def data(self) -> Path:
-        """Return the folder of training shards, after they are written. Raises RuntimeError if that failed."""
+        """Return the folder of training shards, after they are written. Raises RuntimeError if
+        that failed.
+        """
         self.start_data()
         if self._maker is not None and self._maker.wait():
             end = self._maker_log.read_text(errors="replace")[-300:]
-            raise RuntimeError(f"phantom_shards.py ended with status {self._maker.returncode}: {end}")
+            raise RuntimeError(
+                f"phantom_shards.py ended with status {self._maker.returncode}: {end}"
+            )
         return self._data / "train"
 
     @property

@@ -40,7 +40,9 @@ def measure_clip(bench: Bench, name: str, size: int) -> Report:
         return repeat(lambda _: theirs[0].bare(images_BCHW, ids_BT))
 
     def trainer() -> Run:
-        return lambda steps, mark: theirs[0].trainer(((images_BCHW, ids_BT) for _ in range(steps)), steps, mark)
+        return lambda steps, mark: theirs[0].trainer(
+            ((images_BCHW, ids_BT) for _ in range(steps)), steps, mark
+        )
 
     rows = measure_in_turns(
         bench,
@@ -48,7 +50,11 @@ def measure_clip(bench: Bench, name: str, size: int) -> Report:
             Contender(name="medvl: step, compiled", build=ours, samples=size, flops=flops),
             Contender(name=STEP, build=bare, samples=size, flops=flops),
             Contender(
-                name="open_clip: its trainer, the same model", build=trainer, samples=size, flops=flops, shares=STEP
+                name="open_clip: its trainer, the same model",
+                build=trainer,
+                samples=size,
+                flops=flops,
+                shares=STEP,
             ),
         ),
     )
@@ -70,7 +76,9 @@ def measure_b16(bench: Bench) -> Report:
     return measure_clip(bench, "ViT-B-16", bench.large_batch(1024, 4))
 
 
-def _line(name: str, function: Callable[[Bench], Report], sizes: str, stock: str, seconds: float) -> Line:
+def _line(
+    name: str, function: Callable[[Bench], Report], sizes: str, stock: str, seconds: float
+) -> Line:
     return Line(
         name=name,
         measures=f"CLIP {sizes}, 77 tokens: the step",
@@ -83,5 +91,7 @@ def _line(name: str, function: Callable[[Bench], Report], sizes: str, stock: str
 
 LINES = {
     "clip-b32": _line("clip-b32", measure_b32, "ViT-B-32, B = 1,024", "6,669", 125),
-    "clip-b16": _line("clip-b16", measure_b16, "ViT-B-16, B = 1,024 (512 below 100 GB)", "2,949", 130),
+    "clip-b16": _line(
+        "clip-b16", measure_b16, "ViT-B-16, B = 1,024 (512 below 100 GB)", "2,949", 130
+    ),
 }

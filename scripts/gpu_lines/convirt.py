@@ -1,4 +1,6 @@
-"""ConVIRT with resnet50 on 224 pixels and BERT-base, batches of 256 in bf16: its step, and its run from files."""
+"""ConVIRT with resnet50 on 224 pixels and BERT-base, batches of 256 in bf16: its step, and its
+run from files.
+"""
 
 import contextlib
 import dataclasses
@@ -17,7 +19,16 @@ from torch import Tensor
 from gpu_lines.bench import Bench
 from gpu_lines.line import Goal, Line, Report, Row, ratio, report
 from gpu_lines.medvl_step import medvl_step
-from gpu_lines.stock_convirt import COMPILED, FROZEN, PADDED, PEERS, Form, Sizes, stock_step, untuned
+from gpu_lines.stock_convirt import (
+    COMPILED,
+    FROZEN,
+    PADDED,
+    PEERS,
+    Form,
+    Sizes,
+    stock_step,
+    untuned,
+)
 from gpu_lines.timing import Contender, Flops, Run, measure_in_turns, repeat, set_flops
 from medvl.data import ShardSource, WholeText, train_wordpiece
 from medvl.models import ConVIRTConfig, create_model
@@ -41,16 +52,25 @@ TINY = ConVIRTConfig(
 )
 TINY_STOCK = Sizes(
     image="test_resnet",
-    bert={"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96},
+    bert={
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 96,
+    },
 )
 LETTERS = 120
-"""Size of a vocabulary of letters and few syllables, with which all texts are cut to the full 128 tokens."""
+"""Size of a vocabulary of letters and few syllables, with which all texts are cut to the full
+128 tokens.
+"""
 LENGTHS = 8
 """Texts at whose lengths the operations of packed texts are counted."""
 
 
 class FromFiles:
-    """A training run from shards: the recipe's settings, compiled, without frozen layers, with 128 real tokens."""
+    """A training run from shards: the recipe's settings, compiled, without frozen layers, with
+    128 real tokens.
+    """
 
     def __init__(self, bench: Bench, size: int) -> None:
         self._bench, self._size, self._numbers = bench, size, itertools.count()
@@ -66,31 +86,49 @@ class FromFiles:
         bench, kept = self._bench, self._bench.size(4, 1)
         training = self._training = self._open()
         stream, step = training.state.stream, training.step
-        self._side, stream.side = stream.side, None  # nothing is fetched ahead while step and loader are measured
-        placed = [step.place(batch) for _ in range(kept) for batch in stream.take(next(self._numbers))]
+        self._side, stream.side = (
+            stream.side,
+            None,
+        )  # nothing is fetched ahead while step and loader are measured
+        placed = [
+            step.place(batch) for _ in range(kept) for batch in stream.take(next(self._numbers))
+        ]
         self.flops.count(training.state.model.whole, placed[0], bench)
         self.real_tokens = float(torch.cat([batch.mask_BT for batch in placed]).float().mean())
-        return repeat(lambda number: step(number, training.state.rate.at(0), [placed[number % kept]], 1))
+        return repeat(
+            lambda number: step(number, training.state.rate.at(0), [placed[number % kept]], 1)
+        )
 
     def measure(self) -> tuple[Row, Row, float]:
-        """Return the loader alone, the run from files to updates, and the share of time that it waits for data."""
+        """Return the loader alone, the run from files to updates, and the share of time that it
+        waits for data.
+        """
         training, bench = self._training, self._bench
         assert training is not None
-        stream, loader = training.state.stream, Row(contender="medvl: loader alone", unit="images/s")
+        stream, loader = (
+            training.state.stream,
+            Row(contender="medvl: loader alone", unit="images/s"),
+        )
         loader.rate, _ = self._rate_in_epoch(training, lambda number: list(stream.take(number)))
         stream.side = self._side
         run = Row(contender="medvl: files to updates")
         run.rate, waiting = self._rate_in_epoch(
-            training, lambda number: training.step(number, 0.0, stream.take(number), stream.micro_batches(number))
+            training,
+            lambda number: training.step(
+                number, 0.0, stream.take(number), stream.micro_batches(number)
+            ),
         )
         set_flops(run, self.flops, bench)
         return loader, run, waiting
 
-    def _rate_in_epoch(self, training: Training, update: Callable[[int], object]) -> tuple[float, float]:
+    def _rate_in_epoch(
+        self, training: Training, update: Callable[[int], object]
+    ) -> tuple[float, float]:
         """Return pairs per second within an epoch, and the share of time that they waited for data.
 
-        The clock starts when each worker has made a batch: these 23,000 images are an epoch of eight seconds, and the
-        second in which workers make their first batches would count for more than in an epoch of MIMIC-CXR.
+        The clock starts when each worker has made a batch: these 23,000 images are an epoch of
+        eight seconds, and the second in which workers make their first batches would count for more
+        than in an epoch of MIMIC-CXR.
         """
         stream, device = training.state.stream, training.state.ranks.device
         filling = self._bench.size(self._bench.data_size.workers, 0)
@@ -117,12 +155,21 @@ class FromFiles:
     def _open(self) -> Training:
         bench, folder, size = self._bench, self._bench.data(), self._size
         source = ShardSource(folder)
-        texts = (text for place in range(min(400, len(source))) for text in source.sample(place).sections.values())
+        texts = (
+            text
+            for place in range(min(400, len(source)))
+            for text in source.sample(place).sections.values()
+        )
         tokenizer = train_wordpiece(texts, vocab_size=LETTERS, max_tokens=MAX_LENGTH)
         paper = runpy.run_path(str(RECIPE))["PRESETS"]["paper"]
         image = dataclasses.replace(paper.data.image, size=bench.size(224, TINY.image_size))
         data = dataclasses.replace(
-            paper.data, train=str(folder), valid=None, text=WholeText(), image=image, workers=bench.data_size.workers
+            paper.data,
+            train=str(folder),
+            valid=None,
+            text=WholeText(),
+            image=image,
+            workers=bench.data_size.workers,
         )
         train = dataclasses.replace(
             paper.train,
@@ -142,15 +189,21 @@ class FromFiles:
 
 
 def measure_from_files(bench: Bench) -> Report:
-    """Measure the step beside the stock forms in turns, then the loader, and the run from files to updates."""
+    """Measure the step beside the stock forms in turns, then the loader, and the run from files
+    to updates.
+    """
     bench.start_data()
     size = bench.size(256, 4)
     stock = stock_inputs(bench, torch.full((size,), bench.size(MAX_LENGTH, 12)))
     run = FromFiles(bench, size)
-    ours = Contender(name="medvl: step, compiled", build=run.build, samples=size, flops=run.flops, warm_up=4)
+    ours = Contender(
+        name="medvl: step, compiled", build=run.build, samples=size, flops=run.flops, warm_up=4
+    )
     with contextlib.closing(run):
         # The first stock form compiles while the images are drawn.
-        compiled, peers = (stock_contender(form, bench, stock, run.flops) for form in (COMPILED, PEERS))
+        compiled, peers = (
+            stock_contender(form, bench, stock, run.flops) for form in (COMPILED, PEERS)
+        )
         compiled_row, step, peers_row = measure_in_turns(bench, (compiled, ours, peers))
         if step.error is not None:
             return report([step, compiled_row, peers_row], {})
@@ -162,21 +215,29 @@ def measure_from_files(bench: Bench) -> Report:
         "times the compiled stock step": ratio(step.rate, compiled_row.rate),
         "times the peers' step": ratio(step.rate, peers_row.rate),
     }
-    notes = f"real tokens: {run.real_tokens:.0%} of the positions", f"waiting for data: {waiting:.1%} of the time"
+    notes = (
+        f"real tokens: {run.real_tokens:.0%} of the positions",
+        f"waiting for data: {waiting:.1%} of the time",
+    )
     return report([whole, step, loader, compiled_row, peers_row], figures, *notes)
 
 
 def measure_lengths(bench: Bench, frozen: int, stock: Form) -> Report:
-    """Measure the step on texts of different lengths: packed and compiled, beside the padded and compiled stock form.
+    """Measure the step on texts of different lengths: packed and compiled, beside the padded and
+    compiled stock form.
 
     Attention dropout is 0 in both, as the GPU's kernel for packed texts needs it.
     """
     size, count = bench.size(256, 4), bench.size(8, 2)
     texts = [random_texts(size, torch.device("cpu"), seed) for seed in range(count)]
     longest = bench.size(MAX_LENGTH, 24)
-    batches = [batch_of(bench, ids_BT[:, :longest], mask_BT[:, :longest]) for ids_BT, mask_BT in texts]
+    batches = [
+        batch_of(bench, ids_BT[:, :longest], mask_BT[:, :longest]) for ids_BT, mask_BT in texts
+    ]
     config = dataclasses.replace(
-        convirt_config(bench), attention_dropout=0.0, frozen_text_layers=bench.size(frozen, min(frozen, 1))
+        convirt_config(bench),
+        attention_dropout=0.0,
+        frozen_text_layers=bench.size(frozen, min(frozen, 1)),
     )
     flops = Flops()
 
@@ -188,11 +249,20 @@ def measure_lengths(bench: Bench, frozen: int, stock: Form) -> Report:
 
     mask_BT = batches[0].mask_BT
     inputs = stock_inputs(bench, mask_BT.sum(dim=1))
-    ours = Contender(name="medvl: packed, compiled", build=build, samples=size, flops=flops, warm_up=count)
+    ours = Contender(
+        name="medvl: packed, compiled", build=build, samples=size, flops=flops, warm_up=count
+    )
     rows = measure_in_turns(bench, (ours, stock_contender(stock, bench, inputs, flops)))
     share = float(torch.cat([batch.mask_BT.flatten() for batch in batches]).float().mean())
-    figures = {"pairs/s": rows[0].rate, "times the padded stock step": ratio(rows[0].rate, rows[1].rate)}
-    return report(rows, figures, f"real tokens: {share:.0%} of the positions; operations of padding do not count")
+    figures = {
+        "pairs/s": rows[0].rate,
+        "times the padded stock step": ratio(rows[0].rate, rows[1].rate),
+    }
+    return report(
+        rows,
+        figures,
+        f"real tokens: {share:.0%} of the positions; operations of padding do not count",
+    )
 
 
 def convirt_config(bench: Bench) -> ConVIRTConfig:
@@ -207,7 +277,9 @@ def batch_of(bench: Bench, ids_BT: Tensor, mask_BT: Tensor) -> Batch:
     generator = torch.Generator().manual_seed(0)
     return Batch(
         keys=[str(row) for row in range(size)],
-        image_BCHW=torch.randint(0, 256, (size, 1, side, side), dtype=torch.uint8, generator=generator),
+        image_BCHW=torch.randint(
+            0, 256, (size, 1, side, side), dtype=torch.uint8, generator=generator
+        ),
         ids_BT=ids_BT.contiguous(),  # as from a loader; other strides would be compiled anew
         mask_BT=mask_BT.contiguous(),
         labels_BL=torch.zeros(size, 0),
@@ -216,7 +288,8 @@ def batch_of(bench: Bench, ids_BT: Tensor, mask_BT: Tensor) -> Batch:
 
 
 def flops_of_lengths(model: Any, batch: Batch, bench: Bench) -> float:
-    """Return the operations per pair without padding: the mean over texts of evenly spaced ranks of length.
+    """Return the operations per pair without padding: the mean over texts of evenly spaced ranks of
+    length.
 
     Text by text, because torch does not count the kernel of packed attention.
     """
@@ -231,7 +304,9 @@ def flops_of_lengths(model: Any, batch: Batch, bench: Bench) -> float:
 
 
 def stock_inputs(bench: Bench, length_B: Tensor) -> dict[str, Tensor]:
-    """Return random inputs of the stock forms on the device: padded to the longest text of any batch."""
+    """Return random inputs of the stock forms on the device: padded to the longest text of any
+    batch.
+    """
     size, side = len(length_B), bench.size(224, TINY.image_size)
     width = bench.size(MAX_LENGTH, int(length_B.max()))
     vocabulary, generator = VOCABULARY, torch.Generator().manual_seed(0)
@@ -256,7 +331,8 @@ def stock_contender(form: Form, bench: Bench, inputs: dict[str, Tensor], flops: 
 LINES = {
     "convirt": Line(
         name="convirt",
-        measures="ConVIRT, resnet50 on 224 pixels and BERT-base, B = 256, 128 real tokens, from files to updates",
+        measures="ConVIRT, resnet50 on 224 pixels and BERT-base, B = 256, 128 real tokens, from "
+        "files to updates",
         goals=(
             Goal(figure="pairs/s from files", value=3000),
             Goal(figure="of the slower of step and loader", value=0.95),
@@ -267,7 +343,8 @@ LINES = {
     ),
     "convirt-lengths": Line(
         name="convirt-lengths",
-        measures="its step at report lengths of 70 tokens on average: packed, compiled, attention dropout 0",
+        measures="its step at report lengths of 70 tokens on average: packed, compiled, "
+        "attention dropout 0",
         goals=(Goal(figure="pairs/s", value=4000),),
         stock="padded and compiled 2,970; packed by hand and compiled 3,639 pairs/s",
         seconds=120,

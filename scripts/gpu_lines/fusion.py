@@ -16,13 +16,18 @@ from gpu_lines.medvl_step import medvl_step
 from gpu_lines.timing import Contender, Flops, Run, measure_in_turns, repeat
 from medvl.models import M3AE, MedViLL
 from medvl.schema import Batch
-from medvl.train.doctor.examine import COUNTED, count_operations  # internal: the figures are those of `medvl doctor`
+from medvl.train.doctor.examine import (
+    COUNTED,
+    count_operations,
+)  # internal: the figures are those of `medvl doctor`
 
 UNIT = "samples/s"
 
 
 def measure_m3ae(bench: Bench) -> Report:
-    """Measure the pretraining step with one shared pass, and the published one with three, on the same weights."""
+    """Measure the pretraining step with one shared pass, and the published one with three, on
+    the same weights.
+    """
     size = bench.size(64, 2)
     trained: list[tuple[M3AE, torch.optim.Optimizer]] = []  # both forms train the same model
 
@@ -30,7 +35,11 @@ def measure_m3ae(bench: Bench) -> Report:
         device = bench.device
         if not trained:
             torch.manual_seed(0)
-            built = M3AE.build(benchmark_fusion.SIZES[bench.size("paper", "tiny")], pretrained=False, tokenizer=None)
+            built = M3AE.build(
+                benchmark_fusion.SIZES[bench.size("paper", "tiny")],
+                pretrained=False,
+                tokenizer=None,
+            )
             built.to(device).train()
             fused = device.type == "cuda" or None
             trained.append((built, torch.optim.AdamW(built.parameters(), lr=1e-5, fused=fused)))
@@ -43,7 +52,9 @@ def measure_m3ae(bench: Bench) -> Report:
         def loss_of(batch: Batch, corruption: Any) -> torch.Tensor:
             return model.losses(form(model, batch, corruption), corruption).total
 
-        flops.per_sample = count_operations(lambda: loss_of(*few), model, bench.precision) / len(few[0])
+        flops.per_sample = count_operations(lambda: loss_of(*few), model, bench.precision) / len(
+            few[0]
+        )
 
         def step(number: int) -> None:
             with bench.precision.autocast():
@@ -54,10 +65,14 @@ def measure_m3ae(bench: Bench) -> Report:
 
         return repeat(step)
 
-    def bare_contender(name: str, form: Callable[..., dict[str, Any]], shares: str | None = None) -> Contender:
+    def bare_contender(
+        name: str, form: Callable[..., dict[str, Any]], shares: str | None = None
+    ) -> Contender:
         flops = Flops()
         build = functools.partial(bare, form, flops)
-        return Contender(name=name, build=build, samples=size, unit=UNIT, flops=flops, shares=shares)
+        return Contender(
+            name=name, build=build, samples=size, unit=UNIT, flops=flops, shares=shares
+        )
 
     shared, published = "one shared pass, bare loop", "published: three passes, bare loop"
     rows = measure_in_turns(
@@ -74,7 +89,9 @@ def measure_m3ae(bench: Bench) -> Report:
 
 def measure_medvill(bench: Bench) -> Report:
     """Measure the pretraining step of the preset `paper`."""
-    rows = measure_in_turns(bench, [system_contender(bench, "medvill_mimic", bench.size(64, 2), tokens=255)])
+    rows = measure_in_turns(
+        bench, [system_contender(bench, "medvill_mimic", bench.size(64, 2), tokens=255)]
+    )
     return report(rows, {"samples/s": rows[0].rate})
 
 
@@ -87,7 +104,9 @@ def measure_decoding(bench: Bench) -> Report:
         if not models:
             torch.manual_seed(0)
             config = benchmark_generation.SIZES[bench.size("paper", "tiny")]
-            models.append(MedViLL.build(config, pretrained=False, tokenizer=None).to(bench.device).eval())
+            models.append(
+                MedViLL.build(config, pretrained=False, tokenizer=None).to(bench.device).eval()
+            )
         side = models[0].config.image_size
         image = torch.zeros(size, 1, side, side, dtype=torch.uint8, device=bench.device)
 
@@ -121,12 +140,21 @@ def measure_decoding(bench: Bench) -> Report:
         rounds=2,
         profiled=1,
     )
-    figures = {"tokens/s": rows[0].rate, "times the rate without a cache": ratio(rows[0].rate, rows[1].rate)}
+    figures = {
+        "tokens/s": rows[0].rate,
+        "times the rate without a cache": ratio(rows[0].rate, rows[1].rate),
+    }
     return report(rows, figures, f"{size} reports of {tokens} tokens at a time, bf16")
 
 
 def system_contender(
-    bench: Bench, recipe: str, size: int, *, preset: str = "paper", tokens: int = 64, name: str = "medvl: step"
+    bench: Bench,
+    recipe: str,
+    size: int,
+    *,
+    preset: str = "paper",
+    tokens: int = 64,
+    name: str = "medvl: step",
 ) -> Contender:
     """Return medvl's step on the preset of a recipe with random weights and samples."""
     flops = Flops()

@@ -1,6 +1,8 @@
-"""The tests marked gpu under a time limit: outcomes are kept, and the next call goes on with the tests that are left.
+"""The tests marked gpu under a time limit: outcomes are kept, and the next call goes on with the
+tests that are left.
 
-`run` starts pytest with this module as a plugin, which appends the start and the outcome of each test to a file.
+`run` starts pytest with this module as a plugin, which appends the start and the outcome of each
+test to a file.
 """
 
 import json
@@ -17,7 +19,9 @@ import pytest
 
 OUTCOMES = "tests.jsonl"
 _FILE, _END = "GPU_TESTS_FILE", "GPU_TESTS_END"
-"""Environment variables of the plugin: the file of outcomes, and the time limit on the clock of `time.time`."""
+"""Environment variables of the plugin: the file of outcomes, and the time limit on the clock of
+`time.time`.
+"""
 _CLOSING = 20.0
 """Seconds that a test which runs at the time limit has to end."""
 _MESSAGE = 300
@@ -26,17 +30,31 @@ Outcomes = dict[str, dict[str, Any]]
 
 
 def run(root: Path, folder: Path, seconds: float) -> int:
-    """Run the tests marked gpu that have not passed yet, print a summary, and return 0 if all of them have passed.
+    """Run the tests marked gpu that have not passed yet, print a summary, and return 0 if all of
+    them have passed.
 
-    A test that runs at the time limit is ended and counts as started; in the next call it is the last one.
+    A test that runs at the time limit is ended and counts as started; in the next call it is the
+    last one.
     """
     path, end = folder / OUTCOMES, time.time() + seconds
     limits = {_FILE: str(path.absolute()), _END: str(end - _CLOSING)}
-    paths = os.pathsep.join([str(root), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(root), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     offline = {"HF_HUB_OFFLINE": "1", "NO_ALBUMENTATIONS_UPDATE": "1"}
     # Deterministic products of matrices need it in some versions of torch.
-    environment = os.environ | limits | offline | {"PYTHONPATH": paths, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    options = ["-p", "gpu_lines.gpu_tests", "-p", "no:cacheprovider", "-m", "gpu", "--continue-on-collection-errors"]
+    environment = (
+        os.environ | limits | offline | {"PYTHONPATH": paths, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    )
+    options = [
+        "-p",
+        "gpu_lines.gpu_tests",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "--continue-on-collection-errors",
+    ]
     with (folder / "tests.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *files_on_a_device(root / "tests")],
@@ -58,14 +76,18 @@ def run(root: Path, folder: Path, seconds: float) -> int:
 
 
 def files_on_a_device(folder: Path) -> list[str]:
-    """Return the files that may have tests marked gpu: to collect all others as well would take most of a minute."""
+    """Return the files that may have tests marked gpu: to collect all others as well would take
+    most of a minute.
+    """
     named = re.compile(r"device: torch\.device|mark\.gpu")
     files = sorted(folder.rglob("test_*.py"))
     return [str(path) for path in files if named.search(path.read_text(encoding="utf-8"))]
 
 
 def read(path: Path) -> Outcomes:
-    """Return the last outcome of each test: passed, failed, skipped, started (and not ended), or left."""
+    """Return the last outcome of each test: passed, failed, skipped, started (and not ended), or
+    left.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return {entry["test"]: entry for entry in map(json.loads, lines)}
 
@@ -74,22 +96,37 @@ def summarize(outcomes: Outcomes) -> str:
     """Return the number of tests of each outcome, and the names of those that did not pass."""
     by_outcome: dict[str, list[str]] = {}
     for test, entry in outcomes.items():
-        by_outcome.setdefault(entry["outcome"], []).append(f"{test}: {entry['message']}" if entry["message"] else test)
+        by_outcome.setdefault(entry["outcome"], []).append(
+            f"{test}: {entry['message']}" if entry["message"] else test
+        )
     counts = ", ".join(f"{len(tests)} {outcome}" for outcome, tests in by_outcome.items())
-    rest = [f"- {outcome}: {test}" for outcome, tests in by_outcome.items() if outcome != "passed" for test in tests]
+    rest = [
+        f"- {outcome}: {test}"
+        for outcome, tests in by_outcome.items()
+        if outcome != "passed"
+        for test in tests
+    ]
     return "\n".join([f"Tests marked gpu: {counts or 'none ran'}.", *rest])
 
 
 class _Recorder:
-    """Plugin of pytest that leaves out what has passed, stops at the time limit, and writes outcomes at once."""
+    """Plugin of pytest that leaves out what has passed, stops at the time limit, and writes
+    outcomes at once.
+    """
 
     def __init__(self, path: Path, end: float) -> None:
         self._path, self._end, self._before = path, end, read(path)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out the tests that have passed or were skipped; those that did not end before come last."""
-        done = {test for test, entry in self._before.items() if entry["outcome"] in ("passed", "skipped")}
+        """Leave out the tests that have passed or were skipped; those that did not end before
+        come last.
+        """
+        done = {
+            test
+            for test, entry in self._before.items()
+            if entry["outcome"] in ("passed", "skipped")
+        }
         unfinished = {test for test, entry in self._before.items() if entry["outcome"] == "started"}
         items[:] = sorted(
             (item for item in items if item.nodeid not in done and item.get_closest_marker("gpu")),
@@ -106,7 +143,9 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome: that of the call, or of a fixture that failed or skipped it."""
         if report.when == "call" or not report.passed:
-            self._write(report.nodeid, report.outcome, "" if report.passed else _reason(report.longreprtext))
+            self._write(
+                report.nodeid, report.outcome, "" if report.passed else _reason(report.longreprtext)
+            )
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:

@@ -19,7 +19,9 @@ UNIT = "images/s"
 
 
 def measure_loader(bench: Bench) -> Report:
-    """Measure the loader with the paper's augmentation, and decoding and augmentation alone on one core."""
+    """Measure the loader with the paper's augmentation, and decoding and augmentation alone on
+    one core.
+    """
     source = ShardSource(bench.data())
     batch, workers = bench.size(BATCH, 4), bench.data_size.workers
     count = min(len(source), bench.size(400, 8))
@@ -44,7 +46,8 @@ def rate_of(loader: Loader, seconds: float) -> float:
 
 
 def measure_decoding(bench: Bench) -> Report:
-    """Measure torchvision's `decode_jpeg` on lists of files in memory, by the host's clock, and simplejpeg.
+    """Measure torchvision's `decode_jpeg` on lists of files in memory, by the host's clock, and
+    simplejpeg.
 
     Raises SkipLine where torchvision cannot decode on this device.
     """
@@ -59,11 +62,15 @@ def measure_decoding(bench: Bench) -> Report:
     cpu.rate = best_rate(lambda: [decode_grey(file) for file in files], count, bench)
     difference = grey_difference(decode(encoded)[0], decode_grey(files[0]))
     figures = {UNIT: gpu.rate, "times one core": ratio(gpu.rate, cpu.rate)}
-    return report([gpu, cpu], figures, f"mean difference from simplejpeg {difference:.2f} grey levels")
+    return report(
+        [gpu, cpu], figures, f"mean difference from simplejpeg {difference:.2f} grey levels"
+    )
 
 
 def gpu_decoder(device: torch.device) -> Callable[[list[torch.Tensor]], Any]:
-    """Return a function that decodes a list of files to grey images on a device. Raises SkipLine without one."""
+    """Return a function that decodes a list of files to grey images on a device. Raises SkipLine
+    without one.
+    """
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
     except ImportError as error:
@@ -75,7 +82,9 @@ def gpu_decoder(device: torch.device) -> Callable[[list[torch.Tensor]], Any]:
     try:
         decode([torch.frombuffer(bytearray(_sample()), dtype=torch.uint8)])
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        raise SkipLine(f"torchvision cannot decode on {device}: {str(error).splitlines()[0]}") from error
+        raise SkipLine(
+            f"torchvision cannot decode on {device}: {str(error).splitlines()[0]}"
+        ) from error
     return decode
 
 
@@ -103,7 +112,8 @@ def _sample() -> bytes:
 LINES = {
     "loader": Line(
         name="loader",
-        measures="loader with 16 workers, 512 px JPEG files, the paper's augmentation to 224 pixels",
+        measures="loader with 16 workers, 512 px JPEG files, the paper's augmentation to 224 "
+        "pixels",
         goals=(Goal(figure=UNIT, value=5800),),
         stock="5,764 to 5,864 images/s with 16 workers (bare loops)",
         seconds=25,
@@ -112,7 +122,8 @@ LINES = {
     "nvjpeg": Line(
         name="nvjpeg",
         measures="decoding of 512 px JPEG files on the GPU by torchvision, host clock",
-        stock="25,500 images/s by events, not confirmed by a host clock; simplejpeg 844 on one core",
+        stock="25,500 images/s by events, not confirmed by a host clock; simplejpeg 844 on one "
+        "core",
         seconds=10,
         function=measure_decoding,
     ),

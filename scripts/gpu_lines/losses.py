@@ -1,4 +1,6 @@
-"""Losses alone, forward and backward in bf16 autocast: GLoRIA's local loss, and InfoNCE of a large batch."""
+"""Losses alone, forward and backward in bf16 autocast: GLoRIA's local loss, and InfoNCE of a
+large batch.
+"""
 
 import functools
 from collections.abc import Callable
@@ -16,12 +18,16 @@ from medvl import losses
 
 
 def measure_gloria(bench: Bench) -> Report:
-    """Measure the local loss on 97 words and 19 x 19 regions of 768 dimensions; the published loop at 48 pairs."""
+    """Measure the local loss on 97 words and 19 x 19 regions of 768 dimensions; the published
+    loop at 48 pairs.
+    """
     large, small = bench.size((256, 48), (3, 2))
 
     def contender(name: str, form: Callable[..., Tensor], size: int) -> Contender:
         leaves = functools.partial(benchmark_gloria.inputs, size, str(bench.device))
-        return Contender(name=f"{name}, B = {size}", build=functools.partial(steps, form, leaves), samples=size)
+        return Contender(
+            name=f"{name}, B = {size}", build=functools.partial(steps, form, leaves), samples=size
+        )
 
     rows = measure_in_turns(
         bench,
@@ -46,7 +52,10 @@ def measure_info_nce(bench: Bench) -> Report:
         bench,
         [
             Contender(name=name, build=functools.partial(steps, form, leaves), samples=size)
-            for name, form in (("medvl: losses.clip, in blocks", clip), ("stock: all logits at once", plain_info_nce))
+            for name, form in (
+                ("medvl: losses.clip, in blocks", clip),
+                ("stock: all logits at once", plain_info_nce),
+            )
         ],
     )
     return report(rows, {"ms": rows[0].ms, "GB": rows[0].gb})
@@ -67,7 +76,10 @@ LINES = {
     "gloria": Line(
         name="gloria",
         measures="GLoRIA's local loss, B = 256, forward and backward",
-        goals=(Goal(figure="ms", value=300, at_most=True), Goal(figure="GB", value=5, at_most=True)),
+        goals=(
+            Goal(figure="ms", value=300, at_most=True),
+            Goal(figure="GB", value=5, at_most=True),
+        ),
         stock="loop over texts 1,290 ms and 136 GB; in chunks with Gram matrices 401 ms and 4.9 GB",
         seconds=55,
         function=measure_gloria,

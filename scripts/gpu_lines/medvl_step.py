@@ -17,14 +17,23 @@ ADAMW = OptimConfig(optimizer="adamw", lr=1e-5, weight_decay=1e-2)
 
 
 def medvl_step(
-    bench: Bench, model: Any, batches: Sequence[Batch], *, optim: OptimConfig = ADAMW, **settings: Any
+    bench: Bench,
+    model: Any,
+    batches: Sequence[Batch],
+    *,
+    optim: OptimConfig = ADAMW,
+    **settings: Any,
 ) -> Run:
     """Return the steps of a training run in bf16, one batch after another.
 
     `settings` are fields of `TrainConfig`: `channels_last`, `compile`, `packed_text`.
     """
     config = TrainConfig(
-        run_dir=bench.folder / "run", steps=1, global_batch=len(batches[0]), precision="bf16", **settings
+        run_dir=bench.folder / "run",
+        steps=1,
+        global_batch=len(batches[0]),
+        precision="bf16",
+        **settings,
     )
     parallel = parallelize(model, config, bench.ranks)
     step = Step(

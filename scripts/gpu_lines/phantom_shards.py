@@ -2,8 +2,9 @@
 
     python scripts/gpu_lines/phantom_shards.py FOLDER 6400 512
 
-One core draws and stores about 100 images of 512 pixels per second and converts 540 to shards, so 16 cores that reach
-0.78 of that would make 23,000 images (6,400 patients) in about 25 seconds; 16 virtual cores took 65 to 76.
+One core draws and stores about 100 images of 512 pixels per second and converts 540 to shards, so
+16 cores that reach 0.78 of that would make 23,000 images (6,400 patients) in about 25 seconds; 16
+virtual cores took 65 to 76.
 """
 
 import dataclasses
@@ -36,12 +37,16 @@ _SMALL = 64
 
 
 def write(folder: Path, patients: int, pixels: int) -> None:
-    """Write shards of a corpus of JPEG files, all for training. The folder is complete or absent."""
+    """Write shards of a corpus of JPEG files, all for training. The folder is complete or
+    absent.
+    """
     workers = 1 if patients <= _SMALL else cpu_cores()
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a call that was ended
     corpus = part / "corpus"
-    phantom.write_mimic_cxr_jpg(corpus, patients=patients, size=pixels, split=(1.0, 0.0, 0.0), workers=workers)
+    phantom.write_mimic_cxr_jpg(
+        corpus, patients=patients, size=pixels, split=(1.0, 0.0, 0.0), workers=workers
+    )
     deid = Deidentifier(bytes(32))
     plan = mimic_cxr.plan(corpus, deid, split="train")
     # A shard is the unit of work: all processes have several.

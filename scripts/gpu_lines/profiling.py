@@ -1,4 +1,6 @@
-"""Profiles of steps: the most expensive kernels, the share of each kind, and the idle share of the device."""
+"""Profiles of steps: the most expensive kernels, the share of each kind, and the idle share of
+the device.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +28,17 @@ _COPIES = (
 )
 _PRODUCTS = (
     *("gemm", "gemv", "cutlass", "xmma", "nvjet", "cublas", "wgmma", "triton_tem", "splitk"),
-    *("conv", "fprop", "dgrad", "wgrad", "winograd", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    *(
+        "conv",
+        "fprop",
+        "dgrad",
+        "wgrad",
+        "winograd",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+    ),
 )
 _NOT_PRODUCTS = ("convert", "batch_norm", "bn_fw", "bn_bw")
 """Parts of names of kernels that would be taken for convolutions."""
@@ -50,7 +62,9 @@ def profile_steps(run: Callable[[int], None], steps: int, device: torch.device) 
     On a GPU only its own activity is recorded, which does not slow the host down.
     """
     on_gpu = device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    activity = (
+        torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    )
     synchronize(device)
     with torch.profiler.profile(activities=[activity]) as recorded:
         run(steps)
@@ -75,10 +89,11 @@ def device_spans(events: Iterable[Any], on_gpu: bool) -> list[Span]:
 
 
 def summarize(spans: Sequence[Span], steps: int) -> dict[str, Any]:
-    """Return the milliseconds of a step, the share of each kind of kernel, the idle share and the longest kernels.
+    """Return the milliseconds of a step, the share of each kind of kernel, the idle share and the
+    longest kernels.
 
-    Shares are of the summed times of all kernels; the idle share is that of the time from the first to the last one
-    in which none runs.
+    Shares are of the summed times of all kernels; the idle share is that of the time from the first
+    to the last one in which none runs.
     """
     spans = [span for span in spans if span.time > 0]
     if not spans:
@@ -121,8 +136,8 @@ def busy_time(spans: Sequence[Span]) -> float:
 def kind_of(name: str) -> str:
     """Return the kind of a kernel by its name, or of an operator on a CPU.
 
-    Kernels that the compiler fused are named after the operators that they replace; all of them but templates of
-    matrix products (`triton_tem_`) are element-wise passes or reductions.
+    Kernels that the compiler fused are named after the operators that they replace; all of them but
+    templates of matrix products (`triton_tem_`) are element-wise passes or reductions.
     """
     lower = name.lower()
     if lower.startswith("triton_") and not lower.startswith("triton_tem"):

@@ -54,7 +54,9 @@ def context_of(device: torch.device, ceiling: float, dry_run: bool) -> dict[str,
 
 
 def _commit() -> str:
-    """Return the short hash of the commit; "unknown" in a copy without a history, or where git is not installed."""
+    """Return the short hash of the commit; "unknown" in a copy without a history, or where git
+    is not installed.
+    """
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -70,7 +72,9 @@ def write_records(folder: Path, records: Mapping[str, Record]) -> None:
 
 
 def read_records(folder: Path, lines: Iterable[Line], dry_run: bool) -> dict[str, Record]:
-    """Return the records of a folder by line. Raises ValueError where tiny and full sizes would be mixed."""
+    """Return the records of a folder by line. Raises ValueError where tiny and full sizes would
+    be mixed.
+    """
     path = folder / RECORDS
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     records = {}
@@ -92,12 +96,18 @@ def page(lines: Sequence[Line], records: Mapping[str, Record], notes: Mapping[st
 
     `notes` has the reasons for lines without a record.
     """
-    parts = [goals_table(lines, records, notes), rows_table(lines, records), profiles_table(lines, records)]
+    parts = [
+        goals_table(lines, records, notes),
+        rows_table(lines, records),
+        profiles_table(lines, records),
+    ]
     contexts = [record.context for record in records.values()]
     return "\n\n".join(part for part in (*parts, _provenance(contexts)) if part)
 
 
-def goals_table(lines: Sequence[Line], records: Mapping[str, Record], notes: Mapping[str, str]) -> str:
+def goals_table(
+    lines: Sequence[Line], records: Mapping[str, Record], notes: Mapping[str, str]
+) -> str:
     """Return the table of figures and targets; every line has at least one row."""
     rows = []
     for line in lines:
@@ -108,14 +118,19 @@ def goals_table(lines: Sequence[Line], records: Mapping[str, Record], notes: Map
             rows.append([*first, _DASH, _reason(record, notes.get(line.name)), line.stock])
             continue
         rows += [
-            [*first, str(goal), _outcome(goal, report.figures.get(goal.figure)), line.stock] for goal in line.goals
+            [*first, str(goal), _outcome(goal, report.figures.get(goal.figure)), line.stock]
+            for goal in line.goals
         ]
         targeted = {goal.figure for goal in line.goals}
         others = {name: value for name, value in report.figures.items() if name not in targeted}
-        text = "; ".join([*(f"{value:,.4g} {name}" for name, value in others.items()), *report.notes])
+        text = "; ".join(
+            [*(f"{value:,.4g} {name}" for name, value in others.items()), *report.notes]
+        )
         if text or not line.goals:
             rows.append([*first, _DASH, text or _DASH, line.stock])
-    return _table(["line", "what it measures", "target", "measured", "stock figure on one H200"], rows)
+    return _table(
+        ["line", "what it measures", "target", "measured", "stock figure on one H200"], rows
+    )
 
 
 def rows_table(lines: Sequence[Line], records: Mapping[str, Record]) -> str:
@@ -126,21 +141,51 @@ def rows_table(lines: Sequence[Line], records: Mapping[str, Record]) -> str:
         spread = _DASH if row.ms is None else f"{row.ms:.4g} [{row.ms_p10:.4g}, {row.ms_p90:.4g}]"
         mfu = _DASH if row.mfu is None else f"{row.mfu:.1%}"
         numbers = [_number(value) for value in (row.host_ms, row.gb, row.tflops)]
-        cells = [f"`{line.name}`", row.contender, rate, spread, *numbers, mfu, _number(row.first_step_seconds)]
+        cells = [
+            f"`{line.name}`",
+            row.contender,
+            rate,
+            spread,
+            *numbers,
+            mfu,
+            _number(row.first_step_seconds),
+        ]
         rows.append(cells if row.error is None else [*cells[:2], row.error, *[_DASH] * 6])
-    titles = ["line", "contender", "rate", "ms of a step, median [10 %, 90 %]", "ms by the host's clock"]
-    return _table([*titles, "peak memory, GB", "TFLOP/s", "MFU", "first step, s"], rows) if rows else ""
+    titles = [
+        "line",
+        "contender",
+        "rate",
+        "ms of a step, median [10 %, 90 %]",
+        "ms by the host's clock",
+    ]
+    return (
+        _table([*titles, "peak memory, GB", "TFLOP/s", "MFU", "first step, s"], rows)
+        if rows
+        else ""
+    )
 
 
 def profiles_table(lines: Sequence[Line], records: Mapping[str, Record]) -> str:
-    """Return the table of profiles: the share of each kind of kernel, the idle share, and the longest kernels."""
+    """Return the table of profiles: the share of each kind of kernel, the idle share, and the
+    longest kernels.
+    """
     rows = []
     for line, row in _rows(lines, records):
         if row.profile is None or not row.profile["kernels"]:
             continue
         shares = [f"{row.profile['shares'][kind]:.0%}" for kind in KINDS]
-        longest = "; ".join(f"{each['name'][:60]} {each['share']:.0%}" for each in row.profile["kernels"][:3])
-        rows.append([f"`{line.name}`", row.contender, *shares, f"{row.profile['idle']:.0%}", longest.replace("|", "/")])
+        longest = "; ".join(
+            f"{each['name'][:60]} {each['share']:.0%}" for each in row.profile["kernels"][:3]
+        )
+        rows.append(
+            [
+                f"`{line.name}`",
+                row.contender,
+                *shares,
+                f"{row.profile['idle']:.0%}",
+                longest.replace("|", "/"),
+            ]
+        )
     return _table(["line", "contender", *KINDS, "idle", "longest kernels"], rows) if rows else ""
 
 
@@ -152,7 +197,9 @@ def _rows(lines: Sequence[Line], records: Mapping[str, Record]) -> list[tuple[Li
 def _reason(record: Record | None, note: str | None) -> str:
     if record is None:
         return note or "not measured"
-    return f"not available: {record.unavailable}" if record.unavailable else f"failed: {record.error}"
+    return (
+        f"not available: {record.unavailable}" if record.unavailable else f"failed: {record.error}"
+    )
 
 
 def _outcome(goal: Goal, value: float | None) -> str:
@@ -166,7 +213,9 @@ def _number(value: float | None) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows))
+    return "\n".join(
+        "| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows)
+    )
 
 
 def _provenance(contexts: Sequence[Mapping[str, Any]]) -> str:
@@ -174,9 +223,12 @@ def _provenance(contexts: Sequence[Mapping[str, Any]]) -> str:
     sentences = []
     for each in contexts:
         sizes = " Tiny sizes: these figures say nothing about speed." if each["dry_run"] else ""
-        versions = f"torch {each['torch']}, cuDNN {each['cudnn']}, torchvision {each['torchvision']}"
+        versions = (
+            f"torch {each['torch']}, cuDNN {each['cudnn']}, torchvision {each['torchvision']}"
+        )
         sentences.append(
             f"Commit {each['commit']}, {each['date']}, {each['device']}, bf16 matrix product "
-            f"{each['ceiling_tflops']:.4g} TFLOP/s; {versions}, transformers {each['transformers']}.{sizes}"
+            f"{each['ceiling_tflops']:.4g} TFLOP/s; {versions}, transformers "
+            f"{each['transformers']}.{sizes}"
         )
     return "\n".join(dict.fromkeys(sentences))

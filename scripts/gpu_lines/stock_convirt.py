@@ -32,7 +32,9 @@ class Form:
     """Layers of BERT that are frozen together with its embeddings."""
 
 
-PEERS = Form(name="stock: peers' style, eager, NCHW, mask", channels_last=False, mask=True, compiled=False)
+PEERS = Form(
+    name="stock: peers' style, eager, NCHW, mask", channels_last=False, mask=True, compiled=False
+)
 COMPILED = Form(name="stock: channels last, no mask, towers compiled")
 PADDED = Form(
     name="stock: padded to 128, mask, image tower and BERT's layers compiled",
@@ -62,7 +64,9 @@ class StockConVIRT(nn.Module):
 
         super().__init__()
         config = transformers.BertConfig(
-            vocab_size=sizes.vocabulary, attention_probs_dropout_prob=form.attention_dropout, **sizes.bert
+            vocab_size=sizes.vocabulary,
+            attention_probs_dropout_prob=form.attention_dropout,
+            **sizes.bert,
         )
         self.form = form
         image: Any = timm.create_model(sizes.image, num_classes=0)
@@ -74,15 +78,22 @@ class StockConVIRT(nn.Module):
 
     def compile_towers(self) -> None:
         """Compile both towers, or the image tower and BERT's layers, for fixed shapes."""
-        for part in (self.image, *(self.text.encoder.layer if self.form.by_layer else (self.text,))):
+        for part in (
+            self.image,
+            *(self.text.encoder.layer if self.form.by_layer else (self.text,)),
+        ):
             part.compile(dynamic=False)
 
     def forward(self, image_BCHW: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Return the loss."""
         image_BE = self.image_head(self.image(image_BCHW))
-        states_BTD = self.text(ids_BT, attention_mask=mask_BT if self.form.mask else None).last_hidden_state
+        states_BTD = self.text(
+            ids_BT, attention_mask=mask_BT if self.form.mask else None
+        ).last_hidden_state
         if self.form.mask:
-            states_BTD = states_BTD.masked_fill(~mask_BT[:, :, None].bool(), torch.finfo(states_BTD.dtype).min)
+            states_BTD = states_BTD.masked_fill(
+                ~mask_BT[:, :, None].bool(), torch.finfo(states_BTD.dtype).min
+            )
         return contrast(image_BE, self.text_head(states_BTD.amax(dim=1)))
 
 
@@ -96,12 +107,19 @@ def contrast(image_BE: Tensor, text_BE: Tensor) -> Tensor:
     image_BE, text_BE = (F.normalize(part_BE.float(), dim=1) for part_BE in (image_BE, text_BE))
     logits_BB = image_BE @ text_BE.T / TEMPERATURE
     target_B = torch.arange(len(logits_BB), device=logits_BB.device)
-    image_to_text, text_to_image = F.cross_entropy(logits_BB, target_B), F.cross_entropy(logits_BB.T, target_B)
+    image_to_text, text_to_image = (
+        F.cross_entropy(logits_BB, target_B),
+        F.cross_entropy(logits_BB.T, target_B),
+    )
     return IMAGE_WEIGHT * image_to_text + (1 - IMAGE_WEIGHT) * text_to_image
 
 
-def stock_step(form: Form, sizes: Sizes, image_BCHW: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> Run:
-    """Return steps with float32 weights, bf16 autocast and fused AdamW, on inputs that are on the device."""
+def stock_step(
+    form: Form, sizes: Sizes, image_BCHW: Tensor, ids_BT: Tensor, mask_BT: Tensor
+) -> Run:
+    """Return steps with float32 weights, bf16 autocast and fused AdamW, on inputs that are on
+    the device.
+    """
     device = image_BCHW.device
     torch.manual_seed(0)
     model: Any = StockConVIRT(form, sizes).to(device).train()
@@ -109,7 +127,9 @@ def stock_step(form: Form, sizes: Sizes, image_BCHW: Tensor, ids_BT: Tensor, mas
         model.to(memory_format=torch.channels_last)
         image_BCHW = image_BCHW.contiguous(memory_format=torch.channels_last)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda" or None)
+    optimizer = torch.optim.AdamW(
+        trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda" or None
+    )
     if form.compiled:
         model.compile_towers()
 
@@ -125,7 +145,8 @@ def stock_step(form: Form, sizes: Sizes, image_BCHW: Tensor, ids_BT: Tensor, mas
 
 @contextlib.contextmanager
 def untuned() -> Iterator[None]:
-    """Use torch's defaults: no search for convolution algorithms, no TensorFloat32 in matrix products.
+    """Use torch's defaults: no search for convolution algorithms, no TensorFloat32 in matrix
+    products.
 
     Only for forms that are not compiled: a change of these flags would compile a model again.
     """

@@ -28,7 +28,8 @@ def measure_systems(bench: Bench) -> Report:
 LINES = {
     "systems": Line(
         name="systems",
-        measures=f"the steps of all systems at published size, B = {SIZE}, 64 tokens, six statements",
+        measures=f"the steps of all systems at published size, B = {SIZE}, 64 tokens, six "
+        f"statements",
         stock="not measured",
         seconds=240,
         function=measure_systems,

@@ -1,11 +1,21 @@
-"""BERT-base alone: pretraining on masked words, and the cost of attention dropout in a compiled encoder."""
+"""BERT-base alone: pretraining on masked words, and the cost of attention dropout in a compiled
+encoder.
+"""
 
 import argparse
 import functools
 from typing import Any
 
 import torch
-from benchmark_text import MAX_LENGTH, SIZES, VOCABULARY, make_language_model, make_update, mask_words, text_batch
+from benchmark_text import (
+    MAX_LENGTH,
+    SIZES,
+    VOCABULARY,
+    make_language_model,
+    make_update,
+    mask_words,
+    text_batch,
+)
 
 from gpu_lines.bench import Bench
 from gpu_lines.line import Goal, Line, Report, ratio, report
@@ -15,11 +25,18 @@ from medvl.encoders import create_text_encoder
 
 MASK_ID = 4
 UNIT = "texts/s"
-TINY = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+TINY = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 96,
+}
 
 
 def measure_pretraining(bench: Bench) -> Report:
-    """Measure complete updates on texts of 128 real tokens: medvl's step and a loop on transformers' model."""
+    """Measure complete updates on texts of 128 real tokens: medvl's step and a loop on
+    transformers' model.
+    """
     size, flops = bench.large_batch(1024, 4), Flops()
     length, vocabulary = bench.size((MAX_LENGTH, VOCABULARY), (12, 200))
     bert = bench.size("base", "tiny")
@@ -41,7 +58,10 @@ def measure_pretraining(bench: Bench) -> Report:
     contenders = [
         Contender(name=name, build=build, samples=size, unit=UNIT, flops=flops)
         for name, build in (
-            ("medvl: packed (preset `paper` of PubMedBERT)", functools.partial(ours, packed=True, compiled=False)),
+            (
+                "medvl: packed (preset `paper` of PubMedBERT)",
+                functools.partial(ours, packed=True, compiled=False),
+            ),
             ("medvl: padded, compiled", functools.partial(ours, packed=False, compiled=True)),
             ("stock: loop over BertForMaskedLM", plain),
         )
@@ -50,12 +70,17 @@ def measure_pretraining(bench: Bench) -> Report:
     best = max(rows[:2], key=lambda row: row.rate or 0.0)
     figures = {"TFLOP/s": best.tflops, "times the stock loop": ratio(best.rate, rows[2].rate)}
     return report(
-        rows, figures, f"B = {size:,}", "operations: scores of the vocabulary at masked positions only, for all rows"
+        rows,
+        figures,
+        f"B = {size:,}",
+        "operations: scores of the vocabulary at masked positions only, for all rows",
     )
 
 
 def measure_attention_dropout(bench: Bench) -> Report:
-    """Measure the encoder of ConVIRT with and without attention dropout, each layer compiled, and eager."""
+    """Measure the encoder of ConVIRT with and without attention dropout, each layer compiled,
+    and eager.
+    """
     size, length = bench.size((256, MAX_LENGTH), (4, 12))
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(5, VOCABULARY, (size, length), generator=generator).to(bench.device)
@@ -65,7 +90,11 @@ def measure_attention_dropout(bench: Bench) -> Report:
     def build(dropout: float, compiled: bool) -> Run:
         torch.manual_seed(0)
         arguments = {**sizes, "attention_probs_dropout_prob": dropout}
-        encoder = create_text_encoder("bert", vocab_size=VOCABULARY, pool="max", **arguments).to(bench.device).train()
+        encoder = (
+            create_text_encoder("bert", vocab_size=VOCABULARY, pool="max", **arguments)
+            .to(bench.device)
+            .train()
+        )
         fused = bench.device.type == "cuda" or None
         optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-5, fused=fused)
         backbone: Any = encoder.backbone
@@ -82,7 +111,10 @@ def measure_attention_dropout(bench: Bench) -> Report:
         return repeat(step)
 
     forms = {
-        f"{'layers compiled' if compiled else 'eager'}, attention dropout {dropout:g}": (dropout, compiled)
+        f"{'layers compiled' if compiled else 'eager'}, attention dropout {dropout:g}": (
+            dropout,
+            compiled,
+        )
         for compiled in (True, False)
         for dropout in (0.1, 0.0)
     }
@@ -94,13 +126,16 @@ def measure_attention_dropout(bench: Bench) -> Report:
         ],
     )
     compiled, eager = ratio(rows[0].ms, rows[1].ms), ratio(rows[2].ms, rows[3].ms)
-    return report(rows, {"times the time without, compiled": compiled, "times the time without, eager": eager})
+    return report(
+        rows, {"times the time without, compiled": compiled, "times the time without, eager": eager}
+    )
 
 
 LINES = {
     "bert": Line(
         name="bert",
-        measures="BERT-base on masked words, B = 1,024 texts (512 below 100 GB) of 128 tokens: the update",
+        measures="BERT-base on masked words, B = 1,024 texts (512 below 100 GB) of 128 tokens: "
+        "the update",
         goals=(Goal(figure="TFLOP/s", value=314),),
         stock="encoder alone 4,657 texts/s, 314 TFLOP/s, eager",
         seconds=75,

@@ -22,7 +22,9 @@ from medvl.train.doctor.examine import flops_per_sample, peak_memory, seconds_of
 
 Mark = Callable[[], None]
 Run = Callable[[int, Mark], None]
-"""Function `run(steps, mark)` that makes steps, and calls `mark` before each of them and after the last one."""
+"""Function `run(steps, mark)` that makes steps, and calls `mark` before each of them and after
+the last one.
+"""
 
 _LEAD = 1
 """Untimed steps at the start of a turn, in which memory is allocated again."""
@@ -45,14 +47,18 @@ def repeat(step: Callable[[int], object]) -> Run:
 
 
 class Flops:
-    """Operations of a sample, forward and backward: counted on medvl's model and used for all contenders of a line."""
+    """Operations of a sample, forward and backward: counted on medvl's model and used for all
+    contenders of a line.
+    """
 
     def __init__(self) -> None:
         self.per_sample: float | None = None
 
     def count(self, model: Any, batch: Batch, bench: Bench) -> None:
         """Count the operations of a model, which is moved to the device, as `medvl doctor` does."""
-        self.per_sample = flops_per_sample(model.to(bench.device), batch.to(bench.device), bench.precision)
+        self.per_sample = flops_per_sample(
+            model.to(bench.device), batch.to(bench.device), bench.precision
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,11 +78,15 @@ class Contender:
     settings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Context in which its steps run."""
     shares: str | None = None
-    """Name of an earlier contender whose model this one trains, so that it holds the same memory."""
+    """Name of an earlier contender whose model this one trains, so that it holds the same
+    memory.
+    """
 
 
 class EventClock:
-    """Times on the device: a CUDA event for each mark, on the current stream, so that gaps of the host count."""
+    """Times on the device: a CUDA event for each mark, on the current stream, so that gaps of
+    the host count.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,15 +125,24 @@ def make_clock(device: torch.device) -> EventClock | HostClock:
 
 
 def measure_in_turns(
-    bench: Bench, contenders: Sequence[Contender], *, steps: int = 12, rounds: int = 3, profiled: int = 2
+    bench: Bench,
+    contenders: Sequence[Contender],
+    *,
+    steps: int = 12,
+    rounds: int = 3,
+    profiled: int = 2,
 ) -> list[Row]:
-    """Measure contenders round by round, then profile a few steps of each; errors are recorded in their rows.
+    """Measure contenders round by round, then profile a few steps of each; errors are recorded in
+    their rows.
 
     A round has `steps` steps, or fewer of slow ones.
     """
     steps, rounds, profiled = bench.size((steps, rounds, profiled), (2, 1, 1))
     turns: dict[str, _Turns] = {}
-    rows = {contender.name: Row(contender=contender.name, unit=contender.unit) for contender in contenders}
+    rows = {
+        contender.name: Row(contender=contender.name, unit=contender.unit)
+        for contender in contenders
+    }
 
     def enter(contender: Contender) -> None:
         turns[contender.name] = _Turns(bench, contender, turns)
@@ -146,7 +165,10 @@ def measure_in_turns(
     for contender in contenders:
         if contender.name in turns:
             turns[contender.name].fill(rows[contender.name])
-            attempt(contender, functools.partial(turns[contender.name].profile, rows[contender.name], profiled))
+            attempt(
+                contender,
+                functools.partial(turns[contender.name].profile, rows[contender.name], profiled),
+            )
     return [rows[contender.name] for contender in contenders]
 
 
@@ -163,7 +185,11 @@ class _Turns:
         synchronize(device)
         self._warm_up = time.perf_counter() - started
         self._seconds = seconds_of(lambda: self._run(1, _ignore), device)
-        shared = 0 if contender.shares is None or contender.shares not in others else others[contender.shares].own
+        shared = (
+            0
+            if contender.shares is None or contender.shares not in others
+            else others[contender.shares].own
+        )
         self.own: int = allocated(device) - before + shared
         """Bytes that the contender holds between its steps."""
         self._ms: list[float] = []
@@ -197,8 +223,12 @@ class _Turns:
 
     def profile(self, row: Row, steps: int) -> None:
         """Enter a profile into a row."""
-        self._run(_LEAD if self._bench.device.type == "cuda" else 0, _ignore)  # memory was given back before
-        row.profile = profile_steps(lambda count: self._run(count, _ignore), steps, self._bench.device)
+        self._run(
+            _LEAD if self._bench.device.type == "cuda" else 0, _ignore
+        )  # memory was given back before
+        row.profile = profile_steps(
+            lambda count: self._run(count, _ignore), steps, self._bench.device
+        )
 
 
 def set_flops(row: Row, flops: Flops | None, bench: Bench) -> None:
@@ -217,9 +247,13 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ceiling_tflops(device: torch.device, side: int) -> float:
-    """Return the rate of a square bf16 matrix product on random data, at the median of 50 products."""
+    """Return the rate of a square bf16 matrix product on random data, at the median of 50
+    products.
+    """
     generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(side, side, device=device, generator=generator).bfloat16() for _ in range(2))
+    left, right = (
+        torch.randn(side, side, device=device, generator=generator).bfloat16() for _ in range(2)
+    )
     out = torch.empty_like(left)
     clock, run = make_clock(device), repeat(lambda _: torch.mm(left, right, out=out))
     run(10, _ignore)
@@ -234,7 +268,9 @@ def describe(error: BaseException) -> str:
 
 
 def allocated(device: torch.device) -> int:
-    """Return the bytes that tensors take on a GPU; 0 on a CPU, where the peak is that of the process."""
+    """Return the bytes that tensors take on a GPU; 0 on a CPU, where the peak is that of the
+    process.
+    """
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 

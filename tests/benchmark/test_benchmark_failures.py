@@ -1,4 +1,6 @@
-"""The rule for processes of a benchmark that fail: what depends on them fails, the rest goes on, the status is 1."""
+"""The rule for processes of a benchmark that fail: what depends on them fails, the rest goes on,
+the status is 1.
+"""
 
 import json
 import sys
@@ -39,11 +41,15 @@ for name in evaluations:
     (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / name / "refusal.json").write_text(json.dumps({"reason": "left out", "failed": False}))
 """
-"""A run without training. All runs write what a finished one does, but the first: it ends as the argument names."""
+"""A run without training. All runs write what a finished one does, but the first: it ends as the
+argument names.
+"""
 
 
 class Benchmark:
-    """A benchmark whose processes end as `endings` names: a status, a signal, or nothing for a finished run."""
+    """A benchmark whose processes end as `endings` names: a status, a signal, or nothing for a
+    finished run.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.file, self.out = folder / "benchmark.toml", folder / "out"
@@ -60,7 +66,14 @@ class Benchmark:
         [run] = [run for run in self.plan.runs if self.store.folder(run) == folder]
         self.started.append(run.name)
         evaluations = [str(path.relative_to(folder)) for *_, path in self.store.evaluations(run)]
-        return [sys.executable, "-c", CHILD, str(folder), self.endings.get(run.name, ""), *evaluations]
+        return [
+            sys.executable,
+            "-c",
+            CHILD,
+            str(folder),
+            self.endings.get(run.name, ""),
+            *evaluations,
+        ]
 
     def status(self, *options: str) -> int:
         """Return the exit status of `medvl benchmark`."""
@@ -115,7 +128,9 @@ def test_runs_that_start_from_a_failed_one_fail_and_the_others_go_on(
     assert benchmark.reason("mgca") == "the run of umrl failed"
     printed = capsys.readouterr().out
     for name in ("convirt", "umrl", "mgca"):  # each once, and where to read more
-        assert printed.count(f"  failed: {benchmark.runs[name].title}: {benchmark.reason(name)}") == 1
+        assert (
+            printed.count(f"  failed: {benchmark.runs[name].title}: {benchmark.reason(name)}") == 1
+        )
     assert f"(see {benchmark.store.folder(benchmark.runs['convirt']) / 'log.txt'})" in printed
 
 

@@ -27,7 +27,9 @@ tasks = ["zero-shot"]
 name = "phantom"
 root = "data"
 """
-PRINT_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+PRINT_BLOCKED = (
+    "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+)
 
 
 @pytest.fixture
@@ -38,9 +40,13 @@ def planned(tmp_path: Path) -> tuple[Plan, Store]:
 def test_processes_of_runs_do_not_receive_ctrl_c_themselves(
     planned: tuple[Plan, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The SIGTERM that follows would be their second signal, which ends a training without a checkpoint."""
+    """The SIGTERM that follows would be their second signal, which ends a training without a
+    checkpoint.
+    """
     plan, store = planned
-    monkeypatch.setattr(queue, "run_command_line", lambda folder: [sys.executable, "-c", PRINT_BLOCKED])
+    monkeypatch.setattr(
+        queue, "run_command_line", lambda folder: [sys.executable, "-c", PRINT_BLOCKED]
+    )
     execute_locally(plan, store, report=lambda line: None)
     assert (store.folder(plan.runs[0]) / "log.txt").read_text() == "True\n"
 
@@ -56,7 +62,10 @@ def test_an_evaluation_is_done_when_its_last_file_is_written(
     evaluated = SimpleNamespace(results=results, predictions=lambda: None)
     task = dataclasses.replace(tasks.TASKS["zero-shot"], evaluate=lambda trained: evaluated)
     monkeypatch.setattr(execute, "TASKS", {"zero-shot": task})
-    endings: list[BaseException] = [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]
+    endings: list[BaseException] = [
+        KeyboardInterrupt(),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ]
 
     def write(folder: Path, resamples: int) -> None:
         if endings:
@@ -91,7 +100,9 @@ def test_an_interrupted_fine_tuning_keeps_its_checkpoints(
         raise ending
 
     monkeypatch.setattr(
-        execute, "TASKS", {"zero-shot": dataclasses.replace(tasks.TASKS["zero-shot"], evaluate=evaluate)}
+        execute,
+        "TASKS",
+        {"zero-shot": dataclasses.replace(tasks.TASKS["zero-shot"], evaluate=evaluate)},
     )
     with contextlib.suppress(SystemExit):
         execute.execute_run(store.folder(run))
@@ -99,7 +110,9 @@ def test_an_interrupted_fine_tuning_keeps_its_checkpoints(
 
 
 def test_a_step_that_was_stopped_is_made_again(tmp_path: Path) -> None:
-    """What it creates may exist before its last command has ended, such as the best checkpoint of a training."""
+    """What it creates may exist before its last command has ended, such as the best checkpoint
+    of a training.
+    """
     step = MakeStep(creates="best/config.json", run=("first", "second"))
     corpus = CorpusConfig(name="ours", root=str(tmp_path), make=(step,))
     ran: list[str] = []

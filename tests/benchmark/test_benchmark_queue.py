@@ -70,7 +70,9 @@ def test_only_the_evaluation_with_candidates_of_a_failed_run_is_refused(
     planned: tuple[Plan, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, store = planned
-    convirt, vilt = (next(run for run in plan.runs if run.name == name) for name in ("convirt", "vilt"))
+    convirt, vilt = (
+        next(run for run in plan.runs if run.name == name) for name in ("convirt", "vilt")
+    )
     (store.folder(convirt) / FAILURE).write_text('{"error": "out of memory"}')
     (store.folder(vilt) / COST).write_text("{}")
     results = Results(protocol="matching", protocol_version=1, rows=(), config={}, inputs={})
@@ -81,11 +83,15 @@ def test_only_the_evaluation_with_candidates_of_a_failed_run_is_refused(
     execute.execute_run(store.folder(vilt))
     found = {task: read_evaluation(folder) for _, task, folder in store.evaluations(vilt)}
     assert isinstance(found["matching"], Results)
-    assert found["reranking"] == Refusal("the run of convirt, which this one needs, failed", failed=True)
+    assert found["reranking"] == Refusal(
+        "the run of convirt, which this one needs, failed", failed=True
+    )
 
 
 def test_a_run_waits_for_those_that_it_needs(planned: tuple[Plan, Store]) -> None:
-    """In a job array whose first wave was cancelled: it does not fail, and the same command executes it later."""
+    """In a job array whose first wave was cancelled: it does not fail, and the same command
+    executes it later.
+    """
     plan, store = planned
     [umrl] = [run for run in plan.runs if run.name == "umrl"]
     with raises(ConfigError, "in_use", "needs", names="run of convirt"):
@@ -97,8 +103,13 @@ def test_candidates_of_other_weights_are_ranked_anew(planned: tuple[Plan, Store]
     plan, store = planned
     [vilt] = [run for run in plan.runs if run.name == "vilt"]
     other = dataclasses.replace(vilt, needs={"convirt": "another"})
-    paths = [[store.evaluation(run, "trained", task).name for task in vilt.tasks] for run in (vilt, other)]
-    assert [a == b for a, b in zip(*paths, strict=True)] == [task != "reranking" for task in vilt.tasks]
+    paths = [
+        [store.evaluation(run, "trained", task).name for task in vilt.tasks]
+        for run in (vilt, other)
+    ]
+    assert [a == b for a, b in zip(*paths, strict=True)] == [
+        task != "reranking" for task in vilt.tasks
+    ]
 
 
 def test_what_is_shown_of_a_command_is_no_part_of_its_results(tmp_path: Path) -> None:
@@ -110,7 +121,9 @@ columns = [{ title = "TITLE", metric = "auroc", targets = ["macro"] }]
 """
     folders = []
     for title in ("first", "second"):
-        text = FILE.replace('"matching", "reranking", "zero-shot"', '"own"') + command.replace("TITLE", title)
+        text = FILE.replace('"matching", "reranking", "zero-shot"', '"own"') + command.replace(
+            "TITLE", title
+        )
         plan, store = write_plan(tmp_path, text)
         folders.append(store.evaluation(plan.runs[0], "trained", "own"))
     assert folders[0] == folders[1]
@@ -118,7 +131,9 @@ columns = [{ title = "TITLE", metric = "auroc", targets = ["macro"] }]
 
 def test_recipes_whose_rate_depends_on_validation_keep_it(tmp_path: Path) -> None:
     """ConVIRT's published schedule waits for the validation loss; that of CLIP does not."""
-    text = FILE.replace('"convirt", "umrl", "vilt"', '"convirt", "clip"').replace("[settings.umrl]", 'preset = "paper"')
+    text = FILE.replace('"convirt", "umrl", "vilt"', '"convirt", "clip"').replace(
+        "[settings.umrl]", 'preset = "paper"'
+    )
     plan, store = write_plan(tmp_path, text.replace('image_from = "run:convirt"', ""))
     valid = {run.name: settings_of(run, store).data.valid for run in plan.runs}
     assert (valid["convirt"] is None, valid["clip"] is None) == (False, True)
@@ -145,8 +160,12 @@ def test_questions_are_fine_tuned_at_a_size_that_the_system_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int
 ) -> None:
     """The published 384 pixels; MedViLL, whose cells are numbered, at its own 512."""
-    text = FILE.replace('"convirt", "umrl", "vilt"', f'"{name}"').replace("[settings.umrl]", 'preset = "paper"')
-    text = text.replace('image_from = "run:convirt"', "").replace('"matching", "reranking", "zero-shot"', '"questions"')
+    text = FILE.replace('"convirt", "umrl", "vilt"', f'"{name}"').replace(
+        "[settings.umrl]", 'preset = "paper"'
+    )
+    text = text.replace('image_from = "run:convirt"', "").replace(
+        '"matching", "reranking", "zero-shot"', '"questions"'
+    )
     plan, _ = write_plan(tmp_path, text + 'questions = "vqa"\nquestions_valid = "vqa/validate"\n')
     given: list[int] = []
 
@@ -154,10 +173,14 @@ def test_questions_are_fine_tuned_at_a_size_that_the_system_can_read(
         given.append(recipe.data.image.size)
         raise KeyboardInterrupt
 
-    recipe = SimpleNamespace(PRESETS=tasks.recipe_module(tasks.find_recipe("vqa_finetune")).PRESETS, prepare=prepare)
+    recipe = SimpleNamespace(
+        PRESETS=tasks.recipe_module(tasks.find_recipe("vqa_finetune")).PRESETS, prepare=prepare
+    )
     monkeypatch.setattr(tasks, "recipe_module", lambda path: recipe)
     monkeypatch.setattr(tasks, "open_source", lambda *_: None)  # there are no shards
-    trained = tasks.Trained(run=plan.runs[0], checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path)
+    trained = tasks.Trained(
+        run=plan.runs[0], checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path
+    )
     with pytest.raises(KeyboardInterrupt):
         tasks._questions(trained)
     assert given == [size]

@@ -1,4 +1,6 @@
-"""A benchmark of a few steps from data to pages: resumed, free the second time, with failures and an outside system."""
+"""A benchmark of a few steps from data to pages: resumed, free the second time, with failures
+and an outside system.
+"""
 
 import contextlib
 import dataclasses
@@ -47,8 +49,8 @@ from medvl.models import ConVIRT, ConVIRTConfig, create_model, register_system, 
 from medvl.schema import COMPETITION_FINDINGS
 
 COST = Cost(
-    parameters=7, resumed=False, wall_seconds=2.0, cpu_seconds=3.0, steps=2, pairs_per_second=8.0, train_seconds=1.0,
-    peak_memory_gb=0.5, device="CPU", terms=("contrastive",),
+    parameters=7, resumed=False, wall_seconds=2.0, cpu_seconds=3.0, steps=2, pairs_per_second=8.0,
+    train_seconds=1.0, peak_memory_gb=0.5, device="CPU", terms=("contrastive",),
 )  # fmt: skip
 FILE = """
 name = "two"
@@ -94,7 +96,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     located = plan_runs(read_benchmark(path, {"systems": ["convirt"]}), folder).runs[0].corpus
     with raises(CorpusError, "not_found", "corpora.phrases"):
         make_corpus(located, run=lambda arguments: cli.main(list(arguments)))
-    assert (corpus.root, located.phrases) == (str(folder / "data"), str(folder / "data/nothing/test"))
+    assert (corpus.root, located.phrases) == (
+        str(folder / "data"),
+        str(folder / "data/nothing/test"),
+    )
     return path
 
 
@@ -129,7 +134,9 @@ def benchmark(file: Path) -> tuple[Plan, Store, list[str]]:
         raise KeyboardInterrupt
 
     patch.setattr(tasks, "TASKS", tasks.TASKS)
-    patch.setitem(tasks.TASKS, "retrieval", dataclasses.replace(tasks.TASKS["retrieval"], evaluate=interrupt))
+    patch.setitem(
+        tasks.TASKS, "retrieval", dataclasses.replace(tasks.TASKS["retrieval"], evaluate=interrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         execute_locally(plan, store, jobs=0, report=lines.append)
     patch.undo()
@@ -143,11 +150,16 @@ def benchmark(file: Path) -> tuple[Plan, Store, list[str]]:
 
 
 @pytest.mark.slow
-def test_a_killed_benchmark_goes_on_and_failures_are_shown(benchmark: tuple[Plan, Store, list[str]]) -> None:
+def test_a_killed_benchmark_goes_on_and_failures_are_shown(
+    benchmark: tuple[Plan, Store, list[str]],
+) -> None:
     plan, store, lines = benchmark
     assert [run.name for run in plan.runs] == ["convirt", "outside", "broken"]
     packed = {run.name: run.settings["train"]["packed_text"] for run in plan.runs}
-    assert (packed["convirt"], packed["outside"]) == (True, False)  # the outside encoder may be no BERT
+    assert (packed["convirt"], packed["outside"]) == (
+        True,
+        False,
+    )  # the outside encoder may be no BERT
     assert [store.state(run) for run in plan.runs] == ["finished", "finished", "failed"]
     assert any("failed: broken" in line for line in lines)
     site = write_site(plan, store)
@@ -183,18 +195,24 @@ def test_a_second_run_costs_nothing_and_prints_the_same(
     plan, store, _ = benchmark
     text = print_site(write_site(plan, store))
     pages = {path: path.read_bytes() for path in store.out.glob("*.html")}
-    runs = {path: path.stat().st_mtime_ns for path in (store.out / "runs").rglob("*") if path.is_file()}
+    runs = {
+        path: path.stat().st_mtime_ns for path in (store.out / "runs").rglob("*") if path.is_file()
+    }
     monkeypatch.setattr(sys, "executable", "/no/process/is/started")
     with pytest.raises(SystemExit) as ended:
         cli.main(["benchmark", str(file), "--out", str(store.out)])
     assert ended.value.code == 1  # something failed
     assert capsys.readouterr().out.strip() == text.strip()
     assert {path: path.read_bytes() for path in store.out.glob("*.html")} == pages
-    assert {path: path.stat().st_mtime_ns for path in (store.out / "runs").rglob("*") if path.is_file()} == runs
+    assert {
+        path: path.stat().st_mtime_ns for path in (store.out / "runs").rglob("*") if path.is_file()
+    } == runs
 
 
 @pytest.mark.slow
-def test_the_dry_run_lists_states_hours_and_memory(benchmark: tuple[Plan, Store, list[str]], file: Path) -> None:
+def test_the_dry_run_lists_states_hours_and_memory(
+    benchmark: tuple[Plan, Store, list[str]], file: Path
+) -> None:
     _, store, _ = benchmark
     more = plan_runs(read_benchmark(file, {"seeds": [0, 1], "systems": ["convirt"]}), store.out)
     text = describe_plan(more, store, 0.0, errors={})
@@ -203,15 +221,22 @@ def test_the_dry_run_lists_states_hours_and_memory(benchmark: tuple[Plan, Store,
     assert "; finished; 0.00 h, " in first
     assert first.endswith("GiB (measured)")
     assert "GiB (from another run); evaluations 0.00 h" in second
-    assert "2 runs: 1 finished, 0 failed, 1 to do. To do, one after the other: training 0.00 h;\nevaluations" in text
+    assert (
+        "2 runs: 1 finished, 0 failed, 1 to do. To do, one after the other: training 0.00 "
+        "h;\nevaluations" in text
+    )
     assert not store.folder(more.runs[1]).exists()
 
 
 @pytest.mark.slow
-def test_memory_is_estimated_in_a_process_of_its_own(benchmark: tuple[Plan, Store, list[str]], file: Path) -> None:
+def test_memory_is_estimated_in_a_process_of_its_own(
+    benchmark: tuple[Plan, Store, list[str]], file: Path
+) -> None:
     """The peak of a process never falls, so that large systems would count for all after them."""
     _, store, _ = benchmark
-    [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"], "budget.batch": 4}), store.out).runs
+    [run] = plan_runs(
+        read_benchmark(file, {"systems": ["convirt"], "budget.batch": 4}), store.out
+    ).runs
     np.ones(2**27).sum()  # a gigabyte
     found = estimate_run(run, store, {}, 0.05, print)
     assert 0 < found["memory_gb"] < peak_resident_bytes() / 2**30 - 0.5
@@ -223,9 +248,14 @@ def test_evaluations_refuse_patients_of_the_training(file: Path, tmp_path: Path,
     """Those of the run, and in a ranking also those of the system that proposes candidates."""
     [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path).runs
     pairs = run.corpus.pairs
-    corpus = dataclasses.replace(run.corpus, phrases=f"{pairs}/test", questions=pairs, questions_valid=f"{pairs}/test")
+    corpus = dataclasses.replace(
+        run.corpus, phrases=f"{pairs}/test", questions=pairs, questions_valid=f"{pairs}/test"
+    )
     model = create_model("convirt", **run.settings["model"] | {"pretrained": False})
-    for name, manifests in (("seen", {"train_manifest": Manifest.read(f"{pairs}/test").to_json()}), ("unknown", {})):
+    for name, manifests in (
+        ("seen", {"train_manifest": Manifest.read(f"{pairs}/test").to_json()}),
+        ("unknown", {}),
+    ):
         (tmp_path / name).mkdir()
         save(model, tmp_path / name, manifests)
     seen, unknown = tmp_path / "seen", tmp_path / "unknown"
@@ -242,7 +272,9 @@ def test_evaluations_refuse_patients_of_the_training(file: Path, tmp_path: Path,
 
 def test_results_of_other_data_are_refused(file: Path, tmp_path: Path) -> None:
     """Keys name the folders of the data, which may have other data by now."""
-    plan = plan_runs(read_benchmark(file, {"systems": ["convirt"], "tasks": ["zero-shot"]}), tmp_path)
+    plan = plan_runs(
+        read_benchmark(file, {"systems": ["convirt"], "tasks": ["zero-shot"]}), tmp_path
+    )
     [run], store = plan.runs, Store(tmp_path)
     folder = execute.checkpoint_of(run, store)
     folder.mkdir(parents=True)
@@ -256,22 +288,44 @@ def test_results_of_other_data_are_refused(file: Path, tmp_path: Path) -> None:
     save(model, folder, {"train_manifest": train.to_json()})
     results = store.evaluation(run, "trained", "zero-shot")
     studies = StudySource(ShardSource(f"{run.corpus.pairs}/test")).fingerprint
-    cases = ((test.fingerprint, None), (train.fingerprint, "mismatch"), (studies, "mismatch"), (None, None))
+    cases = (
+        (test.fingerprint, None),
+        (train.fingerprint, "mismatch"),
+        (studies, "mismatch"),
+        (None, None),
+    )
     for manifest, code in cases:
         inputs = {"manifest": manifest}
-        write_results(Results(protocol="zero_shot", protocol_version=1, rows=(), config={}, inputs=inputs), results)
-        with raises(ConfigError, code, "corpora.phantom", names=str(results)) if code else contextlib.nullcontext():
+        write_results(
+            Results(protocol="zero_shot", protocol_version=1, rows=(), config={}, inputs=inputs),
+            results,
+        )
+        with (
+            raises(ConfigError, code, "corpora.phantom", names=str(results))
+            if code
+            else contextlib.nullcontext()
+        ):
             check_data(plan, store)
-    other = dataclasses.replace(run, corpus=dataclasses.replace(run.corpus, pairs=str(tmp_path / "removed")))
+    other = dataclasses.replace(
+        run, corpus=dataclasses.replace(run.corpus, pairs=str(tmp_path / "removed"))
+    )
     check_data(dataclasses.replace(plan, runs=(other,)), store)
-    reports = dataclasses.replace(run, family="report", tasks=("reports",))  # they may be read by studies
+    reports = dataclasses.replace(
+        run, family="report", tasks=("reports",)
+    )  # they may be read by studies
     inputs, results = {"manifest": studies}, store.evaluation(reports, "trained", "reports")
-    write_results(Results(protocol="reports", protocol_version=1, rows=(), config={}, inputs=inputs), results)
+    write_results(
+        Results(protocol="reports", protocol_version=1, rows=(), config={}, inputs=inputs), results
+    )
     check_data(dataclasses.replace(plan, runs=(reports,)), store)
 
 
 def test_sections_that_no_text_has_are_refused(file: Path, tmp_path: Path) -> None:
-    changes = {"systems": ["m3ae"], "tasks": ["matching"], "evaluation.sections": ["findings", "impression"]}
+    changes = {
+        "systems": ["m3ae"],
+        "tasks": ["matching"],
+        "evaluation.sections": ["findings", "impression"],
+    }
     check_data(plan_runs(read_benchmark(file, changes), tmp_path), Store(tmp_path))
     changes["evaluation.sections"] = ["findings", "impresion"]
     with raises(ConfigError, "unknown_name", "evaluation.sections", names="'impression'"):
@@ -279,8 +333,14 @@ def test_sections_that_no_text_has_are_refused(file: Path, tmp_path: Path) -> No
 
 
 def test_a_corpus_without_labels_needs_no_validation_shards(file: Path, tmp_path: Path) -> None:
-    """Its tasks of labels do not apply; a probe of labels reads the validation shards, which are asked for at first."""
-    changes = {"systems": ["convirt"], "tasks": ["zero-shot", "probe"], "corpora.0.root": str(tmp_path)}
+    """Its tasks of labels do not apply; a probe of labels reads the validation shards, which are
+    asked for at first.
+    """
+    changes = {
+        "systems": ["convirt"],
+        "tasks": ["zero-shot", "probe"],
+        "corpora.0.root": str(tmp_path),
+    }
     [run] = plan_runs(read_benchmark(file, changes), tmp_path).runs
     corpus = dataclasses.replace(run.corpus, phrases=None)
     for name in ("vocab", "shards/train", "shards/test"):
@@ -294,7 +354,9 @@ def test_a_corpus_without_labels_needs_no_validation_shards(file: Path, tmp_path
     make_corpus(corpus, runs=[run])
     (tmp_path / "own").mkdir()
     save(create_model("convirt", **run.settings["model"]), tmp_path / "own")
-    trained = tasks.Trained(run=run, checkpoint=tmp_path / "own", origin=tmp_path / "own", folder=tmp_path, other=Path)
+    trained = tasks.Trained(
+        run=run, checkpoint=tmp_path / "own", origin=tmp_path / "own", folder=tmp_path, other=Path
+    )
     for task in run.tasks:
         with raises(EvaluationError, "unsupported", "labels"):
             tasks.TASKS[task].evaluate(trained)
@@ -308,12 +370,15 @@ def test_all_systems_have_the_classes_of_the_prompts(
     [run] = plan_runs(read_benchmark(file, changes), tmp_path).runs
     model = create_model("convirt", **run.settings["model"], tokenizer=run.corpus.tokenizer)
     save(model, tmp_path)
-    trained = tasks.Trained(run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path)
+    trained = tasks.Trained(
+        run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path
+    )
     classes = []
     for own in ("chexpert_ensemble", "statements"):
         monkeypatch.setattr(tasks, "default_prompts", lambda _, own=own: own)
-        monkeypatch.setattr(tasks, "zero_shot", lambda models, loader, prompts, labels, resamples: classes.append(
-            set(prompts.for_labels(loader.source.label_names, labels).classes)))  # fmt: skip
+        monkeypatch.setattr(tasks, "zero_shot", lambda models, loader, prompts, labels,
+            resamples: classes.append( set(prompts.for_labels(loader.source.label_names,
+            labels).classes)))  # fmt: skip
         tasks.TASKS["zero-shot"].evaluate(trained)
     assert classes[0] == classes[1] == set(COMPETITION_FINDINGS)
 
@@ -330,7 +395,9 @@ def test_job_arrays_hold_all_runs_after_those_they_need(file: Path, tmp_path: Pa
 
 def test_scripts_of_job_arrays_are_valid(file: Path, tmp_path: Path) -> None:
     """Also of a benchmark whose name is not one word; an option with a value stays on one line."""
-    plan = plan_runs(read_benchmark(file, {"systems": ["convirt"], "name": "it's & more"}), tmp_path)
+    plan = plan_runs(
+        read_benchmark(file, {"systems": ["convirt"], "name": "it's & more"}), tmp_path
+    )
     submit, script = write_slurm(plan, Store(tmp_path), "-p gpu --time=08:00:00")
     lines = script.read_text().splitlines()
     assert "#SBATCH -p gpu --time=08:00:00" in lines
@@ -340,13 +407,18 @@ def test_scripts_of_job_arrays_are_valid(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_process_does_not_make_the_same_corpus(file: Path, tmp_path: Path) -> None:
-    corpus = plan_runs(read_benchmark(file, {"corpora.0.root": str(tmp_path), "systems": ["convirt"]}), tmp_path)
+    corpus = plan_runs(
+        read_benchmark(file, {"corpora.0.root": str(tmp_path), "systems": ["convirt"]}), tmp_path
+    )
     with RunLock(tmp_path), raises(CorpusError, "in_use", "corpora"):
         make_corpus(corpus.runs[0].corpus)
 
 
 def test_an_evaluation_that_was_killed_is_not_called_a_training(file: Path, tmp_path: Path) -> None:
-    plan, store = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path), Store(tmp_path)
+    plan, store = (
+        plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path),
+        Store(tmp_path),
+    )
     [run] = plan.runs
     store.write_runs(plan)
     (store.folder(run) / "failure.json").write_text('{"error": "killed by SIGKILL"}')
@@ -355,13 +427,21 @@ def test_an_evaluation_that_was_killed_is_not_called_a_training(file: Path, tmp_
     assert [one.part for one in measure_systems(plan, store).failures] == ["evaluations"]
 
 
-def test_a_share_below_a_batch_is_trained_in_batches_of_all_its_pairs(file: Path, tmp_path: Path) -> None:
-    config = read_benchmark(file, {"systems": ["convirt"], "shares": [0.1, 1.0], "budget.batch": 16})
-    few, all_pairs = (prepare_run(run, Store(tmp_path)).data.train for run in plan_runs(config, tmp_path).runs)
+def test_a_share_below_a_batch_is_trained_in_batches_of_all_its_pairs(
+    file: Path, tmp_path: Path
+) -> None:
+    config = read_benchmark(
+        file, {"systems": ["convirt"], "shares": [0.1, 1.0], "budget.batch": 16}
+    )
+    few, all_pairs = (
+        prepare_run(run, Store(tmp_path)).data.train for run in plan_runs(config, tmp_path).runs
+    )
     assert (few.global_batch, few.steps_per_epoch) == (len(few.source), 1)
     assert len(few.source) < 16
     assert all_pairs.global_batch == 16
-    run = dataclasses.replace(plan_runs(config, tmp_path).runs[0], evaluation=EvaluationConfig(random_start=True))
+    run = dataclasses.replace(
+        plan_runs(config, tmp_path).runs[0], evaluation=EvaluationConfig(random_start=True)
+    )
     store = Store(tmp_path)
     store.folder(run).mkdir(parents=True)
     execute._save_start(run, store)
@@ -369,11 +449,17 @@ def test_a_share_below_a_batch_is_trained_in_batches_of_all_its_pairs(file: Path
 
 
 def test_evaluations_are_estimated_from_finished_ones(file: Path, tmp_path: Path) -> None:
-    """Of the same system where there are some, else of the others; a task that none has finished is not known."""
+    """Of the same system where there are some, else of the others; a task that none has finished
+    is not known.
+    """
     changes = {"seeds": [0, 1], "systems": ["convirt", "clip"], "tasks": ["zero-shot", "retrieval"]}
     plan, store = plan_runs(read_benchmark(file, changes), tmp_path), Store(tmp_path)
     runs = {(run.name, run.seed): run for run in plan.runs}
-    for name, task, hours in (("convirt", "zero-shot", 1), ("convirt", "retrieval", 3), ("clip", "zero-shot", 2)):
+    for name, task, hours in (
+        ("convirt", "zero-shot", 1),
+        ("convirt", "retrieval", 3),
+        ("clip", "zero-shot", 2),
+    ):
         folder = store.evaluation(runs[name, 0], "trained", task)
         folder.mkdir(parents=True)
         (folder / "results.json").touch()
@@ -400,10 +486,15 @@ def test_a_share_below_a_batch_of_studies(file: Path, tmp_path: Path) -> None:
     assert train.global_batch == len(train.source) < 64
 
 
-def test_an_estimate_that_failed_is_made_again(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_that_failed_is_made_again(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cause may be gone: a run that it starts from is trained, or the memory is free."""
     [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path).runs
-    found: list[dict[str, Any]] = [{"error": "killed"}, {"hours": 1.0, "memory_gb": 2.0, "source": "doctor"}]
+    found: list[dict[str, Any]] = [
+        {"error": "killed"},
+        {"hours": 1.0, "memory_gb": 2.0, "source": "doctor"},
+    ]
     monkeypatch.setattr(estimate, "_examine_apart", lambda *_: found.pop(0))
     store = Store(tmp_path)
     assert "error" in estimate_run(run, store, {}, 1.0, print)
@@ -416,7 +507,9 @@ def test_means_over_fewer_seeds_say_so() -> None:
     assert measured_cell(measured, 2).text == "0.850"
 
 
-def test_a_system_without_data_on_one_corpus_takes_part_on_another(file: Path, tmp_path: Path) -> None:
+def test_a_system_without_data_on_one_corpus_takes_part_on_another(
+    file: Path, tmp_path: Path
+) -> None:
     config = read_benchmark(file, {"systems": ["r2gen", "convirt"], "tasks": ["all"]})
     [corpus] = config.corpora
     other = dataclasses.replace(corpus, name="other", reports="reports", words="words")
@@ -442,9 +535,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
     """MRM has no scores of images and texts: a probe of its image encoder is its only task."""
     path = tmp_path / "records.toml"
-    content = FILE.replace("ROOT", str(tmp_path / "data")).replace("--patients 20", "--patients 100")
+    content = FILE.replace("ROOT", str(tmp_path / "data")).replace(
+        "--patients 20", "--patients 100"
+    )
     path.write_text(content.replace('phrases = "nothing/test"\n', ""))
-    plan, store = plan_runs(read_benchmark(path, {"systems": ["mrm"], "tasks": ["all"]}), tmp_path), Store(tmp_path)
+    plan, store = (
+        plan_runs(read_benchmark(path, {"systems": ["mrm"], "tasks": ["all"]}), tmp_path),
+        Store(tmp_path),
+    )
     make_corpus(plan.runs[0].corpus, run=lambda arguments: cli.main(list(arguments)))
     store.write_runs(plan)
     execute_locally(plan, store, jobs=0, report=lambda _: None)
@@ -457,9 +555,15 @@ def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
     assert "Masked-record models" in text
 
 
-def test_random_start_of_a_finished_run(file: Path, benchmark: tuple[Plan, Store, list[str]], tmp_path: Path) -> None:
+def test_random_start_of_a_finished_run(
+    file: Path, benchmark: tuple[Plan, Store, list[str]], tmp_path: Path
+) -> None:
     _, store, lines = benchmark
-    changes = {"systems": ["convirt"], "tasks": ["zero-shot"], "evaluation": {"resamples": 20, "random_start": True}}
+    changes = {
+        "systems": ["convirt"],
+        "tasks": ["zero-shot"],
+        "evaluation": {"resamples": 20, "random_start": True},
+    }
     plan = plan_runs(read_benchmark(file, changes), store.out)
     [run] = plan.runs
     cost = (store.folder(run) / "cost.json").stat().st_mtime_ns

@@ -1,4 +1,6 @@
-"""Store of a benchmark: damaged files and files of other versions are named, a cut-off line of records is left out."""
+"""Store of a benchmark: damaged files and files of other versions are named, a cut-off line of
+records is left out.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,14 @@ from medvl.benchmark.store import (
     read_run,
 )
 from medvl.errors import ConfigError, EvaluationError, MedvlError
-from medvl.eval import GeneratedReport, MetricRow, Results, evaluate_reports, matching as matching, write_results
+from medvl.eval import (
+    GeneratedReport,
+    MetricRow,
+    Results,
+    evaluate_reports,
+    matching as matching,
+    write_results,
+)
 from medvl.eval.report_generation import evaluate as report_generation
 from medvl.eval.retrieval import image_text, rerank
 
@@ -73,10 +82,16 @@ def planned(tmp_path: Path) -> tuple[Plan, Store]:
         ("TASK/results.json", '{"results_version": 0}', "version"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(planned: tuple[Plan, Store], file: str, text: str, code: str) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    planned: tuple[Plan, Store], file: str, text: str, code: str
+) -> None:
     plan, store = planned
     folder = store.evaluation(plan.runs[0], "trained", "zero-shot")
-    path = folder / file.removeprefix("TASK/") if file.startswith("TASK/") else store.folder(plan.runs[0]) / file
+    path = (
+        folder / file.removeprefix("TASK/")
+        if file.startswith("TASK/")
+        else store.folder(plan.runs[0]) / file
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     with raises(MedvlError, code, "out", names=path.name):
@@ -114,7 +129,12 @@ def test_an_evaluation_whose_results_were_removed_is_repeated(planned: tuple[Pla
 
 def test_damaged_resamples_are_named(tmp_path: Path) -> None:
     assert read_resamples(tmp_path, "auroc/macro") is None
-    np.savez(tmp_path / FILE, names=np.array(["auroc/macro"]), values_RK=np.zeros((2, 1)), items=np.array("hash"))
+    np.savez(
+        tmp_path / FILE,
+        names=np.array(["auroc/macro"]),
+        values_RK=np.zeros((2, 1)),
+        items=np.array("hash"),
+    )
     found = read_resamples(tmp_path, "auroc/macro")
     assert found is not None
     assert found.values_R.tolist() == [0.0, 0.0]
@@ -134,18 +154,26 @@ def test_a_single_patient_has_no_resamples_to_test_differences_with(
         {"key": str(number), "patient": patient, "scores": {"own": number, "other": 1.5}}
         for number, patient in enumerate(patients)
     ]
-    results = Results(protocol="image_text_matching", protocol_version=1, rows=(), config={}, inputs={})
+    results = Results(
+        protocol="image_text_matching", protocol_version=1, rows=(), config={}, inputs={}
+    )
     write_results(results, tmp_path, lines)
     write_resamples(tmp_path, 10)
     assert (read_resamples(tmp_path, "above_other/all") is not None) == written
 
 
 def test_reports_of_other_references_have_other_items(tmp_path: Path) -> None:
-    """R2Gen and MedViLL write reports of the same images, compared with other sections of the reports."""
+    """R2Gen and MedViLL write reports of the same images, compared with other sections of the
+    reports.
+    """
     hashes = []
-    for number, reference in enumerate(("No effusion.", "No effusion.", "No effusion. No acute disease.")):
+    for number, reference in enumerate(
+        ("No effusion.", "No effusion.", "No effusion. No acute disease.")
+    ):
         reports = [
-            GeneratedReport(key=patient, patient=patient, reference=reference, generated="Effusion.")
+            GeneratedReport(
+                key=patient, patient=patient, reference=reference, generated="Effusion."
+            )
             for patient in "ab"
         ]
         result, folder = evaluate_reports(reports, resamples=2), tmp_path / str(number)
@@ -164,7 +192,9 @@ def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_versions_of_protocols_are_those_of_the_evaluators() -> None:
-    """An evaluation by an earlier version is repeated, and a command's is not compared with a later one."""
+    """An evaluation by an earlier version is repeated, and a command's is not compared with a
+    later one.
+    """
     versions = {"retrieval": image_text.PROTOCOL_VERSION, "reranking": rerank.PROTOCOL_VERSION}
     versions |= {"matching": matching.PROTOCOL_VERSION}
     assert versions | {"reports": report_generation.PROTOCOL_VERSION} == _PROTOCOL_VERSIONS

@@ -1,4 +1,6 @@
-"""Paired differences from the start weights and between starts, columns of baselines, tasks of several commands."""
+"""Paired differences from the start weights and between starts, columns of baselines, tasks of
+several commands.
+"""
 
 import dataclasses
 import json
@@ -44,11 +46,15 @@ RNG = np.random.default_rng(0)
 SHARED = RNG.normal(0, 0.1, 500)
 COLUMNS = {
     "probe": Column(title="probe", metric="auroc", targets=("macro",)),
-    "alone": Column(title="alone", metric="accuracy", targets=("overall",), subgroup="baseline: question_only"),
+    "alone": Column(
+        title="alone", metric="accuracy", targets=("overall",), subgroup="baseline: question_only"
+    ),
 }
 
 
-def row(name: str, start: str, weights: Any, value: float, noise: np.ndarray | None = None) -> SystemRow:
+def row(
+    name: str, start: str, weights: Any, value: float, noise: np.ndarray | None = None
+) -> SystemRow:
     """A row whose probe has resampled values, unless there is no noise."""
     resampled = None if noise is None else Resampled("items", value + SHARED + noise)
     probe = Measured(values=(value,), errors=(0.1,), resampled=(resampled,))
@@ -86,15 +92,21 @@ def test_gains_are_paired_differences_from_the_start_weights_and_between_starts(
         row("a", "imagenet", "start", 0.95),
     )
     within, other, between = gain_tables(found)
-    assert [table.columns for table in (within, other, between)] == [["system", "probe"]] * 3  # without the baseline
+    assert [table.columns for table in (within, other, between)] == [
+        ["system", "probe"]
+    ] * 3  # without the baseline
     [[name, cell]] = within.rows
     assert isinstance(cell, Cell)
     assert (name, cell.text) == ("a", "+0.200")
-    assert cell.interval == pytest.approx((0.2 - 1.96 * own.std(ddof=1), 0.2, 0.2 + 1.96 * own.std(ddof=1)))
+    assert cell.interval == pytest.approx(
+        (0.2 - 1.96 * own.std(ddof=1), 0.2, 0.2 + 1.96 * own.std(ddof=1))
+    )
     [[_, cell]] = other.rows  # not paired: the errors add in squares
     assert isinstance(cell, Cell)
     assert cell.text == "-0.050"
-    assert cell.interval == pytest.approx((-0.05 - 1.96 * math.hypot(0.1, 0.1), -0.05, 0.2272), abs=1e-4)
+    assert cell.interval == pytest.approx(
+        (-0.05 - 1.96 * math.hypot(0.1, 0.1), -0.05, 0.2272), abs=1e-4
+    )
     assert between.title == "What the start imagenet adds to random: ours"
     assert gain_tables(measurements(row("a", "random", "trained", 0.8))) == []
 
@@ -102,7 +114,10 @@ def test_gains_are_paired_differences_from_the_start_weights_and_between_starts(
 def test_systems_without_a_common_metric_have_no_gain() -> None:
     bare = dataclasses.replace(row("b", "random", "start", 0.6), metrics={})
     found = measurements(
-        row("a", "random", "trained", 0.8), row("a", "random", "start", 0.6), row("b", "random", "trained", 0.8), bare
+        row("a", "random", "trained", 0.8),
+        row("a", "random", "start", 0.6),
+        row("b", "random", "trained", 0.8),
+        bare,
     )
     [table] = gain_tables(found)
     [[name, cell]] = table.rows
@@ -122,9 +137,16 @@ def test_probes_of_several_shares_are_a_curve() -> None:
     """Also those of a command, such as a probe of another corpus."""
     measured = row("a", "random", "trained", 0.8).metrics["probe"]
     shares = ("1%", "10%", "100%")
-    columns = {f"RSNA, {share}": Column(title=share, metric=f"auroc@{share}", targets=("macro",)) for share in shares}
-    one = dataclasses.replace(row("a", "random", "trained", 0.8), metrics=dict.fromkeys(columns, measured))
-    found = dataclasses.replace(measurements(one), columns=columns, tasks=dict.fromkeys(columns, "RSNA probe"))
+    columns = {
+        f"RSNA, {share}": Column(title=share, metric=f"auroc@{share}", targets=("macro",))
+        for share in shares
+    }
+    one = dataclasses.replace(
+        row("a", "random", "trained", 0.8), metrics=dict.fromkeys(columns, measured)
+    )
+    found = dataclasses.replace(
+        measurements(one), columns=columns, tasks=dict.fromkeys(columns, "RSNA probe")
+    )
     [section] = label_sections(found)
     assert isinstance(section, Pictures)
     assert [strip.title for strip in section.strips] == ["RSNA probe, AUROC"]
@@ -154,7 +176,10 @@ def test_captions_of_ranks_name_the_systems_that_are_paired() -> None:
 def test_means_over_different_classes_are_listed_and_not_ranked() -> None:
     rows = [row(name, "random", "trained", 0.8) for name in "abc"]
     for one, over in zip(rows, ("macro of CT, MR", "macro of CT", "macro of CT"), strict=True):
-        metrics = {**one.metrics, "probe": dataclasses.replace(one.metrics["probe"], over=frozenset({over}))}
+        metrics = {
+            **one.metrics,
+            "probe": dataclasses.replace(one.metrics["probe"], over=frozenset({over})),
+        }
         rows[rows.index(one)] = dataclasses.replace(one, metrics=metrics)
     found = measurements(*rows, dataclasses.replace(rows[0], weights="start"))
     assert ranks_of(found, found.rows) == {}
@@ -169,8 +194,14 @@ def test_means_over_different_classes_are_listed_and_not_ranked() -> None:
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        ({"metric": "aurok", "targets": ("macro",)}, "mine: no metric 'aurok'; did you mean 'auroc'?"),
-        ({"metric": "auroc", "targets": ("macr",)}, "mine: no target macr of auroc; did you mean 'macro'?"),
+        (
+            {"metric": "aurok", "targets": ("macro",)},
+            "mine: no metric 'aurok'; did you mean 'auroc'?",
+        ),
+        (
+            {"metric": "auroc", "targets": ("macr",)},
+            "mine: no target macr of auroc; did you mean 'macro'?",
+        ),
         ({"metric": "auroc", "targets": ("macro",), "subgroup": "sex: "}, "'age: old'"),
         ({"metric": "auroc", "targets": ("macro",), "subgroup": "age: "}, None),
     ],
@@ -183,7 +214,9 @@ def test_a_column_that_no_result_has_is_named(column: dict[str, Any], reason: st
         one = dataclasses.replace(one, metrics={"own": one.metrics["probe"]})
     found = measurements(one)
     command = CommandTask(name="mine", command="eval x", columns=(own,))
-    plan = dataclasses.replace(found.plan, config=dataclasses.replace(found.plan.config, commands=(command,)))
+    plan = dataclasses.replace(
+        found.plan, config=dataclasses.replace(found.plan.config, commands=(command,))
+    )
     table = empty_columns_table(dataclasses.replace(found, plan=plan))
     assert (table is None) == (reason is None)
     assert table is None or str(reason) in str(table.rows[0][1])
@@ -192,15 +225,26 @@ def test_a_column_that_no_result_has_is_named(column: dict[str, Any], reason: st
 
 
 def test_a_mean_is_over_the_classes_that_have_a_value() -> None:
-    values = {("auroc", "CT"): 0.7, ("auroc", "MR"): 0.8, ("auroc", "US"): math.nan, ("auroc", "macro"): 0.75,
-              ("auroc", "macro_competition"): 0.7, ("auroc_sd", "macro"): 0.1, ("recall@1", "all"): 0.2}  # fmt: skip
-    rows = {name: MetricRow(metric=name[0], target=name[1], value=value) for name, value in values.items()}
-    gaps = {"CT": "sex: F - M", "MR": "sex: M - F", "macro": "sex: F - M"}  # the groups differ between classes
+    values = {("auroc", "CT"): 0.7, ("auroc", "MR"): 0.8, ("auroc", "US"): math.nan, ("auroc",
+        "macro"): 0.75,
+              ("auroc", "macro_competition"): 0.7, ("auroc_sd", "macro"): 0.1, ("recall@1",
+              "all"): 0.2}  # fmt: skip
+    rows = {
+        name: MetricRow(metric=name[0], target=name[1], value=value)
+        for name, value in values.items()
+    }
+    gaps = {
+        "CT": "sex: F - M",
+        "MR": "sex: M - F",
+        "macro": "sex: F - M",
+    }  # the groups differ between classes
     rows |= {
         ("gap", name): MetricRow(metric="auroc_gap", target=name, subgroup=subgroup, value=0.1)
         for name, subgroup in gaps.items()
     }
-    results = Results(protocol="zero_shot", protocol_version=1, rows=tuple(rows.values()), config={}, inputs={})
+    results = Results(
+        protocol="zero_shot", protocol_version=1, rows=tuple(rows.values()), config={}, inputs={}
+    )
     for name in (("auroc", "macro"), ("auroc_sd", "macro"), ("gap", "macro")):
         assert _over(results, rows[name]) == "macro of CT, MR"
     for name in (("auroc", "macro_competition"), ("recall@1", "all")):
@@ -219,12 +263,22 @@ def test_commands_of_a_task_stop_at_a_failure_and_keep_to_the_cpu(
     config = read_benchmark("real-small", {"systems": ["convirt"]})
     plan = plan_runs(config, tmp_path)
     [run] = [run for run in plan.runs if (run.corpus.name, run.start) == ("radiographs", "random")]
-    given = {"zero-shot", "retrieval", "probe", "grounding", *(command.name for command in config.commands)}
+    given = {
+        "zero-shot",
+        "retrieval",
+        "probe",
+        "grounding",
+        *(command.name for command in config.commands),
+    }
     assert set(run.tasks) == given
-    trained = tasks.Trained(run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path)
+    trained = tasks.Trained(
+        run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path
+    )
     called_with, devices, status = [], [], 0
 
-    def called(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def called(
+        command: list[str], *, env: dict[str, str], **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         called_with.append(command[3:])
         devices.append(env.get("CUDA_VISIBLE_DEVICES"))
         if "segmentation" in command:
@@ -234,7 +288,10 @@ def test_commands_of_a_task_stop_at_a_failure_and_keep_to_the_cpu(
     monkeypatch.setattr(commands.subprocess, "run", called)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     commands.run_command(trained, "lungs", tmp_path)
-    assert [command[:2] for command in called_with] == [["train", "dense_transfer"], ["eval", "segmentation"]]
+    assert [command[:2] for command in called_with] == [
+        ["train", "dense_transfer"],
+        ["eval", "segmentation"],
+    ]
     assert called_with[0][called_with[0].index("--train.run-dir") + 1] == str(tmp_path / "run")
     settings = {**run.settings, "train": {**run.settings["train"], "device": "cpu"}}
     on_cpu = dataclasses.replace(trained, run=dataclasses.replace(run, settings=settings))
@@ -246,7 +303,12 @@ def test_commands_of_a_task_stop_at_a_failure_and_keep_to_the_cpu(
     assert len(called_with) == 1
     further = {"prob": COLUMNS["probe"]}
     with raises(ConfigError, "unknown_name", "columns"):
-        plan_runs(dataclasses.replace(config, columns={name: (column,) for name, column in further.items()}), tmp_path)
+        plan_runs(
+            dataclasses.replace(
+                config, columns={name: (column,) for name, column in further.items()}
+            ),
+            tmp_path,
+        )
 
 
 def test_losses_below_zero_have_a_plot_of_their_own(tmp_path: Path) -> None:
@@ -254,10 +316,19 @@ def test_losses_below_zero_have_a_plot_of_their_own(tmp_path: Path) -> None:
     losses = {"clip": (4.0, 2.0), "mutual_info": (0.01, -1.0)}
     for name, values in losses.items():
         (tmp_path / name / "run").mkdir(parents=True)
-        records = [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate(values)]
-        (tmp_path / name / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
-    runs: Any = [dataclasses.replace(row(name, "random", "trained", 0.5), runs=(name,)) for name in losses]
+        records = [
+            {"kind": "train", "step": step, "loss": loss} for step, loss in enumerate(values)
+        ]
+        (tmp_path / name / "run" / "metrics.jsonl").write_text(
+            "\n".join(map(json.dumps, records)) + "\n"
+        )
+    runs: Any = [
+        dataclasses.replace(row(name, "random", "trained", 0.5), runs=(name,)) for name in losses
+    ]
     store: Any = SimpleNamespace(folder=lambda run: tmp_path / run)
     section = loss_section(measurements(*runs), store)
     assert section is not None
-    assert [strip.title for strip in section.strips] == ["Dual-encoders", "Dual-encoders, losses that fall below zero"]
+    assert [strip.title for strip in section.strips] == [
+        "Dual-encoders",
+        "Dual-encoders, losses that fall below zero",
+    ]

@@ -14,7 +14,9 @@ from medvl.errors import EvaluationError
 
 
 def naive_holm(p_values: list[float]) -> list[float]:
-    """Holm (1979), as in its definition: the k-th smallest times the number of hypotheses that are left."""
+    """Holm (1979), as in its definition: the k-th smallest times the number of hypotheses that
+    are left.
+    """
     order = sorted(range(len(p_values)), key=lambda place: p_values[place])
     adjusted = [0.0] * len(p_values)
     for number, place in enumerate(order):
@@ -27,7 +29,9 @@ def measured(
     values: list[float], noise: list[np.ndarray] | None = None, items: str = "a", error: float = 0.1
 ) -> Measured:
     resampled = (
-        [None] * len(values) if noise is None else [Resampled(items, v + n) for v, n in zip(values, noise, strict=True)]
+        [None] * len(values)
+        if noise is None
+        else [Resampled(items, v + n) for v, n in zip(values, noise, strict=True)]
     )
     return Measured(values=tuple(values), errors=(error,) * len(values), resampled=tuple(resampled))
 
@@ -54,13 +58,17 @@ def test_paired_differences_are_those_of_the_shared_resamples() -> None:
 
 def test_without_resamples_the_intervals_count() -> None:
     z = 0.5 / math.hypot(0.1, 0.1)
-    assert difference(measured([0.9]), measured([0.4])).p_value == pytest.approx(math.erfc(z / math.sqrt(2)))
+    assert difference(measured([0.9]), measured([0.4])).p_value == pytest.approx(
+        math.erfc(z / math.sqrt(2))
+    )
     assert math.isnan(difference(measured([0.9], error=math.nan), measured([0.4])).p_value)
 
 
 @pytest.mark.parametrize("correlation", [0.5, 0.9, 1.0])
 def test_seeds_share_their_test_items_also_without_resamples(correlation: float) -> None:
-    """Three seeds of equal errors over the same items: 95 % of the intervals hold the value, or more."""
+    """Three seeds of equal errors over the same items: 95 % of the intervals hold the value, or
+    more.
+    """
     rng, inside = np.random.default_rng(5), 0
     for _ in range(500):
         shared, own = rng.normal(0, 0.1, 1), rng.normal(0, 0.1, 3)
@@ -97,7 +105,9 @@ def test_differences_over_seeds_are_those_of_welchs_t_test() -> None:
 
 @pytest.mark.parametrize("item_noise", [0.002, 0.01, 0.03])
 def test_equal_systems_are_seldom_ranked_with_certainty(item_noise: float) -> None:
-    """Eight equal systems of three seeds: at most 5 % of the benchmarks have a certain difference."""
+    """Eight equal systems of three seeds: at most 5 % of the benchmarks have a certain
+    difference.
+    """
     rng, wrong = np.random.default_rng(4), 0
     for _ in range(60):
         systems = {}
@@ -125,14 +135,23 @@ def test_rank_intervals_count_the_certain_differences() -> None:
     rng = np.random.default_rng(3)
     noise = rng.normal(0, 0.05, 2000)
     values = {"good": 0.90, "middle": 0.60, "close": 0.599, "bad": 0.30}
-    systems = {name: measured([value], [noise + rng.normal(0, 0.01, 2000)]) for name, value in values.items()}
+    systems = {
+        name: measured([value], [noise + rng.normal(0, 0.01, 2000)])
+        for name, value in values.items()
+    }
     ranks = rank_systems(systems)
     assert list(ranks) == ["good", "middle", "close", "bad"]
-    assert [(rank.rank, rank.low, rank.high) for rank in ranks.values()] == [(1, 1, 1), (2, 2, 3), (3, 2, 3), (4, 4, 4)]
+    assert [(rank.rank, rank.low, rank.high) for rank in ranks.values()] == [
+        (1, 1, 1),
+        (2, 2, 3),
+        (3, 2, 3),
+        (4, 4, 4),
+    ]
     pairs = list(itertools.combinations(values, 2))
     adjusted = naive_holm([difference(systems[a], systems[b]).p_value for a, b in pairs])
     worse = {
-        name: sum(p < 0.05 and pair[1] == name for pair, p in zip(pairs, adjusted, strict=True)) for name in values
+        name: sum(p < 0.05 and pair[1] == name for pair, p in zip(pairs, adjusted, strict=True))
+        for name in values
     }
     assert {name: rank.low - 1 for name, rank in ranks.items()} == worse
     lower = rank_systems(systems, higher_is_better=False)

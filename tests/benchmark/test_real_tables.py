@@ -1,4 +1,6 @@
-"""Tables of the small real collections: no patient in two splits, boxes and masks as in their files."""
+"""Tables of the small real collections: no patient in two splits, boxes and masks as in their
+files.
+"""
 
 import json
 from collections import defaultdict
@@ -31,15 +33,30 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def test_a_missing_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
-    for name, folder in (("medpix", "medpix"), ("lungs", "lung_masks_cohen"), ("openi", "openi_gold_labels")):
+    for name, folder in (
+        ("medpix", "medpix"),
+        ("lungs", "lung_masks_cohen"),
+        ("openi", "openi_gold_labels"),
+    ):
         with raises(ConfigError, "not_found", "MEDVL_REAL_DATA", names=str(tmp_path / folder)):
             write_table(name, tmp_path)
 
 
-def test_boxes_of_a_finding_are_a_phrase_of_a_test_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_of_a_finding_are_a_phrase_of_a_test_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
-    image = {"image": "images/a.jpg", "split": "train", "patient_id": "p", "width": 384, "height": 300}
-    opacities = [{"finding": "Lung Opacity", "box_xyxy": box} for box in ([10, 20, 30.5, 60], [200, 20, 300, 60])]
+    image = {
+        "image": "images/a.jpg",
+        "split": "train",
+        "patient_id": "p",
+        "width": 384,
+        "height": 300,
+    }
+    opacities = [
+        {"finding": "Lung Opacity", "box_xyxy": box}
+        for box in ([10, 20, 30.5, 60], [200, 20, 300, 60])
+    ]
     nodule = [{"finding": "Nodule", "box_xyxy": [5, 5, 9, 9]}]
     lines = [image | {"rsna_boxes": opacities, "nih_boxes": nodule}, image | {"rsna_boxes": []}]
     written(tmp_path / "boxes_nih/boxes.jsonl", lines)
@@ -47,9 +64,17 @@ def test_boxes_of_a_finding_are_a_phrase_of_a_test_image(tmp_path: Path, monkeyp
     [row] = rows_of(path)
     assert (row["image"], row["split"], row["Lung Opacity"]) == ("cxr/images/a.jpg", "test", 1)
     extra = {name: row[name] for name in ("phrases", "image_width", "image_height")}
-    opacity, other = phrases_of(Sample(key="k", corpus="c", split="test", patient="p", study="s", extra=extra))
+    opacity, other = phrases_of(
+        Sample(key="k", corpus="c", split="test", patient="p", study="s", extra=extra)
+    )
     assert (opacity.text, other.text) == ("Lung Opacity", "Nodule")
-    assert opacity.boxes[0] == {"label": "Lung Opacity", "x": 10, "y": 20, "width": 20.5, "height": 40}
+    assert opacity.boxes[0] == {
+        "label": "Lung Opacity",
+        "x": 10,
+        "y": 20,
+        "width": 20.5,
+        "height": 40,
+    }
     assert len(opacity.boxes) == 2
 
 
@@ -59,14 +84,40 @@ def test_labels_become_sentences_but_those_of_patients_with_boxes(
     monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
     nih = {"source": "nih-chestxray14", "split": "train", "text": None}
     labels = {"p": ["Nodule"], "q": ["Pneumonia", "Effusion"], "r": ["No Finding"], "s": ["Hernia"]}
-    images = [nih | {"image": f"{name}.jpg", "patient_id": name, "labels": found} for name, found in labels.items()]
-    cohen = {"source": "cohen", "image": "c.jpg", "patient_id": "c", "split": "test", "text": "Hazy.", "labels": []}
+    images = [
+        nih | {"image": f"{name}.jpg", "patient_id": name, "labels": found}
+        for name, found in labels.items()
+    ]
+    cohen = {
+        "source": "cohen",
+        "image": "c.jpg",
+        "patient_id": "c",
+        "split": "test",
+        "text": "Hazy.",
+        "labels": [],
+    }
     written(tmp_path / "cxr/cxr.jsonl", [*images, cohen])
     box = [{"finding": "Nodule", "box_xyxy": [5, 5, 9, 9]}]
-    other = {"image": "other.jpg", "patient_id": "p", "split": "test", "width": 20, "height": 20, "nih_boxes": box}
+    other = {
+        "image": "other.jpg",
+        "patient_id": "p",
+        "split": "test",
+        "width": 20,
+        "height": 20,
+        "nih_boxes": box,
+    }
     written(tmp_path / "boxes_nih/boxes.jsonl", [other])
-    medpix = {"image": "m.jpg", "case_id": "m", "split": "val", "location_category": "Head", "modality_type": "MR"}
-    seen = [medpix | {"also_in_vqa_rad": True}, medpix | {"also_in_vqa_rad": False, "caption": "A mass."}]
+    medpix = {
+        "image": "m.jpg",
+        "case_id": "m",
+        "split": "val",
+        "location_category": "Head",
+        "modality_type": "MR",
+    }
+    seen = [
+        medpix | {"also_in_vqa_rad": True},
+        medpix | {"also_in_vqa_rad": False, "caption": "A mass."},
+    ]
     written(tmp_path / "medpix/captions.jsonl", seen)
     rows = rows_of(write_table("sentences", tmp_path / "out")[0])
     assert {row["patient"]: row["impression"] for row in rows} == {
@@ -76,7 +127,9 @@ def test_labels_become_sentences_but_those_of_patients_with_boxes(
         "r": "There is no lung opacity, pleural effusion, pneumothorax or cardiomegaly.",
         "s": "There is hernia.",
     }
-    labels = {row["patient"]: {name: row[name] for name in ("Lung Opacity", "Pneumonia")} for row in rows}
+    labels = {
+        row["patient"]: {name: row[name] for name in ("Lung Opacity", "Pneumonia")} for row in rows
+    }
     assert labels["q"] == {"Lung Opacity": 1, "Pneumonia": 1}
     assert labels["r"] == {"Lung Opacity": 0, "Pneumonia": None}
     assert labels["m"] == {"Lung Opacity": None, "Pneumonia": None}
@@ -121,5 +174,11 @@ def test_reports_with_labels_of_people_are_a_text_task(
     monkeypatch.setenv("MEDVL_REAL_DATA", str(real_data))
     write_table("openi", tmp_path)
     splits = read_text_task(tmp_path / "text", TASKS["openi"])
-    assert {split: len(rows) > 300 for split, rows in splits.items()} == {"train": True, "dev": True, "test": True}
-    assert sum("normal" in row.label for row in splits["test"] if isinstance(row.label, tuple)) > 100
+    assert {split: len(rows) > 300 for split, rows in splits.items()} == {
+        "train": True,
+        "dev": True,
+        "test": True,
+    }
+    assert (
+        sum("normal" in row.label for row in splits["test"] if isinstance(row.label, tuple)) > 100
+    )

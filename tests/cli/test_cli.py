@@ -19,7 +19,15 @@ from medvl.common import files
 from medvl.data.tokenizer import tokenizer
 from medvl.schema import FINDINGS
 
-WITHOUT_DEFAULTS = ("merge", "upload", "consolidate", "phantom umls", "knowledge find", "cards list", "cards show")
+WITHOUT_DEFAULTS = (
+    "merge",
+    "upload",
+    "consolidate",
+    "phantom umls",
+    "knowledge find",
+    "cards list",
+    "cards show",
+)
 
 
 def ends(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -42,7 +50,11 @@ def line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(arguments)
-    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("  ") and text[2] != " "]
+    lines = [
+        text
+        for text in capsys.readouterr().out.splitlines()
+        if text.startswith("  ") and text[2] != " "
+    ]
     names = {text[:27].strip(): text[27:] for text in lines}
     assert set(names) == set(cli.commands())
     assert all(summary[:1].isupper() and summary.endswith(".") for summary in names.values())
@@ -64,7 +76,8 @@ def test_command_help_shows_options(name: str, capsys: pytest.CaptureFixture[str
 def test_help_does_not_import_heavy_libraries() -> None:
     code = (
         "import sys; from medvl.cli import main as cli; cli.main(['--help']);"
-        "print([name for name in ('torch', 'transformers', 'timm', 'pydicom', 'albumentations') if name in sys.modules])"
+        "print([name for name in ('torch', 'transformers', 'timm', 'pydicom', 'albumentations') "
+        "if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -79,7 +92,9 @@ def test_help_does_not_import_heavy_libraries() -> None:
         ("prompts", "*classes", "chexpert_classes"),
     ],
 )
-def test_list_command_filters_names(kind: str, match: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_command_filters_names(
+    kind: str, match: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli.main(["list", kind, "--match", match])
     assert expected in capsys.readouterr().out.splitlines()
     cli.main(["list", kind, "--match", "nothing-of-this-name"])
@@ -144,7 +159,8 @@ def test_results_fit_on_one_screen(everything: bool, capsys: pytest.CaptureFixtu
         assert "b 3" in printed
         assert "c 0" not in printed
         assert any(
-            line.startswith("... ") and line.endswith(" more lines with --all, and on the page") for line in printed
+            line.startswith("... ") and line.endswith(" more lines with --all, and on the page")
+            for line in printed
         )
     print_results("\n".join(map(str, range(90))), [], everything=everything)
     assert (len(capsys.readouterr().out.splitlines()) <= 40) == (not everything)
@@ -178,19 +194,27 @@ def test_missing_folders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{nowhere}.csv" in message
     for command in (["verify", nowhere], ["vocab", nowhere, str(tmp_path / "out")]):
         assert nowhere in line(command, capsys)
-    assert nowhere in line(["eval", "zero-shot", "--checkpoint", nowhere, "--data", nowhere], capsys)
+    assert nowhere in line(
+        ["eval", "zero-shot", "--checkpoint", nowhere, "--data", nowhere], capsys
+    )
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_column_is_reported(mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_column_is_reported(
+    mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz"
     write_csv_gz(table, ["subject_id", "study_id", *FINDINGS[1:]], [])
-    message = line(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(tmp_path / "out")], capsys)
+    message = line(
+        ["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(tmp_path / "out")], capsys
+    )
     assert message.startswith(f"{table} lacks the column {FINDINGS[0]}")
     rows = tmp_path / "rows.csv"
     rows.write_text("image,subject\na.png,p1\n")
     columns = ["--image-column", "image", "--patient-column", "patient"]
-    message = line(["shards", "table", "--table", str(rows), *columns, "--out", str(tmp_path / "out")], capsys)
+    message = line(
+        ["shards", "table", "--table", str(rows), *columns, "--out", str(tmp_path / "out")], capsys
+    )
     assert "lacks the column patient; it has image, subject" in message
     assert not (tmp_path / "out").exists()
 
@@ -202,7 +226,9 @@ def test_nonempty_output_folder_is_not_modified(
     out.mkdir()
     (out / "chapter.txt").write_text("years of work")
     assert f"{out} is not empty" in line(["phantom", "mimic-cxr", "--out", str(out)], capsys)
-    assert f"{out} is not empty" in line(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(out)], capsys)
+    assert f"{out} is not empty" in line(
+        ["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(out)], capsys
+    )
     assert [path.read_text() for path in out.iterdir()] == ["years of work"]
 
 
@@ -215,24 +241,40 @@ def test_nonempty_output_folder_is_not_modified(
         (["--workers", "0"], "workers must be at least 1, got 0"),
     ],
 )
-def test_value_out_of_range_is_reported(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_value_out_of_range_is_reported(
+    option: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in line(["shards", "mimic-cxr", "--root", "a", "--out", "b", *option], capsys)
 
 
-@pytest.mark.parametrize("option", [["--where", "source"], ["--splits", "train"], ["--splits", "train=most"]])
+@pytest.mark.parametrize(
+    "option", [["--where", "source"], ["--splits", "train"], ["--splits", "train=most"]]
+)
 def test_malformed_name_value_pairs_are_reported(
     option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["shards", "table", "--table", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "out")]
+    command = [
+        "shards",
+        "table",
+        "--table",
+        str(tmp_path / "rows.csv"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     columns = ["--image-column", "image", "--patient-column", "patient"]
     assert f"{option[0]} as NAME=" in line([*command, *columns, *option], capsys)
 
 
 def test_full_disk_and_invalid_folder_are_reported_in_one_line(
-    mimic_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mimic_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shards = tmp_path / "shards"
-    cli.main(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(shards), "--workers", "1"])
+    cli.main(
+        ["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(shards), "--workers", "1"]
+    )
     capsys.readouterr()
 
     def full(*arguments: Any, **settings: Any) -> None:
@@ -241,13 +283,24 @@ def test_full_disk_and_invalid_folder_are_reported_in_one_line(
     with monkeypatch.context() as patch:
         patch.setattr(files, "_create", full)
         patch.setattr(tokenizer.Tokenizer, "save", full)
-        command = ["phantom", "mimic-cxr", "--out", str(tmp_path / "mimic"), "--patients", "1", "--workers", "1"]
+        command = [
+            "phantom",
+            "mimic-cxr",
+            "--out",
+            str(tmp_path / "mimic"),
+            "--patients",
+            "1",
+            "--workers",
+            "1",
+        ]
         assert line(command, capsys).endswith("No space left on device")
         command = ["vocab", str(shards / "train"), str(tmp_path / "vocab"), "--min-frequency", "1"]
         assert line(command, capsys).endswith("No space left on device")
     (tmp_path / "file").touch()
     below_file = tmp_path / "file" / "below"
-    message = line(["vocab", str(shards / "train"), str(below_file), "--min-frequency", "1"], capsys)
+    message = line(
+        ["vocab", str(shards / "train"), str(below_file), "--min-frequency", "1"], capsys
+    )
     assert message == f"{below_file}: Not a directory"
 
 
@@ -258,12 +311,19 @@ def test_a_comparison_of_nothing_is_refused(
     with pytest.raises(SystemExit) as ended:
         cli.main(["compare"])
     assert ended.value.code == 1
-    assert capsys.readouterr().err == "medvl: expected runs or evaluations: medvl compare RUN RUN ...\n"
+    assert (
+        capsys.readouterr().err
+        == "medvl: expected runs or evaluations: medvl compare RUN RUN ...\n"
+    )
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("wrong", [["--no-such-option", "1"], ["a", "b", "--no-such-option", "c"], ["--out"]])
-@pytest.mark.parametrize("name", [name for name in cli.commands() if name not in ("train", "doctor")])
+@pytest.mark.parametrize(
+    "wrong", [["--no-such-option", "1"], ["a", "b", "--no-such-option", "c"], ["--out"]]
+)
+@pytest.mark.parametrize(
+    "name", [name for name in cli.commands() if name not in ("train", "doctor")]
+)
 def test_hint_after_a_wrong_option_names_the_command(
     name: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,7 +335,9 @@ def test_hint_after_a_wrong_option_names_the_command(
 
 
 @pytest.mark.parametrize("group", ["phantom", "shards", "eval", "knowledge", "recipes", "cards"])
-def test_group_without_a_command_names_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_group_without_a_command_names_its_help(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments in ([group], [group, "--wrong"]):
         status, text = ends(arguments, capsys)
         assert status == 2

@@ -40,7 +40,9 @@ def test_a_recipe_is_found_by_its_system(name: str, stem: str) -> None:
     assert find_recipe(name) == ROOT / "recipes" / f"{stem}.py"
 
 
-@pytest.mark.parametrize(("name", "advice"), [("biovl", "biovil"), ("convirt_mimc", "convirt_mimic"), ("?", "list")])
+@pytest.mark.parametrize(
+    ("name", "advice"), [("biovl", "biovil"), ("convirt_mimc", "convirt_mimic"), ("?", "list")]
+)
 def test_an_unknown_recipe_names_the_nearest(name: str, advice: str) -> None:
     with raises(ConfigError, "unknown_name", "recipe") as caught:
         find_recipe(name)
@@ -52,13 +54,18 @@ def test_an_unknown_recipe_names_the_nearest(name: str, advice: str) -> None:
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("clip", ("cxrclip_mimic", "medclip_mimic", "chexzero_mimic")),  # parts of names, and what a recipe trains
+        (
+            "clip",
+            ("cxrclip_mimic", "medclip_mimic", "chexzero_mimic"),
+        ),  # parts of names, and what a recipe trains
         ("CLIP", ("chexzero_mimic",)),
         ("bert", ("berthop_openi", ", ...")),
         ("r2", ("r2gen_iu",)),
     ],
 )
-def test_a_word_that_is_part_of_recipes_names_all_of_them(name: str, named: tuple[str, ...]) -> None:
+def test_a_word_that_is_part_of_recipes_names_all_of_them(
+    name: str, named: tuple[str, ...]
+) -> None:
     with raises(ConfigError, "unknown_name", "recipe") as caught:
         find_recipe(name)
     assert "did you mean" not in str(caught.value)
@@ -77,10 +84,14 @@ def test_recipes_are_listed_with_their_presets(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("command", "preset"), [("train", []), ("train", ["tiny"]), ("doctor", ["tiny"]), ("doctor", [])]
+    ("command", "preset"),
+    [("train", []), ("train", ["tiny"]), ("doctor", ["tiny"]), ("doctor", [])],
 )
 def test_help_of_a_recipe_names_the_command(
-    command: str, preset: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    preset: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["medvl"])  # `train` replaces it
     with pytest.raises(SystemExit):
@@ -89,7 +100,9 @@ def test_help_of_a_recipe_names_the_command(
     assert capsys.readouterr().out.split(" [")[0] == f"usage: {typed}"
 
 
-def test_a_copy_of_a_recipe_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_of_a_recipe_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli.main(["recipes", "copy", "convirt", str(tmp_path / "new")])
     copied = tmp_path / "new" / "convirt_mimic.py"
     assert copied.read_bytes() == (ROOT / "recipes" / "convirt_mimic.py").read_bytes()
@@ -120,7 +133,9 @@ def test_train_runs_the_recipe_as_the_program(
 
 
 @pytest.mark.parametrize("order", [["--ranks", "2", "R", "tiny"], ["R", "tiny", "--ranks", "2"]])
-def test_train_starts_ranks_with_torchrun(order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_starts_ranks_with_torchrun(
+    order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "own.py"
     path.write_text(RECIPE)
     started: list[list[str]] = []
@@ -129,7 +144,14 @@ def test_train_starts_ranks_with_torchrun(order: list[str], tmp_path: Path, monk
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("RANK", raising=False)
     train([str(path) if word == "R" else word for word in order])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     assert started == [[*launcher, str(path), "tiny"]]
     monkeypatch.setenv("RANK", "0")  # a rank of torchrun trains itself
     train([str(path), "--ranks", "2"])

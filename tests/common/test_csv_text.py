@@ -63,4 +63,8 @@ def test_other_cells_and_numbers_are_unchanged(text: str) -> None:
 
 def test_rows() -> None:
     rows = [["image", "=a"], ["-x.png", -0.5], ["b, c.png", None]]
-    assert list(csv.reader(io.StringIO(csv_text(rows)))) == [["image", "'=a"], ["'-x.png", "-0.5"], ["b, c.png", ""]]
+    assert list(csv.reader(io.StringIO(csv_text(rows)))) == [
+        ["image", "'=a"],
+        ["'-x.png", "-0.5"],
+        ["b, c.png", ""],
+    ]

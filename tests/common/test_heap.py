@@ -37,7 +37,9 @@ def test_freed_memory_is_kept(keep: bool) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="for glibc")
 def test_the_heap_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later training in the process, beside whose threads `mallopt` is not safe, has the same settings."""
+    """A later training in the process, beside whose threads `mallopt` is not safe, has the same
+    settings.
+    """
     calls = []
     library = SimpleNamespace(mallopt=lambda parameter, value: calls.append(parameter))
     monkeypatch.setattr(process.ctypes, "CDLL", lambda name: library)

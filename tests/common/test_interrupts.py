@@ -23,7 +23,9 @@ with sigterm_interrupts():
 
 
 def test_sigterm_stops_the_process_that_is_waited_for(tmp_path: Path) -> None:
-    started = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
     end = time.monotonic() + 30
     while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < end
@@ -37,7 +39,9 @@ def test_sigterm_stops_the_process_that_is_waited_for(tmp_path: Path) -> None:
 
 
 def _has_ended(process: str) -> bool:
-    """Return whether a process is gone or a zombie: a kill takes a moment on a busy machine, and so does the reaping."""
+    """Return whether a process is gone or a zombie: a kill takes a moment on a busy machine, and
+    so does the reaping.
+    """
     try:
         return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -81,7 +85,9 @@ def test_a_deferred_sigterm_comes_after_the_block() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_process_that_is_started_with_blocked_signals_gets_them_later(method: Any) -> None:
-    """The start of Python's resource tracker, which others than a fork need, unblocks both signals."""
+    """The start of Python's resource tracker, which others than a fork need, unblocks both
+    signals.
+    """
     program = PROGRAM_BLOCKED.format(method=method)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

@@ -43,7 +43,18 @@ def test_a_label_is_the_class_whatever_its_spelling(name: str, label: str) -> No
 
 
 @pytest.mark.parametrize(
-    "label", ["Pleural Thickening", "Infiltration", "Mass", "No Edema", "edema=0", "Rib fracture", "Opacity", "", "?"]
+    "label",
+    [
+        "Pleural Thickening",
+        "Infiltration",
+        "Mass",
+        "No Edema",
+        "edema=0",
+        "Rib fracture",
+        "Opacity",
+        "",
+        "?",
+    ],
 )
 def test_other_findings_match_nothing(label: str) -> None:
     assert match_labels(FINDINGS, [label]) == {}
@@ -52,9 +63,12 @@ def test_other_findings_match_nothing(label: str) -> None:
 def test_the_same_name_comes_before_spellings_and_these_before_synonyms() -> None:
     assert match_labels(["Edema"], ["edema", "Edema", "Pulmonary Edema"]) == {"Edema": "Edema"}
     assert match_labels(["Edema"], ["Pulmonary Edema", "edema"]) == {"Edema": "edema"}
-    assert match_labels(["Edema", "Pulmonary Edema"], ["Pulmonary Edema"]) == {"Pulmonary Edema": "Pulmonary Edema"}
+    assert match_labels(["Edema", "Pulmonary Edema"], ["Pulmonary Edema"]) == {
+        "Pulmonary Edema": "Pulmonary Edema"
+    }
     assert match_labels(["Nodule", "Lung Nodule"], ["nodule"]) == {"Nodule": "nodule"}
-    # two synonyms may be two things in these data (Chest ImaGenome has lung opacity and airspace opacity)
+    # two synonyms may be two things in these data (Chest ImaGenome has lung opacity and airspace
+    # opacity)
     assert match_labels(["Edema"], ["Pulmonary Edema", "Lung Edema"]) == {}
     assert match_labels(["Edema"], ["Pulmonary Edema"], synonyms=False) == {}
     with raises(EvaluationError, "conflict", field="labels", names="EDEMA"):
@@ -91,4 +105,6 @@ def test_the_words_of_a_label(label: str, words: str) -> None:
 def test_statements_say_words() -> None:
     assert statement("Pleural_Effusion") == "There is pleural effusion."
     assert statement("finding=mass", 0) == "There is no mass."
-    assert statement("support_devices") == statement("Support Devices") == "There is support device."
+    assert (
+        statement("support_devices") == statement("Support Devices") == "There is support device."
+    )

@@ -103,13 +103,19 @@ def test_writing_replaces_a_link_and_keeps_its_target(kind: str, run: Path, note
 def test_temporary_names_are_random_and_created_exclusively(
     run: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (".results.json.partial", ".results.json.mode", "results.json.partial"):  # names of earlier versions
+    for name in (
+        ".results.json.partial",
+        ".results.json.mode",
+        "results.json.partial",
+    ):  # names of earlier versions
         (run / name).symlink_to(notes)
     write_atomic(run / "results.json", "{}")
     with new_path(run / "weights") as path:
         path.write_text("w")
     assert notes.read_bytes() == NOTES
-    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "guessed")  # even a guess is not followed
+    monkeypatch.setattr(
+        files.secrets, "token_hex", lambda size: "guessed"
+    )  # even a guess is not followed
     (run / ".results.json.guessed.partial").symlink_to(notes)
     with pytest.raises(FileExistsError):
         write_atomic(run / "results.json", "[]")

@@ -31,7 +31,10 @@ with RunLock(folder):
 
 def test_lock_file_that_cannot_be_written_leaves_the_folder_free(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", FULL, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", FULL, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdin is not None
         assert other.stdout is not None
@@ -44,7 +47,9 @@ def test_lock_file_that_cannot_be_written_leaves_the_folder_free(tmp_path: Path)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no space")])
-def test_interrupted_lock_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_interrupted_lock_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     def fail(self: "File", content: object) -> int:
         raise error
 

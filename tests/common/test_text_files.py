@@ -1,4 +1,6 @@
-"""Text files of users: encodings, ends of lines, JSON lines and tables, with errors that name the line."""
+"""Text files of users: encodings, ends of lines, JSON lines and tables, with errors that name
+the line.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,13 @@ def test_lines_end_as_on_any_system(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "line"),
-    [(b"a\r\nb\xe9c", 2), (b"\xff", 1), (b"a\rb\n\xc3", 3), ("a\nb".encode("utf-16-le"), 1), (b"\xff\xfea\x00\n", 1)],
+    [
+        (b"a\r\nb\xe9c", 2),
+        (b"\xff", 1),
+        (b"a\rb\n\xc3", 3),
+        ("a\nb".encode("utf-16-le"), 1),
+        (b"\xff\xfea\x00\n", 1),
+    ],
 )
 def test_other_encodings_name_the_line(data: bytes, line: int, tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
@@ -40,8 +48,12 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_fields_of_json_lines_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1, "b": "x"}\n\n{"a": null, "b": "y", "c": []}\n')
-    assert [row["b"] for _, row in read_json_objects(path, ConfigError, {"a": object, "b": str})] == ["x", "y"]
-    assert [where for where, _ in read_json_objects(path, ConfigError, ("a",))] == [f"{path}, line {n}" for n in (1, 3)]
+    assert [
+        row["b"] for _, row in read_json_objects(path, ConfigError, {"a": object, "b": str})
+    ] == ["x", "y"]
+    assert [where for where, _ in read_json_objects(path, ConfigError, ("a",))] == [
+        f"{path}, line {n}" for n in (1, 3)
+    ]
     with raises(ConfigError, "malformed", field="c", names="line 1"):
         list(read_json_objects(path, ConfigError, ("a", "c")))
     with raises(ConfigError, "wrong_type", field="a", names="line 1"):
@@ -54,8 +66,16 @@ def test_fields_of_json_lines_are_checked(tmp_path: Path) -> None:
 def test_tables(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes('\ufeff\r\na,"b"\r\n1,"x\r\ny"\r\n\r\n2\r\n,\r\n'.encode())
-    assert read_csv_rows(path, ConfigError) == [{"a": "1", "b": "x\ny"}, {"a": "2", "b": ""}, {"a": "", "b": ""}]
-    for content, place in (("a,a\n1,2\n", "twice"), ("a\n1,2\n", "line 2"), ('a,b\n1,"x\n', "line")):
+    assert read_csv_rows(path, ConfigError) == [
+        {"a": "1", "b": "x\ny"},
+        {"a": "2", "b": ""},
+        {"a": "", "b": ""},
+    ]
+    for content, place in (
+        ("a,a\n1,2\n", "twice"),
+        ("a\n1,2\n", "line 2"),
+        ('a,b\n1,"x\n', "line"),
+    ):
         path.write_text(content)
         with raises(ConfigError, "malformed", field="table", names=place):
             read_csv_rows(path, ConfigError, field="table")

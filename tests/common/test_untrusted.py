@@ -115,7 +115,11 @@ def test_json_is_bounded() -> None:
     [
         ('{"image": "a.png", "image": "b.png"}', DuplicateKeyError, "'image' twice"),
         ('[{"a": {"b": 1, "c": 2, "b": 1}}]', DuplicateKeyError, "'b' twice"),
-        ('{"p10000032": 1, "p10000032": 2}', DuplicateKeyError, "a key twice"),  # may name a patient
+        (
+            '{"p10000032": 1, "p10000032": 2}',
+            DuplicateKeyError,
+            "a key twice",
+        ),  # may name a patient
         ('{"\\u0061": 1, "a": 2}', DuplicateKeyError, "'a' twice"),
         ("1e400", NonFiniteNumberError, "float64"),
         ('{"temperature": -1E+999}', NonFiniteNumberError, "float64"),
@@ -157,14 +161,19 @@ OWN_JSON = {
     *("models/checkpoint", "phantom/layouts/writer", "train/loop/logger", "train/loop/state"),
     "train/parallel/distributed",
 }
-"""Files with `json.loads` of what the same process, or a run in the same folder, has written; and the module of exported
-models, which works without medvl."""
+"""Files with `json.loads` of what the same process, or a run in the same folder, has written; and
+the module of exported models, which works without medvl.
+"""
 
 
 def test_json_of_others_is_read_by_one_function() -> None:
     callers = set()
     for path in ROOT.rglob("*.py"):
-        names = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        names = {
+            ast.unparse(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        }
         if names & {"json.load", "json.loads"}:
             callers.add(path.relative_to(ROOT).with_suffix("").as_posix())
     assert callers == OWN_JSON

@@ -27,13 +27,20 @@ def test_hash_split_is_stable() -> None:
 def test_check_disjoint_counts_shared_patients() -> None:
     check_disjoint({"train": ["a", "b"], "test": ["c"]}, "corpus")
     with raises(SplitError, "leak", names="2 in both train and test (first by hash: a)") as caught:
-        check_disjoint({"train": ["b", "a", "c"], "test": ["a", "b"], "validate": ["c", "c"]}, "corpus")
+        check_disjoint(
+            {"train": ["b", "a", "c"], "test": ["a", "b"], "validate": ["c", "c"]}, "corpus"
+        )
     assert "1 in both train and validate" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "fractions",
-    [{}, {"train": 1.2, "test": -0.2}, {"train": 0.5, "test": 0.4}, {"train": math.nan, "test": 0.5}],
+    [
+        {},
+        {"train": 1.2, "test": -0.2},
+        {"train": 0.5, "test": 0.4},
+        {"train": math.nan, "test": 0.5},
+    ],
 )
 def test_invalid_fractions_are_refused(fractions: dict[str, float]) -> None:
     with raises(ConfigError, "out_of_range", "splits"):

@@ -49,7 +49,12 @@ def test_decubitus_films_are_frontal_in_subgroups_and_studies() -> None:
         def pixels(self, position: int, color: bool = False) -> str:
             return samples[position].key
 
-    assert [subgroups_of(sample).get("view") for sample in samples] == ["frontal", "frontal", "lateral", "frontal"]
+    assert [subgroups_of(sample).get("view") for sample in samples] == [
+        "frontal",
+        "frontal",
+        "lateral",
+        "frontal",
+    ]
     assert subgroups_of(samples[0])["projection"] == "AP"
     study: Any = Study()  # the part of a source that is read here
     assert StudySource(study).two_images(0) == ("AP LLD", "LATERAL")

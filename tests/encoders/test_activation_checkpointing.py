@@ -1,4 +1,6 @@
-"""Activation checkpointing: same values and gradients, dropout included, with fewer saved activations."""
+"""Activation checkpointing: same values and gradients, dropout included, with fewer saved
+activations.
+"""
 
 from typing import Any
 
@@ -26,18 +28,29 @@ def image_encoder(name: str, **sizes: Any) -> Any:
 
 
 ENCODERS = {
-    "bert": lambda: text_encoder("bert", **BERT),  # with the dropout of 0.1 that it is published with
+    "bert": lambda: text_encoder(
+        "bert", **BERT
+    ),  # with the dropout of 0.1 that it is published with
     "packed bert": lambda: text_encoder("bert", **BERT),
     "open_clip's text": lambda: text_encoder("clip_text", **CLIP_TEXT),
     "timm's vision Transformer": lambda: image_encoder(
-        "vit_small_patch16_224", embed_dim=32, depth=12, num_heads=2, image_size=32, drop_path_rate=0.3
+        "vit_small_patch16_224",
+        embed_dim=32,
+        depth=12,
+        num_heads=2,
+        image_size=32,
+        drop_path_rate=0.3,
     ),
-    "open_clip's vision Transformer": lambda: image_encoder("clip_vit_b32", width=64, layers=12, image_size=64),
+    "open_clip's vision Transformer": lambda: image_encoder(
+        "clip_vit_b32", width=64, layers=12, image_size=64
+    ),
 }
 
 
 def run(encoder: Any) -> tuple[Tensor, dict[str, Tensor | None], int]:
-    """Return the pooled vectors of a fixed batch, its gradients, and the count of values that autograd saved."""
+    """Return the pooled vectors of a fixed batch, its gradients, and the count of values that
+    autograd saved.
+    """
     generator, saved = torch.Generator().manual_seed(1), 0
     if hasattr(encoder, "image_size"):
         size = encoder.image_size
@@ -57,7 +70,11 @@ def run(encoder: Any) -> tuple[Tensor, dict[str, Tensor | None], int]:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         pooled_BD = encoder(*inputs).pooled_BD
     pooled_BD.square().sum().backward()
-    return pooled_BD, {name: parameter.grad for name, parameter in encoder.named_parameters()}, saved
+    return (
+        pooled_BD,
+        {name: parameter.grad for name, parameter in encoder.named_parameters()},
+        saved,
+    )
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -73,7 +90,9 @@ def test_values_and_gradients_do_not_change(name: str) -> None:
         gradient_again = gradients_again[parameter]
         assert (gradient is None) == (gradient_again is None), parameter
         if gradient is not None:
-            torch.testing.assert_close(gradient_again, gradient, rtol=1e-5, atol=1e-6, msg=parameter)
+            torch.testing.assert_close(
+                gradient_again, gradient, rtol=1e-5, atol=1e-6, msg=parameter
+            )
     assert saved_again < 0.3 * saved
 
 
@@ -84,6 +103,8 @@ def test_batch_norms_raise() -> None:
 
 @pytest.mark.parametrize("name", ["static", "bioalbert"])
 def test_unsupported_encoder_raises(name: str) -> None:
-    sizes = {"dimension": 8, "vocab_size": 10} if name == "static" else {**BERT, "embedding_size": 16}
+    sizes = (
+        {"dimension": 8, "vocab_size": 10} if name == "static" else {**BERT, "embedding_size": 16}
+    )
     with raises(ConfigError, "unsupported", names=name):
         checkpoint_activations(text_encoder(name, **sizes))

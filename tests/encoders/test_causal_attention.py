@@ -8,7 +8,9 @@ from medvl.encoders.text.adapters import CausalAttention, speed_up_causal_attent
 
 
 def outcome(attention: nn.Module, device: torch.device, **options: bool) -> list[Tensor]:
-    hidden_BTD = torch.randn(3, 7, 8, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    hidden_BTD = (
+        torch.randn(3, 7, 8, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    )
     mask_TT = torch.full((7, 7), -torch.inf, device=device).triu(1)
     attended_BTD = attention(*[hidden_BTD] * 3, need_weights=False, attn_mask=mask_TT, **options)[0]
     leaves = [hidden_BTD, *attention.parameters()]
@@ -27,9 +29,17 @@ def test_attention_with_the_hint_equals_attention_with_the_mask(device: torch.de
 
 
 def test_causal_text_encoders_use_it_and_bidirectional_ones_do_not() -> None:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "context_length": 9, "embed_dim": 8}
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "context_length": 9,
+        "embed_dim": 8,
+    }
     causal = create_text_encoder("open_clip:custom", pretrained=False, **sizes)
-    bidirectional = create_text_encoder("open_clip:custom", pretrained=False, no_causal_mask=True, **sizes)
+    bidirectional = create_text_encoder(
+        "open_clip:custom", pretrained=False, no_causal_mask=True, **sizes
+    )
 
     def layers(encoder: nn.Module) -> int:
         return sum(type(module) is CausalAttention for module in encoder.modules())

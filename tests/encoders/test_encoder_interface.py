@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from medvl.encoders import create_image_encoder, create_text_encoder, list_image_encoders, list_text_encoders
+from medvl.encoders import (
+    create_image_encoder,
+    create_text_encoder,
+    list_image_encoders,
+    list_text_encoders,
+)
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 
 TINY_IMAGE: dict[str, dict[str, Any]] = {
@@ -39,7 +44,12 @@ TINY_BERT = {
 TINY_TEXT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(TEXT_PRESETS, TINY_BERT),
     "bioalbert": {**TINY_BERT, "embedding_size": 16},
-    "clip_text": {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "clip_text": {
+        "vocab_size": 120,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
 }
 
 
@@ -56,7 +66,9 @@ def tiny_text(name: str, **options: Any) -> Any:
 
 def pixels(encoder: Any, count: int = 3, channels: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 256, (count, channels, *encoder.image_size), dtype=torch.uint8, generator=generator)
+    return torch.randint(
+        0, 256, (count, channels, *encoder.image_size), dtype=torch.uint8, generator=generator
+    )
 
 
 def tokens(encoder: Any, lengths: tuple[int, ...] = (9, 4, 7)) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,13 +78,20 @@ def tokens(encoder: Any, lengths: tuple[int, ...] = (9, 4, 7)) -> tuple[torch.Te
 
 
 def weighted_sum(*features: torch.Tensor) -> torch.Tensor:
-    """Return a scalar that depends on every feature; a plain sum would be constant after a layer norm."""
+    """Return a scalar that depends on every feature; a plain sum would be constant after a layer
+    norm.
+    """
     generator = torch.Generator().manual_seed(2)
-    return sum(((feature * torch.randn(feature.shape, generator=generator)).sum() for feature in features), start=0)
+    return sum(
+        ((feature * torch.randn(feature.shape, generator=generator)).sum() for feature in features),
+        start=0,
+    )
 
 
 def perturb(encoder: Any) -> Any:
-    """Add noise to every parameter, because residual branches that start at zero get no gradient inside."""
+    """Add noise to every parameter, because residual branches that start at zero get no gradient
+    inside.
+    """
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -106,7 +125,9 @@ def test_uint8_pixels_are_normalised_with_the_preset(name: str) -> None:
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (preset.mean, preset.std))
     for image_BCHW in (grey, rgb):
         expected_BCHW = (image_BCHW.expand(-1, 3, -1, -1) / 255 - mean) / std
-        torch.testing.assert_close(encoder.normalize(image_BCHW), expected_BCHW, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            encoder.normalize(image_BCHW), expected_BCHW, rtol=1e-5, atol=1e-5
+        )
         torch.testing.assert_close(
             encoder(image_BCHW).pooled_BD, encoder(expected_BCHW).pooled_BD, rtol=1e-3, atol=1e-4
         )
@@ -120,7 +141,9 @@ def test_images_of_a_batch_are_independent(name: str) -> None:
     order = torch.tensor([2, 0, 3, 1])
     features, shuffled = encoder(image_BCHW), encoder(image_BCHW[order])
     torch.testing.assert_close(shuffled.pooled_BD, features.pooled_BD[order], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(shuffled.patches_BPD, features.patches_BPD[order], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        shuffled.patches_BPD, features.patches_BPD[order], rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.fault("N7")
@@ -155,7 +178,9 @@ def test_grey_encoder_equals_rgb_encoder_on_grey_images(name: str) -> None:
     rgb, grey = tiny_image(name, **same).eval(), tiny_image(name, in_channels=1, **same).eval()
     image_BCHW = pixels(grey)
     assert grey.normalize(image_BCHW).shape[1] == 1
-    torch.testing.assert_close(grey(image_BCHW).pooled_BD, rgb(image_BCHW).pooled_BD, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        grey(image_BCHW).pooled_BD, rgb(image_BCHW).pooled_BD, rtol=1e-3, atol=1e-4
+    )
     assert sum(p.numel() for p in grey.parameters()) < sum(p.numel() for p in rgb.parameters())
     averaged = tiny_image(name, in_channels=1)
     assert averaged.mean == pytest.approx((sum(IMAGE_PRESETS[name].mean) / 3,))
@@ -191,7 +216,9 @@ def test_padding_does_not_change_features(name: str, pool: str) -> None:
     encoder = tiny_text(name, pool=pool).eval()
     ids_BT, mask_BT = tokens(encoder)
     features = encoder(ids_BT, mask_BT)
-    wider_ids = torch.randint(0, encoder.vocab_size, (3, 17))  # random ids behind the mask, not only padding ids
+    wider_ids = torch.randint(
+        0, encoder.vocab_size, (3, 17)
+    )  # random ids behind the mask, not only padding ids
     wider_ids[:, :9] = torch.where(mask_BT, ids_BT, wider_ids[:, :9])
     wider_mask = torch.zeros(3, 17, dtype=torch.bool)
     wider_mask[:, :9] = mask_BT
@@ -209,13 +236,17 @@ def test_texts_of_a_batch_are_independent(name: str) -> None:
     ids_BT, mask_BT = tokens(encoder)
     order = torch.tensor([2, 0, 1])
     expected = encoder(ids_BT, mask_BT).pooled_BD[order]
-    torch.testing.assert_close(encoder(ids_BT[order], mask_BT[order]).pooled_BD, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        encoder(ids_BT[order], mask_BT[order]).pooled_BD, expected, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", TEXT_PRESETS)
 def test_every_text_parameter_gets_a_gradient(name: str) -> None:
-    encoder = perturb(tiny_text(name, projection=TEXT_PRESETS[name].projection is not None, layers=(-1, -2)))
+    encoder = perturb(
+        tiny_text(name, projection=TEXT_PRESETS[name].projection is not None, layers=(-1, -2))
+    )
     features = encoder(*tokens(encoder))
     weighted_sum(features.pooled_BD, features.tokens_BTD).backward()
     for parameter_name, parameter in encoder.named_parameters():
@@ -225,7 +256,9 @@ def test_every_text_parameter_gets_a_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXT_PRESETS)
 def test_text_encoder_survives_state_dict_config_and_deepcopy(name: str) -> None:
-    encoder = tiny_text(name, projection=TEXT_PRESETS[name].projection is not None, layers=(1, -1), reduce="sum").eval()
+    encoder = tiny_text(
+        name, projection=TEXT_PRESETS[name].projection is not None, layers=(1, -1), reduce="sum"
+    ).eval()
     ids_BT, mask_BT = tokens(encoder)
     expected = encoder(ids_BT, mask_BT).pooled_BD
     torch.manual_seed(9)
@@ -301,4 +334,6 @@ def compare_exported(encoder: Any, program: Any, *inputs: Any) -> None:
         assert type(actual) is type(expected)
         for field in dataclasses.fields(expected):
             ours, theirs = getattr(actual, field.name), getattr(expected, field.name)
-            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs, field.name
+            assert (
+                torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+            ), field.name

@@ -1,4 +1,6 @@
-"""Frozen layers, layer-wise learning rates, weight decay groups, LoRA, and the imports of the package."""
+"""Frozen layers, layer-wise learning rates, weight decay groups, LoRA, and the imports of the
+package.
+"""
 
 import subprocess
 import sys
@@ -43,7 +45,9 @@ def text_batch() -> tuple[Tensor, Tensor]:
 
 
 def image_batch(side: int = 64) -> Tensor:
-    return torch.randint(0, 256, (4, 1, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, 256, (4, 1, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def trainable_names(encoder: Any) -> set[str]:
@@ -75,7 +79,9 @@ def test_freeze_layers_freezes_the_first_layers(
     freeze_layers(encoder, n, embeddings=embeddings)
     names = trainable_names(encoder)
     assert any("embeddings" in name for name in names) is not frozen_embeddings
-    assert {int(name.split(".")[3]) for name in names if ".layer." in name} == set(range(frozen_layers, 8))
+    assert {int(name.split(".")[3]) for name in names if ".layer." in name} == set(
+        range(frozen_layers, 8)
+    )
 
 
 def test_frozen_layers_save_no_activations() -> None:
@@ -170,7 +176,11 @@ def test_an_unfrozen_encoder_trains_everything() -> None:
 def test_medvill_freezes_stem_and_first_stage() -> None:
     encoder = resnet()
     freeze_layers(encoder, 1)
-    assert {name.split(".")[1] for name in trainable_names(encoder)} == {"layer2", "layer3", "layer4"}
+    assert {name.split(".")[1] for name in trainable_names(encoder)} == {
+        "layer2",
+        "layer3",
+        "layer4",
+    }
 
 
 def test_freezing_too_many_layers_raises() -> None:
@@ -178,7 +188,9 @@ def test_freezing_too_many_layers_raises() -> None:
         freeze_layers(bert(), 9)
     with raises(ConfigError, "out_of_range", "n"):
         freeze_layers(bert(), -1)
-    with raises(ConfigError, "out_of_range", "n", names="bioalbert"):  # all twelve layers share their parameters
+    with raises(
+        ConfigError, "out_of_range", "n", names="bioalbert"
+    ):  # all twelve layers share their parameters
         freeze_layers(bert("bioalbert", embedding_size=16), 6)
 
 
@@ -196,8 +208,12 @@ class Model(nn.Module):
 def test_models_without_a_grouping_have_their_stages_as_layers() -> None:
     encoder = create_image_encoder("timm:poolformer_s12")
     layers = encoder.parameter_layers()
-    assert [group[0].split(".")[1:3] for group in layers[1:5]] == [["stages", str(index)] for index in range(4)]
-    assert sorted(name for group in layers for name in group) == sorted(dict(encoder.named_parameters()))
+    assert [group[0].split(".")[1:3] for group in layers[1:5]] == [
+        ["stages", str(index)] for index in range(4)
+    ]
+    assert sorted(name for group in layers for name in group) == sorted(
+        dict(encoder.named_parameters())
+    )
     assert len(layers) == 6
 
 
@@ -207,7 +223,9 @@ def test_every_trainable_parameter_is_in_one_group() -> None:
     groups = parameter_groups(model, lr=1e-3, weight_decay=0.1, layer_decay=0.5)
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert len(grouped) == len(set(grouped))
-    assert set(grouped) == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert set(grouped) == {
+        id(parameter) for parameter in model.parameters() if parameter.requires_grad
+    }
     torch.optim.AdamW(groups)
 
 
@@ -226,7 +244,11 @@ def test_biases_and_norms_are_not_decayed() -> None:
         model.image_encoder.backbone.bn1.weight,
         text.embeddings.LayerNorm.weight,
     ]
-    decayed = [model.head[0].weight, model.image_encoder.backbone.conv1.weight, text.embeddings.word_embeddings.weight]
+    decayed = [
+        model.head[0].weight,
+        model.image_encoder.backbone.conv1.weight,
+        text.embeddings.word_embeddings.weight,
+    ]
     assert all(group_of(groups, parameter)["weight_decay"] == 0.0 for parameter in free)
     assert all(group_of(groups, parameter)["weight_decay"] == 0.1 for parameter in decayed)
     without = parameter_groups(model, lr=1e-3, weight_decay=0.1, decay_embeddings=False)
@@ -277,12 +299,20 @@ LORA: dict[str, tuple[Any, Any]] = {
     "bert": (lambda: bert(num_hidden_layers=2), text_batch),
     "clip_text": (
         lambda: create_text_encoder(
-            "clip_text", vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=1, projection=True
+            "clip_text",
+            vocab_size=100,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=1,
+            projection=True,
         ),
         text_batch,
     ),
     "vit_b16": (lambda: create_image_encoder("vit_b16", **TINY_VIT), lambda: (image_batch(),)),
-    "clip_vit_b16": (lambda: create_image_encoder("clip_vit_b16", **TINY_CLIP), lambda: (image_batch(),)),
+    "clip_vit_b16": (
+        lambda: create_image_encoder("clip_vit_b16", **TINY_CLIP),
+        lambda: (image_batch(),),
+    ),
     "swin_tiny": (
         lambda: create_image_encoder(
             "swin_tiny", image_size=64, embed_dim=16, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1)
@@ -303,20 +333,27 @@ def test_lora_updates_learn_and_merge(name: str) -> None:
     adapted = add_lora(encoder, rank=4, alpha=8)
     assert adapted
     torch.testing.assert_close(encoder(*batch()).pooled_BD, before)
-    learning = {key: parameter for key, parameter in encoder.named_parameters() if parameter.requires_grad}
+    learning = {
+        key: parameter for key, parameter in encoder.named_parameters() if parameter.requires_grad
+    }
     assert len(learning) == 2 * len(adapted)
     with torch.no_grad():
         for parameter in learning.values():
             parameter += 0.1 * torch.randn_like(parameter)
     features = encoder(*batch())
     (features.pooled_BD * torch.randn_like(features.pooled_BD)).sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learning.values())
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0
+        for parameter in learning.values()
+    )
     assert not torch.allclose(features.pooled_BD, before, atol=1e-3)
     with raises(ConfigError, "conflict"):
         add_lora(encoder, rank=4, alpha=8)
     merge_lora(encoder)
     assert list(encoder.state_dict()) == names
-    torch.testing.assert_close(encoder(*batch()).pooled_BD, features.pooled_BD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        encoder(*batch()).pooled_BD, features.pooled_BD, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_lora_targets_select_layers() -> None:
@@ -330,7 +367,9 @@ def test_lora_targets_select_layers() -> None:
 
 
 def test_package_imports_no_other_part_of_medvl() -> None:
-    """A fresh interpreter imports no heavy library and no other room of medvl, in far under a second."""
+    """A fresh interpreter imports no heavy library and no other room of medvl, in far under a
+    second.
+    """
     program = """
         import sys, time
         import torch
@@ -344,7 +383,11 @@ def test_package_imports_no_other_part_of_medvl() -> None:
         print(seconds < 1.5)
     """
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     heavy, rooms, quick = result.stdout.split("\n")[:3]
     assert heavy == "[]"

@@ -1,4 +1,6 @@
-"""Attention of a vision Transformer's class token, compared with the weights that its last block computes."""
+"""Attention of a vision Transformer's class token, compared with the weights that its last block
+computes.
+"""
 
 from typing import Any
 
@@ -19,7 +21,9 @@ def make_encoder(name: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"qkv_bias": False, "qk_norm": True}, {"reg_tokens": 2}], ids=["plain", "normed", "registers"]
+    "arguments",
+    [{}, {"qkv_bias": False, "qk_norm": True}, {"reg_tokens": 2}],
+    ids=["plain", "normed", "registers"],
 )
 def test_attention_of_the_class_token_is_that_of_the_last_block(arguments: dict[str, Any]) -> None:
     encoder = make_encoder("vit_b16", **TINY_VIT, **arguments)

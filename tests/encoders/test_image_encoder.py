@@ -25,7 +25,9 @@ def make_encoder(name: str, **options: Any) -> Any:
 
 
 def test_stretched_images_are_those_of_the_encoders_size() -> None:
-    """Also by the configuration, which has nothing of the option where it is off: hashes of features cover it."""
+    """Also by the configuration, which has nothing of the option where it is off: hashes of
+    features cover it.
+    """
     plain, stretching = (
         make_encoder("resnet_tiny", image_size=96),
         make_encoder("resnet_tiny", image_size=96, stretch=True),
@@ -72,7 +74,9 @@ def test_torchvision_pooled_vector_is_the_classifier_input(name: str) -> None:
     encoder = make_encoder(f"torchvision:{name}")
     own = encoder.backbone.state_dict()
     published = reference.state_dict()
-    encoder.backbone.load_state_dict({key: tensor for key, tensor in published.items() if key in own})
+    encoder.backbone.load_state_dict(
+        {key: tensor for key, tensor in published.items() if key in own}
+    )
     image_BCHW = image()
     reference(image_BCHW)
     features = encoder(image_BCHW)
@@ -111,9 +115,13 @@ def test_timm_and_torchvision_agree(name: str) -> None:
 def test_cnn_pooled_vector_is_the_average_of_patches(name: str) -> None:
     encoder = make_encoder(name, image_size=64)
     features = encoder(image())
-    torch.testing.assert_close(features.pooled_BD, features.patches_BPD.mean(dim=1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        features.pooled_BD, features.patches_BPD.mean(dim=1), rtol=1e-4, atol=1e-5
+    )
     averaged = make_encoder(name, image_size=64, pool="avg")
-    torch.testing.assert_close(averaged(image()).pooled_BD, features.pooled_BD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        averaged(image()).pooled_BD, features.pooled_BD, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_patches_are_in_row_major_order() -> None:
@@ -131,7 +139,9 @@ def test_patches_are_in_row_major_order() -> None:
 
 
 def test_patch_level_minus_two_gives_gloria_regions() -> None:
-    """Layer 3 of a ResNet-50 at 299 pixels has 19 x 19 regions of width 1024; the pooled vector is of layer 4."""
+    """Layer 3 of a ResNet-50 at 299 pixels has 19 x 19 regions of width 1024; the pooled vector
+    is of layer 4.
+    """
     encoder = make_encoder("resnet50", patch_level=-2, image_size=299)
     assert encoder.grid(299, 299) == (19, 19)
     assert (encoder.feature_dim, encoder.patch_dim) == (2048, 1024)
@@ -198,10 +208,14 @@ def test_transformer_with_dynamic_size_accepts_any_size() -> None:
         features = encoder(torch.randn(1, 3, height, width))
         assert features.grid == encoder.grid(height, width) == (height // 16, width // 16)
     fixed = make_encoder("vit_b16", image_size=96, **TINY_VIT)
-    torch.testing.assert_close(encoder(image(side=96)).pooled_BD, fixed(image(side=96)).pooled_BD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        encoder(image(side=96)).pooled_BD, fixed(image(side=96)).pooled_BD, rtol=1e-4, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "clip_vit_b16", "torchvision:vit_b_16"])
+@pytest.mark.parametrize(
+    "name", ["timm:vit_tiny_patch16_224", "clip_vit_b16", "torchvision:vit_b_16"]
+)
 def test_transformers_reject_another_size(name: str) -> None:
     small = {"width": 64, "layers": 1} if name == "clip_vit_b16" else {}
     encoder = make_encoder(name, **small)
@@ -213,11 +227,16 @@ def test_transformers_reject_another_size(name: str) -> None:
     ("name", "arguments"),
     [
         ("timm:vit_tiny_patch16_224", {"dynamic_img_size": True, **TINY_VIT}),
-        ("timm:swin_tiny_patch4_window7_224", {"dynamic_img_size": True, "embed_dim": 12, "num_heads": (1, 1, 1, 1)}),
+        (
+            "timm:swin_tiny_patch4_window7_224",
+            {"dynamic_img_size": True, "embed_dim": 12, "num_heads": (1, 1, 1, 1)},
+        ),
         ("timm:naflexvit_base_patch16_gap", TINY_VIT),
     ],
 )
-def test_transformers_with_dynamic_size_reject_partial_patches(name: str, arguments: dict[str, Any]) -> None:
+def test_transformers_with_dynamic_size_reject_partial_patches(
+    name: str, arguments: dict[str, Any]
+) -> None:
     encoder = make_encoder(name, **arguments)
     with raises(ConfigError, "mismatch", "image_size"):
         encoder(image(side=70))
@@ -240,16 +259,28 @@ def test_embedding_rejects_another_size(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "table", "arguments"),
-    [("vit_b16", "pos_embed", TINY_VIT), ("clip_vit_b16", "positional_embedding", {"width": 64, "layers": 1})],
+    [
+        ("vit_b16", "pos_embed", TINY_VIT),
+        ("clip_vit_b16", "positional_embedding", {"width": 64, "layers": 1}),
+    ],
 )
 def test_positions_are_interpolated(name: str, table: str, arguments: dict[str, Any]) -> None:
-    """The table at 288 pixels is the interpolated one at 224; the class token keeps its position."""
-    at_224, at_288 = make_encoder(name, **arguments), make_encoder(name, image_size=288, **arguments)
+    """The table at 288 pixels is the interpolated one at 224; the class token keeps its
+    position.
+    """
+    at_224, at_288 = (
+        make_encoder(name, **arguments),
+        make_encoder(name, image_size=288, **arguments),
+    )
     small, large = (getattr(encoder.backbone, table).squeeze(0) for encoder in (at_224, at_288))
     assert large.shape == (18 * 18 + 1, small.shape[1])
     torch.testing.assert_close(large[0], small[0])
     grid = nn.functional.interpolate(
-        small[1:].T.reshape(1, -1, 14, 14), size=(18, 18), mode="bicubic", antialias=True, align_corners=False
+        small[1:].T.reshape(1, -1, 14, 14),
+        size=(18, 18),
+        mode="bicubic",
+        antialias=True,
+        align_corners=False,
     )
     torch.testing.assert_close(large[1:], grid.flatten(2)[0].T, rtol=1e-4, atol=1e-5)
     assert at_288(image(1, side=288)).grid == (18, 18)
@@ -257,7 +288,8 @@ def test_positions_are_interpolated(name: str, table: str, arguments: dict[str, 
 
 def test_pool_selects_class_token_or_average() -> None:
     own, average, token = (
-        make_encoder("vit_b16", image_size=64, pool=pool, **TINY_VIT) for pool in (None, "avg", "cls")
+        make_encoder("vit_b16", image_size=64, pool=pool, **TINY_VIT)
+        for pool in (None, "avg", "cls")
     )
     features = average(image())
     torch.testing.assert_close(features.pooled_BD, features.patches_BPD.mean(dim=1))
@@ -278,7 +310,9 @@ def test_open_clip_projection_matches_the_library() -> None:
     for projection in (True, False):
         encoder = make_encoder("clip_vit_b32", projection=projection, embed_dim=16, **sizes)
         own = encoder.backbone.state_dict()
-        encoder.backbone.load_state_dict({key: reference.visual.state_dict()[key] for key in own}, strict=True)
+        encoder.backbone.load_state_dict(
+            {key: reference.visual.state_dict()[key] for key in own}, strict=True
+        )
         pooled_BD = encoder(image(side=224)).pooled_BD
         projected = pooled_BD if projection else pooled_BD @ reference.visual.proj
         torch.testing.assert_close(projected, expected, rtol=1e-4, atol=1e-5)
@@ -293,21 +327,31 @@ def test_open_clip_resnet_attention_pooling_matches_the_library() -> None:
     encoder = make_encoder("open_clip:RN50", projection=True, image_size=64, embed_dim=32, **sizes)
     encoder.backbone.load_state_dict(reference.visual.state_dict(), strict=True)
     features = encoder(image())
-    torch.testing.assert_close(features.pooled_BD, reference.encode_image(image()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        features.pooled_BD, reference.encode_image(image()), rtol=1e-4, atol=1e-5
+    )
     assert features.grid == (2, 2)
     bigger = make_encoder("open_clip:RN50", projection=True, image_size=128, embed_dim=32, **sizes)
     assert bigger(image(side=128)).grid == (4, 4)
 
 
 OTHER_MODELS: dict[str, dict[str, Any]] = {
-    "attentional pooler over the tokens (CoCa)": {"width": 64, "layers": 1, "attentional_pool": True},
+    "attentional pooler over the tokens (CoCa)": {
+        "width": 64,
+        "layers": 1,
+        "attentional_pool": True,
+    },
     "timm trunk, MLP": {"timm_model_name": "convnext_atto", "timm_pool": "avg", "timm_proj": "mlp"},
     "timm trunk whose classifier projects (EVA, MobileCLIP)": {
         "timm_model_name": "vit_tiny_patch16_224",
         "timm_pool": "token",
         "timm_proj": None,
     },
-    "timm trunk, attention over its map": {"timm_model_name": "resnet10t", "timm_pool": "abs_attn", "timm_proj": ""},
+    "timm trunk, attention over its map": {
+        "timm_model_name": "resnet10t",
+        "timm_pool": "abs_attn",
+        "timm_proj": "",
+    },
     "timm trunk that pools by attention (SigLIP)": {
         "timm_model_name": "vit_tiny_patch16_224",
         "timm_pool": "map",
@@ -323,21 +367,31 @@ def test_other_open_clip_models_match_the_library(kind: str, projection: bool) -
     import open_clip
 
     arguments = {"embed_dim": 32, "image_size": 224, **OTHER_MODELS[kind]}
-    encoder = make_encoder("open_clip:custom", projection=projection, **{**arguments, "image_size": 224})
+    encoder = make_encoder(
+        "open_clip:custom", projection=projection, **{**arguments, "image_size": 224}
+    )
     features = encoder(image(1, side=224))
     assert features.patches_BPD.shape == (1, features.grid[0] * features.grid[1], encoder.patch_dim)
     assert features.pooled_BD.shape == (1, encoder.feature_dim)
     if projection:
         width = arguments.pop("embed_dim")
         assert encoder.feature_dim == width
-        reference = open_clip.CustomTextCLIP(width, arguments, {**SMALL_TEXT, "heads": 1}).eval().visual
+        reference = (
+            open_clip.CustomTextCLIP(width, arguments, {**SMALL_TEXT, "heads": 1}).eval().visual
+        )
         reference.load_state_dict(encoder.backbone.state_dict(), strict=True)
-        torch.testing.assert_close(features.pooled_BD, reference(image(1, side=224)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            features.pooled_BD, reference(image(1, side=224)), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "side"),
-    [("vit_b16", TINY_VIT, 64), ("clip_vit_b16", {"width": 64, "layers": 2}, 64), ("rad_dino", TINY_VIT, 56)],
+    [
+        ("vit_b16", TINY_VIT, 64),
+        ("clip_vit_b16", {"width": 64, "layers": 2}, 64),
+        ("rad_dino", TINY_VIT, 56),
+    ],
 )
 def test_keep_selects_patches_in_order(name: str, arguments: dict[str, Any], side: int) -> None:
     """Keeping all patches changes nothing; keeping some returns them in the requested order."""
@@ -355,11 +409,15 @@ def test_keep_selects_patches_in_order(name: str, arguments: dict[str, Any], sid
     assert some.patches_BPD.shape == (2, 3, encoder.patch_dim)
     torch.testing.assert_close(turned.patches_BPD.flip(1), some.patches_BPD, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(some.pooled_BD, full.pooled_BD, atol=1e-4)
-    torch.testing.assert_close(encoder(image_BCHW).pooled_BD, full.pooled_BD)  # keep_BK does not persist
+    torch.testing.assert_close(
+        encoder(image_BCHW).pooled_BD, full.pooled_BD
+    )  # keep_BK does not persist
     covered = image_BCHW.clone()
     cell = side // 4
     covered[0, :, :cell, cell : 2 * cell] = 9.0  # patch 1, which the first image does not keep
-    torch.testing.assert_close(encoder(covered, order).pooled_BD[0], some.pooled_BD[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        encoder(covered, order).pooled_BD[0], some.pooled_BD[0], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_cnn_rejects_keep() -> None:
@@ -371,7 +429,9 @@ def test_cnn_rejects_keep() -> None:
 def test_channels_are_converted() -> None:
     encoder = make_encoder("resnet18", mean=(0.5,), std=(0.5,), **TINY_RESNET)
     grey = torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8)
-    torch.testing.assert_close(encoder.normalize(grey), encoder.normalize(grey.expand(-1, 3, -1, -1)))
+    torch.testing.assert_close(
+        encoder.normalize(grey), encoder.normalize(grey.expand(-1, 3, -1, -1))
+    )
     assert encoder.normalize(grey).min() >= -1
     assert encoder.normalize(grey).max() <= 1
     one = make_encoder("resnet18", in_channels=1, mean=(0.0,), std=(1.0,), **TINY_RESNET)
@@ -379,7 +439,9 @@ def test_channels_are_converted() -> None:
     for channel, weight in enumerate((0.299, 0.587, 0.114)):
         only = colour.clone()
         only[:, channel] = 255
-        torch.testing.assert_close(one.normalize(only), torch.full((1, 1, 8, 8), weight), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            one.normalize(only), torch.full((1, 1, 8, 8), weight), rtol=1e-5, atol=1e-6
+        )
     with raises(ConfigError, "mismatch"):
         one(image())
     with raises(ConfigError, "mismatch", names="(2, 4, 64, 64)"):
@@ -403,7 +465,9 @@ def test_first_floats_must_be_normalised(scale: float | None, fits: bool) -> Non
         return
     normalized_BCHW = encoder.normalize(pixels_BCHW)
     assert torch.equal(encoder(normalized_BCHW).pooled_BD, expected_BD)
-    encoder(normalized_BCHW.clamp(0, 1))  # only the first batch is checked, so that a step never waits for it
+    encoder(
+        normalized_BCHW.clamp(0, 1)
+    )  # only the first batch is checked, so that a step never waits for it
 
 
 def test_floats_in_the_range_of_the_encoder_are_accepted() -> None:
@@ -415,10 +479,15 @@ def test_floats_in_the_range_of_the_encoder_are_accepted() -> None:
 
 def test_mean_and_std_override_the_preset() -> None:
     """CheXzero normalises pixels in 0..255 with mean 101.48761 and deviation 83.43944."""
-    encoder = make_encoder("resnet18", mean=(101.48761 / 255,), std=(83.43944 / 255,), **TINY_RESNET)
+    encoder = make_encoder(
+        "resnet18", mean=(101.48761 / 255,), std=(83.43944 / 255,), **TINY_RESNET
+    )
     grey = torch.full((1, 1, 32, 32), 200, dtype=torch.uint8)
     torch.testing.assert_close(
-        encoder.normalize(grey), torch.full((1, 3, 32, 32), (200 - 101.48761) / 83.43944), rtol=1e-5, atol=1e-5
+        encoder.normalize(grey),
+        torch.full((1, 3, 32, 32), (200 - 101.48761) / 83.43944),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -426,7 +495,9 @@ def test_names_are_searched_library_by_library() -> None:
     assert type(make_encoder("resnet18", **TINY_RESNET).backbone).__module__.startswith("timm")
     assert make_encoder("timm:resnet10t.c3_in1k").feature_dim == 512
     assert "mobilenet_v2" in list_image_encoders("mobilenet*", library="torchvision")
-    assert make_encoder("mobilenet_v2").feature_dim == 1280  # torchvision's, because it is neither a preset nor in timm
+    assert (
+        make_encoder("mobilenet_v2").feature_dim == 1280
+    )  # torchvision's, because it is neither a preset nor in timm
     assert "RN50" in list_image_encoders(library="open_clip")
     assert list_image_encoders("vit_b*") == ["vit_b16"]
 
@@ -458,7 +529,9 @@ def test_names_are_searched_library_by_library() -> None:
         ("torchvision:resnet18", {"patch_level": -5}, "out_of_range", "patch_level"),
     ],
 )
-def test_invalid_settings_raise(name: str, options: dict[str, Any], code: str, field: str | None) -> None:
+def test_invalid_settings_raise(
+    name: str, options: dict[str, Any], code: str, field: str | None
+) -> None:
     with raises(ConfigError, code, field):
         create_image_encoder(name, **options)
 

@@ -21,7 +21,9 @@ def feature_map(height: int = 13) -> Tensor:
 
 def pools(setting: tuple[Any, ...]) -> tuple[nn.MaxPool2d, InferenceMaxPool2d]:
     *sizes, ceil_mode = setting
-    return nn.MaxPool2d(*sizes, ceil_mode=ceil_mode), InferenceMaxPool2d(*sizes, ceil_mode=ceil_mode)
+    return nn.MaxPool2d(*sizes, ceil_mode=ceil_mode), InferenceMaxPool2d(
+        *sizes, ceil_mode=ceil_mode
+    )
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -37,7 +39,9 @@ def test_values_and_format_are_those_of_torch(setting: tuple[Any, ...]) -> None:
             expected, result = plain(map_BCHW), ours(map_BCHW)
             torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
             assert result.stride() == expected.stride()
-        torch.testing.assert_close(ours(map_BCHW[0]), plain(map_BCHW[0]), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            ours(map_BCHW[0]), plain(map_BCHW[0]), rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_inference_runs_in_channels_last_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +63,9 @@ def test_inference_runs_in_channels_last_format(monkeypatch: pytest.MonkeyPatch)
 def test_gradients_are_those_of_torch(setting: tuple[Any, ...]) -> None:
     gradients = []
     for pool in pools(setting):
-        map_BCHW = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        map_BCHW = torch.randn(
+            2, 4, 9, 9, generator=torch.Generator().manual_seed(1)
+        ).requires_grad_()
         pool(map_BCHW).square().sum().backward()
         gradients.append(map_BCHW.grad)
     torch.testing.assert_close(*gradients, rtol=0, atol=0)

@@ -31,21 +31,31 @@ MASKS = {
 def encoder_of(name: str = "bert", **options: Any) -> Any:
     torch.manual_seed(0)
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return create_text_encoder(name, **{**TINY_BERT, **no_dropout, **FAMILIES.get(name, {}), **options})
+    return create_text_encoder(
+        name, **{**TINY_BERT, **no_dropout, **FAMILIES.get(name, {}), **options}
+    )
 
 
 def ids() -> Tensor:
     return torch.randint(5, 100, (4, 9), generator=torch.Generator().manual_seed(0))
 
 
-def run(encoder: Any, mask_BT: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Tensor | None]]:
-    """Return features, and the gradients of a sum with a random weight for every value; on the encoder's device."""
+def run(
+    encoder: Any, mask_BT: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Any, dict[str, Tensor | None]]:
+    """Return features, and the gradients of a sum with a random weight for every value; on the
+    encoder's device.
+    """
     encoder.zero_grad()
     device = next(encoder.parameters()).device
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         features = encoder(ids().to(device), mask_BT.to(device))
-    weight_BTD = torch.randn(features.tokens_BTD.shape, generator=torch.Generator().manual_seed(2)).to(device)
-    ((features.tokens_BTD * weight_BTD).sum() + (features.pooled_BD * weight_BTD[:, 0]).sum()).backward()
+    weight_BTD = torch.randn(
+        features.tokens_BTD.shape, generator=torch.Generator().manual_seed(2)
+    ).to(device)
+    (
+        (features.tokens_BTD * weight_BTD).sum() + (features.pooled_BD * weight_BTD[:, 0]).sum()
+    ).backward()
     return features, {name: parameter.grad for name, parameter in encoder.named_parameters()}
 
 
@@ -65,7 +75,9 @@ def test_packed_values_and_gradients_equal_padded_ones(name: str, mask_BT: Tenso
         padded_gradient = expected[parameter]
         assert (gradient is None) == (padded_gradient is None), parameter
         if gradient is not None:
-            torch.testing.assert_close(gradient, padded_gradient, rtol=1e-3, atol=1e-4, msg=parameter)
+            torch.testing.assert_close(
+                gradient, padded_gradient, rtol=1e-3, atol=1e-4, msg=parameter
+            )
 
 
 @pytest.mark.fault("N6")
@@ -74,15 +86,21 @@ def test_packed_values_and_gradients_equal_padded_ones(name: str, mask_BT: Tenso
 def test_packed_texts_in_16_bits_are_as_near_to_float32_as_padded_ones(
     mask_BT: Tensor, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU attention is the kernel for texts of unequal length. Distances are relative, over all values at once."""
+    """On a GPU attention is the kernel for texts of unequal length. Distances are relative, over
+    all values at once.
+    """
     calls, attend = [], packing_module._attend_varlen
-    monkeypatch.setattr(packing_module, "_attend_varlen", lambda *inputs: calls.append(1) or attend(*inputs))
+    monkeypatch.setattr(
+        packing_module, "_attend_varlen", lambda *inputs: calls.append(1) or attend(*inputs)
+    )
     encoder = encoder_of(layers=(0, -2, -1)).train().to(device)
 
     def outcome(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         features, gradients = run(encoder, mask_BT, dtype)
         values = torch.cat([features.tokens_BTD.flatten(), features.pooled_BD.flatten()]).float()
-        return values, torch.cat([each.flatten() for each in gradients.values() if each is not None])
+        return values, torch.cat(
+            [each.flatten() for each in gradients.values() if each is not None]
+        )
 
     exact, padded = outcome(torch.float32), outcome(dtype)
     assert not calls
@@ -129,7 +147,11 @@ def test_flops_are_proportional_to_real_tokens() -> None:
     def linear_flops() -> int:
         with FlopCounterMode(display=False) as counter:
             encoder(ids_BT, mask_BT)
-        return sum(flops for operation, flops in counter.get_flop_counts()["Global"].items() if "mm" in str(operation))
+        return sum(
+            flops
+            for operation, flops in counter.get_flop_counts()["Global"].items()
+            if "mm" in str(operation)
+        )
 
     padded = linear_flops()
     encoder.pack()
@@ -159,7 +181,9 @@ def test_frozen_layers_get_no_gradient_when_packed() -> None:
     encoder.pack()
     freeze_layers(encoder, 2)
     _, gradients = run(encoder, MASKS["ragged"])
-    assert {name.split(".")[3] for name, gradient in gradients.items() if gradient is not None} == {"2"}
+    assert {name.split(".")[3] for name, gradient in gradients.items() if gradient is not None} == {
+        "2"
+    }
 
 
 def test_attention_dropout_is_reproducible_from_the_seed() -> None:
@@ -187,13 +211,19 @@ def test_packing_offsets_and_round_trip() -> None:
 def test_packed_attention_equals_softmax_per_text() -> None:
     packing = Packing.from_mask(MASKS["ragged"])
     generator = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(1, 2, len(packing.index_R), 8, generator=generator) for _ in range(3))
-    attended, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, packing=packing)
+    query, key, value = (
+        torch.randn(1, 2, len(packing.index_R), 8, generator=generator) for _ in range(3)
+    )
+    attended, _ = packed_attention(
+        torch.nn.Identity(), query, key, value, None, scaling=0.3, packing=packing
+    )
     parts = []
     for first, end in itertools.pairwise(packing.offsets_B1.tolist()):
         weights = (0.3 * query[0, :, first:end] @ key[0, :, first:end].mT).softmax(dim=-1)
         parts.append((weights @ value[0, :, first:end]).transpose(0, 1))
-    torch.testing.assert_close(attended[0, : packing.tokens], torch.cat(parts), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        attended[0, : packing.tokens], torch.cat(parts), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["clip_text", "static"])

@@ -31,7 +31,9 @@ TINY_BERT = {
 
 def image_encoder(name: str = "resnet18", seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
-    return create_image_encoder(name, **{**(TINY_RESNET if name.startswith("resnet") else {}), **options}).eval()
+    return create_image_encoder(
+        name, **{**(TINY_RESNET if name.startswith("resnet") else {}), **options}
+    ).eval()
 
 
 def text_encoder(name: str = "bert", seed: int = 0, **options: Any) -> Any:
@@ -43,14 +45,18 @@ def changed_tensors(encoder: Any) -> dict[str, Tensor]:
     """Return the backbone's tensors, each with another value, so that a load is visible."""
     generator = torch.Generator().manual_seed(7)
     return {
-        name: tensor + torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor
+        name: tensor + torch.randn(tensor.shape, generator=generator)
+        if tensor.is_floating_point()
+        else tensor
         for name, tensor in encoder.backbone.state_dict().items()
     }
 
 
 def write(tensors: dict[str, Tensor], path: Path) -> Path:
     if path.suffix == ".safetensors":
-        safetensors.torch.save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+        safetensors.torch.save_file(
+            {key: tensor.contiguous() for key, tensor in tensors.items()}, path
+        )
     else:
         torch.save(tensors, path)
     return path
@@ -60,24 +66,32 @@ def write(tensors: dict[str, Tensor], path: Path) -> Path:
 def test_file_of_the_library_is_loaded(tmp_path: Path, filename: str) -> None:
     """A classifier in the file is ignored, and missing counters of batch norms stay at zero."""
     tensors = changed_tensors(image_encoder())
-    file = {key: tensor for key, tensor in tensors.items() if not key.endswith("num_batches_tracked")}
+    file = {
+        key: tensor for key, tensor in tensors.items() if not key.endswith("num_batches_tracked")
+    }
     file |= {"fc.weight": torch.zeros(10, 32), "fc.bias": torch.zeros(10)}
     path = write(file, tmp_path / filename)
     encoder = image_encoder(pretrained=str(path) if filename == "weights.pth" else path)
     for name, tensor in tensors.items():
         assert torch.equal(encoder.backbone.state_dict()[name], tensor), name
     if filename != "weights.pth":
-        assert torch.equal(image_encoder(pretrained=tmp_path).backbone.conv1.weight, tensors["conv1.weight"])
+        assert torch.equal(
+            image_encoder(pretrained=tmp_path).backbone.conv1.weight, tensors["conv1.weight"]
+        )
 
 
-@pytest.mark.parametrize("wrap", [lambda t: {"state_dict": t, "epoch": torch.tensor(3)}, lambda t: {"model": t}])
+@pytest.mark.parametrize(
+    "wrap", [lambda t: {"state_dict": t, "epoch": torch.tensor(3)}, lambda t: {"model": t}]
+)
 def test_nested_checkpoint_of_a_wrapped_module_is_loaded(
     tmp_path: Path, wrap: Callable[[dict[str, Tensor]], Any]
 ) -> None:
     tensors = changed_tensors(image_encoder())
     path = tmp_path / "last.ckpt"
     torch.save(wrap({f"module.{key}": tensor for key, tensor in tensors.items()}), path)
-    assert torch.equal(image_encoder(pretrained=path).backbone.conv1.weight, tensors["conv1.weight"])
+    assert torch.equal(
+        image_encoder(pretrained=path).backbone.conv1.weight, tensors["conv1.weight"]
+    )
 
 
 def test_half_precision_weights_are_cast(tmp_path: Path) -> None:
@@ -119,20 +133,31 @@ def test_saved_encoder_is_loaded_with_its_options(tmp_path: Path) -> None:
     encoder = image_encoder("clip_vit_b32", seed=1, **options)
     path = write(encoder.state_dict(), tmp_path / "model.safetensors")
     again = image_encoder("clip_vit_b32", seed=2, pretrained=path, **options)
-    assert all(torch.equal(tensor, encoder.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert all(
+        torch.equal(tensor, encoder.state_dict()[name])
+        for name, tensor in again.state_dict().items()
+    )
     text = text_encoder("cxrbert", seed=1, projection=True)
     path = write(text.state_dict(), tmp_path / "text.safetensors")
     again = text_encoder("cxrbert", seed=2, projection=True, pretrained=path)
-    assert all(torch.equal(tensor, text.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert all(
+        torch.equal(tensor, text.state_dict()[name]) for name, tensor in again.state_dict().items()
+    )
 
 
 def test_published_file_is_adapted_after_loading(tmp_path: Path) -> None:
     tensors = changed_tensors(image_encoder("clip_vit_b32", **TINY_CLIP))
     path = write(tensors, tmp_path / "model.safetensors")
-    grey = image_encoder("clip_vit_b32", pretrained=path, in_channels=1, image_size=320, **TINY_CLIP)
-    torch.testing.assert_close(grey.backbone.conv1.weight, tensors["conv1.weight"].sum(dim=1, keepdim=True))
+    grey = image_encoder(
+        "clip_vit_b32", pretrained=path, in_channels=1, image_size=320, **TINY_CLIP
+    )
+    torch.testing.assert_close(
+        grey.backbone.conv1.weight, tensors["conv1.weight"].sum(dim=1, keepdim=True)
+    )
     assert grey.backbone.positional_embedding.shape == (101, 64)
-    torch.testing.assert_close(grey.backbone.positional_embedding[0], tensors["positional_embedding"][0])
+    torch.testing.assert_close(
+        grey.backbone.positional_embedding[0], tensors["positional_embedding"][0]
+    )
     fewer = image_encoder("clip_vit_b32", pretrained=path, **{**TINY_CLIP, "layers": 1})
     assert len(fewer.backbone.transformer.resblocks) == 1
     assert torch.equal(fewer.backbone.ln_post.weight, tensors["ln_post.weight"])
@@ -147,7 +172,9 @@ def test_positions_of_the_requested_size_are_not_interpolated(tmp_path: Path) ->
     path = write(tensors, tmp_path / "model.safetensors")
     encoder = image_encoder("clip_vit_b16", pretrained=path, image_size=288, **TINY_CLIP)
     assert torch.equal(encoder.backbone.positional_embedding, tensors["positional_embedding"])
-    with raises(WeightsError, "mismatch", names="positional_embedding is (325, 64), expected (197, 64)"):
+    with raises(
+        WeightsError, "mismatch", names="positional_embedding is (325, 64), expected (197, 64)"
+    ):
         image_encoder("clip_vit_b16", pretrained=path, **TINY_CLIP)
 
 
@@ -163,13 +190,20 @@ def test_clip_file_fills_both_encoders(tmp_path: Path, projection: bool) -> None
     file = dict(clip.state_dict()) | {"input_resolution": torch.tensor(224)}
     path = write(file, tmp_path / "clip.pt")
     image = torch.randn(2, 3, 224, 224)
-    encoder = image_encoder("clip_vit_b32", pretrained=path, projection=projection, width=64, layers=2)
+    encoder = image_encoder(
+        "clip_vit_b32", pretrained=path, projection=projection, width=64, layers=2
+    )
     pooled_BD = encoder(image).pooled_BD
     expected = clip.encode_image(image)
     torch.testing.assert_close(
         pooled_BD if projection else pooled_BD @ clip.visual.proj, expected, rtol=1e-4, atol=1e-4
     )
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "vocab_size": 60}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "vocab_size": 60,
+    }
     tower = create_text_encoder("clip_text", pretrained=path, projection=projection, **sizes).eval()
     ids = torch.randint(1, 50, (2, 77))
     ids[:, 10] = 59
@@ -182,18 +216,27 @@ def test_clip_file_fills_both_encoders(tmp_path: Path, projection: bool) -> None
 def test_biomedclip_file_fills_both_encoders(tmp_path: Path, projection: bool) -> None:
     """An open_clip file has a timm image encoder and a Hugging Face text encoder."""
     text = text_encoder("biomedclip_text", seed=5, projection=True)
-    image = image_encoder("biomedclip", seed=5, projection=True, timm_model_name="vit_tiny_patch16_224")
+    image = image_encoder(
+        "biomedclip", seed=5, projection=True, timm_model_name="vit_tiny_patch16_224"
+    )
     file = {f"visual.{key}": tensor for key, tensor in image.backbone.state_dict().items()}
-    file |= {f"text.transformer.{key}": tensor for key, tensor in text.backbone.state_dict().items()}
+    file |= {
+        f"text.transformer.{key}": tensor for key, tensor in text.backbone.state_dict().items()
+    }
     file |= {f"text.proj.{key}": tensor for key, tensor in text.projection.state_dict().items()}
-    file |= {"logit_scale": torch.tensor(4.4), "text.transformer.embeddings.position_ids": torch.arange(24)[None]}
+    file |= {
+        "logit_scale": torch.tensor(4.4),
+        "text.transformer.embeddings.position_ids": torch.arange(24)[None],
+    }
     path = write(file, tmp_path / "open_clip_pytorch_model.bin")
     again = text_encoder("biomedclip_text", seed=6, projection=projection, pretrained=path)
     torch.testing.assert_close(
         again.state_dict(), {k: v for k, v in text.state_dict().items() if k in again.state_dict()}
     )
     pixels = torch.randn(1, 3, 224, 224)
-    loaded = image_encoder("biomedclip", projection=projection, timm_model_name="vit_tiny_patch16_224", pretrained=path)
+    loaded = image_encoder(
+        "biomedclip", projection=projection, timm_model_name="vit_tiny_patch16_224", pretrained=path
+    )
     torch.testing.assert_close(loaded(pixels).patches_BPD, image(pixels).patches_BPD)
     if projection:
         torch.testing.assert_close(loaded(pixels).pooled_BD, image(pixels).pooled_BD)
@@ -201,11 +244,17 @@ def test_biomedclip_file_fills_both_encoders(tmp_path: Path, projection: bool) -
 
 BERT_FILES: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "bert": ("bert.", {"cls.predictions.bias": (60,), "bert.pooler.dense.weight": (32, 32)}),
-    "bioclinicalbert": ("bert.", {"cls.seq_relationship.weight": (2, 32), "bert.embeddings.position_ids": (1, 24)}),
+    "bioclinicalbert": (
+        "bert.",
+        {"cls.seq_relationship.weight": (2, 32), "bert.embeddings.position_ids": (1, 24)},
+    ),
     "biolinkbert": ("", {"pooler.dense.bias": (32,), "embeddings.position_ids": (1, 24)}),
     "roberta": ("roberta.", {"lm_head.bias": (60,), "roberta.pooler.dense.bias": (32,)}),
     "bioalbert": ("albert.", {"predictions.bias": (60,), "albert.pooler.weight": (32, 32)}),
-    "cxrbert": ("bert.", {"cls.predictions.bias": (60,), "cls_projection_head.LayerNorm.weight": (128,)}),
+    "cxrbert": (
+        "bert.",
+        {"cls.predictions.bias": (60,), "cls_projection_head.LayerNorm.weight": (128,)},
+    ),
 }
 
 
@@ -215,9 +264,13 @@ def test_file_of_a_language_model_is_loaded(tmp_path: Path, name: str) -> None:
     prefix, extra = BERT_FILES[name]
     sizes = {"embedding_size": 16} if name == "bioalbert" else {}
     tensors = changed_tensors(text_encoder(name, **sizes))
-    file = {prefix + key: tensor for key, tensor in tensors.items()} | {key: torch.zeros(s) for key, s in extra.items()}
+    file = {prefix + key: tensor for key, tensor in tensors.items()} | {
+        key: torch.zeros(s) for key, s in extra.items()
+    }
     encoder = text_encoder(name, pretrained=write(file, tmp_path / "pytorch_model.bin"), **sizes)
-    assert all(torch.equal(tensor, tensors[key]) for key, tensor in encoder.backbone.state_dict().items())
+    assert all(
+        torch.equal(tensor, tensors[key]) for key, tensor in encoder.backbone.state_dict().items()
+    )
     file[prefix + "encoder.surprise"] = torch.zeros(1)
     with raises(WeightsError, "mismatch", names="1 unexpected: backbone.encoder.surprise"):
         text_encoder(name, pretrained=write(file, tmp_path / "other.bin"), **sizes)
@@ -225,19 +278,27 @@ def test_file_of_a_language_model_is_loaded(tmp_path: Path, name: str) -> None:
 
 def test_old_layer_norm_names_and_extra_layers_are_handled(tmp_path: Path) -> None:
     tensors = changed_tensors(text_encoder(num_hidden_layers=3))
-    old = {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+    old = {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias",
+        "LayerNorm.beta"): tensor
            for key, tensor in tensors.items()}  # fmt: skip
-    encoder = text_encoder(pretrained=write({f"bert.{key}": t for key, t in old.items()}, tmp_path / "bert.bin"))
+    encoder = text_encoder(
+        pretrained=write({f"bert.{key}": t for key, t in old.items()}, tmp_path / "bert.bin")
+    )
     assert encoder.num_layers == 2
-    assert torch.equal(encoder.backbone.embeddings.LayerNorm.bias, tensors["embeddings.LayerNorm.bias"])
     assert torch.equal(
-        encoder.backbone.encoder.layer[1].output.dense.weight, tensors["encoder.layer.1.output.dense.weight"]
+        encoder.backbone.embeddings.LayerNorm.bias, tensors["embeddings.LayerNorm.bias"]
+    )
+    assert torch.equal(
+        encoder.backbone.encoder.layer[1].output.dense.weight,
+        tensors["encoder.layer.1.output.dense.weight"],
     )
 
 
 def test_vocabulary_of_another_size_raises(tmp_path: Path) -> None:
     path = write(changed_tensors(text_encoder()), tmp_path / "model.safetensors")
-    with raises(WeightsError, "mismatch", names="word_embeddings.weight is (60, 32), expected (61, 32)"):
+    with raises(
+        WeightsError, "mismatch", names="word_embeddings.weight is (60, 32), expected (61, 32)"
+    ):
         text_encoder(pretrained=path, vocab_size=61)
 
 
@@ -257,13 +318,17 @@ class Payload:
 
 @pytest.mark.fault("S1")
 @pytest.mark.parametrize("how", ["torch", "pickle", "in a tensor's place"])
-def test_pickled_objects_are_never_run(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_objects_are_never_run(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "model.pt"
     if how == "pickle":
         path.write_bytes(pickle.dumps({"conv1.weight": Payload()}))
     else:
-        torch.save({"conv1.weight": Payload()} if how == "torch" else {"state_dict": Payload()}, path)
+        torch.save(
+            {"conv1.weight": Payload()} if how == "torch" else {"state_dict": Payload()}, path
+        )
     with raises(WeightsError, "unsupported", names="model.pt"):
         image_encoder(pretrained=path)
     assert not (tmp_path / "payload-ran").exists()
@@ -297,7 +362,14 @@ def test_rad_dino_has_the_names_of_the_dinov2_file() -> None:
     encoder = create_image_encoder("rad_dino", image_size=56, embed_dim=32, depth=1, num_heads=2)
     block = ["norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"]
     expected = {f"blocks.0.{layer}.{leaf}" for layer in block for leaf in ("weight", "bias")}
-    expected |= {"blocks.0.ls1.gamma", "blocks.0.ls2.gamma", "cls_token", "pos_embed", "norm.weight", "norm.bias"}
+    expected |= {
+        "blocks.0.ls1.gamma",
+        "blocks.0.ls2.gamma",
+        "cls_token",
+        "pos_embed",
+        "norm.weight",
+        "norm.bias",
+    }
     expected |= {"patch_embed.proj.weight", "patch_embed.proj.bias"}
     assert set(encoder.backbone.state_dict()) == expected
     weights = IMAGE_PRESETS["rad_dino"].weights

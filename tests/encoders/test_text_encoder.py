@@ -1,4 +1,6 @@
-"""Text encoders compared with the libraries that they wrap, pooling with plain loops, and word vector tables."""
+"""Text encoders compared with the libraries that they wrap, pooling with plain loops, and word
+vector tables.
+"""
 
 import json
 import struct
@@ -23,7 +25,9 @@ def make_encoder(name: str = "bert", **options: Any) -> Any:
     return create_text_encoder(name, **{**TINY_BERT, **options}).eval()
 
 
-def batch(lengths: tuple[int, ...] = (9, 4, 7), vocab_size: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
+def batch(
+    lengths: tuple[int, ...] = (9, 4, 7), vocab_size: int = 100, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(5, vocab_size, (len(lengths), max(lengths)), generator=generator)
     return ids_BT, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
@@ -52,14 +56,18 @@ def test_states_equal_those_of_transformers(name: str, extra: dict[str, Any]) ->
     [("bert", {}), ("roberta", {}), ("bioalbert", {"embedding_size": 16, "num_hidden_groups": 2})],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_first_token_attention_equals_that_of_transformers(name: str, extra: dict[str, Any], packed: bool) -> None:
+def test_first_token_attention_equals_that_of_transformers(
+    name: str, extra: dict[str, Any], packed: bool
+) -> None:
     encoder = make_encoder(name, **extra)
     ids_BT, mask_BT = batch()
     ids_BT = ids_BT.masked_fill(~mask_BT, encoder.pad_id)
     encoder.pack(packed)
     attention_BT = encoder(ids_BT, mask_BT, output_attention=True).attention_BT
     encoder.backbone.set_attn_implementation("eager")
-    output = encoder.backbone(input_ids=ids_BT, attention_mask=mask_BT.long(), output_attentions=True)
+    output = encoder.backbone(
+        input_ids=ids_BT, attention_mask=mask_BT.long(), output_attentions=True
+    )
     expected_BT = output.attentions[-1][:, :, 0].mean(dim=1)
     torch.testing.assert_close(attention_BT, expected_BT, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(attention_BT.sum(dim=1), torch.ones(3))
@@ -75,7 +83,11 @@ def test_first_token_attention_is_computed_on_request_only() -> None:
     assert encoder.backbone.encoder.layer[-1].attention.self.key.weight.grad.abs().sum() > 0
     static = create_text_encoder("static", vocab_size=60, dimension=8)
     with raises(ConfigError, "unsupported"):
-        static(torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool), output_attention=True)
+        static(
+            torch.ones(1, 2, dtype=torch.int64),
+            torch.ones(1, 2, dtype=torch.bool),
+            output_attention=True,
+        )
 
 
 @pytest.mark.parametrize("model_type", ["distilbert", "electra"])
@@ -84,12 +96,19 @@ def test_other_transformers_encoders_ignore_padding(model_type: str) -> None:
     if model_type == "distilbert":
         sizes |= {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
     else:
-        sizes |= {"embedding_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {
+            "embedding_size": 16,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
     torch.manual_seed(0)
     encoder = create_text_encoder(f"hf:{model_type}", **sizes).eval()
     ids_BT, mask_BT = batch()
     features = encoder(ids_BT, mask_BT)
-    wider = encoder(torch.cat([ids_BT, ids_BT], dim=1), torch.cat([mask_BT, torch.zeros_like(mask_BT)], dim=1))
+    wider = encoder(
+        torch.cat([ids_BT, ids_BT], dim=1), torch.cat([mask_BT, torch.zeros_like(mask_BT)], dim=1)
+    )
     torch.testing.assert_close(wider.tokens_BTD[:, :9], features.tokens_BTD, rtol=1e-4, atol=1e-5)
     assert len(encoder.parameter_layers()) == 1 + 2
     with raises(ConfigError, "unsupported"):
@@ -113,7 +132,12 @@ def test_clip_text_matches_open_clip() -> None:
     torch.manual_seed(0)
     encoder = create_text_encoder("clip_text", projection=True, **TINY_CLIP).eval()
     encoder.backbone.load_state_dict(
-        {key: tensor for key, tensor in reference.text.state_dict().items() if key != "text_projection"}, strict=True
+        {
+            key: tensor
+            for key, tensor in reference.text.state_dict().items()
+            if key != "text_projection"
+        },
+        strict=True,
     )
     encoder.projection.matrix = reference.text.text_projection
     torch.testing.assert_close(encoder(ids_BT, mask_BT).pooled_BD, expected, rtol=1e-4, atol=1e-5)
@@ -126,22 +150,29 @@ def test_siglip_text_is_padded_as_in_training() -> None:
 
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 1, "vocab_size": 100}
     torch.manual_seed(0)
-    encoder = create_text_encoder("open_clip:ViT-B-16-SigLIP", pool="eos", projection=True, pad_id=1, **sizes).eval()
+    encoder = create_text_encoder(
+        "open_clip:ViT-B-16-SigLIP", pool="eos", projection=True, pad_id=1, **sizes
+    ).eval()
     config = open_clip.get_model_config("ViT-B-16-SigLIP")["text_cfg"]
     small = {"layers": 2, "width": 64, "heads": 1, "vocab_size": 100, "hf_tokenizer_name": None}
     vision = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
     reference = open_clip.CustomTextCLIP(768, vision, {**config, **small}).eval().text
     state = encoder.backbone.state_dict()
-    state |= {f"text_projection.{key}": tensor for key, tensor in encoder.projection.state_dict().items()}
+    state |= {
+        f"text_projection.{key}": tensor for key, tensor in encoder.projection.state_dict().items()
+    }
     reference.load_state_dict(state, strict=True)
     ids_BT, mask_BT = batch()
     full = torch.full((3, 64), 1)
     full[:, :9] = ids_BT.masked_fill(~mask_BT, 1)
-    torch.testing.assert_close(encoder(ids_BT, mask_BT).pooled_BD, reference(full), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        encoder(ids_BT, mask_BT).pooled_BD, reference(full), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    ("layers", "reduce"), [((-1,), "mean"), ((-4, -3, -2, -1), "sum"), ((1, 2, -1), "mean"), ((0,), "sum")]
+    ("layers", "reduce"),
+    [((-1,), "mean"), ((-4, -3, -2, -1), "sum"), ((1, 2, -1), "mean"), ((0,), "sum")],
 )
 def test_layers_are_summed_or_averaged(layers: tuple[int, ...], reduce: str) -> None:
     encoder = make_encoder(layers=layers, reduce=reduce)
@@ -152,7 +183,10 @@ def test_layers_are_summed_or_averaged(layers: tuple[int, ...], reduce: str) -> 
     torch.testing.assert_close(encoder(ids_BT, mask_BT).tokens_BTD, expected)
 
 
-@given(lengths=st.lists(st.integers(0, 8), min_size=1, max_size=5), pool=st.sampled_from(["cls", "mean", "max", "eos"]))
+@given(
+    lengths=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    pool=st.sampled_from(["cls", "mean", "max", "eos"]),
+)
 @settings(max_examples=40, deadline=None)
 def test_pooling_equals_plain_loops(lengths: list[int], pool: str) -> None:
     encoder = make_encoder(pool=pool, num_hidden_layers=1)
@@ -165,7 +199,12 @@ def test_pooling_equals_plain_loops(lengths: list[int], pool: str) -> None:
         if length == 0:
             expected = torch.zeros(32)
         else:
-            expected = {"cls": real[0], "mean": real.mean(dim=0), "max": real.max(dim=0).values, "eos": real[-1]}[pool]
+            expected = {
+                "cls": real[0],
+                "mean": real.mean(dim=0),
+                "max": real.max(dim=0).values,
+                "eos": real[-1],
+            }[pool]
         torch.testing.assert_close(features.pooled_BD[row], expected, rtol=1e-5, atol=1e-6)
         assert (features.tokens_BTD[row, length:] == 0).all()
 
@@ -222,7 +261,9 @@ def test_encode_accepts_image_tokens_and_square_masks() -> None:
     both = encoder.encode(joined, allowed)[-1]
     assert both.shape == (2, 9, 32)
     square = allowed[:, None, :].expand(-1, 9, -1).clone()
-    torch.testing.assert_close(encoder.encode(joined, square)[-1][allowed], both[allowed], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        encoder.encode(joined, square)[-1][allowed], both[allowed], rtol=1e-5, atol=1e-6
+    )
     square[:, :4, 4:] = False  # image rows no longer attend to the text
     apart = encoder.encode(joined, square)[-1]
     only_image = encoder.encode(regions_BPD, torch.ones(2, 4, dtype=torch.bool))[-1]
@@ -251,8 +292,12 @@ def test_projection_heads_have_the_published_widths() -> None:
         assert features.tokens_BTD.shape[2] == encoder.token_dim == 32
     head = make_encoder("cxrbert", projection=True).projection
     text_BD = torch.randn(2, 32)
-    hidden = torch.nn.functional.gelu(text_BD @ head.dense_to_hidden.weight.T + head.dense_to_hidden.bias)
-    normed = (hidden - hidden.mean(1, keepdim=True)) / (hidden.var(1, unbiased=False, keepdim=True) + 1e-12).sqrt()
+    hidden = torch.nn.functional.gelu(
+        text_BD @ head.dense_to_hidden.weight.T + head.dense_to_hidden.bias
+    )
+    normed = (hidden - hidden.mean(1, keepdim=True)) / (
+        hidden.var(1, unbiased=False, keepdim=True) + 1e-12
+    ).sqrt()
     expected = normed @ head.dense_to_output.weight.T + head.dense_to_output.bias
     torch.testing.assert_close(head(text_BD), expected, rtol=1e-4, atol=1e-5)
 
@@ -267,14 +312,19 @@ def test_hugging_face_folder_is_loaded(tmp_path: Path) -> None:
     ids_BT, mask_BT = batch()
     encoder = create_text_encoder(tmp_path, pretrained=True).eval()
     expected = model.bert(input_ids=ids_BT, attention_mask=mask_BT.long()).last_hidden_state
-    torch.testing.assert_close(encoder(ids_BT, mask_BT).tokens_BTD[mask_BT], expected[mask_BT], rtol=1e-4, atol=1e-5)
-    again = create_text_encoder(**json.loads(json.dumps(encoder.config)))  # works without the folder
+    torch.testing.assert_close(
+        encoder(ids_BT, mask_BT).tokens_BTD[mask_BT], expected[mask_BT], rtol=1e-4, atol=1e-5
+    )
+    again = create_text_encoder(
+        **json.loads(json.dumps(encoder.config))
+    )  # works without the folder
     assert str(tmp_path) not in json.dumps(encoder.config)
     again.load_state_dict(encoder.state_dict(), strict=True)
     half = create_text_encoder(tmp_path, pretrained=True, num_hidden_layers=2)
     assert half.num_layers == 2
     assert torch.equal(
-        half.backbone.encoder.layer[1].output.dense.weight, model.bert.encoder.layer[1].output.dense.weight
+        half.backbone.encoder.layer[1].output.dense.weight,
+        model.bert.encoder.layer[1].output.dense.weight,
     )
 
 
@@ -288,7 +338,9 @@ def test_hugging_face_folder_is_loaded(tmp_path: Path) -> None:
         ("[1]", "malformed"),
     ],
 )
-def test_folder_without_a_valid_config_raises(tmp_path: Path, content: str | None, code: str) -> None:
+def test_folder_without_a_valid_config_raises(
+    tmp_path: Path, content: str | None, code: str
+) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with raises(ConfigError, code, "name", names=str(tmp_path)):
@@ -315,11 +367,23 @@ def test_folder_without_a_valid_config_raises(tmp_path: Path, content: str | Non
         ("open_clip:roberta-ViT-B-32", {}, "unsupported", None),
         ("clip_text", {"depth": 3}, "unknown_name", "depth"),
         ("static", {}, "missing", None),
-        ("static", {"vocab_size": 5, "dimension": 4, "hidden_size": 4}, "unknown_name", "hidden_size"),
-        ("static", {"vocab_size": 5, "dimension": 4, "projection": True}, "unsupported", "projection"),
+        (
+            "static",
+            {"vocab_size": 5, "dimension": 4, "hidden_size": 4},
+            "unknown_name",
+            "hidden_size",
+        ),
+        (
+            "static",
+            {"vocab_size": 5, "dimension": 4, "projection": True},
+            "unsupported",
+            "projection",
+        ),
     ],
 )
-def test_invalid_settings_raise(name: str, options: dict[str, Any], code: str, field: str | None) -> None:
+def test_invalid_settings_raise(
+    name: str, options: dict[str, Any], code: str, field: str | None
+) -> None:
     with raises(ConfigError, code, field):
         create_text_encoder(name, **options)
 
@@ -333,13 +397,21 @@ def test_invalid_settings_raise(name: str, options: dict[str, Any], code: str, f
         ("open_clip:ViT-B-33", {}, "ViT-B-32"),
     ],
 )
-def test_unknown_name_suggests_the_nearest_ones(name: str, options: dict[str, Any], suggestion: str) -> None:
+def test_unknown_name_suggests_the_nearest_ones(
+    name: str, options: dict[str, Any], suggestion: str
+) -> None:
     with raises(ConfigError, "unknown_name", names=suggestion):
         create_text_encoder(name, **options)
 
 
 def test_presets_are_listed() -> None:
-    assert list_text_encoders("bio*") == ["bioalbert", "biobert", "bioclinicalbert", "biolinkbert", "biomedclip_text"]
+    assert list_text_encoders("bio*") == [
+        "bioalbert",
+        "biobert",
+        "bioclinicalbert",
+        "biolinkbert",
+        "biomedclip_text",
+    ]
 
 
 VOCABULARY = {"[PAD]": 0, "effusion": 1, "left": 2, "heart size": 3, "unknown": 4}
@@ -360,7 +432,9 @@ def glove(path: Path, header: bool = False) -> Path:
 def word2vec(path: Path) -> Path:
     """Write word2vec's binary form, whose words contain no spaces."""
     words = {word.replace(" ", "_"): vector for word, vector in VECTORS.items()}
-    rows = [word.encode() + b" " + struct.pack("<3f", *vector) + b"\n" for word, vector in words.items()]
+    rows = [
+        word.encode() + b" " + struct.pack("<3f", *vector) + b"\n" for word, vector in words.items()
+    ]
     path.write_bytes(b"4 3\n" + b"".join(rows))
     return path
 
@@ -368,9 +442,12 @@ def word2vec(path: Path) -> Path:
 @pytest.mark.parametrize("form", ["glove", "word2vec text", "word2vec binary"])
 def test_static_table_is_filled_from_a_file(tmp_path: Path, form: str) -> None:
     path = tmp_path / "vectors.bin"
-    path = word2vec(path) if form == "word2vec binary" else glove(path, header=form == "word2vec text")
+    path = (
+        word2vec(path) if form == "word2vec binary" else glove(path, header=form == "word2vec text")
+    )
     vocabulary = {
-        ("heart_size" if form == "word2vec binary" and row == 3 else word): row for word, row in VOCABULARY.items()
+        ("heart_size" if form == "word2vec binary" and row == 3 else word): row
+        for word, row in VOCABULARY.items()
     }
     encoder = create_text_encoder("static", pretrained=path, vocabulary=vocabulary, pool="mean")
     assert (encoder.vocab_size, encoder.token_dim, encoder.num_layers) == (5, 3, 0)
@@ -417,4 +494,6 @@ def test_encoder_compiles_to_one_graph() -> None:
     encoder = make_encoder(pool="max")
     compiled = torch.compile(encoder, backend="eager", fullgraph=True)
     ids_BT, mask_BT = batch()
-    torch.testing.assert_close(compiled(ids_BT, mask_BT).pooled_BD, encoder(ids_BT, mask_BT).pooled_BD)
+    torch.testing.assert_close(
+        compiled(ids_BT, mask_BT).pooled_BD, encoder(ids_BT, mask_BT).pooled_BD
+    )

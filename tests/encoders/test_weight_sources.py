@@ -1,4 +1,6 @@
-"""Sources of pretrained weights: the hub at a commit, its cache, torchvision's URLs, and their errors."""
+"""Sources of pretrained weights: the hub at a commit, its cache, torchvision's URLs, and their
+errors.
+"""
 
 import time
 from pathlib import Path
@@ -74,7 +76,9 @@ def test_pretrained_true_of_a_timm_model_asks_for_a_commit() -> None:
 
 
 @pytest.mark.fault("S12")
-def test_cached_file_is_used_offline_and_its_hash_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_file_is_used_offline_and_its_hash_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Use a cache in the layout of the hub's client, then flip one bit of the file."""
     import hashlib
 
@@ -107,7 +111,9 @@ def test_download_without_network_fails_at_once(monkeypatch: pytest.MonkeyPatch)
     from medvl.common import hub
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nothing listens
+    monkeypatch.setattr(
+        constants, "ENDPOINT", "http://127.0.0.1:9"
+    )  # the discard port: nothing listens
     started = time.monotonic()
     with raises(WeightsError, "not_found", names="owner/name"):
         hub.fetch("owner/name", "model.safetensors", COMMIT)

@@ -11,7 +11,13 @@ from helpers.metric_ranks import NAMES, TEXTS, batches, compute
 from helpers.two_ranks import run_two_ranks
 
 from medvl.errors import EvaluationError
-from medvl.eval import LabelMetrics, LabelPolicy, RetrievalMetrics, bootstrap_auroc, bootstrap_average_precision
+from medvl.eval import (
+    LabelMetrics,
+    LabelPolicy,
+    RetrievalMetrics,
+    bootstrap_auroc,
+    bootstrap_average_precision,
+)
 from medvl.eval.core.metrics import DecisionColumn, ProbabilityColumn
 from medvl.eval.retrieval.image_text import retrieval_ranks
 from medvl.schema import Embeddings
@@ -47,7 +53,9 @@ def test_retrieval_metrics_are_those_of_the_evaluator() -> None:
         def similarity(self, one: Embeddings, other: Embeddings) -> torch.Tensor:
             return one.global_NE @ other.global_NE.T
 
-    image_rank_N, text_rank_M = retrieval_ranks(Cosine(), Embeddings(images), Embeddings(texts), text_of_N)
+    image_rank_N, text_rank_M = retrieval_ranks(
+        Cosine(), Embeddings(images), Embeddings(texts), text_of_N
+    )
     values = compute()
     assert values["recall@1/image_to_text"].item() == pytest.approx((image_rank_N <= 1).mean())
     assert values["recall@5/text_to_image"].item() == pytest.approx((text_rank_M <= 5).mean())
@@ -55,7 +63,9 @@ def test_retrieval_metrics_are_those_of_the_evaluator() -> None:
     assert values["median_rank/text_to_image"].item() == pytest.approx(np.median(text_rank_M))
     metrics = RetrievalMetrics()
     for _, _, image_BE, text_BE, names in reversed(batches()):
-        metrics.update(3 * image_BE, 0.5 * text_BE, [f" {name} \n" for name in names])  # lengths, order, white space
+        metrics.update(
+            3 * image_BE, 0.5 * text_BE, [f" {name} \n" for name in names]
+        )  # lengths, order, white space
     assert metrics.compute()["recall@1/image_to_text"] == values["recall@1/image_to_text"]
 
 
@@ -63,11 +73,15 @@ def test_images_without_text_are_left_out() -> None:
     metrics, images = RetrievalMetrics(ks=(1,)), torch.eye(5)
     metrics.update(images, images, ["one", "", "two", " \n", "three"])
     metrics.update(images[:2], images[:2], ["", ""])
-    assert {name: value.item() for name, value in metrics.compute().items()} == dict.fromkeys(metrics.compute(), 1.0)
+    assert {name: value.item() for name, value in metrics.compute().items()} == dict.fromkeys(
+        metrics.compute(), 1.0
+    )
 
 
 def test_a_label_without_a_threshold_has_no_decisions() -> None:
-    metrics = LabelMetrics(["Edema", "Fracture"], thresholds={"Edema": 0.5, "Fracture": float("nan")})
+    metrics = LabelMetrics(
+        ["Edema", "Fracture"], thresholds={"Edema": 0.5, "Fracture": float("nan")}
+    )
     metrics.update(torch.tensor([[0.9, 0.8], [0.1, 0.2]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
     values = metrics.compute()
     assert "f1/Fracture" not in values

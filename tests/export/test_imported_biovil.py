@@ -1,4 +1,6 @@
-"""Imported BioViL and BioViL-T, each from two files, against the published layers written out from the files' keys."""
+"""Imported BioViL and BioViL-T, each from two files, against the published layers written out
+from the files' keys.
+"""
 
 import json
 from pathlib import Path
@@ -33,7 +35,13 @@ BLOCKS, NEAR = (1, 1, 1, 1), {"atol": 1e-4, "rtol": 1e-3}
 
 
 def image_file(width: int = 64, **others: tuple[int, ...]) -> Tensors:
-    sizes = {"weight": (128,), "bias": (128,), "running_mean": (128,), "running_var": (128,), "num_batches_tracked": ()}
+    sizes = {
+        "weight": (128,),
+        "bias": (128,),
+        "running_mean": (128,),
+        "running_var": (128,),
+        "num_batches_tracked": (),
+    }
     return random_tensors(
         {
             **resnet_shapes("encoder.encoder.", BLOCKS),
@@ -49,7 +57,10 @@ def image_file(width: int = 64, **others: tuple[int, ...]) -> Tensors:
 
 
 def text_file() -> Tensors:
-    layers = {"cls_projection_head.dense_to_hidden": WIDTH, "cls_projection_head.dense_to_output": 128}
+    layers = {
+        "cls_projection_head.dense_to_hidden": WIDTH,
+        "cls_projection_head.dense_to_output": 128,
+    }
     transform = "cls.predictions.transform"
     norms = ("cls_projection_head.LayerNorm", f"{transform}.LayerNorm")
     file = random_tensors(
@@ -77,7 +88,10 @@ def pooler_shapes(blocks: int, dim: int) -> dict[str, tuple[int, ...]]:
     for block in range(blocks):
         name = f"encoder.vit_pooler.blocks.{block}"
         square = ("attn.proj", "mlp.fc1", "mlp.fc2")
-        shapes |= {f"{name}.{part}.weight": (dim, dim) for part in ("attn.proj_q", "attn.proj_k", "attn.proj_v")}
+        shapes |= {
+            f"{name}.{part}.weight": (dim, dim)
+            for part in ("attn.proj_q", "attn.proj_k", "attn.proj_v")
+        }
         shapes |= {f"{name}.{part}.weight": (dim, dim) for part in square}
         shapes |= {f"{name}.{part}.bias": (dim,) for part in square}
         norms += [f"{name}.norm1", f"{name}.norm2"]
@@ -93,9 +107,14 @@ def saved(image: Tensors, text: Tensors, folder: Path) -> tuple[Path, Path]:
 def projector(x: Tensor, file: Tensors) -> Tensor:
     """(B, P, D) to (B, P, 128); its convolutions of width 1 are matrices."""
     hidden = F.linear(x, file["projector.model.0.weight"].flatten(1))
-    leaves = (file[f"projector.model.1.{leaf}"] for leaf in ("running_mean", "running_var", "weight", "bias"))
+    leaves = (
+        file[f"projector.model.1.{leaf}"]
+        for leaf in ("running_mean", "running_var", "weight", "bias")
+    )
     hidden = F.relu(F.batch_norm(hidden.flatten(0, 1), *leaves)).view_as(hidden)
-    return F.linear(hidden, file["projector.model.3.weight"].flatten(1), file["projector.model.3.bias"])
+    return F.linear(
+        hidden, file["projector.model.3.weight"].flatten(1), file["projector.model.3.bias"]
+    )
 
 
 def pooled(current: Tensor, prior: Tensor, position: Tensor, file: Tensors, blocks: int) -> Tensor:
@@ -107,7 +126,9 @@ def pooled(current: Tensor, prior: Tensor, position: Tensor, file: Tensors, bloc
         q, k, v = (linear(y, file, f"{name}.attn.proj_{part}") for part in "qkv")
         x = x + linear(attend(q, k, v, 8), file, f"{name}.attn.proj")
         y = linear(
-            F.gelu(linear(norm(x, file, f"{name}.norm2", 1e-6), file, f"{name}.mlp.fc1")), file, f"{name}.mlp.fc2"
+            F.gelu(linear(norm(x, file, f"{name}.norm2", 1e-6), file, f"{name}.mlp.fc1")),
+            file,
+            f"{name}.mlp.fc2",
         )
         x = x + y
     return norm(x, file, "encoder.vit_pooler.norm_post", 1e-6)[:, : current.shape[1]]
@@ -117,33 +138,67 @@ def test_biovil_import_is_the_whole_system(tmp_path: Path) -> None:
     """Regions, texts and scores of masked words, also after saving and loading."""
     image, text = image_file(), text_file()
     paths = saved(image, text, tmp_path)
-    cli.main(["import", "biovil", str(paths[0]), "--text-file", str(paths[1]), "--out", str(tmp_path / "out")])
+    cli.main(
+        [
+            "import",
+            "biovil",
+            str(paths[0]),
+            "--text-file",
+            str(paths[1]),
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
     report = json.loads((tmp_path / "out" / "import.json").read_text())
     fc = {f"encoder.encoder.fc.{leaf}" for leaf in ("weight", "bias")}
     copies = {f"cls.predictions.decoder.{leaf}" for leaf in ("weight", "bias")}
     assert set(report["left_out"]) == {*fc, *copies, "bert.embeddings.position_ids"}
     assert len(report["text_sha256"]) == 64
     model = medvl.load(tmp_path / "out")
-    assert (model.config.projection_dim, model.config.vocab_size, model.config.max_tokens) == (128, WORDS, 16)
+    assert (model.config.projection_dim, model.config.vocab_size, model.config.max_tokens) == (
+        128,
+        WORDS,
+        16,
+    )
     pixels = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(3))
-    expected = projector(resnet(pixels, image, "encoder.encoder.", BLOCKS).flatten(2).transpose(1, 2), image)
+    expected = projector(
+        resnet(pixels, image, "encoder.encoder.", BLOCKS).flatten(2).transpose(1, 2), image
+    )
     ids, mask = texts()
     states = bert_states(ids, mask, text, "bert.", 1)[-1]
     head = "cls_projection_head"
-    hidden = norm(F.gelu(linear(states[:, 0], text, f"{head}.dense_to_hidden")), text, f"{head}.LayerNorm", 1e-12)
+    hidden = norm(
+        F.gelu(linear(states[:, 0], text, f"{head}.dense_to_hidden")),
+        text,
+        f"{head}.LayerNorm",
+        1e-12,
+    )
     vectors = linear(hidden, text, f"{head}.dense_to_output")
     transform = "cls.predictions.transform"
-    hidden = norm(F.gelu(linear(states[mask], text, f"{transform}.dense")), text, f"{transform}.LayerNorm", 1e-12)
+    hidden = norm(
+        F.gelu(linear(states[mask], text, f"{transform}.dense")),
+        text,
+        f"{transform}.LayerNorm",
+        1e-12,
+    )
     with torch.no_grad():
         torch.testing.assert_close(model.embed_regions(pixels), expected, **NEAR)
-        torch.testing.assert_close(model.encode_image(pixels), F.normalize(expected.mean(dim=1), dim=-1), **NEAR)
-        torch.testing.assert_close(model.encode_text(ids, mask), F.normalize(vectors, dim=-1), **NEAR)
-        words = model.word_head(states[mask], model.text_encoder.backbone.get_input_embeddings().weight)
+        torch.testing.assert_close(
+            model.encode_image(pixels), F.normalize(expected.mean(dim=1), dim=-1), **NEAR
+        )
+        torch.testing.assert_close(
+            model.encode_text(ids, mask), F.normalize(vectors, dim=-1), **NEAR
+        )
+        words = model.word_head(
+            states[mask], model.text_encoder.backbone.get_input_embeddings().weight
+        )
     torch.testing.assert_close(words, linear(hidden, text, "cls.predictions.decoder"), **NEAR)
 
 
 def test_biovil_t_import_is_the_whole_system(tmp_path: Path) -> None:
-    """Regions of an image alone, whose second half is the stand-in, and of an image with its prior."""
+    """Regions of an image alone, whose second half is the stand-in, and of an image with its
+    prior.
+    """
     image, text = image_file(width=64, **pooler_shapes(2, 32)), text_file()
     paths = saved(image, text, tmp_path)
     model = import_checkpoint("biovil_t", paths[0], text_file=paths[1]).model
@@ -155,12 +210,16 @@ def test_biovil_t_import_is_the_whole_system(tmp_path: Path) -> None:
     changed = pooled(current, prior, model.pooler.position_PD, image, 2)
     with torch.no_grad():
         alone, both = model.embed_regions(pixels[:1]), model.embed_regions(pixels[:1], pixels[1:])
-    torch.testing.assert_close(alone, projector(torch.cat([current, missing], dim=2), image), **NEAR)
+    torch.testing.assert_close(
+        alone, projector(torch.cat([current, missing], dim=2), image), **NEAR
+    )
     torch.testing.assert_close(both, projector(torch.cat([current, changed], dim=2), image), **NEAR)
 
 
 @pytest.mark.parametrize("system", ["biovil", "biovil_t"])
-def test_export_to_the_published_files_is_the_inverse_of_the_import(system: str, tmp_path: Path) -> None:
+def test_export_to_the_published_files_is_the_inverse_of_the_import(
+    system: str, tmp_path: Path
+) -> None:
     others = pooler_shapes(2, 32) if system == "biovil_t" else {}
     image, text = image_file(**others), text_file()
     paths = saved(image, text, tmp_path)
@@ -192,7 +251,9 @@ def test_a_missing_or_unwanted_second_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("system", ["biovil_image", "cxrbert"])
 def test_each_file_alone_is_an_encoder(system: str, tmp_path: Path) -> None:
-    paths = dict(zip(("biovil_image", "cxrbert"), saved(image_file(), text_file(), tmp_path), strict=True))
+    paths = dict(
+        zip(("biovil_image", "cxrbert"), saved(image_file(), text_file(), tmp_path), strict=True)
+    )
     imported = import_checkpoint(system, paths[system])
     assert [name for name, child in imported.model.named_children()] == [
         "image_encoder" if system == "biovil_image" else "text_encoder"

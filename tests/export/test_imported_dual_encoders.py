@@ -1,4 +1,6 @@
-"""Imported dual-encoders against the published layers, written out plainly from the file's own keys, on small random files."""
+"""Imported dual-encoders against the published layers, written out plainly from the file's own
+keys, on small random files.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -56,9 +58,13 @@ def test_chexzero_import_equals_clip(chexzero_file: Tensors, tmp_path: Path) -> 
     """Both encoders, their projections and the temperature, also after saving and loading."""
     file = chexzero_file
     model = imported(file, "chexzero", tmp_path, out=tmp_path / "out")
-    image = torch.randint(256, (2, 1, 64, 64), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    image = torch.randint(256, (2, 1, 64, 64), generator=torch.Generator().manual_seed(1)).to(
+        torch.uint8
+    )
     pixels = (image.expand(-1, 3, -1, -1) / 255 - 101.48761 / 255) / (83.43944 / 255)
-    expected = F.normalize(clip_encode(pixels, file, "visual.", 2)[:, 0] @ file["visual.proj"], dim=-1)
+    expected = F.normalize(
+        clip_encode(pixels, file, "visual.", 2)[:, 0] @ file["visual.proj"], dim=-1
+    )
     with torch.no_grad():
         torch.testing.assert_close(model.encode_image(image), expected, atol=1e-5, rtol=1e-4)
     ids, mask = model.tokenize(["small left effusion", "no pneumothorax"])
@@ -66,10 +72,14 @@ def test_chexzero_import_equals_clip(chexzero_file: Tensors, tmp_path: Path) -> 
     later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
     for layer in range(2):
         x = clip_block(x, file, f"transformer.resblocks.{layer}", later)
-    ends = norm(x, file, "ln_final", 1e-5)[torch.arange(2), ids.argmax(dim=1)]  # the end token has the highest id
+    ends = norm(x, file, "ln_final", 1e-5)[
+        torch.arange(2), ids.argmax(dim=1)
+    ]  # the end token has the highest id
     with torch.no_grad():
         actual = model.encode_text(ids, mask)
-        torch.testing.assert_close(actual, F.normalize(ends @ file["text_projection"], dim=-1), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            actual, F.normalize(ends @ file["text_projection"], dim=-1), atol=1e-5, rtol=1e-4
+        )
         loaded = medvl.load(tmp_path / "out")
         assert torch.equal(loaded.encode_text(["small left effusion", "no pneumothorax"]), actual)
     assert loaded.logit_scale.item() == 3.5
@@ -88,7 +98,9 @@ def medclip_file() -> Tensors:
 
 
 def test_medclip_import_includes_its_heads(tmp_path: Path) -> None:
-    """The mean of three states and of real tokens, projected; the image's average, projected by the layer named fc."""
+    """The mean of three states and of real tokens, projected; the image's average, projected by
+    the layer named fc.
+    """
     file = medclip_file()
     model = imported(file, "medclip", tmp_path)
     ids, mask = texts()
@@ -134,7 +146,9 @@ def test_cxrclip_import_includes_its_heads(tmp_path: Path) -> None:
     assert model.logit_scale.item() == 2.5
 
 
-def mgca_head_shapes(name: str, width: int, hidden: int = 32, local: bool = False) -> dict[str, tuple[int, ...]]:
+def mgca_head_shapes(
+    name: str, width: int, hidden: int = 32, local: bool = False
+) -> dict[str, tuple[int, ...]]:
     kernel = (1,) if local else ()
     return {
         f"{name}.head.0.weight": (hidden, width, *kernel),
@@ -150,13 +164,19 @@ def mgca_head_shapes(name: str, width: int, hidden: int = 32, local: bool = Fals
 def mgca_head(x: Tensor, file: Tensors, name: str) -> Tensor:
     def bn(x: Tensor, layer: int) -> Tensor:
         mean, var, *affine = (
-            file.get(f"{name}.{layer}.{leaf}") for leaf in ("running_mean", "running_var", "weight", "bias")
+            file.get(f"{name}.{layer}.{leaf}")
+            for leaf in ("running_mean", "running_var", "weight", "bias")
         )
         return F.batch_norm(x.flatten(0, -2), mean, var, *affine).view_as(x)
 
     name = f"{name}.head"
     hidden = F.linear(x, file[f"{name}.0.weight"].flatten(1), file[f"{name}.0.bias"])
-    return bn(F.linear(F.relu(bn(hidden, 1)), file[f"{name}.3.weight"].flatten(1), file[f"{name}.3.bias"]), 4)
+    return bn(
+        F.linear(
+            F.relu(bn(hidden, 1)), file[f"{name}.3.weight"].flatten(1), file[f"{name}.3.bias"]
+        ),
+        4,
+    )
 
 
 def mgca_file(words: int) -> Tensors:
@@ -174,11 +194,19 @@ def mgca_file(words: int) -> Tensors:
 
 
 def test_mgca_import_is_the_whole_system(tmp_path: Path) -> None:
-    """Its BERT has no token types, which are zeros; heads of regions and words are convolutions of width 1."""
-    tokenizer = train_wordpiece(["left effusion", "no pneumothorax"], vocab_size=WORDS, min_frequency=1)
+    """Its BERT has no token types, which are zeros; heads of regions and words are convolutions
+    of width 1.
+    """
+    tokenizer = train_wordpiece(
+        ["left effusion", "no pneumothorax"], vocab_size=WORDS, min_frequency=1
+    )
     file = mgca_file(len(tokenizer.vocabulary))
     model = imported(file, "mgca", tmp_path, tokenizer=tokenizer)
-    assert (model.config.num_prototypes, model.config.hidden_dim, model.config.projection_dim) == (7, 32, EMBED)
+    assert (model.config.num_prototypes, model.config.hidden_dim, model.config.projection_dim) == (
+        7,
+        32,
+        EMBED,
+    )
     torch.testing.assert_close(model.prototype_layer.weight.data, file["prototype_layer.weight"])
     pixels = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(3))
     large = F.interpolate(pixels, (299, 299), mode="bilinear", align_corners=True)
@@ -207,7 +235,10 @@ def lovt_side_shapes(model: str, width: int, hidden: int = 32) -> dict[str, tupl
             f"{head}.projection_before.bias": (hidden,),
             f"{head}.projection_after.weight": (EMBED, hidden, *kernel),
             f"{head}.projection_after.bias": (EMBED,),
-            **{f"{head}.norm.{leaf}": (hidden,) for leaf in ("weight", "bias", "running_mean", "running_var")},
+            **{
+                f"{head}.norm.{leaf}": (hidden,)
+                for leaf in ("weight", "bias", "running_mean", "running_var")
+            },
             f"{head}.norm.num_batches_tracked": (),
         }
     return {
@@ -226,8 +257,12 @@ def lovt_norm(x: Tensor, file: Tensors, name: str) -> Tensor:
 
 def lovt_head(x: Tensor, file: Tensors, name: str) -> Tensor:
     """(N, D) to (N, E); kernels of width 1 are matrices."""
-    before, after = (file[f"{name}.projection_{key}.weight"].flatten(1) for key in ("before", "after"))
-    hidden = F.relu(lovt_norm(F.linear(x, before, file[f"{name}.projection_before.bias"]), file, f"{name}.norm"))
+    before, after = (
+        file[f"{name}.projection_{key}.weight"].flatten(1) for key in ("before", "after")
+    )
+    hidden = F.relu(
+        lovt_norm(F.linear(x, before, file[f"{name}.projection_before.bias"]), file, f"{name}.norm")
+    )
     return F.linear(hidden, after, file[f"{name}.projection_after.bias"])
 
 
@@ -249,7 +284,10 @@ def lovt_file(words: int) -> Tensors:
             **lovt_side_shapes("model_b", WIDTH),
             **{f"{name}.weight": (EMBED, EMBED) for name in square},
             **{f"{name}.bias": (EMBED,) for name in square},
-            **{f"ll_attention.norm.{leaf}": (EMBED,) for leaf in ("weight", "bias", "running_mean", "running_var")},
+            **{
+                f"ll_attention.norm.{leaf}": (EMBED,)
+                for leaf in ("weight", "bias", "running_mean", "running_var")
+            },
             "ll_attention.norm.num_batches_tracked": (),
             "loss_module.ll_alignments_a.0.pos_weights": (7, 7, 7, 7),
         }
@@ -257,39 +295,66 @@ def lovt_file(words: int) -> Tensors:
 
 
 def test_lovt_import_is_the_whole_system(tmp_path: Path) -> None:
-    """Poolings, heads and the attention between sentences and regions, from the released code's names."""
-    tokenizer = train_wordpiece(["left effusion.", "no pneumothorax."], vocab_size=WORDS, min_frequency=1)
+    """Poolings, heads and the attention between sentences and regions, from the released code's
+    names.
+    """
+    tokenizer = train_wordpiece(
+        ["left effusion.", "no pneumothorax."], vocab_size=WORDS, min_frequency=1
+    )
     report = "left effusion. no pneumothorax."
     file = lovt_file(len(tokenizer.vocabulary))
     model = imported(file, "lovt", tmp_path, tokenizer=tokenizer)
-    assert (model.config.hidden_dim, model.config.projection_dim, model.config.max_tokens) == (32, EMBED, 16)
+    assert (model.config.hidden_dim, model.config.projection_dim, model.config.max_tokens) == (
+        32,
+        EMBED,
+        16,
+    )
     pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(3))
-    regions = resnet(pixels, file, "model_a.encoder.feature_extractor.backbone_layers.", BLOCKS)[0].flatten(1).T
+    regions = (
+        resnet(pixels, file, "model_a.encoder.feature_extractor.backbone_layers.", BLOCKS)[0]
+        .flatten(1)
+        .T
+    )
     ids, mask = tokenizer([report])
     tokens = bert_states(ids, mask, file, "model_b.encoder.language_model.", 1)[-1][0, 1:-1]
     sentences = torch.stack([tokens[:3].amax(dim=0), tokens[3:].amax(dim=0)])
     stops = tokenizer.vocabulary["."]
-    assert [place for place, token in enumerate(ids[0, 1:-1].tolist()) if token == stops] == [2, len(tokens) - 1]
+    assert [place for place, token in enumerate(ids[0, 1:-1].tolist()) if token == stops] == [
+        2,
+        len(tokens) - 1,
+    ]
     with torch.no_grad():
         images, texts = model.embed_images(pixels), model.embed_texts([report])
     near = {"atol": 1e-4, "rtol": 1e-3}
     for side, items, embedded in (("model_a", regions, images), ("model_b", sentences, texts)):
         whole = lovt_head(lovt_pool(items, file, side), file, f"{side}.project_global")
         torch.testing.assert_close(embedded.global_NE, F.normalize(whole, dim=-1), **near)
-        torch.testing.assert_close(embedded.local_NPE[0], lovt_head(items, file, f"{side}.project_local"), **near)
+        torch.testing.assert_close(
+            embedded.local_NPE[0], lovt_head(items, file, f"{side}.project_local"), **near
+        )
     a, b = texts.local_NPE[0], images.local_NPE[0]
     key_a, key_b = (linear(x, file, "ll_attention.key_projection") for x in (a, b))
     attended = attend(key_a, key_b, linear(b, file, "ll_attention.value_projection"), 1)
-    expected = lovt_norm(linear(attended, file, "ll_attention.output_projection"), file, "ll_attention.norm")
+    expected = lovt_norm(
+        linear(attended, file, "ll_attention.output_projection"), file, "ll_attention.norm"
+    )
     with torch.no_grad():
         for_sentences, _ = model.cross_attention(texts.local_NPE, images.local_NPE, texts.mask_NP)
     torch.testing.assert_close(for_sentences[0], expected, **near)
 
 
 @pytest.mark.parametrize("system", ["medclip", "mgca", "lovt"])
-def test_export_to_the_published_file_is_the_inverse_of_the_import(system: str, tmp_path: Path) -> None:
-    """Also of token types that medvl trained, which MGCA's BERT does not have; sizes of images must be the published."""
-    file = {"medclip": medclip_file, "mgca": lambda: mgca_file(WORDS), "lovt": lambda: lovt_file(WORDS)}[system]()
+def test_export_to_the_published_file_is_the_inverse_of_the_import(
+    system: str, tmp_path: Path
+) -> None:
+    """Also of token types that medvl trained, which MGCA's BERT does not have; sizes of images
+    must be the published.
+    """
+    file = {
+        "medclip": medclip_file,
+        "mgca": lambda: mgca_file(WORDS),
+        "lovt": lambda: lovt_file(WORDS),
+    }[system]()
     model = imported(file, system, tmp_path)
     exported = export_published(model, tmp_path / "out")
     assert not exported.left_out
@@ -297,7 +362,11 @@ def test_export_to_the_published_file_is_the_inverse_of_the_import(system: str, 
     name = "pytorch_model.bin" if system == "medclip" else f"{system}.ckpt"
     written = torch.load(tmp_path / "out" / name, weights_only=True)
     written = written if system == "medclip" else written["state_dict"]
-    unused = {key for key in {*file, *written} if "pooler" in key or "position_ids" in key or "loss_module" in key}
+    unused = {
+        key
+        for key in {*file, *written}
+        if "pooler" in key or "position_ids" in key or "loss_module" in key
+    }
     assert written.keys() - unused == file.keys() - unused
     for key in written.keys() - unused:
         assert torch.equal(written[key], file[key]), key
@@ -308,7 +377,9 @@ def test_export_to_the_published_file_is_the_inverse_of_the_import(system: str, 
     if system == "mgca":
         with torch.no_grad():
             types.zero_()
-        other = medvl.create_model(dataclasses.replace(model.config, encoder_size=None), tokenizer=model.tokenizer)
+        other = medvl.create_model(
+            dataclasses.replace(model.config, encoder_size=None), tokenizer=model.tokenizer
+        )
         other.load_state_dict(model.state_dict())
         with raises(CheckpointError, "mismatch"):
             export_published(other, tmp_path / "size")

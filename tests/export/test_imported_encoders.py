@@ -1,4 +1,6 @@
-"""Imported encoders against the published layers, written out plainly from the file's own keys, on small random files."""
+"""Imported encoders against the published layers, written out plainly from the file's own keys,
+on small random files.
+"""
 
 import time
 from pathlib import Path
@@ -39,15 +41,25 @@ def test_cxrbert_import_includes_its_projection(tmp_path: Path) -> None:
         "cls_projection_head.dense_to_output.weight": (128, 128),
         **{
             f"cls_projection_head.{name}": (128,)
-            for name in ("dense_to_hidden.bias", "LayerNorm.weight", "LayerNorm.bias", "dense_to_output.bias")
+            for name in (
+                "dense_to_hidden.bias",
+                "LayerNorm.weight",
+                "LayerNorm.bias",
+                "dense_to_output.bias",
+            )
         },
     }
-    file = random_tensors({**bert_shapes("bert.", 2), **head, "bert.embeddings.position_ids": (1, 16)})
+    file = random_tensors(
+        {**bert_shapes("bert.", 2), **head, "bert.embeddings.position_ids": (1, 16)}
+    )
     encoder = imported(file, "cxrbert", tmp_path).text_encoder
     ids, mask = texts()
     cls = bert_states(ids, mask, file, "bert.", 2)[-1][:, 0]
     hidden = norm(
-        F.gelu(linear(cls, file, "cls_projection_head.dense_to_hidden")), file, "cls_projection_head.LayerNorm", 1e-12
+        F.gelu(linear(cls, file, "cls_projection_head.dense_to_hidden")),
+        file,
+        "cls_projection_head.LayerNorm",
+        1e-12,
     )
     with torch.no_grad():
         actual = encoder(ids, mask).pooled_BD
@@ -59,7 +71,11 @@ def test_cxrbert_import_includes_its_projection(tmp_path: Path) -> None:
 def test_a_layer_of_any_number_is_refused_at_once(tmp_path: Path) -> None:
     """No model of three million layers is begun."""
     file = bert_shapes("bert.", 2)
-    layer = {key.replace(".layer.1.", ".layer.3000000."): shape for key, shape in file.items() if ".layer.1." in key}
+    layer = {
+        key.replace(".layer.1.", ".layer.3000000."): shape
+        for key, shape in file.items()
+        if ".layer.1." in key
+    }
     start = time.perf_counter()
     with raises(WeightsError, "mismatch", names="encoder.layer.2"):
         imported(random_tensors({**file, **layer}), "cxrbert", tmp_path)
@@ -77,16 +93,26 @@ def test_resnet_imports_from_named_keys(tmp_path: Path, grey: bool) -> None:
     encoder = imported(named, "biovil_image", tmp_path).image_encoder
     with torch.no_grad():
         features = encoder(pixels)
-    torch.testing.assert_close(features.patches_BPD, expected.flatten(2).transpose(1, 2), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        features.patches_BPD, expected.flatten(2).transpose(1, 2), atol=1e-4, rtol=1e-4
+    )
     torch.testing.assert_close(features.pooled_BD, expected.mean(dim=(2, 3)), atol=1e-4, rtol=1e-4)
 
 
 def test_swin_import_equals_transformers(tmp_path: Path) -> None:
-    """transformers' Swin, its parameters renamed to those of version 4; two of its blocks are shifted."""
+    """transformers' Swin, its parameters renamed to those of version 4; two of its blocks are
+    shifted.
+    """
     from transformers import SwinConfig, SwinModel
 
     torch.manual_seed(4)
-    sizes = {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 7, "image_size": 224}
+    sizes = {
+        "embed_dim": 24,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 7,
+        "image_size": 224,
+    }
     swin = SwinModel(SwinConfig(**sizes), add_pooling_layer=False).eval()
     for parameter in swin.parameters():
         torch.nn.init.normal_(parameter, std=0.2)

@@ -1,4 +1,6 @@
-"""Imported fusion-encoders against the published layers, written out plainly from the file's own keys, on small random files."""
+"""Imported fusion-encoders against the published layers, written out plainly from the file's own
+keys, on small random files.
+"""
 
 from pathlib import Path
 
@@ -37,7 +39,9 @@ def m3ae_file() -> Tensors:
 
 
 def test_m3ae_import_equals_its_co_attention_and_heads(tmp_path: Path) -> None:
-    """Both encoders, one layer of each stream, the poolers, ITM, MLM, and a block of the pixel decoder."""
+    """Both encoders, one layer of each stream, the poolers, ITM, MLM, and a block of the pixel
+    decoder.
+    """
     file = m3ae_file()
     model = imported(file, "m3ae", tmp_path)
     pixels = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(7))
@@ -49,9 +53,16 @@ def test_m3ae_import_equals_its_co_attention_and_heads(tmp_path: Path) -> None:
         matched = model.itm_head(fused.pooled_BD)
         decoded = model.mim_head.blocks[0](torch.ones(1, 5, 64).cumsum(1))
     encoded = clip_encode(pixels, file, "vision_encoder.visual.", 2)
-    v = linear(encoded, file, "multi_modal_vision_proj") + file["modality_type_embeddings.weight"][1]
-    torch.testing.assert_close(image.states_BND + file["modality_type_embeddings.weight"][1], v, atol=1e-4, rtol=1e-4)
-    t = text.states_BND + file["modality_type_embeddings.weight"][0]  # RoBERTa's positions are not tested here
+    v = (
+        linear(encoded, file, "multi_modal_vision_proj")
+        + file["modality_type_embeddings.weight"][1]
+    )
+    torch.testing.assert_close(
+        image.states_BND + file["modality_type_embeddings.weight"][1], v, atol=1e-4, rtol=1e-4
+    )
+    t = (
+        text.states_BND + file["modality_type_embeddings.weight"][0]
+    )  # RoBERTa's positions are not tested here
     new_t = cross_layer(t, v, file, "multi_modal_language_layers.0.", ~mask[:, None], None)
     new_v = cross_layer(v, t, file, "multi_modal_vision_layers.0.", None, ~mask[:, None])
     torch.testing.assert_close(fused.text.states_BND[mask], new_t[mask], atol=1e-4, rtol=1e-4)
@@ -60,8 +71,15 @@ def test_m3ae_import_equals_its_co_attention_and_heads(tmp_path: Path) -> None:
         torch.tanh(linear(states[:, 0], file, f"multi_modal_{side}_pooler.dense"))
         for side, states in (("language", new_t), ("vision", new_v))
     ]
-    torch.testing.assert_close(matched, linear(torch.cat(pooled, -1), file, "itm_head.fc"), atol=1e-4, rtol=1e-4)
-    hidden = norm(F.gelu(linear(new_t, file, "mlm_head.transform.dense")), file, "mlm_head.transform.LayerNorm", 1e-12)
+    torch.testing.assert_close(
+        matched, linear(torch.cat(pooled, -1), file, "itm_head.fc"), atol=1e-4, rtol=1e-4
+    )
+    hidden = norm(
+        F.gelu(linear(new_t, file, "mlm_head.transform.dense")),
+        file,
+        "mlm_head.transform.LayerNorm",
+        1e-12,
+    )
     expected = linear(hidden, file, "mlm_head.decoder") + file["mlm_head.bias"]
     torch.testing.assert_close(words[mask], expected[mask], atol=2e-4, rtol=1e-4)
     expected = clip_block(torch.ones(1, 5, 64).cumsum(1), file, "mim_head.decoder.resblocks.0")
@@ -91,10 +109,15 @@ def test_meter_import_equals_m3ae_without_its_pixel_decoder(tmp_path: Path) -> N
             file[METER[old] + key.removeprefix(old)] = tensor
     model, other = imported(file, "meter", tmp_path), imported(m3ae, "m3ae", tmp_path)
     assert model.name == "dual_stream"
-    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items()
+    )
     pixels = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
-        ours, theirs = (each.fuse(each.text_tokens(*texts()), each.image_tokens(pixels)) for each in (model, other))
+        ours, theirs = (
+            each.fuse(each.text_tokens(*texts()), each.image_tokens(pixels))
+            for each in (model, other)
+        )
     torch.testing.assert_close(ours.pooled_BD, theirs.pooled_BD)
     with raises(WeightsError, "mismatch"):
         imported({**file, "nlvr2_classifier.0.weight": torch.ones(4, 4)}, "meter", tmp_path)
@@ -105,7 +128,11 @@ def albef_file() -> Tensors:
     shapes: dict[str, tuple[int, ...]] = {}
     for end in ("", "_m"):
         image, text = f"visual_encoder{end}.", f"text_encoder{end}."
-        norms = [f"{image}{name}.{leaf}" for name in ("norm", "blocks.0.norm1", "blocks.0.norm2") for leaf in LEAVES]
+        norms = [
+            f"{image}{name}.{leaf}"
+            for name in ("norm", "blocks.0.norm1", "blocks.0.norm2")
+            for leaf in LEAVES
+        ]
         shapes |= {
             f"{image}cls_token": (1, 1, WIDTH),
             f"{image}pos_embed": (1, 17, WIDTH),
@@ -118,16 +145,28 @@ def albef_file() -> Tensors:
             **bert_layer_shapes(f"{text}bert.encoder.layer.6.", ["attention", "crossattention"]),
             f"{text}cls.predictions.bias": (WORDS,),
             f"{text}cls.predictions.transform.dense.weight": (WIDTH, WIDTH),
-            **{f"{text}cls.predictions.transform.{name}": (WIDTH,) for name in ("dense.bias", *HEAD_NORM)},
+            **{
+                f"{text}cls.predictions.transform.{name}": (WIDTH,)
+                for name in ("dense.bias", *HEAD_NORM)
+            },
             **{f"{side}_proj{end}.weight": (24, WIDTH) for side in ("vision", "text")},
             **{f"{side}_proj{end}.bias": (24,) for side in ("vision", "text")},
         }
-    file = random_tensors({**shapes, "temp": (), "itm_head.weight": (2, WIDTH), "itm_head.bias": (2,)})
+    file = random_tensors(
+        {**shapes, "temp": (), "itm_head.weight": (2, WIDTH), "itm_head.bias": (2,)}
+    )
     for end in ("", "_m"):
         head, bert = f"text_encoder{end}.cls.predictions", f"text_encoder{end}.bert.embeddings"
         file |= {f"{head}.decoder.weight": file[f"{bert}.word_embeddings.weight"]}
-        file |= {f"{head}.decoder.bias": file[f"{head}.bias"], f"{bert}.position_ids": torch.arange(16)[None]}
-    queue = {"image_queue": torch.randn(24, 32), "text_queue": torch.randn(24, 32), "queue_ptr": torch.tensor([5])}
+        file |= {
+            f"{head}.decoder.bias": file[f"{head}.bias"],
+            f"{bert}.position_ids": torch.arange(16)[None],
+        }
+    queue = {
+        "image_queue": torch.randn(24, 32),
+        "text_queue": torch.randn(24, 32),
+        "queue_ptr": torch.tensor([5]),
+    }
     return {**file, **queue}
 
 
@@ -155,20 +194,34 @@ def test_albef_import_equals_its_towers_fusion_and_heads(tmp_path: Path) -> None
         torch.testing.assert_close(image.states_BND, v, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(text.states_BND[mask], t[mask], atol=1e-4, rtol=1e-4)
         fused = ours.fuse(text, image)
-        x = cross_layer(t, v, file, f"text_encoder{end}.bert.encoder.layer.6.", ~mask[:, None], None)
+        x = cross_layer(
+            t, v, file, f"text_encoder{end}.bert.encoder.layer.6.", ~mask[:, None], None
+        )
         torch.testing.assert_close(fused.text.states_BND[mask], x[mask], atol=1e-4, rtol=1e-4)
         head = f"text_encoder{end}.cls.predictions"
         hidden = norm(
-            F.gelu(linear(x[mask], file, f"{head}.transform.dense")), file, f"{head}.transform.LayerNorm", 1e-12
+            F.gelu(linear(x[mask], file, f"{head}.transform.dense")),
+            file,
+            f"{head}.transform.LayerNorm",
+            1e-12,
         )
         torch.testing.assert_close(
-            ours.score_words(fused.text.states_BND[mask]), linear(hidden, file, f"{head}.decoder"), atol=1e-3, rtol=1e-4
+            ours.score_words(fused.text.states_BND[mask]),
+            linear(hidden, file, f"{head}.decoder"),
+            atol=1e-3,
+            rtol=1e-4,
         )
         torch.testing.assert_close(
-            ours.image_head(image.states_BND[:, 0]), linear(v[:, 0], file, f"vision_proj{end}"), atol=1e-4, rtol=1e-4
+            ours.image_head(image.states_BND[:, 0]),
+            linear(v[:, 0], file, f"vision_proj{end}"),
+            atol=1e-4,
+            rtol=1e-4,
         )
         torch.testing.assert_close(
-            ours.text_head(text.states_BND[:, 0]), linear(t[:, 0], file, f"text_proj{end}"), atol=1e-4, rtol=1e-4
+            ours.text_head(text.states_BND[:, 0]),
+            linear(t[:, 0], file, f"text_proj{end}"),
+            atol=1e-4,
+            rtol=1e-4,
         )
     torch.testing.assert_close(model.itm_head(x[:, 0]), linear(x[:, 0], file, "itm_head"))
     assert model.itc_head.temperature == file["temp"]
@@ -176,12 +229,18 @@ def test_albef_import_equals_its_towers_fusion_and_heads(tmp_path: Path) -> None
 
 
 def test_albef_reads_questions_and_images_as_its_released_code(tmp_path: Path) -> None:
-    """Texts are cleaned and end without [SEP], images are bicubic; also after saving and loading."""
+    """Texts are cleaned and end without [SEP], images are bicubic; also after saving and
+    loading.
+    """
     words = [f"w{number}" for number in range(WORDS - 9)]
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     (tmp_path / "words").mkdir()
-    (tmp_path / "words" / "vocab.txt").write_text("\n".join([*special, "left", "lung", "-", "?", *words]))
-    model = imported(albef_file(), "albef", tmp_path, tokenizer=tmp_path / "words", out=tmp_path / "out")
+    (tmp_path / "words" / "vocab.txt").write_text(
+        "\n".join([*special, "left", "lung", "-", "?", *words])
+    )
+    model = imported(
+        albef_file(), "albef", tmp_path, tokenizer=tmp_path / "words", out=tmp_path / "out"
+    )
     for each in (model, medvl.load(tmp_path / "out")):
         assert each.transform.resize == "bicubic_antialias"
         ids, _ = each.tokenize(["Left-lung?"])
@@ -191,19 +250,33 @@ def test_albef_reads_questions_and_images_as_its_released_code(tmp_path: Path) -
 
 def albef_image(pixels: Tensor, file: Tensors, name: str) -> Tensor:
     """Return (B, 1 + P, D): a vision Transformer of one block, as in ALBEF's vit.py."""
-    patches = F.conv2d(pixels, file[f"{name}patch_embed.proj.weight"], file[f"{name}patch_embed.proj.bias"], stride=16)
-    x = torch.cat([file[f"{name}cls_token"].expand(len(pixels), -1, -1), patches.flatten(2).transpose(1, 2)], dim=1)
+    patches = F.conv2d(
+        pixels,
+        file[f"{name}patch_embed.proj.weight"],
+        file[f"{name}patch_embed.proj.bias"],
+        stride=16,
+    )
+    x = torch.cat(
+        [file[f"{name}cls_token"].expand(len(pixels), -1, -1), patches.flatten(2).transpose(1, 2)],
+        dim=1,
+    )
     x = x + file[f"{name}pos_embed"]
     y = norm(x, file, f"{name}blocks.0.norm1", 1e-6)
     q, k, v = linear(y, file, f"{name}blocks.0.attn.qkv").chunk(3, dim=-1)
     x = x + linear(attend(q, k, v, WIDTH // 64), file, f"{name}blocks.0.attn.proj")
     y = norm(x, file, f"{name}blocks.0.norm2", 1e-6)
-    x = x + linear(F.gelu(linear(y, file, f"{name}blocks.0.mlp.fc1")), file, f"{name}blocks.0.mlp.fc2")
+    x = x + linear(
+        F.gelu(linear(y, file, f"{name}blocks.0.mlp.fc1")), file, f"{name}blocks.0.mlp.fc2"
+    )
     return norm(x, file, f"{name}norm", 1e-6)
 
 
 def medvill_file() -> Tensors:
-    sequential = {"conv1": "0", "bn1": "1", **{f"layer{stage}": str(stage + 3) for stage in range(1, 5)}}
+    sequential = {
+        "conv1": "0",
+        "bn1": "1",
+        **{f"layer{stage}": str(stage + 3) for stage in range(1, 5)},
+    }
     resnet_file = random_tensors(resnet_shapes("", (1, 1, 1, 1)))
     file = random_tensors(
         {
@@ -226,7 +299,12 @@ def medvill_file() -> Tensors:
             "itm.linear.bias": (2,),
         }
     )
-    for name in ("position_embeddings.weight", "token_type_embeddings.weight", "LayerNorm.weight", "LayerNorm.bias"):
+    for name in (
+        "position_embeddings.weight",
+        "token_type_embeddings.weight",
+        "LayerNorm.weight",
+        "LayerNorm.bias",
+    ):
         file[f"enc.img_embeddings.{name}"] = file[f"enc.txt_embeddings.{name}"]
     file["mlm.predictions.decoder.weight"] = file["enc.txt_embeddings.word_embeddings.weight"]
     for key, tensor in resnet_file.items():
@@ -241,7 +319,9 @@ def test_medvill_import_checks_that_stored_copies_are_equal(tmp_path: Path) -> N
     assert torch.equal(model.image_input.weight, file["enc.img_embeddings.img_embeddings.weight"])
     assert torch.equal(model.itm_head.weight, file["itm.linear.weight"])
     file["enc.img_embeddings.LayerNorm.weight"] = file["enc.img_embeddings.LayerNorm.weight"] + 1
-    names = "enc.img_embeddings.LayerNorm.weight is not equal to enc.txt_embeddings.LayerNorm.weight"
+    names = (
+        "enc.img_embeddings.LayerNorm.weight is not equal to enc.txt_embeddings.LayerNorm.weight"
+    )
     with raises(WeightsError, "mismatch", names=names):
         imported(file, "medvill", tmp_path)
     del file["enc.txt_embeddings.LayerNorm.weight"]

@@ -1,4 +1,6 @@
-"""An imported LViT against the published network, written out from the file's own keys, on a small random file."""
+"""An imported LViT against the published network, written out from the file's own keys, on a
+small random file.
+"""
 
 from pathlib import Path
 
@@ -24,8 +26,15 @@ def conv(name: str, outputs: int, *kernel: int) -> Shapes:
 
 
 def conv_norm(name: str, outputs: int, *kernel: int) -> Shapes:
-    norm = {f"{name}.norm.{leaf}": (outputs,) for leaf in ("weight", "bias", "running_mean", "running_var")}
-    return {**conv(f"{name}.conv", outputs, *kernel), **norm, f"{name}.norm.num_batches_tracked": ()}
+    norm = {
+        f"{name}.norm.{leaf}": (outputs,)
+        for leaf in ("weight", "bias", "running_mean", "running_var")
+    }
+    return {
+        **conv(f"{name}.conv", outputs, *kernel),
+        **norm,
+        f"{name}.norm.num_batches_tracked": (),
+    }
 
 
 def published_file() -> dict[str, Tensor]:
@@ -43,8 +52,12 @@ def published_file() -> dict[str, Tensor]:
             block = f"{name}.Encoder_blocks.0"
             shapes |= conv(f"{block}.norm1", dim) | conv(f"{block}.norm2", dim)
             shapes |= conv(f"{block}.attn.qkv", 3 * dim, dim) | conv(f"{block}.attn.proj", dim, dim)
-            shapes |= conv(f"{block}.mlp.fc1", 4 * dim, dim) | conv(f"{block}.mlp.fc2", dim, 4 * dim)
-            shapes |= conv_norm(f"{name}.CTBN", dim // 2, dim, 3) | conv_norm(f"{name}.CTBN2", dim, 2 * dim, 3)
+            shapes |= conv(f"{block}.mlp.fc1", 4 * dim, dim) | conv(
+                f"{block}.mlp.fc2", dim, 4 * dim
+            )
+            shapes |= conv_norm(f"{name}.CTBN", dim // 2, dim, 3) | conv_norm(
+                f"{name}.CTBN2", dim, 2 * dim, 3
+            )
             shapes |= conv_norm(f"{name}.CTBN3", TOKENS, WORDS, 3)
         for name in (f"up{one}.pixModule", f"pix_module{one}"):
             shapes |= {f"{name}.conv_{kind}.weight": (dim, dim, 1, 1) for kind in ("avg", "max")}
@@ -81,7 +94,10 @@ class Published:
         x = x + F.linear(attended, *self.pair(f"{name}.attn.proj"))
         normed = F.layer_norm(x, (width,), *self.pair(f"{name}.norm2"))
         return x + F.gelu(
-            F.linear(F.gelu(F.linear(normed, *self.pair(f"{name}.mlp.fc1"))), *self.pair(f"{name}.mlp.fc2"))
+            F.linear(
+                F.gelu(F.linear(normed, *self.pair(f"{name}.mlp.fc1"))),
+                *self.pair(f"{name}.mlp.fc2"),
+            )
         )
 
     def down(self, level: int, x: Tensor, coarser: Tensor, text: Tensor) -> Tensor:
@@ -98,7 +114,10 @@ class Published:
         mean = F.conv2d(skip, self.t[f"{name}.conv_avg.weight"]).relu().mean(dim=1, keepdim=True)
         most = F.conv2d(skip, self.t[f"{name}.conv_max.weight"]).relu().amax(dim=1, keepdim=True)
         three = torch.cat([mean, most, mean + most], dim=1).transpose(1, 3)
-        three = F.linear(F.linear(three, *self.pair(f"{name}.bottleneck.0")).relu(), *self.pair(f"{name}.bottleneck.2"))
+        three = F.linear(
+            F.linear(three, *self.pair(f"{name}.bottleneck.0")).relu(),
+            *self.pair(f"{name}.bottleneck.2"),
+        )
         x = torch.cat([three.transpose(1, 3) * skip, F.interpolate(x, scale_factor=2)], dim=1)
         return self.conv_norm(f"up{one}.nConvs.1", self.conv_norm(f"up{one}.nConvs.0", x))
 
@@ -117,32 +136,53 @@ class Published:
         for level in (3, 2, 1, 0):
             y = self.block(f"upVit{level or ''}", tokens[level + 1])
             if coarser is not None:
-                y = y + self.conv_norm(f"upVit{level or ''}.CTBN2", coarser.transpose(1, 2)).transpose(1, 2)
+                y = y + self.conv_norm(
+                    f"upVit{level or ''}.CTBN2", coarser.transpose(1, 2)
+                ).transpose(1, 2)
             coarser = y
             cells = y.transpose(1, 2).unflatten(2, (SIZE // 16, SIZE // 16))
-            cells = self.conv_norm(f"reconstruct{level + 1}", F.interpolate(cells, scale_factor=PATCHES[level]))
+            cells = self.conv_norm(
+                f"reconstruct{level + 1}", F.interpolate(cells, scale_factor=PATCHES[level])
+            )
             x = self.up(level + 1, x, features[level] + cells)
         return F.conv2d(x, *self.pair("outc"))
 
 
 def test_imported_network_gives_the_published_masks(tmp_path: Path) -> None:
     tokenizer = train_wordpiece(TEXTS, vocab_size=120, min_frequency=1)
-    sizes = {"hidden_size": TEXT, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": TEXT,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 32,
+    }
     text = create_text_encoder("bert", pretrained=False, vocab_size=tokenizer.vocab_size, **sizes)
     torch.save(text.backbone.state_dict(), tmp_path / "bert.bin")
     tensors = published_file()
     saved = {f"module.{key}": value for key, value in tensors.items()}
-    torch.save({"epoch": 3, "model": "LViT", "state_dict": saved}, tmp_path / "best_model-LViT.pth.tar")
+    torch.save(
+        {"epoch": 3, "model": "LViT", "state_dict": saved}, tmp_path / "best_model-LViT.pth.tar"
+    )
     imported = import_checkpoint(
-        "lvit_monuseg", tmp_path / "best_model-LViT.pth.tar", text_file=tmp_path / "bert.bin", tokenizer=tokenizer
+        "lvit_monuseg",
+        tmp_path / "best_model-LViT.pth.tar",
+        text_file=tmp_path / "bert.bin",
+        tokenizer=tokenizer,
     )
     model = imported.model
     assert isinstance(model, LViT)
     config = model.config
-    assert (config.labels, config.image_size, config.words, config.width) == (("Nucleus",), SIZE, WORDS, WIDTH)
+    assert (config.labels, config.image_size, config.words, config.width) == (
+        ("Nucleus",),
+        SIZE,
+        WORDS,
+        WIDTH,
+    )
     image_BCHW, words_BTD = torch.rand(2, 3, SIZE, SIZE), torch.randn(2, WORDS, TEXT)
     with torch.no_grad():
-        torch.testing.assert_close(model.network(image_BCHW, words_BTD), Published(tensors)(image_BCHW, words_BTD))
+        torch.testing.assert_close(
+            model.network(image_BCHW, words_BTD), Published(tensors)(image_BCHW, words_BTD)
+        )
         ids_BT, mask_BT = tokenizer(TEXTS[:2])
         batch = Batch(
             keys=["0", "1"],

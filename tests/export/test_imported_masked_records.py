@@ -1,4 +1,6 @@
-"""Imported MRM against the released layers, written out plainly, on a small random file: pixels from the file's table."""
+"""Imported MRM against the released layers, written out plainly, on a small random file: pixels
+from the file's table.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,19 @@ def block_shapes(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a block of timm."""
     layers = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
     layers |= {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.{name}.weight": shape for name, shape in layers.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}.{name}.weight": shape for name, shape in layers.items()
+    }
     shapes |= {f"{prefix}.{name}.bias": shape[:1] for name, shape in layers.items()}
-    return shapes | {f"{prefix}.norm{n}.{leaf}": (width,) for n in (1, 2) for leaf in ("weight", "bias")}
+    return shapes | {
+        f"{prefix}.norm{n}.{leaf}": (width,) for n in (1, 2) for leaf in ("weight", "bias")
+    }
 
 
 def mrm_positions(cells: int, width: int) -> Tensor:
-    """The released table: its exponents are divided twice where MAE divides by half, so frequencies end at 0.1."""
+    """The released table: its exponents are divided twice where MAE divides by half, so
+    frequencies end at 0.1.
+    """
     side, half = round(cells**0.5), width // 2
     rate = 10_000.0 ** -(torch.arange(half // 2, dtype=torch.float64) / half / 2.0)
     rows = torch.arange(cells) // side
@@ -82,24 +90,38 @@ def mrm_file(table: Tensor) -> Tensors:
         "bert_encoder.model.cls.predictions",
         "bert_encoder.model.bert.embeddings.word_embeddings.weight",
     )
-    file |= {f"{head}.decoder.weight": file[words_table], f"{head}.decoder.bias": file[f"{head}.bias"]}
+    file |= {
+        f"{head}.decoder.weight": file[words_table],
+        f"{head}.decoder.bias": file[f"{head}.bias"],
+    }
     return {**file, "decoder_pos_embed": table[None]}
 
 
 def timm_block(x: Tensor, file: Tensors, name: str, heads: int) -> Tensor:
-    q, k, v = linear(norm(x, file, f"{name}.norm1", 1e-6), file, f"{name}.attn.qkv").chunk(3, dim=-1)
+    q, k, v = linear(norm(x, file, f"{name}.norm1", 1e-6), file, f"{name}.attn.qkv").chunk(
+        3, dim=-1
+    )
     x = x + linear(attend(q, k, v, heads), file, f"{name}.attn.proj")
     y = linear(norm(x, file, f"{name}.norm2", 1e-6), file, f"{name}.mlp.fc1")
     return x + linear(F.gelu(y), file, f"{name}.mlp.fc2")
 
 
 def released_pixels(pixels: Tensor, file: Tensors, kept: Tensor) -> Tensor:
-    """Return the prediction (B, P, C) of the released forward pass, for the patches `kept` (B, K) in order."""
-    patches = F.conv2d(pixels, file["patch_embed.proj.weight"], file["patch_embed.proj.bias"], stride=PATCH)
+    """Return the prediction (B, P, C) of the released forward pass, for the patches `kept` (B,
+    K) in order.
+    """
+    patches = F.conv2d(
+        pixels, file["patch_embed.proj.weight"], file["patch_embed.proj.bias"], stride=PATCH
+    )
     x = patches.flatten(2).transpose(1, 2) + file["pos_embed"][:, 1:]
     seen = torch.stack([x[row, kept[row]] for row in range(len(x))])
     first = (file["cls_token"] + file["pos_embed"][:, :1]).expand(len(x), -1, -1)
-    x = norm(timm_block(torch.cat([first, seen], dim=1), file, "blocks.0", WIDTH // 64), file, "norm", 1e-6)
+    x = norm(
+        timm_block(torch.cat([first, seen], dim=1), file, "blocks.0", WIDTH // 64),
+        file,
+        "norm",
+        1e-6,
+    )
     x = linear(x, file, "decoder_embed")
     whole = file["mask_token"].expand(len(x), CELLS, -1).clone()
     for row in range(len(x)):
@@ -110,8 +132,12 @@ def released_pixels(pixels: Tensor, file: Tensors, kept: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "stored"), [("mrm", True), ("mae", False), ("half", True), ("other", True)])
-def test_mrm_import_predicts_the_pixels_of_the_released_code(kind: str, stored: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("mrm", True), ("mae", False), ("half", True), ("other", True)]
+)
+def test_mrm_import_predicts_the_pixels_of_the_released_code(
+    kind: str, stored: bool, tmp_path: Path
+) -> None:
     """The file's table is kept where it is not MAE's, also after saving and loading."""
     tables = {"mrm": mrm_positions(CELLS, DECODER), "mae": sinusoids((4, 4), DECODER)}
     tables |= {"half": tables["mrm"].half(), "other": torch.randn(1 + CELLS, DECODER)}

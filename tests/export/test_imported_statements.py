@@ -1,4 +1,6 @@
-"""Imported RadZero and CARZero against their released forward passes, written out plainly, on small random files."""
+"""Imported RadZero and CARZero against their released forward passes, written out plainly, on
+small random files.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from helpers.errors import raises
 from helpers.published import random_tensors
-from helpers.published_layers import WIDTH, Tensors, attend, bert_shapes, bert_states, imported, linear, norm
+from helpers.published_layers import (
+    WIDTH,
+    Tensors,
+    attend,
+    bert_shapes,
+    bert_states,
+    imported,
+    linear,
+    norm,
+)
 from torch import Tensor
 
 import medvl
@@ -23,7 +34,11 @@ from medvl.models import RadZeroConfig
 
 HEADS = WIDTH // 64
 NEAR = {"atol": 2e-4, "rtol": 1e-3}
-PROMPTS = ["There is pleural effusion", "There is no pneumothorax.", "There is: Edema - of the LEFT lung!"]
+PROMPTS = [
+    "There is pleural effusion",
+    "There is no pneumothorax.",
+    "There is: Edema - of the LEFT lung!",
+]
 WORDS = 97
 
 
@@ -37,8 +52,14 @@ def tokenizer(max_tokens: int) -> Tokenizer:
 
 def dinov2_layer_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
     layers = {f"attention.attention.{name}": (WIDTH, WIDTH) for name in ("query", "key", "value")}
-    layers |= {"attention.output.dense": (WIDTH, WIDTH), "mlp.fc1": (4 * WIDTH, WIDTH), "mlp.fc2": (WIDTH, 4 * WIDTH)}
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": shape for name, shape in layers.items()}
+    layers |= {
+        "attention.output.dense": (WIDTH, WIDTH),
+        "mlp.fc1": (4 * WIDTH, WIDTH),
+        "mlp.fc2": (WIDTH, 4 * WIDTH),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}{name}.weight": shape for name, shape in layers.items()
+    }
     shapes |= {f"{prefix}{name}.bias": shape[:1] for name, shape in layers.items()}
     shapes |= {f"{prefix}norm{n}.{leaf}": (WIDTH,) for n in (1, 2) for leaf in ("weight", "bias")}
     return shapes | {f"{prefix}layer_scale{n}.lambda1": (WIDTH,) for n in (1, 2)}
@@ -47,7 +68,12 @@ def dinov2_layer_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
 def mpnet(words: int) -> Any:
     """The class of transformers that the released code calls, with one layer."""
     torch.manual_seed(4)
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH}
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 2 * WIDTH,
+    }
     return create_text_encoder("mpnet", vocab_size=words, **sizes).eval().backbone
 
 
@@ -77,17 +103,27 @@ def radzero_file(words: int, cells: int) -> Tensors:
 
 def dinov2_layer(x: Tensor, file: Tensors, name: str) -> Tensor:
     y = norm(x, file, f"{name}norm1", 1e-6)
-    parts = (linear(y, file, f"{name}attention.attention.{part}") for part in ("query", "key", "value"))
+    parts = (
+        linear(y, file, f"{name}attention.attention.{part}") for part in ("query", "key", "value")
+    )
     y = linear(attend(*parts, HEADS), file, f"{name}attention.output.dense")
     x = x + y * file[f"{name}layer_scale1.lambda1"]
-    y = linear(F.gelu(linear(norm(x, file, f"{name}norm2", 1e-6), file, f"{name}mlp.fc1")), file, f"{name}mlp.fc2")
+    y = linear(
+        F.gelu(linear(norm(x, file, f"{name}norm2", 1e-6), file, f"{name}mlp.fc1")),
+        file,
+        f"{name}mlp.fc2",
+    )
     return x + y * file[f"{name}layer_scale2.lambda1"]
 
 
 def radzero_tokens(pixels: Tensor, file: Tensors) -> Tensor:
-    """Return the class token and the patches (B, 1 + P, D) of the released image side, behind the shared norm."""
+    """Return the class token and the patches (B, 1 + P, D) of the released image side, behind
+    the shared norm.
+    """
     name = "vision_model.embeddings."
-    weight, bias = (file[f"{name}patch_embeddings.projection.{leaf}"] for leaf in ("weight", "bias"))
+    weight, bias = (
+        file[f"{name}patch_embeddings.projection.{leaf}"] for leaf in ("weight", "bias")
+    )
     patches = F.conv2d(pixels, weight, bias, stride=14)
     table = file[f"{name}position_embeddings"]
     old = round((table.shape[1] - 1) ** 0.5)
@@ -97,21 +133,32 @@ def radzero_tokens(pixels: Tensor, file: Tensors) -> Tensor:
     table = torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], dim=1)
     first = file[f"{name}cls_token"].expand(len(pixels), -1, -1)
     x = torch.cat([first, patches.flatten(2).transpose(1, 2)], dim=1) + table
-    x = norm(dinov2_layer(x, file, "vision_model.encoder.layer.0."), file, "vision_model.layernorm", 1e-6)
+    x = norm(
+        dinov2_layer(x, file, "vision_model.encoder.layer.0."), file, "vision_model.layernorm", 1e-6
+    )
     for layer in (0, 1):
         x = dinov2_layer(x, file, f"align_transformer.transformer_layers.layer.{layer}.")
     return norm(x, file, "loss_fns.RadZeroLoss.layer_norm", 1e-5)
 
 
-def radzero_logits(tokens: Tensor, words: Tokenizer, texts: list[str], file: Tensors) -> tuple[Tensor, Tensor]:
-    """Return the logits (B, N) and the scores of the patches (B, N, P), as `compute_logits` of the released code."""
+def radzero_logits(
+    tokens: Tensor, words: Tokenizer, texts: list[str], file: Tensors
+) -> tuple[Tensor, Tensor]:
+    """Return the logits (B, N) and the scores of the patches (B, N, P), as `compute_logits` of
+    the released code.
+    """
     model, rows = mpnet(words.vocab_size), []
     for text in texts:
         ids, mask = words([text])
         states = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
         rows.append((states * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True))
-    query = F.normalize(norm(torch.cat(rows), file, "loss_fns.RadZeroLoss.layer_norm", 1e-5), dim=-1)
-    temperature, unit = file["loss_fns.RadZeroLoss.loss_temperature"].exp(), F.normalize(tokens, dim=-1)
+    query = F.normalize(
+        norm(torch.cat(rows), file, "loss_fns.RadZeroLoss.layer_norm", 1e-5), dim=-1
+    )
+    temperature, unit = (
+        file["loss_fns.RadZeroLoss.loss_temperature"].exp(),
+        F.normalize(tokens, dim=-1),
+    )
     scores = torch.einsum("nd,bpd->bnp", query, unit) / temperature
     mixed = F.normalize(scores.softmax(-1) @ unit, dim=-1)
     return (mixed * query).sum(-1) / temperature, scores[:, :, 1:]
@@ -120,7 +167,9 @@ def radzero_logits(tokens: Tensor, words: Tokenizer, texts: list[str], file: Ten
 @torch.no_grad()
 @pytest.mark.parametrize("side", [16, 37])
 def test_radzero_import_equals_the_released_logits_and_maps(side: int, tmp_path: Path) -> None:
-    """A table of 224 pixels is interpolated to 518; also after saving and loading, by the command."""
+    """A table of 224 pixels is interpolated to 518; also after saving and loading, by the
+    command.
+    """
     words, out = tokenizer(32), tmp_path / "out"
     file = radzero_file(words.vocab_size, side**2)
     torch.save(file, tmp_path / "model.bin")
@@ -142,10 +191,17 @@ def test_radzero_import_equals_the_released_logits_and_maps(side: int, tmp_path:
     assert {key.split(".")[1] for key in report["left_out"]} == {"embeddings", "pooler"}
 
 
-PROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3], "resample": 2, "do_center_crop": True}
+PROCESSOR = {
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.2, 0.25, 0.3],
+    "resample": 2,
+    "do_center_crop": True,
+}
 
 
-def test_radzero_takes_the_statistics_of_the_image_processor_beside_its_file(tmp_path: Path) -> None:
+def test_radzero_takes_the_statistics_of_the_image_processor_beside_its_file(
+    tmp_path: Path,
+) -> None:
     """Without that file they are the processor's defaults, CLIP's, as `import.json` says."""
     file = radzero_file(60, 256)
     model: Any = imported(file, "radzero", tmp_path)
@@ -178,10 +234,16 @@ def test_damaged_image_processors_are_refused(changed: Any, code: str, tmp_path:
 
 
 def test_radzero_with_other_parts_is_refused(tmp_path: Path) -> None:
-    """Variants of the released code: a projection of texts, a temperature of the attention, another loss."""
+    """Variants of the released code: a projection of texts, a temperature of the attention,
+    another loss.
+    """
     words = tokenizer(32)
     file = radzero_file(words.vocab_size, 256)
-    others = ("text_projector.weight", "loss_fns.RadZeroLoss.attn_temperature", "loss_fns.OpenClipLoss.logit_scale")
+    others = (
+        "text_projector.weight",
+        "loss_fns.RadZeroLoss.attn_temperature",
+        "loss_fns.OpenClipLoss.logit_scale",
+    )
     for key in others:
         with raises(WeightsError, "mismatch", names=f"unexpected {key}"):
             imported({**file, key: torch.zeros(1)}, "radzero", tmp_path)
@@ -195,7 +257,11 @@ def test_radzero_with_other_parts_is_refused(tmp_path: Path) -> None:
 
 def decoder_shapes(prefix: str, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"logit_scale": ()}
-    shapes |= {f"{name}.{leaf}": (WIDTH,) for name in ("decoder_norm", "decoder.norm") for leaf in ("weight", "bias")}
+    shapes |= {
+        f"{name}.{leaf}": (WIDTH,)
+        for name in ("decoder_norm", "decoder.norm")
+        for leaf in ("weight", "bias")
+    }
     for layer in range(2):
         name = f"decoder.layers.{layer}."
         for attention in ("self_attn", "multihead_attn"):
@@ -203,11 +269,16 @@ def decoder_shapes(prefix: str, hidden: int) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{name}{attention}.in_proj_bias": (3 * WIDTH,)}
             shapes |= {f"{name}{attention}.out_proj.weight": (WIDTH, WIDTH)}
             shapes |= {f"{name}{attention}.out_proj.bias": (WIDTH,)}
-        shapes |= {f"{name}norm{n}.{leaf}": (WIDTH,) for n in (1, 2, 3) for leaf in ("weight", "bias")}
+        shapes |= {
+            f"{name}norm{n}.{leaf}": (WIDTH,) for n in (1, 2, 3) for leaf in ("weight", "bias")
+        }
         shapes |= {f"{name}linear1.weight": (hidden, WIDTH), f"{name}linear1.bias": (hidden,)}
         shapes |= {f"{name}linear2.weight": (WIDTH, hidden), f"{name}linear2.bias": (WIDTH,)}
     for number, (before, after) in {0: (WIDTH, 40), 3: (40, 24), 6: (24, 12), 9: (12, 1)}.items():
-        shapes |= {f"mlp_head.{number}.weight": (after, before), f"mlp_head.{number}.bias": (after,)}
+        shapes |= {
+            f"mlp_head.{number}.weight": (after, before),
+            f"mlp_head.{number}.bias": (after,),
+        }
     return {f"{prefix}{name}": shape for name, shape in shapes.items()}
 
 
@@ -233,7 +304,9 @@ def carzero_file(words: int) -> Tensors:
     }
     file = random_tensors(shapes)
     for leaf in ("weight", "bias"):
-        file[f"CARZero.fusion_module.decoder_norm.{leaf}"] = file[f"CARZero.fusion_module.decoder.norm.{leaf}"].clone()
+        file[f"CARZero.fusion_module.decoder_norm.{leaf}"] = file[
+            f"CARZero.fusion_module.decoder.norm.{leaf}"
+        ].clone()
     return file
 
 
@@ -242,9 +315,14 @@ def carzero_image(pixels: Tensor, file: Tensors) -> Tensor:
     name = "CARZero.img_encoder.model."
     weight, bias = (file[f"{name}patch_embed.proj.{leaf}"] for leaf in ("weight", "bias"))
     patches = F.conv2d(pixels, weight, bias, stride=16).flatten(2).transpose(1, 2)
-    x = torch.cat([file[f"{name}cls_token"].expand(len(pixels), -1, -1), patches], dim=1) + file[f"{name}pos_embed"]
+    x = (
+        torch.cat([file[f"{name}cls_token"].expand(len(pixels), -1, -1), patches], dim=1)
+        + file[f"{name}pos_embed"]
+    )
     block = f"{name}blocks.0."
-    q, k, v = linear(norm(x, file, f"{block}norm1", 1e-6), file, f"{block}attn.qkv").chunk(3, dim=-1)
+    q, k, v = linear(norm(x, file, f"{block}norm1", 1e-6), file, f"{block}attn.qkv").chunk(
+        3, dim=-1
+    )
     x = x + linear(attend(q, k, v, HEADS), file, f"{block}attn.proj")
     y = linear(norm(x, file, f"{block}norm2", 1e-6), file, f"{block}mlp.fc1")
     x = x + linear(F.gelu(y), file, f"{block}mlp.fc2")
@@ -274,7 +352,9 @@ def carzero_scores(memory: Tensor, query: Tensor, file: Tensors) -> Tensor:
     x = x.expand(len(memory), -1, -1)
     for layer in range(2):
         part = f"{name}decoder.layers.{layer}."
-        weight, bias = (file[f"{part}multihead_attn.in_proj_{leaf}"].chunk(3) for leaf in ("weight", "bias"))
+        weight, bias = (
+            file[f"{part}multihead_attn.in_proj_{leaf}"].chunk(3) for leaf in ("weight", "bias")
+        )
         y = norm(x, file, f"{part}norm2", 1e-5)
         q, k, v = (F.linear(each, weight[i], bias[i]) for i, each in enumerate((y, memory, memory)))
         x = x + linear(attend(q, k, v, 4), file, f"{part}multihead_attn.out_proj")
@@ -288,7 +368,9 @@ def carzero_scores(memory: Tensor, query: Tensor, file: Tensors) -> Tensor:
 
 @torch.no_grad()
 def test_carzero_import_equals_the_released_similarity(tmp_path: Path) -> None:
-    """With the padding of texts, and texts cleaned as published; also after saving and loading, by the command."""
+    """With the padding of texts, and texts cleaned as published; also after saving and loading,
+    by the command.
+    """
     words, out = tokenizer(WORDS), tmp_path / "out"
     file = carzero_file(words.vocab_size)
     torch.save({"state_dict": file, "epoch": 3}, tmp_path / "CARZero.ckpt")
@@ -296,16 +378,26 @@ def test_carzero_import_equals_the_released_similarity(tmp_path: Path) -> None:
     options = ["--tokenizer", str(tmp_path / "words"), "--out", str(out)]
     cli.main(["import", "carzero", str(tmp_path / "CARZero.ckpt"), *options])
     model: Any = medvl.load(out)
-    assert (model.name, model.config.image_size, model.config.head_dims) == ("carzero", 64, (40, 24, 12))
+    assert (model.name, model.config.image_size, model.config.head_dims) == (
+        "carzero",
+        64,
+        (40, 24, 12),
+    )
     assert (model.config.fit, model.config.margin, model.config.decoder_layers) == ("pad", 16, 2)
     pixels = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(3))
     images = carzero_image(pixels, file)
-    cleaned = ["there is pleural effusion", "there is no pneumothorax", "there is edema of the left lung"]
+    cleaned = [
+        "there is pleural effusion",
+        "there is no pneumothorax",
+        "there is edema of the left lung",
+    ]
     texts = torch.stack([carzero_text(text, words, file) for text in cleaned])
     image_to_text = carzero_scores(images, texts[:, 0], file)
     text_to_image = carzero_scores(texts, images[:, 0], file)
     embedded = model.embed_images(pixels)
-    torch.testing.assert_close(model.similarity(embedded, PROMPTS), (image_to_text + text_to_image.T) / 2, **NEAR)
+    torch.testing.assert_close(
+        model.similarity(embedded, PROMPTS), (image_to_text + text_to_image.T) / 2, **NEAR
+    )
     several = model.similarity(embedded, PROMPTS[:1])
     torch.testing.assert_close(several[:, 0], ((image_to_text + text_to_image.T) / 2)[:, 0], **NEAR)
     report = json.loads((out / "import.json").read_text())
@@ -320,7 +412,9 @@ def test_carzero_with_a_linear_head_or_another_norm_is_refused(tmp_path: Path) -
     head = {"CARZero.fusion_module.mlp_head.0.weight": torch.zeros(1, WIDTH)}
     with raises(WeightsError, "mismatch", names="score.1.0.weight"):
         imported({**linear_head, **head}, "carzero", tmp_path)
-    file["CARZero.fusion_module.decoder_norm.weight"] = file["CARZero.fusion_module.decoder_norm.weight"] + 1
+    file["CARZero.fusion_module.decoder_norm.weight"] = (
+        file["CARZero.fusion_module.decoder_norm.weight"] + 1
+    )
     with raises(WeightsError, "mismatch", names="decoder_norm.weight is not equal"):
         imported(file, "carzero", tmp_path)
 

@@ -1,4 +1,6 @@
-"""VisualBERT, LXMERT and ViLT, imported, against the classes of transformers with the same random weights."""
+"""VisualBERT, LXMERT and ViLT, imported, against the classes of transformers with the same
+random weights.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,11 @@ def imported(tensors: dict[str, Tensor], system: str, folder: Path) -> Any:
 def test_visualbert(tmp_path: Path) -> None:
     from transformers import VisualBertConfig, VisualBertForPreTraining
 
-    theirs = shaken(VisualBertForPreTraining(VisualBertConfig(visual_embedding_dim=9, num_hidden_layers=2, **SIZES)))
+    theirs = shaken(
+        VisualBertForPreTraining(
+            VisualBertConfig(visual_embedding_dim=9, num_hidden_layers=2, **SIZES)
+        )
+    )
     regions_BPD = torch.randn(2, 4, 9)
     given = {"input_ids": IDS, "attention_mask": MASK.long(), "visual_embeds": regions_BPD}
     expected = theirs(**given, visual_attention_mask=torch.ones(2, 4))
@@ -46,7 +52,9 @@ def test_visualbert(tmp_path: Path) -> None:
     words = model.score_words(fused.text.states_BND[MASK])
     torch.testing.assert_close(words, expected.prediction_logits[:, :5][MASK], **CLOSE)
     matched = model.itm_head(fused.pooled_BD)
-    torch.testing.assert_close(matched.flip(1), expected.seq_relationship_logits, **CLOSE)  # 0 is a match there
+    torch.testing.assert_close(
+        matched.flip(1), expected.seq_relationship_logits, **CLOSE
+    )  # 0 is a match there
     with raises(WeightsError, "mismatch"):
         imported({**theirs.state_dict(), "cls.other": torch.zeros(1)}, "visualbert", tmp_path)
 
@@ -57,9 +65,16 @@ def test_lxmert(tmp_path: Path) -> None:
 
     layers = {"l_layers": 2, "x_layers": 2, "r_layers": 1}
     labels = {"num_object_labels": 6, "num_attr_labels": 5, "num_qa_labels": 7}
-    theirs = shaken(LxmertForPreTraining(LxmertConfig(visual_feat_dim=9, **layers, **labels, **SIZES)))
+    theirs = shaken(
+        LxmertForPreTraining(LxmertConfig(visual_feat_dim=9, **layers, **labels, **SIZES))
+    )
     features_BPD, boxes_BP4 = torch.randn(2, 4, 9), torch.rand(2, 4, 4)
-    given = {"input_ids": IDS, "attention_mask": MASK.float(), "visual_feats": features_BPD, "visual_pos": boxes_BP4}
+    given = {
+        "input_ids": IDS,
+        "attention_mask": MASK.float(),
+        "visual_feats": features_BPD,
+        "visual_pos": boxes_BP4,
+    }
     expected = theirs(**given)
     states = theirs.lxmert(**given)
     model = imported(theirs.state_dict(), "lxmert", tmp_path)
@@ -69,7 +84,9 @@ def test_lxmert(tmp_path: Path) -> None:
     torch.testing.assert_close(fused.pooled_BD, states.pooled_output, **CLOSE)
     words = model.score_words(fused.text.states_BND[MASK])
     torch.testing.assert_close(words, expected.prediction_logits[MASK], **CLOSE)
-    torch.testing.assert_close(model.itm_head(fused.pooled_BD), expected.cross_relationship_score, **CLOSE)
+    torch.testing.assert_close(
+        model.itm_head(fused.pooled_BD), expected.cross_relationship_score, **CLOSE
+    )
     objects = theirs.obj_predict_head(states.vision_output)
     hidden_BPD = model.region_head(fused.image.states_BND)
     torch.testing.assert_close(model.object_head(hidden_BPD), objects["obj"], **CLOSE)
@@ -79,18 +96,28 @@ def test_lxmert(tmp_path: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("older", [False, True])
 def test_vilt(older: bool, tmp_path: Path) -> None:
-    """The released layout fuses query, key and value; `older` files have a counter and the pixel head."""
+    """The released layout fuses query, key and value; `older` files have a counter and the pixel
+    head.
+    """
     from transformers import ViltConfig, ViltForMaskedLM
 
-    config = ViltConfig(**SIZES, num_hidden_layers=2, image_size=64, patch_size=32, layer_norm_eps=1e-6)
+    config = ViltConfig(
+        **SIZES, num_hidden_layers=2, image_size=64, patch_size=32, layer_norm_eps=1e-6
+    )
     theirs = shaken(ViltForMaskedLM(config))
     image_BCHW = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
-    pixels = {"pixel_values": image_BCHW / 127.5 - 1, "pixel_mask": torch.ones(2, 64, 64, dtype=torch.long)}
+    pixels = {
+        "pixel_values": image_BCHW / 127.5 - 1,
+        "pixel_mask": torch.ones(2, 64, 64, dtype=torch.long),
+    }
     outputs = theirs.vilt(input_ids=IDS, attention_mask=MASK.long(), **pixels)
     expected = theirs.mlm_score(outputs.last_hidden_state[:, :5])
     file = released(theirs.state_dict(), layers=2)
     if older:
-        file |= {"text_embeddings.position_ids": torch.arange(40)[None], "mpp_score.decoder.weight": torch.zeros(3, 3)}
+        file |= {
+            "text_embeddings.position_ids": torch.arange(40)[None],
+            "mpp_score.decoder.weight": torch.zeros(3, 3),
+        }
     model = imported(file, "vilt", tmp_path)
     assert model.transform.resize == "bicubic_antialias"
     assert model.image_encoder.mean == (0.5, 0.5, 0.5)
@@ -99,7 +126,9 @@ def test_vilt(older: bool, tmp_path: Path) -> None:
         fused.text.states_BND[MASK], outputs.last_hidden_state[:, :5][MASK], rtol=1e-3, atol=1e-4
     )
     torch.testing.assert_close(fused.pooled_BD, outputs.pooler_output, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(model.score_words(fused.text.states_BND[MASK]), expected[MASK], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        model.score_words(fused.text.states_BND[MASK]), expected[MASK], rtol=1e-3, atol=1e-3
+    )
 
 
 def released(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
@@ -115,8 +144,14 @@ def released(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     }
     for layer in range(layers):
         old, new = f"encoder.layer.{layer}", f"transformer.blocks.{layer}"
-        names |= {f"{old}.attention.output.dense": f"{new}.attn.proj", f"{old}.intermediate.dense": f"{new}.mlp.fc1"}
-        names |= {f"{old}.output.dense": f"{new}.mlp.fc2", f"{old}.layernorm_before": f"{new}.norm1"}
+        names |= {
+            f"{old}.attention.output.dense": f"{new}.attn.proj",
+            f"{old}.intermediate.dense": f"{new}.mlp.fc1",
+        }
+        names |= {
+            f"{old}.output.dense": f"{new}.mlp.fc2",
+            f"{old}.layernorm_before": f"{new}.norm1",
+        }
         names[f"{old}.layernorm_after"] = f"{new}.norm2"
     file = {"itm_score.fc.weight": torch.zeros(2, 128), "itm_score.fc.bias": torch.zeros(2)}
     for key, tensor in tensors.items():
@@ -131,6 +166,11 @@ def released(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
                 for name in ("query", "key", "value")
             ]
             file[f"transformer.blocks.{layer}.attn.qkv.{kind}"] = torch.cat(parts)
-    head = ("transform.dense.weight", "transform.dense.bias", "transform.LayerNorm.weight", "transform.LayerNorm.bias")
+    head = (
+        "transform.dense.weight",
+        "transform.dense.bias",
+        "transform.LayerNorm.weight",
+        "transform.LayerNorm.bias",
+    )
     file |= {f"mlm_score.{key}": tensors[f"mlm_score.{key}"] for key in (*head, "decoder.weight")}
     return file | {"mlm_score.bias": tensors["mlm_score.decoder.bias"]}

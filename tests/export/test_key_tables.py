@@ -1,4 +1,6 @@
-"""Key tables of every published layout: they cover all entries and fill all parameters, and refuse other files."""
+"""Key tables of every published layout: they cover all entries and fill all parameters, and
+refuse other files.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,16 @@ from medvl.export.importers.key_map import keep, to_medvl
 
 SYSTEMS = {
     *("albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"),
-    *("biomedclip", "biovil", "biovil_t", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
+    *(
+        "biomedclip",
+        "biovil",
+        "biovil_t",
+        "chexzero",
+        "convirt_lovt",
+        "convirt_pytorch",
+        "convirt_vilmedic",
+        "gloria",
+    ),
     *(
         "albef",
         "arl",
@@ -57,13 +68,20 @@ EXPORTED = ("biovil", "biovil_t", "lovt", "medclip", "mgca")
 
 BICUBIC, BILINEAR = "bicubic_antialias", "bilinear_antialias"
 RESIZED = {
-    **dict.fromkeys(("arl", "biomedclip", "kad", "m3ae", "medclip", "ptunifier", "radzero"), BICUBIC),
+    **dict.fromkeys(
+        ("arl", "biomedclip", "kad", "m3ae", "medclip", "ptunifier", "radzero"), BICUBIC
+    ),
     **dict.fromkeys(("biovil", "biovil_t", "mavl", "medklip", "r2gen", "r2gen_mimic"), BILINEAR),
 }
 """Kernels with which released code resizes images for inference, where it is not area averaging."""
 
 
-def fitted(tensors: dict[str, Tensor], name: str, entities: Path | None = None, tokenizer: Path | None = None) -> Any:
+def fitted(
+    tensors: dict[str, Tensor],
+    name: str,
+    entities: Path | None = None,
+    tokenizer: Path | None = None,
+) -> Any:
     with torch.device("meta"):
         return match_checkpoint(tensors, find_importer(name), "file", tokenizer, entities)
 
@@ -75,11 +93,17 @@ def import_error(tensors: dict[str, Tensor], name: str) -> str:
 
 
 @pytest.mark.parametrize("listed", LISTS)
-def test_every_entry_is_mapped_or_left_out_and_every_parameter_is_filled(listed: str, tmp_path: Path) -> None:
+def test_every_entry_is_mapped_or_left_out_and_every_parameter_is_filled(
+    listed: str, tmp_path: Path
+) -> None:
     tensors = meta_tensors(shapes_of(listed))
     entities = tmp_path / "entity2id.txt"
-    entities.write_text("50\n" + "".join(f"C{number}\t{number}\tname {number}\n" for number in range(50)))
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    entities.write_text(
+        "50\n" + "".join(f"C{number}\t{number}\tname {number}\n" for number in range(50))
+    )
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
+    )
     given = {"arl": {"entities": entities}, "lvit": {"tokenizer": tmp_path}}.get(LISTS[listed], {})
     model, mapped, zeros = fitted(tensors, LISTS[listed], **given)
     loaded = [key for keys in mapped.sources.values() for key in keys]
@@ -98,7 +122,11 @@ def test_every_entry_is_mapped_or_left_out_and_every_parameter_is_filled(listed:
         assert model.transform.resize == RESIZED.get(LISTS[listed], "area")
         assert model.transform.pad_first == (LISTS[listed] == "medclip")
     if LISTS[listed] in SYSTEMS:  # no rule is so broad that it drops a layer
-        copies = (".crossattention.", "/res_features.", ".knowledge_")  # unused, or tensors that the file has twice
+        copies = (
+            ".crossattention.",
+            "/res_features.",
+            ".knowledge_",
+        )  # unused, or tensors that the file has twice
         copies += ("pix_module", ".conv_sig.", ".CTBN", "upVit", ".head.", ".self_attn.")
         assert len([key for key in mapped.left_out if not any(part in key for part in copies)]) < 25
 
@@ -120,9 +148,17 @@ def test_published_exports_have_the_listed_names_and_shapes(listed: str) -> None
 
 
 def test_importers_and_published_lists_correspond() -> None:
-    without_list = {"convirt_vilmedic", "lxmert", "vilt", "visualbert"}  # layouts of libraries, or known by prefixes
+    without_list = {
+        "convirt_vilmedic",
+        "lxmert",
+        "vilt",
+        "visualbert",
+    }  # layouts of libraries, or known by prefixes
     without_list |= {"lvit_monuseg"}  # the layout of lvit
-    without_list |= {"albef", "meter"}  # by their code alone; tested in test_imported_fusion_encoders.py
+    without_list |= {
+        "albef",
+        "meter",
+    }  # by their code alone; tested in test_imported_fusion_encoders.py
     without_list |= {"albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"}
     assert {importer.name for importer in list_importers()} == set(LISTS.values()) | without_list
     assert {importer.name for importer in list_importers() if importer.kind == "system"} == SYSTEMS
@@ -141,7 +177,9 @@ def test_missing_unexpected_and_misshaped_entries_are_refused(listed: str) -> No
     without = {key: shape for key, shape in shapes.items() if key != loaded}
     names = "missing text_encoder.backbone.encoder.layer.3.output.dense.weight"
     assert names in import_error(meta_tensors(without), name)
-    assert "unexpected spam.weight" in import_error(meta_tensors({**shapes, "spam.weight": (2, 2)}), name)
+    assert "unexpected spam.weight" in import_error(
+        meta_tensors({**shapes, "spam.weight": (2, 2)}), name
+    )
     text = import_error(meta_tensors({**shapes, loaded: (5, 7)}), name)
     assert f"{loaded} is (5, 7), expected " in text
 
@@ -151,7 +189,9 @@ def test_error_for_another_systems_file_names_that_system() -> None:
     assert "unexpected gloria.text_encoder.model.embeddings" in text
     assert "; and 5" in text
     assert text.endswith(" Its keys are those of gloria or gloria_encoders.")
-    text = import_error(meta_tensors({"conv1.weight": (64, 3, 7, 7), "fc.weight": (10, 64)}), "medklip_image")
+    text = import_error(
+        meta_tensors({"conv1.weight": (64, 3, 7, 7), "fc.weight": (10, 64)}), "medklip_image"
+    )
     assert "unexpected conv1.weight; unexpected fc.weight" in text
     assert "unknown architecture of the image encoder" in text
 
@@ -161,17 +201,27 @@ def test_missing_piece_of_a_fused_matrix_is_named() -> None:
     block = "image_encoder.image_encoder.encoder.layers.2.blocks.1.attention.self"
     del shapes[f"{block}.key.bias"]
     text = import_error(meta_tensors(shapes), "cxrclip")
-    assert f"layers.2.blocks.1.attn.qkv.bias needs 3 pieces, got {block}.query.bias, {block}.value.bias" in text
+    assert (
+        f"layers.2.blocks.1.attn.qkv.bias needs 3 pieces, got {block}.query.bias, "
+        f"{block}.value.bias" in text
+    )
 
 
 def test_pieces_that_cannot_be_one_matrix_are_refused() -> None:
     """Pieces of unequal heights may have the right sum."""
-    table = [keep(f"{name}.weight", "qkv.weight", part=(index, 3)) for index, name in enumerate("qkv")]
+    table = [
+        keep(f"{name}.weight", "qkv.weight", part=(index, 3)) for index, name in enumerate("qkv")
+    ]
     for shapes in ([(4, 4), (2, 4), (6, 4)], [(4, 4), (4, 5), (4, 4)], [(), (), ()]):
-        tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in zip("qkv", shapes, strict=True)}
+        tensors = {
+            f"{name}.weight": torch.zeros(shape) for name, shape in zip("qkv", shapes, strict=True)
+        }
         mapped = to_medvl(tensors, table)
         assert not mapped.tensors
-        assert f"qkv.weight needs 3 pieces of equal shape, got q.weight {shapes[0]}, k.weight" in mapped.problems[0]
+        assert (
+            f"qkv.weight needs 3 pieces of equal shape, got q.weight {shapes[0]}, k.weight"
+            in mapped.problems[0]
+        )
 
 
 def test_entry_under_its_old_and_new_name_is_refused() -> None:
@@ -182,14 +232,19 @@ def test_entry_under_its_old_and_new_name_is_refused() -> None:
 
 def test_sizes_cannot_be_read_from_tensors_of_other_ranks() -> None:
     resnet = {"res_features.0.weight": (64,), "res_features.4.0.conv1.weight": (64, 64, 1, 1)}
-    assert "shapes from which no model can be built" in import_error(meta_tensors(resnet), "medklip_image")
+    assert "shapes from which no model can be built" in import_error(
+        meta_tensors(resnet), "medklip_image"
+    )
     model = "img_encoder_q.model"
     transformer = {f"{model}.cls_token": (1, 1, 768), f"{model}.pos_embed": (1, 197, 768)}
     transformer |= {f"{model}.patch_embed.proj.weight": (768, 3, 16)}
-    assert "shapes from which no model can be built" in import_error(meta_tensors(transformer), "mgca")
+    assert "shapes from which no model can be built" in import_error(
+        meta_tensors(transformer), "mgca"
+    )
     flat = {**shapes_of("gloria_resnet50"), "gloria.img_encoder.local_embedder.weight": (768,)}
-    assert "gloria.img_encoder.local_embedder.weight is (768,), expected (768, 1024)" in import_error(
-        meta_tensors(flat), "gloria"
+    assert (
+        "gloria.img_encoder.local_embedder.weight is (768,), expected (768, 1024)"
+        in import_error(meta_tensors(flat), "gloria")
     )
 
 
@@ -215,7 +270,9 @@ def test_gloria_region_head_is_imported_from_a_1x1_convolution() -> None:
 
 
 def test_chexzero_with_320_pixels_is_imported() -> None:
-    """Patches of 16 pixels, 320 pixels, 768 shared dimensions, as its code builds it without pretraining."""
+    """Patches of 16 pixels, 320 pixels, 768 shared dimensions, as its code builds it without
+    pretraining.
+    """
     shapes = shapes_of("chexzero")
     shapes |= {
         "visual.conv1.weight": (768, 3, 16, 16),
@@ -230,7 +287,9 @@ def test_chexzero_with_320_pixels_is_imported() -> None:
 
 def test_kad_at_224_pixels_may_lack_the_copy_of_its_last_stage() -> None:
     shapes = {
-        key: shape for key, shape in shapes_of("kad").items() if not key.startswith("image_encoder/res_features.7")
+        key: shape
+        for key, shape in shapes_of("kad").items()
+        if not key.startswith("image_encoder/res_features.7")
     }
     shapes |= {"image_encoder/res_l1.weight": (1024, 1024), "image_encoder/res_l1.bias": (1024,)}
     shapes |= {"image_encoder/res_l2.weight": (768, 1024)}
@@ -243,7 +302,14 @@ def test_kad_at_224_pixels_may_lack_the_copy_of_its_last_stage() -> None:
 def test_convirt_from_vilmedic_is_imported() -> None:
     """Keys from BenchX's table of prefixes: torchvision's ResNet, a BERT, both heads 768 wide."""
     official = shapes_of("convirt_pytorch")
-    children = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
+    children = {
+        "0": "conv1",
+        "1": "bn1",
+        "4": "layer1",
+        "5": "layer2",
+        "6": "layer3",
+        "7": "layer4",
+    }
     shapes = {}
     for key, shape in official.items():
         if key.startswith("res_features."):
@@ -263,7 +329,11 @@ def test_open_clip_models_are_imported_by_name() -> None:
     import open_clip
 
     with torch.device("meta"):
-        for name, bias in (("ViT-B-16-SigLIP", True), ("RN50-quickgelu", False), ("ViT-B-32", False)):
+        for name, bias in (
+            ("ViT-B-16-SigLIP", True),
+            ("RN50-quickgelu", False),
+            ("ViT-B-32", False),
+        ):
             state = open_clip.create_model(name, device="meta").state_dict()
             model, mapped, _ = match_checkpoint(state, find_importer(f"open_clip:{name}"), "file")
             assert set(mapped.tensors) == set(model.state_dict())

@@ -1,4 +1,6 @@
-"""Import of Stable Diffusion: a small folder in diffusers' layout against the outputs of its own libraries."""
+"""Import of Stable Diffusion: a small folder in diffusers' layout against the outputs of its own
+libraries.
+"""
 
 import json
 import shutil
@@ -72,7 +74,9 @@ def test_all_parts_compute_what_their_libraries_compute(folder: Path) -> None:
         unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet").eval()
         noisy, step = torch.randn(2, 4, 8, 8), torch.tensor([3, 900])
         found = model.predict(noisy, step, states_BTD, full_BT)
-        assert torch.allclose(found, unet(noisy, step, encoder_hidden_states=states_BTD).sample, atol=1e-4)
+        assert torch.allclose(
+            found, unet(noisy, step, encoder_hidden_states=states_BTD).sample, atol=1e-4
+        )
         vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae").eval()
         assert torch.allclose(model.decode(noisy), vae.decode(noisy / 0.2).sample, atol=1e-4)
 
@@ -107,7 +111,9 @@ def test_other_architectures_and_damage_are_refused(
     copy = tmp_path / "sd"
     shutil.copytree(folder, copy)
     path = copy / file
-    path.write_bytes(b"{" * 9) if change is None else path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_bytes(b"{" * 9) if change is None else path.write_text(
+        json.dumps(json.loads(path.read_text()) | change)
+    )
     with raises(WeightsError, code):
         load_stable_diffusion(copy)
 

@@ -1,4 +1,6 @@
-"""Reading published checkpoints: wrapped, with objects beside the tensors, hostile, damaged. No code in them is run."""
+"""Reading published checkpoints: wrapped, with objects beside the tensors, hostile, damaged. No
+code in them is run.
+"""
 
 import argparse
 import collections
@@ -41,10 +43,14 @@ def saved(content: Any, path: Path, **options: Any) -> Path:
 
 
 def equal(actual: Any, expected: Any) -> bool:
-    return set(actual) == set(expected) and all(torch.equal(actual[key], expected[key]) for key in expected)
+    return set(actual) == set(expected) and all(
+        torch.equal(actual[key], expected[key]) for key in expected
+    )
 
 
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: {"state_dict": t}, lambda t: {"model": t, "epoch": 3}])
+@pytest.mark.parametrize(
+    "wrap", [lambda t: t, lambda t: {"state_dict": t}, lambda t: {"model": t, "epoch": 3}]
+)
 def test_wrapped_state_dicts_are_read(tmp_path: Path, wrap: Any) -> None:
     assert equal(read_weight_file(saved(wrap(TENSORS), tmp_path / "a.ckpt")).tensors, TENSORS)
     old = saved(wrap(TENSORS), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
@@ -53,19 +59,29 @@ def test_wrapped_state_dicts_are_read(tmp_path: Path, wrap: Any) -> None:
 
 
 def test_objects_beside_the_tensors_are_listed_and_not_built(tmp_path: Path) -> None:
-    """As in Lightning's checkpoints: hyperparameters, callbacks by class, an optimizer, NumPy numbers."""
+    """As in Lightning's checkpoints: hyperparameters, callbacks by class, an optimizer, NumPy
+    numbers.
+    """
     layer = torch.nn.Linear(2, 3)
     content = {
         "state_dict": collections.OrderedDict(layer.state_dict()),
         "hyper_parameters": argparse.Namespace(lr=1e-4, path=Path("data")),
-        "callbacks": {torch.nn.Linear: {"best": np.float64(0.5)}, "seen": {1, 2}, "kinds": frozenset("ab")},
+        "callbacks": {
+            torch.nn.Linear: {"best": np.float64(0.5)},
+            "seen": {1, 2},
+            "kinds": frozenset("ab"),
+        },
         "optimizer_states": [torch.optim.Adam(layer.parameters()).state_dict()],
         "module": layer,
         "counts": collections.defaultdict(int, {"a": 1}),
     }
     checkpoint = read_weight_file(saved(content, tmp_path / "last.ckpt"))
     assert equal(checkpoint.tensors, layer.state_dict())
-    assert {"argparse.Namespace", "torch.nn.modules.linear.Linear", "collections.defaultdict"} <= set(checkpoint.blanks)
+    assert {
+        "argparse.Namespace",
+        "torch.nn.modules.linear.Linear",
+        "collections.defaultdict",
+    } <= set(checkpoint.blanks)
 
 
 def test_views_ties_dtypes_and_parameters_are_kept(tmp_path: Path) -> None:
@@ -82,7 +98,9 @@ def test_views_ties_dtypes_and_parameters_are_kept(tmp_path: Path) -> None:
     }
     tensors = read_weight_file(saved(content, tmp_path / "a.pt")).tensors
     assert equal(tensors, content)
-    assert {key: tensor.dtype for key, tensor in tensors.items()} == {key: t.dtype for key, t in content.items()}
+    assert {key: tensor.dtype for key, tensor in tensors.items()} == {
+        key: t.dtype for key, t in content.items()
+    }
     assert tensors["tied"].data_ptr() == tensors["table"].data_ptr()
 
 
@@ -136,11 +154,15 @@ def damaged(path: Path, change: Any) -> Path:
         (lambda e: e.update({"a/byteorder": b"big"}), "unsupported"),
         (lambda e: e.update({"a/code/model.py": b""}), "unsupported"),
         (  # a size beyond the storage
-            lambda e: e.update({"a/data.pkl": e["a/data.pkl"].replace(b"K\x02K\x03K\x04", b"K\x02K\x03K\x05")}),
+            lambda e: e.update(
+                {"a/data.pkl": e["a/data.pkl"].replace(b"K\x02K\x03K\x04", b"K\x02K\x03K\x05")}
+            ),
             "malformed",
         ),
         (  # a stride beyond the storage
-            lambda e: e.update({"a/data.pkl": e["a/data.pkl"].replace(b"K\x0cK\x04K\x01", b"K\x0dK\x04K\x01")}),
+            lambda e: e.update(
+                {"a/data.pkl": e["a/data.pkl"].replace(b"K\x0cK\x04K\x01", b"K\x0dK\x04K\x01")}
+            ),
             "malformed",
         ),
     ],
@@ -167,7 +189,11 @@ def test_files_without_a_state_dict_are_refused(tmp_path: Path) -> None:
 
 
 def test_several_state_dicts_side_by_side_are_read(tmp_path: Path) -> None:
-    content = {"image_encoder": {"a": torch.ones(1)}, "text_encoder": {"a": torch.zeros(1)}, "epoch": 3}
+    content = {
+        "image_encoder": {"a": torch.ones(1)},
+        "text_encoder": {"a": torch.zeros(1)},
+        "epoch": 3,
+    }
     parts = ("image_encoder", "text_encoder")
     found = read_weight_file(saved(content, tmp_path / "kad.pt"), parts=parts)
     assert list(found.tensors) == ["image_encoder/a", "text_encoder/a"]
@@ -177,11 +203,14 @@ def test_several_state_dicts_side_by_side_are_read(tmp_path: Path) -> None:
 def biovil(tmp_path: Path) -> Path:
     tensors = random_tensors(shapes_of("biovil_image"))
     return saved(
-        {key: tensor.half() if tensor.ndim == 4 else tensor for key, tensor in tensors.items()}, tmp_path / "b.pt"
+        {key: tensor.half() if tensor.ndim == 4 else tensor for key, tensor in tensors.items()},
+        tmp_path / "b.pt",
     )
 
 
-def test_import_command_writes_encoders_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_command_writes_encoders_that_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli.main(["import", "biovil_image", str(biovil(tmp_path)), "--out", str(tmp_path / "out")])
     output = capsys.readouterr().out
     assert "318 tensors loaded, 10 left out, see import.json" in output
@@ -193,8 +222,13 @@ def test_import_command_writes_encoders_that_load(tmp_path: Path, capsys: pytest
     assert isinstance(encoder, ImageEncoder)
     assert (encoder.mean, encoder.std, encoder.image_size) == ((0.0,) * 3, (1.0,) * 3, (480, 480))
     tensors = read_weight_file(tmp_path / "b.pt").tensors
-    assert torch.equal(encoder.get_parameter("backbone.conv1.weight"), tensors["encoder.encoder.conv1.weight"].float())
-    reloaded = medvl.encoders.create_image_encoder("resnet50", pretrained=tmp_path / "out" / "image_encoder")
+    assert torch.equal(
+        encoder.get_parameter("backbone.conv1.weight"),
+        tensors["encoder.encoder.conv1.weight"].float(),
+    )
+    reloaded = medvl.encoders.create_image_encoder(
+        "resnet50", pretrained=tmp_path / "out" / "image_encoder"
+    )
     assert torch.equal(reloaded.backbone.conv1.weight, encoder.backbone.conv1.weight)
     with raises(ConfigError, "exists", "out"):
         import_checkpoint("biovil_image", tmp_path / "b.pt", out=tmp_path / "out")

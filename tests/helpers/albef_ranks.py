@@ -19,7 +19,12 @@ def make(tokenizer: Tokenizer | None, name: str = "albef", **settings: Any) -> A
 
 def quiet() -> dict[str, Any]:
     """Arguments of a text encoder without dropout, whose training mode is reproducible."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     return {**sizes, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 
 
@@ -29,18 +34,23 @@ def silent(name: str) -> ALBEF:
 
 
 def three_steps(model: ALBEF, module: torch.nn.Module, rank: int, world: int) -> dict[str, Any]:
-    """Run three steps on this rank's share of batches of six, with gradients of the contrastive losses only.
+    """Run three steps on this rank's share of batches of six, with gradients of the contrastive
+    losses only.
 
-    The second half of the last batch, which is rank 1 of two, has images alone and texts alone. Returns the losses and
-    the gradients of the last two steps.
+    The second half of the last batch, which is rank 1 of two, has images alone and texts alone.
+    Returns the losses and the gradients of the last two steps.
     """
     results: dict[str, Any] = {}
     for number in range(3):
         batch = make_batch(tiny_tokenizer(), 6, keys=[f"{number}-{row}" for row in range(6)])
         if number == 2:
-            batch = dataclasses.replace(batch, has_image_B=flags(1, 1, 1, 1, 0, 1), has_text_B=flags(1, 1, 1, 0, 1, 0))
+            batch = dataclasses.replace(
+                batch, has_image_B=flags(1, 1, 1, 1, 0, 1), has_text_B=flags(1, 1, 1, 0, 1, 0)
+            )
         row = slice(rank * 6 // world, (rank + 1) * 6 // world)
-        mine = {name: None if value is None else value[row] for name, value in vars_of(batch).items()}
+        mine = {
+            name: None if value is None else value[row] for name, value in vars_of(batch).items()
+        }
         torch.manual_seed(number)
         model.before_step(number)
         result = module(Batch(**mine))
@@ -48,7 +58,10 @@ def three_steps(model: ALBEF, module: torch.nn.Module, rank: int, world: int) ->
         contrast = [result.terms[name] for name in ("itc", "unimodal") if name in result.terms]
         zero = 0 * (result.terms["itm"] + result.terms["mlm"])
         (torch.stack(contrast).sum() + zero).backward()
-        grads = {"image": model.image_head.weight.grad, "temperature": model.itc_head.temperature.grad}
+        grads = {
+            "image": model.image_head.weight.grad,
+            "temperature": model.itc_head.temperature.grad,
+        }
         results[f"loss {number}"] = [value.item() for value in contrast]
         for name, grad in grads.items():
             assert grad is not None

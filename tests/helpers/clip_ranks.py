@@ -22,7 +22,9 @@ BATCH, RESULTS = "batch.safetensors", "results.safetensors"
 
 def whole_batch(folder: Path, rows: slice = slice(None)) -> Batch:
     """Return the batch of a folder, or some rows of it. One text is missing."""
-    parts = {name: tensor[rows] for name, tensor in safetensors.torch.load_file(folder / BATCH).items()}
+    parts = {
+        name: tensor[rows] for name, tensor in safetensors.torch.load_file(folder / BATCH).items()
+    }
     size = len(parts["ids"])
     return Batch(
         keys=[""] * size,
@@ -40,7 +42,10 @@ def step(model: torch.nn.Module, module: torch.nn.Module, batch: Batch) -> dict[
     loss = module(batch).total
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"loss": loss.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
+    return {
+        "loss": loss.detach(),
+        **{name: gradient for name, gradient in gradients.items() if gradient is not None},
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Stand-ins on this machine for the parts of Google Cloud Storage and of Azure Blob Storage that gcsfs and adlfs use."""
+"""Stand-ins on this machine for the parts of Google Cloud Storage and of Azure Blob Storage that
+gcsfs and adlfs use.
+"""
 
 import abc
 import base64
@@ -27,8 +29,12 @@ class Objects:
     PAGE: ClassVar[int] = 1000
 
     def below(self, prefix: str, after: str) -> tuple[list[tuple[str, bytes]], str]:
-        """Return a page of the objects, and the key that the next page begins after; empty for the last."""
-        found = sorted(item for item in self.data.items() if item[0].startswith(prefix) and item[0] > after)
+        """Return a page of the objects, and the key that the next page begins after; empty for
+        the last.
+        """
+        found = sorted(
+            item for item in self.data.items() if item[0].startswith(prefix) and item[0] > after
+        )
         page = found[: self.PAGE]
         return page, page[-1][0] if len(found) > len(page) else ""
 
@@ -39,7 +45,10 @@ class _Handler(abc.ABC, http.server.BaseHTTPRequestHandler):
 
     def handle_request(self) -> None:
         address = urlsplit(self.path)
-        query = {name: values[0] for name, values in parse_qs(address.query, keep_blank_values=True).items()}
+        query = {
+            name: values[0]
+            for name, values in parse_qs(address.query, keep_blank_values=True).items()
+        }
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         self.respond(self.command, unquote(address.path), query, body)
 
@@ -57,7 +66,9 @@ class _Handler(abc.ABC, http.server.BaseHTTPRequestHandler):
 
     def send_part(self, data: bytes, **headers: str) -> None:
         """Answer with an object, or with the part of it that the request asks for."""
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("x-ms-range") or self.headers.get("range") or "")
+        asked = re.fullmatch(
+            r"bytes=(\d+)-(\d*)", self.headers.get("x-ms-range") or self.headers.get("range") or ""
+        )
         if asked is None:
             self.send(200, data, **headers)
             return
@@ -65,7 +76,9 @@ class _Handler(abc.ABC, http.server.BaseHTTPRequestHandler):
         if start >= len(data):
             self.send(416, b"", Content_Range=f"bytes */{len(data)}")
             return
-        self.send(206, data[start : end + 1], Content_Range=f"bytes {start}-{end}/{len(data)}", **headers)
+        self.send(
+            206, data[start : end + 1], Content_Range=f"bytes {start}-{end}/{len(data)}", **headers
+        )
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass
@@ -108,9 +121,7 @@ class GoogleHandler(_Handler):
         elif "upload_id" not in query:
             key = json.loads(body)["name"]
             self.objects.blocks[key, ""] = b""
-            address = (
-                f"http://{self.headers['host']}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={key}"
-            )
+            address = f"http://{self.headers['host']}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={key}"
             self.send(200, b"{}", Location=address, Content_Type="application/json")
         else:
             key, total = query["upload_id"], int(self.headers["content-range"].rpartition("/")[2])
@@ -123,14 +134,22 @@ class GoogleHandler(_Handler):
 
     def metadata(self, bucket: str, key: str) -> dict[str, Any]:
         size = str(len(self.objects.data[key]))
-        return {"kind": "storage#object", "bucket": bucket, "name": key, "size": size, "generation": "1"}
+        return {
+            "kind": "storage#object",
+            "bucket": bucket,
+            "name": key,
+            "size": size,
+            "generation": "1",
+        }
 
     def send_json(self, status: int, value: Any) -> None:
         self.send(status, json.dumps(value).encode(), Content_Type="application/json")
 
 
 class AzureHandler(_Handler):
-    """The blob service: properties, lists, downloads of parts, uploads in one request or in blocks."""
+    """The blob service: properties, lists, downloads of parts, uploads in one request or in
+    blocks.
+    """
 
     def respond(self, method: str, path: str, query: dict[str, str], body: bytes) -> None:
         _, _, container, *rest = path.split("/")
@@ -156,7 +175,9 @@ class AzureHandler(_Handler):
             self.objects.blocks[key, query["blockid"]] = body
         elif query.get("comp") == "blocklist":
             order = re.findall(r"<Latest>(.*?)</Latest>", body.decode())
-            self.objects.data[key] = b"".join(self.objects.blocks.pop((key, name)) for name in order)
+            self.objects.data[key] = b"".join(
+                self.objects.blocks.pop((key, name)) for name in order
+            )
         else:
             self.objects.data[key] = body
         self.send(201, ETag="0", Last_Modified=_DATE)
@@ -169,7 +190,8 @@ class AzureHandler(_Handler):
             for key, data in found
         )
         return (
-            f'<?xml version="1.0" encoding="utf-8"?><EnumerationResults ContainerName="{container}">'
+            f'<?xml version="1.0" encoding="utf-8"?><EnumerationResults '
+            f'ContainerName="{container}">'
             f"<Prefix>{escape(prefix)}</Prefix><Blobs>{blobs}</Blobs><NextMarker>{escape(marker)}</NextMarker></EnumerationResults>"
         ).encode()
 
@@ -184,6 +206,8 @@ def serve(handler: type[_Handler]) -> Iterator[tuple[int, Objects]]:
     bound = type(handler.__name__, (handler,), {"objects": objects})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), bound) as server:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         yield server.server_port, objects
         server.shutdown()

@@ -1,4 +1,5 @@
-"""Losses and gradients of contrastive systems on two ranks, where both, one or none have a complete pair.
+"""Losses and gradients of contrastive systems on two ranks, where both, one or none have a complete
+pair.
 
 torchrun --standalone --nproc-per-node 2 contrastive_ranks.py FOLDER
 """
@@ -22,7 +23,9 @@ FIRST, SECOND = slice(0, 4), slice(4, 7)
 
 
 def sample_pairs(rows: slice) -> Pairs:
-    """Return some of seven pairs with words of unequal lengths and a third side of three rows a pair, of all parts."""
+    """Return some of seven pairs with words of unequal lengths and a third side of three rows a
+    pair, of all parts.
+    """
     generator = torch.Generator().manual_seed(0)
     numbers = torch.arange(7)[rows]
     mask_BW = torch.arange(5) < (numbers[:, None] % 4 + 1)
@@ -31,7 +34,8 @@ def sample_pairs(rows: slice) -> Pairs:
     third_NE = torch.randn(21, 3, generator=generator).unflatten(0, (7, 3))[rows].flatten(0, 1)
     return Pairs(
         images=Embeddings(
-            torch.randn(7, 3, generator=generator)[rows], torch.randn(7, 4, 3, generator=generator)[rows]
+            torch.randn(7, 3, generator=generator)[rows],
+            torch.randn(7, 4, 3, generator=generator)[rows],
         ),
         texts=Embeddings(
             torch.randn(7, 3, generator=generator)[rows],
@@ -39,7 +43,11 @@ def sample_pairs(rows: slice) -> Pairs:
             mask_BW[:, :longest],
             words_BWE[:, :longest, 0],
         ),
-        others={"sentences": Embeddings(third_NE, pair_N=torch.arange(len(numbers)).repeat_interleave(3))},
+        others={
+            "sentences": Embeddings(
+                third_NE, pair_N=torch.arange(len(numbers)).repeat_interleave(3)
+            )
+        },
         groups=(numbers // 2,),
         labels_BL=numbers[:, None].float(),
     )
@@ -50,16 +58,23 @@ def flat(pairs: Pairs) -> dict[str, Tensor]:
     tensors = {f"group{number}": group_B for number, group_B in enumerate(pairs.groups)}
     for name, side in pairs.sides.items():
         fields = {field.name: getattr(side, field.name) for field in dataclasses.fields(side)}
-        tensors |= {f"{name}.{field}": tensor for field, tensor in fields.items() if tensor is not None}
+        tensors |= {
+            f"{name}.{field}": tensor for field, tensor in fields.items() if tensor is not None
+        }
     return tensors if pairs.labels_BL is None else {**tensors, "labels": pairs.labels_BL}
 
 
 def main(folder: Path) -> None:
-    """Write the losses and gradients of every system in all cases, after DDP's average, and gathered pairs."""
+    """Write the losses and gradients of every system in all cases, after DDP's average, and
+    gathered pairs.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    results = {f"pairs/{name}": tensor for name, tensor in flat(sample_pairs((FIRST, SECOND)[rank]).gather()).items()}
+    results = {
+        f"pairs/{name}": tensor
+        for name, tensor in flat(sample_pairs((FIRST, SECOND)[rank]).gather()).items()
+    }
     for name, create in SYSTEMS.items():
         model = create().eval()
         parallel = DistributedDataParallel(model)
@@ -67,13 +82,24 @@ def main(folder: Path) -> None:
             model.zero_grad(set_to_none=True)
             batch = make_batch(name, (FIRST, SECOND)[rank])
             if case == "none" or (case == "one" and rank == 1):
-                batch = dataclasses.replace(batch, has_text_B=torch.zeros(len(batch), dtype=torch.bool))
+                batch = dataclasses.replace(
+                    batch, has_text_B=torch.zeros(len(batch), dtype=torch.bool)
+                )
             losses = parallel(batch)
             losses.total.backward()
-            results |= {f"{name}/{case}/{key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
-            results |= {f"{name}/{case}/loss/{key}": term.detach() for key, term in losses.terms.items()}
+            results |= {
+                f"{name}/{case}/{key}": p.grad
+                for key, p in model.named_parameters()
+                if p.grad is not None
+            }
+            results |= {
+                f"{name}/{case}/loss/{key}": term.detach() for key, term in losses.terms.items()
+            }
             results[f"{name}/{case}/loss"] = losses.total.detach()
-    results = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in results.items()}
+    results = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in results.items()
+    }
     safetensors.torch.save_file(results, folder / f"rank-{rank}.safetensors")
 
 

@@ -14,8 +14,19 @@ from medvl.schema import Batch
 
 VIT = {"layers": 1, "width": 64, "patch_size": 16}
 BERT = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "vocab_size": 40}
-TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16, **BERT}
-CONVIRT = {"image_encoder": "resnet_tiny", "image_size": 32, "projection_dim": 16, "frozen_text_layers": 0}
+TOWERS = {
+    "image_encoder": "open_clip:ViT-B-32",
+    "image_arguments": VIT,
+    "image_size": 32,
+    "projection_dim": 16,
+    **BERT,
+}
+CONVIRT = {
+    "image_encoder": "resnet_tiny",
+    "image_size": 32,
+    "projection_dim": 16,
+    "frozen_text_layers": 0,
+}
 GRID = {"image_arguments": {"output_stride": 16}}
 """2 x 2 regions of a ResNet's 32 pixels: with one region, losses within an image are 0."""
 STUDIES = ["a", "b", "a", "c", "d", "c", "e"]
@@ -44,7 +55,12 @@ def convirt(**settings: Any) -> ContrastiveEncoder:
 
 def medclip(**settings: Any) -> ContrastiveEncoder:
     torch.manual_seed(0)
-    tiny = {"text_encoder": "tiny_bert", "vocab_size": 40, "image_encoder": "resnet_tiny", "image_size": 32}
+    tiny = {
+        "text_encoder": "tiny_bert",
+        "vocab_size": 40,
+        "image_encoder": "resnet_tiny",
+        "image_size": 32,
+    }
     return medvl.create_model("medclip", **{**tiny, "projection_dim": 16, **settings})
 
 
@@ -55,14 +71,28 @@ def gloria() -> ContrastiveEncoder:
 def mgca(**settings: Any) -> ContrastiveEncoder:
     """Batch norm in the image encoder and in all heads."""
     torch.manual_seed(0)
-    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}}
-    sizes = {"image_size": 64, "margin": 0, "encoder_size": 96, "projection_dim": 24, "hidden_dim": 32}
+    towers = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "text_arguments": {"num_hidden_layers": 1},
+    }
+    sizes = {
+        "image_size": 64,
+        "margin": 0,
+        "encoder_size": 96,
+        "projection_dim": 24,
+        "hidden_dim": 32,
+    }
     settings = {"num_prototypes": 10, "freeze_prototypes_steps": 2, **settings}
-    return medvl.create_model("mgca", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
+    return medvl.create_model(
+        "mgca", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings}
+    )
 
 
 def lovt(name: str = "lovt") -> ContrastiveEncoder:
-    """Batch norm in the image encoder, the heads and the attention between sentences and regions."""
+    """Batch norm in the image encoder, the heads and the attention between sentences and
+    regions.
+    """
     torch.manual_seed(0)
     return medvl.create_model(name, **CONVIRT, **BERT, **GRID, hidden_dim=24)
 
@@ -77,7 +107,11 @@ class EverySecondWord:
     """Masking without chance, so that all ranks and parts mask alike."""
 
     def __call__(
-        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, generator: torch.Generator, span_BT: None = None
+        self,
+        ids_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        generator: torch.Generator,
+        span_BT: None = None,
     ) -> MaskedText:
         masked_BT = mask_BT & (torch.arange(ids_BT.shape[1]) % 2 == 1)
         return MaskedText(ids_BT.masked_fill(masked_BT, 4), ids_BT.masked_fill(~masked_BT, IGNORED))
@@ -86,8 +120,17 @@ class EverySecondWord:
 def biovil(**settings: Any) -> ContrastiveEncoder:
     """All losses, with temperatures at which each of them counts."""
     torch.manual_seed(0)
-    sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "margin": 0, "projection_dim": 16, **BERT, **GRID}
-    model = medvl.create_model("biovil", **{**sizes, "local_weight": 0.5, "mlm_weight": 0.5, **settings})
+    sizes = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 32,
+        "margin": 0,
+        "projection_dim": 16,
+        **BERT,
+        **GRID,
+    }
+    model = medvl.create_model(
+        "biovil", **{**sizes, "local_weight": 0.5, "mlm_weight": 0.5, **settings}
+    )
     vars(model)["masking"] = EverySecondWord()
     return model
 
@@ -99,13 +142,26 @@ def bfspr(**settings: Any) -> ContrastiveEncoder:
 
 def umrl(**settings: Any) -> ContrastiveEncoder:
     torch.manual_seed(0)
-    sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "text_arguments": {"dimension": 24}, "vocab_size": 40}
-    return medvl.create_model("umrl", **{**sizes, "projection_dim": 16, "hidden_dim": 24, **settings})
+    sizes = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 32,
+        "text_arguments": {"dimension": 24},
+        "vocab_size": 40,
+    }
+    return medvl.create_model(
+        "umrl", **{**sizes, "projection_dim": 16, "hidden_dim": 24, **settings}
+    )
 
 
 def biovil_t(**settings: Any) -> ContrastiveEncoder:
     torch.manual_seed(0)
-    sizes = {"image_encoder": "resnet_tiny", "image_size": 64, "margin": 0, "projection_dim": 16, **BERT}
+    sizes = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 64,
+        "margin": 0,
+        "projection_dim": 16,
+        **BERT,
+    }
     pooler = {"pooler_dim": 16, "pooler_heads": 2, "pooler_blocks": 1}
     model = medvl.create_model("biovil_t", **{**sizes, **pooler, **settings})
     vars(model)["masking"] = EverySecondWord()
@@ -119,7 +175,9 @@ def radzero(**settings: Any) -> ContrastiveEncoder:
 
 
 def stored_tokens(image_BCHW: torch.Tensor) -> torch.Tensor:
-    """Return the vector and the patches of the image encoder of `radzero()`, as `medvl regions --all-tokens` does."""
+    """Return the vector and the patches of the image encoder of `radzero()`, as `medvl regions
+    --all-tokens` does.
+    """
     with torch.no_grad():
         features = radzero().image_encoder.eval()(image_BCHW)
     return torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
@@ -127,10 +185,22 @@ def stored_tokens(image_BCHW: torch.Tensor) -> torch.Tensor:
 
 def carzero(**settings: Any) -> ContrastiveEncoder:
     torch.manual_seed(0)
-    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}}
-    sizes = {"image_size": 64, "projection_dim": 24, "decoder_layers": 2, "decoder_hidden": 32, "head_dims": (16,)}
+    towers = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "text_arguments": {"num_hidden_layers": 1},
+    }
+    sizes = {
+        "image_size": 64,
+        "projection_dim": 24,
+        "decoder_layers": 2,
+        "decoder_hidden": 32,
+        "head_dims": (16,),
+    }
     settings = {"text_layers": 1, "init_std": None, **settings}
-    return medvl.create_model("carzero", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
+    return medvl.create_model(
+        "carzero", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings}
+    )
 
 
 def cxrclip(**settings: Any) -> ContrastiveEncoder:
@@ -161,7 +231,9 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
 
 
 def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
-    """Return seven pairs or some of them: two equal texts, no image in the fourth, one to three sentences."""
+    """Return seven pairs or some of them: two equal texts, no image in the fourth, one to three
+    sentences.
+    """
     indices = list(range(PAIRS))[rows]
     if name in LOCAL:
         batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), indices)
@@ -170,37 +242,58 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         ids_BT = torch.randint(5, 40, (PAIRS, 6), generator=generator)
         ids_BT[6] = ids_BT[1]
         mask_BT = torch.arange(6) < torch.tensor([6, 4, 5, 3, 6, 2, 4])[:, None]
-        sentence_BT = torch.tensor([-1, 0, 0, 1, 2, -1]).where(mask_BT, -1)  # the sixth text has one sentence
+        sentence_BT = torch.tensor([-1, 0, 0, 1, 2, -1]).where(
+            mask_BT, -1
+        )  # the sixth text has one sentence
         batch = Batch(
             keys=list(map(str, indices)),
-            image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
+            image_BCHW=torch.randint(
+                0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator
+            )[rows],
             ids_BT=ids_BT[rows],
             mask_BT=mask_BT[rows],
             labels_BL=torch.randint(-1, 2, (PAIRS, 5), generator=generator)[rows].float(),
             texts=[""] * len(indices),
             studies=STUDIES[rows],
             sentence_BT=sentence_BT[rows],
-            second_image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
+            second_image_BCHW=torch.randint(
+                0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator
+            )[rows],
         )
     if name == "cxrclip":
-        batch.other_view_BCHW, batch.has_other_view_B = batch.image_BCHW.flip(2), (torch.arange(PAIRS) % 3 == 1)[rows]
+        batch.other_view_BCHW, batch.has_other_view_B = (
+            batch.image_BCHW.flip(2),
+            (torch.arange(PAIRS) % 3 == 1)[rows],
+        )
     if name in ("medclip", "cxrclip"):
         batch.second_ids_BT, batch.second_mask_BT = batch.ids_BT % 20 + 10, batch.mask_BT
         batch.has_second_text_B = (torch.arange(PAIRS) != 1)[rows]
     if name.startswith("radzero"):
-        words = torch.tensor([[1, 2], [2, 0], [3, 3], [1, 4], [2, 5], [6, 0], [4, 1]])[rows]  # some in several samples
+        words = torch.tensor([[1, 2], [2, 0], [3, 3], [1, 4], [2, 5], [6, 0], [4, 1]])[
+            rows
+        ]  # some in several samples
         batch.statement_ids_BST = torch.stack([words * 3 + 7, words * 2 + 9, words + 11], dim=2)
-        batch.statement_mask_BST = (words > 0)[:, :, None] & (torch.arange(3) < words[:, :, None] % 3 + 1)
+        batch.statement_mask_BST = (words > 0)[:, :, None] & (
+            torch.arange(3) < words[:, :, None] % 3 + 1
+        )
     if name == "radzero stored":
         batch.regions_BPD = stored_tokens(batch.image_BCHW)
     if name == "biovil_t":
         pixels = torch.randint(
-            0, 256, (PAIRS, 2, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)
+            0,
+            256,
+            (PAIRS, 2, 64, 64),
+            dtype=torch.uint8,
+            generator=torch.Generator().manual_seed(7),
         )
         batch.image_BCHW, batch.prior_BCHW = pixels[rows, :1], pixels[rows, 1:]
         batch.has_prior_B = (torch.arange(PAIRS) % 3 != 1)[rows]
     if name == "biovil":
-        batch.second_ids_BT = torch.randint(5, 40, (PAIRS, 5), generator=torch.Generator().manual_seed(6))[rows]
-        batch.second_mask_BT = (torch.arange(5) < torch.tensor([5, 3, 2, 4, 5, 2, 5])[:, None])[rows]
+        batch.second_ids_BT = torch.randint(
+            5, 40, (PAIRS, 5), generator=torch.Generator().manual_seed(6)
+        )[rows]
+        batch.second_mask_BT = (torch.arange(5) < torch.tensor([5, 3, 2, 4, 5, 2, 5])[:, None])[
+            rows
+        ]
         batch.has_second_text_B = (torch.arange(PAIRS) != 1)[rows]
     return dataclasses.replace(batch, has_image_B=(torch.arange(PAIRS) != 3)[rows])

@@ -13,7 +13,9 @@ DX_IMAGE = UID("1.2.840.10008.5.1.4.1.1.1.1")
 
 
 def image_dataset(pixels: np.ndarray, **fields: Any) -> Dataset:
-    """Return a dataset for a grey (H, W), colour (H, W, 3) or, with NumberOfFrames, multi-frame image."""
+    """Return a dataset for a grey (H, W), colour (H, W, 3) or, with NumberOfFrames, multi-frame
+    image.
+    """
     bits = 8 * pixels.itemsize
     color = pixels.ndim == 3 and pixels.shape[2] == 3 and "NumberOfFrames" not in fields
     data = Dataset()
@@ -64,17 +66,34 @@ def raw_file(syntax: bytes, body: bytes) -> bytes:
     return bytes(128) + b"DICM" + element(0x00020010, b"UI", syntax) + body
 
 
-def layout(rows: int, columns: int, *, bits: int = 16, frames: int | None = None, samples: int = 1) -> bytes:
+def layout(
+    rows: int, columns: int, *, bits: int = 16, frames: int | None = None, samples: int = 1
+) -> bytes:
     """Return the elements of the Image Pixel module."""
     color = b"RGB" if samples == 3 else b"MONOCHROME2"
-    parts = [element(0x00280002, b"US", struct.pack("<H", samples)), element(0x00280004, b"CS", color)]
+    parts = [
+        element(0x00280002, b"US", struct.pack("<H", samples)),
+        element(0x00280004, b"CS", color),
+    ]
     if frames is not None:
         parts.append(element(0x00280008, b"IS", str(frames).encode()))
-    words = ((0x00280010, rows), (0x00280011, columns), (0x00280100, bits), (0x00280101, bits), (0x00280103, 0))
-    return b"".join([*parts, *(element(tag, b"US", struct.pack("<H", value)) for tag, value in words)])
+    words = (
+        (0x00280010, rows),
+        (0x00280011, columns),
+        (0x00280100, bits),
+        (0x00280101, bits),
+        (0x00280103, 0),
+    )
+    return b"".join(
+        [*parts, *(element(tag, b"US", struct.pack("<H", value)) for tag, value in words)]
+    )
 
 
 def fragments(*frames: bytes) -> bytes:
     """Return compressed pixel data with an empty offset table."""
-    items = b"".join(struct.pack("<HHL", 0xFFFE, 0xE000, len(frame)) + frame for frame in (b"", *frames))
-    return element(0x7FE00010, b"OB", b"", 0xFFFFFFFF) + items + struct.pack("<HHL", 0xFFFE, 0xE0DD, 0)
+    items = b"".join(
+        struct.pack("<HHL", 0xFFFE, 0xE000, len(frame)) + frame for frame in (b"", *frames)
+    )
+    return (
+        element(0x7FE00010, b"OB", b"", 0xFFFFFFFF) + items + struct.pack("<HHL", 0xFFFE, 0xE0DD, 0)
+    )

@@ -14,7 +14,9 @@ from medvl.errors import MedvlError
 def raises(
     kind: type[MedvlError], code: str, field: str | None = None, *, names: str = ""
 ) -> Iterator[pytest.ExceptionInfo[MedvlError]]:
-    """Expect a `kind` with this code and, if given, this field; `names` must appear in its message (a path, a value)."""
+    """Expect a `kind` with this code and, if given, this field; `names` must appear in its
+    message (a path, a value).
+    """
     with pytest.raises(kind) as caught:
         yield caught
     assert caught.value.code == code, f"{caught.value.code!r}: {caught.value}"
@@ -23,7 +25,9 @@ def raises(
 
 
 def assert_skipped(plan: Plan, *reasons: str, names: str = "") -> str:
-    """Check the rows that a plan skips by reason, and that `names` is in their messages. Return the messages."""
+    """Check the rows that a plan skips by reason, and that `names` is in their messages. Return
+    the messages.
+    """
     messages = "; ".join(message for _, message in plan.rows.messages)
     assert plan.rows.skipped == Counter(reasons), messages
     assert [reason for reason, _ in plan.rows.messages] == list(reasons)

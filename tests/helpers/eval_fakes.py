@@ -24,7 +24,9 @@ def text_vector(text: str) -> np.ndarray:
 
 
 class FakeModel(nn.Module):
-    """Fake dual-encoder: an image of one row is embedded as its pixels minus 128, a text by its hash."""
+    """Fake dual-encoder: an image of one row is embedded as its pixels minus 128, a text by its
+    hash.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +54,14 @@ class FakeSource:
 
     fingerprint = "f" * 64
 
-    def __init__(self, samples: Sequence[Sample], pixels: Sequence[np.ndarray], label_names: Sequence[str]) -> None:
-        self.samples, self.images, self.label_names = list(samples), list(pixels), tuple(label_names)
+    def __init__(
+        self, samples: Sequence[Sample], pixels: Sequence[np.ndarray], label_names: Sequence[str]
+    ) -> None:
+        self.samples, self.images, self.label_names = (
+            list(samples),
+            list(pixels),
+            tuple(label_names),
+        )
         self.damaged: set[int] = set()
 
     def __len__(self) -> int:
@@ -71,7 +79,9 @@ class FakeSource:
 class FakeLoader:
     """Loader of batches in order; damaged samples are skipped and counted."""
 
-    def __init__(self, source: FakeSource, batch: int = 7, texts: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, source: FakeSource, batch: int = 7, texts: Sequence[str] | None = None
+    ) -> None:
         self.source, self.batch = source, batch
         self.texts = texts or ["" for _ in range(len(source))]
         self.skipped: Counter[str] = Counter()
@@ -79,15 +89,24 @@ class FakeLoader:
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, len(self.source), self.batch):
             chunk = range(start, min(start + self.batch, len(self.source)))
-            yield self._collate([position for position in chunk if position not in self.source.damaged])
-            self.skipped["shard_damaged"] += sum(position in self.source.damaged for position in chunk)
+            yield self._collate(
+                [position for position in chunk if position not in self.source.damaged]
+            )
+            self.skipped["shard_damaged"] += sum(
+                position in self.source.damaged for position in chunk
+            )
 
     def _collate(self, positions: Sequence[int]) -> Batch:
         samples = [self.source.samples[position] for position in positions]
-        labels = [[sample.labels.get(name, np.nan) for name in self.source.label_names] for sample in samples]
+        labels = [
+            [sample.labels.get(name, np.nan) for name in self.source.label_names]
+            for sample in samples
+        ]
         return Batch(
             keys=[sample.key for sample in samples],
-            image_BCHW=torch.from_numpy(np.stack([self.source.images[position] for position in positions]))[:, None],
+            image_BCHW=torch.from_numpy(
+                np.stack([self.source.images[position] for position in positions])
+            )[:, None],
             ids_BT=torch.zeros(len(samples), 1, dtype=torch.int64),
             mask_BT=torch.ones(len(samples), 1, dtype=torch.bool),
             labels_BL=torch.tensor(labels, dtype=torch.float32),
@@ -96,9 +115,16 @@ class FakeLoader:
 
 
 def make_source(
-    labels_NL: np.ndarray, names: Sequence[str], *, seed: int = 0, patients: int | None = None, prefix: str = "p"
+    labels_NL: np.ndarray,
+    names: Sequence[str],
+    *,
+    seed: int = 0,
+    patients: int | None = None,
+    prefix: str = "p",
 ) -> FakeSource:
-    """Return one-row noise images with these labels (NaN: missing); image i belongs to patient i % `patients`."""
+    """Return one-row noise images with these labels (NaN: missing); image i belongs to patient i
+    % `patients`.
+    """
     rng = np.random.default_rng(seed)
     count = len(labels_NL)
     views = ("PA", "AP", "LATERAL")
@@ -109,7 +135,11 @@ def make_source(
             split="test",
             patient=f"{prefix}{index % (patients or count)}",
             study=f"s{index}",
-            labels={name: int(value) for name, value in zip(names, row, strict=True) if not np.isnan(value)},
+            labels={
+                name: int(value)
+                for name, value in zip(names, row, strict=True)
+                if not np.isnan(value)
+            },
             view=views[index % 3],
             sex="FM"[index % 2],
             age=30 + index % 60,

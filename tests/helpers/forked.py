@@ -1,5 +1,6 @@
-"""Programs in processes of their own, forked from one that has imported the libraries: their start costs a tenth of a
-second instead of five."""
+"""Programs in processes of their own, forked from one that has imported the libraries: their start
+costs a tenth of a second instead of five.
+"""
 
 import ctypes
 import faulthandler
@@ -44,7 +45,9 @@ def start(
     new_session: bool = False,
     nested: bool = False,
 ) -> BaseProcess:
-    """Start `python program.py ...` or `python -m module ...`. Output goes to files or named pipes."""
+    """Start `python program.py ...` or `python -m module ...`. Output goes to files or named
+    pipes.
+    """
     assert command[0] == sys.executable, command
     environment = dict(os.environ if env is None else env)
     words = [str(word) for word in command[1:]]
@@ -55,8 +58,12 @@ def start(
     return process
 
 
-def start_with_pipe(command: Sequence[str], pipe: Path, **options: Any) -> tuple[BaseProcess, IO[str]]:
-    """Start a program and return it with its stderr, which ends when the last process that writes to it has."""
+def start_with_pipe(
+    command: Sequence[str], pipe: Path, **options: Any
+) -> tuple[BaseProcess, IO[str]]:
+    """Start a program and return it with its stderr, which ends when the last process that
+    writes to it has.
+    """
     os.mkfifo(pipe)
     process = start(command, stderr=pipe, **options)
     return process, pipe.open()
@@ -70,14 +77,23 @@ def run(
     timeout: float = 300,
     nested: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, as `subprocess.run(command, capture_output=True, text=True)` does; also `python -c`."""
+    """Run a program to its end, as `subprocess.run(command, capture_output=True, text=True)`
+    does; also `python -c`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         if command[1] == "-c":
             program = Path(folder, "program.py")
             program.write_text(f"import sys\nsys.path[0] = ''\n{command[2]}")
             command = [command[0], str(program), *command[3:]]
         outputs = Path(folder, "stdout"), Path(folder, "stderr")
-        process = start(command, cwd=cwd or Path.cwd(), stdout=outputs[0], stderr=outputs[1], env=env, nested=nested)
+        process = start(
+            command,
+            cwd=cwd or Path.cwd(),
+            stdout=outputs[0],
+            stderr=outputs[1],
+            env=env,
+            nested=nested,
+        )
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -87,15 +103,22 @@ def run(
 
 
 def _become(
-    words: list[str], folder: str, stdout: str, stderr: str, environment: dict[str, str], new_session: bool
+    words: list[str],
+    folder: str,
+    stdout: str,
+    stderr: str,
+    environment: dict[str, str],
+    new_session: bool,
 ) -> None:
-    """Do what the interpreter does with these words; Python programs that it then runs to their end are forks of it."""
+    """Do what the interpreter does with these words; Python programs that it then runs to their
+    end are forks of it.
+    """
     if new_session:
         os.setsid()
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    # A crash in a library's C code, but an overflow of the stack, says where: first the line of Python, then the C++
-    # frames of all threads.
+    # A crash in a library's C code, but an overflow of the stack, says where: first the line of
+    # Python, then the C++ frames of all threads.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
     faulthandler.enable(file=2)
     if sys.platform == "linux":
@@ -105,9 +128,14 @@ def _become(
     os.chdir(folder)
     torch.set_num_threads(1)
     module = words[0] == "-m"
-    paths = [folder if module else str(Path(words[0]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [
+        folder if module else str(Path(words[0]).parent),
+        *environment.get("PYTHONPATH", "").split(os.pathsep),
+    ]
     sys.path[:0] = [path for path in paths if path]
-    multiprocessing.set_start_method(None, force=True)  # the default of this system, not that of the fork server
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # the default of this system, not that of the fork server
     sys.argv[:] = words[module:]
     with mock.patch.object(subprocess, "run", _run_nested):
         if module:
@@ -123,7 +151,9 @@ class _SignalStack(ctypes.Structure):
 
 
 def _handle_signals_on_the_usual_stack() -> None:
-    """Switch off the signal stack of faulthandler: torch's frames do not fit in it, and overwrite the heap beside it."""
+    """Switch off the signal stack of faulthandler: torch's frames do not fit in it, and
+    overwrite the heap beside it.
+    """
     disable = 2
     off = _SignalStack(None, disable, 0)
     if ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(off), None):

@@ -1,6 +1,8 @@
-"""Recipes as commands, each forked from one process that has imported torch: a fraction of a second instead of four.
+"""Recipes as commands, each forked from one process that has imported torch: a fraction of a second
+instead of four.
 
-Run as a program this file is that process: it reads a request a line, `[[script, argument, ...], folder]`.
+Run as a program this file is that process: it reads a request a line, `[[script, argument, ...],
+folder]`.
 """
 
 import atexit
@@ -19,13 +21,22 @@ from typing import Any
 
 HEAVY = ("transformers", "timm", "albumentations", "pydicom", "webdataset")
 """Libraries that no recipe may import before its data was found."""
-LIGHT = ("tyro", "medvl.train.tasks.pretraining", "medvl.train.recipe_files", "medvl.models.dual_encoders.convirt")
+LIGHT = (
+    "tyro",
+    "medvl.train.tasks.pretraining",
+    "medvl.train.recipe_files",
+    "medvl.models.dual_encoders.convirt",
+)
 
-_FORK = multiprocessing.get_context("fork")  # its processes end at once, without cleaning up for half a second
+_FORK = multiprocessing.get_context(
+    "fork"
+)  # its processes end at once, without cleaning up for half a second
 
 
 def run_recipe(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python script arguments` in a folder. The last line of the output is `imported:` and the heavy libraries."""
+    """Run `python script arguments` in a folder. The last line of the output is `imported:` and
+    the heavy libraries.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -36,7 +47,9 @@ def run_recipe(script: Path, *arguments: str, folder: Path) -> subprocess.Comple
 
 @functools.cache
 def _server() -> "subprocess.Popen[str]":
-    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     atexit.register(server.kill)
     return server
 
@@ -55,7 +68,9 @@ def serve() -> None:
 
 def _answer(words: list[str], folder: str) -> dict[str, Any]:
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        child = _FORK.Process(target=_become, args=(words, folder, stdout.fileno(), stderr.fileno()))
+        child = _FORK.Process(
+            target=_become, args=(words, folder, stdout.fileno(), stderr.fileno())
+        )
         child.start()
         child.join()
         stdout.seek(0)

@@ -1,5 +1,6 @@
-"""The last module that the fork server imports: what it has made is left alone by the garbage collection of its forks,
-which would copy all of its memory."""
+"""The last module that the fork server imports: what it has made is left alone by the garbage
+collection of its forks, which would copy all of its memory.
+"""
 
 import gc
 

@@ -26,7 +26,12 @@ TEXTS = (
     "Dense consolidation of the right lower lobe.",
 )
 SIDE = 64
-_TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 _ENCODERS: dict[str, Any] = {
     "text_encoder": "tiny_bert",
     "text_arguments": _TEXT,
@@ -53,7 +58,16 @@ _KNOWLEDGE: dict[str, Any] = {
     "graph_heads": 2,
     "graph_head_width": 4,
 }
-ENTITIES = ("effusion", "pneumothorax", "heart", "lungs", "right lower lobe", "consolidation", "mass", "device")
+ENTITIES = (
+    "effusion",
+    "pneumothorax",
+    "heart",
+    "lungs",
+    "right lower lobe",
+    "consolidation",
+    "mass",
+    "device",
+)
 """Names of the entities of `knowledge_folder`; the texts mention the first six."""
 TINY: dict[str, dict[str, Any]] = {
     "dual_stream": _STREAM,
@@ -78,7 +92,12 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "ptunifier": {**_STREAM, "prompts": 12, "image_prompts": 5, "text_prompts": 4},
     "mixed": {**_STREAM, "scales": (1, 2)},
-    "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
+    "medvill": {
+        **_ENCODERS,
+        "image_encoder": "resnet_tiny",
+        "image_arguments": {},
+        "frozen_image_layers": 0,
+    },
     "pixelbert": _CELLS,
     "uniter": {**_CELLS, "task_mix": False},
     "vilt": {**_ENCODERS, "text_arguments": {**_TEXT, "hidden_size": 64, "num_hidden_layers": 0}},
@@ -91,7 +110,9 @@ def tiny_tokenizer() -> Tokenizer:
     return train_wordpiece(list(TEXTS), vocab_size=200, min_frequency=1)
 
 
-def tiny_model(name: str, tokenizer: Tokenizer | None, seed: int = 0, **settings: Any) -> FusionModel:
+def tiny_model(
+    name: str, tokenizer: Tokenizer | None, seed: int = 0, **settings: Any
+) -> FusionModel:
     if name == "arl" and "graph" not in settings:
         settings.setdefault("knowledge", knowledge_folder())
     torch.manual_seed(seed)
@@ -102,10 +123,22 @@ def tiny_model(name: str, tokenizer: Tokenizer | None, seed: int = 0, **settings
 
 @functools.cache
 def knowledge_folder() -> str:
-    """Return a folder with a small knowledge graph, removed at exit: the last entity has no relation."""
+    """Return a folder with a small knowledge graph, removed at exit: the last entity has no
+    relation.
+    """
     folder = tempfile.TemporaryDirectory(prefix="medvl-knowledge-")
     atexit.register(folder.cleanup)
-    triples = [(0, 0, 3), (1, 0, 3), (5, 0, 4), (4, 1, 3), (3, 2, 4), (5, 0, 3), (6, 0, 3), (2, 1, 3), (5, 3, 3)]
+    triples = [
+        (0, 0, 3),
+        (1, 0, 3),
+        (5, 0, 4),
+        (4, 1, 3),
+        (3, 2, 4),
+        (5, 0, 3),
+        (6, 0, 3),
+        (2, 1, 3),
+        (5, 3, 3),
+    ]
     graph = KnowledgeGraph(
         identifiers=[f"C{number:07d}" for number in range(len(ENTITIES))],
         names=[[name] for name in ENTITIES],
@@ -119,7 +152,9 @@ def knowledge_folder() -> str:
 
 
 def shaken(model: Any, scale: float = 0.4) -> Any:
-    """Return the model with random weights far from their initial values, so that outputs depend on inputs."""
+    """Return the model with random weights far from their initial values, so that outputs depend
+    on inputs.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -128,13 +163,17 @@ def shaken(model: Any, scale: float = 0.4) -> Any:
     return model
 
 
-def make_batch(tokenizer: Tokenizer, size: int = 6, texts: Sequence[str] = TEXTS, **fields: Any) -> Batch:
+def make_batch(
+    tokenizer: Tokenizer, size: int = 6, texts: Sequence[str] = TEXTS, **fields: Any
+) -> Batch:
     chosen = [texts[number % len(texts)] for number in range(size)]
     ids_BT, mask_BT = tokenizer(chosen)
     generator = torch.Generator().manual_seed(1)
     batch = Batch(
         keys=[str(number) for number in range(size)],
-        image_BCHW=torch.randint(0, 256, (size, 1, SIDE, SIDE), dtype=torch.uint8, generator=generator),
+        image_BCHW=torch.randint(
+            0, 256, (size, 1, SIDE, SIDE), dtype=torch.uint8, generator=generator
+        ),
         ids_BT=ids_BT,
         mask_BT=mask_BT,
         labels_BL=torch.zeros(size, 0),
@@ -154,7 +193,9 @@ def with_mirrors(batch: Batch, tokenizer: Tokenizer) -> Batch:
         mask_BT=mask_BT[:size],
         mirrored_ids_BT=ids_BT[size:],
         mirrored_mask_BT=mask_BT[size:],
-        has_mirror_B=torch.tensor([text != mirror for text, mirror in zip(batch.texts, mirrored, strict=True)]),
+        has_mirror_B=torch.tensor(
+            [text != mirror for text, mirror in zip(batch.texts, mirrored, strict=True)]
+        ),
     )
 
 

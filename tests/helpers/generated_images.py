@@ -18,13 +18,20 @@ from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.schema import ImageFeatures, Sample
 
-PROMPTS = ("Left pleural effusion.", "Right pleural effusion.", "No pleural effusion.", "Pulmonary edema.")
+PROMPTS = (
+    "Left pleural effusion.",
+    "Right pleural effusion.",
+    "No pleural effusion.",
+    "Pulmonary edema.",
+)
 SIZE = 16
 DEID = Deidentifier(b"0" * 32)
 
 
 class MeanEncoder(nn.Module):
-    """Encoder whose features are the mean brightness of blocks of rows: the lower half, the upper half, quarters."""
+    """Encoder whose features are the mean brightness of blocks of rows: the lower half, the
+    upper half, quarters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,11 +42,14 @@ class MeanEncoder(nn.Module):
         rows_BH = image_BCHW[:, 0].float().mean(dim=2)
         parts_B4 = rows_BH.unflatten(1, (4, -1)).mean(dim=2)
         halves_B2 = torch.stack([parts_B4[:, 2:].mean(dim=1), parts_B4[:, :2].mean(dim=1)], dim=1)
-        return ImageFeatures(torch.cat([halves_B2, parts_B4[:, ::2] - halves_B2], dim=1), None, None)
+        return ImageFeatures(
+            torch.cat([halves_B2, parts_B4[:, ::2] - halves_B2], dim=1), None, None
+        )
 
 
 def draw(prompt: str, rng: np.random.Generator, width: int = SIZE) -> np.ndarray:
-    """Draw a bright lower corner for an effusion on that side of the patient, and a bright top for edema.
+    """Draw a bright lower corner for an effusion on that side of the patient, and a bright top for
+    edema.
 
     Wider images have dark bands at both sides.
     """
@@ -56,7 +66,9 @@ def draw(prompt: str, rng: np.random.Generator, width: int = SIZE) -> np.ndarray
 
 
 def write_real(folder: Path, counts: Mapping[str, int], width: int = SIZE + 8) -> dict[str, Path]:
-    """Write shards of images with the prompts as impressions, one patient each; return the folder of each split."""
+    """Write shards of images with the prompts as impressions, one patient each; return the
+    folder of each split.
+    """
     rng, records = np.random.default_rng(0), []
     folder.mkdir(parents=True)
     for split, count in counts.items():
@@ -105,7 +117,9 @@ def write_generated(
         steps=5,
         guidance=guidance,
         seed=0,
-        prompt_source={"kind": "command"} if source_keys is None else {"kind": "shards", "sections": list(sections)},
+        prompt_source={"kind": "command"}
+        if source_keys is None
+        else {"kind": "shards", "sections": list(sections)},
         image_size=images[0].shape[0],
         images=len(images),
     )

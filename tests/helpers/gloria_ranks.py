@@ -19,7 +19,11 @@ from medvl.losses.gather import gather_padded
 from medvl.models.dual_encoders.gloria import GLoRIA
 from medvl.schema import Batch
 
-TEXTS = ["There is a small left effusion.", "No pneumothorax.", "The heart is mildly enlarged and the lungs are clear."]
+TEXTS = [
+    "There is a small left effusion.",
+    "No pneumothorax.",
+    "The heart is mildly enlarged and the lungs are clear.",
+]
 RAGGED = [*TEXTS, "Bibasilar atelectasis, unchanged: no new consolidation.", "", "effusion"]
 FIRST_RANK = 3
 """Pairs of rank 0; the other has the rest."""
@@ -46,7 +50,9 @@ def make_batch(tokenizer: Tokenizer | None, rows: list[int] | None = None) -> Ba
     rows = list(range(7)) if rows is None else rows
     texts = [([*RAGGED, "A left pneumothorax is large."][row] or "Clear.") for row in rows]
     ids_BT, mask_BT = tokenizer(texts)
-    pixels = torch.randint(0, 256, (7, 1, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    pixels = torch.randint(
+        0, 256, (7, 1, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     return Batch(
         keys=[str(row) for row in rows],
         image_BCHW=pixels[rows],
@@ -65,7 +71,9 @@ def sequences() -> tuple[Tensor, Tensor]:
 
 
 def main(folder: Path) -> None:
-    """Write losses and gradients of a model in eval mode, after DDP's average, and the gathered sequences."""
+    """Write losses and gradients of a model in eval mode, after DDP's average, and the gathered
+    sequences.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -74,8 +82,15 @@ def main(folder: Path) -> None:
     parallel = DistributedDataParallel(model)  # by name: its hooks must outlive the forward pass
     actual = parallel(make_batch(model.tokenizer, list(range(7))[mine]))
     actual.total.backward()
-    tensors = {f"loss/{name}": term.detach() for name, term in {"total": actual.total, **actual.terms}.items()}
-    tensors |= {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    tensors = {
+        f"loss/{name}": term.detach()
+        for name, term in {"total": actual.total, **actual.terms}.items()
+    }
+    tensors |= {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     x_BTE, mask_BT = sequences()
     longest = int(mask_BT[mine].sum(dim=1).max())
     garbage_BTE = x_BTE.masked_fill(~mask_BT[:, :, None], torch.nan)[mine, :longest]

@@ -39,9 +39,18 @@ def read(path: Path) -> Reader:
 
 
 def check_resources(path: Path) -> None:
-    """Assert that a page runs nothing and loads nothing, and that its links lead to its own parts and files."""
+    """Assert that a page runs nothing and loads nothing, and that its links lead to its own
+    parts and files.
+    """
     reader = read(path)
-    assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "form", "base"}
+    assert not {tag for tag, _ in reader.tags} & {
+        "script",
+        "link",
+        "iframe",
+        "object",
+        "form",
+        "base",
+    }
     anchors = {attributes["id"] for _, attributes in reader.tags if "id" in attributes}
     for tag, attributes in reader.tags:
         assert not [name for name in attributes if name.startswith("on")]
@@ -50,7 +59,11 @@ def check_resources(path: Path) -> None:
         if "href" in attributes:
             assert tag == "a"
             target = attributes["href"]
-            assert target[1:] in anchors if target.startswith("#") else (path.parent / target).stat().st_size
+            assert (
+                target[1:] in anchors
+                if target.startswith("#")
+                else (path.parent / target).stat().st_size
+            )
         if tag == "img":
             assert len(attributes["alt"]) > 20, "it says what is seen"
     html = path.read_text(encoding="utf-8")

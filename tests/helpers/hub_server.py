@@ -31,12 +31,18 @@ class _Hub(BaseHTTPRequestHandler):
             return self._json({"error": "unauthorized"}, 401)
         if self.path == "/api/repos/create":
             data = json.loads(body)
-            name = f"{data['organization']}/{data['name']}" if data.get("organization") else data["name"]
+            name = (
+                f"{data['organization']}/{data['name']}"
+                if data.get("organization")
+                else data["name"]
+            )
             if name in self.repos:
                 return self._json({"error": "exists", "url": self._url(name)}, 409)
             self.repos[name] = {"0" * 40: {}}
             self.private |= (
-                {name} if "private" in (data.get("visibility"), data.get("private") and "private") else set()
+                {name}
+                if "private" in (data.get("visibility"), data.get("private") and "private")
+                else set()
             )
             return self._json({"url": f"http://{self.headers['Host']}/{name}"})
         if self.path == "/api/validate-yaml":
@@ -45,7 +51,12 @@ class _Hub(BaseHTTPRequestHandler):
         if verb == "preupload":
             files = json.loads(body)["files"]
             return self._json(
-                {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+                {
+                    "files": [
+                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                        for f in files
+                    ]
+                }
             )
         commits = self.repos[f"{owner}/{name}"]
         content = dict(list(commits.values())[-1])
@@ -55,7 +66,13 @@ class _Hub(BaseHTTPRequestHandler):
                 content[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
         oid = hashlib.sha1(body).hexdigest()
         commits[oid] = content
-        return self._json({"success": True, "commitOid": oid, "commitUrl": f"{self._url(owner)}/{name}/commit/{oid}"})
+        return self._json(
+            {
+                "success": True,
+                "commitOid": oid,
+                "commitUrl": f"{self._url(owner)}/{name}/commit/{oid}",
+            }
+        )
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -64,7 +81,9 @@ class _Hub(BaseHTTPRequestHandler):
         parts = self.path.partition("?")[0].strip("/").split("/")
         api = parts[:2] == ["api", "models"]
         name = "/".join(parts[2:4] if api else parts[:2])
-        if name not in self.repos or (name in self.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
+        if name not in self.repos or (
+            name in self.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"
+        ):
             self.send_response(401)
             self.send_header("X-Error-Code", "RepoNotFound")
             self.send_header("Content-Length", "0")
@@ -81,11 +100,13 @@ class _Hub(BaseHTTPRequestHandler):
             return None
         if api and parts[4:5] == ["tree"]:
             entries = commits[commit].items()
-            return self._json([{"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            return self._json([{"type": "file", "path": path, "size": len(data),
+                "oid": hashlib.sha1(data).hexdigest()}
                                for path, data in entries])  # fmt: skip
         if api:
             files = [{"rfilename": path} for path in commits[commit]]
-            return self._json({"id": name, "sha": commit, "siblings": files, "private": name in self.private, "tags": [],
+            return self._json({"id": name, "sha": commit, "siblings": files,
+                "private": name in self.private, "tags": [],
                                "downloads": 0, "likes": 0})  # fmt: skip
         data = commits[commit]["/".join(parts[4:])]
         self.send_response(200)
@@ -110,15 +131,23 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve_hub(cache: Path, monkeypatch: pytest.MonkeyPatch, token: str | None = TOKEN) -> Iterator[type[_Hub]]:
-    """Run the stand-in and point huggingface_hub to it, as HF_ENDPOINT, HF_TOKEN and HF_HOME do before its import."""
+def serve_hub(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, token: str | None = TOKEN
+) -> Iterator[type[_Hub]]:
+    """Run the stand-in and point huggingface_hub to it, as HF_ENDPOINT, HF_TOKEN and HF_HOME do
+    before its import.
+    """
     handler = type("Hub", (_Hub,), {"repos": {}, "private": set()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setenv("HF_TOKEN", token or "")

@@ -19,7 +19,8 @@ NAMES = ("Edema", "Fracture")
 def make_shards(folder: Path, *, texts: bool = False) -> Path:
     """Write shards of 60 patients with one image each (32 train, 14 validate, 14 test).
 
-    Bright images are labelled Edema; a quarter of the Fracture labels is uncertain and a quarter missing.
+    Bright images are labelled Edema; a quarter of the Fracture labels is uncertain and a quarter
+    missing.
     """
     rng = np.random.default_rng(0)
     records = []
@@ -30,7 +31,9 @@ def make_shards(folder: Path, *, texts: bool = False) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         noise = rng.normal(size=(40, 40)) * 10
         cv2.imwrite(str(path), np.clip(60 + 120 * bright + noise, 0, 255).astype(np.uint8))
-        sample = make_source(np.array([[bright, [1, 0, -1, np.nan][number % 4]]]), NAMES, prefix="p").samples[0]
+        sample = make_source(
+            np.array([[bright, [1, 0, -1, np.nan][number % 4]]]), NAMES, prefix="p"
+        ).samples[0]
         patient = deid.patient(number)
         split = "train" if number < 32 else "validate" if number < 46 else "test"
         named = dataclasses.replace(
@@ -40,7 +43,9 @@ def make_shards(folder: Path, *, texts: bool = False) -> Path:
             patient=patient,
             image=path,
             study=f"s{number}",
-            sections={"caption": f"Image {number} is {'bright' if bright else 'dark'}."} if texts else {},
+            sections={"caption": f"Image {number} is {'bright' if bright else 'dark'}."}
+            if texts
+            else {},
         )
         records.append(Record(named))
     plan = Plan("bright", records, NAMES, RowCounts())

@@ -32,7 +32,9 @@ def shift_seeds(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
 
 
 def seed_of(name: int = 0) -> int:
-    """Return the seed that `torch.manual_seed(name)` sets within this test, for other generators."""
+    """Return the seed that `torch.manual_seed(name)` sets within this test, for other
+    generators.
+    """
     return torch.manual_seed(name).initial_seed()
 
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 
-def compare(ours: Callable[..., Tensor], naive: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+def compare(
+    ours: Callable[..., Tensor], naive: Callable[..., Tensor], inputs: list[Tensor]
+) -> None:
     """Compare value and gradients with a naive form in float64."""
     mine = [tensor.clone().requires_grad_() for tensor in inputs]
     reference = [tensor.double().requires_grad_() for tensor in inputs]
@@ -23,7 +25,9 @@ def compare(ours: Callable[..., Tensor], naive: Callable[..., Tensor], inputs: l
 
 
 def check_zero_with_gradient(loss: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Check that a loss without data is exactly 0 with zero gradients, so that DDP does not hang."""
+    """Check that a loss without data is exactly 0 with zero gradients, so that DDP does not
+    hang.
+    """
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     value = loss(*leaves)
     assert value.item() == 0
@@ -34,7 +38,9 @@ def check_zero_with_gradient(loss: Callable[..., Tensor], *inputs: Tensor) -> No
 
 
 def check_one_number(loss: Callable[[Tensor], Tensor], value: float) -> None:
-    """Check that a learned scale has the same effect with and without a dimension and in float64, and is one number."""
+    """Check that a learned scale has the same effect with and without a dimension and in
+    float64, and is one number.
+    """
     results = []
     for shape in ((), (1,), (1, 1)):
         for dtype in (torch.float32, torch.float64):
@@ -58,4 +64,6 @@ def check_precision(loss: Callable[..., Tensor], *inputs: Tensor) -> None:
         torch.testing.assert_close(loss(*inputs), plain, rtol=0, atol=0)
     halves = [tensor.bfloat16() for tensor in inputs]
     assert loss(*halves).dtype == torch.float32
-    torch.testing.assert_close(loss(*halves), loss(*[half.float() for half in halves]), rtol=0, atol=0)
+    torch.testing.assert_close(
+        loss(*halves), loss(*[half.float() for half in halves]), rtol=0, atol=0
+    )

@@ -12,10 +12,17 @@ NAMES = ("Edema", "Fracture", "Pneumonia")
 TEXTS = [f"text {number % 11}" for number in range(20)]
 
 
-def batches(rank: int = 0, world: int = 1) -> list[tuple[Tensor, Tensor, Tensor, Tensor, list[str]]]:
-    """Return scores, labels, image and text embeddings, and texts, of a rank; unequal numbers on two ranks."""
+def batches(
+    rank: int = 0, world: int = 1
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor, list[str]]]:
+    """Return scores, labels, image and text embeddings, and texts, of a rank; unequal numbers on
+    two ranks.
+    """
     generator = torch.Generator().manual_seed(0)
-    scores, labels = torch.rand(20, 3, generator=generator), torch.randint(-1, 3, (20, 3), generator=generator).float()
+    scores, labels = (
+        torch.rand(20, 3, generator=generator),
+        torch.randint(-1, 3, (20, 3), generator=generator).float(),
+    )
     labels = labels.masked_fill(labels == 2, torch.nan)
     of_text = F.normalize(torch.randn(11, 6, generator=generator), dim=1)[torch.arange(20) % 11]
     images = F.normalize(of_text + 0.7 * torch.randn(20, 6, generator=generator), dim=1)

@@ -8,20 +8,27 @@ import numpy as np
 
 REPORTS = {
     ("10000032", "50414267"): (
-        "                                 FINAL REPORT\n EXAMINATION:  CHEST (PA AND LAT)\n\n INDICATION:  ___F with cough  // ?pna\n\n"
-        " FINDINGS: \n \n There is a small left pleural effusion. The heart is mildly\n enlarged. No pneumothorax.\n\n"
+        "                                 FINAL REPORT\n EXAMINATION:  CHEST (PA AND LAT)\n\n "
+        "INDICATION:  ___F with cough  // ?pna\n\n"
+        " FINDINGS: \n \n There is a small left pleural effusion. The heart is mildly\n "
+        "enlarged. No pneumothorax.\n\n"
         " IMPRESSION: \n \n Small left pleural effusion.\n"
     ),
     ("10000032", "53189527"): (
         "                                 WET READ: ___ ___ ___ 5:20 PM\n  No acute process.\n"
         " ______________________________________________________________________________\n"
-        "                                 FINAL REPORT\n IMPRESSION:  No acute cardiopulmonary process.\n"
+        "                                 FINAL REPORT\n IMPRESSION:  No acute cardiopulmonary "
+        "process.\n"
     ),
     ("10000764", "57375967"): (
-        "                                 FINAL REPORT\n CHEST, SINGLE VIEW ON ___\n\n HISTORY not given.\n\n"
+        "                                 FINAL REPORT\n CHEST, SINGLE VIEW ON ___\n\n HISTORY "
+        "not given.\n\n"
         " There is dense consolidation in the right lower lobe.  Recommend follow-up.\n"
     ),
-    ("11000001", "51000001"): "                                 FINAL REPORT\n FINDINGS: Moderate pulmonary edema.\n",
+    (
+        "11000001",
+        "51000001",
+    ): "                                 FINAL REPORT\n FINDINGS: Moderate pulmonary edema.\n",
 }
 
 
@@ -43,7 +50,10 @@ LABELS = {
 
 
 def write_csv_gz(path: Path, header: list[str], rows: list[list[str]]) -> None:
-    lines = [",".join(f'"{field}"' if "," in field else field for field in row) for row in [header, *rows]]
+    lines = [
+        ",".join(f'"{field}"' if "," in field else field for field in row)
+        for row in [header, *rows]
+    ]
     path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), mtime=0))
 
 

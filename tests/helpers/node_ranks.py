@@ -1,6 +1,8 @@
-"""Two nodes of two ranks each, one torchrun agent per node; the second node is lost once and replaced.
+"""Two nodes of two ranks each, one torchrun agent per node; the second node is lost once and
+replaced.
 
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id ID node_ranks.py FOLDER
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id ID
+node_ranks.py FOLDER
 """
 
 import json
@@ -32,9 +34,16 @@ class LosesItsNode(fakes.FakeLoader):
 def main(folder: Path) -> None:
     """Finish the run that loses a node, then an undisturbed one, and check the nodes."""
     rank, world = rank_and_world()
-    # DDP orders its buckets anew after the first step unless it looks for unused parameters, and gloo's sum over four
-    # ranks depends on a gradient's place in its bucket: a restarted run would be equal up to rounding only.
-    options = {"epochs": 4, "log_every": 1, "checkpoint_every": 1, "keep_last": 20, "find_unused_parameters": True}
+    # DDP orders its buckets anew after the first step unless it looks for unused parameters, and
+    # gloo's sum over four ranks depends on a gradient's place in its bucket: a restarted run would
+    # be equal up to rounding only.
+    options = {
+        "epochs": 4,
+        "log_every": 1,
+        "checkpoint_every": 1,
+        "keep_last": 20,
+        "find_unused_parameters": True,
+    }
     training(folder / "lost", LosesItsNode(20, 4, rank, world), **options)
     training(folder / "whole", **options)
     with join() as ranks:

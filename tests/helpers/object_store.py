@@ -1,4 +1,6 @@
-"""An object store on this machine (moto's server), behind a proxy that breaks answers on request."""
+"""An object store on this machine (moto's server), behind a proxy that breaks answers on
+request.
+"""
 
 import dataclasses
 import http.client
@@ -19,7 +21,9 @@ EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>token 
 
 @dataclasses.dataclass
 class Proxy:
-    """A proxy before the store. `fault` decides on each request: the name of a fault, or None to pass it on."""
+    """A proxy before the store. `fault` decides on each request: the name of a fault, or None to
+    pass it on.
+    """
 
     port: int = 0
     fault: Callable[[str, str], Fault | None] = lambda method, path: None
@@ -78,14 +82,18 @@ def _handler(proxy: Proxy, host: str, port: int) -> type[http.server.BaseHTTPReq
             response = connection.getresponse()
             data = response.read()
             headers = [
-                item for item in response.getheaders() if item[0].lower() not in ("transfer-encoding", "connection")
+                item
+                for item in response.getheaders()
+                if item[0].lower() not in ("transfer-encoding", "connection")
             ]
             if fault == "short":
                 data = data[: len(data) // 2]
             self.answer(response.status, headers, data, cut=fault == "truncated")
             connection.close()
 
-        def answer(self, status: int, headers: list[tuple[str, str]], data: bytes, cut: bool = False) -> None:
+        def answer(
+            self, status: int, headers: list[tuple[str, str]], data: bytes, cut: bool = False
+        ) -> None:
             proxy.requests.append((self.command, self.path, len(data)))
             self.send_response_only(status)
             is_head = self.command == "HEAD"
@@ -120,7 +128,9 @@ def proxied(host: str, port: int) -> Iterator[Proxy]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy, host, port)) as server:
         server.daemon_threads = True
         proxy.port = server.server_port
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         yield proxy
         server.shutdown()
 
@@ -142,7 +152,9 @@ class Bucket:
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 self.client.put_object(
-                    Bucket=self.name, Key=f"{prefix}/{path.relative_to(folder).as_posix()}", Body=path.read_bytes()
+                    Bucket=self.name,
+                    Key=f"{prefix}/{path.relative_to(folder).as_posix()}",
+                    Body=path.read_bytes(),
                 )
         return f"{self.address}/{prefix}"
 

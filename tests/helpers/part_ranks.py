@@ -1,7 +1,7 @@
 """Sharded trainings that write checkpoints in parts, on two ranks.
 
-part_ranks.py checks FOLDER            run by `run_two_ranks`: every training into a folder of FOLDER
-part_ranks.py kills FOLDER             kill one of two forked ranks before operations on files, then resume
+part_ranks.py checks FOLDER  run by `run_two_ranks`: every training into a folder of FOLDER
+part_ranks.py kills FOLDER   kill one of two forked ranks before operations on files, then resume
 """
 
 import errno
@@ -39,7 +39,9 @@ def towers(norm: bool = False) -> fakes.TwoTowers:
 def convirt() -> nn.Module:
     """A real system, with batch norms and a frozen text layer."""
     torch.manual_seed(0)
-    return medvl.create_model("convirt", **TOWERS, image_encoder="resnet_tiny", frozen_text_layers=1)
+    return medvl.create_model(
+        "convirt", **TOWERS, image_encoder="resnet_tiny", frozen_text_layers=1
+    )
 
 
 class Pairs(fakes.FakeLoader):
@@ -65,7 +67,9 @@ def run(run_dir: Path, model: nn.Module, **settings: Any) -> TrainResult:
 
 
 def in_fork(rank: int, store: Path, run_dir: Path, number: int | None) -> int:
-    """Train two steps as one of two ranks in a forked process, killed before an operation; return its id."""
+    """Train two steps as one of two ranks in a forked process, killed before an operation;
+    return its id.
+    """
     child = os.fork()
     if child:
         return child
@@ -84,7 +88,9 @@ def in_fork(rank: int, store: Path, run_dir: Path, number: int | None) -> int:
 def train_forked(folder: Path, run_dir: Path, number: int | None = None, victim: int = 0) -> bool:
     """Train on two forked ranks, one of which may be killed; return whether it was."""
     store = folder / f"store {run_dir.name} {number}"
-    children = [in_fork(rank, store, run_dir, number if rank == victim else None) for rank in (0, 1)]
+    children = [
+        in_fork(rank, store, run_dir, number if rank == victim else None) for rank in (0, 1)
+    ]
     code = os.waitstatus_to_exitcode(os.waitpid(children[victim], 0)[1])
     other = children[1 - victim]
     if code:
@@ -96,7 +102,9 @@ def train_forked(folder: Path, run_dir: Path, number: int | None = None, victim:
 
 
 def kill_at_writes(folder: Path) -> None:
-    """Print `killed N same M`: trainings killed before an operation, and those that then ended with the same bits."""
+    """Print `killed N same M`: trainings killed before an operation, and those that then ended
+    with the same bits.
+    """
     if train_forked(folder, folder / "whole"):
         raise SystemExit("the undisturbed training was killed")
     expected = read_weights(folder / "whole" / "last")
@@ -120,7 +128,9 @@ def kill_at_writes(folder: Path) -> None:
 
 
 def full_disk(folder: Path) -> dict[str, Any]:
-    """Train while the disk of rank 1 is full for the second checkpoint; return what this rank noticed."""
+    """Train while the disk of rank 1 is full for the second checkpoint; return what this rank
+    noticed.
+    """
     from medvl.train.fault_tolerance import checkpoint as checkpoint_parts
 
     writer, calls = torch.distributed.checkpoint.HuggingFaceStorageWriter, 0

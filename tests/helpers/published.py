@@ -1,6 +1,8 @@
-"""Names and shapes of published checkpoints (`state_dicts/*.txt`), and files that hold tensors of those names.
+"""Names and shapes of published checkpoints (`state_dicts/*.txt`), and files that hold tensors of
+those names.
 
-Each line has a name and a shape; `{a,b}` and `{0-11}` stand for several names, `-` for the shape of a scalar.
+Each line has a name and a shape; `{a,b}` and `{0-11}` stand for several names, `-` for the shape of
+a scalar.
 """
 
 import itertools
@@ -53,12 +55,18 @@ LISTS = {
 
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Return key -> shape of one list, or of several, as an import joins them, with spaces between their names."""
+    """Return key -> shape of one list, or of several, as an import joins them, with spaces
+    between their names.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for each in name.split():
         lines = (FOLDER / f"{each}.txt").read_text().splitlines()
-        listed = {key: shape for line in lines if not line.startswith("#") for key, shape in _expand(line)}
-        prefix = "module." if " " in name and all(key.startswith("module.") for key in listed) else ""
+        listed = {
+            key: shape for line in lines if not line.startswith("#") for key, shape in _expand(line)
+        }
+        prefix = (
+            "module." if " " in name and all(key.startswith("module.") for key in listed) else ""
+        )
         shapes |= {key.removeprefix(prefix): shape for key, shape in listed.items()}
     return shapes
 
@@ -69,7 +77,9 @@ def meta_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
-    """Return random weights of moderate scale; variances are positive, counters are 7, computed tensors as published."""
+    """Return random weights of moderate scale; variances are positive, counters are 7, computed
+    tensors as published.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for key, shape in shapes.items():
@@ -93,7 +103,9 @@ def _window_index(cells: int) -> Tensor:
     side = round(cells**0.5)
     places = [(row, column) for row in range(side) for column in range(side)]
     width = 2 * side - 1
-    return torch.tensor([[(a - c + side - 1) * width + b - d + side - 1 for c, d in places] for a, b in places])
+    return torch.tensor(
+        [[(a - c + side - 1) * width + b - d + side - 1 for c, d in places] for a, b in places]
+    )
 
 
 def _sines(length: int, width: int) -> Tensor:
@@ -117,4 +129,8 @@ def _expand(line: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def _numbers(piece: str) -> list[str]:
     first_last = re.fullmatch(r"(\d+)-(\d+)", piece)
-    return [str(n) for n in range(int(first_last[1]), int(first_last[2]) + 1)] if first_last else [piece]
+    return (
+        [str(n) for n in range(int(first_last[1]), int(first_last[2]) + 1)]
+        if first_last
+        else [piece]
+    )

@@ -1,4 +1,6 @@
-"""Layers of published systems, written out plainly from the keys of their files, and shapes of small files."""
+"""Layers of published systems, written out plainly from the keys of their files, and shapes of
+small files.
+"""
 
 import math
 from pathlib import Path
@@ -27,10 +29,14 @@ def norm(x: Tensor, file: Tensors, name: str, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], file[f"{name}.weight"], file[f"{name}.bias"], eps)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, hidden: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, hidden: Tensor | None = None
+) -> Tensor:
     """Softmax attention head by head; `hidden` is True where a query must not attend."""
     answers = []
-    for q, k, v in zip(query.chunk(heads, -1), key.chunk(heads, -1), value.chunk(heads, -1), strict=True):
+    for q, k, v in zip(
+        query.chunk(heads, -1), key.chunk(heads, -1), value.chunk(heads, -1), strict=True
+    ):
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
@@ -41,7 +47,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, hidden: Tensor
 def clip_block(x: Tensor, file: Tensors, name: str, hidden: Tensor | None = None) -> Tensor:
     """OpenAI's block: pre-LN, one matrix for query, key and value, x * sigmoid(1.702 x)."""
     y = norm(x, file, f"{name}.ln_1", 1e-5)
-    q, k, v = F.linear(y, file[f"{name}.attn.in_proj_weight"], file[f"{name}.attn.in_proj_bias"]).chunk(3, dim=-1)
+    q, k, v = F.linear(
+        y, file[f"{name}.attn.in_proj_weight"], file[f"{name}.attn.in_proj_bias"]
+    ).chunk(3, dim=-1)
     x = x + linear(attend(q, k, v, x.shape[-1] // 64, hidden), file, f"{name}.attn.out_proj")
     y = linear(norm(x, file, f"{name}.ln_2", 1e-5), file, f"{name}.mlp.c_fc")
     return x + linear(y * torch.sigmoid(1.702 * y), file, f"{name}.mlp.c_proj")
@@ -59,11 +67,19 @@ def clip_shapes(prefix: str, width: int, layers: int) -> dict[str, tuple[int, ..
         "mlp.c_proj.bias": (width,),
         **{f"ln_{index}.{leaf}": (width,) for index in (1, 2) for leaf in ("weight", "bias")},
     }
-    return {f"{prefix}.{layer}.{name}": shape for layer in range(layers) for name, shape in block.items()}
+    return {
+        f"{prefix}.{layer}.{name}": shape
+        for layer in range(layers)
+        for name, shape in block.items()
+    }
 
 
 def clip_visual(prefix: str, side: int, patch: int, layers: int) -> dict[str, tuple[int, ...]]:
-    norms = {f"{prefix}{name}.{leaf}": (WIDTH,) for name in ("ln_pre", "ln_post") for leaf in ("weight", "bias")}
+    norms = {
+        f"{prefix}{name}.{leaf}": (WIDTH,)
+        for name in ("ln_pre", "ln_post")
+        for leaf in ("weight", "bias")
+    }
     return {
         f"{prefix}class_embedding": (WIDTH,),
         f"{prefix}positional_embedding": (1 + (side // patch) ** 2, WIDTH),
@@ -75,7 +91,9 @@ def clip_visual(prefix: str, side: int, patch: int, layers: int) -> dict[str, tu
 
 def clip_encode(pixels: Tensor, file: Tensors, prefix: str, layers: int) -> Tensor:
     """Return the states (B, 1 + P, D) after the final norm."""
-    patches = F.conv2d(pixels, file[f"{prefix}conv1.weight"], stride=file[f"{prefix}conv1.weight"].shape[-1])
+    patches = F.conv2d(
+        pixels, file[f"{prefix}conv1.weight"], stride=file[f"{prefix}conv1.weight"].shape[-1]
+    )
     tokens = patches.flatten(2).transpose(1, 2)
     x = torch.cat([file[f"{prefix}class_embedding"].expand(len(tokens), 1, -1), tokens], dim=1)
     x = norm(x + file[f"{prefix}positional_embedding"], file, f"{prefix}ln_pre", 1e-5)
@@ -100,18 +118,32 @@ def bert_shapes(prefix: str, layers: int, **sizes: int) -> dict[str, tuple[int, 
 
 
 def m3ae_shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of an M3AE of 64 pixels with this number of layers of co-attention, and a pixel decoder of width 64."""
-    square = ("multi_modal_language_proj", "multi_modal_vision_proj", "multi_modal_language_pooler.dense")
+    """Shapes of an M3AE of 64 pixels with this number of layers of co-attention, and a pixel
+    decoder of width 64.
+    """
+    square = (
+        "multi_modal_language_proj",
+        "multi_modal_vision_proj",
+        "multi_modal_language_pooler.dense",
+    )
     square += ("multi_modal_vision_pooler.dense", "mlm_head.transform.dense")
     decoder, attentions = 64, ["attention", "crossattention"]
-    streams = [f"multi_modal_{side}_layers.{layer}." for side in ("language", "vision") for layer in range(layers)]
+    streams = [
+        f"multi_modal_{side}_layers.{layer}."
+        for side in ("language", "vision")
+        for layer in range(layers)
+    ]
     return {
         **clip_visual("vision_encoder.visual.", 64, 16, 2),
         **bert_shapes("language_encoder.", 1, types=1),
         **{f"{name}.weight": (WIDTH, WIDTH) for name in square},
         **{f"{name}.bias": (WIDTH,) for name in square},
         "modality_type_embeddings.weight": (2, WIDTH),
-        **{key: shape for name in streams for key, shape in bert_layer_shapes(name, attentions).items()},
+        **{
+            key: shape
+            for name in streams
+            for key, shape in bert_layer_shapes(name, attentions).items()
+        },
         "mlm_head.bias": (WORDS,),
         "mlm_head.transform.LayerNorm.weight": (WIDTH,),
         "mlm_head.transform.LayerNorm.bias": (WIDTH,),
@@ -144,7 +176,9 @@ def bert_layer_shapes(prefix: str, attentions: list[str]) -> dict[str, tuple[int
     }
 
 
-def bert_attention(x: Tensor, context: Tensor, file: Tensors, name: str, eps: float, hidden: Tensor | None) -> Tensor:
+def bert_attention(
+    x: Tensor, context: Tensor, file: Tensors, name: str, eps: float, hidden: Tensor | None
+) -> Tensor:
     q, k, v = (
         linear(states, file, f"{name}.self.{part}")
         for part, states in (("query", x), ("key", context), ("value", context))
@@ -163,14 +197,21 @@ def bert_feed_forward(x: Tensor, file: Tensors, name: str, eps: float) -> Tensor
 
 
 def cross_layer(
-    x: Tensor, other: Tensor, file: Tensors, name: str, hidden: Tensor | None, other_hidden: Tensor | None
+    x: Tensor,
+    other: Tensor,
+    file: Tensors,
+    name: str,
+    hidden: Tensor | None,
+    other_hidden: Tensor | None,
 ) -> Tensor:
     x = bert_attention(x, x, file, f"{name}attention", 1e-12, hidden)
     x = bert_attention(x, other, file, f"{name}crossattention", 1e-12, other_hidden)
     return bert_feed_forward(x, file, name, 1e-12)
 
 
-def bert_states(ids: Tensor, mask: Tensor, file: Tensors, prefix: str, layers: int, eps: float = 1e-12) -> list[Tensor]:
+def bert_states(
+    ids: Tensor, mask: Tensor, file: Tensors, prefix: str, layers: int, eps: float = 1e-12
+) -> list[Tensor]:
     x = file[f"{prefix}embeddings.word_embeddings.weight"][ids]
     x = x + file[f"{prefix}embeddings.position_embeddings.weight"][: ids.shape[1]]
     if f"{prefix}embeddings.token_type_embeddings.weight" in file:
@@ -188,7 +229,9 @@ def texts() -> tuple[Tensor, Tensor]:
     return ids, torch.arange(7) < torch.tensor([[7], [4], [2]])
 
 
-def resnet_shapes(prefix: str, blocks: tuple[int, ...], grey: bool = False) -> dict[str, tuple[int, ...]]:
+def resnet_shapes(
+    prefix: str, blocks: tuple[int, ...], grey: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Shapes of a ResNet whose bottlenecks have 8, 8, 16 and 16 inner channels."""
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}conv1.weight": (64, 1 if grey else 3, 7, 7)}
     norms = {f"{prefix}bn1": 64}
@@ -218,15 +261,25 @@ def resnet(pixels: Tensor, file: Tensors, prefix: str, blocks: tuple[int, ...]) 
         mean, var = file[f"{name}.running_mean"], file[f"{name}.running_var"]
         return F.batch_norm(x, mean, var, file[f"{name}.weight"], file[f"{name}.bias"])
 
-    x = F.relu(bn(F.conv2d(pixels, file[f"{prefix}conv1.weight"], stride=2, padding=3), f"{prefix}bn1"))
+    x = F.relu(
+        bn(F.conv2d(pixels, file[f"{prefix}conv1.weight"], stride=2, padding=3), f"{prefix}bn1")
+    )
     x = F.max_pool2d(x, 3, 2, 1)
     for stage, count in enumerate(blocks, start=1):
         for block in range(count):
             name, stride = f"{prefix}layer{stage}.{block}", 2 if stage > 1 and block == 0 else 1
             y = F.relu(bn(F.conv2d(x, file[f"{name}.conv1.weight"]), f"{name}.bn1"))
-            y = F.relu(bn(F.conv2d(y, file[f"{name}.conv2.weight"], stride=stride, padding=1), f"{name}.bn2"))
+            y = F.relu(
+                bn(
+                    F.conv2d(y, file[f"{name}.conv2.weight"], stride=stride, padding=1),
+                    f"{name}.bn2",
+                )
+            )
             y = bn(F.conv2d(y, file[f"{name}.conv3.weight"]), f"{name}.bn3")
             if block == 0:
-                x = bn(F.conv2d(x, file[f"{name}.downsample.0.weight"], stride=stride), f"{name}.downsample.1")
+                x = bn(
+                    F.conv2d(x, file[f"{name}.downsample.0.weight"], stride=stride),
+                    f"{name}.downsample.1",
+                )
             x = F.relu(x + y)
     return x

@@ -1,4 +1,6 @@
-"""A detector that needs no weights, and shards with its regions, for the tests of region features."""
+"""A detector that needs no weights, and shards with its regions, for the tests of region
+features.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +23,9 @@ from medvl.train.tasks.pretraining import DataConfig
 
 
 class QuarterDetector:
-    """The quarters of an image, fewer for dark images: means and deviations as features, two classes."""
+    """The quarters of an image, fewer for dark images: means and deviations as features, two
+    classes.
+    """
 
     name = "quarters"
     color = False
@@ -44,9 +48,16 @@ class QuarterDetector:
     def regions(self, image: np.ndarray) -> Regions:
         rows, columns = image.shape[0] // 2, image.shape[1] // 2
         boxes = [(0, 0, 0.5, 0.5), (0.5, 0, 1, 0.5), (0, 0.5, 0.5, 1), (0.5, 0.5, 1, 1)]
-        parts = [image[:rows, :columns], image[:rows, columns:], image[rows:, :columns], image[rows:, columns:]]
+        parts = [
+            image[:rows, :columns],
+            image[:rows, columns:],
+            image[rows:, :columns],
+            image[rows:, columns:],
+        ]
         kept = 4 if image.mean() > 0.5 else 2
-        features = np.array([(part.mean(), part.std()) for part in parts[:kept]], np.float32) * self.scale
+        features = (
+            np.array([(part.mean(), part.std()) for part in parts[:kept]], np.float32) * self.scale
+        )
         bright = np.array([part.mean() for part in parts[:kept]], np.float32)
         classes = np.stack([1 - bright, bright], axis=1) if self.class_names else None
         return Regions(features, np.array(boxes[:kept], np.float32), classes)
@@ -59,14 +70,18 @@ def with_regions(folder: Path, name: str = "quarters", **options: Any) -> ShardS
 
 
 def region_table(home: Path, corpus: str = "lab", images: int = 10, bright: int = 128) -> Path:
-    """Convert a table of grey images of unequal brightness, and of texts without an image, in shards of four samples."""
+    """Convert a table of grey images of unequal brightness, and of texts without an image, in
+    shards of four samples.
+    """
     home.mkdir(parents=True, exist_ok=True)
     rows = ["image,patient,text,edema,split"]
     for number in range(images):
         has_image = number % 5 != 3
         name = f"{number}.png" if has_image else ""
         split = "validate" if number >= images - 2 else "train"
-        rows.append(f"{name},{corpus}{number},the left lung of number {number},{number % 2},{split}")
+        rows.append(
+            f"{name},{corpus}{number},the left lung of number {number},{number % 2},{split}"
+        )
         if has_image:
             noise = np.random.default_rng(number).integers(0, 60, (40, 50))
             (home / name).write_bytes(
@@ -82,7 +97,12 @@ def region_table(home: Path, corpus: str = "lab", images: int = 10, bright: int 
     )
     deid = Deidentifier(bytes(32))
     plan = table.plan(home / "rows.csv", columns, deid, name=corpus, keep_imageless=True)
-    write_shards(plan, deid, ShardRun(out=home / "out", workers=1), ShardOptions(short_side=32, samples_per_shard=4))
+    write_shards(
+        plan,
+        deid,
+        ShardRun(out=home / "out", workers=1),
+        ShardOptions(short_side=32, samples_per_shard=4),
+    )
     return home / "out"
 
 

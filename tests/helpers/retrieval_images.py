@@ -11,7 +11,9 @@ def noisy_images(texts: Sequence[str], noise: float, seed: int = 0) -> list[np.n
     """Return one image of one row of pixels per text."""
     rng = np.random.default_rng(seed)
     return [
-        np.clip(128 + 100 * text_vector(text) + noise * rng.normal(size=WIDTH), 0, 255).astype(np.uint8)[None]
+        np.clip(128 + 100 * text_vector(text) + noise * rng.normal(size=WIDTH), 0, 255).astype(
+            np.uint8
+        )[None]
         for text in texts
     ]
 

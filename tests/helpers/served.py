@@ -27,7 +27,12 @@ PLENTY = ServeConfig(requests_per_minute=100_000)
 def tiny_convirt() -> System:
     """Return a dual-encoder of random weights whose prompts are words of its vocabulary."""
     tokenizer = train_wordpiece(load_prompts("chexpert_ensemble").texts(), vocab_size=200)
-    sizes = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 64, "frozen_text_layers": 0}
+    sizes = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 64,
+        "frozen_text_layers": 0,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return medvl.create_model("convirt", tokenizer=tokenizer, **sizes).eval()
@@ -40,12 +45,16 @@ def tiny_vqa() -> VQA:
     return answering
 
 
-def served(model: System, title: str = "tiny", calibration: Calibration | None = None) -> ServedModel:
+def served(
+    model: System, title: str = "tiny", calibration: Calibration | None = None
+) -> ServedModel:
     """Return a model as the server has it."""
     return ServedModel(title, model, load_prompts("chexpert_pairs"), calibration)
 
 
-def client(models: Sequence[ServedModel], gallery: Any = None, config: ServeConfig = PLENTY) -> TestClient:
+def client(
+    models: Sequence[ServedModel], gallery: Any = None, config: ServeConfig = PLENTY
+) -> TestClient:
     """Return a client of a server on this machine."""
     return TestClient(create_app(models, gallery, config), base_url=HOST)
 
@@ -53,23 +62,42 @@ def client(models: Sequence[ServedModel], gallery: Any = None, config: ServeConf
 def png(seed: int = 0, side: int = 80) -> bytes:
     """Return a grey PNG of smooth noise."""
     rng = np.random.default_rng(seed)
-    return encode_png(np.kron(rng.integers(0, 256, (8, 8), dtype=np.uint8), np.ones((side // 8, side // 8), np.uint8)))
+    return encode_png(
+        np.kron(
+            rng.integers(0, 256, (8, 8), dtype=np.uint8), np.ones((side // 8, side // 8), np.uint8)
+        )
+    )
 
 
 def dicom(pixels: np.ndarray | None = None, **fields: Any) -> bytes:
     """Return a 12-bit DICOM file with a window."""
     if pixels is None:
         pixels = (np.add.outer(np.arange(48), np.arange(64)) * 36).astype(np.uint16)
-    window = {"BitsStored": 12, "HighBit": 11, "WindowCenter": 1500, "WindowWidth": 2000, "PatientName": "Secret^Name"}
+    window = {
+        "BitsStored": 12,
+        "HighBit": 11,
+        "WindowCenter": 1500,
+        "WindowWidth": 2000,
+        "PatientName": "Secret^Name",
+    }
     buffer = io.BytesIO()
     fields = {name: value for name, value in {**window, **fields}.items() if value is not None}
     image_dataset(pixels, **fields).save_as(buffer, enforce_file_format=True)
     return buffer.getvalue()
 
 
-def post(to: TestClient, route: str, data: bytes, texts: Sequence[str] = (), name: str = "image", **fields: Any) -> Any:
+def post(
+    to: TestClient,
+    route: str,
+    data: bytes,
+    texts: Sequence[str] = (),
+    name: str = "image",
+    **fields: Any,
+) -> Any:
     """Send an image and return the response."""
-    return to.post(f"/api/{route}", files={"image": (name, data)}, data={"text": list(texts), **fields})
+    return to.post(
+        f"/api/{route}", files={"image": (name, data)}, data={"text": list(texts), **fields}
+    )
 
 
 def checkpoint_of(model: System, folder: Path) -> Path:

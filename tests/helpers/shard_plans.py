@@ -42,9 +42,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def reseal(folder: Path, number: int) -> None:
-    """Write the actual hashes of a modified shard into the manifest, so that only the deeper checks can detect it."""
+    """Write the actual hashes of a modified shard into the manifest, so that only the deeper
+    checks can detect it.
+    """
     content = json.loads((folder / "manifest.json").read_text())
     tar = folder / f"lab-train-{number:06d}.tar"
     content["shards"][number]["sha256"] = hashlib.sha256(tar.read_bytes()).hexdigest()
-    content["shards"][number]["index_sha256"] = hashlib.sha256(tar.with_suffix(".index").read_bytes()).hexdigest()
+    content["shards"][number]["index_sha256"] = hashlib.sha256(
+        tar.with_suffix(".index").read_bytes()
+    ).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content))

@@ -1,4 +1,6 @@
-"""The spine as a user types it: commands in processes of their own, and what of a patient must not get past them."""
+"""The spine as a user types it: commands in processes of their own, and what of a patient must
+not get past them.
+"""
 
 import base64
 import dataclasses
@@ -15,11 +17,27 @@ from helpers import forked
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "convirt_mimic.py"
 PATIENTS, SEED, SIZE = 22, 10, 96
-"""This seed puts two patients into validation and four into test, with positives and negatives of some findings."""
+"""This seed puts two patients into validation and four into test, with positives and negatives
+of some findings.
+"""
 
 _NAMED = {  # header fields that name a patient, a study, a day, a place or a person
-    *("PatientName", "PatientID", "PatientBirthDate", "AccessionNumber", "StudyID", "StudyDate", "StudyTime"),
-    *("ReferringPhysicianName", "InstitutionName", "SOPInstanceUID", "StudyInstanceUID", "SeriesInstanceUID"),
+    *(
+        "PatientName",
+        "PatientID",
+        "PatientBirthDate",
+        "AccessionNumber",
+        "StudyID",
+        "StudyDate",
+        "StudyTime",
+    ),
+    *(
+        "ReferringPhysicianName",
+        "InstitutionName",
+        "SOPInstanceUID",
+        "StudyInstanceUID",
+        "SeriesInstanceUID",
+    ),
 }
 _SHORTEST = 5  # letters and digits fewer than these stand somewhere in any file of random bytes
 
@@ -49,12 +67,14 @@ class Spine:
     def commands(self) -> dict[str, list[str]]:
         """From nothing to a vocabulary."""
         return {
-            "phantom": ["phantom", "mimic-cxr", "--out", str(self.corpus), "--patients", str(PATIENTS),
+            "phantom": ["phantom", "mimic-cxr", "--out", str(self.corpus), "--patients",
+            str(PATIENTS),
                         "--seed", str(SEED), "--size", str(SIZE), "--workers", "1"],
             "shards": ["shards", "mimic-cxr", "--root", str(self.corpus), "--out", str(self.shards),
                        "--short-side", "48", "--samples-per-shard", "20", "--workers", "1"],
             "verify": ["verify", str(self.shards), "--decode"],
-            "vocab": ["vocab", str(self.shards / "train"), str(self.vocab), "--size", "400", "--min-frequency", "1"],
+            "vocab": ["vocab", str(self.shards / "train"), str(self.vocab), "--size", "400",
+            "--min-frequency", "1"],
         }  # fmt: skip
 
     def make(self) -> None:
@@ -78,7 +98,9 @@ class Spine:
         return {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def recipe(self, run_dir: Path, **changes: object) -> list[str]:
-        """The ConVIRT recipe on this corpus, as small as its options go; every setting that matters here is given."""
+        """The ConVIRT recipe on this corpus, as small as its options go; every setting that
+        matters here is given.
+        """
         settings = {
             "model.image-encoder": "resnet_tiny",
             "model.text-encoder": "tiny_bert",
@@ -114,7 +136,9 @@ class Spine:
 
 
 def canaries(corpus: Path) -> dict[str, set[str]]:
-    """What headers, file names and folder names say of patients: where it stands -> the texts, in lower case."""
+    """What headers, file names and folder names say of patients: where it stands -> the texts,
+    in lower case.
+    """
     found: dict[str, set[str]] = {name: set() for name in _NAMED}
     for path in corpus.rglob("*.dcm"):
         header = pydicom.dcmread(path, stop_before_pixels=True)
@@ -124,16 +148,28 @@ def canaries(corpus: Path) -> dict[str, set[str]]:
     found["names of files and folders"] = {path.stem for path in files} | {
         path.stem[1:] for path in files if path.is_dir()
     }
-    found["identifiers in DICOM ids"] = {path.stem.split("-")[0] for path in files if path.suffix == ".dcm"}
-    return {name: {text.lower() for text in texts if len(text) >= _SHORTEST} for name, texts in found.items()}
+    found["identifiers in DICOM ids"] = {
+        path.stem.split("-")[0] for path in files if path.suffix == ".dcm"
+    }
+    return {
+        name: {text.lower() for text in texts if len(text) >= _SHORTEST}
+        for name, texts in found.items()
+    }
 
 
 def contents(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """All that can be read in every file below a folder, in lower case: its name, its runs of printable characters, and
-    those of whatever a page has put in base64."""
+    """All that can be read in every file below a folder, in lower case: its name, its runs of
+    printable characters, and those of whatever a page has put in base64.
+    """
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             data = path.read_bytes()
-            embedded = [base64.b64decode(text) for text in re.findall(rb"base64,([A-Za-z0-9+/=]+)", data)]
-            runs = [run for part in (data, *embedded) for run in re.findall(rb"[ -~]{%d,}" % _SHORTEST, part)]
+            embedded = [
+                base64.b64decode(text) for text in re.findall(rb"base64,([A-Za-z0-9+/=]+)", data)
+            ]
+            runs = [
+                run
+                for part in (data, *embedded)
+                for run in re.findall(rb"[ -~]{%d,}" % _SHORTEST, part)
+            ]
             yield path, b"\n".join([str(path.relative_to(folder)).encode(), *runs]).lower()

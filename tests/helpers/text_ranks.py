@@ -1,4 +1,5 @@
-"""Script of a rank: two updates of a language model on its share of the batches; rank 0 saves the weights.
+"""Script of a rank: two updates of a language model on its share of the batches; rank 0 saves the
+weights.
 
 text_ranks.py SHARDS OUT ACCUMULATE OPTIMIZER [SHARD_WEIGHTS]
 """
@@ -19,10 +20,21 @@ from medvl.models import create_model
 from medvl.train import OptimConfig, TrainConfig, train
 
 
-def run(shards: Path, out: Path, accumulate: int, optimizer: Any, shard_weights: bool = False) -> None:
+def run(
+    shards: Path, out: Path, accumulate: int, optimizer: Any, shard_weights: bool = False
+) -> None:
     """Train a small BERT without dropout for two steps of 12 sequences."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "max_position_embeddings": 40}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    }
+    dropout = {
+        "attention_probs_dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.0,
+        "max_position_embeddings": 40,
+    }
     with seeded(0):
         model = create_model(
             "masked_text",
@@ -41,11 +53,16 @@ def run(shards: Path, out: Path, accumulate: int, optimizer: Any, shard_weights:
         checkpoint_every=100,
         shard_weights=shard_weights,
     )
-    loader = open_text_loader(ShardSource(shards), model.sequences, batch=config.micro_batch, train=True)
+    loader = open_text_loader(
+        ShardSource(shards), model.sequences, batch=config.micro_batch, train=True
+    )
     optim = OptimConfig(optimizer=optimizer, lr=0.05, eps=1e-2, weight_decay=0.01, clip_norm=1.0)
     train(model, loader, optim=optim, config=config)
     if rank_and_world()[0] == 0:
-        save_file({name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, out / "weights")
+        save_file(
+            {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
+            out / "weights",
+        )
 
 
 if __name__ == "__main__":

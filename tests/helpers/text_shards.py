@@ -35,7 +35,10 @@ def make_documents(count: int, seed: int = 0) -> list[str]:
     """Return documents of three to eight sentences of four to nine words."""
     rng = random.Random(seed)
     return [
-        " ".join(f"{' '.join(rng.choices(WORDS, k=rng.randint(4, 9))).capitalize()}." for _ in range(rng.randint(3, 8)))
+        " ".join(
+            f"{' '.join(rng.choices(WORDS, k=rng.randint(4, 9))).capitalize()}."
+            for _ in range(rng.randint(3, 8))
+        )
         for _ in range(count)
     ]
 
@@ -44,7 +47,9 @@ def write_text_shards(folder: Path, documents: int = 24, block_words: int = 0) -
     """Write shards of text and return their source."""
     deid = Deidentifier(b"s" * 32)
     texts = [Document(text=text) for text in make_documents(documents)]
-    planned = plan(texts, deid, options=TextOptions(block_words=block_words), fractions={"train": 1.0})
+    planned = plan(
+        texts, deid, options=TextOptions(block_words=block_words), fractions={"train": 1.0}
+    )
     write_shards(planned, deid, ShardRun(out=folder, workers=1), ShardOptions(samples_per_shard=10))
     return ShardSource(folder / "train")
 

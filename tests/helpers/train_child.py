@@ -1,8 +1,9 @@
 """Trainings in processes of their own, for tests that kill them.
 
-    train_child.py step RUN_DIR [KILL_AT]     train; SIGKILL itself when micro-batch KILL_AT is handed out
-    train_child.py workers RUN_DIR            train slowly, with batches from two worker processes
-    train_child.py writes FOLDER              kill a training before each of its operations on files, and resume it
+    train_child.py step RUN_DIR [KILL_AT]  train; SIGKILL itself when micro-batch KILL_AT is handed
+    out train_child.py workers RUN_DIR         train slowly, with batches from two worker processes
+    train_child.py writes FOLDER           kill a training before each of its operations on files,
+    and resume it
 
 The last forks, so that torch is imported once; nothing here uses more than one thread.
 """
@@ -25,7 +26,16 @@ from medvl.schema import Batch
 from medvl.train import Cosine
 
 WATCHED = {
-    *("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate"),
+    *(
+        "open",
+        "os.rename",
+        "os.remove",
+        "os.rmdir",
+        "os.mkdir",
+        "os.symlink",
+        "os.link",
+        "os.truncate",
+    ),
 }
 """Audit events that come before an operation on files."""
 
@@ -76,13 +86,19 @@ class Workers(fakes.FakeLoader):
 
 
 def run(
-    run_dir: Path, kill_at: int | None = None, steps: int = 15, every: int = 4, loader: fakes.FakeLoader | None = None
+    run_dir: Path,
+    kill_at: int | None = None,
+    steps: int = 15,
+    every: int = 4,
+    loader: fakes.FakeLoader | None = None,
 ) -> None:
     fakes.train(
         fakes.TwoTowers(fakes.TwoTowersConfig(dropout=0.3, norm=True)),
         loader or Killed(kill_at),
         optim=fakes.optim(schedule=Cosine()),
-        config=fakes.config(run_dir, epochs=None, steps=steps, validate_every=2, checkpoint_every=every, keep_last=1),
+        config=fakes.config(
+            run_dir, epochs=None, steps=steps, validate_every=2, checkpoint_every=every, keep_last=1
+        ),
         valid_loader=fakes.valid_batches(),
     )
 
@@ -120,8 +136,12 @@ def in_fork(run_dir: Path, number: int | None) -> int:
 
 
 def kill_at_every_write(folder: Path) -> None:
-    """Print `killed N same M`: trainings that were killed, and those that then ended with the undisturbed weights."""
-    run(folder / "whole", steps=2, every=1)  # here and not in a fork: what it imports, all forks then have
+    """Print `killed N same M`: trainings that were killed, and those that then ended with the
+    undisturbed weights.
+    """
+    run(
+        folder / "whole", steps=2, every=1
+    )  # here and not in a fork: what it imports, all forks then have
     expected = fakes.weights_hash(folder / "whole")
     killed = same = 0
     while in_fork(folder / f"run-{killed}", killed):
@@ -144,7 +164,9 @@ class Dying(FakeLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         places = range(self.position, self.steps_per_epoch)
-        batches = DataLoader(_Slow(), sampler=places, batch_size=None, num_workers=2, worker_init_fn=_own_group)
+        batches = DataLoader(
+            _Slow(), sampler=places, batch_size=None, num_workers=2, worker_init_fn=_own_group
+        )
         handed_out = with_worker_errors(batches)
         for place in places:
             if (self.epoch, place) == (1, self.kill_at):

@@ -46,7 +46,9 @@ class TwoTowersConfig:
 
 
 class TwoTowers(nn.Module):
-    """A contrastive model with a learned temperature; dropout and BatchNorm on demand; negatives of all ranks."""
+    """A contrastive model with a learned temperature; dropout and BatchNorm on demand; negatives
+    of all ranks.
+    """
 
     name = "two-towers"
 
@@ -88,11 +90,15 @@ class Regression(nn.Module):
 
 
 def make_batch(positions: list[int], epoch: int = 0) -> Batch:
-    """Samples by their position; what they hold depends on position and epoch, as with augmentation."""
+    """Samples by their position; what they hold depends on position and epoch, as with
+    augmentation.
+    """
     images, ids = [], []
     for position in positions:
         generator = torch.Generator().manual_seed(1000 * epoch + position)
-        images.append(torch.randint(0, 256, (1, SIZE, SIZE), generator=generator, dtype=torch.uint8))
+        images.append(
+            torch.randint(0, 256, (1, SIZE, SIZE), generator=generator, dtype=torch.uint8)
+        )
         ids.append(torch.randint(0, 32, (5,), generator=generator))
     return Batch(
         keys=[f"s{position}" for position in positions],
@@ -105,10 +111,20 @@ def make_batch(positions: list[int], epoch: int = 0) -> Batch:
 
 
 class FakeLoader:
-    """Minimal loader: global batches of a permutation per epoch, of which each rank gets its part."""
+    """Minimal loader: global batches of a permutation per epoch, of which each rank gets its
+    part.
+    """
 
-    def __init__(self, samples: int, global_batch: int, rank: int = 0, world: int = 1, data: str = "d0") -> None:
-        self.samples, self.global_batch, self.rank, self.world, self.data = samples, global_batch, rank, world, data
+    def __init__(
+        self, samples: int, global_batch: int, rank: int = 0, world: int = 1, data: str = "d0"
+    ) -> None:
+        self.samples, self.global_batch, self.rank, self.world, self.data = (
+            samples,
+            global_batch,
+            rank,
+            world,
+            data,
+        )
         self.epoch = self.position = 0
         self.handed_out: list[list[str]] = []
 
@@ -117,7 +133,9 @@ class FakeLoader:
         return self.samples // self.global_batch
 
     def __iter__(self) -> Iterator[Batch]:
-        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        order = torch.randperm(
+            self.samples, generator=torch.Generator().manual_seed(self.epoch)
+        ).tolist()
         local = self.global_batch // self.world
         while self.position < self.steps_per_epoch:
             start = self.position * self.global_batch + self.rank * local
@@ -143,7 +161,9 @@ class FakeLoader:
 class FakeModelFiles:
     """Replacement of `medvl.models.checkpoint` for any module."""
 
-    def save(self, model: nn.Module, folder: Path, run: Mapping[str, Any], *, weights: bool = True) -> None:
+    def save(
+        self, model: nn.Module, folder: Path, run: Mapping[str, Any], *, weights: bool = True
+    ) -> None:
         (folder / "config.json").write_text(json.dumps({"format": 2, "run": run}))
         if weights:
             tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -162,14 +182,23 @@ def fake_files(files: Callable[[], Any] = FakeModelFiles) -> AbstractContextMana
 
 def valid_batches(rank: int = 0, world: int = 1, count: int = 5, size: int = 4) -> list[Batch]:
     """Fixed validation batches, the last one smaller; this rank's share."""
-    batches = [make_batch(list(range(1000 + i * size, 1000 + (i + 1) * size))) for i in range(count)]
+    batches = [
+        make_batch(list(range(1000 + i * size, 1000 + (i + 1) * size))) for i in range(count)
+    ]
     batches[-1] = make_batch([5000, 5001])
     return batches[rank::world]
 
 
 def config(run_dir: Path, **changes: Any) -> TrainConfig:
     """A run of two epochs with five batches of four pairs."""
-    settings = {"epochs": 2, "global_batch": 4, "log_every": 3, "tensorboard": False, "num_threads": 1, "device": "cpu"}
+    settings = {
+        "epochs": 2,
+        "global_batch": 4,
+        "log_every": 3,
+        "tensorboard": False,
+        "num_threads": 1,
+        "device": "cpu",
+    }
     return TrainConfig(run_dir=run_dir, **{**settings, **changes})
 
 
@@ -184,8 +213,12 @@ def step_of(
     ranks: RankInfo = ONE_RANK,
     **options: Any,
 ) -> Step:
-    """Return the step of a model as training builds it; the model is moved to the device of its ranks."""
-    parallel = model if isinstance(model, ParallelModel) else DDPModel(model.to(ranks.device), ranks)
+    """Return the step of a model as training builds it; the model is moved to the device of its
+    ranks.
+    """
+    parallel = (
+        model if isinstance(model, ParallelModel) else DDPModel(model.to(ranks.device), ranks)
+    )
     config = config or optim()
     options = {
         "seed": 0,
@@ -194,7 +227,12 @@ def step_of(
         "channels_last": False,
         **options,
     }
-    return Step(parallel, build_optimizer(parallel.trained, config), Precision(precision, ranks.device), **options)
+    return Step(
+        parallel,
+        build_optimizer(parallel.trained, config),
+        Precision(precision, ranks.device),
+        **options,
+    )
 
 
 def weights(run_dir: Path, name: str = "last") -> dict[str, Tensor]:

@@ -38,7 +38,9 @@ COUNTS = (3, 5)
 
 
 def rows(total: int = sum(COUNTS), width: int = 4) -> torch.Tensor:
-    return torch.randn(total, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(
+        total, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def weigh(x_NE: torch.Tensor) -> torch.Tensor:
@@ -69,7 +71,9 @@ def check_gather(folder: Path) -> Any:
 
 
 def check_ddp(folder: Path) -> Any:
-    """Return DDP's gradients of a contrastive loss with a learned temperature, from uneven batches."""
+    """Return DDP's gradients of a contrastive loss with a learned temperature, from uneven
+    batches.
+    """
     rank, _ = rank_and_world()
     model = fakes.TwoTowers()
     wrapped = DistributedDataParallel(model)
@@ -84,7 +88,9 @@ def check_ddp(folder: Path) -> Any:
 def pairs() -> tuple[torch.Tensor, torch.Tensor]:
     """Unit image and text embeddings of all ranks."""
     image_NE, text_NE = rows(width=16), rows(2 * sum(COUNTS), width=16)[sum(COUNTS) :]
-    return nn.functional.normalize(image_NE, dim=1).float(), nn.functional.normalize(text_NE, dim=1).float()
+    return nn.functional.normalize(image_NE, dim=1).float(), nn.functional.normalize(
+        text_NE, dim=1
+    ).float()
 
 
 STUDIES = torch.tensor([0, 1, 2, 1, 3, 4, 2, 2])
@@ -96,21 +102,37 @@ SIMILARITY = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
 
 CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "convirt": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE),
-    "convirt at 0.01": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE, temperature=0.01),
+    "convirt at 0.01": lambda image_NE, text_NE: losses.convirt(
+        image_NE, text_NE, temperature=0.01
+    ),
     "clip": lambda image_NE, text_NE: losses.clip(image_NE, text_NE, 14.3),
     "clip at 0.01": lambda image_NE, text_NE: losses.clip(image_NE, text_NE, 100.0),
     "siglip": lambda image_NE, text_NE: losses.siglip(image_NE, text_NE, 10.0, -10.0),
     "siglip at 0.01": lambda image_NE, text_NE: losses.siglip(image_NE, text_NE, 100.0, -10.0),
-    "convirt with shared positives": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE, groups=[STUDIES]),
-    "clip in blocks": lambda image_NE, text_NE: info_nce(14.3 * image_NE, text_NE, 0.5, [STUDIES], block_rows=3),
-    "siglip in blocks": lambda image_NE, text_NE: pairwise_sigmoid(10 * image_NE, text_NE, -10.0, block_rows=3),
+    "convirt with shared positives": lambda image_NE, text_NE: losses.convirt(
+        image_NE, text_NE, groups=[STUDIES]
+    ),
+    "clip in blocks": lambda image_NE, text_NE: info_nce(
+        14.3 * image_NE, text_NE, 0.5, [STUDIES], block_rows=3
+    ),
+    "siglip in blocks": lambda image_NE, text_NE: pairwise_sigmoid(
+        10 * image_NE, text_NE, -10.0, block_rows=3
+    ),
     "itc": lambda image_NE, text_NE: losses.itc(
-        image_NE, text_NE, image_NE.detach(), text_NE.detach(), 0.1, 0.4, STUDIES[:, None] == STUDIES
+        image_NE,
+        text_NE,
+        image_NE.detach(),
+        text_NE.detach(),
+        0.1,
+        0.4,
+        STUDIES[:, None] == STUDIES,
     ),
     "gloria": lambda image_NE, text_NE: torch.stack(
         losses.gloria_local(image_NE.unflatten(1, (4, 4)), text_NE.unflatten(1, (4, 4)), WORDS)
     ).sum(),
-    "soft targets": lambda image_NE, text_NE: losses.soft_targets(image_NE, text_NE[:7], SIMILARITY[:, :7], 14.3),
+    "soft targets": lambda image_NE, text_NE: losses.soft_targets(
+        image_NE, text_NE[:7], SIMILARITY[:, :7], 14.3
+    ),
 }
 
 
@@ -131,7 +153,9 @@ def judge() -> nn.Module:
 
 OWN_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]] = {
     "within sample": lambda image_BE, text_BE, rows: losses.within_sample_nce(
-        *(part_BE.unflatten(1, (4, 4)) for part_BE in (image_BE, text_BE)), WORDS[rows], SIMILARITY[rows, :4].exp()
+        *(part_BE.unflatten(1, (4, 4)) for part_BE in (image_BE, text_BE)),
+        WORDS[rows],
+        SIMILARITY[rows, :4].exp(),
     ),
     "alignment": lambda image_BE, text_BE, rows: losses.local_alignment(
         *(part_BE.unflatten(1, (4, 4)) for part_BE in (image_BE, text_BE)), WORDS[rows]
@@ -140,18 +164,30 @@ OWN_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]]
         losses.local_uniformity(image_BE.unflatten(1, (4, 4)), WORDS[rows])
         + losses.local_uniformity(text_BE.unflatten(1, (4, 4)), WORDS[rows])
     ),
-    "prototypes": lambda image_BE, text_BE, rows: losses.prototype_swap(image_BE, text_BE, SIMILARITY.repeat(1, 2) / 4),
+    "prototypes": lambda image_BE, text_BE, rows: losses.prototype_swap(
+        image_BE, text_BE, SIMILARITY.repeat(1, 2) / 4
+    ),
     "Donsker-Varadhan": lambda image_BE, text_BE, rows: losses.dv_bound(
-        (image_BE * text_BE).sum(dim=1), image_BE @ SIMILARITY.repeat(1, 2).T, STUDIES[rows, None] != STUDIES
+        (image_BE * text_BE).sum(dim=1),
+        image_BE @ SIMILARITY.repeat(1, 2).T,
+        STUDIES[rows, None] != STUDIES,
     ),
     "Donsker-Varadhan, negatives of one rank": lambda image_BE, text_BE, rows: losses.dv_bound(
-        (image_BE * text_BE).sum(dim=1), text_BE, (torch.arange(8)[rows] < 2)[:, None].expand_as(text_BE)
+        (image_BE * text_BE).sum(dim=1),
+        text_BE,
+        (torch.arange(8)[rows] < 2)[:, None].expand_as(text_BE),
     ),
     "InfoNCE bound": lambda image_BE, text_BE, rows: losses.info_nce_bound(
-        (image_BE * text_BE).sum(dim=1), image_BE @ SIMILARITY.repeat(1, 2).T, STUDIES[rows, None] != STUDIES
+        (image_BE * text_BE).sum(dim=1),
+        image_BE @ SIMILARITY.repeat(1, 2).T,
+        STUDIES[rows, None] != STUDIES,
     ),
-    "modality confusion": lambda image_BE, text_BE, rows: losses.modality_confusion(judge(), image_BE, text_BE),
-    "batch norm": lambda image_BE, text_BE, rows: normed(image_BE, WORDS[rows]) + normed(text_BE, WORDS[rows]),
+    "modality confusion": lambda image_BE, text_BE, rows: losses.modality_confusion(
+        judge(), image_BE, text_BE
+    ),
+    "batch norm": lambda image_BE, text_BE, rows: (
+        normed(image_BE, WORDS[rows]) + normed(text_BE, WORDS[rows])
+    ),
 }
 """Losses that take the rows of this rank, of the given numbers among all."""
 
@@ -170,14 +206,20 @@ def check_losses(folder: Path) -> Any:
         value.backward()
         assert image_BE.grad is not None
         assert text_BE.grad is not None
-        found[name] = {"value": value.item(), "image": image_BE.grad.tolist(), "text": text_BE.grad.tolist()}
+        found[name] = {
+            "value": value.item(),
+            "image": image_BE.grad.tolist(),
+            "text": text_BE.grad.tolist(),
+        }
     return found
 
 
 def training(folder: Path, loader: fakes.FakeLoader | None = None, **changes: Any) -> Any:
     """Train ten steps with accumulation and validation on all ranks."""
     rank, world = rank_and_world()
-    model = changes.pop("model", None) or fakes.TwoTowers(fakes.TwoTowersConfig(norm=changes.pop("norm", False)))
+    model = changes.pop("model", None) or fakes.TwoTowers(
+        fakes.TwoTowersConfig(norm=changes.pop("norm", False))
+    )
     settings = {"global_batch": 8, "accumulate": 2, "validate_every": 2, **changes}
     evals = settings.pop("evals", ())
     return fakes.train(
@@ -201,11 +243,18 @@ def check_train(folder: Path) -> Any:
         return {"score": float(model(fakes.make_batch([0, 1])).total)}
 
     result = training(folder / "train", loader, evals=[evaluator])
-    return {"step": result.step, "called": len(called), "metrics": dict(result.metrics), "keys": loader.handed_out}
+    return {
+        "step": result.step,
+        "called": len(called),
+        "metrics": dict(result.metrics),
+        "keys": loader.handed_out,
+    }
 
 
 def check_nan(folder: Path) -> Any:
-    """Train with an infinite loss (and a finite gradient) on one rank in one step, which all ranks must skip."""
+    """Train with an infinite loss (and a finite gradient) on one rank in one step, which all
+    ranks must skip.
+    """
     rank, _ = rank_and_world()
 
     class InfiniteLoss(fakes.TwoTowers):
@@ -303,7 +352,9 @@ def check_whole(folder: Path) -> Any:
 
 
 def check_threads(folder: Path) -> Any:
-    """Return how many threads this process has after each of three runs in its own process group (Linux)."""
+    """Return how many threads this process has after each of three runs in its own process group
+    (Linux).
+    """
     counts = []
     for number in range(3):
         training(folder / f"threads-{number}", epochs=1)
@@ -312,7 +363,9 @@ def check_threads(folder: Path) -> Any:
 
 
 def check_signal(folder: Path) -> Any:
-    """Send SIGTERM to rank 1 only, within a step; both ranks must stop after the same step with status 0."""
+    """Send SIGTERM to rank 1 only, within a step; both ranks must stop after the same step with
+    status 0.
+    """
     rank, world = rank_and_world()
 
     class SignalledLoader(fakes.FakeLoader):
@@ -334,7 +387,9 @@ def check_signal(folder: Path) -> Any:
 
 
 def check_error(folder: Path) -> Any:
-    """Raise an error within DDP on both ranks; return how many modules its traceback keeps, and that have a reducer."""
+    """Raise an error within DDP on both ranks; return how many modules its traceback keeps, and
+    that have a reducer.
+    """
     kept: list[int] = []
 
     class Failing(fakes.TwoTowers):
@@ -356,7 +411,9 @@ def check_error(folder: Path) -> Any:
 
 
 CHECKS: dict[str, Callable[[Path], Any]] = {
-    name.removeprefix("check_"): function for name, function in globals().items() if name.startswith("check_")
+    name.removeprefix("check_"): function
+    for name, function in globals().items()
+    if name.startswith("check_")
 }
 
 if __name__ == "__main__":
@@ -366,4 +423,6 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
     with fakes.fake_files():
         for check in names:
-            (target / f"{check}-{rank_and_world()[0]}.json").write_text(json.dumps(CHECKS[check](target)))
+            (target / f"{check}-{rank_and_world()[0]}.json").write_text(
+                json.dumps(CHECKS[check](target))
+            )

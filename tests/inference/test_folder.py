@@ -36,8 +36,16 @@ RNG = np.random.default_rng(0)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("convirt")
-    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "projection_dim": 8}
-    save(medvl.create_model("convirt", tokenizer=tiny_tokenizer(), frozen_text_layers=0, **settings), folder)
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 32,
+        "projection_dim": 8,
+    }
+    save(
+        medvl.create_model("convirt", tokenizer=tiny_tokenizer(), frozen_text_layers=0, **settings),
+        folder,
+    )
     return folder
 
 
@@ -48,7 +56,9 @@ def images(tmp_path: Path) -> Path:
     (root / "study" / ".hidden").mkdir(parents=True)
     for name in ("b.png", "a.jpg"):
         cv2.imwrite(str(root / name), RNG.integers(0, 256, (40, 50), dtype=np.uint8))
-    write_dataset(root / "study" / "IM000001", image_dataset(RNG.integers(0, 256, (40, 30), dtype=np.uint8)))
+    write_dataset(
+        root / "study" / "IM000001", image_dataset(RNG.integers(0, 256, (40, 30), dtype=np.uint8))
+    )
     (root / "study" / "cut.PNG").write_bytes((root / "b.png").read_bytes()[:500])
     (root / "study" / "notes.txt").write_text("no image")
     shutil.copy(root / "b.png", root / "study" / ".hidden" / "c.png")
@@ -61,7 +71,9 @@ def test_files_of_a_tree(images: Path, tmp_path: Path) -> None:
     assert [str(path.relative_to(images)) for path in find_images([images])] == names
     assert find_images([images / "b.png", images])[0] == images / "b.png"
     assert len(find_images([images / "b.png", images])) == 4
-    assert find_images([images / "study/notes.txt"]) == [images / "study/notes.txt"]  # as the user says
+    assert find_images([images / "study/notes.txt"]) == [
+        images / "study/notes.txt"
+    ]  # as the user says
     (tmp_path / "empty").mkdir()
     with raises(ImageError, "empty", "images"):
         find_images([tmp_path / "empty"])
@@ -73,17 +85,32 @@ def test_the_command_writes_a_folder(
     checkpoint: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = ["infer", str(images), "--checkpoint", str(checkpoint), "--texts", *TEXTS, "--out", str(out)]
+    command = [
+        "infer",
+        str(images),
+        "--checkpoint",
+        str(checkpoint),
+        "--texts",
+        *TEXTS,
+        "--out",
+        str(out),
+    ]
     cli.main(command)
     printed = capsys.readouterr().out
     assert "1 of 4 images skipped: 1 truncated" in printed
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     expected = medvl.infer(checkpoint, images / "b.png", TEXTS)
     assert lines[1]["values"] == pytest.approx(expected, rel=1e-5)
-    assert lines[3] == {"image": str(images / "study/cut.PNG"), "values": {}, "skipped": "truncated"}
+    assert lines[3] == {
+        "image": str(images / "study/cut.PNG"),
+        "values": {},
+        "skipped": "truncated",
+    }
     with (out / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [float(rows[1][text]) for text in TEXTS] == pytest.approx(list(expected.values()), rel=1e-5)
+    assert [float(rows[1][text]) for text in TEXTS] == pytest.approx(
+        list(expected.values()), rel=1e-5
+    )
     assert rows[3]["skipped"] == "truncated"
     overlay = cv2.imread(str(out / lines[0]["overlays"][0]))
     assert overlay.shape == (40, 50, 3)
@@ -98,7 +125,11 @@ def test_the_command_writes_a_folder(
 def test_images_that_are_no_chest_radiographs_are_marked_or_left_out(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pixels, images, out = RNG.integers(0, 256, (40, 30), dtype=np.uint8), tmp_path / "images", tmp_path / "out"
+    pixels, images, out = (
+        RNG.integers(0, 256, (40, 30), dtype=np.uint8),
+        tmp_path / "images",
+        tmp_path / "out",
+    )
     images.mkdir()
     for name, fields in (
         ("chest", {"Modality": "DX", "BodyPartExamined": "CHEST"}),
@@ -114,22 +145,36 @@ def test_images_that_are_no_chest_radiographs_are_marked_or_left_out(
     assert "warning: 3 of 5 images are no chest radiographs by their header" in printed
     assert "MR BRAIN (!)" in printed
     assert "DX CHEST  " in printed
-    lines = {Path(row["image"]).stem: row for row in map(json.loads, (out / "results.jsonl").read_text().splitlines())}
+    lines = {
+        Path(row["image"]).stem: row
+        for row in map(json.loads, (out / "results.jsonl").read_text().splitlines())
+    }
     assert lines["brain"]["modality"] == "MR"
     assert {name: row.get("warning") for name, row in lines.items()} == {
-        "brain": "MR, BRAIN", "chest": None, "hand": "HAND", "unknown": "no known modality", "x": None,
+        "brain": "MR, BRAIN", "chest": None, "hand": "HAND", "unknown": "no known modality",
+        "x": None,
     }  # fmt: skip
     with (out / "results.csv").open() as file:
-        assert [row["warning"] for row in csv.DictReader(file)] == ["MR, BRAIN", "", "HAND", "no known modality", ""]
+        assert [row["warning"] for row in csv.DictReader(file)] == [
+            "MR, BRAIN",
+            "",
+            "HAND",
+            "no known modality",
+            "",
+        ]
     cli.main([*command, "--modality", "cr", "DX"])
     printed = capsys.readouterr().out
     assert "2 of 5 images skipped: 2 other_modality" in printed
     assert "warning" not in printed
-    cli.main(["infer", str(images / "brain.dcm"), "--checkpoint", str(checkpoint), "--texts", TEXTS[0]])
+    cli.main(
+        ["infer", str(images / "brain.dcm"), "--checkpoint", str(checkpoint), "--texts", TEXTS[0]]
+    )
     assert "brain.dcm: MR BRAIN (!)" in capsys.readouterr().out
 
 
-def test_the_python_interface_warns_of_other_images(checkpoint: Path, tmp_path: Path, recwarn: Any) -> None:
+def test_the_python_interface_warns_of_other_images(
+    checkpoint: Path, tmp_path: Path, recwarn: Any
+) -> None:
     pixels = RNG.integers(0, 256, (40, 30), dtype=np.uint8)
     brain = write_dataset(tmp_path / "brain.dcm", image_dataset(pixels, Modality="MR"))
     chest = write_dataset(tmp_path / "chest.dcm", image_dataset(pixels, Modality="DX"))
@@ -138,7 +183,9 @@ def test_the_python_interface_warns_of_other_images(checkpoint: Path, tmp_path: 
     medvl.infer(model, [chest, pixels], TEXTS)
     assert not [warning for warning in recwarn if warning.category is UserWarning]
     for image in (brain, brain.read_bytes(), medvl.data.read_dicom(brain)):
-        with pytest.warns(UserWarning, match="1 of 1 images are no chest radiographs by their header"):
+        with pytest.warns(
+            UserWarning, match="1 of 1 images are no chest radiographs by their header"
+        ):
             medvl.infer(model, image, TEXTS)
 
 
@@ -190,11 +237,15 @@ def test_the_calibration_of_the_checkpoint_makes_probabilities_of_scores(
     checkpoint: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = load_prompts("chexpert_ensemble")
-    fitted = FindingCalibration(slope=2.0, intercept=-1.0, images=90, positives=30, brier_before=0.3, brier_after=0.2,
+    fitted = FindingCalibration(slope=2.0, intercept=-1.0, images=90, positives=30,
+        brier_before=0.3, brier_after=0.2,
                                 ece_before=0.2, ece_after=0.1)  # fmt: skip
-    whole = Calibration(prompts=prompts.name, prompts_sha256=prompts.sha256, data={"corpus": "c", "split": "s"},
-                        checkpoint_sha256=checkpoint_sha256(checkpoint), findings={"Cardiomegaly": fitted},
-                        left_out={"Edema": "needs 10 positive and 10 negative images, has 2 and 80"})  # fmt: skip
+    whole = Calibration(prompts=prompts.name, prompts_sha256=prompts.sha256, data={"corpus": "c",
+        "split": "s"},
+                        checkpoint_sha256=checkpoint_sha256(checkpoint),
+                        findings={"Cardiomegaly": fitted},
+                        left_out={"Edema": "needs 10 positive and 10 negative images, has 2 and "
+                                           "80"})  # fmt: skip
     file, image = write_calibration(whole, tmp_path / "c.json"), images / "a.jpg"
     raw = medvl.infer(checkpoint, image, TEXTS)["cardiomegaly"]
     for texts, kind in (
@@ -203,7 +254,8 @@ def test_the_calibration_of_the_checkpoint_makes_probabilities_of_scores(
         (["cardiomegaly", "Edema"], "value"),
     ):
         out = tmp_path / kind
-        cli.main(["infer", str(image), "--checkpoint", str(checkpoint), "--texts", *texts, "--calibration", str(file),
+        cli.main(["infer", str(image), "--checkpoint", str(checkpoint), "--texts", *texts,
+            "--calibration", str(file),
                   "--out", str(out)])  # fmt: skip
         printed = capsys.readouterr()
         assert printed.out.splitlines()[2].split() == [kind]
@@ -212,7 +264,9 @@ def test_the_calibration_of_the_checkpoint_makes_probabilities_of_scores(
         if "cardiomegaly" in texts:
             assert values["cardiomegaly"] == pytest.approx(fitted.probability(raw), rel=1e-4)
         assert ("needs 10 positive" in printed.err) == ("Edema" in texts)
-        assert ("probabilities" in json.loads((out / "settings.json").read_text())) == ("cardiomegaly" in texts)
+        assert ("probabilities" in json.loads((out / "settings.json").read_text())) == (
+            "cardiomegaly" in texts
+        )
     default = calibration_path(checkpoint, prompts.name)
     write_calibration(whole, default)
     cli.main(["infer", str(image), "--checkpoint", str(checkpoint), "--texts", "cardiomegaly"])
@@ -235,6 +289,8 @@ def test_questions_and_reports(images: Path) -> None:
     with raises(ConfigError, "missing", "texts"):
         ImageModel(vqa, None)
     writer = tiny_model("medvill", tiny_tokenizer(), objective="report")
-    assert infer_files(ImageModel(writer, None), paths)[0].values == {"report": medvl.write_report(writer, paths[0])}
+    assert infer_files(ImageModel(writer, None), paths)[0].values == {
+        "report": medvl.write_report(writer, paths[0])
+    }
     with raises(ConfigError, "unsupported", "model"):
         ImageModel(tiny_model("vilt", tiny_tokenizer()), TEXTS)

@@ -1,4 +1,6 @@
-"""`medvl generate`: folders of synthetic images from prompts, sweeps, continuation, reconstructions."""
+"""`medvl generate`: folders of synthetic images from prompts, sweeps, continuation,
+reconstructions.
+"""
 
 import json
 from pathlib import Path
@@ -35,10 +37,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> str:
     return str(folder)
 
 
-def test_prompts_become_a_folder_of_marked_images(checkpoint: str, shards: Path, tmp_path: Path) -> None:
+def test_prompts_become_a_folder_of_marked_images(
+    checkpoint: str, shards: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     long = " ".join(["very dark"] * 20)
-    said = generate(checkpoint=checkpoint, out=out, prompt=(TEXTS[0], long, ""), guidance=(2.0,), **FAST)
+    said = generate(
+        checkpoint=checkpoint, out=out, prompt=(TEXTS[0], long, ""), guidance=(2.0,), **FAST
+    )
     assert "3 synthetic images" in said
     assert "1 images have prompts longer" in said
     images = GeneratedImages.open(out)
@@ -62,10 +68,14 @@ def test_a_corpus_gives_prompts_with_their_keys_and_a_sweep_the_same_noise(
     checkpoint: str, shards: Path, tmp_path: Path
 ) -> None:
     options = {**FAST, "sections": ("caption",), "limit": 3, "images_per_prompt": 2}
-    generate(checkpoint=checkpoint, out=tmp_path, data=shards / "test", guidance=(1.0, 3.0), **options)
+    generate(
+        checkpoint=checkpoint, out=tmp_path, data=shards / "test", guidance=(1.0, 3.0), **options
+    )
     one, three = (GeneratedImages.open(tmp_path / f"guidance-{scale}") for scale in (1, 3))
     source = ShardSource(shards / "test")
-    texts = {source.sample(row).key: source.sample(row).sections["caption"] for row in range(len(source))}
+    texts = {
+        source.sample(row).key: source.sample(row).sections["caption"] for row in range(len(source))
+    }
     assert len(one) == 6
     assert [row.prompt for row in one.rows] == [texts[str(row.source_key)] for row in one.rows]
     assert len({row.prompt_key for row in one.rows}) == 3
@@ -75,8 +85,15 @@ def test_a_corpus_gives_prompts_with_their_keys_and_a_sweep_the_same_noise(
     assert one.generation.prompt_source["fingerprint"] == source.manifest.fingerprint
 
 
-def test_the_same_command_continues_and_other_settings_are_refused(checkpoint: str, tmp_path: Path) -> None:
-    command: dict[str, Any] = {"checkpoint": checkpoint, "out": tmp_path, "prompt": tuple(TEXTS), **FAST}
+def test_the_same_command_continues_and_other_settings_are_refused(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    command: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "out": tmp_path,
+        "prompt": tuple(TEXTS),
+        **FAST,
+    }
     generate(**command)
     first = [row.pixel_hash for row in GeneratedImages.open(tmp_path).rows]
     lines = (tmp_path / "images.jsonl").read_text().splitlines(keepends=True)
@@ -92,26 +109,38 @@ def test_the_same_command_continues_and_other_settings_are_refused(checkpoint: s
         generate(**{**command, "seed": 1})
 
 
-def test_reconstructions_are_those_of_the_autoencoder(shards: Path, tmp_path: Path, checkpoint: str) -> None:
+def test_reconstructions_are_those_of_the_autoencoder(
+    shards: Path, tmp_path: Path, checkpoint: str
+) -> None:
     model: Any = medvl.create_model(AUTOENCODER)
     (tmp_path / "auto").mkdir()
     save(model, tmp_path / "auto")
     model = medvl.load(tmp_path / "auto")
     data = shards / "test"
-    options: dict[str, Any] = {"data": data, "sections": ("caption",), "limit": 2, "reconstruct": True, **FAST}
+    options: dict[str, Any] = {
+        "data": data,
+        "sections": ("caption",),
+        "limit": 2,
+        "reconstruct": True,
+        **FAST,
+    }
     for name, path in (("auto", str(tmp_path / "auto")), ("diffusion", checkpoint)):
         generate(checkpoint=path, out=tmp_path / f"{name}-images", **options)
     images = GeneratedImages.open(tmp_path / "auto-images")
     assert images.generation.sampler == "reconstruction"
     source = ShardSource(data)
-    position = next(row for row in range(len(source)) if source.sample(row).key == images.rows[0].source_key)
+    position = next(
+        row for row in range(len(source)) if source.sample(row).key == images.rows[0].source_key
+    )
     rebuilt = model.reconstruct(model.transform(source.pixels(position)))[0].numpy()
     assert np.abs(rebuilt.astype(int) - images.pixels(0).astype(int)).max() <= 1
 
 
 def test_a_mark_is_seen(checkpoint: str, tmp_path: Path) -> None:
     for mark in (False, True):
-        generate(checkpoint=checkpoint, out=tmp_path / str(mark), prompt=(TEXTS[0],), mark=mark, **FAST)
+        generate(
+            checkpoint=checkpoint, out=tmp_path / str(mark), prompt=(TEXTS[0],), mark=mark, **FAST
+        )
     plain, with_mark = (GeneratedImages.open(tmp_path / str(mark)) for mark in (False, True))
     assert with_mark.generation.marked
     changed = plain.pixels(0) != with_mark.pixels(0)
@@ -139,7 +168,10 @@ def test_wrong_arguments(checkpoint: str, shards: Path, tmp_path: Path) -> None:
     with raises(ConfigError, "malformed", "prompts"):
         prompts_of_file(tmp_path / "bad.txt")
     (tmp_path / "two.txt").write_text("first\n\n second \n")
-    assert prompts_of_file(tmp_path / "two.txt")[0] == [Prompt(text="first", key="1"), Prompt(text="second", key="3")]
+    assert prompts_of_file(tmp_path / "two.txt")[0] == [
+        Prompt(text="first", key="1"),
+        Prompt(text="second", key="3"),
+    ]
     with raises(ConfigError, "empty"):
         prompts_of_shards(shards / "test", sections=("findings",))
     (tmp_path / "auto").mkdir()

@@ -26,8 +26,15 @@ def manifest(corpus: str, **fields: Any) -> dict[str, Any]:
 
 def model_of(*corpora: str) -> System:
     """A model whose checkpoint records these training data."""
-    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "projection_dim": 8}
-    model = medvl.create_model("convirt", tokenizer=tiny_tokenizer(), frozen_text_layers=0, **settings)
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 32,
+        "projection_dim": 8,
+    }
+    model = medvl.create_model(
+        "convirt", tokenizer=tiny_tokenizer(), frozen_text_layers=0, **settings
+    )
     model.trained_on = tuple(manifest(corpus) for corpus in corpora)
     return model
 
@@ -38,7 +45,9 @@ def header(tmp_path: Path) -> Any:
 
     def read(modality: str | None, part: str | None = None) -> DicomHeader:
         fields = {"Modality": modality} | ({} if part is None else {"BodyPartExamined": part})
-        return read_dicom(write_dataset(tmp_path / "image.dcm", image_dataset(PIXELS, **fields))).header
+        return read_dicom(
+            write_dataset(tmp_path / "image.dcm", image_dataset(PIXELS, **fields))
+        ).header
 
     return read
 
@@ -69,11 +78,17 @@ def test_images_are_compared_with_the_training_data(
 
 
 def test_unrecorded_training_images_are_assumed_and_said_to_be_so() -> None:
-    states = {corpora: Expected.by(model_of(*corpora)) for corpora in [(), ("ours",), ("mimic-cxr", "ours"), ("rsna",)]}
+    states = {
+        corpora: Expected.by(model_of(*corpora))
+        for corpora in [(), ("ours",), ("mimic-cxr", "ours"), ("rsna",)]
+    }
     assert [state.recorded for state in states.values()] == [False, False, False, True]
     assert {state.name for state in states.values()} == {"chest radiographs"}
     texts = [describe_doubts(["MR", None], state) or "" for state in states.values()]
-    assert all(text.startswith("1 of 2 images are no chest radiographs by their header (1 MR)") for text in texts)
+    assert all(
+        text.startswith("1 of 2 images are no chest radiographs by their header (1 MR)")
+        for text in texts
+    )
     assert ["does not record" in text for text in texts] == [True, True, True, False]
     assert describe_doubts([None], states["rsna",]) is None
 
@@ -96,7 +111,10 @@ def test_every_corpus_of_images_has_a_kind() -> None:
 
 
 def test_the_warning_of_one_image_names_the_models_that_it_is_not_for(header: Any) -> None:
-    models = {"chest": Expected.by(model_of("mimic-cxr")), "slices": Expected.by(model_of("mosmed"))}
+    models = {
+        "chest": Expected.by(model_of("mimic-cxr")),
+        "slices": Expected.by(model_of("mosmed")),
+    }
     text = describe_doubt(header("CT", "CHEST"), models) or ""
     assert text.startswith("chest: The header says CT; models for chest radiographs")
     assert "slices" not in text

@@ -1,4 +1,6 @@
-"""Probabilities of texts in images: the evaluators' pixels and numbers, and the choice of prompts."""
+"""Probabilities of texts in images: the evaluators' pixels and numbers, and the choice of
+prompts.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -20,7 +22,12 @@ from medvl.inference import Scorer, prompts_for
 from medvl.models import System, create_classifier, save
 from medvl.schema import Inputs
 
-TINY = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "projection_dim": 8}
+TINY = {
+    "image_encoder": "resnet_tiny",
+    "text_encoder": "tiny_bert",
+    "image_size": 32,
+    "projection_dim": 8,
+}
 TEXTS = ["fracture", "EDEMA", "left apical nodule"]
 
 
@@ -34,29 +41,44 @@ def checkpoint(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dual-encoder that was trained on these shards."""
     folder = tmp_path_factory.mktemp("convirt")
     model = medvl.create_model("convirt", tokenizer=tiny_tokenizer(), frozen_text_layers=0, **TINY)
-    save(model, folder, {"train_manifest": dataclasses.asdict(ShardSource(shards / "train").manifest)})
+    save(
+        model,
+        folder,
+        {"train_manifest": dataclasses.asdict(ShardSource(shards / "train").manifest)},
+    )
     return folder
 
 
 def originals(shards: Path, source: ShardSource) -> list[Path]:
-    return [shards.parent / f"{int(source.sample(row).key.removeprefix('k-'))}.png" for row in range(len(source))]
+    return [
+        shards.parent / f"{int(source.sample(row).key.removeprefix('k-'))}.png"
+        for row in range(len(source))
+    ]
 
 
-def test_original_files_give_the_pixels_of_an_evaluation_on_shards(shards: Path, checkpoint: Path) -> None:
+def test_original_files_give_the_pixels_of_an_evaluation_on_shards(
+    shards: Path, checkpoint: Path
+) -> None:
     """40 x 40 PNG files, which the shards hold as JPEG of 32 x 32."""
     model, source = medvl.load(checkpoint), ShardSource(shards / "test")
     loader = open_for_evaluation(source, model.transform, model.tokenizer, batch=5, workers=0)
     of_shards = torch.cat([batch.image_BCHW for batch in loader])
     paths = originals(shards, source)
     assert torch.equal(model.transform(paths), of_shards)
-    for read in (Path.read_bytes, Image.open, lambda path: cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)):
+    for read in (
+        Path.read_bytes,
+        Image.open,
+        lambda path: cv2.imread(str(path), cv2.IMREAD_GRAYSCALE),
+    ):
         assert torch.equal(model.transform([read(path) for path in paths]), of_shards)
     stored = [source.pixels(row) for row in range(len(source))]
     assert torch.equal(model.transform(stored), of_shards)
     plain = medvl.create_model("convirt", tokenizer=tiny_tokenizer(), frozen_text_layers=0, **TINY)
     assert torch.equal(plain.transform(stored), of_shards)
     assert plain.transform == model.transform
-    assert not torch.equal(plain.transform(paths), of_shards)  # it does not know how images were stored
+    assert not torch.equal(
+        plain.transform(paths), of_shards
+    )  # it does not know how images were stored
 
 
 def test_probabilities_are_those_of_the_evaluation(shards: Path, checkpoint: Path) -> None:
@@ -64,7 +86,9 @@ def test_probabilities_are_those_of_the_evaluation(shards: Path, checkpoint: Pat
     loader = open_for_evaluation(source, model.transform, model.tokenizer, batch=5, workers=0)
     prompts = prompts_for(["Edema", "Fracture"], "chexpert_pairs")
     expected = list(zero_shot(model, loader, prompts, resamples=0).predictions())
-    rows = medvl.infer(model, originals(shards, source), ["edema", "fracture"], prompts="chexpert_pairs")
+    rows = medvl.infer(
+        model, originals(shards, source), ["edema", "fracture"], prompts="chexpert_pairs"
+    )
     for row, line in zip(rows, expected, strict=True):
         assert list(row) == ["edema", "fracture"]
         np.testing.assert_allclose(list(row.values()), list(line["scores"].values()), rtol=1e-5)
@@ -91,7 +115,9 @@ def test_classifiers_give_their_labels(shards: Path, checkpoint: Path) -> None:
     torch.nn.init.normal_(model.label_head.weight)
     path = shards.parent / "1.png"
     expected = model.predict(model.transform(path))
-    assert medvl.infer(model, path) == pytest.approx({name: value.item() for name, value in expected.items()})
+    assert medvl.infer(model, path) == pytest.approx(
+        {name: value.item() for name, value in expected.items()}
+    )
     assert list(medvl.infer(model, path, ["fracture"])) == ["fracture"]
     with raises(ConfigError, "unknown_name", "texts", names="Edema, Fracture"):
         medvl.infer(model, path, ["mass"])
@@ -107,11 +133,24 @@ def test_other_models_are_refused() -> None:
 
 
 def test_phrases_become_pairs() -> None:
-    prompts = prompts_for(["EDEMA", "Left apical nodule.", "There is a mass", "PICC line", ("A.", "B.")])
-    assert list(prompts.classes) == ["EDEMA", "Left apical nodule.", "There is a mass", "PICC line", "A."]
+    prompts = prompts_for(
+        ["EDEMA", "Left apical nodule.", "There is a mass", "PICC line", ("A.", "B.")]
+    )
+    assert list(prompts.classes) == [
+        "EDEMA",
+        "Left apical nodule.",
+        "There is a mass",
+        "PICC line",
+        "A.",
+    ]
     assert prompts.classes["EDEMA"] == prompts_for(None).classes["Edema"]
-    sentences = {name: (*sides.positive, *sides.negative) for name, sides in prompts.classes.items()}
-    assert sentences["Left apical nodule."] == ("There is left apical nodule.", "There is no left apical nodule.")
+    sentences = {
+        name: (*sides.positive, *sides.negative) for name, sides in prompts.classes.items()
+    }
+    assert sentences["Left apical nodule."] == (
+        "There is left apical nodule.",
+        "There is no left apical nodule.",
+    )
     assert sentences["There is a mass"] == ("There is mass.", "There is no mass.")
     assert sentences["PICC line"][1] == "There is no PICC line."
     assert sentences["A."] == ("A.", "B.")

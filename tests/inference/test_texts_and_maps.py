@@ -20,8 +20,15 @@ WIDE_HW = np.random.default_rng(0).integers(0, 256, (40, 60), dtype=np.uint8)
 
 @pytest.fixture(scope="module")
 def gloria() -> System:
-    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "projection_dim": 8}
-    return medvl.create_model("gloria", tokenizer=tiny_tokenizer(), **settings, margin=0, encoder_size=None, fit="crop")
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 32,
+        "projection_dim": 8,
+    }
+    return medvl.create_model(
+        "gloria", tokenizer=tiny_tokenizer(), **settings, margin=0, encoder_size=None, fit="crop"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,9 @@ def test_heat_maps_are_those_of_the_evaluation(gloria: Any, maps: Any) -> None:
     assert map_HW.shape == (40, 60)
     assert map_HW.dtype == np.float32
     gloria.eval()
-    [expected] = phrase_maps(gloria, gloria.transform(WIDE_HW), ["left effusion"], [(40, 60)], maps=maps)
+    [expected] = phrase_maps(
+        gloria, gloria.transform(WIDE_HW), ["left effusion"], [(40, 60)], maps=maps
+    )
     np.testing.assert_allclose(map_HW, expected.numpy(), rtol=1e-5)
     assert np.isnan(map_HW[:, :9]).all()  # cut off by the model's centre crop
     assert np.isfinite(map_HW[:, 10:50]).all()
@@ -70,7 +79,13 @@ def test_reports(name: str) -> None:
     if name == "medvill":
         model = tiny_model("medvill", tiny_tokenizer(), objective="report").eval()
     else:
-        sizes = {"width": 16, "image_encoder": "resnet_tiny", "image_size": 32, "layers": 1, "heads": 2}
+        sizes = {
+            "width": 16,
+            "image_encoder": "resnet_tiny",
+            "image_size": 32,
+            "layers": 1,
+            "heads": 2,
+        }
         more = {"intermediate": 24, "memory_heads": 4, "max_tokens": 20}
         model = medvl.create_model("r2gen", tokenizer=tiny_tokenizer(), **sizes, **more)
     decoding = Decoding(max_tokens=6)
@@ -78,7 +93,8 @@ def test_reports(name: str) -> None:
     assert isinstance(one, str)
     assert medvl.write_report(model, [WIDE_HW, WIDE_HW], decoding=decoding) == [one, one]
     ids_BT = torch.zeros(1, 0, dtype=torch.int64)
-    batch = Batch(keys=[""], image_BCHW=model.transform(WIDE_HW), ids_BT=ids_BT, mask_BT=ids_BT.bool(),
+    batch = Batch(keys=[""], image_BCHW=model.transform(WIDE_HW), ids_BT=ids_BT,
+        mask_BT=ids_BT.bool(),
                   labels_BL=torch.zeros(1, 0), texts=[""])  # fmt: skip
     output = model.eval().write_reports(batch, decoding=decoding)
     assert one == model.tokenizer.decode(output.ids_BT[0][output.mask_BT[0]])

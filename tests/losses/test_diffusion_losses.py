@@ -16,7 +16,9 @@ def pair() -> tuple[torch.Tensor, torch.Tensor]:
     return first.requires_grad_(), second
 
 
-def test_the_denoising_loss_is_the_mean_squared_error(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_the_denoising_loss_is_the_mean_squared_error(
+    pair: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     predicted, target = pair
     loss = losses.denoising(predicted, target)
     assert loss.item() == pytest.approx(((predicted - target) ** 2).mean().item(), rel=1e-6)
@@ -25,14 +27,20 @@ def test_the_denoising_loss_is_the_mean_squared_error(pair: tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize(("target", "one"), [("epsilon", 0.0), ("v", 1.0)])
-def test_min_snr_weighs_clean_images_down(pair: tuple[torch.Tensor, torch.Tensor], target: str, one: float) -> None:
+def test_min_snr_weighs_clean_images_down(
+    pair: tuple[torch.Tensor, torch.Tensor], target: str, one: float
+) -> None:
     snr = [0.5, 5.0, 80.0]
     loss = losses.denoising(*pair, torch.tensor(snr), min_snr=5.0, target=target)
-    rows = [((a - b) ** 2).mean() * min(s, 5.0) / (s + one) for a, b, s in zip(*pair, snr, strict=True)]
+    rows = [
+        ((a - b) ** 2).mean() * min(s, 5.0) / (s + one) for a, b, s in zip(*pair, snr, strict=True)
+    ]
     assert loss.item() == pytest.approx(float(sum(rows)) / 3, rel=1e-6)
 
 
-def test_denoising_refuses_other_shapes_and_a_missing_ratio(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_denoising_refuses_other_shapes_and_a_missing_ratio(
+    pair: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     with pytest.raises(ValueError, match="shape"):
         losses.denoising(pair[0], pair[1][:2])
     with pytest.raises(ValueError, match="snr_B"):
@@ -40,7 +48,9 @@ def test_denoising_refuses_other_shapes_and_a_missing_ratio(pair: tuple[torch.Te
 
 
 def test_min_snr_keeps_images_without_any_signal(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """A schedule may end at a signal-to-noise ratio of 0: its weight is 1 for noise and 0 for velocity."""
+    """A schedule may end at a signal-to-noise ratio of 0: its weight is 1 for noise and 0 for
+    velocity.
+    """
     snr = torch.tensor([0.0, 0.0, 0.0])
     assert losses.denoising(*pair, snr, min_snr=5.0).item() == losses.denoising(*pair).item()
     assert losses.denoising(*pair, snr, min_snr=5.0, target="v").item() == 0
@@ -51,15 +61,21 @@ def test_losses_of_an_empty_batch_are_zero() -> None:
     check_zero_with_gradient(losses.denoising, empty, empty)
     check_zero_with_gradient(lambda a, b: losses.denoising(a, b, snr, min_snr=5.0), empty, empty)
     check_zero_with_gradient(losses.edge_l1, empty, empty)
-    check_zero_with_gradient(lambda mean, logvar: losses.gaussian_kl(mean, logvar, 20), empty, empty)
+    check_zero_with_gradient(
+        lambda mean, logvar: losses.gaussian_kl(mean, logvar, 20), empty, empty
+    )
     for part in (0, 1):
-        check_zero_with_gradient(lambda a, b, part=part: losses.reconstruction(a, b)[part], empty, empty)
+        check_zero_with_gradient(
+            lambda a, b, part=part: losses.reconstruction(a, b)[part], empty, empty
+        )
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 0, 4), (2, 3, 4, 5), (0, 3, 4, 5)])
 def test_kl_of_images_without_pixels_is_zero(shape: tuple[int, ...]) -> None:
     check_zero_with_gradient(
-        lambda mean, logvar: losses.gaussian_kl(mean, logvar, 0), torch.ones(shape), torch.ones(shape)
+        lambda mean, logvar: losses.gaussian_kl(mean, logvar, 0),
+        torch.ones(shape),
+        torch.ones(shape),
     )
 
 
@@ -68,7 +84,9 @@ def test_an_image_of_one_pixel_has_no_edges() -> None:
     check_zero_with_gradient(losses.edge_l1, pixel, 2 * pixel)
 
 
-def test_losses_refuse_tensors_that_would_be_broadcast(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_losses_refuse_tensors_that_would_be_broadcast(
+    pair: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     predicted, grey = pair[0], pair[1][:, :1]
     calls: list[Callable[[], object]] = [
         lambda: losses.edge_l1(predicted, grey),
@@ -92,7 +110,9 @@ def test_edges_and_pixels(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     down = (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
     assert losses.edge_l1(*pair).item() == pytest.approx(float(across + down), rel=1e-6)
     l1, l2 = losses.reconstruction(*pair)
-    assert (l1.item(), l2.item()) == pytest.approx((float(error.abs().mean()), float((error**2).mean())), rel=1e-6)
+    assert (l1.item(), l2.item()) == pytest.approx(
+        (float(error.abs().mean()), float((error**2).mean())), rel=1e-6
+    )
 
 
 def test_kl_is_that_of_torch(pair: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -17,23 +17,31 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def mask() -> Tensor:
-    """Return a bool mask with True on the first items of every row, of which a row may have none."""
+    """Return a bool mask with True on the first items of every row, of which a row may have
+    none.
+    """
     return torch.arange(ITEMS) < torch.tensor([3, 6, 0, 1])[:, None]
 
 
 def detection(inner_BP: Tensor) -> Tensor:
     box_B64 = torch.tensor([0.1, 0.1, 0.9, 0.9]).repeat(ROWS, ITEMS, 1)
     labels = numbers(ROWS, ITEMS, 2, seed=1) > 0
-    return torch.stack(losses.detection(numbers(ROWS, ITEMS, 2), box_B64, labels, box_B64.round(), inner_BP))
+    return torch.stack(
+        losses.detection(numbers(ROWS, ITEMS, 2), box_B64, labels, box_B64.round(), inner_BP)
+    )
 
 
 MASKED: dict[str, Callable[[Tensor], Tensor]] = {
     "detection": detection,
-    "gloria_local": lambda m: sum(losses.gloria_local(numbers(ROWS, 9, 8), numbers(ROWS, ITEMS, 8), m)),
+    "gloria_local": lambda m: sum(
+        losses.gloria_local(numbers(ROWS, 9, 8), numbers(ROWS, ITEMS, 8), m)
+    ),
     "gloria_contrast": lambda m: sum(gloria_contrast(numbers(ROWS, ROWS), m[:, 0])),
     "statement_contrast": lambda m: sum(losses.statement_contrast(numbers(ROWS, ITEMS), m)),
     "multi_positive": lambda m: losses.multi_positive(numbers(ROWS, ITEMS), m),
-    "multi_positive, ignored": lambda m: losses.multi_positive(numbers(ROWS, ITEMS), mask().roll(1, 0), m),
+    "multi_positive, ignored": lambda m: losses.multi_positive(
+        numbers(ROWS, ITEMS), mask().roll(1, 0), m
+    ),
     "itm": lambda m: losses.itm(numbers(ROWS, 2), torch.tensor([1, 0, 1, 0]), m[:, 0]),
     "mim": lambda m: losses.mim(numbers(ROWS, ITEMS, 8), numbers(ROWS, ITEMS, 8, seed=1), m),
     "within_sample_nce": lambda m: losses.within_sample_nce(
@@ -61,4 +69,6 @@ def test_masks_and_weights_of_other_shapes_are_refused() -> None:
 
 def test_an_unknown_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="bound"):
-        losses.information_bound(numbers(3, 3), torch.arange(3), ~torch.eye(3, dtype=torch.bool), "nce")
+        losses.information_bound(
+            numbers(3, 3), torch.arange(3), ~torch.eye(3, dtype=torch.bool), "nce"
+        )

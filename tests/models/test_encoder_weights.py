@@ -1,4 +1,6 @@
-"""Encoders that start from weights of the user's own, by file or folder, in every kind of system."""
+"""Encoders that start from weights of the user's own, by file or folder, in every kind of
+system.
+"""
 
 import os
 from pathlib import Path
@@ -20,12 +22,27 @@ from medvl.models.base import TwoTowers
 from medvl.train.recipe_files import choose
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-VIT = {"image_encoder": "timm:test_vit", "image_size": 64, "image_arguments": {"depth": 2, "mean": 0.4, "std": (0.2,)}}
-TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-DUAL: dict[str, Any] = {**VIT, "text_encoder": "tiny_bert", "text_arguments": TEXT, "projection_dim": 8}
+VIT = {
+    "image_encoder": "timm:test_vit",
+    "image_size": 64,
+    "image_arguments": {"depth": 2, "mean": 0.4, "std": (0.2,)},
+}
+TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+DUAL: dict[str, Any] = {
+    **VIT,
+    "text_encoder": "tiny_bert",
+    "text_arguments": TEXT,
+    "projection_dim": 8,
+}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "convirt": {**DUAL, "frozen_text_layers": 0},
-    "gloria": {**DUAL, "encoder_size": None, "margin": 0, "patch_level": -1, "text_layers": 1, "pixel_mean": None,
+    "gloria": {**DUAL, "encoder_size": None, "margin": 0, "patch_level": -1, "text_layers": 1,
+    "pixel_mean": None,
                "pixel_std": None},
     "clip": DUAL,
     **{name: {**TINY[name], **VIT} for name in ("dual_stream", "medvill", "albef")},
@@ -105,7 +122,9 @@ def test_heads_on_an_encoder_by_name(tmp_path: Path) -> None:
     assert classifier.image_encoder.mean == (0.5, 0.5, 0.5)
     assert same(create_dense(Detector, "timm:test_vit", ["Edema"], **options).image_encoder, state)
     encoder = {"name": "timm:test_vit", "image_size": 64, "depth": 2}
-    built: Any = medvl.create_model("classifier", encoder=encoder, labels=["Edema"], image_weights=str(file))
+    built: Any = medvl.create_model(
+        "classifier", encoder=encoder, labels=["Edema"], image_weights=str(file)
+    )
     assert same(built.image_encoder, state)
     probed = _open_encoder(EncoderOptions(encoder="timm:test_vit", **options), tmp_path, "cpu")
     assert same(probed.module, state)
@@ -114,19 +133,23 @@ def test_heads_on_an_encoder_by_name(tmp_path: Path) -> None:
     with raises(ConfigError, "conflict", "image_weights"):
         create_classifier(tmp_path, ["Edema"], **options)
     with raises(ConfigError, "conflict", "image_weights"):
-        _open_encoder(EncoderOptions(encoder="timm:test_vit", pretrained=True, **options), tmp_path, "cpu")
+        _open_encoder(
+            EncoderOptions(encoder="timm:test_vit", pretrained=True, **options), tmp_path, "cpu"
+        )
 
 
 def test_recipes_name_weights_and_arguments_on_the_command_line() -> None:
     recipe = load_script("convirt_mimic", RECIPES)
     given = (
-        "--model.image-weights F.safetensors --model.text-weights DIR --model.image-arguments mean 0.5 pad_type same"
+        "--model.image-weights F.safetensors --model.text-weights DIR "
+        "--model.image-arguments mean 0.5 pad_type same"
     )
     model = choose(recipe.PRESETS, ["tiny", *given.split()]).model
     assert (model.image_weights, model.text_weights) == ("F.safetensors", "DIR")
     assert model.image_arguments == {"mean": 0.5, "pad_type": "same"}
     probe = choose(
-        load_script("linear_probe", RECIPES).PRESETS, ["tiny", "--init-from", "resnet50", "--image-weights", "F.pt"]
+        load_script("linear_probe", RECIPES).PRESETS,
+        ["tiny", "--init-from", "resnet50", "--image-weights", "F.pt"],
     )
     assert (str(probe.init_from), probe.image_weights) == ("resnet50", "F.pt")
 
@@ -140,9 +163,12 @@ def test_errors_name_the_setting(tmp_path: Path) -> None:
     with raises(ConfigError, "conflict", "weights"):
         medvl.create_model("clip", weights="model.bin", image_weights="image.bin")
     with raises(ConfigError, "conflict", "image_arguments"):
-        medvl.create_model("convirt", image_encoder="resnet_tiny", image_arguments={"image_size": 64})
+        medvl.create_model(
+            "convirt", image_encoder="resnet_tiny", image_arguments={"image_size": 64}
+        )
     with raises(ConfigError, "unsupported", "image_weights"):
-        medvl.create_model("dual_stream", **{**TINY["dual_stream"], "image_encoder": "regions:8", "image_arguments": {}},
+        medvl.create_model("dual_stream", **{**TINY["dual_stream"], "image_encoder": "regions:8",
+            "image_arguments": {}},
                            image_weights="f.pt")  # fmt: skip
 
 
@@ -155,14 +181,17 @@ def test_the_real_mobilenets_start_a_convirt() -> None:
     for name, file in (("100", "mobilenetv2_100_in1k"), ("035", "mobilenetv2_035_in1k_backbone")):
         path = folder / f"{file}.safetensors"
         model: Any = medvl.create_model(
-            "convirt", image_encoder=f"timm:mobilenetv2_{name}", image_arguments=arguments, image_weights=str(path),
-            text_encoder="tiny_bert", frozen_text_layers=0,
+            "convirt", image_encoder=f"timm:mobilenetv2_{name}", image_arguments=arguments,
+            image_weights=str(path), text_encoder="tiny_bert", frozen_text_layers=0,
         )  # fmt: skip
         stored = safetensors.torch.load_file(path)["conv_stem.weight"]
         assert torch.equal(model.image_encoder.backbone.conv_stem.weight, stored)
         assert model.image_encoder.mean == (0.5, 0.5, 0.5)
         classifier = create_classifier(
-            f"timm:mobilenetv2_{name}", ["Edema"], image_weights=str(path), image_arguments=arguments
+            f"timm:mobilenetv2_{name}",
+            ["Edema"],
+            image_weights=str(path),
+            image_arguments=arguments,
         )
         assert torch.equal(classifier.image_encoder.backbone.conv_stem.weight, stored)
 
@@ -179,6 +208,8 @@ def test_text_weights_on_the_hub_bring_their_tokenizer(monkeypatch: pytest.Monke
     monkeypatch.setattr(TwoTowers, "load_encoders", lambda *_: None)
     settings = {**DUAL, "text_arguments": {"num_hidden_layers": 1}, "frozen_text_layers": 0}
     commit = "d5892b39a4adaed74b92212a44081509db72f87b"
-    model = medvl.create_model("convirt", **settings, text_weights=f"emilyalsentzer/Bio_ClinicalBERT@{commit}")
+    model = medvl.create_model(
+        "convirt", **settings, text_weights=f"emilyalsentzer/Bio_ClinicalBERT@{commit}"
+    )
     assert asked == [("emilyalsentzer/Bio_ClinicalBERT", commit)]
     assert model.tokenizer is not None

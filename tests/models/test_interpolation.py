@@ -42,7 +42,8 @@ def test_weights_are_on_the_line_between_start_and_end(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, first.state_dict()[name] + shift, msg=name)
     for share, expected in ((0.0, first), (1.0, last)):
         torch.testing.assert_close(
-            dict(interpolate(start, end, share).named_parameters()), dict(expected.named_parameters())
+            dict(interpolate(start, end, share).named_parameters()),
+            dict(expected.named_parameters()),
         )
     for arguments in ([str(start), str(end), "--out", str(tmp_path / "out")], [str(start)]):
         with pytest.raises(SystemExit):
@@ -58,8 +59,12 @@ def test_other_systems_and_shares_are_refused(tmp_path: Path) -> None:
             interpolate(start, start, share)
 
 
-@pytest.mark.parametrize(("make", "share"), [(convirt, 0.0), (convirt, 0.5), (autoencoder, 0.5), (unet, 0.5)])
-def test_the_patients_of_both_are_remembered(make: Callable[[], System], share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "share"), [(convirt, 0.0), (convirt, 0.5), (autoencoder, 0.5), (unet, 0.5)]
+)
+def test_the_patients_of_both_are_remembered(
+    make: Callable[[], System], share: float, tmp_path: Path
+) -> None:
     """An autoencoder and a U-Net have no encoder that could record them."""
     models = [make(), make()]
     for number, model in enumerate(models):

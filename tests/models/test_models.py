@@ -40,7 +40,11 @@ from medvl.models.checkpoint import save
 from medvl.models.dual_encoders.convirt import ConVIRT, ConVIRTConfig
 from medvl.schema import Batch, Embeddings
 
-TEXTS = ["There is a small left effusion.", "No pneumothorax.", "The heart is mildly enlarged and the lungs are clear."]
+TEXTS = [
+    "There is a small left effusion.",
+    "No pneumothorax.",
+    "The heart is mildly enlarged and the lungs are clear.",
+]
 TINY: dict[str, Any] = {
     "image_encoder": "resnet_tiny",
     "text_encoder": "tiny_bert",
@@ -48,10 +52,17 @@ TINY: dict[str, Any] = {
     "projection_dim": 32,
     "frozen_text_layers": 1,
 }
-GLORIA = {**{name: TINY[name] for name in ("image_encoder", "text_encoder", "image_size", "projection_dim")},
+GLORIA = {**{name: TINY[name] for name in ("image_encoder", "text_encoder", "image_size",
+    "projection_dim")},
           "encoder_size": None, "margin": 0, "text_layers": 2}  # fmt: skip
 FUSION = DualStreamConfig(
-    image_arguments={}, width=32, layers=1, heads=2, intermediate=32, image_positions=True, fusion_lr_mult=1.0
+    image_arguments={},
+    width=32,
+    layers=1,
+    heads=2,
+    intermediate=32,
+    image_positions=True,
+    fusion_lr_mult=1.0,
 )
 
 
@@ -90,21 +101,28 @@ def test_list_models_takes_wildcards() -> None:
 
 def test_convirt_has_the_published_defaults() -> None:
     config = ConVIRTConfig()
-    assert (config.image_encoder, config.text_encoder, config.image_size) == ("resnet50", "bioclinicalbert", 224)
+    assert (config.image_encoder, config.text_encoder, config.image_size) == (
+        "resnet50",
+        "bioclinicalbert",
+        224,
+    )
     assert (config.projection_dim, config.frozen_text_layers) == (512, 6)
     assert (config.temperature, config.image_weight) == (0.1, 0.75)
 
 
 @pytest.mark.slow
-def test_convirt_of_published_size_is_created_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convirt_of_published_size_is_created_without_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_network(*arguments: object) -> None:
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket.socket, "connect", no_network)
     model = medvl.create_model("convirt")
     count = sum(parameter.numel() for parameter in model.parameters())
-    # ResNet-50 without its classifier 23,508,032; BERT-base with 28,996 pieces and without pooler 107,719,680 (with it
-    # 108,310,272); two heads: (2048 + 1) * 2048 + (2048 + 1) * 512 and (768 + 1) * 768 + (768 + 1) * 512.
+    # ResNet-50 without its classifier 23,508,032; BERT-base with 28,996 pieces and without pooler
+    # 107,719,680 (with it 108,310,272); two heads: (2048 + 1) * 2048 + (2048 + 1) * 512 and (768 +
+    # 1) * 768 + (768 + 1) * 512.
     heads = 2049 * 2048 + 2049 * 512 + 769 * 768 + 769 * 512
     assert count - heads in (23_508_032 + 107_719_680, 23_508_032 + 108_310_272)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -117,9 +135,12 @@ def test_convirt_of_published_size_is_created_without_the_network(monkeypatch: p
 
 
 def test_every_trained_parameter_gets_a_gradient(model: ConVIRT, tokenizer: Tokenizer) -> None:
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
+    )
     model(make_batch(tokenizer)).total.backward()
-    optimizer.step()  # timm starts the last norm of each residual branch at zero: before a step nothing passes it
+    # timm starts the last norm of each residual branch at zero: before a step nothing passes it
+    optimizer.step()
     optimizer.zero_grad()
     model(make_batch(tokenizer)).total.backward()
     for name, parameter in model.named_parameters():
@@ -131,17 +152,24 @@ def test_every_trained_parameter_gets_a_gradient(model: ConVIRT, tokenizer: Toke
             assert name.startswith("text_encoder."), name
 
 
-def test_the_loss_equals_the_published_one_and_starts_near_ln_b(model: ConVIRT, tokenizer: Tokenizer) -> None:
+def test_the_loss_equals_the_published_one_and_starts_near_ln_b(
+    model: ConVIRT, tokenizer: Tokenizer
+) -> None:
     model.eval()
     batch = make_batch(tokenizer)
     result = model(batch)
-    image_BE, text_BE = model.encode_image(batch.image_BCHW), model.encode_text(batch.ids_BT, batch.mask_BT)
+    image_BE, text_BE = (
+        model.encode_image(batch.image_BCHW),
+        model.encode_text(batch.ids_BT, batch.mask_BT),
+    )
     torch.testing.assert_close(result.total, losses.convirt(image_BE, text_BE, 0.1, 0.75))
     assert set(result.terms) == {"contrastive"}
     assert result.total.item() == pytest.approx(math.log(len(batch)), abs=0.5)
 
 
-def test_embeddings_are_unit_vectors_and_similarity_is_their_cosine(model: ConVIRT, tokenizer: Tokenizer) -> None:
+def test_embeddings_are_unit_vectors_and_similarity_is_their_cosine(
+    model: ConVIRT, tokenizer: Tokenizer
+) -> None:
     model.eval()
     batch = make_batch(tokenizer, 4)
     image_NE, text_ME = model.encode_image(batch.image_BCHW), model.encode_text(TEXTS)
@@ -150,17 +178,23 @@ def test_embeddings_are_unit_vectors_and_similarity_is_their_cosine(model: ConVI
     similarity = model.similarity(batch.image_BCHW, TEXTS)
     assert similarity.shape == (4, 3)
     torch.testing.assert_close(similarity, image_NE @ text_ME.T)
-    torch.testing.assert_close(model.similarity(Embeddings(image_NE), model.embed_texts(TEXTS)), similarity)
+    torch.testing.assert_close(
+        model.similarity(Embeddings(image_NE), model.embed_texts(TEXTS)), similarity
+    )
 
 
-def test_embeddings_do_not_depend_on_padding_or_the_batch(model: ConVIRT, tokenizer: Tokenizer) -> None:
+def test_embeddings_do_not_depend_on_padding_or_the_batch(
+    model: ConVIRT, tokenizer: Tokenizer
+) -> None:
     model.eval()
     together = model.encode_text(TEXTS)
     alone = torch.cat([model.encode_text([text]) for text in TEXTS])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
     batch = make_batch(tokenizer, 3)
     images = model.encode_image(batch.image_BCHW)
-    torch.testing.assert_close(images[[2]], model.encode_image(batch.image_BCHW[[2]]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        images[[2]], model.encode_image(batch.image_BCHW[[2]]), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_loaded_model_equals_the_saved_one(model: ConVIRT, tmp_path: Path) -> None:
@@ -171,7 +205,9 @@ def test_a_loaded_model_equals_the_saved_one(model: ConVIRT, tmp_path: Path) -> 
     assert loaded.config == model.config
     assert loaded.transform == model.transform
     assert loaded.tokenizer is not None
-    for (name, mine), (other, theirs) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+    for (name, mine), (other, theirs) in zip(
+        model.state_dict().items(), loaded.state_dict().items(), strict=True
+    ):
         assert name == other
         assert torch.equal(mine, theirs)
     torch.testing.assert_close(loaded.encode_text(TEXTS), model.encode_text(TEXTS), rtol=0, atol=0)
@@ -184,7 +220,9 @@ def test_a_loaded_model_equals_the_saved_one(model: ConVIRT, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_weights_follow_the_umask(umask: int, model: ConVIRT, tmp_path: Path) -> None:
-    """Weights used to be readable for their owner alone, beside a config that everyone could read."""
+    """Weights used to be readable for their owner alone, beside a config that everyone could
+    read.
+    """
     before = os.umask(umask)
     try:
         save(model, tmp_path)
@@ -203,7 +241,9 @@ def test_a_model_continues_from_a_checkpoint(
     save(model, tmp_path)
     torch.manual_seed(1)
     settings = {**TINY, "temperature": 0.2}
-    again = medvl.create_model("convirt", pretrained=True, init_from=tmp_path, **settings)  # without the network
+    again = medvl.create_model(
+        "convirt", pretrained=True, init_from=tmp_path, **settings
+    )  # without the network
     weights = model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in again.state_dict().items())
     assert again.tokenizer is not None
@@ -212,10 +252,14 @@ def test_a_model_continues_from_a_checkpoint(
     with raises(CheckpointError, "mismatch", names="image_head"):
         medvl.create_model("convirt", init_from=tmp_path, **{**TINY, "projection_dim": 16})
     with raises(ConfigError, "unsupported", "init_from"):
-        medvl.create_model("classifier", init_from=tmp_path, encoder=model.image_encoder.config, labels=["Edema"])
+        medvl.create_model(
+            "classifier", init_from=tmp_path, encoder=model.image_encoder.config, labels=["Edema"]
+        )
 
 
-def test_a_checkpoint_knows_the_training_data_of_its_ancestors(model: ConVIRT, tmp_path: Path) -> None:
+def test_a_checkpoint_knows_the_training_data_of_its_ancestors(
+    model: ConVIRT, tmp_path: Path
+) -> None:
     """A model that started from another checkpoint used to know its own training data only."""
     folders = [tmp_path / name for name in ("convirt", "gloria", "head", "dense", "vqa")]
     for folder in folders:
@@ -223,30 +267,54 @@ def test_a_checkpoint_knows_the_training_data_of_its_ancestors(model: ConVIRT, t
     save(model, folders[0], {"train_manifest": manifest_of("first")})
     gloria = medvl.create_model("gloria", init_from=folders[0], **GLORIA)
     save(gloria, folders[1], {"train_manifest": manifest_of("second")})
-    save(create_classifier(folders[1], ["Edema"]), folders[2], {"train_manifest": manifest_of("third")})
-    save(medvl.load(folders[2]), folders[2], {"train_manifest": manifest_of("third")})  # the same data again
+    save(
+        create_classifier(folders[1], ["Edema"]),
+        folders[2],
+        {"train_manifest": manifest_of("third")},
+    )
+    save(
+        medvl.load(folders[2]), folders[2], {"train_manifest": manifest_of("third")}
+    )  # the same data again
     save(create_dense(Detector, folders[2], ["Edema"], size=96), folders[3])
-    save(create_vqa(folders[0], ["yes", "no"], fusion=FUSION), folders[4], {"train_manifest": manifest_of("vqa")})
+    save(
+        create_vqa(folders[0], ["yes", "no"], fusion=FUSION),
+        folders[4],
+        {"train_manifest": manifest_of("vqa")},
+    )
     corpora = [[manifest.corpus for manifest in train_manifests(folder)] for folder in folders]
     assert corpora[:2] == [["first"], ["second", "first"]]
-    assert corpora[2:] == [["third", "second", "first"], ["third", "second", "first"], ["vqa", "first"]]
+    assert corpora[2:] == [
+        ["third", "second", "first"],
+        ["third", "second", "first"],
+        ["vqa", "first"],
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "size"),
     [
-        ("single_stream", {"image_encoder": "resnet_tiny", "image_arguments": {}, "image_positions": True}, 96),
+        (
+            "single_stream",
+            {"image_encoder": "resnet_tiny", "image_arguments": {}, "image_positions": True},
+            96,
+        ),
         ("medvill", {"attention": "seq2seq", "objective": "report"}, None),
     ],
 )
 def test_a_fusion_encoder_that_is_built_anew_knows_its_ancestors(
     name: str, settings: dict[str, Any], size: int | None, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Another image size, or another attention for reading, makes a new model with the same weights."""
+    """Another image size, or another attention for reading, makes a new model with the same
+    weights.
+    """
     folders = [tmp_path / each for each in ("pretrained", "vqa")]
     for folder in folders:
         folder.mkdir()
-    save(tiny_model(name, tokenizer, **settings), folders[0], {"train_manifest": manifest_of("first")})
+    save(
+        tiny_model(name, tokenizer, **settings),
+        folders[0],
+        {"train_manifest": manifest_of("first")},
+    )
     vqa = create_vqa(folders[0], ["yes", "no"], fusion=None, image_size=size)
     recorded = [each["corpus"] for each in vqa.fusion_model.image_encoder.trained_on]
     assert recorded == [each["corpus"] for each in vqa.fusion_model.trained_on] == ["first"]
@@ -269,7 +337,11 @@ def test_an_evaluation_refuses_training_patients_of_ancestors(
 ) -> None:
     (tmp_path / "start").mkdir()
     save(model, tmp_path / "start", {"train_manifest": manifest_of("first")})
-    save(medvl.load(tmp_path / "start"), tmp_path, {"train_manifest": manifest_of("second", salt=salt)})
+    save(
+        medvl.load(tmp_path / "start"),
+        tmp_path,
+        {"train_manifest": manifest_of("second", salt=salt)},
+    )
     refuse_training_patients(tmp_path, source_of("third"))
     assert ("another salt" in caplog.text) == (salt == "other")  # nothing was said
     with raises(SplitError, "leak", names="1 patients"):
@@ -277,24 +349,35 @@ def test_an_evaluation_refuses_training_patients_of_ancestors(
 
 
 def manifest_of(corpus: str, salt: str = "salt") -> dict[str, Any]:
-    none = {"planned": 0, "excluded_from_corpus": {}, "excluded": {}, "skipped": {}, "skipped_keys": (), "warnings": {}}
+    none = {
+        "planned": 0,
+        "excluded_from_corpus": {},
+        "excluded": {},
+        "skipped": {},
+        "skipped_keys": (),
+        "warnings": {},
+    }
     return dataclasses.asdict(
         Manifest(
-            corpus=corpus, split="train", samples=1, shards=(), label_names=(), options={}, packages={},
-            patients=(f"patient of {corpus}",), salt=salt, **none,
+            corpus=corpus, split="train", samples=1, shards=(), label_names=(), options={},
+            packages={}, patients=(f"patient of {corpus}",), salt=salt, **none,
         )
     )  # fmt: skip
 
 
 def source_of(corpus: str) -> Any:
-    return SimpleNamespace(manifest=Manifest.parse(manifest_of(corpus), corpus), folder=Path(corpus))
+    return SimpleNamespace(
+        manifest=Manifest.parse(manifest_of(corpus), corpus), folder=Path(corpus)
+    )
 
 
 @pytest.mark.parametrize("change", [{"projection_dim": 2_000_000}, {"projection_dim": 2**61}])
 def test_a_configuration_cannot_allocate_more_than_the_weights(
     change: dict[str, Any], model: ConVIRT, tmp_path: Path
 ) -> None:
-    """The configuration of a foreign checkpoint used to be built (3.9 GB here) before its shapes were compared."""
+    """The configuration of a foreign checkpoint used to be built (3.9 GB here) before its shapes
+    were compared.
+    """
     save(model, tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     content["model"]["settings"] |= change
@@ -334,7 +417,11 @@ def replace_weights(folder: Path, change: dict[str, Any]) -> None:
             "malformed",
             "settings",
         ),
-        (lambda f: replace_weights(f, {"image_head.0.bias": None}), "mismatch", "missing image_head.0.bias"),
+        (
+            lambda f: replace_weights(f, {"image_head.0.bias": None}),
+            "mismatch",
+            "missing image_head.0.bias",
+        ),
         (lambda f: replace_weights(f, {"extra": torch.zeros(1)}), "mismatch", "unexpected extra"),
         (
             lambda f: replace_weights(f, {"text_head.2.bias": torch.zeros(5)}),
@@ -343,7 +430,9 @@ def replace_weights(folder: Path, change: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_load_rejects_a_damaged_checkpoint(model: ConVIRT, tmp_path: Path, damage: Any, code: str, names: str) -> None:
+def test_load_rejects_a_damaged_checkpoint(
+    model: ConVIRT, tmp_path: Path, damage: Any, code: str, names: str
+) -> None:
     save(model, tmp_path)
     damage(tmp_path)
     with raises(CheckpointError, code, names=names):
@@ -362,7 +451,9 @@ def test_load_rejects_a_pickle_without_running_it(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "last.pt").rename(tmp_path / "folder/model.safetensors")
     (tmp_path / "folder/config.json").write_text(
-        json.dumps({"format": 2, "model": {"name": "convirt", "settings": {**TINY, "vocab_size": 50}}})
+        json.dumps(
+            {"format": 2, "model": {"name": "convirt", "settings": {**TINY, "vocab_size": 50}}}
+        )
     )
     with raises(CheckpointError, "malformed"):
         medvl.load(tmp_path / "folder")
@@ -381,27 +472,38 @@ def test_load_rejects_a_pickle_without_running_it(tmp_path: Path) -> None:
         (object(), {}, "wrong_type", "name"),
     ],
 )
-def test_create_model_rejects_invalid_names_and_settings(name: Any, settings: dict, code: str, field: str) -> None:
+def test_create_model_rejects_invalid_names_and_settings(
+    name: Any, settings: dict, code: str, field: str
+) -> None:
     with raises(ConfigError, code, field):
         medvl.create_model(name, **settings)
 
 
 def test_the_vocabulary_size_follows_the_tokenizer(tokenizer: Tokenizer) -> None:
-    assert medvl.create_model("convirt", tokenizer=tokenizer, **TINY).config.vocab_size == tokenizer.vocab_size
+    assert (
+        medvl.create_model("convirt", tokenizer=tokenizer, **TINY).config.vocab_size
+        == tokenizer.vocab_size
+    )
     config = ConVIRTConfig(**TINY, vocab_size=10)
     with raises(ConfigError, "mismatch", "tokenizer"):
         medvl.create_model(config, tokenizer=tokenizer)
     bare = medvl.create_model(dataclasses.replace(config, vocab_size=300))
     with raises(ConfigError, "missing", "tokenizer"):
         bare.encode_text(["text"])
-    assert bare.encode_text(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)).shape == (1, 32)
+    assert bare.encode_text(
+        torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)
+    ).shape == (1, 32)
     with raises(ConfigError, "missing", "mask_BT"):
         bare.encode_text(torch.ones(1, 3, dtype=torch.long))
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_the_gradients_of_one(model: ConVIRT, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Loss and gradients equal those of the global batch with unequal ranks; dropout and batch statistics are off."""
+def test_two_ranks_compute_the_gradients_of_one(
+    model: ConVIRT, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Loss and gradients equal those of the global batch with unequal ranks; dropout and batch
+    statistics are off.
+    """
     save(model, tmp_path)
     batch = make_batch(tokenizer, 7)
     tensors = {"image": batch.image_BCHW, "ids": batch.ids_BT, "mask": batch.mask_BT}
@@ -435,15 +537,23 @@ def test_two_ranks_compute_the_gradients_of_one(model: ConVIRT, tokenizer: Token
     loss = alone(batch).total
     loss.backward()
     torch.testing.assert_close(actual.pop("loss"), loss.detach(), rtol=1e-6, atol=1e-6)
-    expected = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: parameter.grad
+        for name, parameter in alone.named_parameters()
+        if parameter.grad is not None
+    }
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_frozen_text_layers_keep_their_dropout() -> None:
-    """LoVT's code freezes weights alone; the text of a frozen layer varies in training as that of the others."""
+    """LoVT's code freezes weights alone; the text of a frozen layer varies in training as that
+    of the others.
+    """
     model = medvl.create_model("convirt", **TINY).train()
-    frozen = [module for module in model.text_encoder.modules() if isinstance(module, torch.nn.Dropout)]
+    frozen = [
+        module for module in model.text_encoder.modules() if isinstance(module, torch.nn.Dropout)
+    ]
     assert not model.text_encoder.backbone.encoder.layer[0].output.dense.weight.requires_grad
     assert all(module.training for module in frozen)

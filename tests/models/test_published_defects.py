@@ -4,20 +4,25 @@ There are thirteen; those of one system are beside its tests:
 
 1. RadZero, exponentials without a log-sum-exp: `test_radzero.py`, hard pairs have their gradient.
 2. CARZero, padded words are attended to: `test_carzero.py`, padding of words changes no score.
-3. IMITATE, a trainer that fails in every step, also without similar texts. It is no system here; its loss runs on any
-   number of samples: `test_losses_soft_targets.py`, soft targets of a missing side.
+3. IMITATE, a trainer that fails in every step, also without similar texts. It is no system here;
+   its loss runs on any number of samples: `test_losses_soft_targets.py`, soft targets of a missing
+   side.
 4. IMITATE, targets that sum to more than 1: below.
 5. MAVL, targets of several entities that are not normalised: `test_mavl.py`, a row weighs the same.
-6. MAVL, epoch and scoring chosen by test sets: below; thresholds in `test_zero_shot.py` and `test_zero_shot_masks.py`,
-   patients of the training in `test_spine.py`.
-7. MRM and ECAMP, padding in the loss of words: `test_mrm.py`, the loss of words does not depend on padding.
+6. MAVL, epoch and scoring chosen by test sets: below; thresholds in `test_zero_shot.py` and
+   `test_zero_shot_masks.py`, patients of the training in `test_spine.py`.
+7. MRM and ECAMP, padding in the loss of words: `test_mrm.py`, the loss of words does not depend on
+   padding.
 8. MaCo, a weight that is read and not used: `test_mrm.py`, the weight of the contrast is used.
 9. CT-CLIP, a scale of e at the start: below. It is no system here.
 10. fVLM, public files that do not give the published figure: below. It is no system here.
-11. GREEN, a parser of language that drops counts: below. It is no metric here; statements are parsed by the labeler.
-12. Seven systems for radiographs, mirrored images that keep their sides: `test_published_presets.py` for the presets,
-    `test_statements.py`, `test_medklip.py` and `test_mirroring.py` for texts, places, labels, boxes and masks.
-13. MedSigLIP's notebook, equal captions as negatives: below; batches in parts in `test_train_grad_cache.py`.
+11. GREEN, a parser of language that drops counts: below. It is no metric here; statements are
+    parsed by the labeler.
+12. Seven systems for radiographs, mirrored images that keep their sides:
+    `test_published_presets.py` for the presets, `test_statements.py`, `test_medklip.py` and
+    `test_mirroring.py` for texts, places, labels, boxes and masks.
+13. MedSigLIP's notebook, equal captions as negatives: below; batches in parts in
+    `test_train_grad_cache.py`.
 """
 
 import runpy
@@ -44,7 +49,12 @@ from medvl.schema import Sample
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ENTITIES = ("Edema", "Pneumothorax", "Pleural Effusion")
-_TINY = {"image_encoder": "resnet_tiny", "image_size": 32, "text_encoder": "tiny_bert", "max_tokens": 48}
+_TINY = {
+    "image_encoder": "resnet_tiny",
+    "image_size": 32,
+    "text_encoder": "tiny_bert",
+    "max_tokens": 48,
+}
 _DECODER = {"decoder_layers": 1, "decoder_hidden": 24}
 _QUERIES = {**_DECODER, "decoder_heads": 2, "projection_dim": 16, "entities": ENTITIES}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -74,7 +84,9 @@ def test_aligned_pairs_have_hardly_a_loss_at_the_initial_scale(count: int) -> No
 
 
 def test_soft_targets_of_correlated_samples_sum_to_one() -> None:
-    """IMITATE's targets, 1 on the diagonal and more elsewhere, sum to 2.55 at 128 samples with correlations of 0.95."""
+    """IMITATE's targets, 1 on the diagonal and more elsewhere, sum to 2.55 at 128 samples with
+    correlations of 0.95.
+    """
     similarity_NN = torch.full((128, 128), 0.95).fill_diagonal_(1.0)
     nothing_NE = torch.zeros(128, 4)
     loss = losses.soft_targets(nothing_NE, nothing_NE, similarity_NN, 1.0)
@@ -82,7 +94,9 @@ def test_soft_targets_of_correlated_samples_sum_to_one() -> None:
 
 
 def test_equal_captions_are_no_negatives() -> None:
-    """With nine class names as captions, 11 % of the negatives of MedSigLIP's notebook are true pairs."""
+    """With nine class names as captions, 11 % of the negatives of MedSigLIP's notebook are true
+    pairs.
+    """
     caption_B = torch.tensor([0, 1, 2, 0, 1, 3, 4, 5])
     text_BE, image_BE = aligned(8)[caption_B], aligned(8)[caption_B].requires_grad_()
     with_groups = losses.siglip(image_BE, text_BE, 100.0, -10.0, groups=(caption_B,))
@@ -110,7 +124,8 @@ def labelled_images(model: Any) -> Loader:
     rng = np.random.default_rng(0)
     samples = [
         Sample(key=f"k{row}", corpus="c", split="validate", patient=f"p{row}", study="s",
-               labels={name: int(value) for name, value in zip(ENTITIES, rng.integers(0, 2, 3), strict=True)})
+               labels={name: int(value) for name, value in zip(ENTITIES, rng.integers(0, 2, 3),
+               strict=True)})
         for row in range(12)
     ]  # fmt: skip
     source = FakeSource(samples, list(rng.integers(0, 256, (12, 40, 36), dtype=np.uint8)), ENTITIES)

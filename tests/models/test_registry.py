@@ -56,7 +56,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "outside_systems.py").write_text(OUTSIDE)
     metadata = tmp_path / "outside_systems-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-systems\nVersion: 1.0\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: outside-systems\nVersion: 1.0\n"
+    )
     (metadata / "entry_points.txt").write_text(
         "[medvl.systems]\n"
         "outside = outside_systems:Outside\n"
@@ -72,7 +74,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_list_models_imports_no_model_code() -> None:
-    code = "import medvl, sys; medvl.list_models(); print([n for n in sys.modules if '_encoders.' in n and 'medvl.models' in n])"
+    code = (
+        "import medvl, sys; medvl.list_models(); print([n for n in sys.modules if "
+        "'_encoders.' in n and 'medvl.models' in n])"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
 

@@ -31,7 +31,9 @@ class Bigrams:
         return self.logits_BVV[self.sample_R, ids_R]
 
 
-def naive_search(logits_VV: Tensor, decoding: Decoding, longest: int) -> tuple[list[int], float, bool]:
+def naive_search(
+    logits_VV: Tensor, decoding: Decoding, longest: int
+) -> tuple[list[int], float, bool]:
     """Return (tokens, score, ended) of one sample by loops over hypotheses."""
 
     def score_of(hypothesis: tuple[list[int], float]) -> float:
@@ -87,7 +89,9 @@ def test_one_beam_is_greedy_and_more_beams_score_higher() -> None:
             tokens += [last]
             if last == END:
                 break
-        assert [token for token in tokens if token != END] == greedy.ids_BT[row][greedy.mask_BT[row]].tolist()
+        assert [token for token in tokens if token != END] == greedy.ids_BT[row][
+            greedy.mask_BT[row]
+        ].tolist()
     penalised = decode(Bigrams(40, 7, 3), Decoding(length_penalty=3.0), longest=8)
     assert torch.equal(penalised.ids_BT, greedy.ids_BT)
     wide = decode(Bigrams(40, 7, 3), Decoding(beams=4), longest=8)
@@ -104,12 +108,17 @@ def naive_repeats(tokens: list[int], token: int, length: int) -> int:
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("penalty", [None, 0.7])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_repeated_ngrams_are_penalised_as_in_a_plain_loop(length: int, penalty: float | None, beams: int) -> None:
+def test_repeated_ngrams_are_penalised_as_in_a_plain_loop(
+    length: int, penalty: float | None, beams: int
+) -> None:
     decoding = Decoding(beams=beams, block_ngrams=length, ngram_penalty=penalty)
     model, other = Bigrams(batch=10, vocabulary=6, seed=4), Bigrams(batch=10, vocabulary=6, seed=4)
     for each in (model, other):
         each.logits_BVV[:, :, END] -= 4.0  # texts long enough to repeat themselves
-    generated, plain = decode(model, decoding, longest=9), decode(other, Decoding(beams=beams), longest=9)
+    generated, plain = (
+        decode(model, decoding, longest=9),
+        decode(other, Decoding(beams=beams), longest=9),
+    )
     assert not torch.equal(generated.score_B, plain.score_B)
     for row, logits_VV in enumerate(model.logits_BVV):
         logs = logits_VV.clone()
@@ -125,7 +134,12 @@ def test_repeated_ngrams_are_penalised_as_in_a_plain_loop(length: int, penalty: 
                 for token in range(6):
                     repeats = naive_repeats(tokens, token, length) if len(tokens) >= length else 0
                     cost = (math.inf if penalty is None else repeats * penalty) if repeats else 0.0
-                    grown.append(([*tokens, token], total + float(logs[tokens[-1] if tokens else PAD][token]) - cost))
+                    grown.append(
+                        (
+                            [*tokens, token],
+                            total + float(logs[tokens[-1] if tokens else PAD][token]) - cost,
+                        )
+                    )
             hypotheses = sorted(grown, key=lambda hypothesis: hypothesis[1], reverse=True)[:beams]
         tokens, total = hypotheses[0]
         if beams == 1:  # beams may tie: another order of the same bigrams has the same score
@@ -138,7 +152,10 @@ def test_blocked_trigrams_are_never_sampled() -> None:
     model = Bigrams(batch=3, vocabulary=5, seed=1)
     model.logits_BVV[:, :, END] = -20.0
     generated = decode(model, Decoding(samples=50, block_ngrams=3), longest=12)
-    texts = [tuple(ids[mask].tolist()) for ids, mask in zip(generated.ids_BT, generated.mask_BT, strict=True)]
+    texts = [
+        tuple(ids[mask].tolist())
+        for ids, mask in zip(generated.ids_BT, generated.mask_BT, strict=True)
+    ]
     assert max(map(len, texts)) > 6
     for tokens in texts:
         trigrams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
@@ -149,7 +166,11 @@ def test_blocked_trigrams_are_never_sampled() -> None:
 
 def test_length_penalty_lengthens_texts() -> None:
     lengths = [
-        int(decode(Bigrams(60, 7, 5), Decoding(beams=4, length_penalty=penalty), longest=10).mask_BT.sum())
+        int(
+            decode(
+                Bigrams(60, 7, 5), Decoding(beams=4, length_penalty=penalty), longest=10
+            ).mask_BT.sum()
+        )
         for penalty in (0.0, 1.0, 3.0)
     ]
     assert lengths == sorted(lengths)
@@ -159,12 +180,16 @@ def test_length_penalty_lengthens_texts() -> None:
 def test_search_that_forbids_nothing_is_greedy_over_all_ids() -> None:
     best_B = Bigrams(9, 4, seed=4).first().argmax(dim=1)
     assert {*NEVER} & {*best_B.tolist()}
-    found = search(Bigrams(9, 4, seed=4), Decoding(beams=1), max_tokens=1, end_id=END, pad_id=PAD, never=())
+    found = search(
+        Bigrams(9, 4, seed=4), Decoding(beams=1), max_tokens=1, end_id=END, pad_id=PAD, never=()
+    )
     assert torch.equal(found.ended_B, best_B == END)
     assert torch.equal(found.ids_BT[~found.ended_B, 0], best_B[best_B != END])
 
 
-@pytest.mark.parametrize(("field", "value"), [("beams", 0), ("max_tokens", 0), ("length_penalty", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("beams", 0), ("max_tokens", 0), ("length_penalty", -1.0)]
+)
 def test_decoding_rejects_values_out_of_range(field: str, value: Any) -> None:
     with raises(ConfigError, "out_of_range", field):
         Decoding(**{field: value})
@@ -189,18 +214,25 @@ def test_samples_follow_the_distribution() -> None:
             assert texts.count((first,)) / draws == pytest.approx(expected, abs=0.015)
             expected = float(chance_BVV[sample, PAD, first] * chance_BVV[sample, first, 4])
             assert texts.count((first, 4)) / draws == pytest.approx(expected, abs=0.015)
-        assert texts.count(()) / draws == pytest.approx(float(chance_BVV[sample, PAD, END]), abs=0.015)
+        assert texts.count(()) / draws == pytest.approx(
+            float(chance_BVV[sample, PAD, END]), abs=0.015
+        )
 
 
 def test_samples_follow_their_seed_and_have_their_log_probability() -> None:
     first, repeated, other = (
-        decode(Bigrams(batch=3, vocabulary=7, seed=1), Decoding(samples=4, seed=seed), longest=5) for seed in (5, 5, 6)
+        decode(Bigrams(batch=3, vocabulary=7, seed=1), Decoding(samples=4, seed=seed), longest=5)
+        for seed in (5, 5, 6)
     )
     assert torch.equal(first.ids_BT, repeated.ids_BT)
     assert first.ids_BT.shape != other.ids_BT.shape or not torch.equal(first.ids_BT, other.ids_BT)
-    logs_BVV = Bigrams(batch=3, vocabulary=7, seed=1).logits_BVV.index_fill(2, torch.tensor(NEVER), -math.inf)
+    logs_BVV = Bigrams(batch=3, vocabulary=7, seed=1).logits_BVV.index_fill(
+        2, torch.tensor(NEVER), -math.inf
+    )
     logs_BVV = logs_BVV.log_softmax(dim=2)
-    for row, (ids_T, mask_T, ended) in enumerate(zip(first.ids_BT, first.mask_BT, first.ended_B, strict=True)):
+    for row, (ids_T, mask_T, ended) in enumerate(
+        zip(first.ids_BT, first.mask_BT, first.ended_B, strict=True)
+    ):
         tokens = [PAD, *ids_T[mask_T].tolist(), *[END] * int(ended)]
         score = sum(float(logs_BVV[row // 4, a, b]) for a, b in itertools.pairwise(tokens))
         assert float(first.score_B[row]) == pytest.approx(score, rel=1e-4)

@@ -13,7 +13,13 @@ from medvl.encoders import create_text_encoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.models import save
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 50,
+}
 
 
 @pytest.mark.parametrize("prefix", ["", "hf:"])
@@ -24,11 +30,20 @@ def test_checkpoint_loads_without_the_folder(tmp_path: Path, prefix: str, pretra
     bert = transformers.BertModel(config)
     bert.save_pretrained(tmp_path / "bert")
     weights = {"text_weights": str(tmp_path / "bert")} if pretrained else {}
-    settings = {"image_encoder": "resnet_tiny", "image_size": 32, "projection_dim": 4, "frozen_text_layers": 0}
-    model = medvl.create_model("convirt", text_encoder=f"{prefix}{tmp_path / 'bert'}", **settings, **weights).eval()
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 32,
+        "projection_dim": 4,
+        "frozen_text_layers": 0,
+    }
+    model = medvl.create_model(
+        "convirt", text_encoder=f"{prefix}{tmp_path / 'bert'}", **settings, **weights
+    ).eval()
     if pretrained:
         state = model.text_encoder.backbone.state_dict()
-        assert torch.equal(state["embeddings.word_embeddings.weight"], bert.embeddings.word_embeddings.weight)
+        assert torch.equal(
+            state["embeddings.word_embeddings.weight"], bert.embeddings.word_embeddings.weight
+        )
     (tmp_path / "saved").mkdir()
     save(model, tmp_path / "saved")
     shutil.rmtree(tmp_path / "bert")
@@ -57,6 +72,16 @@ def test_messages_about_names(name: str, code: str, part: str) -> None:
 def test_a_folder_of_other_sizes_than_the_preset_is_advised_as_the_encoder(tmp_path: Path) -> None:
     transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "bert")
     folder = str(tmp_path / "bert")
-    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "frozen_text_layers": 0, "vocab_size": 50}
-    with raises(WeightsError, "mismatch", "text_weights", names=f"text_encoder {folder!r} takes its sizes from"):
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "frozen_text_layers": 0,
+        "vocab_size": 50,
+    }
+    with raises(
+        WeightsError,
+        "mismatch",
+        "text_weights",
+        names=f"text_encoder {folder!r} takes its sizes from",
+    ):
         medvl.create_model("convirt", text_weights=folder, **settings)

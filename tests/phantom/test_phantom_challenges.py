@@ -1,4 +1,6 @@
-"""Phantom RSNA and SIIM: read by the converters of the real releases, in agreement with the ground truth."""
+"""Phantom RSNA and SIIM: read by the converters of the real releases, in agreement with the
+ground truth.
+"""
 
 from pathlib import Path
 
@@ -31,11 +33,17 @@ def deid() -> Deidentifier:
 
 @pytest.fixture(scope="module")
 def pneumonia(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rsna(tmp_path_factory.mktemp("rsna"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1)
+    return write_rsna(
+        tmp_path_factory.mktemp("rsna"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1
+    )
 
 
 def test_rsna_converter_reads_all_boxes(pneumonia: Path, deid: Deidentifier) -> None:
-    read = {sample.image.stem: sample for sample in rsna.plan(pneumonia, deid).iter_samples() if sample.image}
+    read = {
+        sample.image.stem: sample
+        for sample in rsna.plan(pneumonia, deid).iter_samples()
+        if sample.image
+    }
     views = {
         image_uid_hex(view): (study, view)
         for patient in World(SEED).patients(PATIENTS)
@@ -46,11 +54,20 @@ def test_rsna_converter_reads_all_boxes(pneumonia: Path, deid: Deidentifier) -> 
     boxed = 0
     for name, sample in read.items():
         study, view = views[name.replace("-", "")]
-        expected = {(b.x, b.y, b.width, b.height) for b in boxes(view, REFERENCE_SIZE) if b.label in BOXED_LABELS}
-        actual = [(box["x"], box["y"], box["width"], box["height"]) for box in sample.extra["boxes"]]
+        expected = {
+            (b.x, b.y, b.width, b.height)
+            for b in boxes(view, REFERENCE_SIZE)
+            if b.label in BOXED_LABELS
+        }
+        actual = [
+            (box["x"], box["y"], box["width"], box["height"]) for box in sample.extra["boxes"]
+        ]
         assert len(actual) == len(expected)
         assert set(actual) == expected
-        assert sample.labels == {"Pneumonia": int(bool(expected)), "No Finding": study.labels["No Finding"]}
+        assert sample.labels == {
+            "Pneumonia": int(bool(expected)),
+            "No Finding": study.labels["No Finding"],
+        }
         boxed += bool(expected)
     assert 0 < boxed < len(read)
 
@@ -69,7 +86,9 @@ def test_siim_converter_reads_all_masks(tmp_path: Path, deid: Deidentifier) -> N
     count = 60
     root = write_siim(tmp_path / "siim", patients=count, seed=SEED, size=32, workers=1)
     views = {
-        str(uid(view)): view for patient in World(SEED).patients(count) for _, view in square_frontal_views(patient)
+        str(uid(view)): view
+        for patient in World(SEED).patients(count)
+        for _, view in square_frontal_views(patient)
     }
     samples = [sample for sample in siim.plan(root, deid).iter_samples() if sample.image]
     with_mask = 0
@@ -80,7 +99,9 @@ def test_siim_converter_reads_all_masks(tmp_path: Path, deid: Deidentifier) -> N
         entries = sample.extra["masks"]
         assert (truth_HW is not None) == bool(entries) == bool(sample.labels["Pneumothorax"])
         if truth_HW is not None:
-            np.testing.assert_array_equal(decode_runs(entries[0]["runs"], REFERENCE_SIZE, REFERENCE_SIZE), truth_HW)
+            np.testing.assert_array_equal(
+                decode_runs(entries[0]["runs"], REFERENCE_SIZE, REFERENCE_SIZE), truth_HW
+            )
             with_mask += 1
     positives = sum("Pneumothorax" in masks(view, 64) for view in views.values())
     assert 0 < with_mask == positives  # all of them, and a share of the others
@@ -96,13 +117,29 @@ def test_run_lengths_agree_with_the_reader() -> None:
         np.testing.assert_array_equal(decode_runs(encode_run_lengths(mask_HW), *shape), mask_HW)
 
 
-def test_commands_write_corpora_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_write_corpora_and_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shares = ["--splits", "train=0.000001", "test=0.999999"]
     for name, patients in (("rsna", "4"), ("siim", "12")):
         root, out = tmp_path / name, tmp_path / f"{name}-shards"
-        cli.main(["phantom", name, "--out", str(root), "--patients", patients, "--size", "32", "--workers", "1"])
+        cli.main(
+            [
+                "phantom",
+                name,
+                "--out",
+                str(root),
+                "--patients",
+                patients,
+                "--size",
+                "32",
+                "--workers",
+                "1",
+            ]
+        )
         assert f"medvl shards {name}" in capsys.readouterr().out
-        cli.main(["shards", name, "--root", str(root), "--out", str(out), "--workers", "1", "--short-side", "32", *shares])  # fmt: skip
+        cli.main(["shards", name, "--root", str(root), "--out", str(out), "--workers", "1",
+            "--short-side", "32", *shares])  # fmt: skip
         capsys.readouterr()
         source = ShardSource(out / "test")
         assert len(source) > 2

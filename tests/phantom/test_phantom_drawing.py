@@ -27,11 +27,16 @@ def sample_finding(label, extent, seed=0):
 
 
 def make_finding(label, extent, side="right", **more):
-    kind = {"Pleural Effusion": "fluid", "Pneumothorax": "gas", "Consolidation": "lobar", "Cardiomegaly": "shape"}[
-        label
-    ]
+    kind = {
+        "Pleural Effusion": "fluid",
+        "Pneumothorax": "gas",
+        "Consolidation": "lobar",
+        "Cardiomegaly": "shape",
+    }[label]
     zone = f"{side} lower lobe" if kind == "lobar" else ""
-    part = Part(kind=kind, side="midline" if kind == "shape" else side, zone=zone, extent=extent, **more)
+    part = Part(
+        kind=kind, side="midline" if kind == "shape" else side, zone=zone, extent=extent, **more
+    )
     return Finding(label=label, parts=(part,))
 
 
@@ -64,7 +69,9 @@ def test_ellipse_has_its_radii_along_its_axes():
     assert np.allclose(outline, [[1, 5], [0, 2], [1, -1], [2, 2]])
 
 
-@pytest.mark.parametrize(("aspect", "shape_HW"), [(1.0, (200, 200)), (1.25, (160, 200)), (0.8, (200, 160))])
+@pytest.mark.parametrize(
+    ("aspect", "shape_HW"), [(1.0, (200, 200)), (1.25, (160, 200)), (0.8, (200, 160))]
+)
 def test_camera_maps_its_center_and_scale(aspect, shape_HW):
     camera = Camera(field=40, aspect=aspect, center=(1.0, 2.0), degrees=0)
     assert camera.shape(200) == shape_HW
@@ -79,13 +86,17 @@ def test_filled_area_exceeds_the_outline_by_half_a_pixel(size):
     surface = Surface(Camera(field=20, aspect=1, center=(0, 0), degrees=7), (size, size))
     filled = surface.fill([ellipse((0.3, -0.2), (4.0, 2.0), 20, points=64)]).sum() / 255
     area, perimeter = np.pi * 8, 19.38
-    assert filled / surface.pixels_per_cm**2 == pytest.approx(area + 0.5 * perimeter / surface.pixels_per_cm, rel=0.05)
+    assert filled / surface.pixels_per_cm**2 == pytest.approx(
+        area + 0.5 * perimeter / surface.pixels_per_cm, rel=0.05
+    )
 
 
 def test_line_thinner_than_a_pixel_is_fainter():
     surface = Surface(Camera(field=32, aspect=1, center=(0, 0)), (64, 64))
     line = [np.array([[-8.0, 0.1], [8.0, 0.1]])]
-    assert surface.stroke(line, 0.1).sum() == pytest.approx(0.2 / 0.4 * surface.stroke(line, 0.2).sum(), rel=0.05)
+    assert surface.stroke(line, 0.1).sum() == pytest.approx(
+        0.2 / 0.4 * surface.stroke(line, 0.2).sum(), rel=0.05
+    )
 
 
 # Images
@@ -116,8 +127,14 @@ def test_drawing_is_reproducible():
 
 @pytest.mark.parametrize("position", ["PA", "LATERAL"])
 def test_images_agree_between_sizes(position):
-    view = view_with(sample_finding("Edema", 0.7), sample_finding("Lung Lesion", 0.7), position=position)
-    large = cv2.resize(draw(view, 768).astype(np.float32), view.camera.shape(128)[::-1], interpolation=cv2.INTER_AREA)
+    view = view_with(
+        sample_finding("Edema", 0.7), sample_finding("Lung Lesion", 0.7), position=position
+    )
+    large = cv2.resize(
+        draw(view, 768).astype(np.float32),
+        view.camera.shape(128)[::-1],
+        interpolation=cv2.INTER_AREA,
+    )
     small = draw(view, 128).astype(np.float32)
     assert np.corrcoef(large.ravel(), small.ravel())[0, 1] > 0.99
 
@@ -139,7 +156,9 @@ def test_finding_changes_the_image_inside_its_mask(label):
         assert change[inside].mean() > 4 * change[~near].mean(), label
 
 
-@pytest.mark.parametrize("label", ["Pleural Effusion", "Consolidation", "Atelectasis", "Lung Lesion", "Edema"])
+@pytest.mark.parametrize(
+    "label", ["Pleural Effusion", "Consolidation", "Atelectasis", "Lung Lesion", "Edema"]
+)
 def test_opacities_are_brighter(label):
     normal = view_with()
     diseased = dataclasses.replace(view_with(sample_finding(label, 0.8)), chest=normal.chest)
@@ -156,7 +175,10 @@ def test_pneumothorax_is_darker():
 
 @pytest.mark.parametrize("label", ["Pleural Effusion", "Pneumothorax", "Cardiomegaly"])
 def test_extent_increases_the_area(label):
-    areas = [masks(view_with(make_finding(label, extent)), 256)[label].sum() for extent in (0.15, 0.5, 0.85)]
+    areas = [
+        masks(view_with(make_finding(label, extent)), 256)[label].sum()
+        for extent in (0.15, 0.5, 0.85)
+    ]
     assert areas[0] < areas[1] < areas[2]
 
 
@@ -203,7 +225,9 @@ def test_boxes_bound_their_masks(size):
                 assert max(box.x + box.width for box in parts) == columns.max() + 1
                 assert max(box.y + box.height for box in parts) == rows.max() + 1
                 checked += 1
-            assert {box.label for box in boxes(view, size)} <= {finding.label for finding in view.findings}
+            assert {box.label for box in boxes(view, size)} <= {
+                finding.label for finding in view.findings
+            }
     assert checked > 100
 
 

@@ -1,4 +1,6 @@
-"""Case reports of the phantom: captions agree with the ground truth, and converters read the layouts."""
+"""Case reports of the phantom: captions agree with the ground truth, and converters read the
+layouts.
+"""
 
 import json
 import re
@@ -37,7 +39,9 @@ def roco_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def medicat_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_medicat(tmp_path_factory.mktemp("medicat"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1)
+    return write_medicat(
+        tmp_path_factory.mktemp("medicat"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,11 @@ def articles() -> list[list[Figure]]:
 
 
 def content(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 # Captions
@@ -94,7 +102,11 @@ def test_captions_and_references_agree_with_the_ground_truth() -> None:
                             assert study.labels[label] == 1, (word, sentence)
                     side = re.search(r"(right|left)(?:-sided)? pleural effusion", sentence)
                     if side:
-                        (effusion,) = (finding for finding in view.findings if finding.label == "Pleural Effusion")
+                        (effusion,) = (
+                            finding
+                            for finding in view.findings
+                            if finding.label == "Pleural Effusion"
+                        )
                         assert effusion.side == side[1]
     assert min(counts[word] for word in WORDS) >= 5
 
@@ -106,7 +118,9 @@ def test_captions_name_the_view_and_are_varied() -> None:
             for view in study.views:
                 caption = compose_caption(generator(*view.key, 1), study, view)
                 captions[caption] = view
-                assert ("lateral" in caption.lower()) == view.lateral or "bilateral" in caption.lower()
+                assert (
+                    "lateral" in caption.lower()
+                ) == view.lateral or "bilateral" in caption.lower()
                 assert caption[0].isupper()
                 assert caption.endswith(".")
                 assert 3 <= len(caption.split()) <= 90
@@ -114,7 +128,12 @@ def test_captions_name_the_view_and_are_varied() -> None:
 
 
 def test_captions_of_normal_views_name_no_finding() -> None:
-    normal_studies = [study for patient in World(3).patients(120) for study in patient.studies if not study.findings]
+    normal_studies = [
+        study
+        for patient in World(3).patients(120)
+        for study in patient.studies
+        if not study.findings
+    ]
     assert len(normal_studies) > 20
     for study in normal_studies:
         for view in study.views:
@@ -128,14 +147,18 @@ def test_captions_of_normal_views_name_no_finding() -> None:
 def test_captions_of_slices_agree_with_the_slice(articles: list[list[Figure]]) -> None:
     numbers = {"no": 0, "a": 1, "two": 2, "three": 3}
     counts: Counter[int] = Counter()
-    for figure in (figure for article in articles for figure in article if figure.ct_mr_slice is not None):
+    for figure in (
+        figure for article in articles for figure in article if figure.ct_mr_slice is not None
+    ):
         part = figure.ct_mr_slice
         assert part is not None
         for text in (figure.caption, *figure.references):
             if not text:
                 continue
             match = re.search(
-                r"\b(no|a|two|three) (?:single |focal )?(?:(?:left|right)-sided )?(?:[\d.]+ cm )?(?:mass|lesion)", text
+                r"\b(no|a|two|three) (?:single |focal )?(?:(?:left|right)-sided )?(?:[\d.]+ cm "
+                r")?(?:mass|lesion)",
+                text,
             )
             assert match, text
             assert numbers[match[1]] == len(part.masses)
@@ -172,7 +195,9 @@ def test_defects_occur_in_their_shares(articles: list[list[Figure]]) -> None:
     assert max(len(figure.references) for figure in films) == 4
     slices = sum(figure.ct_mr_slice is not None for figure in figures)
     assert 0.55 < slices / len({figure.study.key for figure in films if figure.study}) < 0.65
-    unreadable = np.cumsum([sum(figure.file != "intact" for figure in article) for article in articles])
+    unreadable = np.cumsum(
+        [sum(figure.file != "intact" for figure in article) for article in articles]
+    )
     total = np.cumsum([len(article) for article in articles])
     assert unreadable[-1] == 4
     assert (unreadable / total).max() < 0.01  # below the default budget of a conversion
@@ -182,7 +207,9 @@ def test_files_are_intact_missing_or_empty(articles: list[list[Figure]]) -> None
     assert figure_bytes(articles[77][0], SIZE, ".jpg") is None
     assert figure_bytes(articles[133][0], SIZE, ".png") == b""
     chart = next(figure for article in articles for figure in article if not figure.radiology)
-    slice_ = next(figure for article in articles for figure in article if figure.ct_mr_slice is not None)
+    slice_ = next(
+        figure for article in articles for figure in article if figure.ct_mr_slice is not None
+    )
     for figure in (articles[0][0], slice_, chart):
         for suffix in (".jpg", ".png"):
             data = figure_bytes(figure, SIZE, suffix)
@@ -200,10 +227,14 @@ def test_roco_has_the_files_of_the_release(roco_root: Path) -> None:
     names = set(content(roco_root))
     tables = ("captions", "keywords", "cuis", "semtypes", "dlinks", "licences")
     kinds = [
-        f"data/{split}/{kind}" for split in ("train", "validation", "test") for kind in ("radiology", "non-radiology")
+        f"data/{split}/{kind}"
+        for split in ("train", "validation", "test")
+        for kind in ("radiology", "non-radiology")
     ]
     expected = {f"{kind}/{table}.txt" for kind in kinds for table in tables}
-    expected |= {f"roco_references/roco_{split}_references.jsonl" for split in ("train", "val", "test")}
+    expected |= {
+        f"roco_references/roco_{split}_references.jsonl" for split in ("train", "val", "test")
+    }
     assert names - {name for name in names if "/images/" in name} == expected | {
         "phantom.json",
         "phantom_truth.jsonl.gz",
@@ -213,7 +244,8 @@ def test_roco_has_the_files_of_the_release(roco_root: Path) -> None:
         "keywords": r"ROCO_\d{5,}\t(\t[a-z]+)*",
         "cuis": r"ROCO_\d{5,}\t(\tC\d{7})*",
         "semtypes": r"ROCO_\d{5,}\t(\tT\d{3}\t[A-Z][A-Za-z ]+)*",
-        "dlinks": r"ROCO_\d{5,}\twget -r ftp://\S+/PMC\d{8}\.tar\.gz -P /path/to/Dir\tphantom-g\d{3}\.jpg",
+        "dlinks": r"ROCO_\d{5,}\twget -r ftp://\S+/PMC\d{8}\.tar\.gz -P "
+        r"/path/to/Dir\tphantom-g\d{3}\.jpg",
         "licences": r"ROCO_ID,PMC_ID,CC|ROCO_\d{5,},PMC\d{8}_phantom-g\d{3}\.jpg,CC BY",
     }
     for kind in kinds:
@@ -223,7 +255,9 @@ def test_roco_has_the_files_of_the_release(roco_root: Path) -> None:
 
 
 def test_roco_is_reproducible(roco_root: Path, tmp_path: Path) -> None:
-    again = write_roco(tmp_path / "again", patients=PATIENTS, seed=SEED, size=SIZE, split=SPLIT, workers=2)
+    again = write_roco(
+        tmp_path / "again", patients=PATIENTS, seed=SEED, size=SIZE, split=SPLIT, workers=2
+    )
     assert content(again) == content(roco_root)
     other = write_roco(tmp_path / "other", patients=2, seed=SEED + 1, size=SIZE, workers=1)
     table = "data/train/radiology/captions.txt"
@@ -234,8 +268,12 @@ def test_roco_is_reproducible(roco_root: Path, tmp_path: Path) -> None:
         write_roco(tmp_path / "none", size=5)
 
 
-def test_roco_converter_reads_all_figures(roco_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
-    plan = roco.plan(roco_root, deid, references=roco_root / "roco_references")  # raises unless splits are disjoint
+def test_roco_converter_reads_all_figures(
+    roco_root: Path, tmp_path: Path, deid: Deidentifier
+) -> None:
+    plan = roco.plan(
+        roco_root, deid, references=roco_root / "roco_references"
+    )  # raises unless splits are disjoint
     figures = {}
     for patient in World(SEED).patients(PATIENTS):
         split = ("train", "validation", "test")[split_of(patient.index, SEED, SPLIT)]
@@ -252,11 +290,17 @@ def test_roco_converter_reads_all_figures(roco_root: Path, tmp_path: Path, deid:
             figure.caption,
             *(" ".join(r.split()) for r in figure.references),
         }
-    manifests = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), ShardOptions(short_side=32))
-    kept = sum(manifest.samples + sum(manifest.excluded.values()) for manifest in manifests.values())
+    manifests = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1), ShardOptions(short_side=32)
+    )
+    kept = sum(
+        manifest.samples + sum(manifest.excluded.values()) for manifest in manifests.values()
+    )
     assert kept == len(figures)
     others = roco.plan(roco_root, deid, non_radiology=True)
-    charts = [f for p in World(SEED).patients(PATIENTS) for f in article_figures(p) if not f.radiology]
+    charts = [
+        f for p in World(SEED).patients(PATIENTS) for f in article_figures(p) if not f.radiology
+    ]
     assert len(others.records) == len(charts) > 0
 
 
@@ -266,7 +310,8 @@ def test_roco_converter_reads_all_figures(roco_root: Path, tmp_path: Path, deid:
 def test_medicat_rows_have_the_fields_of_the_release(medicat_root: Path) -> None:
     (table,) = medicat_root.glob("s2_full_figures_oa_nonroco_combined_medical_top4_public.jsonl")
     rows = [json.loads(line) for line in table.read_text().splitlines()]
-    fields = ("pdf_hash", "fig_key", "fig_uri", "s2_caption", "s2orc_caption", "s2orc_references", "radiology", "scope",
+    fields = ("pdf_hash", "fig_key", "fig_uri", "s2_caption", "s2orc_caption", "s2orc_references",
+        "radiology", "scope",
               "predicted_type", "oa_info")  # fmt: skip
     for row in rows:
         assert set(row) == set(fields)
@@ -282,13 +327,19 @@ def test_medicat_rows_have_the_fields_of_the_release(medicat_root: Path) -> None
     assert len({row["pdf_hash"] for row in rows}) == PATIENTS
 
 
-def test_medicat_converter_reads_all_figures(medicat_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
+def test_medicat_converter_reads_all_figures(
+    medicat_root: Path, tmp_path: Path, deid: Deidentifier
+) -> None:
     everything = medicat.plan(medicat_root, deid)
     plan = medicat.plan(medicat_root, deid, radiology_only=True)
-    figures = [figure for patient in World(SEED).patients(PATIENTS) for figure in article_figures(patient)]
+    figures = [
+        figure for patient in World(SEED).patients(PATIENTS) for figure in article_figures(patient)
+    ]
     assert len(everything.records) == len(figures)
     assert plan.excluded == {"not_radiology": sum(not figure.radiology for figure in figures)}
-    manifests = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), ShardOptions(short_side=32))
+    manifests = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1), ShardOptions(short_side=32)
+    )
     captions = {f"Figure {figure.number}. {figure.caption}" for figure in figures}
     for split in manifests:
         source = ShardSource(tmp_path / "out" / split)
@@ -312,7 +363,9 @@ def test_commands_write_corpora_and_shards(
         root, out = tmp_path / corpus, tmp_path / f"{corpus}-shards"
         cli.main(["phantom", corpus, "--out", str(root), *small])
         assert f"Next: medvl shards {corpus} --root {root}" in capsys.readouterr().out
-        cli.main(["shards", corpus, "--root", str(root), "--out", str(out), "--workers", "1", *options])
+        cli.main(
+            ["shards", corpus, "--root", str(root), "--out", str(out), "--workers", "1", *options]
+        )
         assert "train: " in capsys.readouterr().out
         assert Manifest.read(out / "train").samples > 5
         cli.main(["verify", str(out)])

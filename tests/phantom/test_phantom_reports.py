@@ -1,4 +1,6 @@
-"""Reports of the phantom: MIMIC-CXR's form, agreement with the findings, and labels that match the text."""
+"""Reports of the phantom: MIMIC-CXR's form, agreement with the findings, and labels that match
+the text.
+"""
 
 import re
 from collections import Counter
@@ -46,7 +48,9 @@ def test_lines_are_short_and_start_with_a_space(reports):
 def test_reports_have_a_title_and_no_unfilled_slot(reports):
     for report in reports:
         assert report.text.count("FINAL REPORT") in (1, 2)  # twice with an addendum
-        assert not re.search(r"[\[\]{}|]|  \.|\.\.|\ban? an? \b", report.text.replace(" " * 30, "")), report.text
+        assert not re.search(
+            r"[\[\]{}|]|  \.|\.\.|\ban? an? \b", report.text.replace(" " * 30, "")
+        ), report.text
         body = " ".join(report.text.split())
         assert not re.search(r"\b[Aa] [aeiou]", body), body
 
@@ -57,7 +61,12 @@ def test_sections_occur_in_all_combinations_of_mimic(reports):
     assert 0.6 < kinds[True, True] / total < 0.8
     assert 0.02 < kinds[False, False] / total < 0.09
     assert min(kinds[True, False], kinds[False, True]) / total > 0.04
-    extras = Counter(word for report in reports for word in ("WET READ", "ADDENDUM", "___") if word in report.text)
+    extras = Counter(
+        word
+        for report in reports
+        for word in ("WET READ", "ADDENDUM", "___")
+        if word in report.text
+    )
     assert all(extras[word] > 0.01 * total for word in ("WET READ", "ADDENDUM", "___"))
 
 
@@ -96,8 +105,14 @@ def test_reports_do_not_contradict_the_ground_truth(studies, reports):
 
 def test_no_finding_excludes_other_labels(reports):
     for report in reports:
-        mentioned = [value for label, value in report.labels.items() if label not in ("No Finding", "Support Devices")]
-        assert report.labels.get("No Finding") == (None if any(value != 0 for value in mentioned) else 1)
+        mentioned = [
+            value
+            for label, value in report.labels.items()
+            if label not in ("No Finding", "Support Devices")
+        ]
+        assert report.labels.get("No Finding") == (
+            None if any(value != 0 for value in mentioned) else 1
+        )
 
 
 def test_reports_mention_most_present_and_some_absent_findings(studies, reports):
@@ -120,7 +135,9 @@ def test_reports_mention_most_present_and_some_absent_findings(studies, reports)
 
 def test_words_of_side_and_size_match_the_finding():
     for seed in range(60):
-        finding = Finding(label="Pleural Effusion", parts=PART_SAMPLERS["Pleural Effusion"](generator(seed), 0.9))
+        finding = Finding(
+            label="Pleural Effusion", parts=PART_SAMPLERS["Pleural Effusion"](generator(seed), 0.9)
+        )
         (sentence,) = present_sentences(generator(seed, 1), finding, None)
         words = set(re.findall(r"[a-z]+", sentence.text.lower()))
         if finding.side != "bilateral":
@@ -131,8 +148,14 @@ def test_words_of_side_and_size_match_the_finding():
 
 def test_changes_are_reported_only_with_a_prior_study(studies, reports):
     changed = re.compile(r"(since|from|compared to) (the prior study|___)")
-    assert not any(changed.search(r.findings) for s, r in zip(studies, reports, strict=True) if s.prior is None)
-    assert any(changed.search(r.findings) for s, r in zip(studies, reports, strict=True) if s.prior is not None)
+    assert not any(
+        changed.search(r.findings) for s, r in zip(studies, reports, strict=True) if s.prior is None
+    )
+    assert any(
+        changed.search(r.findings)
+        for s, r in zip(studies, reports, strict=True)
+        if s.prior is not None
+    )
 
 
 def test_words_of_change_agree_with_the_sizes_of_the_findings(studies, reports):
@@ -141,7 +164,9 @@ def test_words_of_change_agree_with_the_sizes_of_the_findings(studies, reports):
         "new": lambda before, after: before == 0 < after,
         "increased|worsened|progressed": lambda before, after: 0 < before < after,
         "improved|decreased": lambda before, after: before > after > 0,
-        "unchanged|stable|not significantly changed": lambda before, after: abs(before - after) < 0.2 and after > 0,
+        "unchanged|stable|not significantly changed": lambda before, after: (
+            abs(before - after) < 0.2 and after > 0
+        ),
         "has resolved|is no longer seen": lambda before, after: before > 0 == after,
     }
 
@@ -156,7 +181,9 @@ def test_words_of_change_agree_with_the_sizes_of_the_findings(studies, reports):
                 for name, label in names.items():
                     if re.search(pattern, sentence) and re.search(rf"\b{name}", sentence):
                         seen[words] += 1
-                        assert rule(extent(study.prior, label), extent(study.findings, label)), sentence
+                        assert rule(extent(study.prior, label), extent(study.findings, label)), (
+                            sentence
+                        )
     assert set(seen) == set(agrees)
 
 
@@ -178,7 +205,9 @@ def test_templates_give_complete_sentences():
 
 def test_all_findings_except_devices_can_be_negated():
     labels_of = set(lexicon.ABSENT)
-    assert {label for labels in labels_of for label in labels} == set(RENDERED_LABELS) - {"Support Devices"}
+    assert {label for labels in labels_of for label in labels} == set(RENDERED_LABELS) - {
+        "Support Devices"
+    }
     for labels, templates in lexicon.ABSENT.items():
         sentence = absent_sentence(generator(0), labels, templates)
         assert set(sentence.mentions.values()) == {0}
@@ -191,7 +220,10 @@ def test_choices_expand_innermost_first():
 
 def test_realize_fixes_articles_spaces_and_capitals():
     rng = np.random.default_rng(0)
-    assert realize(rng, ["[ ]a {what}  opacity."], {"what": "ill-defined"}) == "An ill-defined opacity."
+    assert (
+        realize(rng, ["[ ]a {what}  opacity."], {"what": "ill-defined"})
+        == "An ill-defined opacity."
+    )
 
 
 def test_present_outweighs_uncertain_outweighs_absent():
@@ -202,4 +234,7 @@ def test_present_outweighs_uncertain_outweighs_absent():
     ]
     assert report_labels(sentences) == {"Edema": -1, "Fracture": 0, "Pneumonia": 1}
     assert report_labels([]) == {"No Finding": 1}
-    assert report_labels([Sentence("", {"Support Devices": 1})]) == {"No Finding": 1, "Support Devices": 1}
+    assert report_labels([Sentence("", {"Support Devices": 1})]) == {
+        "No Finding": 1,
+        "Support Devices": 1,
+    }

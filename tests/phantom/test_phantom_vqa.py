@@ -35,7 +35,11 @@ def slake_root(tmp_path_factory) -> Path:
 
 
 def content(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_every_kind_has_open_and_closed_questions():
@@ -61,12 +65,18 @@ def test_answers_agree_with_the_ground_truth():
         severity = {finding.label: finding.severity for finding in study.findings}
         for image in images:
             answers = {question.question: question.answer for question in image.questions}
-            assert {answers.get("What modality is this?"), answers.get("How was this image taken?")} == {
+            assert {
+                answers.get("What modality is this?"),
+                answers.get("How was this image taken?"),
+            } == {
                 image.modality,
                 None,
             }
             for text, truth in (("a CT scan", "CT"), ("an MRI", "MRI"), ("an X-ray", "X-ray")):
-                assert answers.get(f"Is this {text}?") in (None, "yes" if image.modality == truth else "no")
+                assert answers.get(f"Is this {text}?") in (
+                    None,
+                    "yes" if image.modality == truth else "no",
+                )
             for organ in ORGANS:
                 assert answers.get(f"Is this an image of the {organ}?") in (
                     None,
@@ -77,8 +87,13 @@ def test_answers_agree_with_the_ground_truth():
                     assert answers["Is the heart enlarged?"] == "no"
                 elif severity["Cardiomegaly"] == "mild":
                     assert "Is the heart enlarged?" not in answers
-                assert answers.get("How severe is the cardiomegaly?") == severity.get("Cardiomegaly")
-                assert answers.get("Is there pneumothorax?", "no") == "no" or severity["Pneumothorax"] != "mild"
+                assert answers.get("How severe is the cardiomegaly?") == severity.get(
+                    "Cardiomegaly"
+                )
+                assert (
+                    answers.get("Is there pneumothorax?", "no") == "no"
+                    or severity["Pneumothorax"] != "mild"
+                )
                 for finding in study.findings:
                     name = NAMES[finding.label]
                     assert answers.get(f"How severe is the {name}?") in (None, finding.severity)
@@ -108,7 +123,9 @@ def test_masses_are_drawn_on_their_side():
         bone, mass = (level * 4095 for level in (_TISSUES["bone"][0], _TISSUES["mass"][0]))
         between = ((bright > 0.72 * 4095) & (bright < (bone + mass) / 2)).astype(np.uint8)
         columns = np.flatnonzero(between.sum(axis=0) > 4)
-        lateral_columns = [column for column in columns if abs(column - 128) > 28]  # the bones of the midline
+        lateral_columns = [
+            column for column in columns if abs(column - 128) > 28
+        ]  # the bones of the midline
         checked += 1
         assert bool(lateral_columns) == bool(part.masses)
         if lateral_columns:
@@ -134,7 +151,9 @@ def test_slices_agree_between_sizes_and_differ_from_each_other(organ, modality):
 
 
 def test_balanced_rows_limit_every_answer_to_the_second_most_frequent():
-    rows = [("heart", "yes", f"a{n}") for n in range(10)] + [("heart", "no", f"b{n}") for n in range(4)]
+    rows = [("heart", "yes", f"a{n}") for n in range(10)] + [
+        ("heart", "no", f"b{n}") for n in range(4)
+    ]
     rows += [
         ("plane", answer, f"{answer}{n}")
         for answer, count in (("axial", 9), ("frontal", 5), ("lateral", 2))
@@ -159,11 +178,22 @@ def test_vqa_rad_has_the_layout_and_fields_of_the_release(rad, deid):
     rows = {name: json.loads((rad / f"{name}set.json").read_text()) for name in ("train", "test")}
     everything = rows["train"] + rows["test"]
     assert {tuple(row) for row in everything} == {
-        ("qid", "image_name", "image_organ", "answer", "answer_type", "question_type", "question", "phrase_type")
+        (
+            "qid",
+            "image_name",
+            "image_organ",
+            "answer",
+            "answer_type",
+            "question_type",
+            "question",
+            "phrase_type",
+        )
     }
     assert sorted(row["qid"] for row in everything) == list(range(1, len(everything) + 1))
     assert {row["image_organ"] for row in everything} == {"HEAD", "CHEST", "ABD"}
-    assert not {row["image_name"] for row in rows["train"]} & {row["image_name"] for row in rows["test"]}
+    assert not {row["image_name"] for row in rows["train"]} & {
+        row["image_name"] for row in rows["test"]
+    }
     with Image.open(rad / "images" / everything[0]["image_name"]) as image:
         assert (image.mode, max(image.size)) == ("L", SIZE)
     plan = vqa_rad.plan(rad, deid)
@@ -175,7 +205,9 @@ def test_vqa_rad_splits_share_no_patient(rad):
     patients: dict[str, set[int]] = {}
     for split in ("train", "test"):
         names = {row["image_name"] for row in json.loads((rad / f"{split}set.json").read_text())}
-        patients[split] = {int(name.removeprefix("synpic").removesuffix(".jpg")) // 8 for name in names}
+        patients[split] = {
+            int(name.removeprefix("synpic").removesuffix(".jpg")) // 8 for name in names
+        }
     assert patients["test"]
     assert not patients["train"] & patients["test"]
 
@@ -201,11 +233,13 @@ def test_question_only_baselines_are_near_chance(rad, deid):
 
 def test_slake_has_the_layout_and_fields_of_the_release(slake_root, deid):
     rows = [
-        row for name in ("train", "validate", "test") for row in json.loads((slake_root / f"{name}.json").read_text())
+        row
+        for name in ("train", "validate", "test")
+        for row in json.loads((slake_root / f"{name}.json").read_text())
     ]
     assert set(rows[0]) == {
-        "img_id", "img_name", "question", "answer", "q_lang", "location", "modality", "answer_type", "base_type",
-        "content_type", "triple", "qid",
+        "img_id", "img_name", "question", "answer", "q_lang", "location", "modality", "answer_type",
+        "base_type", "content_type", "triple", "qid",
     }  # fmt: skip
     assert all(row["img_name"] == f"xmlab{row['img_id']}/source.jpg" for row in rows)
     assert {row["modality"] for row in rows} == {"X-ray", "CT", "MRI"}
@@ -239,7 +273,20 @@ def test_interrupted_run_is_completed(tmp_path):
 def test_converters_read_what_the_commands_write(tmp_path, monkeypatch, capsys):
     for name in ("vqa-rad", "slake"):
         out = tmp_path / name
-        cli.main(["phantom", name, "--out", str(out), "--patients", "12", "--size", "32", "--workers", "1"])
+        cli.main(
+            [
+                "phantom",
+                name,
+                "--out",
+                str(out),
+                "--patients",
+                "12",
+                "--size",
+                "32",
+                "--workers",
+                "1",
+            ]
+        )
         assert f"Next: medvl shards {name} --root {out}" in capsys.readouterr().out
         cli.main(["shards", name, "--root", str(out), "--out", f"{out}-shards", "--workers", "1"])
         assert "questions in train" in capsys.readouterr().out

@@ -37,10 +37,16 @@ def test_sites_differ_in_devices_alone():
     here, there, elsewhere = (World(3, site=site).patient(41) for site in (0, 1, 2))
     assert here == World(3).patient(41)
     assert here != there != elsewhere
-    views = [[view for study in patient.studies for view in study.views] for patient in (here, there, elsewhere)]
+    views = [
+        [view for study in patient.studies for view in study.views]
+        for patient in (here, there, elsewhere)
+    ]
     for one, other, third in zip(*views, strict=True):
         assert len({view.exposure for view in (one, other, third)}) == 3
-        assert [marker.text for marker in other.markers] == [*(marker.text for marker in one.markers), "H1"]
+        assert [marker.text for marker in other.markers] == [
+            *(marker.text for marker in one.markers),
+            "H1",
+        ]
         same = {"exposure": one.exposure, "markers": one.markers}
         assert dataclasses.replace(other, **same) == dataclasses.replace(third, **same) == one
     for study, shifted in zip(here.studies, there.studies, strict=True):
@@ -48,7 +54,9 @@ def test_sites_differ_in_devices_alone():
 
 
 def test_options_of_releases_name_a_site_only_where_there_is_one():
-    options = Options(corpus="mimic-cxr", patients=1, seed=0, size=64, split=(1.0, 0.0, 0.0), reports=True)
+    options = Options(
+        corpus="mimic-cxr", patients=1, seed=0, size=64, split=(1.0, 0.0, 0.0), reports=True
+    )
     assert "site" not in options.as_json()
     assert dataclasses.replace(options, site=2).as_json()["site"] == 2
     with raises(ConfigError, "out_of_range", "site"):
@@ -83,7 +91,9 @@ def test_identifiers_have_the_form_of_mimic_and_are_unique(patients, studies):
 
 
 def test_prevalence_is_in_the_range_that_recipes_need(studies):
-    share = {label: sum(study.labels[label] for study in studies) / len(studies) for label in FINDINGS}
+    share = {
+        label: sum(study.labels[label] for study in studies) / len(studies) for label in FINDINGS
+    }
     for label in COMPETITION_FINDINGS:
         assert 0.15 <= share[label] <= 0.35, label
     assert 0.2 <= share["No Finding"] <= 0.4
@@ -107,7 +117,9 @@ def test_labels_are_complete_and_consistent(studies):
     for study in studies:
         labels = study.labels
         assert tuple(labels) == FINDINGS
-        has_finding = any(labels[name] for name in FINDINGS if name not in ("No Finding", "Support Devices"))
+        has_finding = any(
+            labels[name] for name in FINDINGS if name not in ("No Finding", "Support Devices")
+        )
         assert labels["No Finding"] == int(not has_finding)
         if any(labels[name] for name in OPAQUE):
             assert labels["Lung Opacity"] == 1
@@ -119,7 +131,10 @@ def test_chronic_findings_persist_and_dates_increase(patients):
         assert all(findings == chronic[0] for findings in chronic)
         days = [study.taken.date() for study in patient.studies]
         assert days == sorted(days)
-        assert [study.prior for study in patient.studies] == [None, *(s.findings for s in patient.studies[:-1])]
+        assert [study.prior for study in patient.studies] == [
+            None,
+            *(s.findings for s in patient.studies[:-1]),
+        ]
 
 
 def test_every_study_has_up_to_three_views_and_a_frontal_first(studies):

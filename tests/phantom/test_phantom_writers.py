@@ -38,12 +38,16 @@ DICOM_ID = r"[0-9a-f]{8}(?:-[0-9a-f]{8}){4}"
 
 @pytest.fixture(scope="module")
 def mimic(tmp_path_factory):
-    return write_mimic_cxr(tmp_path_factory.mktemp("mimic"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1)
+    return write_mimic_cxr(
+        tmp_path_factory.mktemp("mimic"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1
+    )
 
 
 @pytest.fixture(scope="module")
 def jpg(tmp_path_factory):
-    return write_mimic_cxr_jpg(tmp_path_factory.mktemp("jpg"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1)
+    return write_mimic_cxr_jpg(
+        tmp_path_factory.mktemp("jpg"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,12 @@ def chexpert(tmp_path_factory):
 def views():
     """Return dicom_id -> (patient, study, view)."""
     patients = World(SEED).patients(PATIENTS)
-    return {v.dicom_id: (patient, study, v) for patient in patients for study in patient.studies for v in study.views}
+    return {
+        v.dicom_id: (patient, study, v)
+        for patient in patients
+        for study in patient.studies
+        for v in study.views
+    }
 
 
 def rows_of(path):
@@ -66,7 +75,11 @@ def rows_of(path):
 
 
 def content(root: Path):
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 # MIMIC-CXR
@@ -82,7 +95,9 @@ def test_mimic_has_the_files_of_the_release(mimic, views):
         assert (match[2], match[4]) == (str(patient.subject_id), str(study.study_id))
     assert len(images) == len(views)
     reports = list(mimic.glob("files/*/*/s*.txt"))
-    assert {path.with_suffix("") for path in reports} == {path.parent for path in mimic.glob("files/*/*/*/*.dcm")}
+    assert {path.with_suffix("") for path in reports} == {
+        path.parent for path in mimic.glob("files/*/*/*/*.dcm")
+    }
     study = next(iter(views.values()))[1]
     written = next(path for path in reports if path.stem == f"s{study.study_id}")
     assert written.read_text(encoding="utf-8") == compose_report(study).text
@@ -123,7 +138,10 @@ def test_mimic_tables_agree_with_the_files(mimic, views):
     assert subjects == sorted(subjects)
     for row in rows_of(mimic / "mimic-cxr-2.0.0-metadata.csv.gz"):
         patient, study, view = views[row["dicom_id"]]
-        assert (row["subject_id"], row["study_id"]) == (str(patient.subject_id), str(study.study_id))
+        assert (row["subject_id"], row["study_id"]) == (
+            str(patient.subject_id),
+            str(study.study_id),
+        )
         assert (int(row["Rows"]), int(row["Columns"])) == view.camera.shape(SIZE)
         assert row["ViewPosition"] in (view.position, "")
         assert row["StudyDate"] == f"{study.taken:%Y%m%d}"
@@ -135,7 +153,9 @@ def test_mimic_splits_are_by_patient(mimic, views):
     for row in rows_of(mimic / "mimic-cxr-2.0.0-split.csv.gz"):
         index = views[row["dicom_id"]][0].index
         expected = ("train", "validate", "test")[split_of(index, SEED, (0.8, 0.05, 0.15))]
-        assert split_of_patient.setdefault(row["subject_id"], row["split"]) == row["split"] == expected
+        assert (
+            split_of_patient.setdefault(row["subject_id"], row["split"]) == row["split"] == expected
+        )
 
 
 def test_mimic_labels_equal_those_of_the_reports(mimic, views):
@@ -145,7 +165,9 @@ def test_mimic_labels_equal_those_of_the_reports(mimic, views):
     for number, study in studies.items():
         labels = compose_report(study).labels
         cells = {1: "1.0", 0: "0.0", -1: "-1.0", None: ""}
-        assert [table[number][name] for name in FINDINGS] == [cells[labels.get(name)] for name in FINDINGS]
+        assert [table[number][name] for name in FINDINGS] == [
+            cells[labels.get(name)] for name in FINDINGS
+        ]
     other = rows_of(mimic / "mimic-cxr-2.0.0-negbio.csv.gz")
     assert [row["study_id"] for row in other] == list(table)
     assert other != list(table.values())  # the two labelers differ
@@ -175,7 +197,10 @@ def test_dicom_headers_contain_an_identity(mimic, views):
 
 def test_all_pixel_encodings_occur():
     encodings = [
-        encoding_of(view) for patient in World(0).patients(150) for study in patient.studies for view in study.views
+        encoding_of(view)
+        for patient in World(0).patients(150)
+        for study in patient.studies
+        for view in study.views
     ]
     syntaxes = Counter(encoding.syntax.keyword for encoding in encodings)
     assert set(syntaxes) == {
@@ -236,7 +261,9 @@ def test_jpg_release_has_the_same_patients(mimic, jpg, views):
     drawn = draw(views[images[0].stem][2], SIZE)
     assert decoded.shape == drawn.shape
     assert np.abs(decoded.astype(float) - (drawn >> 4)).mean() < 3
-    assert len(list(jpg.glob("files/*/*/*.txt"))) == len({study.study_id for _, study, _ in views.values()})
+    assert len(list(jpg.glob("files/*/*/*.txt"))) == len(
+        {study.study_id for _, study, _ in views.values()}
+    )
 
 
 def test_jpg_release_without_reports(tmp_path):
@@ -251,8 +278,10 @@ def test_jpg_release_without_reports(tmp_path):
 def test_chexpert_tables_and_files_agree(chexpert):
     assert chexpert.name == "CheXpert-v1.0-small"
     header = (
-        "Path,Sex,Age,Frontal/Lateral,AP/PA,No Finding,Enlarged Cardiomediastinum,Cardiomegaly,Lung Opacity,"
-        "Lung Lesion,Edema,Consolidation,Pneumonia,Atelectasis,Pneumothorax,Pleural Effusion,Pleural Other,Fracture,"
+        "Path,Sex,Age,Frontal/Lateral,AP/PA,No Finding,Enlarged "
+        "Cardiomediastinum,Cardiomegaly,Lung Opacity,"
+        "Lung Lesion,Edema,Consolidation,Pneumonia,Atelectasis,Pneumothorax,Pleural "
+        "Effusion,Pleural Other,Fracture,"
         "Support Devices"
     )
     seen, patients = set(), []
@@ -272,7 +301,10 @@ def test_chexpert_tables_and_files_agree(chexpert):
         patients.append({row["Path"].split("/")[2] for row in rows_of(path)})
     assert all(patients)
     assert not patients[0] & patients[1] | patients[0] & patients[2] | patients[1] & patients[2]
-    assert seen == {f"CheXpert-v1.0-small/{path.relative_to(chexpert).as_posix()}" for path in chexpert.rglob("*.jpg")}
+    assert seen == {
+        f"CheXpert-v1.0-small/{path.relative_to(chexpert).as_posix()}"
+        for path in chexpert.rglob("*.jpg")
+    }
 
 
 def test_chexpert_evaluation_labels_are_complete(chexpert):
@@ -280,7 +312,11 @@ def test_chexpert_evaluation_labels_are_complete(chexpert):
         split: {row[name] for row in rows_of(chexpert / f"{split}.csv") for name in FINDINGS}
         for split in ("train", "valid", "test")
     }
-    assert cells == {"train": {"1.0", "0.0", "-1.0", ""}, "valid": {"1.0", "0.0"}, "test": {"1.0", "0.0"}}
+    assert cells == {
+        "train": {"1.0", "0.0", "-1.0", ""},
+        "valid": {"1.0", "0.0"},
+        "test": {"1.0", "0.0"},
+    }
     assert {row["No Finding"] for row in rows_of(chexpert / "train.csv")} <= {"1.0", ""}
 
 
@@ -358,7 +394,13 @@ def test_split_shares_hold_for_any_number_of_patients(patients):
 
 
 def test_contact_sheet_has_one_row_per_finding(tmp_path):
-    path = contact_sheet(World(1), tmp_path / "new" / "sheet.png", labels=("Edema", "Pneumothorax"), tile=64, mark=True)
+    path = contact_sheet(
+        World(1),
+        tmp_path / "new" / "sheet.png",
+        labels=("Edema", "Pneumothorax"),
+        tile=64,
+        mark=True,
+    )
     with Image.open(path) as image:
         assert image.size == (5 * 64, 2 * (64 + 18))
         assert np.asarray(image).std() > 30
@@ -370,9 +412,13 @@ def test_contact_sheet_of_an_unknown_finding_raises(tmp_path):
 
 
 def test_frontal_only_leaves_out_lateral_views_and_changes_nothing_else(mimic, tmp_path):
-    frontal = write_mimic_cxr(tmp_path, patients=PATIENTS, seed=SEED, size=SIZE, frontal_only=True, workers=1)
+    frontal = write_mimic_cxr(
+        tmp_path, patients=PATIENTS, seed=SEED, size=SIZE, frontal_only=True, workers=1
+    )
     reports = {path.relative_to(mimic): path.read_bytes() for path in mimic.rglob("*.txt")}
-    assert reports == {path.relative_to(frontal): path.read_bytes() for path in frontal.rglob("*.txt")}
+    assert reports == {
+        path.relative_to(frontal): path.read_bytes() for path in frontal.rglob("*.txt")
+    }
     images = {path.name: path.read_bytes() for path in mimic.rglob("*.dcm")}
     kept = {path.name: path.read_bytes() for path in frontal.rglob("*.dcm")}
     assert 0 < len(kept) < len(images)

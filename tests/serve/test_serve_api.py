@@ -35,7 +35,14 @@ from medvl.serve.app import _STATIC as STATIC
 MODEL = tiny_convirt()
 assert isinstance(MODEL, DualEncoder)
 FITTED = FindingCalibration(
-    slope=2.0, intercept=-1.0, images=80, positives=20, brier_before=0.2, brier_after=0.1, ece_before=0.2, ece_after=0.1
+    slope=2.0,
+    intercept=-1.0,
+    images=80,
+    positives=20,
+    brier_before=0.2,
+    brier_after=0.1,
+    ece_before=0.2,
+    ece_after=0.1,
 )
 CALIBRATION = Calibration(
     prompts="chexpert_pairs",
@@ -66,15 +73,29 @@ def test_page_loads_nothing_from_elsewhere_and_has_no_inline_code(one: TestClien
     for name, kind in STATIC.items():
         response = one.get("/" if name == "index.html" else f"/{name}")
         assert response.headers["content-type"] == kind
-        assert "default-src 'none'; script-src 'self'" in response.headers["content-security-policy"]
+        assert (
+            "default-src 'none'; script-src 'self'" in response.headers["content-security-policy"]
+        )
         assert not re.search(r"https?://|\bon[a-z]+=|style=\"|<style|<script>", response.text), name
 
 
 def test_models_are_described(two: TestClient) -> None:
     described = two.get("/api/models").json()
     left, right = (model["abilities"] for model in described["models"])
-    assert left == {"scores": True, "heatmap": True, "answer": False, "report": False, "neighbors": True}
-    assert right == {"scores": False, "heatmap": True, "answer": True, "report": False, "neighbors": False}
+    assert left == {
+        "scores": True,
+        "heatmap": True,
+        "answer": False,
+        "report": False,
+        "neighbors": True,
+    }
+    assert right == {
+        "scores": False,
+        "heatmap": True,
+        "answer": True,
+        "report": False,
+        "neighbors": False,
+    }
     assert described["findings"] == list(load_prompts("chexpert_pairs").classes)
     assert described["gallery"] is None
 
@@ -84,7 +105,11 @@ def test_scores_are_those_of_the_evaluator_and_calibrated(one: TestClient) -> No
     image_BCHW = MODEL.transform(decode_image(png()))
     with torch.no_grad():
         expected = dict(
-            zip(prompts.classes, PromptScorer(MODEL, prompts)(MODEL.embed_images(image_BCHW))[0].tolist(), strict=True)
+            zip(
+                prompts.classes,
+                PromptScorer(MODEL, prompts)(MODEL.embed_images(image_BCHW))[0].tolist(),
+                strict=True,
+            )
         )
     (model,) = results(post(one, "scores", png()))
     assert {row["text"]: row["score"] for row in model["result"]} == pytest.approx(expected)
@@ -111,10 +136,14 @@ def test_names_of_findings_take_the_prompts_and_other_texts_their_negation(one: 
 
 
 def test_classes_that_compete_are_calibrated_all_together_or_not_at_all() -> None:
-    """A softmax over some of the classes is another number than the one that the calibration was fitted to."""
+    """A softmax over some of the classes is another number than the one that the calibration was
+    fitted to.
+    """
     prompts = load_prompts("chexpert_classes")
     names = list(prompts.classes)
-    calibration = dataclasses.replace(CALIBRATION, prompts=prompts.name, findings=dict.fromkeys(names, FITTED))
+    calibration = dataclasses.replace(
+        CALIBRATION, prompts=prompts.name, findings=dict.fromkeys(names, FITTED)
+    )
     to = client([ServedModel("tiny", MODEL, prompts, calibration)])
     for texts in ([], names[::-1], [name.upper() for name in names]):
         (model,) = results(post(to, "scores", png(), texts))
@@ -142,8 +171,12 @@ def test_view_is_the_rendering_of_the_file_and_its_values(one: TestClient) -> No
     window = view["window"]
     assert (window["center"], window["width"], window["inverted"]) == (1500, 2000, True)
     codes_HW = np.frombuffer(base64.b64decode(window["values"]), "<u2").reshape(48, 64)
-    values_HW = window["low"] + (codes_HW.astype(float) - 1) / 65534 * (window["high"] - window["low"])
-    np.testing.assert_allclose(values_HW, np.add.outer(np.arange(48), np.arange(64)) * 36, atol=0.05)
+    values_HW = window["low"] + (codes_HW.astype(float) - 1) / 65534 * (
+        window["high"] - window["low"]
+    )
+    np.testing.assert_allclose(
+        values_HW, np.add.outer(np.arange(48), np.arange(64)) * 36, atol=0.05
+    )
     shades_HW = 1 - np.clip((values_HW - 1500) / 2000 + 0.5, 0, 1)
     assert np.abs(255 * shades_HW - shown_HW).max() <= 1  # as viewer.js computes it
 
@@ -169,7 +202,9 @@ def test_models_get_the_window_of_the_request(one: TestClient) -> None:
 
 def test_frames_are_selected(one: TestClient) -> None:
     frames = np.stack([np.full((32, 32), 10, np.uint8), np.full((32, 32), 200, np.uint8)])
-    data = dicom(frames, NumberOfFrames=2, BitsStored=8, HighBit=7, WindowCenter=None, WindowWidth=None)
+    data = dicom(
+        frames, NumberOfFrames=2, BitsStored=8, HighBit=7, WindowCenter=None, WindowWidth=None
+    )
     views = [post(one, "view", data, frame=frame).json() for frame in (0, 1)]
     assert views[0]["frames"] == 2
     assert [base64.b64decode(view["pixels"])[0] for view in views] == [10, 200]
@@ -180,7 +215,9 @@ def test_heatmap_is_that_of_grounding(one: TestClient) -> None:
     (model,) = results(post(one, "heatmap", png(), ["Edema"]))
     shown = model["result"]
     image_BCHW = MODEL.transform(decode_image(png()))
-    map_HW = phrase_maps(MODEL, image_BCHW, ["Edema"], [(80, 80)], maps="similarity")[0].double().numpy()
+    map_HW = (
+        phrase_maps(MODEL, image_BCHW, ["Edema"], [(80, 80)], maps="similarity")[0].double().numpy()
+    )
     assert (shown["low"], shown["high"]) == pytest.approx((map_HW.min(), map_HW.max()))
     codes_HW = np.frombuffer(base64.b64decode(shown["map"]), np.uint8).reshape(80, 80)
     heat_HW = np.clip((map_HW - map_HW.mean()) / (map_HW.max() - map_HW.mean()), 0, 1)
@@ -202,7 +239,13 @@ def test_each_model_answers_or_says_why_not(two: TestClient) -> None:
 def test_reports_are_written() -> None:
     tokenizer = tiny_convirt().tokenizer
     writer = medvl.create_model(
-        "r2gen", tokenizer=tokenizer, image_encoder="resnet_tiny", image_size=64, max_tokens=12, width=32, heads=2
+        "r2gen",
+        tokenizer=tokenizer,
+        image_encoder="resnet_tiny",
+        image_size=64,
+        max_tokens=12,
+        width=32,
+        heads=2,
     ).eval()
     app = client([served(writer)])
     assert app.get("/api/models").json()["models"][0]["abilities"]["report"]
@@ -237,7 +280,9 @@ def test_neighbors_need_a_gallery(one: TestClient) -> None:
 def test_checkpoints_are_opened_with_the_calibration_beside_them(tmp_path: Path) -> None:
     run = checkpoint_of(MODEL, tmp_path / "run")
     prompts = load_prompts("chexpert_pairs")
-    assert "no calibration was made" in ServedModel.open(run, prompts, "cpu").describe()["calibration"]
+    assert (
+        "no calibration was made" in ServedModel.open(run, prompts, "cpu").describe()["calibration"]
+    )
     path = calibration_path(run / "best", prompts.name)
     write_calibration(CALIBRATION, path)
     assert "another checkpoint" in ServedModel.open(run, prompts, "cpu").describe()["calibration"]
@@ -250,7 +295,9 @@ def test_checkpoints_are_opened_with_the_calibration_beside_them(tmp_path: Path)
     with raises(EvaluationError, "malformed"):
         ServedModel.open(run, prompts, "cpu")
     path.unlink()
-    assert [model.title for model in open_models([run, run], prompts="chexpert_pairs", device="cpu")] == [
+    assert [
+        model.title for model in open_models([run, run], prompts="chexpert_pairs", device="cpu")
+    ] == [
         "run (1)",
         "run (2)",
     ]
@@ -281,7 +328,8 @@ def test_other_machines_need_a_token() -> None:
 
 
 ASSUMED = (
-    "The header says MR, BRAIN; models for chest radiographs give meaningless results here. Assumed, because the "
+    "The header says MR, BRAIN; models for chest radiographs give meaningless results here. "
+    "Assumed, because the "
     "checkpoint does not record its training images: tiny."
 )
 
@@ -292,7 +340,10 @@ def test_images_that_are_no_chest_radiographs_have_a_warning(one: TestClient) ->
             {"Modality": "MR", "BodyPartExamined": "BRAIN"},
             {"modality": "MR", "body_part": "BRAIN", "warning": ASSUMED},
         ),
-        ({"Modality": "DX", "BodyPartExamined": "CHEST"}, {"modality": "DX", "body_part": "CHEST", "warning": None}),
+        (
+            {"Modality": "DX", "BodyPartExamined": "CHEST"},
+            {"modality": "DX", "body_part": "CHEST", "warning": None},
+        ),
     ):
         assert post(one, "scores", dicom(**fields), ["Edema"]).json()["image"] == expected
         assert post(one, "view", dicom(**fields)).json()["warning"] == expected["warning"]

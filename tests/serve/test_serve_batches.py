@@ -1,4 +1,6 @@
-"""Images of several requests in one forward pass: each gets the answer of its own image, and its own error."""
+"""Images of several requests in one forward pass: each gets the answer of its own image, and its
+own error.
+"""
 
 import asyncio
 import time
@@ -17,7 +19,11 @@ from medvl.serve.engine import Engine, Pending
 
 
 def answers(
-    images: list[Any], encode: Any, most: int = 16, finish: Any = lambda row: row, wait: float = 0.004
+    images: list[Any],
+    encode: Any,
+    most: int = 16,
+    finish: Any = lambda row: row,
+    wait: float = 0.004,
 ) -> list[Any]:
     """Return the result or error of each image, all asked for at once."""
 
@@ -25,7 +31,8 @@ def answers(
         engine, pending = Engine(100, 1000), Pending(encode, most, wait)
         try:
             return await asyncio.gather(
-                *(engine.together(pending, image, finish) for image in images), return_exceptions=True
+                *(engine.together(pending, image, finish) for image in images),
+                return_exceptions=True,
             )
         finally:
             engine.close()
@@ -40,7 +47,9 @@ def test_images_of_several_requests_are_encoded_in_one_call() -> None:
         calls.append(list(images))
         return [image * 10 for image in images]
 
-    assert answers(list(range(8)), encode, finish=lambda row: row + 1) == [image * 10 + 1 for image in range(8)]
+    assert answers(list(range(8)), encode, finish=lambda row: row + 1) == [
+        image * 10 + 1 for image in range(8)
+    ]
     assert calls == [list(range(8))]
     calls.clear()
     assert answers(list(range(8)), encode, most=3) == [image * 10 for image in range(8)]
@@ -88,7 +97,10 @@ def test_images_that_come_while_the_model_is_busy_go_together() -> None:
 def test_request_that_is_gone_does_not_stop_the_others() -> None:
     async def run() -> None:
         engine, pending = Engine(100, 1000), Pending(lambda images: images, 16, 0.01)
-        tasks = [asyncio.create_task(engine.together(pending, number, lambda row: row)) for number in range(3)]
+        tasks = [
+            asyncio.create_task(engine.together(pending, number, lambda row: row))
+            for number in range(3)
+        ]
         await asyncio.sleep(0)
         tasks[1].cancel()
         assert [await tasks[0], await tasks[2]] == [0, 2]
@@ -112,7 +124,9 @@ def test_answers_of_a_batch_are_those_of_single_images(monkeypatch: pytest.Monke
         sizes.append(len(image_BCHW))
         return whole(image_BCHW)
 
-    color = cv2.imencode(".png", np.random.default_rng(9).integers(0, 256, (64, 64, 3), dtype=np.uint8))[1].tobytes()
+    color = cv2.imencode(
+        ".png", np.random.default_rng(9).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    )[1].tobytes()
     images = [png(seed) for seed in range(4)] + [color, png(7)[:90]]
     texts = ["Edema", "Large left effusion"]
     single = client([served(model)], config=ServeConfig(requests_per_minute=100_000, batch=1))
@@ -123,9 +137,15 @@ def test_answers_of_a_batch_are_those_of_single_images(monkeypatch: pytest.Monke
         sizes.clear()
         found = list(threads.map(lambda data: post(together, "scores", data, texts), images))
     assert sorted(sizes) == [1, 4]
-    assert [each.status_code for each in found] == [each.status_code for each in expected] == [200] * 5 + [422]
+    assert (
+        [each.status_code for each in found]
+        == [each.status_code for each in expected]
+        == [200] * 5 + [422]
+    )
     for ours, alone in zip(found[:5], expected[:5], strict=True):
-        for score, other in zip(*(each.json()["models"][0]["result"] for each in (ours, alone)), strict=True):
+        for score, other in zip(
+            *(each.json()["models"][0]["result"] for each in (ours, alone)), strict=True
+        ):
             assert score["text"] == other["text"]
             assert score["score"] == pytest.approx(other["score"], abs=1e-5)
     assert len({str(each.json()) for each in found}) == 6
@@ -139,7 +159,9 @@ def test_weights_that_give_nan_are_an_error_of_each_request() -> None:
     assert result["error"]["code"] == "nonfinite"
 
 
-@pytest.mark.parametrize(("field", "value"), [("batch", 0), ("batch_wait", -0.1), ("batch_wait", 2.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("batch", 0), ("batch_wait", -0.1), ("batch_wait", 2.0)]
+)
 def test_settings_are_checked(field: str, value: float) -> None:
     with raises(ConfigError, "out_of_range", field):
         ServeConfig(**{field: value})

@@ -1,6 +1,7 @@
 """The page in headless Chromium: by keyboard, on a phone, with two models, with a token.
 
-The browser is that of MEDVL_BROWSER, or a Chromium or Chrome of the machine; without one the tests are skipped.
+The browser is that of MEDVL_BROWSER, or a Chromium or Chrome of the machine; without one the tests
+are skipped.
 """
 
 import asyncio
@@ -24,7 +25,13 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 BROWSER = os.environ.get("MEDVL_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
 WHY = f"none of {', '.join(NAMES)} is installed; install one, or name a Chromium in MEDVL_BROWSER"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WHY)]
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+]
 TOKEN = "a-token-of-more-than-16"
 
 
@@ -44,14 +51,18 @@ def serving(app: Any) -> Iterator[str]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a dual-encoder and a VQA model with a gallery."""
     models = [served(tiny_convirt(), "left"), served(tiny_vqa(), "right")]
-    gallery = Gallery.build(make_shards(tmp_path_factory.mktemp("gallery")) / "train", models, limit=8)
+    gallery = Gallery.build(
+        make_shards(tmp_path_factory.mktemp("gallery")) / "train", models, limit=8
+    )
     yield from serving(create_app(models, gallery, ServeConfig(requests_per_minute=10_000)))
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[str]:
     """The address of a server with a token and a small limit."""
-    yield from serving(create_app([served(tiny_convirt())], None, ServeConfig(token=TOKEN, max_megabytes=1)))
+    yield from serving(
+        create_app([served(tiny_convirt())], None, ServeConfig(token=TOKEN, max_megabytes=1))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +75,20 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A page that fails the test on an error in the console, such as a breach of the content security policy."""
+    """A page that fails the test on an error in the console, such as a breach of the content
+    security policy.
+    """
     settings = getattr(request, "param", {"viewport": {"width": 1300, "height": 900}})
     context = browser.new_context(**settings)
     opened, errors = context.new_page(), []
     opened.on("pageerror", lambda error: errors.append(str(error)))
     opened.on(
         "console",
-        lambda message: message.type == "error" and "status of" not in message.text and errors.append(message.text),
+        lambda message: (
+            message.type == "error"
+            and "status of" not in message.text
+            and errors.append(message.text)
+        ),
     )
     opened.set_default_timeout(20_000)
     yield opened
@@ -97,7 +114,9 @@ def test_everything_works_by_keyboard(two: str, page: Any, tmp_path: Path) -> No
     order = []
     for _ in range(9):
         page.keyboard.press("Tab")
-        order.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+        order.append(
+            page.evaluate("document.activeElement.id || document.activeElement.textContent")
+        )
     assert order[:4] == ["Skip to the results", "file", "findings", "Score"]
     assert {"phrase", "question", "neighbors"} <= set(order)
     choose(page, tmp_path, dicom())
@@ -142,7 +161,8 @@ def test_windows_are_those_of_the_reader(two: str, page: Any, tmp_path: Path) ->
     own = shades(page)
     row = 36 * 24
     expected = [
-        round(255 * min(1, max(0, (row + 36 * int(64 * (0.1 + 0.1 * i)) - 1500) / 2000 + 0.5))) for i in range(9)
+        round(255 * min(1, max(0, (row + 36 * int(64 * (0.1 + 0.1 * i)) - 1500) / 2000 + 0.5)))
+        for i in range(9)
     ]
     assert max(abs(one - other) for one, other in zip(own, expected, strict=True)) <= 1
     page.focus("#center")
@@ -151,7 +171,9 @@ def test_windows_are_those_of_the_reader(two: str, page: Any, tmp_path: Path) ->
     assert sum(shades(page)) < sum(own) / 2
     page.check("#windowed")
     page.click("#findings-form button")
-    page.wait_for_function("() => document.querySelector('#scores caption').textContent.includes('window')")
+    page.wait_for_function(
+        "() => document.querySelector('#scores caption').textContent.includes('window')"
+    )
     page.click("#reset")
     assert shades(page) == own
     assert not page.is_checked("#windowed")
@@ -168,9 +190,12 @@ def test_page_fits_a_phone(two: str, page: Any, tmp_path: Path) -> None:
     page.tap("#scores tbody tr:first-child button")
     page.wait_for_selector("#opacity:enabled")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert page.evaluate("document.querySelector('#panels canvas').getBoundingClientRect().bottom") > 0, "in view again"
+    assert (
+        page.evaluate("document.querySelector('#panels canvas').getBoundingClientRect().bottom") > 0
+    ), "in view again"
     small = page.evaluate(
-        "[...document.querySelectorAll('button')].filter((b) => b.offsetHeight && b.offsetHeight < 32).length"
+        "[...document.querySelectorAll('button')].filter((b) => b.offsetHeight && "
+        "b.offsetHeight < 32).length"
     )
     assert small == 0
     unlabelled = """[...document.querySelectorAll('input, textarea')].filter((field) => !field.labels.length).length"""
@@ -187,7 +212,9 @@ def test_damaged_files_are_named_and_the_page_goes_on(two: str, page: Any, tmp_p
     assert page.is_hidden("#alert")
 
 
-def test_token_comes_from_the_address_or_is_asked_for(guarded: str, page: Any, tmp_path: Path) -> None:
+def test_token_comes_from_the_address_or_is_asked_for(
+    guarded: str, page: Any, tmp_path: Path
+) -> None:
     page.goto(guarded)
     page.wait_for_selector("#token-dialog[open]")
     page.fill("#token", TOKEN)

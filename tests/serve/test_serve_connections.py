@@ -60,7 +60,9 @@ def closed_after(connection: socket.socket) -> float:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    limits = ServeConfig(port=0, header_seconds=1, connections_per_address=20, requests_per_minute=100_000)
+    limits = ServeConfig(
+        port=0, header_seconds=1, connections_per_address=20, requests_per_minute=100_000
+    )
     with running(limits) as found:
         yield found
 
@@ -72,7 +74,9 @@ def test_silent_connections_shut_nobody_out(port: int) -> None:
         assert ask(port) == b"HTTP/1.1 200 OK"
 
 
-@pytest.mark.parametrize("sent", [b"", b"G", REQUEST[:-2], b"\r\n"], ids=["nothing", "a byte", "headers", "blank line"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"G", REQUEST[:-2], b"\r\n"], ids=["nothing", "a byte", "headers", "blank line"]
+)
 def test_a_connection_without_a_whole_request_is_closed(port: int, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(sent)
@@ -96,7 +100,9 @@ def test_headers_that_trickle_are_not_waited_for(port: int) -> None:
 
 def test_a_body_after_the_answer_is_not_read_forever(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\nx")
+        connection.sendall(
+            b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\nx"
+        )
         assert connection.recv(100).startswith(b"HTTP/1.1 40")
         assert closed_after(connection) < 10
 
@@ -104,7 +110,11 @@ def test_a_body_after_the_answer_is_not_read_forever(port: int) -> None:
 def test_a_connection_is_used_for_several_requests(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         answers = b""
-        for sent, expected in ((REQUEST, 1), (REQUEST, 2), (REQUEST + REQUEST, 4)):  # the last two at once
+        for sent, expected in (
+            (REQUEST, 1),
+            (REQUEST, 2),
+            (REQUEST + REQUEST, 4),
+        ):  # the last two at once
             connection.sendall(sent)
             while answers.count(b'"max_bytes"') < expected:
                 answers += connection.recv(100_000)

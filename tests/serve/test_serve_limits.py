@@ -1,4 +1,6 @@
-"""What the server refuses, and what it never keeps: wrong tokens, hosts, sizes, rates, types; files and logs."""
+"""What the server refuses, and what it never keeps: wrong tokens, hosts, sizes, rates, types;
+files and logs.
+"""
 
 import asyncio
 import logging
@@ -36,7 +38,8 @@ def png_header(width: int, height: int) -> bytes:
         (b"IEND", b""),
     )
     parts = (
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
@@ -50,7 +53,9 @@ def test_api_needs_the_token_and_the_page_does_not() -> None:
     assert app.get("/").status_code == 200
     assert code(app.get("/api/models")) == (401, "token")
     for wrong in ("", TOKEN[:-1], TOKEN + "x", "é"):
-        assert code(app.get("/api/models", headers={"authorization": f"Bearer {wrong}".encode()})) == (401, "token")
+        assert code(
+            app.get("/api/models", headers={"authorization": f"Bearer {wrong}".encode()})
+        ) == (401, "token")
     assert app.get("/api/models", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
@@ -72,7 +77,10 @@ def test_pages_of_others_cannot_reach_the_server(headers: dict, expected: tuple[
 @pytest.mark.parametrize("host", ["localhost:8765", "127.0.0.1:1", "[::1]:8765", "localhost"])
 def test_names_of_this_machine_are_accepted(host: str) -> None:
     app = client([SERVED])
-    assert app.get("/api/models", headers={"host": host, "origin": f"http://{host}"}).status_code == 200
+    assert (
+        app.get("/api/models", headers={"host": host, "origin": f"http://{host}"}).status_code
+        == 200
+    )
 
 
 def test_rate_is_limited_for_each_address_and_refills() -> None:
@@ -121,11 +129,16 @@ FORM = {"content-type": "multipart/form-data; boundary=x"}
 
 
 def test_uploads_that_stop_shut_nobody_out() -> None:
-    app = create_app([SERVED], None, ServeConfig(requests_per_minute=1000, waiting=1, stall_seconds=0.5))
+    app = create_app(
+        [SERVED], None, ServeConfig(requests_per_minute=1000, waiting=1, stall_seconds=0.5)
+    )
 
     async def run() -> tuple[list[tuple[int, str]], int]:
         async with httpx2.AsyncClient(transport=_Streaming(app), base_url=HOST) as to:
-            slow = [asyncio.create_task(to.post("/api/view", content=never_ends(), headers=FORM)) for _ in range(34)]
+            slow = [
+                asyncio.create_task(to.post("/api/view", content=never_ends(), headers=FORM))
+                for _ in range(34)
+            ]
             await asyncio.sleep(0.05)
             other = await to.post("/api/view", files={"image": ("i", png())})
             return [code(answer) for answer in await asyncio.gather(*slow)], other.status_code
@@ -163,7 +176,10 @@ def test_more_than_waiting_requests_are_refused(monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> tuple[tuple[int, str], list[int]]:
         async with httpx2.AsyncClient(transport=_Streaming(app), base_url=HOST) as to:
-            held = [asyncio.create_task(to.post("/api/view", files={"image": ("i", png())})) for _ in range(2)]
+            held = [
+                asyncio.create_task(to.post("/api/view", files={"image": ("i", png())}))
+                for _ in range(2)
+            ]
             await asyncio.sleep(0.2)
             third = await to.post("/api/view", files={"image": ("i", png())})
             served_at_last.set()
@@ -226,9 +242,11 @@ class _Streaming(httpx2.ASGITransport):
             else:
                 parts.append(message.get("body", b""))
 
-        scope = {"type": "http", "method": request.method, "path": request.url.path, "query_string": b"", "http_version": "1.1",
-                 "headers": [(name.lower(), value) for name, value in request.headers.raw], "client": ("127.0.0.1", 1),
-                 "server": ("localhost", 80), "scheme": "http", "root_path": "", "raw_path": request.url.raw_path}  # fmt: skip
+        scope = {"type": "http", "method": request.method, "path": request.url.path,
+            "query_string": b"", "http_version": "1.1",
+                 "headers": [(name.lower(), value) for name, value in request.headers.raw],
+                 "client": ("127.0.0.1", 1), "server": ("localhost", 80), "scheme": "http",
+                 "root_path": "", "raw_path": request.url.raw_path}  # fmt: skip
         await self.app(scope, receive, send)
         return httpx2.Response(status, headers=headers, content=b"".join(parts))
 
@@ -236,12 +254,17 @@ class _Streaming(httpx2.ASGITransport):
 def test_forms_are_checked() -> None:
     app = client([SERVED])
     assert code(app.post("/api/view", content=b"x")) == (415, "wrong_type")
-    assert code(app.post("/api/view", content=b"x", headers={"content-type": "multipart/form-data"})) == (
+    assert code(
+        app.post("/api/view", content=b"x", headers={"content-type": "multipart/form-data"})
+    ) == (
         400,
         "malformed",
     )
     assert code(app.post("/api/view", files={"other": ("i", png())})) == (400, "missing")
-    assert code(app.post("/api/view", data={"image": "text"}, files={"x": ("i", b"")})) == (400, "missing")
+    assert code(app.post("/api/view", data={"image": "text"}, files={"x": ("i", b"")})) == (
+        400,
+        "missing",
+    )
     assert code(post(app, "view", png(), center="1")) == (400, "out_of_range")
     assert code(post(app, "view", png(), center="1", width="-1")) == (400, "out_of_range")
     assert code(post(app, "view", png(), center="nan", width="1")) == (400, "wrong_type")
@@ -299,7 +322,10 @@ def test_nothing_is_stored_and_logs_hold_nothing_of_a_request(monkeypatch, caplo
     monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", refuse)
     caplog.set_level(logging.DEBUG)
     app = client([SERVED])
-    large = dicom(np.random.default_rng(0).integers(0, 4095, (1200, 1200)).astype(np.uint16), PatientName=SECRET)
+    large = dicom(
+        np.random.default_rng(0).integers(0, 4095, (1200, 1200)).astype(np.uint16),
+        PatientName=SECRET,
+    )
     assert len(large) > 2_000_000
     bodies = [
         post(app, "scores", large, [SECRET], name=SECRET),
@@ -311,12 +337,22 @@ def test_nothing_is_stored_and_logs_hold_nothing_of_a_request(monkeypatch, caplo
         app.get(f"/api/models?patient={SECRET}"),
     ]
     assert [body.status_code for body in bodies] == [200, 200, 200, 422, 422, 404, 200]
-    monkeypatch.setattr(type(SERVED.model), "embed_images", lambda *_: (_ for _ in ()).throw(RuntimeError(SECRET)))
+    monkeypatch.setattr(
+        type(SERVED.model), "embed_images", lambda *_: (_ for _ in ()).throw(RuntimeError(SECRET))
+    )
     failed = post(app, "scores", png(), [SECRET])
     assert code(failed) == (500, "internal")
     printed = capsys.readouterr()
-    logged = "\n".join(record.getMessage() for record in caplog.records if "httpx" not in record.name)  # the client's
-    for text in (logged, printed.out, printed.err, failed.text, *(body.text for body in bodies[1:])):
+    logged = "\n".join(
+        record.getMessage() for record in caplog.records if "httpx" not in record.name
+    )  # the client's
+    for text in (
+        logged,
+        printed.out,
+        printed.err,
+        failed.text,
+        *(body.text for body in bodies[1:]),
+    ):
         assert SECRET not in text.replace("%5E", "^")
         assert SECRET[:11] not in text
     assert "POST /api/scores 500" in logged
@@ -327,7 +363,10 @@ def test_nothing_is_stored_and_logs_hold_nothing_of_a_request(monkeypatch, caplo
 def test_32_users_at_once_get_the_scores_of_their_own_images() -> None:
     alone = client([SERVED])
     images = [png(seed) for seed in range(32)]
-    expected = [post(alone, "scores", image, ["Edema", f"finding {n}"]).json() for n, image in enumerate(images)]
+    expected = [
+        post(alone, "scores", image, ["Edema", f"finding {n}"]).json()
+        for n, image in enumerate(images)
+    ]
     assert len({answer["models"][0]["result"][0]["score"] for answer in expected}) == 32
     app = create_app([SERVED], None, PLENTY)
 
@@ -335,7 +374,11 @@ def test_32_users_at_once_get_the_scores_of_their_own_images() -> None:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url=HOST) as to:
             return await asyncio.gather(
                 *(
-                    to.post("/api/scores", files={"image": ("i", image)}, data={"text": ["Edema", f"finding {n}"]})
+                    to.post(
+                        "/api/scores",
+                        files={"image": ("i", image)},
+                        data={"text": ["Edema", f"finding {n}"]},
+                    )
                     for n, image in enumerate(images)
                 )
             )

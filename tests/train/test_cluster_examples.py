@@ -1,4 +1,6 @@
-"""The examples for clusters: valid files, options that torchrun and the recipes have, and names that agree."""
+"""The examples for clusters: valid files, options that torchrun and the recipes have, and names
+that agree.
+"""
 
 import re
 import shlex
@@ -20,7 +22,11 @@ ELASTIC = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def slurm_commands() -> list[list[str]]:
     """Return the words after `torchrun` of each command of the batch script."""
     joined = SLURM.read_text().replace("\\\n", " ")
-    lines = [line.partition(" torchrun ")[2].rstrip("& ") for line in joined.splitlines() if line.startswith("srun ")]
+    lines = [
+        line.partition(" torchrun ")[2].rstrip("& ")
+        for line in joined.splitlines()
+        if line.startswith("srun ")
+    ]
     return [shlex.split(line.replace("$SLURM_NNODES", "4")) for line in lines]
 
 
@@ -37,7 +43,9 @@ def kubernetes_command() -> list[str]:
 
 
 def test_batch_script_is_valid_and_saves_before_its_time_is_over() -> None:
-    checked = subprocess.run(["bash", "-n", str(SLURM)], capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        ["bash", "-n", str(SLURM)], capture_output=True, text=True, check=False
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
     text = SLURM.read_text()
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
@@ -57,10 +65,14 @@ def test_job_names_its_rendezvous() -> None:
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(options.nnodes)
     (container,) = pod["containers"]
     assert {"name": ELASTIC, "value": "1"} in container["env"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
 
 
-@pytest.mark.parametrize("words", [*slurm_commands(), kubernetes_command()], ids=lambda words: words[-1][:20])
+@pytest.mark.parametrize(
+    "words", [*slurm_commands(), kubernetes_command()], ids=lambda words: words[-1][:20]
+)
 def test_commands_are_those_of_torchrun_and_medvl(words: list[str]) -> None:
     options = get_args_parser().parse_args(words)
     assert (options.training_script, options.module) == ("medvl", True)

@@ -1,4 +1,6 @@
-"""One training step under bf16 autocast of systems with a loss of several terms, near the same step in float32."""
+"""One training step under bf16 autocast of systems with a loss of several terms, near the same
+step in float32.
+"""
 
 import functools
 from collections.abc import Callable
@@ -34,12 +36,17 @@ def marked_batch() -> Batch:
     plain = make_batch(tiny_tokenizer())
     masks_BLhw = torch.zeros(len(plain), 1, SIDE, SIDE, dtype=torch.uint8)
     masks_BLhw[:, :, 8:20, 4:16] = 255
-    fields: dict[str, Any] = {name: getattr(plain, name) for name in ("keys", "image_BCHW", "ids_BT", "mask_BT")}
+    fields: dict[str, Any] = {
+        name: getattr(plain, name) for name in ("keys", "image_BCHW", "ids_BT", "mask_BT")
+    }
     return DenseBatch(**fields, labels_BL=plain.labels_BL, texts=plain.texts, masks_BLhw=masks_BLhw)
 
 
 SYSTEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
-    **{name: (functools.partial(fusion, name), lambda: make_batch(tiny_tokenizer())) for name in ("m3ae", "albef")},
+    **{
+        name: (functools.partial(fusion, name), lambda: make_batch(tiny_tokenizer()))
+        for name in ("m3ae", "albef")
+    },
     "lvit": (lvit, marked_batch),
 }
 
@@ -63,5 +70,7 @@ def test_bf16_step_is_near_the_float32_step(name: str, device: torch.device) -> 
                 assert not torch.equal(parameter, before[key]), key
     exact, rounded = results["fp32"], results["bf16"]
     for term, value in exact.losses[0].terms.items():
-        torch.testing.assert_close(rounded.losses[0].terms[term], value, rtol=1e-2, atol=0, msg=term)
+        torch.testing.assert_close(
+            rounded.losses[0].terms[term], value, rtol=1e-2, atol=0, msg=term
+        )
     torch.testing.assert_close(rounded.grad_norm, exact.grad_norm, rtol=0.15, atol=0)

@@ -1,4 +1,6 @@
-"""Restart by torchrun after one of two ranks is killed: the curve equals that of an uninterrupted run."""
+"""Restart by torchrun after one of two ranks is killed: the curve equals that of an
+uninterrupted run.
+"""
 
 import json
 import logging
@@ -26,8 +28,18 @@ def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("ranks")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    ended = forked.run([sys.executable, *command, SCRIPT, str(target)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
+    ended = forked.run(
+        [sys.executable, *command, SCRIPT, str(target)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert ended.returncode == 0, ended.stderr
     return target
 
@@ -55,13 +67,20 @@ def test_spike_on_one_rank_is_skipped_on_both(folder: Path) -> None:
 
 @pytest.mark.fault("F9")
 @pytest.mark.fault("F10")
-def test_checkpoint_of_two_ranks_resumes_on_one(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoint_of_two_ranks_resumes_on_one(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """DDP's checkpoint without DDP, from the middle of an epoch."""
     run_dir = tmp_path / "one"
     (run_dir / "checkpoints").mkdir(parents=True)
-    shutil.copytree(folder / "whole" / "checkpoints" / "step-00000005", run_dir / "checkpoints" / "step-00000005")
+    shutil.copytree(
+        folder / "whole" / "checkpoints" / "step-00000005",
+        run_dir / "checkpoints" / "step-00000005",
+    )
     with caplog.at_level(logging.WARNING, logger="medvl"):
-        result = ranks.training(run_dir, norm=True, epochs=4, log_every=1, checkpoint_every=1, keep_last=20)
+        result = ranks.training(
+            run_dir, norm=True, epochs=4, log_every=1, checkpoint_every=1, keep_last=20
+        )
     assert result.step == 12
     assert "was written on 2 ranks, this run has 1" in caplog.text
     for name, tensor in fakes.weights(folder / "whole").items():

@@ -62,7 +62,12 @@ def test_buffered_records_are_written_when_the_disk_has_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(name: str) -> None:
-        train(TwoTowers(), FakeLoader(32, 4), optim=fakes.optim(), config=fakes.config(tmp_path / name, log_every=1))
+        train(
+            TwoTowers(),
+            FakeLoader(32, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path / name, log_every=1),
+        )
 
     run("whole")
     opened = logger._BufferedLines.__init__
@@ -79,8 +84,12 @@ def test_buffered_records_are_written_when_the_disk_has_space(
 
 
 @pytest.mark.fault("F2")
-def test_lost_records_are_counted(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/full refuses every write; it is no regular file, which would be refused when it is opened."""
+def test_lost_records_are_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/dev/full refuses every write; it is no regular file, which would be refused when it is
+    opened.
+    """
     monkeypatch.setattr(logger, "open_own", lambda path, buffering: path.open("ab", buffering))
     lines = logger._BufferedLines(Path("/dev/full"))
     for number in range(3):
@@ -129,8 +138,15 @@ print(result.step, result.save_failures)
 
 @pytest.mark.fault("F2")
 def test_run_continues_at_the_file_size_limit(tmp_path: Path) -> None:
-    """As the kernel does it, in the middle of a file: a limit of the process stands for the disk's."""
-    command = [sys.executable, "-c", FULL, str(tmp_path)]  # with pipes: files of its output would reach the limit too
+    """As the kernel does it, in the middle of a file: a limit of the process stands for the
+    disk's.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        FULL,
+        str(tmp_path),
+    ]  # with pipes: files of its output would reach the limit too
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     step, failures = map(int, ended.stdout.split())
@@ -151,7 +167,12 @@ def test_run_continues_at_the_file_size_limit(tmp_path: Path) -> None:
 def test_broken_connection_is_a_dead_worker() -> None:
     for error in (ConnectionResetError(104, "Connection reset by peer"), EOFError()):
         assert "died" in str(worker_error(error))
-    assert worker_error(ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0.")) is None
+    assert (
+        worker_error(
+            ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0.")
+        )
+        is None
+    )
     assert worker_error(RuntimeError("a shape")) is None
 
 
@@ -170,7 +191,9 @@ fakes.train(fakes.TwoTowers(), Dying(2), optim=fakes.optim(), config=config)
 
 @pytest.mark.fault("F6")
 def test_dead_worker_ends_a_run_with_advice_and_resume_is_exact(tmp_path: Path) -> None:
-    """The run that loses its workers is a process of its own: torch raises in whatever line the signal finds."""
+    """The run that loses its workers is a process of its own: torch raises in whatever line the
+    signal finds.
+    """
 
     def run(name: str) -> Any:
         config = fakes.config(tmp_path / name, checkpoint_every=1)
@@ -188,7 +211,9 @@ def test_dead_worker_ends_a_run_with_advice_and_resume_is_exact(tmp_path: Path) 
 
 
 class Astray(TwoTowers):
-    """Its weights are ruined once, in an update that looks sound: from there on no loss is finite."""
+    """Its weights are ruined once, in an update that looks sound: from there on no loss is
+    finite.
+    """
 
     ruined = False
 
@@ -204,20 +229,26 @@ def order(loader: FakeLoader) -> list[str]:
 
 
 @pytest.mark.fault("F14")
-def test_diverged_weights_are_rolled_back_while_data_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_diverged_weights_are_rolled_back_while_data_continue(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loader = FakeLoader(64, 4)
     plain = FakeLoader(64, 4)
     config = fakes.config(tmp_path / "run", epochs=1, checkpoint_every=2, keep_last=9, log_every=1)
     result = train(Astray(), loader, optim=fakes.optim(), config=config)
     assert (result.step, result.skipped) == (16, 4)
-    assert order(loader) == [key for batch in plain for key in batch.keys], "no batch twice, none left out"
+    assert order(loader) == [key for batch in plain for key in batch.keys], (
+        "no batch twice, none left out"
+    )
     ruined = next(number for number, keys in enumerate(loader.handed_out) if LATE in keys)
     (back,) = records(tmp_path / "run", "rollback")
     assert back["step"] == ruined + 4
     source = tmp_path / "run" / "checkpoints" / back["checkpoint"]
     assert int(back["checkpoint"].split("-")[1]) < ruined
     saved_after = tmp_path / "run" / "checkpoints" / f"step-{ruined + 4:08d}"
-    assert (saved_after / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert (saved_after / "model.safetensors").read_bytes() == (
+        source / "model.safetensors"
+    ).read_bytes()
     assert json.loads((saved_after / "train_state/state.json").read_text())["rollbacks"] == 1
     skips = records(tmp_path / "run", "skip")
     assert [row["step"] for row in skips] == list(range(ruined + 1, ruined + 5))
@@ -235,7 +266,9 @@ def test_rollbacks_are_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F14")
-def test_rollback_skips_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rollback_skips_damaged_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Damaging(FakeLoader):
         def change(self, batch: Batch) -> Batch:
             if LATE in batch.keys:
@@ -263,7 +296,10 @@ class Spiky(TwoTowers):
 def spiky_run(run_dir: Path, loader: FakeLoader | None = None, **changes: Any) -> Any:
     settings = {"epochs": 3, "spike_factor": 10.0, "log_every": 1, "checkpoint_every": 5, **changes}
     return train(
-        Spiky(), loader or FakeLoader(64, 4), optim=fakes.optim(lr=1e-3), config=fakes.config(run_dir, **settings)
+        Spiky(),
+        loader or FakeLoader(64, 4),
+        optim=fakes.optim(lr=1e-3),
+        config=fakes.config(run_dir, **settings),
     )
 
 
@@ -272,7 +308,9 @@ def test_spike_update_is_skipped_and_its_samples_logged(tmp_path: Path) -> None:
     loader = FakeLoader(64, 4)
     result = spiky_run(tmp_path, loader)
     expected = [
-        step + 1 for step, keys in enumerate(loader.handed_out) if BAD in keys and step >= LossSpikeDetector.FEWEST
+        step + 1
+        for step, keys in enumerate(loader.handed_out)
+        if BAD in keys and step >= LossSpikeDetector.FEWEST
     ]
     skips = records(tmp_path, "skip")
     assert [row["step"] for row in skips] == expected
@@ -305,9 +343,9 @@ def test_resumed_run_detects_the_same_spikes(tmp_path: Path) -> None:
 
 def test_spike_detector_needs_enough_losses() -> None:
     spikes = LossSpikeDetector(10.0)
-    assert not any(spikes.observe(loss) for loss in [1.0] * (LossSpikeDetector.FEWEST - 1) + [1000.0]), (
-        "too few to tell"
-    )
+    assert not any(
+        spikes.observe(loss) for loss in [1.0] * (LossSpikeDetector.FEWEST - 1) + [1000.0]
+    ), "too few to tell"
     assert not spikes.observe(10.0)
     assert spikes.observe(10.1)
     assert spikes.observe(1e9)
@@ -319,7 +357,9 @@ def test_spike_detector_needs_enough_losses() -> None:
 NO_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     MemoryError(),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"
+    ),
 ]
 
 
@@ -379,7 +419,11 @@ def test_wait_for_handles_a_late_name(tmp_path: Path, monkeypatch: pytest.Monkey
             FakeLoader(16, 4),
             optim=fakes.optim(),
             config=fakes.config(
-                tmp_path / name, validate_every=2, checkpoint_every=1, keep_last=1, best_metric="score"
+                tmp_path / name,
+                validate_every=2,
+                checkpoint_every=1,
+                keep_last=1,
+                best_metric="score",
             ),
             evals=[lambda model: {"score": next(values)}],
         )
@@ -406,7 +450,9 @@ def test_wait_for_raises_for_a_missing_name(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F10")
 def test_run_resumes_on_another_device(device: torch.device, tmp_path: Path) -> None:
-    """From the device to the CPU and back; within rounding the losses and weights are those of a run on the CPU."""
+    """From the device to the CPU and back; within rounding the losses and weights are those of a
+    run on the CPU.
+    """
 
     class Cut(FakeLoader):
         def __init__(self, cut: int | None) -> None:
@@ -427,15 +473,21 @@ def test_run_resumes_on_another_device(device: torch.device, tmp_path: Path) -> 
         with pytest.raises(KeyboardInterrupt):
             run("moved", on, cut)
     assert run("moved", device.type).step == 8
-    for moved, whole in zip(fakes.records(tmp_path / "moved"), fakes.records(tmp_path / "whole"), strict=True):
+    for moved, whole in zip(
+        fakes.records(tmp_path / "moved"), fakes.records(tmp_path / "whole"), strict=True
+    ):
         assert moved.pop("kind") == whole.pop("kind")
         assert moved == pytest.approx(whole, rel=1e-4)
     for name, tensor in fakes.weights(tmp_path / "whole").items():
-        torch.testing.assert_close(fakes.weights(tmp_path / "moved")[name], tensor, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            fakes.weights(tmp_path / "moved")[name], tensor, rtol=1e-3, atol=1e-4
+        )
 
 
 @pytest.mark.fault("F4")
-def test_sigterm_during_a_save_ends_cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_during_a_save_ends_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[Path] = []
 
     class Told(fakes.FakeModelFiles):
@@ -453,15 +505,28 @@ def test_sigterm_during_a_save_ends_cleanly(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.fault("F17")
-def test_results_do_not_depend_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps years ahead and back: the same weights, and no time below zero in the records."""
-    train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / "one"))
+def test_results_do_not_depend_on_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that jumps years ahead and back: the same weights, and no time below zero in the
+    records.
+    """
+    train(
+        TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / "one")
+    )
     real = time.time
     jumps = iter([1e9, -1e9] * 10_000)
     monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
     with monkeypatch.context() as patch:
         patch.setattr(logging, "_startTime", 0.0, raising=False)
-        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / "two"))
+        train(
+            TwoTowers(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path / "two"),
+        )
     assert fakes.weights_hash(tmp_path / "one") == fakes.weights_hash(tmp_path / "two")
-    rows = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(value >= 0 for row in rows for value in row.get("timing", {}).values())

@@ -17,18 +17,44 @@ from medvl.errors import ConfigError
 from medvl.train.doctor import nodes
 
 
-def start_agent(endpoint: str, folder: Path, *, host: bool = False, **environment: str) -> subprocess.Popen[str]:
+def start_agent(
+    endpoint: str, folder: Path, *, host: bool = False, **environment: str
+) -> subprocess.Popen[str]:
     """Start the agent of one node, as `examples/cluster` does."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "run", "--max-restarts", "3"]
-    conf = f"is_host={int(host)},keep_alive_interval=2"  # both nodes have the address of this machine
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-id",
+        "run",
+        "--max-restarts",
+        "3",
+    ]
+    conf = (
+        f"is_host={int(host)},keep_alive_interval=2"  # both nodes have the address of this machine
+    )
     command += ["--rdzv-conf", conf]
     return subprocess.Popen(
         [*command, str(node_ranks.__file__), str(folder)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            **environment,
+        },
     )
 
 
@@ -53,7 +79,9 @@ def test_a_lost_node_is_replaced_and_the_run_is_the_undisturbed_one(tmp_path: Pa
     found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(4)]
     assert [(rank["nodes"], rank["problems"]) for rank in found] == [([0, 0, 1, 1], [])] * 4
     assert not list(tmp_path.glob(".medvl-doctor-*"))
-    assert sorted({rank["restarts"] for rank in found}) == [0, 1], "the replaced node counts from zero"
+    assert sorted({rank["restarts"] for rank in found}) == [0, 1], (
+        "the replaced node counts from zero"
+    )
     assert fakes.records(tmp_path / "lost") == fakes.records(tmp_path / "whole")
     assert len(fakes.records(tmp_path / "whole", "train")) == 12
     assert fakes.weights_hash(tmp_path / "lost") == fakes.weights_hash(tmp_path / "whole")
@@ -61,7 +89,15 @@ def test_a_lost_node_is_replaced_and_the_run_is_the_undisturbed_one(tmp_path: Pa
 
 def rank(**changes: Any) -> dict[str, Any]:
     versions = {"medvl": "1", "torch": "2"}
-    return {"node": 0, "host": "a", "device": "cpu", "versions": versions, "clock": 0.0, "storage": 0.1, **changes}
+    return {
+        "node": 0,
+        "host": "a",
+        "device": "cpu",
+        "versions": versions,
+        "clock": 0.0,
+        "storage": 0.1,
+        **changes,
+    }
 
 
 @pytest.mark.parametrize(

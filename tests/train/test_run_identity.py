@@ -15,7 +15,13 @@ from medvl.train.run import describe_start
 SETTINGS: dict[str, Any] = {
     "pretrained": False,
     "uncertain": "ignore",
-    "data": {"train": "a", "valid": "b", "workers": 2, "image": {"size": 224}, "text": {"min_tokens": 3}},
+    "data": {
+        "train": "a",
+        "valid": "b",
+        "workers": 2,
+        "image": {"size": 224},
+        "text": {"min_tokens": 3},
+    },
 }
 
 
@@ -56,8 +62,21 @@ def test_folders_and_processes_may_change(tmp_path: Path) -> None:
     """Shards are compared by their content, and processes make no difference."""
     run(tmp_path)
     before = (tmp_path / "run/last").resolve()
-    moved = {"train": "moved/a", "valid": "moved/b", "valid_split": "dev", "workers": 8, "valid_batch": 64}
-    run(tmp_path, data={**SETTINGS["data"], **moved, "text": {"min_tokens": 3, "file": "moved/statements.jsonl"}})
+    moved = {
+        "train": "moved/a",
+        "valid": "moved/b",
+        "valid_split": "dev",
+        "workers": 8,
+        "valid_batch": 64,
+    }
+    run(
+        tmp_path,
+        data={
+            **SETTINGS["data"],
+            **moved,
+            "text": {"min_tokens": 3, "file": "moved/statements.jsonl"},
+        },
+    )
     assert (tmp_path / "run/last").resolve() == before
 
 
@@ -73,7 +92,9 @@ def test_what_a_run_starts_from_is_described_by_content(tmp_path: Path) -> None:
 
     for field in ("init_from", "image_weights", "file"):
         folder = {"file": "model.safetensors"}.get(field, "")
-        one, same, other = (described(**{field: tmp_path / name / folder}) for name in ("one", "same", "other"))
+        one, same, other = (
+            described(**{field: tmp_path / name / folder}) for name in ("one", "same", "other")
+        )
         assert one == same != other
     model = SimpleNamespace(image_weights=str(tmp_path / "one/model.safetensors"))
     assert list(described(model=model)) == ["model.image_weights"]
@@ -88,7 +109,10 @@ def test_what_a_run_starts_from_is_described_by_content(tmp_path: Path) -> None:
 def test_another_vocabulary_of_the_same_size_is_another_start() -> None:
     settings = SimpleNamespace(data=None)
     one, same, other = (
-        describe_start(settings, SimpleNamespace(tokenizer=train_wordpiece([text], vocab_size=60, min_frequency=1)))
+        describe_start(
+            settings,
+            SimpleNamespace(tokenizer=train_wordpiece([text], vocab_size=60, min_frequency=1)),
+        )
         for text in ("left effusion", "left effusion", "right effusion")
     )
     assert one == same != other

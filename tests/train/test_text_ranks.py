@@ -1,4 +1,6 @@
-"""Masked losses of an update: accumulated, on two ranks and with sharded weights as in one batch on one process."""
+"""Masked losses of an update: accumulated, on two ranks and with sharded weights as in one batch
+on one process.
+"""
 
 from pathlib import Path
 
@@ -17,14 +19,18 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_shards(tmp_path_factory.mktemp("text") / "out", documents=30).folder
 
 
-def weights(shards: Path, out: Path, accumulate: int, optimizer: str = "sgd") -> dict[str, torch.Tensor]:
+def weights(
+    shards: Path, out: Path, accumulate: int, optimizer: str = "sgd"
+) -> dict[str, torch.Tensor]:
     out.mkdir()
     text_ranks.run(shards, out, accumulate, optimizer)
     tensors: dict[str, torch.Tensor] = load_file(out / "weights")
     return tensors
 
 
-def test_accumulation_is_one_batch(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_is_one_batch(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, parts = weights(shards, tmp_path / "1", 1), weights(shards, tmp_path / "4", 4)
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
@@ -36,8 +42,13 @@ def test_accumulation_is_one_batch(shards: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 def test_two_ranks_are_one(shards: Path, tmp_path: Path) -> None:
     for optimizer, options in (("sgd", []), ("lamb", ["sharded"])):
-        whole, out = weights(shards, tmp_path / f"whole {optimizer}", 1, optimizer), tmp_path / optimizer
+        whole, out = (
+            weights(shards, tmp_path / f"whole {optimizer}", 1, optimizer),
+            tmp_path / optimizer,
+        )
         out.mkdir()
         run_two_ranks(text_ranks.__file__, shards, out, 2, optimizer, *options)
         for name, tensor in load_file(out / "weights").items():
-            torch.testing.assert_close(tensor, whole[name], atol=1e-4, rtol=1e-3, msg=f"{optimizer} {name}")
+            torch.testing.assert_close(
+                tensor, whole[name], atol=1e-4, rtol=1e-3, msg=f"{optimizer} {name}"
+            )

@@ -13,7 +13,17 @@ from helpers.errors import raises
 
 from medvl.common.config_io import differences
 from medvl.errors import ConfigError
-from medvl.train import Constant, Cosine, Linear, OptimConfig, Plateau, TrainConfig, choose, from_dict, to_dict
+from medvl.train import (
+    Constant,
+    Cosine,
+    Linear,
+    OptimConfig,
+    Plateau,
+    TrainConfig,
+    choose,
+    from_dict,
+    to_dict,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,14 +45,20 @@ PAPER = RecipeFake(
     optim=OptimConfig(lr=1e-4, schedule=Plateau(factor=0.5, patience=12)),
     train=TrainConfig(run_dir=Path("runs/paper"), epochs=200, global_batch=32, validate_every=100),
 )
-TINY = dataclasses.replace(PAPER, train=TrainConfig(run_dir=Path("runs/tiny"), steps=5, global_batch=8))
+TINY = dataclasses.replace(
+    PAPER, train=TrainConfig(run_dir=Path("runs/tiny"), steps=5, global_batch=8)
+)
 PRESETS = {"paper": PAPER, "tiny": TINY}
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.parametrize("schedule", [Constant(), Linear(min_lr=1e-6), Cosine(warmup_steps=7), Plateau(patience=3)])
+@pytest.mark.parametrize(
+    "schedule", [Constant(), Linear(min_lr=1e-6), Cosine(warmup_steps=7), Plateau(patience=3)]
+)
 def test_json_round_trip_keeps_every_value_and_type(schedule: object) -> None:
-    recipe = dataclasses.replace(PAPER, optim=OptimConfig(betas=(0.5, 0.75), clip_norm=1.0, schedule=schedule))
+    recipe = dataclasses.replace(
+        PAPER, optim=OptimConfig(betas=(0.5, 0.75), clip_norm=1.0, schedule=schedule)
+    )
     again = from_dict(RecipeFake, json.loads(json.dumps(to_dict(recipe))))
     assert again == recipe
     assert isinstance(again.train.run_dir, Path)
@@ -76,7 +92,12 @@ def test_from_dict_converts_integers_to_floats() -> None:
         ({"betas": 0.9}, "wrong_type", "betas", "a list"),
         ({"betas": [0.9, "b"]}, "wrong_type", "betas.1", "got 'b'"),
         ({"schedule": {"kind": "Cosin"}}, "unknown_name", "schedule", "did you mean 'Cosine'"),
-        ({"schedule": {"kind": "Cosine", "warmup": 1}}, "unknown_name", "schedule.warmup", "'warmup_steps'"),
+        (
+            {"schedule": {"kind": "Cosine", "warmup": 1}},
+            "unknown_name",
+            "schedule.warmup",
+            "'warmup_steps'",
+        ),
         ({"schedule": {"kind": "Cosine", "min_lr": -1}}, "out_of_range", "schedule.min_lr", ""),
         (
             {"schedule": 3},
@@ -86,14 +107,19 @@ def test_from_dict_converts_integers_to_floats() -> None:
         ),
     ],
 )
-def test_from_dict_names_the_invalid_field(data: dict[str, object], code: str, field: str, names: str) -> None:
+def test_from_dict_names_the_invalid_field(
+    data: dict[str, object], code: str, field: str, names: str
+) -> None:
     with raises(ConfigError, code, field, names=names):
         from_dict(OptimConfig, data)
 
 
 def test_from_dict_names_a_missing_field_by_its_path() -> None:
     with raises(ConfigError, "missing", "train.run_dir"):
-        from_dict(RecipeFake, {"data": {"train": "x"}, "optim": {}, "train": {"global_batch": 4, "steps": 1}})
+        from_dict(
+            RecipeFake,
+            {"data": {"train": "x"}, "optim": {}, "train": {"global_batch": 4, "steps": 1}},
+        )
 
 
 def test_from_dict_accepts_python_values() -> None:
@@ -117,7 +143,9 @@ def test_to_dict_refuses_what_json_cannot_hold() -> None:
         ({"lr": 1e-4, "schedule": Cosine(min_lr=1e-3)}, "conflict", "schedule.min_lr"),
     ],
 )
-def test_optim_config_refuses_invalid_values(fields: dict[str, object], code: str, field: str) -> None:
+def test_optim_config_refuses_invalid_values(
+    fields: dict[str, object], code: str, field: str
+) -> None:
     with raises(ConfigError, code, field):
         OptimConfig(**fields)
 
@@ -134,7 +162,9 @@ def test_optim_config_refuses_invalid_values(fields: dict[str, object], code: st
         ({"steps": 1, "nonfinite_budget": -1}, "out_of_range", "nonfinite_budget"),
     ],
 )
-def test_train_config_refuses_invalid_values(fields: dict[str, object], code: str, field: str) -> None:
+def test_train_config_refuses_invalid_values(
+    fields: dict[str, object], code: str, field: str
+) -> None:
     with raises(ConfigError, code, field):
         TrainConfig(**{"run_dir": Path("runs/x"), "global_batch": 8, **fields})
 
@@ -151,11 +181,15 @@ def test_differences_names_changed_added_and_removed_leaves() -> None:
 def test_command_line_selects_and_changes_a_preset() -> None:
     assert choose(PRESETS, []) == PAPER
     assert choose(PRESETS, ["tiny"]) == TINY
-    changed = choose(PRESETS, ["tiny", "--optim.lr", "3e-4", "--data.train", "elsewhere", "--train.seed", "5"])
+    changed = choose(
+        PRESETS, ["tiny", "--optim.lr", "3e-4", "--data.train", "elsewhere", "--train.seed", "5"]
+    )
     assert (changed.optim.lr, changed.data.train, changed.train.seed) == (3e-4, "elsewhere", 5)
     assert changed.optim.schedule == TINY.optim.schedule
     assert choose(PRESETS, ["--train.validate-every", "epoch"]).train.validate_every == "epoch"
-    assert choose(PRESETS, ["--optim.schedule.patience", "3"]).optim.schedule == Plateau(factor=0.5, patience=3)
+    assert choose(PRESETS, ["--optim.schedule.patience", "3"]).optim.schedule == Plateau(
+        factor=0.5, patience=3
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,13 +213,44 @@ def test_wrong_command_line_exits_with_status_2_and_names_the_flag(
 
 
 def test_train_config_flags_are_stable() -> None:
-    """A flag is a promise to everyone who has it in a script: adding or renaming one is decided here."""
+    """A flag is a promise to everyone who has it in a script: adding or renaming one is decided
+    here.
+    """
     assert [field.name for field in dataclasses.fields(TrainConfig)] == [
-        *("run_dir", "epochs", "steps", "scale_below", "global_batch", "accumulate", "grad_cache", "seed"),
-        *("precision", "device", "channels_last", "compile", "packed_text", "checkpoint_activations"),
-        *("deterministic", "shard_weights", "sharded_checkpoints", "find_unused_parameters", "num_threads"),
+        *(
+            "run_dir",
+            "epochs",
+            "steps",
+            "scale_below",
+            "global_batch",
+            "accumulate",
+            "grad_cache",
+            "seed",
+        ),
+        *(
+            "precision",
+            "device",
+            "channels_last",
+            "compile",
+            "packed_text",
+            "checkpoint_activations",
+        ),
+        *(
+            "deterministic",
+            "shard_weights",
+            "sharded_checkpoints",
+            "find_unused_parameters",
+            "num_threads",
+        ),
         *("validate_every", "best_metric", "best_mode", "early_stop_patience"),
-        *("checkpoint_every", "keep_last", "resume", "nonfinite_budget", "spike_factor", "rollbacks"),
+        *(
+            "checkpoint_every",
+            "keep_last",
+            "resume",
+            "nonfinite_budget",
+            "spike_factor",
+            "rollbacks",
+        ),
         *("log_every", "tensorboard", "wandb"),
     ]
     assert [field.name for field in dataclasses.fields(OptimConfig)] == [
@@ -194,9 +259,13 @@ def test_train_config_flags_are_stable() -> None:
     ]
 
 
-@pytest.mark.parametrize(("steps", "warmup", "every"), [(1000, 100, 250), (999, 99, 249), (42, 4, 10), (3, 0, 1)])
+@pytest.mark.parametrize(
+    ("steps", "warmup", "every"), [(1000, 100, 250), (999, 99, 249), (42, 4, 10), (3, 0, 1)]
+)
 def test_short_runs_scale_what_counts_steps(steps: int, warmup: int, every: int) -> None:
-    train = TrainConfig(run_dir=Path("r"), epochs=1, global_batch=4, scale_below=1000, validate_every=250)
+    train = TrainConfig(
+        run_dir=Path("r"), epochs=1, global_batch=4, scale_below=1000, validate_every=250
+    )
     optim, scaled = train.scaled(OptimConfig(schedule=Cosine(warmup_steps=100, min_lr=1e-6)), steps)
     assert optim.schedule == Cosine(warmup_steps=warmup, min_lr=1e-6)
     assert (scaled.validate_every, scaled.checkpoint_every) == (every, "epoch")
@@ -212,13 +281,22 @@ def test_presets_are_as_before_on_the_quickstart() -> None:
     for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.py")):
         for name, preset in runpy.run_path(str(path))["PRESETS"].items():
             below, train = preset.train.scale_below, preset.train
-            assert below is None or str(preset.data.train) == "quickstart/shards/train", (path.stem, name)
+            assert below is None or str(preset.data.train) == "quickstart/shards/train", (
+                path.stem,
+                name,
+            )
             steps = train.total_steps(_QUICKSTART // train.global_batch)
             assert below is None or below <= steps, (path.stem, name, steps)
 
 
 def test_configs_and_command_line_do_not_import_torch() -> None:
     code = (
-        "import sys; from medvl.train import TrainConfig, OptimConfig, choose, to_dict; print('torch' in sys.modules)"
+        "import sys; from medvl.train import TrainConfig, OptimConfig, choose, to_dict; "
+        "print('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )

@@ -32,19 +32,36 @@ def found(folder: Path, name: str) -> list[Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One start of two ranks for all checks that go on after one another."""
     target = tmp_path_factory.mktemp("ranks")
-    names = ("gather", "losses", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole", "threads")
+    names = (
+        "gather",
+        "losses",
+        "ddp",
+        "train",
+        "nan",
+        "disk",
+        "disagree",
+        "lock",
+        "validate",
+        "whole",
+        "threads",
+    )
     run_two_ranks(SCRIPT, target, *names)
     return target
 
 
-@pytest.mark.parametrize(("name", "counts"), [("uneven", COUNTS), ("even", (4, 4)), ("empty", (0, 8))])
-def test_gather_equals_one_process_in_value_and_gradient(name: str, counts: tuple[int, int], folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "counts"), [("uneven", COUNTS), ("even", (4, 4)), ("empty", (0, 8))]
+)
+def test_gather_equals_one_process_in_value_and_gradient(
+    name: str, counts: tuple[int, int], folder: Path
+) -> None:
     whole = rows().requires_grad_()
     weigh(whole).backward()
     assert whole.grad is not None
     for rank, result in enumerate(found(folder, "gather")):
         torch.testing.assert_close(torch.tensor(result[name]["value"], dtype=torch.float64), rows())
-        # Both ranks compute the same loss, so the sum of what they ask of a row is twice what one process asks.
+        # Both ranks compute the same loss, so the sum of what they ask of a row is twice what one
+        # process asks.
         expected = 2 * whole.grad.split(list(counts))[rank]
         grad = torch.tensor(result[name]["grad"], dtype=torch.float64).reshape(expected.shape)
         torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-12)
@@ -56,7 +73,10 @@ def test_gather_of_other_dtypes_and_shapes(folder: Path) -> None:
         assert result["numbers"] == [10, 11]
         assert result["regions"] == [4, 3, 4]
         assert result["alone"] == [rank + 1, 2]
-        assert f"rank {rank} has (2, {3 + rank}), rank {1 - rank} has (2, {4 - rank})" in result["error"]
+        assert (
+            f"rank {rank} has (2, {3 + rank}), rank {1 - rank} has (2, {4 - rank})"
+            in result["error"]
+        )
 
 
 @pytest.mark.fault("N1")
@@ -75,7 +95,9 @@ def test_contrastive_losses_equal_those_of_one_process(name: str, folder: Path) 
             expected = 2 * whole.grad.split(list(COUNTS))[rank]
             assert expected.isfinite().all()
             assert expected.abs().sum() > 0
-            torch.testing.assert_close(torch.tensor(result[name][part]), expected, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                torch.tensor(result[name][part]), expected, rtol=1e-5, atol=1e-7
+            )
 
 
 def test_ddp_gradients_equal_those_of_one_process(folder: Path) -> None:
@@ -101,11 +123,15 @@ def test_run_on_two_ranks_equals_run_on_one(folder: Path, tmp_path: Path) -> Non
     assert first["step"] == second["step"] == alone.step == 6
     assert [a + b for a, b in zip(first["keys"], second["keys"], strict=True)] == loader.handed_out
     for name, tensor in fakes.weights(tmp_path / "alone").items():
-        torch.testing.assert_close(fakes.weights(folder / "train")[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            fakes.weights(folder / "train")[name], tensor, rtol=1e-4, atol=1e-5
+        )
     assert first["metrics"] == second["metrics"] == pytest.approx(dict(alone.metrics), rel=1e-4)
     assert (first["called"], second["called"]) == (3, 0)  # evaluators run on rank 0 only
     ours, theirs = fakes.records(folder / "train"), fakes.records(tmp_path / "alone")
-    assert [(row["kind"], row["step"]) for row in ours] == [(row["kind"], row["step"]) for row in theirs]
+    assert [(row["kind"], row["step"]) for row in ours] == [
+        (row["kind"], row["step"]) for row in theirs
+    ]
     for our, their in zip(ours, theirs, strict=True):
         assert our.pop("kind") == their.pop("kind")
         assert our == pytest.approx(their, rel=1e-4)
@@ -131,8 +157,12 @@ def test_full_disk_on_rank_0_keeps_ranks_in_step(folder: Path) -> None:
 
 def test_ranks_with_different_settings_are_refused(folder: Path) -> None:
     first, second = found(folder, "disagree")
-    assert first == "ranks 0 and 1 differ in settings; start all ranks with the same command and data"
-    assert second == "ranks 1 and 0 differ in settings; start all ranks with the same command and data"
+    assert (
+        first == "ranks 0 and 1 differ in settings; start all ranks with the same command and data"
+    )
+    assert (
+        second == "ranks 1 and 0 differ in settings; start all ranks with the same command and data"
+    )
 
 
 @pytest.mark.fault("F19")
@@ -156,7 +186,10 @@ def test_signal_to_one_rank_stops_both_and_resume_is_exact(folder: Path, tmp_pat
 
 def test_an_error_releases_the_process_group(tmp_path: Path) -> None:
     run_two_ranks(SCRIPT, tmp_path, "error")
-    assert found(tmp_path, "error") == [[1, 0], [1, 0]]  # the traceback keeps DDP, which holds no group any more
+    assert found(tmp_path, "error") == [
+        [1, 0],
+        [1, 0],
+    ]  # the traceback keeps DDP, which holds no group any more
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="frames of C++ are those of Linux")
@@ -165,10 +198,14 @@ def test_a_crash_in_a_library_names_its_place(tmp_path: Path) -> None:
     ended = forked.run([sys.executable, "-c", "import os\nos.abort()"], cwd=tmp_path)
     assert ended.returncode == -signal.SIGABRT
     assert 'program.py", line 4' in ended.stderr
-    assert ended.stderr.index("Fatal Python error: Aborted") < ended.stderr.index("frame #0: c10::FatalSignalHandler")
+    assert ended.stderr.index("Fatal Python error: Aborted") < ended.stderr.index(
+        "frame #0: c10::FatalSignalHandler"
+    )
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts the threads of a process on Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="counts the threads of a process on Linux"
+)
 def test_runs_in_a_process_group_of_the_caller_leave_no_threads(folder: Path) -> None:
     """Each run has a process group for decisions, with threads and connections of its own."""
     for counts in found(folder, "threads"):
@@ -195,6 +232,11 @@ def test_resume_on_another_number_of_ranks_warns(tmp_path: Path) -> None:
     run_two_ranks(SCRIPT, tmp_path, "more_ranks")
     for result in found(tmp_path, "more_ranks"):
         assert result["step"] == 12
-        assert "was written on 1 ranks, this run has 2: the batches are the same" in result["warnings"][0]
+        assert (
+            "was written on 1 ranks, this run has 2: the batches are the same"
+            in result["warnings"][0]
+        )
     for name, tensor in fakes.weights(tmp_path / "whole").items():
-        torch.testing.assert_close(fakes.weights(tmp_path / "one")[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            fakes.weights(tmp_path / "one")[name], tensor, rtol=1e-4, atol=1e-5
+        )

@@ -22,14 +22,16 @@ from medvl.train.fault_tolerance import checkpoint
 from medvl.train.parallel import distributed
 from medvl.train.parallel.distributed import RankInfo
 
-# 24 samples in batches of 4, three batches an update: two updates an epoch, both of three micro-batches;
-# 20 samples: five batches, so the epoch's second update has two.
+# 24 samples in batches of 4, three batches an update: two updates an epoch, both of three
+# micro-batches; 20 samples: five batches, so the epoch's second update has two.
 SETTINGS: dict[str, Any] = {"epochs": 3, "global_batch": 12, "accumulate": 3, "log_every": 2}
 LAST_STEP = 6
 
 
 class StopAt(FakeLoader):
-    """Sends this process a signal while the given micro-batch (counted over the whole run) is handed out."""
+    """Sends this process a signal while the given micro-batch (counted over the whole run) is
+    handed out.
+    """
 
     def __init__(self, at: int, number: signal.Signals = signal.SIGTERM) -> None:
         super().__init__(20, 4)
@@ -46,12 +48,19 @@ def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
 
 
-def run(run_dir: Path, loader: FakeLoader | None = None, schedule: Any = None, **changes: Any) -> Any:
+def run(
+    run_dir: Path, loader: FakeLoader | None = None, schedule: Any = None, **changes: Any
+) -> Any:
     model = TwoTowers(TwoTowersConfig(dropout=0.3, norm=True))
     return train(
         model,
         loader or FakeLoader(20, 4),
-        optim=fakes.optim(optimizer="sgd", momentum=0.9, clip_norm=1.0, schedule=schedule or Cosine(warmup_steps=2)),
+        optim=fakes.optim(
+            optimizer="sgd",
+            momentum=0.9,
+            clip_norm=1.0,
+            schedule=schedule or Cosine(warmup_steps=2),
+        ),
         config=fakes.config(run_dir, **{**SETTINGS, **changes}),
         valid_loader=fakes.valid_batches(),
     )
@@ -90,7 +99,9 @@ def test_seed_changes_the_weights(undisturbed: Path, tmp_path: Path) -> None:
 
 @pytest.mark.fault("F4")
 @pytest.mark.parametrize("at", [0, 1, 4, 5, 8, 11, 13], ids=lambda at: f"micro-batch {at}")
-def test_sigterm_saves_and_exits_with_0_and_resume_is_exact(at: int, undisturbed: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_with_0_and_resume_is_exact(
+    at: int, undisturbed: Path, tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit) as ended:
         run(tmp_path, StopAt(at))
     assert ended.value.code == 0
@@ -120,13 +131,17 @@ def test_resume_after_any_step_is_exact(step: int, undisturbed: Path, tmp_path: 
 
 @pytest.mark.fault("F7")
 def test_resume_with_plateau_and_adam_is_exact(tmp_path: Path) -> None:
-    """The rate, and the count of validations without improvement, come back: here the rate falls after each one."""
+    """The rate, and the count of validations without improvement, come back: here the rate falls
+    after each one.
+    """
 
     def go(name: str, loader: FakeLoader | None = None) -> None:
         train(
             TwoTowers(TwoTowersConfig(dropout=0.5)),
             loader or FakeLoader(20, 4),
-            optim=fakes.optim(schedule=Plateau(factor=0.5, patience=1, threshold=0.9), weight_decay=0.1),
+            optim=fakes.optim(
+                schedule=Plateau(factor=0.5, patience=1, threshold=0.9), weight_decay=0.1
+            ),
             config=fakes.config(tmp_path / name, epochs=4, validate_every=3),
             valid_loader=fakes.valid_batches(),
         )
@@ -153,7 +168,9 @@ def test_run_can_be_extended_with_a_constant_rate(tmp_path: Path) -> None:
     run(tmp_path / "whole", schedule=Constant(), epochs=4)
     run(tmp_path / "longer", schedule=Constant(), epochs=2)
     assert run(tmp_path / "longer", schedule=Constant(), epochs=4).step == 8
-    assert torch.equal(weights(tmp_path / "whole")["image.weight"], weights(tmp_path / "longer")["image.weight"])
+    assert torch.equal(
+        weights(tmp_path / "whole")["image.weight"], weights(tmp_path / "longer")["image.weight"]
+    )
 
 
 def test_resume_from_another_runs_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
@@ -163,9 +180,13 @@ def test_resume_from_another_runs_checkpoint(undisturbed: Path, tmp_path: Path) 
     with pytest.raises(SystemExit):
         run(tmp_path / "second", StopAt(10), resume=source)
     loader = FakeLoader(20, 4)
-    run(tmp_path / "second", loader, resume=source)  # given again: goes on with its own checkpoint, not from the start
+    run(
+        tmp_path / "second", loader, resume=source
+    )  # given again: goes on with its own checkpoint, not from the start
     assert len(loader.handed_out) == 2
-    assert torch.equal(weights(tmp_path / "second")["image.weight"], weights(undisturbed)["image.weight"])
+    assert torch.equal(
+        weights(tmp_path / "second")["image.weight"], weights(undisturbed)["image.weight"]
+    )
 
 
 def test_resume_refuses_an_older_checkpoint_of_the_same_run(tmp_path: Path) -> None:
@@ -184,7 +205,11 @@ def test_resume_never_refuses_a_used_folder(undisturbed: Path, tmp_path: Path) -
     ("changes", "field", "values"),
     [
         ({"seed": 7}, "train.seed", "was 0 and is 7"),
-        ({"accumulate": 1, "global_batch": 4}, "train.global_batch", "train.accumulate was 3 and is 1"),
+        (
+            {"accumulate": 1, "global_batch": 4},
+            "train.global_batch",
+            "train.accumulate was 3 and is 1",
+        ),
         ({"precision": "bf16"}, "train.precision", "was 'fp32' and is 'bf16'"),
         ({"epochs": 4}, "train.total_steps", "was 6 and is 8"),
         ({"schedule": Cosine(warmup_steps=1)}, "optim.schedule.warmup_steps", "was 2 and is 1"),
@@ -204,11 +229,27 @@ def test_resume_refuses_a_checkpoint_of_another_run(
 @pytest.mark.parametrize(
     ("changes", "advice", "absent"),
     [
-        ({"accumulate": 1, "global_batch": 4}, "--train.accumulate 3", "number of steps"),  # which follows
+        (
+            {"accumulate": 1, "global_batch": 4},
+            "--train.accumulate 3",
+            "number of steps",
+        ),  # which follows
         ({"seed": 7}, "--train.seed 0", "number of steps"),
-        ({"epochs": 4}, "the number of steps (train.epochs, train.steps) was 6 and is 8", "--train.total-steps"),
-        ({"schedule": Cosine(warmup_steps=1)}, "--optim.schedule.warmup-steps 2", "number of steps"),
-        ({"schedule": Constant()}, "was 'Cosine' and is 'Constant'", "schedule.kind Cosine"),  # no option sets it
+        (
+            {"epochs": 4},
+            "the number of steps (train.epochs, train.steps) was 6 and is 8",
+            "--train.total-steps",
+        ),
+        (
+            {"schedule": Cosine(warmup_steps=1)},
+            "--optim.schedule.warmup-steps 2",
+            "number of steps",
+        ),
+        (
+            {"schedule": Constant()},
+            "was 'Cosine' and is 'Constant'",
+            "schedule.kind Cosine",
+        ),  # no option sets it
     ],
 )
 def test_the_refusal_names_the_options_with_which_the_run_resumes(
@@ -226,7 +267,9 @@ def test_resume_refuses_a_checkpoint_of_another_model(undisturbed: Path) -> None
         train(
             TwoTowers(TwoTowersConfig(dropout=0.3, norm=True, width=9)),
             FakeLoader(20, 4),
-            optim=fakes.optim(optimizer="sgd", momentum=0.9, clip_norm=1.0, schedule=Cosine(warmup_steps=2)),
+            optim=fakes.optim(
+                optimizer="sgd", momentum=0.9, clip_norm=1.0, schedule=Cosine(warmup_steps=2)
+            ),
             config=fakes.config(undisturbed, **SETTINGS),
             valid_loader=fakes.valid_batches(),
         )
@@ -241,7 +284,9 @@ def test_second_run_in_a_locked_folder_is_refused(tmp_path: Path) -> None:
     assert run(tmp_path).step == LAST_STEP
 
 
-def test_resume_removes_later_records_and_a_truncated_line(undisturbed: Path, tmp_path: Path) -> None:
+def test_resume_removes_later_records_and_a_truncated_line(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path, StopAt(6))
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -283,7 +328,9 @@ def test_the_heap_is_set_before_gloo_starts_threads(monkeypatch: pytest.MonkeyPa
     assert calls[3:] == ["destroy_process_group"]
 
 
-@pytest.mark.parametrize(("idle", "fixed", "expected"), [(0, None, 1), (1, None, 1), (9, None, 2), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("idle", "fixed", "expected"), [(0, None, 1), (1, None, 1), (9, None, 2), (1, 2, 2)]
+)
 def test_a_run_leaves_busy_cores_alone(
     idle: int, fixed: int | None, expected: int, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,14 +341,19 @@ def test_a_run_leaves_busy_cores_alone(
     assert torch.get_num_threads() == 2
 
 
-def test_an_error_of_a_setting_restores_the_others(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_setting_restores_the_others(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(mode: bool) -> None:
         if mode:
             raise RuntimeError("refused")
 
     monkeypatch.setattr(torch, "use_deterministic_algorithms", refuse)
     ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="refused"), distributed.machine_settings(ranks, 1, True, "fp32"):
+    with (
+        pytest.raises(RuntimeError, match="refused"),
+        distributed.machine_settings(ranks, 1, True, "fp32"),
+    ):
         raise AssertionError("the run began")
     assert torch.get_num_threads() == 2
 
@@ -332,5 +384,8 @@ def test_run_uses_configured_logging(tmp_path: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, logger="medvl"):
         run(tmp_path)
     lines = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith("step 2 of 6: loss ") and "pairs/s" in line and "ETA" in line for line in lines)
+    assert any(
+        line.startswith("step 2 of 6: loss ") and "pairs/s" in line and "ETA" in line
+        for line in lines
+    )
     assert any(line.startswith("validation after step 2: loss ") for line in lines)

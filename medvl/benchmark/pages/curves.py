@@ -1,4 +1,6 @@
-"""Plots of a benchmark: losses of the trainings, metrics by share of pairs and labels, and quality beside cost."""
+"""Plots of a benchmark: losses of the trainings, metrics by share of pairs and labels, and
+quality beside cost.
+"""
 
 import itertools
 import statistics
@@ -16,9 +18,11 @@ _BELOW_ZERO = "-below-zero", ", losses that fall below zero", "loss"
 
 
 def loss_section(found: Measurements, store: Store) -> Pictures | None:
-    """Return the training losses of the first seed, relative to the first record; None without records.
+    """Return the training losses of the first seed, relative to the first record; None without
+    records.
 
-    Losses that fall below zero, such as bounds of mutual information, have a plot of their own, as they are.
+    Losses that fall below zero, such as bounds of mutual information, have a plot of their own, as
+    they are.
     """
     strips = []
     for family, title in FAMILIES.items():
@@ -29,15 +33,25 @@ def loss_section(found: Measurements, store: Store) -> Pictures | None:
                 if curve is not None:
                     lines[", ".join(filter(None, [row.name, group_name(found, row.group)]))] = curve
         below = {name: curve for name, curve in lines.items() if min(curve[1]) < 0}
-        ratios = {name: (x, [y / ys[0] for y in ys]) for name, (x, ys) in lines.items() if name not in below}
-        for drawn, suffix, which, unit in ((ratios, "", "", "loss / first loss"), (below, *_BELOW_ZERO)):
+        ratios = {
+            name: (x, [y / ys[0] for y in ys])
+            for name, (x, ys) in lines.items()
+            if name not in below
+        }
+        for drawn, suffix, which, unit in (
+            (ratios, "", "", "loss / first loss"),
+            (below, *_BELOW_ZERO),
+        ):
             if drawn:
                 plot = line_plot(f"losses-{family}{suffix}", drawn, "step", unit)
                 picture = _picture(plot, "Training losses by step.")
                 strips.append(Strip(title=f"{title.capitalize()}s{which}", pictures=[picture]))
     if not strips:
         return None
-    caption = "First seed. The losses of different systems are sums of different terms: compare only their shapes."
+    caption = (
+        "First seed. The losses of different systems are sums of different terms: compare "
+        "only their shapes."
+    )
     return Pictures(title="Training", strips=strips, caption=caption, kind="wide")
 
 
@@ -52,21 +66,29 @@ def share_sections(found: Measurements) -> list[Section]:
         lines: list[list[Cell | str]] = []
         for title in found.columns:
             of_system: dict[str, list[SystemRow]] = {}
-            for row in sorted((row for row in rows if title in row.metrics), key=lambda row: row.share):
+            for row in sorted(
+                (row for row in rows if title in row.metrics), key=lambda row: row.share
+            ):
                 of_system.setdefault(row.name, []).append(row)
             curves = {
                 system: ([row.share for row in own], [row.metrics[title].value for row in own])
                 for system, own in of_system.items()
             }
             if curves:
-                plot = line_plot(slug(f"share {name} {title}"), curves, "share of the pairs", title, log_x=True)
-                strips.append(Strip(title=title, pictures=[_picture(plot, f"{title} by share of the pairs.")]))
+                plot = line_plot(
+                    slug(f"share {name} {title}"), curves, "share of the pairs", title, log_x=True
+                )
+                strips.append(
+                    Strip(title=title, pictures=[_picture(plot, f"{title} by share of the pairs.")])
+                )
         shares = sorted(found.plan.config.shares)
         for system in dict.fromkeys(row.name for row in rows):
             for title in found.columns:
                 task = found.tasks[title]
                 own = {
-                    row.share: measured_cell(row.metrics[title], len(row.runs)) if title in row.metrics else FAILED
+                    row.share: measured_cell(row.metrics[title], len(row.runs))
+                    if title in row.metrics
+                    else FAILED
                     for row in rows
                     if row.name == system and (title in row.metrics or task in row.failed)
                 }
@@ -75,7 +97,8 @@ def share_sections(found: Measurements) -> list[Section]:
                     lines.append([f"{system}, {title}", *cells])
         heading = titled("Shares of the pairs", name)
         caption = (
-            "All runs have the same number of steps: with few pairs they see each pair more often. Where there are "
+            "All runs have the same number of steps: with few pairs they see each pair more "
+            "often. Where there are "
             "fewer pairs than a batch, a batch has all of them."
         )
         sections.append(Pictures(title=heading, strips=strips, caption=caption, kind="wide"))
@@ -93,19 +116,33 @@ def label_sections(found: Measurements) -> list[Section]:
         for probe, titles in probes.items():
             curves = {}
             for row in rows:
-                own = {share: row.metrics[title].value for share, title in titles.items() if title in row.metrics}
+                own = {
+                    share: row.metrics[title].value
+                    for share, title in titles.items()
+                    if title in row.metrics
+                }
                 if own:
                     curves[row.title] = (list(own), list(own.values()))
             if curves:
-                plot = line_plot(slug(f"labels {name} {probe}"), curves, "share of the labels", probe, log_x=True)
-                strips.append(Strip(title=probe, pictures=[_picture(plot, f"{probe} by share of the labels.")]))
+                plot = line_plot(
+                    slug(f"labels {name} {probe}"), curves, "share of the labels", probe, log_x=True
+                )
+                strips.append(
+                    Strip(
+                        title=probe, pictures=[_picture(plot, f"{probe} by share of the labels.")]
+                    )
+                )
         if strips:
-            sections.append(Pictures(title=titled("Shares of the labels", name), strips=strips, kind="wide"))
+            sections.append(
+                Pictures(title=titled("Shares of the labels", name), strips=strips, kind="wide")
+            )
     return sections
 
 
 def _probes(found: Measurements) -> dict[str, dict[float, str]]:
-    """Return task, metric and target -> share of the labels -> title, of columns such as auroc@10%."""
+    """Return task, metric and target -> share of the labels -> title, of columns such as
+    auroc@10%.
+    """
     probes: dict[str, dict[float, str]] = {}
     for title, column in found.columns.items():
         metric, at, share = column.metric.partition("@")
@@ -116,7 +153,9 @@ def _probes(found: Measurements) -> dict[str, dict[float, str]]:
     return {name: dict(sorted(titles.items())) for name, titles in probes.items()}
 
 
-def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Pictures | None:
+def cost_section(
+    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
+) -> Pictures | None:
     """Return quality beside training time for each column; None without costs."""
     name, strips = group_name(found, group), []
     for title in found.columns:
@@ -127,8 +166,14 @@ def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
                 points[row.name] = (statistics.mean(minutes), row.metrics[title].value)
         if len(points) > 1:
             plot = labelled_points(slug(f"cost {name} {title}"), points, "training, minutes", title)
-            strips.append(Strip(title=title, pictures=[_picture(plot, f"{title} by minutes of training.")]))
-    return Pictures(title=titled("Quality by training time", name), strips=strips, kind="wide") if strips else None
+            strips.append(
+                Strip(title=title, pictures=[_picture(plot, f"{title} by minutes of training.")])
+            )
+    return (
+        Pictures(title=titled("Quality by training time", name), strips=strips, kind="wide")
+        if strips
+        else None
+    )
 
 
 def _picture(plot: Plot, alternative: str) -> Picture:
@@ -137,7 +182,11 @@ def _picture(plot: Plot, alternative: str) -> Picture:
 
 def _losses(store: Store, run: Run) -> tuple[list[float], list[float]] | None:
     records = read_records(store.folder(run) / "run")
-    points = [(record["step"], record["loss"]) for record in records if record["kind"] == "train" and record["loss"]]
+    points = [
+        (record["step"], record["loss"])
+        for record in records
+        if record["kind"] == "train" and record["loss"]
+    ]
     if not points:
         return None
     return [step for step, _ in points], [loss for _, loss in points]

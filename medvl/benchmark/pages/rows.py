@@ -1,4 +1,6 @@
-"""Measured systems: the runs of a benchmark that differ in the seed only, with their metrics, costs and failures."""
+"""Measured systems: the runs of a benchmark that differ in the seed only, with their metrics,
+costs and failures.
+"""
 
 import dataclasses
 import math
@@ -58,10 +60,16 @@ class SystemRow:
 
     @property
     def title(self) -> str:
-        """Name, that of weights before the training, and how many seeds are trained where not all are."""
+        """Name, that of weights before the training, and how many seeds are trained where not
+        all are.
+        """
         trained = len(self.costs)
         seeds = f" ({trained} of {len(self.runs)} seeds)" if 0 < trained < len(self.runs) else ""
-        return f"{self.name}{seeds}" if self.weights == "trained" else f"{self.name}, before training{seeds}"
+        return (
+            f"{self.name}{seeds}"
+            if self.weights == "trained"
+            else f"{self.name}, before training{seeds}"
+        )
 
     @property
     def group(self) -> tuple[str, str]:
@@ -82,7 +90,9 @@ class Measurements:
     failures: tuple[Failure, ...]
 
     def empty_columns(self) -> dict[str, str]:
-        """Return title -> reason of the columns of the file that no result of their task has a row for."""
+        """Return title -> reason of the columns of the file that no result of their task has a
+        row for.
+        """
         config, found = self.plan.config, {}
         own = {command.name: command.columns for command in config.commands}
         for task, columns in (*own.items(), *config.columns.items()):
@@ -108,7 +118,9 @@ def measure_systems(plan: Plan, store: Store) -> Measurements:
     for run in plan.runs:
         if run.tasks:
             grouped.setdefault((run.name, run.corpus.name, run.start, run.share), []).append(run)
-    kinds: tuple[Weights, ...] = ("trained", "start") if plan.config.evaluation.random_start else ("trained",)
+    kinds: tuple[Weights, ...] = (
+        ("trained", "start") if plan.config.evaluation.random_start else ("trained",)
+    )
     rows = [_row(runs, weights, store, columns) for runs in grouped.values() for weights in kinds]
     tasks = {column.title: task for task, found in columns.items() for column in found}
     shown = {
@@ -117,10 +129,18 @@ def measure_systems(plan: Plan, store: Store) -> Measurements:
         for column in found
         if any(column.title in row.metrics or task in row.failed for row in rows)
     }
-    return Measurements(plan=plan, rows=tuple(rows), columns=shown, tasks=tasks, failures=tuple(_failures(plan, store)))
+    return Measurements(
+        plan=plan,
+        rows=tuple(rows),
+        columns=shown,
+        tasks=tasks,
+        failures=tuple(_failures(plan, store)),
+    )
 
 
-def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[str, tuple[Column, ...]]) -> SystemRow:
+def _row(
+    runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[str, tuple[Column, ...]]
+) -> SystemRow:
     first = runs[0]
     metrics, refused, failed, waiting, seconds, names = {}, {}, set(), set(), 0.0, {}
     for task in first.tasks:
@@ -134,8 +154,14 @@ def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[s
                     failed.add(task)
                 else:
                     refused[task] = one.reason
-        done = [(folder, one) for folder, one in zip(folders, found, strict=True) if isinstance(one, Results)]
-        names[task] = frozenset((row.metric, row.target, row.subgroup) for _, one in done for row in one.rows)
+        done = [
+            (folder, one)
+            for folder, one in zip(folders, found, strict=True)
+            if isinstance(one, Results)
+        ]
+        names[task] = frozenset(
+            (row.metric, row.target, row.subgroup) for _, one in done for row in one.rows
+        )
         seconds += sum(read_seconds(folder) or 0.0 for folder, _ in done)
         for column in columns[task]:
             measured = _measured(done, column)
@@ -191,25 +217,41 @@ def _lacking(names: frozenset[RowName], column: Column) -> str:
         return f"no metric {column.metric!r}; {nearest(column.metric, metrics)}"
     targets = {target for metric, target, _ in names if metric == column.metric}
     if not targets & {*column.targets}:
-        return f"no target {' or '.join(column.targets)} of {column.metric}; {nearest(column.targets[0], targets)}"
+        return (
+            f"no target {' or '.join(column.targets)} of {column.metric}; "
+            f"{nearest(column.targets[0], targets)}"
+        )
     subgroups = {
-        f"{part!r}" for metric, target, part in names if (metric, target in column.targets) == (column.metric, True)
+        f"{part!r}"
+        for metric, target, part in names
+        if (metric, target in column.targets) == (column.metric, True)
     }
-    return f"no value of {column.metric} in the subgroup {column.subgroup!r}; known: {', '.join(sorted(subgroups))}"
+    return (
+        f"no value of {column.metric} in the subgroup {column.subgroup!r}; known: "
+        f"{', '.join(sorted(subgroups))}"
+    )
 
 
 def _over(results: Results, row: MetricRow) -> str:
-    """Return the target of a row; of a mean over classes with those that have a value, as far as rows show them.
+    """Return the target of a row; of a mean over classes with those that have a value, as far as
+    rows show them.
 
-    A mean in a subgroup has the classes of its attribute: the groups of a gap differ between classes. A metric that is
-    derived from another one, such as auroc_sd, has its classes where it has no rows of its own.
+    A mean in a subgroup has the classes of its attribute: the groups of a gap differ between
+    classes. A metric that is derived from another one, such as auroc_sd, has its classes where it
+    has no rows of its own.
     """
     if row.target == "macro":
         derived = row.metric.partition("_")[0]
         for metric, subgroup in ((row.metric, row.subgroup), (row.metric, ""), (derived, "")):
             name = (metric, subgroup.partition(": ")[0])
-            rows = [one for one in results.rows if (one.metric, one.subgroup.partition(": ")[0]) == name]
-            classes = {one.target for one in rows if one.target not in SUMMARY_TARGETS and not math.isnan(one.value)}
+            rows = [
+                one for one in results.rows if (one.metric, one.subgroup.partition(": ")[0]) == name
+            ]
+            classes = {
+                one.target
+                for one in rows
+                if one.target not in SUMMARY_TARGETS and not math.isnan(one.value)
+            }
             if classes:
                 return f"macro of {', '.join(sorted(classes))}"
     return row.target

@@ -16,7 +16,8 @@ FAMILIES = {
 }
 _DASH, FAILED, _WAITING = "–", "failed", "to do"
 _APART = (
-    "the systems have other test items or other references, or predictions that give no resamples, and are compared as "
+    "the systems have other test items or other references, or predictions that give no "
+    "resamples, and are compared as "
     "independent"
 )
 
@@ -37,7 +38,14 @@ def survey_table(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
     """Return the table of all systems: what they are, and the first metric of each task."""
     first = _first_columns(found, rows)
     lines: list[list[Cell | str]] = [
-        [row.title, FAMILIES[row.family], _terms(row), _encoders(row), row.corpus, *_cells(found, row, first)]
+        [
+            row.title,
+            FAMILIES[row.family],
+            _terms(row),
+            _encoders(row),
+            row.corpus,
+            *_cells(found, row, first),
+        ]
         for row in rows
         if row.weights == "trained"
     ]
@@ -47,18 +55,26 @@ def survey_table(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
         title=titled("All systems", group_name(found, group)),
         columns=["system", *about, *first],
         rows=lines,
-        caption="The first metric of each task, with 95% intervals over test items and, where there are several, over "
-        "seeds. Losses are the terms that the training logged. A dash: the task does not apply, or the system takes no "
+        caption="The first metric of each task, with 95% intervals over test items and, where "
+        "there are several, over "
+        "seeds. Losses are the terms that the training logged. A dash: the task does not apply, "
+        "or the system takes no "
         "part.",
     )
 
 
-def family_tables(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> list[Table]:
+def family_tables(
+    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
+) -> list[Table]:
     """Return a table of all metrics for each family."""
     tables = []
     for family, title in FAMILIES.items():
         own = [row for row in rows if row.family == family]
-        titles = [name for name in found.columns if any(name in row.metrics or _has(found, row, name) for row in own)]
+        titles = [
+            name
+            for name in found.columns
+            if any(name in row.metrics or _has(found, row, name) for row in own)
+        ]
         if own and titles:
             tables.append(
                 Table(
@@ -72,7 +88,9 @@ def family_tables(found: Measurements, group: tuple[str, str], rows: Sequence[Sy
 
 
 def ranks_of(found: Measurements, rows: Sequence[SystemRow]) -> dict[str, dict[str, Rank]]:
-    """Return column -> system -> rank, of the trained systems of a group; without columns of unequal classes."""
+    """Return column -> system -> rank, of the trained systems of a group; without columns of
+    unequal classes.
+    """
     return {
         title: rank_systems(measured, higher_is_better=found.columns[title].higher_is_better)
         for title, measured in _ranked(found, rows)
@@ -80,16 +98,26 @@ def ranks_of(found: Measurements, rows: Sequence[SystemRow]) -> dict[str, dict[s
     }
 
 
-def _ranked(found: Measurements, rows: Sequence[SystemRow]) -> Iterator[tuple[str, dict[str, Measured]]]:
+def _ranked(
+    found: Measurements, rows: Sequence[SystemRow]
+) -> Iterator[tuple[str, dict[str, Measured]]]:
     """Yield (column, system -> metric) of the columns in which several systems compete."""
     for title, column in found.columns.items():
-        measured = {row.name: row.metrics[title] for row in rows if row.weights == "trained" and title in row.metrics}
+        measured = {
+            row.name: row.metrics[title]
+            for row in rows
+            if row.weights == "trained" and title in row.metrics
+        }
         if len(measured) > 1 and not column.is_baseline:
             yield title, measured
 
 
-def unranked_table(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Table | None:
-    """Return the columns whose systems have means over different classes, which are not ranked; None without any."""
+def unranked_table(
+    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
+) -> Table | None:
+    """Return the columns whose systems have means over different classes, which are not ranked;
+    None without any.
+    """
     lines: list[list[Cell | str]] = []
     for title, measured in _ranked(found, rows):
         if not comparable(measured.values()):
@@ -102,19 +130,32 @@ def unranked_table(found: Measurements, group: tuple[str, str], rows: Sequence[S
         title=titled("Columns that are not ranked", group_name(found, group)),
         columns=["column", "systems", "over"],
         rows=lines,
-        caption="Means over different classes do not compare. Evaluate all systems on the same ones: `--labels` of a "
-        "command, or the classes of the corpus's prompts; evaluations that are removed are made again.",
+        caption="Means over different classes do not compare. Evaluate all systems on the same "
+        "ones: `--labels` of a "
+        "command, or the classes of the corpus's prompts; evaluations that are removed are made "
+        "again.",
     )
 
 
 def ranks_table(
-    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow], ranks: Mapping[str, Mapping[str, Rank]]
+    found: Measurements,
+    group: tuple[str, str],
+    rows: Sequence[SystemRow],
+    ranks: Mapping[str, Mapping[str, Rank]],
 ) -> Table:
-    """Return the ranks of all systems in all columns, with their intervals and the mean over columns."""
-    trained = [row for row in rows if row.weights == "trained" and any(row.name in of for of in ranks.values())]
+    """Return the ranks of all systems in all columns, with their intervals and the mean over
+    columns.
+    """
+    trained = [
+        row
+        for row in rows
+        if row.weights == "trained" and any(row.name in of for of in ranks.values())
+    ]
 
     def mean(row: SystemRow) -> float:
-        return statistics.mean((of[row.name].rank - 1) / (len(of) - 1) for of in ranks.values() if row.name in of)
+        return statistics.mean(
+            (of[row.name].rank - 1) / (len(of) - 1) for of in ranks.values() if row.name in of
+        )
 
     lines: list[list[Cell | str]] = []
     for row in sorted(trained, key=mean):
@@ -124,22 +165,32 @@ def ranks_table(
         title=titled("Ranks", group_name(found, group)),
         columns=["system", "mean place", *ranks],
         rows=lines,
-        caption="Brackets: the ranks that 95% simultaneous intervals allow. All pairs of systems of a column are "
-        "compared on the same resamples of the test items where their predictions are paired, and corrected by Holm's "
-        "method. The mean place is the mean over the columns of (rank - 1) / (systems - 1): 0 is first everywhere, 1 "
+        caption="Brackets: the ranks that 95% simultaneous intervals allow. All pairs of "
+        "systems of a column are "
+        "compared on the same resamples of the test items where their predictions are paired, "
+        "and corrected by Holm's "
+        "method. The mean place is the mean over the columns of (rank - 1) / (systems - 1): 0 "
+        "is first everywhere, 1 "
         "last. It has no interval, and systems of different tasks are not comparable by it.",
     )
 
 
 def rank_tables(
-    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow], ranks: Mapping[str, Mapping[str, Rank]]
+    found: Measurements,
+    group: tuple[str, str],
+    rows: Sequence[SystemRow],
+    ranks: Mapping[str, Mapping[str, Rank]],
 ) -> list[Table]:
     """Return a table for each column: value, rank and the gap to the best."""
     by_name = {row.name: row for row in rows if row.weights == "trained"}
     tables = []
     for title, of_column in ranks.items():
         lines: list[list[Cell | str]] = [
-            [name, measured_cell(by_name[name].metrics[title], len(by_name[name].runs), bar=True), _rank_cell(rank)]
+            [
+                name,
+                measured_cell(by_name[name].metrics[title], len(by_name[name].runs), bar=True),
+                _rank_cell(rank),
+            ]
             for name, rank in of_column.items()
         ]
         tables.append(
@@ -183,14 +234,18 @@ def cost_table(found: Measurements, group: tuple[str, str], rows: Sequence[Syste
             *("memory, GiB", "pairs/s", "evaluations, min", *first),
         ],
         rows=lines,
-        caption="Means over seeds. Training: steps times the median time of a step, also where a run was interrupted. "
-        "CPU: processor time of the training process, not known of runs that were resumed. Memory: peak of the GPU, or "
+        caption="Means over seeds. Training: steps times the median time of a step, also where "
+        "a run was interrupted. "
+        "CPU: processor time of the training process, not known of runs that were resumed. "
+        "Memory: peak of the GPU, or "
         "of the process on a CPU. Evaluations that were interrupted: the time of their last part.",
     )
 
 
 def cost_cells(row: SystemRow) -> list[str]:
-    """Return device, parameters, steps, minutes, memory and speed of a row's runs, as means over its seeds."""
+    """Return device, parameters, steps, minutes, memory and speed of a row's runs, as means over
+    its seeds.
+    """
 
     def mean(name: str, scale: float, digits: int) -> str:
         values = [value for cost in row.costs if (value := getattr(cost, name)) is not None]
@@ -201,7 +256,11 @@ def cost_cells(row: SystemRow) -> list[str]:
         ", ".join(dict.fromkeys(cost.device for cost in row.costs)),
         *(mean("parameters", 1e6, 1), mean("steps", 1, 0), mean("train_seconds", 60, 1)),
         f"{statistics.mean(cpu):.1f}" if cpu else _DASH,
-        *(mean("peak_memory_gb", 1, 2), mean("pairs_per_second", 1, 0), f"{row.evaluation_seconds / 60:.1f}"),
+        *(
+            mean("peak_memory_gb", 1, 2),
+            mean("pairs_per_second", 1, 0),
+            f"{row.evaluation_seconds / 60:.1f}",
+        ),
     ]
 
 
@@ -215,18 +274,24 @@ def failures_table(found: Measurements) -> Table:
         title="Failures",
         columns=["run", "part", "reason", "log"],
         rows=lines,
-        caption="--retry-failed repeats the runs and evaluations that failed." if found.failures else "No run failed.",
+        caption="--retry-failed repeats the runs and evaluations that failed."
+        if found.failures
+        else "No run failed.",
     )
 
 
 def refusals_table(found: Measurements) -> Table:
     """Return the tasks that do not apply to systems of their family."""
-    reasons = dict.fromkeys((row.name, task, reason) for row in found.rows for task, reason in row.refused.items())
+    reasons = dict.fromkeys(
+        (row.name, task, reason) for row in found.rows for task, reason in row.refused.items()
+    )
     return Table(
         title="Tasks that do not apply",
         columns=["system", "task", "reason"],
         rows=[list(line) for line in reasons],
-        caption="These are dashes in the tables." if reasons else "All tasks applied to all systems of their families.",
+        caption="These are dashes in the tables."
+        if reasons
+        else "All tasks applied to all systems of their families.",
     )
 
 
@@ -239,7 +304,8 @@ def empty_columns_table(found: Measurements) -> Table | None:
         title="Columns without values",
         columns=["column", "reason"],
         rows=[list(line) for line in reasons.items()],
-        caption="No result of their tasks has these rows. Correct metric, targets or subgroup of the column.",
+        caption="No result of their tasks has these rows. Correct metric, targets or subgroup "
+        "of the column.",
     )
 
 
@@ -247,35 +313,50 @@ def columns_table(found: Measurements) -> Table:
     """Return the task, metric and direction of every column."""
     lines: list[list[Cell | str]] = []
     for title, column in found.columns.items():
-        over = ", ".join(filter(None, [" or ".join(column.targets), column.subgroup.removesuffix(": ")]))
+        over = ", ".join(
+            filter(None, [" or ".join(column.targets), column.subgroup.removesuffix(": ")])
+        )
         better = _DASH if column.is_baseline else "higher" if column.higher_is_better else "lower"
         lines.append([title, found.tasks[title], column.metric, over, better])
     return Table(
         title="Columns",
         columns=["column", "task", "metric", "of", "better"],
         rows=lines,
-        caption="Metrics by their names in results.json. AUROC, recall, accuracy and F1 are fractions of one.",
+        caption="Metrics by their names in results.json. AUROC, recall, accuracy and F1 are "
+        "fractions of one.",
     )
 
 
 def measured_cell(measured: Measured, seeds: int, *, bar: bool = False) -> Cell:
-    """Return the cell of a metric with its interval; of fewer than `seeds` seeds their number is added."""
+    """Return the cell of a metric with its interval; of fewer than `seeds` seeds their number is
+    added.
+    """
     low, high = measured.interval
     count = len(measured.values)
-    text = f"{measured.value:z.3f}" if count >= seeds else f"{measured.value:z.3f} ({count} of {seeds} seeds)"
+    text = (
+        f"{measured.value:z.3f}"
+        if count >= seeds
+        else f"{measured.value:z.3f} ({count} of {seeds} seeds)"
+    )
     if math.isnan(low):
         return Cell(text=text, interval=(math.nan, measured.value, math.nan))
-    return Cell(text=text, small=f"[{low:z.3f}, {high:z.3f}]", interval=(low, measured.value, high), bar=bar)
+    return Cell(
+        text=text, small=f"[{low:z.3f}, {high:z.3f}]", interval=(low, measured.value, high), bar=bar
+    )
 
 
-def _cells(found: Measurements, row: SystemRow, titles: Sequence[str], *, bar: bool = False) -> list[Cell | str]:
+def _cells(
+    found: Measurements, row: SystemRow, titles: Sequence[str], *, bar: bool = False
+) -> list[Cell | str]:
     cells: list[Cell | str] = []
     for title in titles:
         if title in row.metrics:
             cells.append(measured_cell(row.metrics[title], len(row.runs), bar=bar))
         else:
             task = found.tasks[title]
-            cells.append(FAILED if task in row.failed else _WAITING if task in row.waiting else _DASH)
+            cells.append(
+                FAILED if task in row.failed else _WAITING if task in row.waiting else _DASH
+            )
     return cells
 
 
@@ -317,15 +398,18 @@ def _seeds_caption(found: Measurements) -> str:
 # paired differences.
 
 _CAPTION = (
-    "95% intervals, paired over test items where the predictions allow it; they are not corrected for the number of "
+    "95% intervals, paired over test items where the predictions allow it; they are not "
+    "corrected for the number of "
     "comparisons. The tick marks no difference. {seeds}"
 )
 
 
 def gain_tables(found: Measurements) -> list[Table]:
-    """Return the differences of trained systems from their start weights, and of starts from the first one.
+    """Return the differences of trained systems from their start weights, and of starts from the
+    first one.
 
-    There are none for a benchmark with one start that does not evaluate the weights before the training.
+    There are none for a benchmark with one start that does not evaluate the weights before the
+    training.
     """
     tables: list[Table] = []
     for group, rows in found.groups().items():
@@ -344,26 +428,38 @@ def _pairs(
     rows: Sequence[SystemRow], weights: str, others: Sequence[SystemRow], other_weights: str
 ) -> list[tuple[SystemRow, SystemRow]]:
     by_name = {row.name: row for row in others if row.weights == other_weights}
-    pairs = [(row, by_name[row.name]) for row in rows if row.weights == weights and row.name in by_name]
+    pairs = [
+        (row, by_name[row.name]) for row in rows if row.weights == weights and row.name in by_name
+    ]
     return [(one, other) for one, other in pairs if one.metrics.keys() & other.metrics.keys()]
 
 
-def _table(found: Measurements, title: str, pairs: Sequence[tuple[SystemRow, SystemRow]]) -> Iterator[Table]:
+def _table(
+    found: Measurements, title: str, pairs: Sequence[tuple[SystemRow, SystemRow]]
+) -> Iterator[Table]:
     titles = [
         name
         for name, column in found.columns.items()
-        if not column.is_baseline and any(name in one.metrics and name in other.metrics for one, other in pairs)
+        if not column.is_baseline
+        and any(name in one.metrics and name in other.metrics for one, other in pairs)
     ]
     if titles:
         one_seed = len(found.plan.config.seeds) == 1
         rows: list[list[Cell | str]] = []
         rows += [[one.name, *(_cell(one, other, name) for name in titles)] for one, other in pairs]
         seeds = "The intervals do not cover the training, which has one seed." if one_seed else ""
-        yield Table(title=title, columns=["system", *titles], rows=rows, caption=_CAPTION.format(seeds=seeds).strip())
+        yield Table(
+            title=title,
+            columns=["system", *titles],
+            rows=rows,
+            caption=_CAPTION.format(seeds=seeds).strip(),
+        )
 
 
 def _cell(one: SystemRow, other: SystemRow, title: str) -> Cell:
-    """Return the difference of a metric, with its interval; a dash where one lacks or is over other classes."""
+    """Return the difference of a metric, with its interval; a dash where one lacks or is over
+    other classes.
+    """
     both = [row.metrics[title] for row in (one, other) if title in row.metrics]
     if len(both) < 2 or not comparable(both):
         return Cell(text="–")
@@ -372,4 +468,6 @@ def _cell(one: SystemRow, other: SystemRow, title: str) -> Cell:
     if math.isnan(low):
         return Cell(text=f"{value:+.3f}", interval=(math.nan, value, math.nan))
     ends = f"[{low:+.3f}, {high:+.3f}]"
-    return Cell(text=f"{value:+.3f}", small=ends, interval=(low, value, high), bar=True, reference=0.0)
+    return Cell(
+        text=f"{value:+.3f}", small=ends, interval=(low, value, high), bar=True, reference=0.0
+    )

@@ -1,4 +1,6 @@
-"""The site of a benchmark: index, gains, ranks, cost, curves, systems, failures; tables as CSV, Markdown, LaTeX."""
+"""The site of a benchmark: index, gains, ranks, cost, curves, systems, failures; tables as CSV,
+Markdown, LaTeX.
+"""
 
 import dataclasses
 from collections import Counter
@@ -25,11 +27,14 @@ _FILES = {
     "Failures": "failures.html",
 }
 _LIMIT = (
-    "All systems have the same data, steps and, where the file sets them, encoders; all other settings are those of "
-    "their recipes. None was tuned for this benchmark, and the same number of steps suits some better than others."
+    "All systems have the same data, steps and, where the file sets them, encoders; all other "
+    "settings are those of "
+    "their recipes. None was tuned for this benchmark, and the same number of steps suits some "
+    "better than others."
 )
 _PHANTOM_LIMIT = (
-    "Results on the phantom show that the software works and how systems differ on it, and say nothing about patients."
+    "Results on the phantom show that the software works and how systems differ on "
+    "it, and say nothing about patients."
 )
 
 
@@ -64,7 +69,10 @@ def write_site(plan: Plan, store: Store) -> Site:
         "Ranks": _ranks(found),
         "Cost": _cost(found),
         "Learning curves": _curves(found, store),
-        "Systems": [_systems(found, store), *([tables.columns_table(found)] if found.columns else [])],
+        "Systems": [
+            _systems(found, store),
+            *([tables.columns_table(found)] if found.columns else []),
+        ],
         "Failures": [tables.failures_table(found), tables.refusals_table(found)],
     }
     shown = {title: parts for title, parts in sections.items() if parts}
@@ -102,7 +110,11 @@ def _cost(found: Measurements) -> list[Section]:
 
 def _curves(found: Measurements, store: Store) -> list[Section]:
     losses = curves.loss_section(found, store)
-    sections = [*curves.share_sections(found), *curves.label_sections(found), *([losses] if losses else [])]
+    sections = [
+        *curves.share_sections(found),
+        *curves.label_sections(found),
+        *([losses] if losses else []),
+    ]
     return sections or [_nothing("Learning curves", "No run has records.")]
 
 
@@ -113,7 +125,15 @@ def _systems(found: Measurements, store: Store) -> Table:
         folder = f"runs/{run.key}"
         recipe = f"{Path(run.recipe).stem} {run.preset}"
         rows.append(
-            [run.title, store.state(run), tables.FAMILIES[run.family], summary, recipe, ", ".join(run.tasks), folder]
+            [
+                run.title,
+                store.state(run),
+                tables.FAMILIES[run.family],
+                summary,
+                recipe,
+                ", ".join(run.tasks),
+                folder,
+            ]
         )
     return Table(
         title="Runs",
@@ -124,10 +144,17 @@ def _systems(found: Measurements, store: Store) -> Table:
 
 
 def _own_starts(found: Measurements) -> list[str]:
-    """Return a phrase for each run that systems start from: "14 systems from the run of convirt"."""
-    referred = {(run.name, name) for run in found.plan.runs for name in find_references(run.settings)}
+    """Return a phrase for each run that systems start from: "14 systems from the run of
+    convirt".
+    """
+    referred = {
+        (run.name, name) for run in found.plan.runs for name in find_references(run.settings)
+    }
     counts = Counter(name for _, name in referred)
-    return [f"{count} system{'s'[: count > 1]} from the run of {name}" for name, count in sorted(counts.items())]
+    return [
+        f"{count} system{'s'[: count > 1]} from the run of {name}"
+        for name, count in sorted(counts.items())
+    ]
 
 
 def _nothing(title: str, reason: str) -> Table:
@@ -135,11 +162,17 @@ def _nothing(title: str, reason: str) -> Table:
 
 
 def _write(
-    title: str, sections: Sequence[Section], found: Measurements, store: Store, files: Sequence[tuple[str, str]]
+    title: str,
+    sections: Sequence[Section],
+    found: Measurements,
+    store: Store,
+    files: Sequence[tuple[str, str]],
 ) -> Path:
     config = found.plan.config
     states = [store.state(run) for run in found.plan.runs]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in ("finished", "failed", "to do"))
+    counts = ", ".join(
+        f"{states.count(state)} {state}" for state in ("finished", "failed", "to do")
+    )
     budget = config.budget
     length = "the recipes' own length" if budget.steps is None else f"{budget.steps} steps"
     batch = "their own batch" if budget.batch is None else f"batches of {budget.batch}"
@@ -151,7 +184,10 @@ def _write(
             ("Runs", f"{len(states)}: {counts}"),
             ("Seeds", ", ".join(map(str, config.seeds))),
             ("Corpora", ", ".join(corpus.name for corpus in config.corpora)),
-            ("Start weights", "; ".join((", ".join(start.name for start in config.starts), *_own_starts(found)))),
+            (
+                "Start weights",
+                "; ".join((", ".join(start.name for start in config.starts), *_own_starts(found))),
+            ),
             ("Training", f"{length}, {batch}"),
             ("Intervals", f"95%, {config.evaluation.resamples:,} resamples of patients"),
         ],

@@ -1,4 +1,6 @@
-"""`medvl eval` commands that score findings: zero-shot, calibrate, classify, probe and robustness."""
+"""`medvl eval` commands that score findings: zero-shot, calibrate, classify, probe and
+robustness.
+"""
 
 import dataclasses
 import functools
@@ -6,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medvl.cli.eval.options import EvalOptions, MeanOptions, RunOptions, open_evaluation, publish_result
+from medvl.cli.eval.options import (
+    EvalOptions,
+    MeanOptions,
+    RunOptions,
+    open_evaluation,
+    publish_result,
+)
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +61,8 @@ def calibrate(
         prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own.
         uncertain: treatment of uncertain labels (-1).
         missing: treatment of missing labels.
-        out: file to write; default RUN/eval/STEP/calibration/PROMPTS.json, or CHECKPOINT/eval/... outside of a run.
+        out: file to write; default RUN/eval/STEP/calibration/PROMPTS.json, or CHECKPOINT/eval/...
+            outside of a run.
         replace: replace the calibration of another checkpoint in `out`.
     """
     from medvl.eval.classification.scored_images import LabelPolicy
@@ -85,10 +94,12 @@ def calibrate(
 
 
 def classify(shared: EvalOptions, label: MeanOptions, *, valid: Path | None = None) -> None:
-    """Evaluate a classifier of recipes/linear_probe.py or recipes/classify_openi.py, with intervals and a page.
+    """Evaluate a classifier of recipes/linear_probe.py or recipes/classify_openi.py, with intervals
+    and a page.
 
     Args:
-        valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
+        valid: folder of shards of other patients, on which thresholds are chosen; without it, no
+            yes/no metrics.
     """
     from medvl.eval.classification import evaluate
     from medvl.eval.classification.page import write_classification_page
@@ -137,12 +148,14 @@ def zero_shot(
     """Evaluate zero-shot classification on a folder of shards, with intervals and a page.
 
     Args:
-        checkpoint: folder of a checkpoint, such as runs/convirt/best; the scores of several are averaged (ensemble).
+        checkpoint: folder of a checkpoint, such as runs/convirt/best; the scores of several are
+            averaged (ensemble).
         data: folder of shards with labels, of patients that the model was not trained on.
-        valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
-        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own, of the format in
-            docs/pages/guides/evaluation.md; default chexpert_ensemble, and statements for systems that are trained on
-            statements (RadZero, CARZero, MedKLIP, KAD, MAVL).
+        valid: folder of shards of other patients, on which thresholds are chosen; without it, no
+            yes/no metrics.
+        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own, of
+            the format in docs/pages/guides/evaluation.md; default chexpert_ensemble, and statements
+            for systems that are trained on statements (RadZero, CARZero, MedKLIP, KAD, MAVL).
         labels: findings to evaluate; default all that have prompts and are labels of the shards.
     """
     from medvl.common.ranks import rank_and_world
@@ -153,7 +166,10 @@ def zero_shot(
 
     task = "zero_shot" if len(checkpoint) == 1 else "zero_shot_ensemble"
     output = shared.folder(checkpoint[0], task, hashed=len(checkpoint) == 1)
-    prompt_set, source = None if prompts is None else load_prompts(prompts), open_source(data, checkpoint)
+    prompt_set, source = (
+        None if prompts is None else load_prompts(prompts),
+        open_source(data, checkpoint),
+    )
     if prompt_set is not None:
         # errors of prompts and data come before the models are loaded
         evaluate.common_classes(prompt_set.for_labels(source.label_names, labels), source)
@@ -222,7 +238,8 @@ def probe(
     levels: str | None = None,
     cache: Path | None = None,
 ) -> None:
-    """Evaluate an image encoder by a linear probe at fractions of the labels, with intervals and a page.
+    """Evaluate an image encoder by a linear probe at fractions of the labels, with intervals and a
+    page.
 
     Args:
         train: folder of shards with labels, on which the probe is fitted.
@@ -230,8 +247,9 @@ def probe(
         test: folder of shards of further patients, that the encoder was not trained on.
         fractions: fractions of the training patients whose labels are used.
         seeds: random subsets per fraction below 1.
-        levels: ordinal AUCs of a graded finding instead of the labels, such as edema_severity=none,mild,moderate,severe
-            (lowest first) for shards with --category-column edema_severity.
+        levels: ordinal AUCs of a graded finding instead of the labels, such as
+            edema_severity=none,mild,moderate,severe (lowest first) for shards with
+            --category-column edema_severity.
         cache: folder of cached features; default `features` beside the output folder.
     """
     from medvl.eval.core.open import open_source
@@ -242,7 +260,9 @@ def probe(
     output = shared.folder(image.checkpoint, task, hashed=not image.random_encoder)
     source = open_source(test)
     folder = output.settle(manifest=source.fingerprint)
-    features = functools.partial(_features, probed, cache or output.path.parent / "features", shared, levels)
+    features = functools.partial(
+        _features, probed, cache or output.path.parent / "features", shared, levels
+    )
     result = linear_probe(
         features(train, synthetic=True),
         features(valid),
@@ -256,7 +276,9 @@ def probe(
         inputs=_hashes(image, probed),
     )
     page = functools.partial(write_probe_page, result, pixels=source.pixels)
-    publish_result(result, folder, page, probed.name, source.manifest, result.table(), options=shared)
+    publish_result(
+        result, folder, page, probed.name, source.manifest, result.table(), options=shared
+    )
 
 
 def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEncoder":
@@ -265,19 +287,30 @@ def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEn
 
     checkpoint, encoder = options.checkpoint, options.encoder
     if checkpoint is not None and encoder is None:
-        open_source(test, [checkpoint])  # refuses test patients of its training data before the model is loaded
+        open_source(
+            test, [checkpoint]
+        )  # refuses test patients of its training data before the model is loaded
         model = load_model(checkpoint, device)
-        return ProbedEncoder.from_model(model, name=f"{model.name} ({checkpoint})", random=options.random_encoder)
+        return ProbedEncoder.from_model(
+            model, name=f"{model.name} ({checkpoint})", random=options.random_encoder
+        )
     if encoder is not None and checkpoint is None and not options.random_encoder:
         if options.pretrained and options.image_weights is not None:
-            raise ConfigError("give --pretrained or --image-weights, not both", "conflict", field="image_weights")
+            raise ConfigError(
+                "give --pretrained or --image-weights, not both", "conflict", field="image_weights"
+            )
         arguments: dict[str, Any] = dict(options.image_arguments)
         if options.image_size is not None:
             arguments["image_size"] = options.image_size
-        probed = ProbedEncoder.from_name(encoder, pretrained=options.image_weights or options.pretrained, **arguments)
+        probed = ProbedEncoder.from_name(
+            encoder, pretrained=options.image_weights or options.pretrained, **arguments
+        )
         probed.module.to(resolve_device(device))
         return probed
-    message = "expected --checkpoint (with --random-encoder for the baseline) or --encoder; give exactly one"
+    message = (
+        "expected --checkpoint (with --random-encoder for the baseline) or --encoder; "
+        "give exactly one"
+    )
     raise ConfigError(message, "conflict", field="checkpoint")
 
 
@@ -285,7 +318,10 @@ def _hashes(options: EncoderOptions, probed: "ProbedEncoder") -> dict[str, str |
     from medvl.eval.core.results import checkpoint_sha256
 
     trained = None if options.random_encoder else options.checkpoint
-    return {"checkpoint": None if trained is None else checkpoint_sha256(trained), "encoder": probed.sha256}
+    return {
+        "checkpoint": None if trained is None else checkpoint_sha256(trained),
+        "encoder": probed.sha256,
+    }
 
 
 def _features(
@@ -305,7 +341,11 @@ def _features(
     graded = None if levels is None else parse_levels(levels)
     source = open_source(data, synthetic=synthetic)
     loader = open_for_evaluation(
-        source, encoder.transform, batch=shared.batch, workers=shared.workers, ranks=rank_and_world()
+        source,
+        encoder.transform,
+        batch=shared.batch,
+        workers=shared.workers,
+        ranks=rank_and_world(),
     )
     table = encode_features(encoder, loader, cache=cache)
     return table if graded is None else ordinal_table(table, *graded)
@@ -322,17 +362,25 @@ class ProbeOptions:
     """The data of a linear probe: give both or none."""
 
     probe_train: Path | None = None
-    """folder of labelled shards of other patients, to which a linear probe of the image encoder is fitted"""
+    """folder of labelled shards of other patients, to which a linear probe of the image encoder
+    is fitted
+    """
     probe_valid: Path | None = None
     """folder of labelled shards of further patients, on which the penalty of the probe is chosen"""
 
     def splits(self, prompts: Sequence[str], calibration: Path | None) -> list[Path]:
-        """Return both folders, or nothing. Raises ConfigError where one is missing or an option does not apply."""
+        """Return both folders, or nothing. Raises ConfigError where one is missing or an option
+        does not apply.
+        """
         found = [path for path in (self.probe_train, self.probe_valid) if path is not None]
         if len(found) == 1:
-            raise ConfigError("give both --probe-train and --probe-valid", "conflict", field="probe_train")
+            raise ConfigError(
+                "give both --probe-train and --probe-valid", "conflict", field="probe_train"
+            )
         if found and (prompts or calibration is not None):
-            raise ConfigError("a linear probe has no prompts and no calibration", "conflict", field="probe_train")
+            raise ConfigError(
+                "a linear probe has no prompts and no calibration", "conflict", field="probe_train"
+            )
         return found
 
 
@@ -349,20 +397,24 @@ def robustness(
     calibration: Path | None = None,
     seed: int = 0,
 ) -> None:
-    """Test a model on other patients, sites, image qualities and wordings, and on images that are not radiographs.
+    """Test a model on other patients, sites, image qualities and wordings, and on images that are
+    not radiographs.
 
-    The checkpoint is a dual-encoder, a fusion-encoder or a classifier; the shards have labels, texts or both. With
-    --probe-train and --probe-valid it is any system with an image encoder, and a linear probe scores the findings.
+    The checkpoint is a dual-encoder, a fusion-encoder or a classifier; the shards have labels,
+    texts or both. With --probe-train and --probe-valid it is any system with an image encoder, and
+    a linear probe scores the findings.
 
     Args:
-        prompts: prompt sets of a dual-encoder (`medvl list prompts`, or JSON files); the first scores the findings.
-            Default chexpert_ensemble (statements for systems that are trained on statements), chexpert_pairs and
-            chexzero_template.
+        prompts: prompt sets of a dual-encoder (`medvl list prompts`, or JSON files); the first
+            scores the findings. Default chexpert_ensemble (statements for systems that are trained
+            on statements), chexpert_pairs and chexzero_template.
         corruptions: corruptions, each at five strengths.
         made_up: images that are not radiographs, made from those of the data.
         sites: folders of labelled shards of other hospitals.
-        outside: folders of shards of images that are not chest radiographs, such as those of `medvl phantom roco`.
-        calibration: file of `medvl eval calibrate`; default the one beside the checkpoint, if there is one.
+        outside: folders of shards of images that are not chest radiographs, such as those of `medvl
+            phantom roco`.
+        calibration: file of `medvl eval calibrate`; default the one beside the checkpoint, if there
+            is one.
         seed: seed of the corruptions and of the intervals.
     """
     from medvl.eval.core.open import open_source
@@ -384,7 +436,9 @@ def robustness(
         source,
         read,
         prompts=sets,
-        sites={name: open_source(path, [shared.checkpoint]) for name, path in _named(sites).items()},
+        sites={
+            name: open_source(path, [shared.checkpoint]) for name, path in _named(sites).items()
+        },
         outside={name: open_source(path) for name, path in _named(outside).items()},
         calibration=None if splits else _calibration(calibration, shared.checkpoint, first),
         probe=probe,
@@ -404,9 +458,15 @@ def robustness(
 
 
 def _probe(
-    model: "System", read: "Callable[..., Loader]", splits: Sequence[Path], cache: Path, label: MeanOptions
+    model: "System",
+    read: "Callable[..., Loader]",
+    splits: Sequence[Path],
+    cache: Path,
+    label: MeanOptions,
 ) -> "FittedProbe":
-    """Return a linear probe of the model's image encoder; its features are cached as those of `medvl eval probe`."""
+    """Return a linear probe of the model's image encoder; its features are cached as those of
+    `medvl eval probe`.
+    """
     from medvl.eval.core.open import open_source
     from medvl.eval.probing.features import ProbedEncoder, encode_features
     from medvl.eval.probing.fitted import FittedProbe
@@ -418,14 +478,21 @@ def _probe(
 
 
 def _named(folders: tuple[Path, ...]) -> dict[str, Path]:
-    """Return short name -> folder: the last two parts of the path, or all of it where these are not unique."""
+    """Return short name -> folder: the last two parts of the path, or all of it where these are
+    not unique.
+    """
     short = ["/".join(path.parts[-2:]) for path in folders]
-    names = [str(path) if short.count(name) > 1 else name for name, path in zip(short, folders, strict=True)]
+    names = [
+        str(path) if short.count(name) > 1 else name
+        for name, path in zip(short, folders, strict=True)
+    ]
     return dict(zip(names, folders, strict=True))
 
 
 def _calibration(path: Path | None, checkpoint: Path, prompts: str) -> "Calibration | None":
-    """Return the calibration of a file, or that beside the checkpoint for its prompts; None if there is none."""
+    """Return the calibration of a file, or that beside the checkpoint for its prompts; None if
+    there is none.
+    """
     from medvl.eval.zero_shot_classification.calibration import calibration_path, read_calibration
 
     default = calibration_path(checkpoint, prompts)

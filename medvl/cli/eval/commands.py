@@ -36,7 +36,8 @@ SHARDED = ("zero-shot", "retrieval", "classify", "probe")
 
 @contextlib.contextmanager
 def joined_ranks(name: str) -> Iterator[None]:
-    """Join the ranks that torchrun started, for the command of this name; a single process joins none.
+    """Join the ranks that torchrun started, for the command of this name; a single process joins
+    none.
 
     Raises ConfigError where there are several ranks and the command runs on one.
     """
@@ -44,8 +45,12 @@ def joined_ranks(name: str) -> Iterator[None]:
         yield
         return
     if name not in SHARDED:
-        message = f"expected one process for medvl eval {name}, got several; start it without torchrun"
-        raise ConfigError(f"{message} (it divides {', '.join(SHARDED)})", "unsupported", field="ranks")
+        message = (
+            f"expected one process for medvl eval {name}, got several; start it without torchrun"
+        )
+        raise ConfigError(
+            f"{message} (it divides {', '.join(SHARDED)})", "unsupported", field="ranks"
+        )
     from medvl.train.parallel.distributed import join
 
     with join():

@@ -1,4 +1,6 @@
-"""`medvl eval` commands on image regions and pairs: detection, segmentation, grounding, change, retrieval, matching."""
+"""`medvl eval` commands on image regions and pairs: detection, segmentation, grounding, change,
+retrieval, matching.
+"""
 
 import functools
 from pathlib import Path
@@ -26,15 +28,17 @@ def detection(
     convention: Literal["medvl", "coco", "voc2007", "voc2012"] = "medvl",
     examples: int = 6,
 ) -> None:
-    """Evaluate detection of findings: average precision over all images, those without boxes included.
+    """Evaluate detection of findings: average precision over all images, those without boxes
+    included.
 
-    The checkpoint is a detector (recipes/dense_transfer.py); the shards have boxes (rsna, vindr-cxr, chestxdet10, ...).
+    The checkpoint is a detector (recipes/dense_transfer.py); the shards have boxes (rsna,
+    vindr-cxr, chestxdet10, ...).
 
     Args:
-        valid: folder of shards of other patients, on which the score threshold is chosen; without it, no challenge
-            score.
-        convention: convention of average precision: medvl treats equal scores as one step; coco and voc order them, and
-            voc adds a pixel to widths and has its own matching and recalls.
+        valid: folder of shards of other patients, on which the score threshold is chosen; without
+            it, no challenge score.
+        convention: convention of average precision: medvl treats equal scores as one step; coco and
+            voc order them, and voc adds a pixel to widths and has its own matching and recalls.
         examples: images with boxes on the page, and as many without.
     """
     from medvl.eval.core.open import open_source
@@ -44,7 +48,9 @@ def detection(
 
     checkpoint = shared.checkpoint
     output = shared.folder(checkpoint, "detection")
-    model, source, read = open_evaluation(shared, Detector, _ADVICE.format("detector", checkpoint, "detection"))
+    model, source, read = open_evaluation(
+        shared, Detector, _ADVICE.format("detector", checkpoint, "detection")
+    )
     folder = output.settle(manifest=source.fingerprint)
     valid_loader = None if valid is None else read(open_source(valid, [checkpoint]))
     result = box_detection(
@@ -56,7 +62,9 @@ def detection(
         checkpoint=checkpoint,
     )
     page = functools.partial(write_detection_page, result, pixels=source.pixels, examples=examples)
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared
+    )
 
 
 def segmentation(
@@ -70,15 +78,17 @@ def segmentation(
 ) -> None:
     """Evaluate segmentation of findings: Dice over all images, with a named rule for empty masks.
 
-    The checkpoint is a segmenter (recipes/dense_transfer.py) or LViT (recipes/lvit_qata.py); the shards have masks
-    (siim, qata, ...) or boxes (rsna).
+    The checkpoint is a segmenter (recipes/dense_transfer.py) or LViT (recipes/lvit_qata.py); the
+    shards have masks (siim, qata, ...) or boxes (rsna).
 
     Args:
-        valid: folder of shards of other patients, on which thresholds are chosen; without it they are fixed.
-        empty: score of an image without a mask: 1 if the prediction is empty too, else 0; or none, such images being
-            left out; or smoothed as in LViT's code.
+        valid: folder of shards of other patients, on which thresholds are chosen; without it they
+            are fixed.
+        empty: score of an image without a mask: 1 if the prediction is empty too, else 0; or none,
+            such images being left out; or smoothed as in LViT's code.
         side: longer side of the images in which masks are compared; default: the published size.
-        other_texts: texts to compare with, for a model that reads text: none, or those of other images.
+        other_texts: texts to compare with, for a model that reads text: none, or those of other
+            images.
         examples: images with a mask on the page, and as many without.
     """
     from medvl.data.loading.sources import OtherTexts
@@ -106,7 +116,9 @@ def segmentation(
         checkpoint=checkpoint,
     )
     page = functools.partial(write_segmentation_page, result, pixels=source.pixels)
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared
+    )
 
 
 # `medvl eval grounding`: phrase grounding by a dual-encoder.
@@ -122,17 +134,21 @@ def grounding(
     smoothing: float | None = None,
     examples: int = 4,
 ) -> None:
-    """Evaluate phrase grounding: contrast-to-noise ratio, pointing game and overlap with the boxes of each phrase.
+    """Evaluate phrase grounding: contrast-to-noise ratio, pointing game and overlap with the boxes
+    of each phrase.
 
-    The checkpoint is a dual-encoder; the shards have phrases (ms-cxr) or boxes (rsna, vindr-cxr, chestxdet10, ...).
+    The checkpoint is a dual-encoder; the shards have phrases (ms-cxr) or boxes (rsna, vindr-cxr,
+    chestxdet10, ...).
 
     Args:
-        protocol: settings by name. biovil: similarity smoothed by 1.5 cells, thresholds on the cosines, removed pixels
-            left out, absolute contrast; maco: the same with maps scaled to -1..1 and signed contrast; medvl: the
-            defaults of the next four, which only it can be combined with.
-        maps: attention of words to regions, or similarity of the phrase with patches; default: the model's own.
-        unseen: pixels that the center crop removed: background (a finding there counts as missed; default), or left
-            out.
+        protocol: settings by name. biovil: similarity smoothed by 1.5 cells, thresholds on the
+            cosines, removed pixels left out, absolute contrast; maco: the same with maps scaled to
+            -1..1 and signed contrast; medvl: the defaults of the next four, which only it can be
+            combined with.
+        maps: attention of words to regions, or similarity of the phrase with patches; default: the
+            model's own.
+        unseen: pixels that the center crop removed: background (a finding there counts as missed;
+            default), or left out.
         scale: range to which each map is scaled before thresholds: 0..1 (default), -1..1, or none.
         smoothing: Gaussian smoothing of similarity maps, in cells of the grid; default none.
         examples: images on the page for each finding.
@@ -144,9 +160,13 @@ def grounding(
     from medvl.models import DualEncoder
 
     checkpoint = shared.checkpoint
-    rules = MapRules(unseen=unseen or "background", scale=scale or "unit") if unseen or scale else None
+    rules = (
+        MapRules(unseen=unseen or "background", scale=scale or "unit") if unseen or scale else None
+    )
     output = shared.folder(checkpoint, "grounding")
-    model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
+    model, source, read = open_evaluation(
+        shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True
+    )
     folder = output.settle(manifest=source.fingerprint)
     result = phrase_grounding(
         model,
@@ -161,7 +181,9 @@ def grounding(
     )
     page = functools.partial(write_grounding_page, result, pixels=source.pixels)
     table = format_table([row for row in result.results.rows if not row.metric.startswith("iou@")])
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, table, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({checkpoint})", source.manifest, table, options=shared
+    )
 
 
 # `medvl eval zero-shot-masks`: segmentation by the maps of a dual-encoder.
@@ -179,16 +201,19 @@ def zero_shot_masks(
     side: int | None = None,
     examples: int = 6,
 ) -> None:
-    """Evaluate the maps of a dual-encoder as masks of findings: Dice, and AUROC of pixels, without any training.
+    """Evaluate the maps of a dual-encoder as masks of findings: Dice, and AUROC of pixels, without
+    any training.
 
     The checkpoint is a dual-encoder; the shards have masks (siim, qata, ...) or boxes (rsna).
 
     Args:
-        valid: folder of shards of other patients, on which thresholds are chosen; without it they are 0.5.
+        valid: folder of shards of other patients, on which thresholds are chosen; without it they
+            are 0.5.
         labels: findings; default all that have masks. The text of each is "There is FINDING."
-        maps: attention of statements to regions, or similarity with patches; default: the model's own.
-        scale: scaling of each map: to 0..1 within its image; by the sigmoid, for log-odds such as RadZero's; or none,
-            for maps that are within 0..1 already.
+        maps: attention of statements to regions, or similarity with patches; default: the model's
+            own.
+        scale: scaling of each map: to 0..1 within its image; by the sigmoid, for log-odds such as
+            RadZero's; or none, for maps that are within 0..1 already.
         smoothing: Gaussian smoothing of similarity maps, in cells of the grid.
         empty: score of an image without a mask, as in `medvl eval segmentation`.
         side: longer side of the images in which masks are compared; default: the published size.
@@ -201,7 +226,9 @@ def zero_shot_masks(
 
     checkpoint = shared.checkpoint
     output = shared.folder(checkpoint, "zero-shot-masks")
-    model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
+    model, source, read = open_evaluation(
+        shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True
+    )
     folder = output.settle(manifest=source.fingerprint)
     result = evaluate.evaluate_zero_shot_masks(
         model,
@@ -218,7 +245,9 @@ def zero_shot_masks(
         checkpoint=checkpoint,
     )
     page = functools.partial(write_segmentation_page, result, pixels=source.pixels)
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared
+    )
 
 
 # `medvl eval change`: classification of change between two images: zero-shot, by a linear probe
@@ -233,16 +262,18 @@ def change(
     folds: int | None = None,
     examples: int = 4,
 ) -> None:
-    """Evaluate how well a model distinguishes improving, stable and worsening findings, from pairs of images.
+    """Evaluate how well a model distinguishes improving, stable and worsening findings, from pairs
+    of images.
 
-    The checkpoint is a dual-encoder, or a classifier of recipes/change_finetune.py, to which `prompts`, `use_prior` and
-    `folds` do not apply; the shards have labels of change (ms-cxr-t).
+    The checkpoint is a dual-encoder, or a classifier of recipes/change_finetune.py, to which
+    `prompts`, `use_prior` and `folds` do not apply; the shards have labels of change (ms-cxr-t).
 
     Args:
-        prompts: JSON file with a list of sentences with {finding} for each of improving, stable and worsening.
+        prompts: JSON file with a list of sentences with {finding} for each of improving, stable and
+            worsening.
         use_prior: give prior images to a model that takes them.
-        folds: number of folds of patients over which a linear probe of the images' vectors is cross-validated, such as
-            5; default zero-shot classification by the prompts.
+        folds: number of folds of patients over which a linear probe of the images' vectors is
+            cross-validated, such as 5; default zero-shot classification by the prompts.
         examples: pairs on the page, correct and wrong ones each.
     """
     from medvl.data.loading.studies import prior_positions
@@ -277,7 +308,9 @@ def change(
         prior_pixels=lambda position: source.pixels(int(prior_N[position])),
         examples=examples,
     )
-    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared
+    )
 
 
 # `medvl eval retrieval`: image-text retrieval by a dual-encoder, optionally re-ranked by a
@@ -291,8 +324,8 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
     """Evaluate image-text retrieval in both directions; equal texts are positives of each other.
 
     Args:
-        rerank: checkpoint of a fusion-encoder, or of recipes/retrieval_finetune.py on one, that re-ranks the shortlists
-            of the dual-encoder; the same folder if the model is both.
+        rerank: checkpoint of a fusion-encoder, or of recipes/retrieval_finetune.py on one, that
+            re-ranks the shortlists of the dual-encoder; the same folder if the model is both.
         shortlist: candidates per query that are re-ranked.
     """
     from medvl.eval.core.open import load_model, open_source, unsupported_model
@@ -306,22 +339,33 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
     model, source, read = open_evaluation(shared, DualEncoder, advice, text=True)
     loader, folder = read(source), output.settle(manifest=source.fingerprint)
     if rerank is None:
-        result = image_text_retrieval(model, loader, resamples=resamples, checkpoint=checkpoint, examples=_EXAMPLES)
+        result = image_text_retrieval(
+            model, loader, resamples=resamples, checkpoint=checkpoint, examples=_EXAMPLES
+        )
     else:
         same = rerank.resolve() == checkpoint.resolve()
         shortlist_model = None if same else ShortlistModel(model, loader, checkpoint)
         fusion = model if same else load_model(rerank, shared.device)
         fusion = fusion.as_matcher() if isinstance(fusion, RetrievalModel) else fusion
         if not isinstance(fusion, FusionModel):
-            raise unsupported_model(rerank, fusion, "give the checkpoint of a fusion-encoder", field="rerank")
+            raise unsupported_model(
+                rerank, fusion, "give the checkpoint of a fusion-encoder", field="rerank"
+            )
         if not same:
             source = open_source(shared.data, [rerank])
             loader = read(source, transform=fusion.transform, tokenizer=fusion.tokenizer)
         result = reranked_retrieval(
-            fusion, loader, shortlist=shortlist, shortlist_model=shortlist_model, resamples=resamples, checkpoint=rerank
+            fusion,
+            loader,
+            shortlist=shortlist,
+            shortlist_model=shortlist_model,
+            resamples=resamples,
+            checkpoint=rerank,
         )
     page = None if result.examples is None else _page(result, source)
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared
+    )
 
 
 def _page(result: "RetrievalResult", source: "ShardSource") -> "WritePage":
@@ -341,15 +385,18 @@ def _page(result: "RetrievalResult", source: "ShardSource") -> "WritePage":
 # labels.
 
 
-def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: tuple[int, ...] = (5, 10, 50)) -> None:
-    """Evaluate precision at k of the images or texts nearest to a query, by labels or over a fixed candidate list.
+def class_retrieval(
+    shared: EvalOptions, *, candidates: Path | None = None, ks: tuple[int, ...] = (5, 10, 50)
+) -> None:
+    """Evaluate precision at k of the images or texts nearest to a query, by labels or over a fixed
+    candidate list.
 
-    The checkpoint is a dual-encoder; the shards have labels. Default folders are eval/class_retrieval with a list and
-    eval/image_retrieval without.
+    The checkpoint is a dual-encoder; the shards have labels. Default folders are
+    eval/class_retrieval with a list and eval/image_retrieval without.
 
     Args:
-        candidates: candidates and queries from `medvl eval make-retrieval-list`, such as CheXpert 8x200; default every
-            image against the images of all other patients.
+        candidates: candidates and queries from `medvl eval make-retrieval-list`, such as CheXpert
+            8x200; default every image against the images of all other patients.
         ks: numbers of nearest candidates.
     """
     from medvl.data.loading.sources import Subset
@@ -359,19 +406,31 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
     from medvl.models import DualEncoder
 
     fixed = None if candidates is None else RetrievalList.read(candidates)
-    output = shared.folder(shared.checkpoint, "image_retrieval" if fixed is None else "class_retrieval")
-    model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
+    output = shared.folder(
+        shared.checkpoint, "image_retrieval" if fixed is None else "class_retrieval"
+    )
+    model, source, read = open_evaluation(
+        shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True
+    )
     resamples, checkpoint = shared.resamples, shared.checkpoint
     if fixed is None:
         folder = output.settle(manifest=source.fingerprint)
-        result = by_class.image_retrieval(model, read(source), ks=ks, resamples=resamples, checkpoint=checkpoint)
+        result = by_class.image_retrieval(
+            model, read(source), ks=ks, resamples=resamples, checkpoint=checkpoint
+        )
     else:  # a folder may hold a hundred times as many images as the list
         keys = fixed.keys
-        listed = Subset(source, [position for position in range(len(source)) if source.key(position) in keys])
+        listed = Subset(
+            source, [position for position in range(len(source)) if source.key(position) in keys]
+        )
         folder = output.settle(manifest=listed.fingerprint)
-        result = by_class.class_retrieval(model, read(listed), fixed, ks=ks, resamples=resamples, checkpoint=checkpoint)
+        result = by_class.class_retrieval(
+            model, read(listed), fixed, ks=ks, resamples=resamples, checkpoint=checkpoint
+        )
     page = functools.partial(write_class_retrieval_page, result.results)
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared
+    )
 
 
 def make_retrieval_list(
@@ -390,16 +449,18 @@ def make_retrieval_list(
 
     Args:
         out: file of the list.
-        data: folder of shards to sample from: images that show exactly one class. The defaults are the rule of GLoRIA's
-            5x200, whose own draw its authors did not list.
+        data: folder of shards to sample from: images that show exactly one class. The defaults are
+            the rule of GLoRIA's 5x200, whose own draw its authors did not list.
         per_class: images per class.
         classes: class names; default the five of the CheXpert competition.
-        exclusive: labels of which an image has no other, positive or uncertain: all of the shards except No Finding,
-            or the classes.
+        exclusive: labels of which an image has no other, positive or uncertain: all of the shards
+            except No Finding, or the classes.
         views: frontal views (and images without a view), or all.
         seed: seed of the sampling.
-        chexpert_8x200: folder of ConVIRT's published lists (image-retrieval/ and text-retrieval/), instead of --data.
-        salt_file: salt file of the CheXpert shards; default $MEDVL_SALT_FILE or ~/.config/medvl/salt.
+        chexpert_8x200: folder of ConVIRT's published lists (image-retrieval/ and text-retrieval/),
+            instead of --data.
+        salt_file: salt file of the CheXpert shards; default $MEDVL_SALT_FILE or
+            ~/.config/medvl/salt.
     """
     from medvl.data.privacy import Deidentifier, default_salt_file
     from medvl.eval.core.open import open_source
@@ -416,14 +477,19 @@ def make_retrieval_list(
             views=views,
         )
     elif chexpert_8x200 is not None and data is None:
-        chosen = read_chexpert_8x200(chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file()))
+        chosen = read_chexpert_8x200(
+            chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file())
+        )
     else:
-        raise ConfigError("expected --data to sample from or --chexpert-8x200; give exactly one", "conflict",
+        raise ConfigError("expected --data to sample from or --chexpert-8x200; give exactly one",
+            "conflict",
                           field="data")  # fmt: skip
     chosen.write(out)
     return (
-        f"Wrote {out}: {chosen.name}, {len(chosen.candidates)} candidates, {len(chosen.image_queries)} image queries "
-        f"and {len(chosen.text_queries)} text queries of {len(chosen.classes)} classes, sha256 {chosen.sha256[:12]}"
+        f"Wrote {out}: {chosen.name}, {len(chosen.candidates)} candidates, "
+        f"{len(chosen.image_queries)} image queries "
+        f"and {len(chosen.text_queries)} text queries of {len(chosen.classes)} classes, sha256 "
+        f"{chosen.sha256[:12]}"
     )
 
 
@@ -431,9 +497,11 @@ def make_retrieval_list(
 
 
 def matching(shared: EvalOptions, *, sections: tuple[str, ...] = (), examples: int = 4) -> None:
-    """Evaluate whether a model prefers an image's own text to another patient's, and to the text with sides exchanged.
+    """Evaluate whether a model prefers an image's own text to another patient's, and to the text
+    with sides exchanged.
 
-    The checkpoint is a dual-encoder, a fusion-encoder, or one of recipes/retrieval_finetune.py; the shards have texts.
+    The checkpoint is a dual-encoder, a fusion-encoder, or one of recipes/retrieval_finetune.py; the
+    shards have texts.
 
     Args:
         sections: sections of the text; default the whole text.
@@ -443,11 +511,18 @@ def matching(shared: EvalOptions, *, sections: tuple[str, ...] = (), examples: i
     from medvl.models import RetrievalModel, System
 
     output = shared.folder(shared.checkpoint, "matching")
-    model, source, read = open_evaluation(shared, System, "give a dual-encoder or a fusion-encoder", text=True)
+    model, source, read = open_evaluation(
+        shared, System, "give a dual-encoder or a fusion-encoder", text=True
+    )
     folder = output.settle(manifest=source.fingerprint)
     model = model.as_matcher() if isinstance(model, RetrievalModel) else model
     result = image_text_matching(
-        model, read(source, sections=sections), resamples=shared.resamples, checkpoint=shared.checkpoint
+        model,
+        read(source, sections=sections),
+        resamples=shared.resamples,
+        checkpoint=shared.checkpoint,
     )
     page = functools.partial(write_matching_page, result, pixels=source.pixels, examples=examples)
-    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared
+    )

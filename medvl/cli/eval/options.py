@@ -36,7 +36,9 @@ class RunOptions:
     """Output and compute options."""
 
     out: Path | None = None
-    """folder for the output files; default RUN/eval/STEP/TASK, or CHECKPOINT/eval/TASK outside of a run"""
+    """folder for the output files; default RUN/eval/STEP/TASK, or CHECKPOINT/eval/TASK outside
+    of a run
+    """
     replace: bool = False
     """replace results of another checkpoint or of other data in the output folder"""
     resamples: int = 1000
@@ -51,16 +53,19 @@ class RunOptions:
     """print all rows; by default, those that fit on one screen"""
 
     def folder(self, checkpoint: Path | None, task: str, *, hashed: bool = True) -> "OutputFolder":
-        """Return the output folder. Called before an evaluation, so that its hours are not lost at its end.
+        """Return the output folder. Called before an evaluation, so that its hours are not lost at
+        its end.
 
         Args:
             checkpoint: the evaluated checkpoint, or a file of predictions.
             task: name of the folder.
-            hashed: whether the results hold the hash of `checkpoint`; False for ensembles and random weights.
+            hashed: whether the results hold the hash of `checkpoint`; False for ensembles and
+                random weights.
 
         Raises:
             ConfigError: neither a checkpoint nor --out is given.
-            EvaluationError: the folder cannot be written, or holds results of another checkpoint without --replace.
+            EvaluationError: the folder cannot be written, or holds results of another checkpoint
+                without --replace.
         """
         from medvl.eval.core.results import checkpoint_sha256, default_folder
 
@@ -71,7 +76,9 @@ class RunOptions:
             return OutputFolder(self.out, replace=self.replace)
         kind = "predictions" if checkpoint.is_file() else "checkpoint"
         model = {kind: functools.partial(checkpoint_sha256, checkpoint)} if hashed else {}
-        return OutputFolder(self.out or default_folder(checkpoint, task), model, replace=self.replace)
+        return OutputFolder(
+            self.out or default_folder(checkpoint, task), model, replace=self.replace
+        )
 
 
 SettledFolder = NewType("SettledFolder", Path)
@@ -86,11 +93,16 @@ class OutputFolder:
         model: input that names the evaluated model -> function that returns its hash.
         replace: whether results of another model and of other data are replaced.
 
-    Raises EvaluationError where the folder cannot be written, or holds results of another model without `replace`.
+    Raises EvaluationError where the folder cannot be written, or holds results of another model
+    without `replace`.
     """
 
     def __init__(
-        self, path: Path, model: Mapping[str, Callable[[], str | None]] | None = None, *, replace: bool
+        self,
+        path: Path,
+        model: Mapping[str, Callable[[], str | None]] | None = None,
+        *,
+        replace: bool,
     ) -> None:
         self.path, self._model, self._replace = path, dict(model or {}), replace
         self._check(path)
@@ -101,7 +113,8 @@ class OutputFolder:
         Without `replace`, results on other data stay, and these get a folder beside them.
 
         Args:
-            data: hash of the data by its name in `Results.inputs`; none where the results hold no such hash.
+            data: hash of the data by its name in `Results.inputs`; none where the results hold no
+                such hash.
 
         Raises EvaluationError as the constructor, about the folder beside.
         """
@@ -112,7 +125,11 @@ class OutputFolder:
         if folder != self.path:
             self._check(folder)
         if rank_and_world()[0] == 0:
-            kept = "" if folder == self.path else f": {self.path} holds results on other data (--replace replaces them)"
+            kept = (
+                ""
+                if folder == self.path
+                else f": {self.path} holds results on other data (--replace replaces them)"
+            )
             print(f"medvl: results go to {folder}{kept}", file=sys.stderr, flush=True)
         return SettledFolder(folder)
 
@@ -167,8 +184,8 @@ _NOTE_LINES = 3  # parts up to this length are notes, which are always printed
 def print_results(table: str, paths: Sequence[Path], *, everything: bool = False) -> None:
     """Print the tables of results, and the paths of the files written.
 
-    Parts are separated by empty lines. Unless `everything` is set, tables are cut where the screen ends; their first
-    lines are means.
+    Parts are separated by empty lines. Unless `everything` is set, tables are cut where the screen
+    ends; their first lines are means.
     """
     tables = [part.splitlines() for part in table.split("\n\n")]
     notes = [lines for lines in tables if len(lines) <= _NOTE_LINES]
@@ -190,8 +207,8 @@ def open_evaluation(
 ) -> "tuple[SystemT, ShardSource, Callable[..., Loader]]":
     """Return the model, the shards, and a function that opens a loader of shards for the model.
 
-    Under torchrun the loader reads this rank's batches. Raises ConfigError with `advice` if the checkpoint is no
-    `kind`; `text` tokenizes texts for the model.
+    Under torchrun the loader reads this rank's batches. Raises ConfigError with `advice` if the
+    checkpoint is no `kind`; `text` tokenizes texts for the model.
     """
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
@@ -199,7 +216,9 @@ def open_evaluation(
     model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, kind):
         raise unsupported_model(shared.checkpoint, model, advice)
-    read = functools.partial(open_for_evaluation, transform=model.transform, batch=shared.batch, workers=shared.workers)
+    read = functools.partial(
+        open_for_evaluation, transform=model.transform, batch=shared.batch, workers=shared.workers
+    )
     read = functools.partial(read, ranks=rank_and_world())
     if text:
         read = functools.partial(read, tokenizer=model.tokenizer)
@@ -224,9 +243,11 @@ def publish_result(
     *,
     options: RunOptions,
 ) -> None:
-    """Write the files of an evaluation, on rank 0; print the table (default: of all rows) and the paths.
+    """Write the files of an evaluation, on rank 0; print the table (default: of all rows) and the
+    paths.
 
-    Of the options, `all` prints what does not fit on one screen, and `replace` replaces results of another checkpoint.
+    Of the options, `all` prints what does not fit on one screen, and `replace` replaces results of
+    another checkpoint.
     """
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.results import format_table, publish
@@ -243,4 +264,6 @@ def publish_result(
         data=data,
         replace=options.replace,
     )
-    print_results(format_table(result.results.rows) if table is None else table, paths, everything=options.all)
+    print_results(
+        format_table(result.results.rows) if table is None else table, paths, everything=options.all
+    )

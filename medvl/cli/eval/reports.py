@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from medvl.cli.eval.options import LabelOptions, OutputFolder, RunOptions, SettledFolder, publish_result
+from medvl.cli.eval.options import (
+    LabelOptions,
+    OutputFolder,
+    RunOptions,
+    SettledFolder,
+    publish_result,
+)
 from medvl.common.files import sha256
 from medvl.errors import ConfigError
 from medvl.schema import ConventionsName
@@ -32,15 +38,23 @@ class ModelOptions:
     """Models of the evaluation; none may have been trained on a test patient."""
 
     classifier: Path
-    """checkpoint of a fine-tuned classifier of findings, or any system, whose image encoder gets a linear probe"""
+    """checkpoint of a fine-tuned classifier of findings, or any system, whose image encoder gets
+    a linear probe
+    """
     features: Path | None = None
-    """folder of the checkpoint whose image encoder makes the features of the distances; default --classifier"""
+    """folder of the checkpoint whose image encoder makes the features of the distances; default
+    --classifier
+    """
     encoder: str | None = None
     """name of an image encoder for these features, in place of --features"""
     image_weights: str | None = None
-    """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub; default the published ones"""
+    """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub; default
+    the published ones
+    """
     aligner: Path | None = None
-    """folder of the checkpoint of a dual-encoder that was trained apart from the generator, for the alignment"""
+    """folder of the checkpoint of a dual-encoder that was trained apart from the generator, for
+    the alignment
+    """
     generator: Path | None = None
     """folder of the generator's checkpoint, to compare its text encoder with that of --aligner"""
 
@@ -57,7 +71,9 @@ class ComparisonOptions:
     fit: Literal["crop", "pad", "squash"] | None = None
     """how the generator's training images were made square; default as the generator, or crop"""
     views: tuple[str, ...] = ()
-    """keep only real images of these views, such as PA AP; copies are searched for in all training images"""
+    """keep only real images of these views, such as PA AP; copies are searched for in all
+    training images
+    """
     k: int = 5
     """neighbours of precision, recall, density and coverage"""
     fractions: tuple[float, ...] = (0.01, 0.1, 1.0)
@@ -77,17 +93,24 @@ class ImageOptions:
     """Generated images, and real shards."""
 
     generated: tuple[Path, ...]
-    """folders of medvl generate, one for each guidance; the first is the main one. Choose the guidance on prompts of
-    validation patients."""
+    """folders of medvl generate, one for each guidance; the first is the main one. Choose the
+    guidance on prompts of validation patients.
+    """
     train: tuple[Path, ...]
-    """folders of shards with all training images of the generator; the classifier is trained on them too"""
+    """folders of shards with all training images of the generator; the classifier is trained on
+    them too
+    """
     test: Path
     """folder of shards of other patients, with the real images of the prompts"""
     valid: Path | None = None
-    """folder of shards of further patients, on which the classifier's penalty is chosen; by default, it is chosen on a
-    tenth of the training patients, which the classifier is then not trained on"""
+    """folder of shards of further patients, on which the classifier's penalty is chosen; by
+    default, it is chosen on a tenth of the training patients, which the classifier is then not
+    trained on
+    """
     reconstructed: Path | None = None
-    """folder of the real images of the prompts after the generator's autoencoder (medvl generate --reconstruct)"""
+    """folder of the real images of the prompts after the generator's autoencoder (medvl generate
+    --reconstruct)
+    """
     synthetic_train: Path | None = None
     """folder of images generated from training texts, to train classifiers with"""
 
@@ -101,7 +124,8 @@ def generation(
     *,
     examples: int = 4,
 ) -> None:
-    """Evaluate generated images: findings, fidelity, diversity, alignment, memorisation and use, with a page.
+    """Evaluate generated images: findings, fidelity, diversity, alignment, memorisation and use,
+    with a page.
 
     Args:
         examples: examples of each kind on the page.
@@ -112,7 +136,9 @@ def generation(
     from medvl.eval.generation.page import write_generation_page
 
     if not images.generated:
-        raise ConfigError("give one folder of --generated, or several", "missing", field="generated")
+        raise ConfigError(
+            "give one folder of --generated, or several", "missing", field="generated"
+        )
     opened = [GeneratedImages.open(folder) for folder in images.generated]
     reconstructed, synthetic = (
         None if folder is None else GeneratedImages.open(folder)
@@ -128,8 +154,14 @@ def generation(
         checkpoints=models.checkpoints(),
     )
     loaded, details = _models(models, opened[0], shared.device)
-    path, hashes = shared.out or images.generated[0].with_name(f"{images.generated[0].name}-eval"), _hashes(models)
-    evaluated = {"generator": lambda: opened[0].generation.generator, "checkpoint": lambda: hashes["checkpoint"]}
+    path, hashes = (
+        shared.out or images.generated[0].with_name(f"{images.generated[0].name}-eval"),
+        _hashes(models),
+    )
+    evaluated = {
+        "generator": lambda: opened[0].generation.generator,
+        "checkpoint": lambda: hashes["checkpoint"],
+    }
     output = OutputFolder(path, evaluated, replace=shared.replace)
     folder = output.settle(manifest=real.test.fingerprint)
     cache = comparison.cache or path.parent / "features"
@@ -149,7 +181,9 @@ def generation(
     publish_result(result, folder, page, name, str(images.test), result.table(), options=shared)
 
 
-def _models(options: ModelOptions, images: "GeneratedImages", device: str) -> "tuple[GenerationModels, dict[str, Any]]":
+def _models(
+    options: ModelOptions, images: "GeneratedImages", device: str
+) -> "tuple[GenerationModels, dict[str, Any]]":
     """Return the models, and facts about them for the results."""
     from medvl.eval.core.open import load_model, resolve_device, unsupported_model
     from medvl.eval.generation.evaluate import GenerationModels
@@ -160,12 +194,17 @@ def _models(options: ModelOptions, images: "GeneratedImages", device: str) -> "t
     if options.features is not None and options.encoder is not None:
         raise ConfigError("give --features or --encoder, not both", "conflict", field="features")
     model = load_model(options.classifier, device)
-    encoder, features = ProbedEncoder.from_model(model, name=f"{model.name} ({options.classifier})"), None
+    encoder, features = (
+        ProbedEncoder.from_model(model, name=f"{model.name} ({options.classifier})"),
+        None,
+    )
     if options.features is not None:
         other = load_model(options.features, device)
         features = ProbedEncoder.from_model(other, name=f"{other.name} ({options.features})")
     elif options.encoder is not None:
-        features = ProbedEncoder.from_name(options.encoder, pretrained=options.image_weights or True)
+        features = ProbedEncoder.from_name(
+            options.encoder, pretrained=options.image_weights or True
+        )
         features.module.to(resolve_device(device))
     models = GenerationModels(judge=encoder, classifier=classifier_of(model), features=features)
     if options.aligner is None:
@@ -173,20 +212,29 @@ def _models(options: ModelOptions, images: "GeneratedImages", device: str) -> "t
     shared = _check_aligner(options.aligner, options.generator, images)
     aligner = load_model(options.aligner, device)
     if not isinstance(aligner, DualEncoder):
-        raise unsupported_model(options.aligner, aligner, "give the checkpoint of a dual-encoder", field="aligner")
+        raise unsupported_model(
+            options.aligner, aligner, "give the checkpoint of a dual-encoder", field="aligner"
+        )
     return dataclasses.replace(models, aligner=aligner), {"aligner_text_weights_shared": shared}
 
 
 def _check_aligner(aligner: Path, generator: Path | None, images: "GeneratedImages") -> float:
-    """Return the share of the text weights that the aligner has in common with the generator of the images."""
+    """Return the share of the text weights that the aligner has in common with the generator of
+    the images.
+    """
     from medvl.eval.core.results import checkpoint_sha256
     from medvl.eval.generation.findings import check_separate
 
     if generator is None:
-        message = "--aligner needs --generator, the checkpoint whose text encoder must be another one"
+        message = (
+            "--aligner needs --generator, the checkpoint whose text encoder must be another one"
+        )
         raise ConfigError(message, "missing", field="generator")
     if checkpoint_sha256(generator) != images.generation.generator:
-        message = f"{generator} is not the generator of {images.folder}; give the one that made the images"
+        message = (
+            f"{generator} is not the generator of {images.folder}; give the one that made "
+            f"the images"
+        )
         raise ConfigError(message, "mismatch", field="generator")
     return check_separate(aligner, generator)
 
@@ -225,7 +273,9 @@ class DecodingOptions:
     """Decoding of a checkpoint's reports."""
 
     beams: int = 1
-    """above 1: also evaluate a beam search. It prefers "no abnormality", which has the fewest paraphrases"""
+    """above 1: also evaluate a beam search. It prefers "no abnormality", which has the fewest
+    paraphrases
+    """
     max_tokens: int | None = None
     """maximum length of a report; default: as in training"""
     length_penalty: float = 0.0
@@ -233,8 +283,10 @@ class DecodingOptions:
     block_ngrams: int = 0
     """above 0: never repeat an n-gram of this length"""
     samples: int = 0
-    """above 0: also sample this many reports per image and evaluate the one whose findings agree best with the others.
-    The same labeler selects the report and computes the metrics of findings"""
+    """above 0: also sample this many reports per image and evaluate the one whose findings agree
+    best with the others. The same labeler selects the report and computes the metrics of
+    findings
+    """
     seed: int = 0
     """seed of sampling"""
 
@@ -245,7 +297,9 @@ class DecodingOptions:
         common: dict[str, Any] = {"max_tokens": self.max_tokens, "block_ngrams": self.block_ngrams}
         decodings = {"greedy": Decoding(**common)}
         if self.beams > 1:
-            decodings["beam search"] = Decoding(beams=self.beams, length_penalty=self.length_penalty, **common)
+            decodings["beam search"] = Decoding(
+                beams=self.beams, length_penalty=self.length_penalty, **common
+            )
         if self.samples:
             decodings["consensus"] = Decoding(samples=self.samples, seed=self.seed, **common)
         return decodings
@@ -273,7 +327,9 @@ class ExternalOptions:
             texts = [(report.generated, report.reference) for report in reports]
             groups.append(external.chexbert_metrics(*self.chexbert, texts, uncertain))
         if self.radgraph is not None:
-            groups += external.radgraph_metrics(*(external.read_radgraph(path, len(reports)) for path in self.radgraph))
+            groups += external.radgraph_metrics(
+                *(external.read_radgraph(path, len(reports)) for path in self.radgraph)
+            )
         if self.metric_scores is not None:
             groups += external.report_metric_scores(self.metric_scores, len(reports))
         return groups
@@ -322,33 +378,40 @@ def report_generation(
     uncertain: Literal["negative", "positive"] = "negative",
     conventions: ConventionsName = "chexpert",
 ) -> None:
-    """Evaluate report generation: n-gram overlap and clinical F1 of generated reports against references and labels.
+    """Evaluate report generation: n-gram overlap and clinical F1 of generated reports against
+    references and labels.
 
-    The checkpoint is an R2Gen, or a MedViLL trained with objective "report". Greedy search is always evaluated.
+    The checkpoint is an R2Gen, or a MedViLL trained with objective "report". Greedy search is
+    always evaluated.
 
     Args:
         data: folder of shards of patients that the model was not trained on.
         checkpoint: folder of a checkpoint, such as runs/r2gen-iu/best.
-        predictions: reports of another system instead of a checkpoint: JSON lines with key and generated, and also
-            reference if --data is not given.
+        predictions: reports of another system instead of a checkpoint: JSON lines with key and
+            generated, and also reference if --data is not given.
         sections: sections of the references; those that the model was trained to generate.
-        phantom_truth: folder of `medvl phantom mimic-cxr` that the shards are from: compare findings with what its
-            images show, not with the labels of its reports.
+        phantom_truth: folder of `medvl phantom mimic-cxr` that the shards are from: compare
+            findings with what its images show, not with the labels of its reports.
         uncertain: label of findings that a report mentions as uncertain.
-        conventions: what the labeler takes as present and as uncertain: as CheXpert's labeler; as it, with any
-            borderline finding as uncertain; or as people who index reports, for whom a probable finding is present.
+        conventions: what the labeler takes as present and as uncertain: as CheXpert's labeler; as
+            it, with any borderline finding as uncertain; or as people who index reports, for whom a
+            probable finding is present.
     """
     from medvl.eval.report_generation.evaluate import evaluate_reports
     from medvl.eval.report_generation.page import write_report_page
 
     if (checkpoint is None) == (predictions is None):
-        raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
+        raise ConfigError(
+            "give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint"
+        )
     output = shared.folder(checkpoint or predictions, "report_generation")
     if checkpoint is None:
         assert predictions is not None
         given = _from_file(predictions, data, output, sections)
     else:
-        given = _from_checkpoint(checkpoint, data, output, shared, decoding, sections, phantom_truth, conventions)
+        given = _from_checkpoint(
+            checkpoint, data, output, shared, decoding, sections, phantom_truth, conventions
+        )
     result = evaluate_reports(
         given.reports,
         others=given.others,
@@ -361,10 +424,14 @@ def report_generation(
         details=given.details,
     )
     page = functools.partial(write_report_page, result)
-    publish_result(result, given.folder, page, given.name, given.data, result.table(), options=shared)
+    publish_result(
+        result, given.folder, page, given.name, given.data, result.table(), options=shared
+    )
 
 
-def _from_file(predictions: Path, data: Path | None, output: OutputFolder, sections: tuple[str, ...]) -> _Reports:
+def _from_file(
+    predictions: Path, data: Path | None, output: OutputFolder, sections: tuple[str, ...]
+) -> _Reports:
     from medvl.eval.core.open import open_source
     from medvl.eval.report_generation.evaluate import read_reports, references_of
 
@@ -442,4 +509,8 @@ def _truth(folder: Path) -> dict[str, dict[str, int]]:
     from medvl.phantom import read_truth
 
     deid = deidentifier(None)
-    return {deid.image(row["dicom_id"]): row["labels"] for row in read_truth(folder) if "dicom_id" in row}
+    return {
+        deid.image(row["dicom_id"]): row["labels"]
+        for row in read_truth(folder)
+        if "dicom_id" in row
+    }

@@ -30,24 +30,31 @@ def masked_prediction(
     limit: int | None = None,
     examples: int = 6,
 ) -> None:
-    """Evaluate a language model on report sentences: findings, sides, severities and negations are hidden.
+    """Evaluate a language model on report sentences: findings, sides, severities and negations are
+    hidden.
 
-    The checkpoint is one of recipes/pubmedbert.py, bioalbert.py or continue_bert.py, or imported with its head
-    (`medvl import bert_mlm`); the shards have texts.
+    The checkpoint is one of recipes/pubmedbert.py, bioalbert.py or continue_bert.py, or imported
+    with its head (`medvl import bert_mlm`); the shards have texts.
 
     Args:
-        sections: sections of the reports; for a report without any of them, the sections that describe the image.
+        sections: sections of the reports; for a report without any of them, the sections that
+            describe the image.
         limit: maximum number of distinct sentences, from the start; default all.
         examples: wrong words of each kind on the page; 0 for a page without sentences.
     """
     from medvl.eval.core.open import load_model, open_source, unsupported_model
-    from medvl.eval.masked_prediction import evaluate_masked_prediction, write_masked_prediction_page
+    from medvl.eval.masked_prediction import (
+        evaluate_masked_prediction,
+        write_masked_prediction_page,
+    )
     from medvl.models.language.base import LanguageModel
 
     output = shared.folder(shared.checkpoint, "masked_prediction")
     model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, LanguageModel):
-        raise unsupported_model(shared.checkpoint, model, "give a language model with a head for masked words")
+        raise unsupported_model(
+            shared.checkpoint, model, "give a language model with a head for masked words"
+        )
     source = open_source(shared.data, [shared.checkpoint])
     folder = output.settle(manifest=source.fingerprint)
     result = evaluate_masked_prediction(
@@ -60,7 +67,9 @@ def masked_prediction(
         checkpoint=shared.checkpoint,
     )
     page = functools.partial(write_masked_prediction_page, result, examples=examples)
-    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared)
+    publish_result(
+        result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared
+    )
 
 
 # `medvl eval text`: a text encoder on BLURB and clinical sentence tasks, by fine-tuning.
@@ -79,14 +88,18 @@ class TextEncoderOptions:
     vocab: Path | None = None
     """folder of the vocabulary of --encoder"""
     text_weights: str | None = None
-    """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub; default random ones"""
+    """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub; default
+    random ones
+    """
     text_arguments: Mapping[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
     """arguments of --encoder, such as num_hidden_layers 3 hidden_size 192"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    """Grid of fine-tuning settings, of which the best one on the dev split is used, and the input of the head."""
+    """Grid of fine-tuning settings, of which the best one on the dev split is used, and the
+    input of the head.
+    """
 
     lrs: tuple[float, ...] = (1e-5, 3e-5, 5e-5)
     """learning rates"""
@@ -95,7 +108,9 @@ class FinetuneOptions:
     epochs: tuple[int, ...] = (20,)
     """numbers of epochs"""
     seeds: int | None = None
-    """fine-tunings with the chosen setting; default as in the paper: ten for BIOSSES, PubMedQA, BioASQ, else five"""
+    """fine-tunings with the chosen setting; default as in the paper: ten for BIOSSES, PubMedQA,
+    BioASQ, else five
+    """
     relation_form: Literal["dummies", "markers", "original"] = "dummies"
     """form of the two mentions in the text of a relation"""
     relation_pool: Literal["first", "mentions", "starts"] = "first"
@@ -137,17 +152,21 @@ def text(
     device: str = "auto",
     all: bool = False,
 ) -> None:
-    """Evaluate a text encoder by fine-tuning on BLURB's tasks, MedNLI, RadNLI and sentence similarity.
+    """Evaluate a text encoder by fine-tuning on BLURB's tasks, MedNLI, RadNLI and sentence
+    similarity.
 
-    Learning rate, batch size and epochs are chosen on the dev split; every score is printed beside baselines without an
-    encoder. data_cards/blurb.md lists the files of each task.
+    Learning rate, batch size and epochs are chosen on the dev split; every score is printed beside
+    baselines without an encoder. data_cards/blurb.md lists the files of each task.
 
     Args:
         data: folder with a folder for each task.
-        task: names of tasks; default all whose folder exists, of which incomplete ones are listed and skipped.
-        out: folder for the output files; default RUN/eval/STEP/text, or CHECKPOINT/eval/text outside of a run.
+        task: names of tasks; default all whose folder exists, of which incomplete ones are listed
+            and skipped.
+        out: folder for the output files; default RUN/eval/STEP/text, or CHECKPOINT/eval/text
+            outside of a run.
         replace: replace results of another checkpoint in the output folder.
-        compare_random: also fine-tune the same encoder from random weights, with paired differences.
+        compare_random: also fine-tune the same encoder from random weights, with paired
+            differences.
         examples: mistakes of each task on the page; 0 for a page without texts.
         resamples: bootstrap resamples.
         device: auto, cpu or cuda.
@@ -164,15 +183,25 @@ def text(
         for reason in left_out.values():
             print(f"Left out: {reason}", flush=True)
     if not names:
-        raise ConfigError(f"{data} has no complete task; see data_cards/blurb.md", "not_found", field="data")
+        raise ConfigError(
+            f"{data} has no complete task; see data_cards/blurb.md", "not_found", field="data"
+        )
     outputs = RunOptions(out=out, replace=replace, all=all)
-    output = outputs.folder(text.checkpoint, "text_random" if text.random_weights else "text", hashed=False)
+    output = outputs.folder(
+        text.checkpoint, "text_random" if text.random_weights else "text", hashed=False
+    )
     folder = output.settle()
     encoder = _open_encoder(text, random=text.random_weights)
     other = _open_encoder(text, random=True) if compare_random else None
     where = resolve_device(device)
     result = evaluate_text_tasks(
-        encoder, data, names, options, other=other, device=where, report=functools.partial(print, flush=True)
+        encoder,
+        data,
+        names,
+        options,
+        other=other,
+        device=where,
+        report=functools.partial(print, flush=True),
     )
     page = functools.partial(write_text_page, result, examples=examples)
     publish_result(result, folder, page, encoder.name, str(data.name), options=outputs)
@@ -187,7 +216,9 @@ def _open_encoder(options: TextEncoderOptions, *, random: bool) -> "EvaluatedEnc
     if options.checkpoint is not None:
         return encoder_of_checkpoint(options.checkpoint, random=random)
     if options.encoder is None or options.vocab is None:
-        raise ConfigError("--encoder needs --vocab, the folder of its vocabulary", "missing", field="vocab")
+        raise ConfigError(
+            "--encoder needs --vocab, the folder of its vocabulary", "missing", field="vocab"
+        )
     arguments: dict[str, Any] = dict(options.text_arguments)
     weights = None if random else options.text_weights
     return encoder_by_name(options.encoder, options.vocab, weights, arguments)
@@ -207,14 +238,17 @@ def vqa(
     protocol: str = "medvl",
     examples: int = 6,
 ) -> None:
-    """Evaluate visual question answering: accuracy with intervals, baselines without the image, and a page.
+    """Evaluate visual question answering: accuracy with intervals, baselines without the image, and
+    a page.
 
     Args:
         data: folder of shards with questions.
         checkpoint: folder of a checkpoint of recipes/vqa_finetune.py.
-        predictions: answers of another system instead of a checkpoint: JSON lines with id, answer and optional score.
-        train: folder of shards with the training questions, from which the baselines are built, and with whose answers
-            the checkpoint's vocabulary is compared; default --data, for corpora with all splits in one folder.
+        predictions: answers of another system instead of a checkpoint: JSON lines with id, answer
+            and optional score.
+        train: folder of shards with the training questions, from which the baselines are built, and
+            with whose answers the checkpoint's vocabulary is compared; default --data, for corpora
+            with all splits in one folder.
         split: split of the questions.
         protocol: rules for comparing answers; `medvl` is ours, others reproduce published numbers.
         examples: correct and wrong answers on the page, per closed and open question type.
@@ -227,10 +261,14 @@ def vqa(
 
     rules, shards = get_protocol(protocol), open_source(data)
     if (checkpoint is None) == (predictions is None):
-        raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
+        raise ConfigError(
+            "give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint"
+        )
     output = shared.folder(checkpoint or predictions, "vqa")
     same_folder = train is None or train.resolve() == data.resolve()
-    questions = question_data([shards] if train is None or same_folder else [ShardSource(train), shards])
+    questions = question_data(
+        [shards] if train is None or same_folder else [ShardSource(train), shards]
+    )
     folder = output.settle(questions=questions.fingerprint)
     if checkpoint is not None:
         answers = _from_checkpoint(checkpoint, shards, split, rules, shared)
@@ -288,7 +326,12 @@ def _from_checkpoint(
         raise unsupported_model(checkpoint, model, "fine-tune it with recipes/vqa_finetune.py")
     source = QuestionSource(shards, split, model.config.answers, rules.normalize)
     loader = open_for_evaluation(
-        source, model.transform, model.tokenizer, batch=shared.batch, workers=shared.workers, sections=("question",)
+        source,
+        model.transform,
+        model.tokenizer,
+        batch=shared.batch,
+        workers=shared.workers,
+        sections=("question",),
     )
     return _Answers(
         predictions=answer_questions(model, cast("QuestionLoader", loader)),
@@ -309,7 +352,9 @@ def _from_file(predictions: Path) -> _Answers:
     )
 
 
-def _page(result: "VQAResult", answers: _Answers, shards: "ShardSource", split: str, examples: int) -> "WritePage":
+def _page(
+    result: "VQAResult", answers: _Answers, shards: "ShardSource", split: str, examples: int
+) -> "WritePage":
     from medvl.data.loading.studies import questions_in_split
     from medvl.eval.vqa.page import write_vqa_page
 

@@ -65,13 +65,17 @@ _MAX_SHOWN = 20
 """Problems that are printed per split."""
 
 
-def verify(folder: Path, *, against: Path | None = None, decode: bool = False, full: bool = False) -> None:
-    """Verify a folder of shards, or of splits, and its regions against the manifests, and that splits share no patient.
+def verify(
+    folder: Path, *, against: Path | None = None, decode: bool = False, full: bool = False
+) -> None:
+    """Verify a folder of shards, or of splits, and its regions against the manifests, and that
+    splits share no patient.
 
     Args:
         folder: folder of a split, or folder that contains all splits; or its address.
-        against: folder or address that must share neither patients nor images with it; prints pairs of images with
-            nearly equal pixels (key, other key, and how many of the 255 bits of their perceptual hashes differ).
+        against: folder or address that must share neither patients nor images with it; prints pairs
+            of images with nearly equal pixels (key, other key, and how many of the 255 bits of
+            their perceptual hashes differ).
         decode: also decode every image.
         full: require the counts of the full release (see the data card).
     """
@@ -81,14 +85,18 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
     from medvl.data.splits import check_disjoint
     from medvl.data.storage.location import RemotePath, locate
 
-    results = [verify_folder(part, decode=decode, progress=sys.stderr.isatty()) for part in split_folders(folder)]
+    results = [
+        verify_folder(part, decode=decode, progress=sys.stderr.isatty())
+        for part in split_folders(folder)
+    ]
     for result in results:
         manifest = result.manifest
         counts = Counter(manifest.excluded) + Counter(manifest.skipped)
         left_out = f"{counts.total()} left out{f' ({listed(counts)})' if counts else ''}"
         state = "intact" if not result.problems else f"{len(result.problems)} PROBLEMS"
         print(
-            f"{manifest.corpus}/{manifest.split}: {manifest.samples} samples of {len(manifest.patients)} patients "
+            f"{manifest.corpus}/{manifest.split}: {manifest.samples} samples of "
+            f"{len(manifest.patients)} patients "
             f"in {len(manifest.shards)} shards, {left_out}: {state}"
         )
         for problem in result.problems[:_MAX_SHOWN]:
@@ -96,14 +104,23 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
         for regions in result.regions:
             _print_regions(regions)
         if isinstance(result.folder, RemotePath) and not result.folder.can_list:
-            print("  a web server lists no files: regions and files that are not in the manifest are not looked for")
+            print(
+                "  a web server lists no files: regions and files that are not in the manifest "
+                "are not looked for"
+            )
     for line in filter(None, dict.fromkeys(corpus_line(result.manifest) for result in results)):
         print(line)
     manifests = {result.manifest.split: result.manifest for result in results}
-    check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(locate(folder)))
+    check_disjoint(
+        {split: manifest.patients for split, manifest in manifests.items()}, str(locate(folder))
+    )
     _compare_counts(manifests, full)
-    if any(result.problems or any(regions.problems for regions in result.regions) for result in results):
-        raise ShardError(f"{locate(folder)} is damaged; copy or convert it again", "malformed", field="folder")
+    if any(
+        result.problems or any(regions.problems for regions in result.regions) for result in results
+    ):
+        raise ShardError(
+            f"{locate(folder)} is damaged; copy or convert it again", "malformed", field="folder"
+        )
     if against is not None:
         _compare_folders(folder, against)
 
@@ -114,14 +131,24 @@ def _print_regions(result: "RegionVerification") -> None:
         print(f"  regions {result.name}: {state}")
     else:
         manifest = result.manifest
-        counts = f"{manifest.regions} regions of {manifest.images} images, {manifest.skipped} images skipped"
+        counts = (
+            f"{manifest.regions} regions of {manifest.images} images, {manifest.skipped} "
+            f"images skipped"
+        )
         print(f"  regions {result.name} by {manifest.detector}: {counts}: {state}")
     for problem in result.problems[:_MAX_SHOWN]:
         print(f"    {problem}")
 
 
 def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
-    from medvl.data.corpora.boxes_and_masks import chestxdet10, lvit_layout, object_cxr, rsna, siim, vindr_cxr
+    from medvl.data.corpora.boxes_and_masks import (
+        chestxdet10,
+        lvit_layout,
+        object_cxr,
+        rsna,
+        siim,
+        vindr_cxr,
+    )
     from medvl.data.corpora.figures import medicat, melinda, roco
     from medvl.data.corpora.labels import chexpert, covidx, nih_cxr14
     from medvl.data.corpora.questions import path_vqa, slake, vqa_med, vqa_rad
@@ -129,10 +156,14 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
     from medvl.data.shards.verify import compare_counts
 
     modules = (
-        mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx,
-        vindr_cxr, padchest, chestxdet10, object_cxr, melinda,
+        mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim,
+        nih_cxr14, covidx, vindr_cxr, padchest, chestxdet10, object_cxr, melinda,
     )  # fmt: skip
-    corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS, **lvit_layout.COUNTS}
+    corpora = {
+        **{module.NAME: module.COUNTS for module in modules},
+        **roco.COUNTS,
+        **lvit_layout.COUNTS,
+    }
     expected = corpora.get(next(iter(manifests.values())).corpus)
     if expected is None:
         return
@@ -140,7 +171,9 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
     for name, (count, full_count) in differing.items():
         print(f"not the full release: {count} of {full_count} {name}")
     if differing and full:
-        raise ShardError("expected the counts of the full release, got those above", "mismatch", field="full")
+        raise ShardError(
+            "expected the counts of the full release, got those above", "mismatch", field="full"
+        )
 
 
 def _compare_folders(folder: Path, against: Path) -> None:
@@ -148,9 +181,15 @@ def _compare_folders(folder: Path, against: Path) -> None:
     from medvl.data.shards.verify import find_overlaps
 
     images = patients = 0
-    for overlap in find_overlaps(split_folders(folder), split_folders(against), progress=sys.stderr.isatty()):
+    for overlap in find_overlaps(
+        split_folders(folder), split_folders(against), progress=sys.stderr.isatty()
+    ):
         shared = overlap.patients
-        text = "unknown patients (hashed with different salts)" if shared is None else f"{len(shared)} patients"
+        text = (
+            "unknown patients (hashed with different salts)"
+            if shared is None
+            else f"{len(shared)} patients"
+        )
         print(f"{overlap.name} and {overlap.other} share {len(overlap.images)} images, {text}")
         for pair in overlap.images:
             print(f"  {pair.key} {pair.other} {pair.distance}")
@@ -158,7 +197,10 @@ def _compare_folders(folder: Path, against: Path) -> None:
             print(f"  {count} images not compared: {reason}")
         images, patients = images + len(overlap.images), patients + len(shared or ())
     if images or patients:
-        message = f"{folder} and {against} share {images} pairs of images and {patients} patients: neither is held out"
+        message = (
+            f"{folder} and {against} share {images} pairs of images and {patients} "
+            f"patients: neither is held out"
+        )
         raise SplitError(message, "leak", field="against")
 
 
@@ -168,8 +210,8 @@ def _compare_folders(folder: Path, against: Path) -> None:
 def upload(folder: Path, address: str) -> str:
     """Upload shards to an object store, and read back and compare every byte.
 
-    The manifests come last, so that an interrupted upload is never taken for a whole one. Run the same command again to
-    resume. Private folders are not uploaded.
+    The manifests come last, so that an interrupted upload is never taken for a whole one. Run the
+    same command again to resume. Private folders are not uploaded.
 
     Args:
         folder: folder of a split, or folder of splits.
@@ -179,6 +221,7 @@ def upload(folder: Path, address: str) -> str:
 
     uploads = upload_shards(folder, address, progress=sys.stderr.isatty())
     return "\n".join(
-        f"{one.address}: {one.files} files sent, {one.kept} there already, {one.bytes / 1e6:.1f} MB compared"
+        f"{one.address}: {one.files} files sent, {one.kept} there already, "
+        f"{one.bytes / 1e6:.1f} MB compared"
         for one in uploads
     )

@@ -1,4 +1,6 @@
-"""`medvl shards` and `medvl merge`: convert a corpus to shards. Each command returns the text to print."""
+"""`medvl shards` and `medvl merge`: convert a corpus to shards. Each command returns the text to
+print.
+"""
 
 import dataclasses
 import os
@@ -27,7 +29,8 @@ Flat = Annotated[T, tyro.conf.arg(name="")]
 """A dataclass whose fields become options without a prefix: --out, not --run.out."""
 
 _IDENTIFYING = (
-    "Texts and pixels are stored unchanged. Those counted as possible_* or says_burned_in may name a person: check "
+    "Texts and pixels are stored unchanged. Those counted as possible_* or says_burned_in may "
+    "name a person: check "
     "them, and de-identify the corpus and convert it again before you share the shards."
 )
 _FRACTIONS = ("train=0.8", "validate=0.1", "test=0.1")
@@ -79,7 +82,9 @@ def mimic_cxr(
 
     deid = shared.deidentifier()
     links = shared.options.follow_links
-    plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views, follow_links=links)
+    plan = corpus.plan(
+        root, deid, reports=reports, labeler=labeler, views=views, follow_links=links
+    )
     return convert(hold_out(plan, without, deid), deid, shared)
 
 
@@ -109,18 +114,25 @@ def roco(
     Args:
         root: folder with train/, validation/ and test/ (ROCO) or train_captions.csv (ROCOv2).
         shared: output, resources and storage format.
-        references: folder of MedICaT's roco_*_references.jsonl: sentences about the figures of ROCO.
+        references: folder of MedICaT's roco_*_references.jsonl: sentences about the figures of
+            ROCO.
         non_radiology: convert the drawings and photographs of ROCO instead of its radiology.
-        splits: official refuses splits that share an article; repaired excludes the figures of shared articles from
-            the training splits; by-article draws new splits.
+        splits: official refuses splits that share an article; repaired excludes the figures of
+            shared articles from the training splits; by-article draws new splits.
     """
     from medvl.data.corpora.figures import roco as corpus
 
-    return convert_corpus(corpus, root, shared, references=references, non_radiology=non_radiology, splits=splits)
+    return convert_corpus(
+        corpus, root, shared, references=references, non_radiology=non_radiology, splits=splits
+    )
 
 
 def medicat(
-    root: Path, shared: Flat[ConversionOptions], *, radiology_only: bool = False, splits: tuple[str, ...] = _FRACTIONS
+    root: Path,
+    shared: Flat[ConversionOptions],
+    *,
+    radiology_only: bool = False,
+    splits: tuple[str, ...] = _FRACTIONS,
 ) -> str:
     """Convert MedICaT, figures with captions and the sentences that refer to them.
 
@@ -132,7 +144,9 @@ def medicat(
     """
     from medvl.data.corpora.figures import medicat as corpus
 
-    return convert_corpus(corpus, root, shared, radiology_only=radiology_only, fractions=split_fractions(splits))
+    return convert_corpus(
+        corpus, root, shared, radiology_only=radiology_only, fractions=split_fractions(splits)
+    )
 
 
 def openi(
@@ -143,7 +157,8 @@ def openi(
     views: tuple[str, ...] = (),
     splits: tuple[str, ...] = _FRACTIONS,
 ) -> str:
-    """Convert Open-i, chest radiographs of Indiana University with reports and 15 labels from their MeSH terms.
+    """Convert Open-i, chest radiographs of Indiana University with reports and 15 labels from their
+    MeSH terms.
 
     Args:
         root: folder with ecgen-radiology/ or NLMCXR_reports.tgz.
@@ -154,10 +169,14 @@ def openi(
     """
     from medvl.data.corpora.reports import openi as corpus
 
-    return convert_corpus(corpus, root, shared, images=images, views=views, fractions=split_fractions(splits))
+    return convert_corpus(
+        corpus, root, shared, images=images, views=views, fractions=split_fractions(splits)
+    )
 
 
-def r2gen_annotation(root: Path, shared: Flat[ConversionOptions], *, images: Path | None = None) -> str:
+def r2gen_annotation(
+    root: Path, shared: Flat[ConversionOptions], *, images: Path | None = None
+) -> str:
     """Convert R2Gen's preparation of IU X-ray (two views) or MIMIC-CXR, with its split.
 
     Args:
@@ -193,7 +212,10 @@ def medvill_jsonl(
 
 
 def m3ae_arrow(
-    root: Path, shared: Flat[ConversionOptions], *, splits: Literal["official", "repaired", "by-article"] = "official"
+    root: Path,
+    shared: Flat[ConversionOptions],
+    *,
+    splits: Literal["official", "repaired", "by-article"] = "official",
 ) -> str:
     """Convert M3AE's preparation of ROCO, MedICaT or MIMIC-CXR (Arrow files), with its split.
 
@@ -202,15 +224,17 @@ def m3ae_arrow(
     Args:
         root: folder with NAME_train.arrow, NAME_val.arrow, NAME_test.arrow.
         shared: output, resources and storage format.
-        splits: rule for articles in several splits: official refuses them, repaired keeps each in one split, by-article
-            splits anew.
+        splits: rule for articles in several splits: official refuses them, repaired keeps each in
+            one split, by-article splits anew.
     """
     from medvl.data.convert.conversion import PrivateFolder
     from medvl.data.corpora.figures import m3ae_arrow as corpus
 
     deid = shared.deidentifier()
     unpacked = PrivateFolder(shared.run.local_out).create() / "images"
-    plan = corpus.plan(root, deid, unpacked, splits=splits, follow_links=shared.options.follow_links)
+    plan = corpus.plan(
+        root, deid, unpacked, splits=splits, follow_links=shared.options.follow_links
+    )
     lines = convert(plan, deid, shared)
     shutil.rmtree(unpacked)
     return lines
@@ -230,7 +254,8 @@ def table(
 ) -> str:
     """Convert your own table with one row per image, or per text without an image.
 
-    Without a text column, all images are kept, for their labels; without an image column, all texts.
+    Without a text column, all images are kept, for their labels; without an image column, all
+    texts.
 
     Args:
         table: .csv, .jsonl (also .gz) or .parquet.
@@ -266,21 +291,26 @@ def merge(out: Path, parts: tuple[Path, ...]) -> str:
     """Merge the parts of `medvl shards ... --part i/n` and verify the result.
 
     Args:
-        out: output folder with one subfolder per split, byte-identical to one run over the whole corpus.
+        out: output folder with one subfolder per split, byte-identical to one run over the whole
+            corpus.
         parts: the --out of every part, in any order, with their private folders beside them.
     """
     from medvl.data.convert.merge import merge_parts
 
     lines = _report(out, merge_parts(out, parts, progress=sys.stderr.isatty()))
-    lines.append(f"Wrote {out} and verified every byte. The parts and their private folders can be deleted.")
+    lines.append(
+        f"Wrote {out} and verified every byte. The parts and their private folders can be deleted."
+    )
     return "\n".join(lines)
 
 
 def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidentifier":
-    """Return a hasher with the salt of the file, or of the default one, which is created on first use.
+    """Return a hasher with the salt of the file, or of the default one, which is created on first
+    use.
 
-    Raises ConfigError where a salt file that was named, by option or variable, does not exist and `new_salt` is False:
-    with a new salt by mistake, patients would no longer be recognised in other corpora.
+    Raises ConfigError where a salt file that was named, by option or variable, does not exist and
+    `new_salt` is False: with a new salt by mistake, patients would no longer be recognised in other
+    corpora.
     """
     from medvl.data.privacy import Deidentifier, default_salt_file
 
@@ -288,9 +318,15 @@ def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidenti
     create = new_salt or not (salt_file or os.environ.get("MEDVL_SALT_FILE"))
     if not path.exists():
         if not create:
-            message = f"the salt file {path} does not exist; correct its path, or create it with --new-salt"
+            message = (
+                f"the salt file {path} does not exist; correct its path, or create it "
+                f"with --new-salt"
+            )
             raise ConfigError(message, "not_found", field="salt_file")
-        print(f"Creating the salt file {path}: keep it, all corpora need the same one.", file=sys.stderr)
+        print(
+            f"Creating the salt file {path}: keep it, all corpora need the same one.",
+            file=sys.stderr,
+        )
     return Deidentifier.from_file(path, create=create)
 
 
@@ -311,7 +347,8 @@ def padchest(
         shared: output, resources and storage format.
         images: folder with 0/ to 54/, or with all PNG files; default root.
         annotators: physician excludes images labelled by a model only.
-        text: english writes sentences from the names of findings and places; spanish keeps the reports' word stems.
+        text: english writes sentences from the names of findings and places; spanish keeps the
+            reports' word stems.
         views: keep only these of PA, AP, LATERAL and COSTAL.
         splits: fractions of the splits, by patient.
     """
@@ -323,10 +360,14 @@ def padchest(
     )  # fmt: skip
 
 
-def convert_corpus(corpus: ModuleType, root: Path, shared: ConversionOptions, **settings: Any) -> str:
+def convert_corpus(
+    corpus: ModuleType, root: Path, shared: ConversionOptions, **settings: Any
+) -> str:
     """Plan a corpus with these settings and convert it, as `convert`."""
     deid = shared.deidentifier()
-    return convert(corpus.plan(root, deid, follow_links=shared.options.follow_links, **settings), deid, shared)
+    return convert(
+        corpus.plan(root, deid, follow_links=shared.options.follow_links, **settings), deid, shared
+    )
 
 
 def convert(plan: "Plan", deid: "Deidentifier", shared: ConversionOptions) -> str:
@@ -338,11 +379,19 @@ def convert(plan: "Plan", deid: "Deidentifier", shared: ConversionOptions) -> st
     if plan.rows.messages:
         lines.append(f"skipped rows: {plan.rows.describe_skipped()}")
     if run.part is not None:
-        lines.append(f"Part {run.part} is finished. When all are: medvl merge OUT PART ..., with the --out of each.")
+        lines.append(
+            f"Part {run.part} is finished. When all are: medvl merge OUT PART ..., with the "
+            f"--out of each."
+        )
     if run.staging is not None:
-        lines.append(f"Uploaded to {locate(run.out)} and compared every byte. {run.local_out} can be deleted.")
+        lines.append(
+            f"Uploaded to {locate(run.out)} and compared every byte. {run.local_out} can be "
+            f"deleted."
+        )
     private = run.local_out.with_name(f"{run.local_out.name}-private")
-    lines.append(f"Wrote {run.local_out}. Do not share {private.name}: it names the source of each sample.")
+    lines.append(
+        f"Wrote {run.local_out}. Do not share {private.name}: it names the source of each sample."
+    )
     return "\n".join(lines)
 
 
@@ -356,18 +405,27 @@ def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
 
 
 def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
-    """Return the counts of the corpus, one line per split, the warnings of all splits, and advice about them."""
+    """Return the counts of the corpus, one line per split, the warnings of all splits, and
+    advice about them.
+    """
     from medvl.data.convert.conversion import Conversion, PrivateFolder
 
-    rows = dict.fromkeys(corpus_line(manifest) for manifest in manifests.values())  # the same in all splits
-    lines = [*filter(None, rows), *(_summary(split, manifest) for split, manifest in manifests.items())]
+    rows = dict.fromkeys(
+        corpus_line(manifest) for manifest in manifests.values()
+    )  # the same in all splits
+    lines = [
+        *filter(None, rows),
+        *(_summary(split, manifest) for split, manifest in manifests.items()),
+    ]
     warnings = sum((Counter(manifest.warnings) for manifest in manifests.values()), Counter[str]())
     of_corpus = Conversion.read(PrivateFolder(out)).corpus_warnings  # included in every manifest
     warnings -= Counter({name: count * (len(manifests) - 1) for name, count in of_corpus.items()})
     if warnings["no_image"] == sum(manifest.samples for manifest in manifests.values()):
         del warnings["no_image"]  # a corpus of texts
     if warnings:
-        lines.append("warnings: " + ", ".join(f"{count} {name}" for name, count in sorted(warnings.items())))
+        lines.append(
+            "warnings: " + ", ".join(f"{count} {name}" for name, count in sorted(warnings.items()))
+        )
     if any(name.startswith("possible_") or name == "says_burned_in" for name in warnings):
         lines.append(_IDENTIFYING)
     return lines
@@ -380,22 +438,34 @@ def _summary(split: str, manifest: "Manifest") -> str:
 
 
 def corpus_line(manifest: "Manifest") -> str:
-    """Return a line with the rows of the whole corpus that were read, kept and left out; "" without such counts."""
+    """Return a line with the rows of the whole corpus that were read, kept and left out; ""
+    without such counts.
+    """
     from medvl.data.corpora.common.rows import RowCounts, listed
 
     rows = RowCounts.from_json(manifest.rows, manifest.excluded_from_corpus)
     if rows is not None:
         return f"{manifest.corpus}: {rows}"
     excluded = Counter(manifest.excluded_from_corpus)
-    return f"{manifest.corpus}: {excluded.total()} left out before conversion ({listed(excluded)})" if excluded else ""
+    return (
+        f"{manifest.corpus}: {excluded.total()} left out before conversion ({listed(excluded)})"
+        if excluded
+        else ""
+    )
 
 
 def named_values(items: tuple[str, ...], option: str) -> dict[str, str]:
-    """Return NAME -> VALUE of items NAME=VALUE. Raises ConfigError ("malformed"), which names `option`, for others."""
+    """Return NAME -> VALUE of items NAME=VALUE. Raises ConfigError ("malformed"), which names
+    `option`, for others.
+    """
     pairs = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or not name:
-            raise ConfigError(f"expected {option} as NAME=VALUE, got {item!r}", "malformed", field=option.strip("-"))
+            raise ConfigError(
+                f"expected {option} as NAME=VALUE, got {item!r}",
+                "malformed",
+                field=option.strip("-"),
+            )
         pairs[name] = value
     return pairs

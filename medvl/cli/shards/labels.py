@@ -9,7 +9,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from medvl.cli.shards.corpora import ConversionOptions, Flat, convert, convert_corpus, split_fractions
+from medvl.cli.shards.corpora import (
+    ConversionOptions,
+    Flat,
+    convert,
+    convert_corpus,
+    split_fractions,
+)
 from medvl.data.storage.webdataset_tars import TarFields
 from medvl.schema import ConventionsName
 
@@ -26,18 +32,23 @@ def rsna(
     """Convert the RSNA pneumonia challenge: labels and boxes.
 
     Args:
-        root: folder of the release: its tables, stage_2_train_images/, and RSNA's mapping to NIH ChestX-ray14.
+        root: folder of the release: its tables, stage_2_train_images/, and RSNA's mapping to NIH
+            ChestX-ray14.
         shared: output, resources and storage format.
-        patients: mapping uses the patients of NIH ChestX-ray14; image treats every image as a patient, as published
-            splits do, so that a patient may be in two splits.
+        patients: mapping uses the patients of NIH ChestX-ray14; image treats every image as a
+            patient, as published splits do, so that a patient may be in two splits.
         splits: fractions of the splits, by patient.
     """
     from medvl.data.corpora.boxes_and_masks import rsna as corpus
 
-    return convert_corpus(corpus, root, shared.textless(), patients=patients, fractions=split_fractions(splits))
+    return convert_corpus(
+        corpus, root, shared.textless(), patients=patients, fractions=split_fractions(splits)
+    )
 
 
-def siim(root: Path, shared: Flat[ConversionOptions], *, splits: tuple[str, ...] = _FRACTIONS) -> str:
+def siim(
+    root: Path, shared: Flat[ConversionOptions], *, splits: tuple[str, ...] = _FRACTIONS
+) -> str:
     """Convert the SIIM-ACR pneumothorax challenge: labels and masks.
 
     Args:
@@ -91,7 +102,8 @@ def nih_cxr14(root: Path, shared: Flat[ConversionOptions], *, validate_share: fl
     """Convert NIH ChestX-ray14, with the official test split: labels and boxes.
 
     Args:
-        root: folder with Data_Entry_2017.csv, the two lists, and images/ or images_001/ to images_012/.
+        root: folder with Data_Entry_2017.csv, the two lists, and images/ or images_001/ to
+            images_012/.
         shared: output, resources and storage format.
         validate_share: fraction of the patients of the official training list for validation.
     """
@@ -101,19 +113,27 @@ def nih_cxr14(root: Path, shared: Flat[ConversionOptions], *, validate_share: fl
 
 
 def covidx(
-    root: Path, shared: Flat[ConversionOptions], *, version: str | None = None, validate_share: float = 0.1
+    root: Path,
+    shared: Flat[ConversionOptions],
+    *,
+    version: str | None = None,
+    validate_share: float = 0.1,
 ) -> str:
     """Convert COVIDx CXR, with its official splits.
 
     Args:
         root: folder with the lists, train/ and test/.
         shared: output, resources and storage format.
-        version: version of the lists, such as COVIDx_CXR-3A for train_COVIDx_CXR-3A.txt; default train.txt.
-        validate_share: fraction of the training patients for validation, where the release has no list for it.
+        version: version of the lists, such as COVIDx_CXR-3A for train_COVIDx_CXR-3A.txt; default
+            train.txt.
+        validate_share: fraction of the training patients for validation, where the release has no
+            list for it.
     """
     from medvl.data.corpora.labels import covidx as corpus
 
-    return convert_corpus(corpus, root, shared.textless(), version=version, validate_share=validate_share)
+    return convert_corpus(
+        corpus, root, shared.textless(), version=version, validate_share=validate_share
+    )
 
 
 def vindr_cxr(
@@ -130,13 +150,16 @@ def vindr_cxr(
         root: folder of the release: annotations/, train/ and test/.
         shared: output, resources and storage format.
         agreement: how many of the three radiologists of a training image have to name a label.
-        boxes: merged replaces the radiologists' boxes of one object by their mean; all keeps each of them.
+        boxes: merged replaces the radiologists' boxes of one object by their mean; all keeps each
+            of them.
         validate_share: fraction of the official training images for validation.
     """
     from medvl.data.corpora.boxes_and_masks import vindr_cxr as corpus
 
     shared = shared.textless()
-    return convert_corpus(corpus, root, shared, agreement=agreement, boxes=boxes, validate_share=validate_share)
+    return convert_corpus(
+        corpus, root, shared, agreement=agreement, boxes=boxes, validate_share=validate_share
+    )
 
 
 def chestxdet10(root: Path, shared: Flat[ConversionOptions], *, validate_share: float = 0.1) -> str:
@@ -175,25 +198,32 @@ class LViTSplits:
     """Patients and splits of the corpora of LViT."""
 
     patients: Literal["image", "file"] = "image"
-    """image treats every image as a patient, as the published splits do; file takes the patient (of MosMedData+ the
-    study) in the file name, where it has one."""
+    """image treats every image as a patient, as the published splits do; file takes the patient (of
+    MosMedData+ the study) in the file name, where it has one.
+    """
     splits: Splits = "official"
-    """official refuses splits that share a patient; repaired leaves images of shared patients out of the training
-    splits; by-article draws new splits, by patient."""
+    """official refuses splits that share a patient; repaired leaves images of shared patients out
+    of the training splits; by-article draws new splits, by patient.
+    """
 
 
-def qata(root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSplits] = LViTSplits()) -> str:
+def qata(
+    root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSplits] = LViTSplits()
+) -> str:
     """Convert QaTa-COV19: radiographs with masks of infections and LViT's texts.
 
     Args:
-        root: folder with Train_Folder/, Val_Folder/ and Test_Folder/, or with Train Set/ and Test Set/.
+        root: folder with Train_Folder/, Val_Folder/ and Test_Folder/, or with Train Set/ and Test
+            Set/.
         shared: output, resources and storage format.
         division: patients and splits.
     """
     return _convert_masks("qata", root, shared, division)
 
 
-def mosmed(root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSplits] = LViTSplits()) -> str:
+def mosmed(
+    root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSplits] = LViTSplits()
+) -> str:
     """Convert MosMedData+: slices of chest CT with masks of infections and LViT's texts.
 
     Args:
@@ -205,7 +235,10 @@ def mosmed(root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSp
 
 
 def monuseg(
-    root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSplits] = LViTSplits(patients="file")
+    root: Path,
+    shared: Flat[ConversionOptions],
+    *,
+    division: Flat[LViTSplits] = LViTSplits(patients="file"),
 ) -> str:
     """Convert MoNuSeg: tissue with masks of nuclei and LViT's texts; use --color.
 
@@ -248,22 +281,29 @@ def _convert_masks(name: str, root: Path, shared: ConversionOptions, division: L
 
 
 def vqa_rad(
-    root: Path, shared: Flat[ConversionOptions], *, split: Literal["official", "image-disjoint"] = "official"
+    root: Path,
+    shared: Flat[ConversionOptions],
+    *,
+    split: Literal["official", "image-disjoint"] = "official",
 ) -> str:
     """Convert VQA-RAD, from the original release or from MEVF's split files.
 
     Args:
-        root: folder of the questions (VQA_RAD Dataset Public.json, or trainset.json and testset.json) and the images.
+        root: folder of the questions (VQA_RAD Dataset Public.json, or trainset.json and
+            testset.json) and the images.
         shared: output, resources and storage format.
-        split: official divides the questions, so that every test image is also in train; the output is one folder
-            "mixed", and each question has its own split. image-disjoint divides the images by a fixed hash.
+        split: official divides the questions, so that every test image is also in train; the output
+            is one folder "mixed", and each question has its own split. image-disjoint divides the
+            images by a fixed hash.
     """
     from medvl.data.corpora.questions import vqa_rad as corpus
 
     return _convert_questions(corpus, root, shared, split=split)
 
 
-def slake(root: Path, shared: Flat[ConversionOptions], *, language: Literal["en", "zh"] = "en") -> str:
+def slake(
+    root: Path, shared: Flat[ConversionOptions], *, language: Literal["en", "zh"] = "en"
+) -> str:
     """Convert SLAKE, with the questions of one language.
 
     Args:
@@ -311,14 +351,20 @@ def path_vqa(root: Path, shared: Flat[ConversionOptions]) -> str:
     return _convert_questions(corpus, root, shared.replace(color=True))
 
 
-def _convert_questions(corpus: ModuleType, root: Path, shared: ConversionOptions, **choices: Any) -> str:
+def _convert_questions(
+    corpus: ModuleType, root: Path, shared: ConversionOptions, **choices: Any
+) -> str:
     from medvl.data.annotations import questions_of
 
     deid = shared.deidentifier()
     plan = corpus.plan(root, deid, **choices, follow_links=shared.options.follow_links)
     summary = convert(plan, deid, shared.textless())
-    counts = Counter(question.split for record in plan.records for question in questions_of(record.sample))
-    return "\n".join([", ".join(f"{count} questions in {split}" for split, count in counts.items()), summary])
+    counts = Counter(
+        question.split for record in plan.records for question in questions_of(record.sample)
+    )
+    return "\n".join(
+        [", ".join(f"{count} questions in {split}" for split, count in counts.items()), summary]
+    )
 
 
 # `medvl shards webdataset`: convert tars of other projects to shards.
@@ -333,7 +379,8 @@ def webdataset(
     group: str | None = None,
     splits: tuple[str, ...] = ("train=0.98", "validate=0.01", "test=0.01"),
 ) -> str:
-    """Convert webdataset tars without a manifest (PMC-OA, BIOMEDICA, open_clip's): .jpg .txt .json of each sample.
+    """Convert webdataset tars without a manifest (PMC-OA, BIOMEDICA, open_clip's): .jpg .txt .json
+    of each sample.
 
     The images are unpacked into the private folder first, and removed from it at the end.
 
@@ -342,8 +389,9 @@ def webdataset(
         shared: output, resources and storage format.
         fields: names of the members.
         name: name of the corpus.
-        group: member or field of the JSON that names the patient or article, such as json:pmcid. Splits are disjoint by
-            it; without it, each sample is a group of its own, and shared patients or articles cannot be noticed.
+        group: member or field of the JSON that names the patient or article, such as json:pmcid.
+            Splits are disjoint by it; without it, each sample is a group of its own, and shared
+            patients or articles cannot be noticed.
         splits: fractions of the splits.
     """
     from medvl.data.convert.conversion import PrivateFolder
@@ -351,12 +399,21 @@ def webdataset(
 
     deid = shared.deidentifier()
     unpacked = PrivateFolder(shared.run.local_out).create() / "images"
-    plan = corpus.plan(tars, deid, unpacked, name=name, fields=fields, group=group, fractions=split_fractions(splits))
+    plan = corpus.plan(
+        tars,
+        deid,
+        unpacked,
+        name=name,
+        fields=fields,
+        group=group,
+        fractions=split_fractions(splits),
+    )
     lines = [convert(plan, deid, shared)]
     shutil.rmtree(unpacked)
     if group is None:
         lines.append(
-            "No --group was given: patients or articles shared by splits, or with other shards, are not noticed."
+            "No --group was given: patients or articles shared by splits, or with other shards, "
+            "are not noticed."
         )
     return "\n".join(lines)
 
@@ -373,10 +430,11 @@ def generated(
     split: str = "train",
     conventions: ConventionsName = "chexpert",
 ) -> str:
-    """Convert generated images to shards for training, with the generator's hash and training data in the manifest.
+    """Convert generated images to shards for training, with the generator's hash and training data
+    in the manifest.
 
-    Evaluations refuse such shards as test data, and treat a model that is trained on them as trained on the generator's
-    training data too.
+    Evaluations refuse such shards as test data, and treat a model that is trained on them as
+    trained on the generator's training data too.
 
     Args:
         root: folder of medvl generate.
@@ -389,4 +447,8 @@ def generated(
     from medvl.data.convert.generated import plan
 
     deid = shared.deidentifier()
-    return convert(plan(root, deid, sources=source, name=name, split=split, conventions=conventions), deid, shared)
+    return convert(
+        plan(root, deid, sources=source, name=name, split=split, conventions=conventions),
+        deid,
+        shared,
+    )

@@ -1,4 +1,6 @@
-"""`medvl shards text` and `concepts`: convert texts and knowledge to shards, for pretraining text encoders."""
+"""`medvl shards text` and `concepts`: convert texts and knowledge to shards, for pretraining
+text encoders.
+"""
 
 import filecmp
 import itertools
@@ -33,17 +35,19 @@ def text(
     splits: tuple[str, ...] = _FRACTIONS,
     samples_per_shard: int = 10_000,
 ) -> str:
-    """Convert text documents, PubMed's XML, or the reports of shards, for pretraining text encoders.
+    """Convert text documents, PubMed's XML, or the reports of shards, for pretraining text
+    encoders.
 
     Args:
-        sources: files or folders of .txt, .jsonl or .xml (PubMed baseline), also as .gz; or folders of shards.
+        sources: files or folders of .txt, .jsonl or .xml (PubMed baseline), also as .gz; or folders
+            of shards.
         run: output folder, budget, workers.
         options: selection of documents, and their division into blocks.
         files: format of the files.
         name: name of the corpus.
         sections: sections of the reports of shards, such as findings; default all.
-        held_out: evaluation sets as NAME=PATH (file or folder): documents that share a run of 12 words with one of them
-            are left out and counted.
+        held_out: evaluation sets as NAME=PATH (file or folder): documents that share a run of 12
+            words with one of them are left out and counted.
         splits: fractions of the splits, by document; reports of shards keep their split.
         samples_per_shard: blocks of text per shard.
     """
@@ -52,7 +56,9 @@ def text(
 
     shared = ConversionOptions(run=run, options=ShardOptions(samples_per_shard=samples_per_shard))
     deid = shared.deidentifier()
-    sets = {each: read_texts(Path(path)) for each, path in named_values(held_out, "--held-out").items()}
+    sets = {
+        each: read_texts(Path(path)) for each, path in named_values(held_out, "--held-out").items()
+    }
     plan = corpus.plan(
         itertools.chain.from_iterable(_read(source, deid, files, sections) for source in sources),
         deid,
@@ -73,7 +79,8 @@ def concepts(
     splits: tuple[str, ...] = _FRACTIONS,
     samples_per_shard: int = 10_000,
 ) -> str:
-    """Convert the facts of a knowledge graph, for pretraining a text encoder on them (recipes/kebert.py).
+    """Convert the facts of a knowledge graph, for pretraining a text encoder on them
+    (recipes/kebert.py).
 
     Args:
         knowledge: graph of `medvl knowledge build`.
@@ -89,18 +96,24 @@ def concepts(
     shared = ConversionOptions(run=run, options=ShardOptions(samples_per_shard=samples_per_shard))
     deid, graph = shared.deidentifier(), read_knowledge(knowledge)
     definitions = {} if umls is None else read_definitions(umls, graph.identifiers)
-    plan = corpus.plan(graph, deid, definitions=definitions, name=name, fractions=split_fractions(splits))
+    plan = corpus.plan(
+        graph, deid, definitions=definitions, name=name, fractions=split_fractions(splits)
+    )
     return convert(plan, deid, shared)
 
 
-def _read(source: Path, deid: Deidentifier, files: DocumentFormat, sections: tuple[str, ...]) -> Iterator[Document]:
+def _read(
+    source: Path, deid: Deidentifier, files: DocumentFormat, sections: tuple[str, ...]
+) -> Iterator[Document]:
     from medvl.data.convert.shard_documents import read_shard_documents
     from medvl.data.corpora.common.documents import document_files, read_documents
     from medvl.data.shards.format import MANIFEST, split_folders
 
     if any((folder / MANIFEST).is_file() for folder in split_folders(source)):
         return read_shard_documents(source, deid, sections)
-    return itertools.chain.from_iterable(read_documents(path, files) for path in document_files(source))
+    return itertools.chain.from_iterable(
+        read_documents(path, files) for path in document_files(source)
+    )
 
 
 # `medvl vocab`: a vocabulary of a corpus.
@@ -123,19 +136,22 @@ def vocab(
     Args:
         shards: folder with a manifest, usually the training split.
         out: new output folder of the tokenizer; an equal tokenizer may be there already.
-        kind: wordpiece; words, for models that write complete words (R2Gen); or r2gen, words cleaned as in its released
-            code, which removes decimal points.
+        kind: wordpiece; words, for models that write complete words (R2Gen); or r2gen, words
+            cleaned as in its released code, which removes decimal points.
         size: maximum number of entries of a WordPiece vocabulary.
         min_frequency: minimum frequency of a piece or word.
         max_tokens: length at which the tokenizer truncates texts.
         sections: only these sections, such as findings; default all.
         compare: folders of other tokenizers, to print pieces per word beside the new one's.
-        compare_on: folder of shards whose words are compared, such as a validation split; default the one above.
+        compare_on: folder of shards whose words are compared, such as a validation split; default
+            the one above.
     """
     from medvl.data.shards.source import ShardSource
     from medvl.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece, train_words
 
-    others = {str(folder): load_tokenizer(folder) for folder in compare}  # fails before the training
+    others = {
+        str(folder): load_tokenizer(folder) for folder in compare
+    }  # fails before the training
     reports = 0
 
     def texts_of(folder: Path) -> Iterator[str]:
@@ -157,7 +173,10 @@ def vocab(
         equal, _, _ = filecmp.cmpfiles(out, folder, new, shallow=False)
         other = sorted({path.name for path in out.iterdir()} - set(equal))
         if other:
-            message = f"{out} holds another vocabulary or other files (first {other[0]}); give a new folder"
+            message = (
+                f"{out} holds another vocabulary or other files (first {other[0]}); give "
+                f"a new folder"
+            )
             raise ConfigError(message, "exists", field="out")
         for path in new.values():
             path.replace(out / path.name)
@@ -173,8 +192,13 @@ def _compare(tokenizers: "Mapping[str, Tokenizer]", texts: Iterable[str]) -> str
 
     words, _ = count_words(texts, lowercase=False)
     width = max(map(len, tokenizers))
-    lines = [f"{'vocabulary':{width}} {'entries':>8} {'pieces per word':>16} {'one piece':>10} {'unknown':>8}"]
+    lines = [
+        f"{'vocabulary':{width}} {'entries':>8} {'pieces per word':>16} {'one piece':>10} "
+        f"{'unknown':>8}"
+    ]
     for name, tokenizer in tokenizers.items():
         pieces, single, unknown = tokenizer.pieces_per_word(words)
-        lines.append(f"{name:{width}} {tokenizer.vocab_size:8} {pieces:16.3f} {single:10.1%} {unknown:8.2%}")
+        lines.append(
+            f"{name:{width}} {tokenizer.vocab_size:8} {pieces:16.3f} {single:10.1%} {unknown:8.2%}"
+        )
     return "\n".join([f"{sum(words.values())} words, {len(words)} of them different", *lines])

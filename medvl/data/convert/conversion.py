@@ -37,13 +37,18 @@ class PrivateFolder:
         )
 
     def create(self) -> Path:
-        """Create the folder, or close an existing one and its files to other users; return its path.
+        """Create the folder, or close an existing one and its files to other users; return its
+        path.
 
         Raises ConfigError where it is a link or belongs to another user, as `private_folder`.
         """
         private_folder(self.path)
         for file in self.path.iterdir():
-            if file.is_file() and not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+            if (
+                file.is_file()
+                and not file.is_symlink()
+                and stat.S_IMODE(file.stat().st_mode) & 0o077
+            ):
                 file.chmod(0o600)
         return self.path
 
@@ -56,7 +61,9 @@ class PrivateFolder:
         write_atomic(self.note_path(note.name), note.to_json(), permissions=0o600)
 
     def read_note(self, folder: Path, shard: str) -> ShardNote | None:
-        """Read the note of a shard in `folder`; None if the shard, its index or its note is missing or truncated."""
+        """Read the note of a shard in `folder`; None if the shard, its index or its note is
+        missing or truncated.
+        """
         tar = folder / f"{shard}.tar"
         try:
             note = ShardNote.from_json(self.note_path(shard).read_bytes())
@@ -65,18 +72,31 @@ class PrivateFolder:
             return None
         return note if complete else None
 
-    def write_skipped(self, notes: Iterable[ShardNote], rows: Iterable[tuple[str, str]] = ()) -> None:
-        """List the skipped rows of the corpus, and the skipped images, with reason and message; these name files."""
+    def write_skipped(
+        self, notes: Iterable[ShardNote], rows: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """List the skipped rows of the corpus, and the skipped images, with reason and message;
+        these name files.
+        """
         lines = [json.dumps({"reason": reason, "message": message}) for reason, message in rows]
         lines += [
-            json.dumps({"key": image.key, "split": note.split, "reason": image.reason, "message": image.message})
+            json.dumps(
+                {
+                    "key": image.key,
+                    "split": note.split,
+                    "reason": image.reason,
+                    "message": image.message,
+                }
+            )
             for note in notes
             for image in note.skipped
         ]
         write_atomic(self.skipped, "".join(line + "\n" for line in lines), permissions=0o600)
 
     def write_sources(self, lines: Iterable[str]) -> None:
-        """List the source file of each key: sorted lines `key<TAB>path`, written as they are produced."""
+        """List the source file of each key: sorted lines `key<TAB>path`, written as they are
+        produced.
+        """
         with new_file(self.sources, permissions=0o600) as file:
             file.writelines(line.encode(errors="surrogateescape") for line in lines)
 
@@ -118,7 +138,9 @@ class Conversion:
     """Rows of the corpus, as `Manifest.rows`."""
 
     @classmethod
-    def from_plan(cls, plan: ShardPlan, options: ShardOptions, salt: str, part: str | None) -> "Conversion":
+    def from_plan(
+        cls, plan: ShardPlan, options: ShardOptions, salt: str, part: str | None
+    ) -> "Conversion":
         """Return the identity of a plan, which covers the whole corpus."""
         return cls(
             corpus=plan.corpus,
@@ -139,18 +161,30 @@ class Conversion:
     def read(cls, private: PrivateFolder) -> "Conversion":
         """Read `plan.json`. Raises ShardError when it is missing or damaged."""
         if not private.plan.is_file():
-            raise ShardError(f"{private.plan} does not exist; copy it beside the shards", "not_found")
+            raise ShardError(
+                f"{private.plan} does not exist; copy it beside the shards", "not_found"
+            )
         try:
             content = _load(private.plan)
-            return cls(**{**content, **{name: tuple(content.get(name, ())) for name in ("label_names", "generators")}})
+            return cls(
+                **{
+                    **content,
+                    **{
+                        name: tuple(content.get(name, ())) for name in ("label_names", "generators")
+                    },
+                }
+            )
         except (TypeError, KeyError) as error:
-            raise ShardError(f"{private.plan} is damaged or of another version; convert again", "malformed") from error
+            raise ShardError(
+                f"{private.plan} is damaged or of another version; convert again", "malformed"
+            ) from error
 
     @contextlib.contextmanager
     def claim(self, out: Path, private: PrivateFolder) -> Iterator[None]:
         """Create the output folders, or resume in them, and lock them within the block.
 
-        Raises ConfigError when they hold another conversion or other files, or another process writes them.
+        Raises ConfigError when they hold another conversion or other files, or another process
+        writes them.
         """
         self._check_folders(out, private)
         private.create()
@@ -169,7 +203,8 @@ class Conversion:
             if differing:
                 advice = f"give another --out, or remove {out} and {private.path} to start again"
                 message = (
-                    f"{out} holds another conversion: it differs in {', '.join(_IDENTITY[name] for name in differing)}"
+                    f"{out} holds another conversion: it differs in "
+                    f"{', '.join(_IDENTITY[name] for name in differing)}"
                 )
                 raise ConfigError(f"{message}; {advice}", "exists", field=", ".join(differing))
         elif out.exists() and any(out.iterdir()):
@@ -189,7 +224,10 @@ class Conversion:
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that determine the bytes of a shard."""
     # medvl's own from the code: a checkout on PYTHONPATH is not installed.
-    return {"medvl": medvl.__version__, **{name: importlib.metadata.version(name) for name in _PACKAGES}}
+    return {
+        "medvl": medvl.__version__,
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -198,7 +236,9 @@ def _load(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("not an object")
     except (ValueError, OSError) as error:
-        raise ShardError(f"cannot read {path} ({type(error).__name__}); convert again", "malformed") from error
+        raise ShardError(
+            f"cannot read {path} ({type(error).__name__}); convert again", "malformed"
+        ) from error
     return content
 
 
@@ -211,7 +251,8 @@ def _nonzero(counter: Mapping[str, int]) -> dict[str, int]:
 
 
 def has_repairs(note: ShardNote, records: Iterable[Record], since: float) -> bool:
-    """Return whether a skipped image of a shard was added, changed, or is now expected under another path.
+    """Return whether a skipped image of a shard was added, changed, or is now expected under
+    another path.
 
     Args:
         note: note of the finished shard.
@@ -220,7 +261,9 @@ def has_repairs(note: ShardNote, records: Iterable[Record], since: float) -> boo
     """
     skipped = {image.key: image for image in note.skipped}
     return any(
-        _is_repaired(record, skipped[record.sample.key], since) for record in records if record.sample.key in skipped
+        _is_repaired(record, skipped[record.sample.key], since)
+        for record in records
+        if record.sample.key in skipped
     )
 
 

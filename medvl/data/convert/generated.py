@@ -1,4 +1,6 @@
-"""Folders of generated images (`medvl.data.images.generated`) as samples and as a corpus; `data_cards/generated.md`."""
+"""Folders of generated images (`medvl.data.images.generated`) as samples and as a corpus;
+`data_cards/generated.md`.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,8 +33,9 @@ def plan(
     """Return the records of a folder of generated images.
 
     The text of an image is its prompt, and its labels are the findings that the prompt states
-    (`medvl.data.reports.labeler`). Its patient is that of the prompt, so that images of a test patient's report do not
-    train a model that is tested on that patient. Prompts without a source are their own patients.
+    (`medvl.data.reports.labeler`). Its patient is that of the prompt, so that images of a test
+    patient's report do not train a model that is tested on that patient. Prompts without a source
+    are their own patients.
 
     Args:
         root: the folder.
@@ -54,8 +57,14 @@ def plan(
     rows, records, trained_on = RowCounts(), Records(), images.train_manifests()
     for number, row in enumerate(rows.reading(images.rows)):
         images.pixels(number)  # raises where they are not those that were generated
-        patient = deid.patient(f"prompt {row.prompt}") if row.source_key is None else patients[row.source_key]
-        sample = generated_sample(images, number, patient=patient, corpus=name, split=split, conventions=conventions)
+        patient = (
+            deid.patient(f"prompt {row.prompt}")
+            if row.source_key is None
+            else patients[row.source_key]
+        )
+        sample = generated_sample(
+            images, number, patient=patient, corpus=name, split=split, conventions=conventions
+        )
         records.append(Record(sample))
         rows.kept += 1
     return Plan(
@@ -78,7 +87,9 @@ def generated_sample(
     split: str = "train",
     conventions: ConventionsName = "chexpert",
 ) -> Sample:
-    """Return a generated image as a sample, with the labels of its prompt and `synthetic` in its extra fields."""
+    """Return a generated image as a sample, with the labels of its prompt and `synthetic` in its
+    extra fields.
+    """
     row = images.rows[number]
     sections: list[str] = list(images.generation.prompt_source.get("sections") or [])
     return Sample(
@@ -101,22 +112,34 @@ def generated_sample(
     )
 
 
-def _patients(images: GeneratedImages, deid: Deidentifier, sources: Sequence[Path]) -> Mapping[str, str]:
+def _patients(
+    images: GeneratedImages, deid: Deidentifier, sources: Sequence[Path]
+) -> Mapping[str, str]:
     """Return the patient of each key of the sources. Raises as `plan`."""
     wanted = {row.source_key for row in images.rows if row.source_key is not None}
     if wanted and not sources:
-        message = f"the prompts of {images.folder} are texts of shards; name these with --source, for their patients"
+        message = (
+            f"the prompts of {images.folder} are texts of shards; name these with "
+            f"--source, for their patients"
+        )
         raise ConfigError(message, "missing", field="source")
     patients = {}
     for folder in sources:
         source = ShardSource(folder)
         if source.manifest.salt != deid.fingerprint:
-            raise SplitError(f"{folder} was hashed with another salt; give its --salt-file", "mismatch", field="salt")
+            raise SplitError(
+                f"{folder} was hashed with another salt; give its --salt-file",
+                "mismatch",
+                field="salt",
+            )
         for position in range(len(source)):
             if source.key(position) in wanted:
                 patients[source.key(position)] = source.sample(position).patient
     lacking = len(wanted) - len(patients)
     if lacking:
-        message = f"{lacking} of {len(wanted)} prompts of {images.folder} are not texts of the shards of --source"
+        message = (
+            f"{lacking} of {len(wanted)} prompts of {images.folder} are not texts of the "
+            f"shards of --source"
+        )
         raise CorpusError(message, "not_found", field="source")
     return patients

@@ -1,8 +1,8 @@
 """Merging the parts of a conversion: the same bytes as one run over the whole corpus.
 
-All parts share the plan of the whole corpus, so a shard has the same name and content whichever part writes it. Merging
-checks that all parts have one plan and that every shard is present once, links the shards into one folder, and verifies
-it.
+All parts share the plan of the whole corpus, so a shard has the same name and content whichever
+part writes it. Merging checks that all parts have one plan and that every shard is present once,
+links the shards into one folder, and verifies it.
 """
 
 import dataclasses
@@ -46,20 +46,25 @@ class _Part:
         return parse_part(self.conversion.part or "")
 
 
-def merge_parts(out: Path, folders: Sequence[Path], *, progress: bool = False) -> dict[str, Manifest]:
-    """Merge all parts of a conversion into one folder of shards. Returns the manifest of each split.
+def merge_parts(
+    out: Path, folders: Sequence[Path], *, progress: bool = False
+) -> dict[str, Manifest]:
+    """Merge all parts of a conversion into one folder of shards. Returns the manifest of each
+    split.
 
-    Tars are hard-linked where the file system allows it, else copied; the parts are left unchanged. Every byte is
-    verified, as by `medvl verify`, before a manifest is written. Call it again to resume after an interruption.
+    Tars are hard-linked where the file system allows it, else copied; the parts are left unchanged.
+    Every byte is verified, as by `medvl verify`, before a manifest is written. Call it again to
+    resume after an interruption.
 
     Args:
-        out: output folder, one subfolder per split; its private folder gets the private files of the parts.
+        out: output folder, one subfolder per split; its private folder gets the private files of
+            the parts.
         folders: the `--out` of each part, with their private folders beside them, in any order.
         progress: show a progress bar.
 
     Raises:
-        ConfigError: no part is given, the parts differ in corpus, options, salt or package versions, or `out` has other
-            content.
+        ConfigError: no part is given, the parts differ in corpus, options, salt or package
+            versions, or `out` has other content.
         CorpusError: no part has a sample.
         ShardError: a part is missing, given twice, unfinished or damaged.
         SplitError: a patient is in two splits.
@@ -86,7 +91,11 @@ def _merge_into(
         for split, name in part.conversion.shards():
             for suffix in (".tar", ".index"):
                 _link(part.folder / split / (name + suffix), out / split / (name + suffix))
-            write_atomic(private.note_path(name), part.private.note_path(name).read_bytes(), permissions=0o600)
+            write_atomic(
+                private.note_path(name),
+                part.private.note_path(name).read_bytes(),
+                permissions=0o600,
+            )
     ordered = [notes[name] for _, name in conversion.shards()]
     manifests = build_manifests(conversion, ordered, conversion.planned)
     check_samples(manifests, out)
@@ -94,7 +103,10 @@ def _merge_into(
     private.write_skipped(ordered)
     with ExitStack() as stack:
         paths = [part.private.sources for part in parts]
-        files = [stack.enter_context(path.open(encoding="utf-8", errors="surrogateescape")) for path in paths]
+        files = [
+            stack.enter_context(path.open(encoding="utf-8", errors="surrogateescape"))
+            for path in paths
+        ]
         private.write_sources(heapq.merge(*files))
     write_manifests(manifests, out)
     return manifests
@@ -105,7 +117,10 @@ def _read_parts(folders: Sequence[Path]) -> list[_Part]:
     resolved = {folder.resolve() for folder in folders}
     parts = []
     for folder in sorted(resolved):
-        if folder.name.endswith("-private") and folder.with_name(folder.name.removesuffix("-private")) in resolved:
+        if (
+            folder.name.endswith("-private")
+            and folder.with_name(folder.name.removesuffix("-private")) in resolved
+        ):
             continue  # a shell's parts/* includes the private folders
         private = PrivateFolder(folder)
         parts.append(_Part(folder, private, Conversion.read(private)))
@@ -113,7 +128,11 @@ def _read_parts(folders: Sequence[Path]) -> list[_Part]:
         raise ConfigError("expected the --out of every part, got none", "missing", field="parts")
     for part in parts:
         if part.conversion.part is None:
-            raise ConfigError(f"{part.folder} is not a part: it was converted without --part", "conflict", field="part")
+            raise ConfigError(
+                f"{part.folder} is not a part: it was converted without --part",
+                "conflict",
+                field="part",
+            )
         _check_same_conversion(parts[0], part)
     by_number: dict[int, _Part] = {}
     for part in parts:
@@ -125,19 +144,29 @@ def _read_parts(folders: Sequence[Path]) -> list[_Part]:
     missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in by_number]
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise ShardError(f"missing parts: {', '.join(missing[:_SHOWN])}{more}", "missing", field="parts")
+        raise ShardError(
+            f"missing parts: {', '.join(missing[:_SHOWN])}{more}", "missing", field="parts"
+        )
     return [by_number[number] for number in sorted(by_number)]
 
 
 def _check_same_conversion(first: _Part, part: _Part) -> None:
-    ours, theirs = (dataclasses.asdict(dataclasses.replace(each.conversion, part=None)) for each in (first, part))
+    ours, theirs = (
+        dataclasses.asdict(dataclasses.replace(each.conversion, part=None))
+        for each in (first, part)
+    )
     differing = [name for name, value in ours.items() if theirs[name] != value]
     if first.number[1] != part.number[1]:
         differing.append("number of parts")
     if differing:
         fields = ", ".join(differing)
-        advice = "convert all parts with one command, salt and set of package versions, changing only --part and --out"
-        raise ConfigError(f"{first.name} and {part.name} differ in {fields}; {advice}", "mismatch", field=fields)
+        advice = (
+            "convert all parts with one command, salt and set of package versions, "
+            "changing only --part and --out"
+        )
+        raise ConfigError(
+            f"{first.name} and {part.name} differ in {fields}; {advice}", "mismatch", field=fields
+        )
 
 
 def _read_notes(parts: Sequence[_Part]) -> dict[str, ShardNote]:
@@ -151,7 +180,9 @@ def _read_notes(parts: Sequence[_Part]) -> dict[str, ShardNote]:
         if missing or not part.private.sources.is_file():
             first = f" (first {missing[0]})" if missing else ""
             state = f"{len(missing)} of {len(shards)} shards are missing{first}"
-            raise ShardError(f"{part.name} is not finished: {state}; run its command again", "missing")
+            raise ShardError(
+                f"{part.name} is not finished: {state}; run its command again", "missing"
+            )
     return notes
 
 
@@ -167,17 +198,24 @@ def _link(source: Path, target: Path) -> None:
     partial.replace(target)
 
 
-def _verify(manifests: Mapping[str, Manifest], out: Path, parts: Sequence[_Part], progress: bool) -> None:
-    """Raise ShardError or SplitError unless the merged folder is intact and its splits are disjoint."""
+def _verify(
+    manifests: Mapping[str, Manifest], out: Path, parts: Sequence[_Part], progress: bool
+) -> None:
+    """Raise ShardError or SplitError unless the merged folder is intact and its splits are
+    disjoint.
+    """
     part_of = {name: part for part in parts for _, name in part.conversion.shards()}
     for split, manifest in manifests.items():
         problems = verify_shards(out / split, manifest, progress=progress).problems
         if problems:
             damaged = {problem.partition(".")[0] for problem in problems} & set(part_of)
             repair = "".join(
-                f"; remove {part_of[name].folder / split / name}.tar and run the command of its part again"
+                f"; remove {part_of[name].folder / split / name}.tar and run the command of its "
+                f"part again"
                 for name in sorted(damaged)[:_SHOWN]
             )
             damage = "; ".join(problems[:_SHOWN])
-            raise ShardError(f"{out / split} is damaged, no manifest was written: {damage}{repair}", "mismatch")
+            raise ShardError(
+                f"{out / split} is damaged, no manifest was written: {damage}{repair}", "mismatch"
+            )
     check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(out))

@@ -1,17 +1,19 @@
-"""Conversion of a corpus to shards: parallel, resumable, and byte-identical for any number of workers.
+"""Conversion of a corpus to shards: parallel, resumable, and byte-identical for any number of
+workers.
 
 The path of a record:
 
-    medvl.data.corpora   records of the corpus: sample fields, and paths of image and report
-    plan.py              order by key and cut into shards of a fixed number of records, before any file is read
-    pipeline.py          make a task for each missing shard
-    local_engine.py      run the tasks in processes of this machine; ray_engine.py: on a Ray cluster
-    record.py            worker: read report and image, encode both
-    writer.py            worker: write the tar and its index under a temporary name, then rename them
+    medvl.data.corpora  records of the corpus: sample fields, and paths of image and report plan.py
+    order by key and cut into shards of a fixed number of records, before any file is read
+    pipeline.py         make a task for each missing shard local_engine.py     run the tasks in
+    processes of this machine; ray_engine.py: on a Ray cluster
+    record.py           worker: read report and image, encode both
+    writer.py           worker: write the tar and its index under a temporary name, then rename them
 
-Each task returns a `ShardNote` (note.py). Notes are kept in OUT-private (private_folder.py), so an interrupted run
-resumes with the shards that have none. When all shards are finished, manifests.py builds the manifests from the notes.
-merge.py combines the parts of a conversion, and `medvl.data.shards.verify` checks a folder against its manifest.
+Each task returns a `ShardNote` (note.py). Notes are kept in OUT-private (private_folder.py), so an
+interrupted run resumes with the shards that have none. When all shards are finished, manifests.py
+builds the manifests from the notes. merge.py combines the parts of a conversion, and
+`medvl.data.shards.verify` checks a folder against its manifest.
 """
 
 import dataclasses
@@ -61,40 +63,56 @@ class LocalEngine:
     def _run_here(self, tasks: Iterable[ShardTask]) -> Progress:
         converted = 0
         for task in tasks:
-            with memory_limited(WORKER_BYTES):  # the same limit as in a worker process, only while files are decoded
+            with memory_limited(
+                WORKER_BYTES
+            ):  # the same limit as in a worker process, only while files are decoded
                 note = build_shard(task, _tick)
             converted += len(task.records)
             yield note, converted
 
     def _run_in_pool(self, tasks: Iterable[ShardTask]) -> Progress:
-        # Spawn, not fork: codecs and progress bars start threads, and forking a threaded process may deadlock.
+        # Spawn, not fork: codecs and progress bars start threads, and forking a threaded process
+        # may deadlock.
         context = multiprocessing.get_context("spawn")
         counter, stop, started = context.Value("q", 0), context.Event(), context.Event()
         pool = ProcessPoolExecutor(
-            self.workers, mp_context=context, initializer=_start_worker, initargs=(counter, stop, started)
+            self.workers,
+            mp_context=context,
+            initializer=_start_worker,
+            initargs=(counter, stop, started),
         )
         try:
             running = set[Future[ShardNote]]()
             for task in tasks:
                 with interrupts_blocked():
                     running.add(pool.submit(_build_in_worker, task))
-                while len(running) >= 2 * self.workers:  # pickled tasks are large, so only a few are queued
+                while (
+                    len(running) >= 2 * self.workers
+                ):  # pickled tasks are large, so only a few are queued
                     yield from _collect(running, counter)
             while running:
                 yield from _collect(running, counter)
         except BrokenProcessPool:
             message = (
-                "a worker process died, probably for lack of memory; run the same command again with fewer --workers"
+                "a worker process died, probably for lack of memory; run the same command "
+                "again with fewer --workers"
             )
-            if not started.is_set():  # each imports the script again, which must not convert while it is imported
-                message = 'no worker process started; call medvl below `if __name__ == "__main__":` in your script'
+            if (
+                not started.is_set()
+            ):  # each imports the script again, which must not convert while it is imported
+                message = (
+                    "no worker process started; call medvl below `if __name__ == "
+                    '"__main__":` in your script'
+                )
             raise ShardError(message, "worker") from None
         finally:
             stop.set()  # after Ctrl-C or an error, workers leave their shard at the next image
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _collect(running: set[Future[ShardNote]], counter: "Synchronized[int]") -> Iterator[tuple[ShardNote | None, int]]:
+def _collect(
+    running: set[Future[ShardNote]], counter: "Synchronized[int]"
+) -> Iterator[tuple[ShardNote | None, int]]:
     finished, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
     if not finished:
         yield None, counter.value
@@ -133,11 +151,16 @@ def _build_in_worker(task: ShardTask) -> ShardNote:
 def build_manifests(
     conversion: Conversion, notes: Iterable[ShardNote], planned: Mapping[str, int]
 ) -> dict[str, Manifest]:
-    """Return the manifest of each split from the notes of its shards, in order. `planned`: images per split."""
+    """Return the manifest of each split from the notes of its shards, in order. `planned`:
+    images per split.
+    """
     by_split: dict[str, list[ShardNote]] = {split: [] for split in planned}
     for note in notes:
         by_split[note.split].append(note)
-    return {split: _manifest(conversion, split, group, planned[split]) for split, group in by_split.items()}
+    return {
+        split: _manifest(conversion, split, group, planned[split])
+        for split, group in by_split.items()
+    }
 
 
 def write_manifests(manifests: Mapping[str, Manifest], out: Path) -> None:
@@ -148,11 +171,14 @@ def write_manifests(manifests: Mapping[str, Manifest], out: Path) -> None:
 
 
 def check_samples(manifests: Mapping[str, Manifest], out: Path) -> None:
-    """Raise CorpusError where no split has a sample; the message counts by reason what was left out."""
+    """Raise CorpusError where no split has a sample; the message counts by reason what was left
+    out.
+    """
     if any(manifest.samples for manifest in manifests.values()):
         return
     reasons = sum(
-        (Counter(manifest.excluded) + Counter(manifest.skipped) for manifest in manifests.values()), Counter()
+        (Counter(manifest.excluded) + Counter(manifest.skipped) for manifest in manifests.values()),
+        Counter(),
     )
     planned = sum(manifest.planned for manifest in manifests.values())
     advice = f"remove {out} and its private folder, or give another --out, once that is mended"
@@ -162,7 +188,9 @@ def check_samples(manifests: Mapping[str, Manifest], out: Path) -> None:
     raise CorpusError(message, "empty", field="out")
 
 
-def _manifest(conversion: Conversion, split: str, notes: Sequence[ShardNote], planned: int) -> Manifest:
+def _manifest(
+    conversion: Conversion, split: str, notes: Sequence[ShardNote], planned: int
+) -> Manifest:
     skipped = sorted((image.key, image.reason) for note in notes for image in note.skipped)
     return Manifest(
         corpus=conversion.corpus,
@@ -197,13 +225,14 @@ def write_shards(
 ) -> dict[str, Manifest]:
     """Convert a corpus, or the part `run.part` of it. Returns the manifest of each split.
 
-    The manifests of a part are returned but not written; `merge_parts` writes those of the whole corpus.
+    The manifests of a part are returned but not written; `merge_parts` writes those of the whole
+    corpus.
 
     Args:
         plan: records of the whole corpus, from a module of `medvl.data.corpora`.
         deid: hasher that the plan was made with; the manifests store the fingerprint of its salt.
-        run: output folder, budget, workers. A second run of the same plan resumes. Shards for an address are made in
-            `run.staging` and uploaded, manifests last.
+        run: output folder, budget, workers. A second run of the same plan resumes. Shards for an
+            address are made in `run.staging` and uploaded, manifests last.
         options: storage format of the images.
 
     Raises:
@@ -217,7 +246,9 @@ def write_shards(
     options = options or ShardOptions()
     if is_address(run.out):
         address = writable(run.out)
-        manifests = write_shards(plan, deid, dataclasses.replace(run, out=run.local_out, staging=None), options)
+        manifests = write_shards(
+            plan, deid, dataclasses.replace(run, out=run.local_out, staging=None), options
+        )
         upload_shards(run.local_out, address, progress=sys.stderr.isatty())
         return manifests
     private = PrivateFolder(run.out)
@@ -229,14 +260,20 @@ def write_shards(
 
 
 def _write_claimed(
-    shard_plan: ShardPlan, conversion: Conversion, private: PrivateFolder, run: ShardRun, options: ShardOptions
+    shard_plan: ShardPlan,
+    conversion: Conversion,
+    private: PrivateFolder,
+    run: ShardRun,
+    options: ShardOptions,
 ) -> dict[str, Manifest]:
     """Convert the shards that are missing, and write the manifests."""
     shards = select_part(shard_plan.shards, run.part)
     stored = [private.read_note(run.out / shard.split, shard.name) for shard in shards]
     notes = {note.name: note for note in stored if note is not None}
     planned = count_by_split(shards)
-    of_rows = shard_plan.rows.skipped.total() if run.part is None else 0  # the rows are those of all parts
+    of_rows = (
+        shard_plan.rows.skipped.total() if run.part is None else 0
+    )  # the rows are those of all parts
     budget = max(0, _budget(run, planned.total() + of_rows) - of_rows)
     if sum(len(note.skipped) for note in notes.values()) > budget:
         for shard in shards:
@@ -261,7 +298,10 @@ def _write_claimed(
     except OSError as error:
         if error.errno == errno.ENOSPC:
             kept = f"{len(notes)} of {len(shards)} shards are finished and are kept"
-            message = f"no space left on the disk of {run.out}; free some space and run the same command again ({kept})"
+            message = (
+                f"no space left on the disk of {run.out}; free some space and run the "
+                f"same command again ({kept})"
+            )
             raise ShardError(message, "unreadable") from error
         raise
 
@@ -273,7 +313,9 @@ def _convert(
     run: ShardRun,
     options: ShardOptions,
 ) -> Generator[ShardNote, None, None]:
-    """Convert the shards that are not finished and show progress. Yields their notes in order of completion."""
+    """Convert the shards that are not finished and show progress. Yields their notes in order of
+    completion.
+    """
     missing = [shard for shard in shards if shard.name not in finished]
     if not missing:
         return
@@ -281,13 +323,26 @@ def _convert(
     done = planned - sum(map(len, missing))
     folders = ANYWHERE if options.follow_links else shard_plan.folders
     tasks = (
-        ShardTask(shard.name, shard.split, run.out / shard.split, tuple(shard_plan.records(shard)), options, folders)
+        ShardTask(
+            shard.name,
+            shard.split,
+            run.out / shard.split,
+            tuple(shard_plan.records(shard)),
+            options,
+            folders,
+        )
         for shard in missing
     )
     engine = _create_engine(run, len(missing))
     quiet = not sys.stderr.isatty()
     with (
-        tqdm(total=planned, initial=done, unit="sample", desc="shards", mininterval=10 if quiet else 0.2) as bar,
+        tqdm(
+            total=planned,
+            initial=done,
+            unit="sample",
+            desc="shards",
+            mininterval=10 if quiet else 0.2,
+        ) as bar,
         closing(engine.run(tasks)) as results,
     ):
         for note, converted in results:
@@ -297,7 +352,9 @@ def _convert(
         bar.update(planned - bar.n)
 
 
-def _has_repairs(note: ShardNote, shard_plan: ShardPlan, shard: PlannedShard, private: PrivateFolder) -> bool:
+def _has_repairs(
+    note: ShardNote, shard_plan: ShardPlan, shard: PlannedShard, private: PrivateFolder
+) -> bool:
     written = private.note_path(shard.name).stat().st_mtime
     return has_repairs(note, shard_plan.records(shard), written)
 
@@ -315,13 +372,17 @@ def _budget(run: ShardRun, total: int) -> int:
 
 
 def _check_rows(rows: RowCounts, run: ShardRun) -> None:
-    """Raise BudgetError where the plan skipped more rows, of the whole corpus, than the budget allows."""
+    """Raise BudgetError where the plan skipped more rows, of the whole corpus, than the budget
+    allows.
+    """
     skipped, budget = rows.skipped.total(), _budget(run, rows.read)
     if skipped > budget:
         state = f"{skipped} of {rows.read} {rows.unit} cannot be used ({listed(rows.skipped)})"
         advice = "repair them, or raise --max-skipped, and run again"
         detail = f": {rows.describe_skipped()}" if rows.messages else ""
-        raise BudgetError(f"{state}, over the budget of {budget}{detail}; {advice}", "budget", field="max_skipped")
+        raise BudgetError(
+            f"{state}, over the budget of {budget}{detail}; {advice}", "budget", field="max_skipped"
+        )
 
 
 def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFolder) -> None:
@@ -331,9 +392,17 @@ def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFol
     reasons = Counter(image.reason for note in notes for image in note.skipped)
     detail = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     state = f"{reasons.total()} images are unreadable ({detail}), over the budget of {budget}"
-    advice = "correct their paths, repair them, or raise --max-skipped, and run again: finished shards are kept"
+    advice = (
+        "correct their paths, repair them, or raise --max-skipped, and run again: finished "
+        "shards are kept"
+    )
     if "outside_folder" in reasons:
         advice = f"{advice}; a tree of links needs --follow-links and a new --out"
     if "image_missing" in reasons:
-        advice = f"{advice}; image_missing: the path has no file (paths of a table are relative to --image-root)"
-    raise BudgetError(f"{state}; {private.skipped} lists them; {advice}", "budget", field="max_skipped")
+        advice = (
+            f"{advice}; image_missing: the path has no file (paths of a table are relative "
+            f"to --image-root)"
+        )
+    raise BudgetError(
+        f"{state}; {private.skipped} lists them; {advice}", "budget", field="max_skipped"
+    )

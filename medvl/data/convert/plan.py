@@ -1,4 +1,6 @@
-"""The shard plan: records of a corpus ordered by key and cut into shards, with little memory per image."""
+"""The shard plan: records of a corpus ordered by key and cut into shards, with little memory per
+image.
+"""
 
 import dataclasses
 import hashlib
@@ -48,7 +50,8 @@ def count_by_split(shards: Iterable[PlannedShard]) -> Counter[str]:
 
 
 class ShardPlan:
-    """All shards of a corpus. Memory holds the order only; records are read back when their shard is converted.
+    """All shards of a corpus. Memory holds the order only; records are read back when their shard
+    is converted.
 
     Raises:
         CorpusError: there are no records, or two with one key.
@@ -61,7 +64,11 @@ class ShardPlan:
         self.rows, self.warnings, self.generators = plan.rows, plan.warnings, plan.generators
         self._records, self.folders = plan.records, plan.allowed_folders()
         self.shards = tuple(
-            PlannedShard(shard_name(plan.corpus, split, number), split, order_N[start : start + samples_per_shard])
+            PlannedShard(
+                shard_name(plan.corpus, split, number),
+                split,
+                order_N[start : start + samples_per_shard],
+            )
             for split, order_N in sorted(order_by_key(plan).items())
             for number, start in enumerate(range(0, len(order_N), samples_per_shard))
         )
@@ -71,7 +78,9 @@ class ShardPlan:
         return (self._records[position] for position in shard.positions_N.tolist())
 
     def fingerprint(self) -> str:
-        """Return the sha256 over all shard names and samples, labels included: the version of the corpus."""
+        """Return the sha256 over all shard names and samples, labels included: the version of
+        the corpus.
+        """
         digest = hashlib.sha256()
         for shard in self.shards:
             digest.update(shard.name.encode())
@@ -95,7 +104,8 @@ class ShardPlan:
 
 
 def order_by_key(plan: Plan) -> dict[str, np.ndarray]:
-    """Return the positions in `plan.records` of each split's records, int64, in the order of their keys.
+    """Return the positions in `plan.records` of each split's records, int64, in the order of their
+    keys.
 
     Raises CorpusError, ShardError and SplitError as `ShardPlan` does.
     """
@@ -115,28 +125,38 @@ def order_by_key(plan: Plan) -> dict[str, np.ndarray]:
     repeated_N = key_N[order_N[1:]] == key_N[order_N[:-1]]
     if repeated_N.any():
         repeated = np.unique(key_N[order_N[1:]][repeated_N])
-        message = f"{plan.corpus}: {len(repeated)} images are listed more than once, first key {repeated[0].decode()}"
+        message = (
+            f"{plan.corpus}: {len(repeated)} images are listed more than once, first key "
+            f"{repeated[0].decode()}"
+        )
         raise CorpusError(message, "conflict", field="key")
     _check_patients(patients.values(), split_N, list(numbers), plan.corpus)
     split_N = split_N[order_N]
     return {split: order_N[split_N == number] for split, number in numbers.items()}
 
 
-def _check_patients(patient_N: np.ndarray, split_N: np.ndarray, names: Sequence[str], corpus: str) -> None:
+def _check_patients(
+    patient_N: np.ndarray, split_N: np.ndarray, names: Sequence[str], corpus: str
+) -> None:
     order_N = np.argsort(patient_N, kind="stable")
     patient_N, split_N = patient_N[order_N], split_N[order_N]
     leaked_N = (patient_N[1:] == patient_N[:-1]) & (split_N[1:] != split_N[:-1])
     if leaked_N.any():
         shared_N = np.isin(patient_N, patient_N[1:][leaked_N])
         shared = {
-            name: [patient.decode("utf-8", "surrogatepass") for patient in patient_N[shared_N & (split_N == number)]]
+            name: [
+                patient.decode("utf-8", "surrogatepass")
+                for patient in patient_N[shared_N & (split_N == number)]
+            ]
             for number, name in enumerate(names)
         }
         check_disjoint(shared, corpus)
 
 
 class _TextColumn:
-    """Short strings as an array of UTF-8 bytes, which sorts like them and takes an eighth of the memory of a list."""
+    """Short strings as an array of UTF-8 bytes, which sorts like them and takes an eighth of the
+    memory of a list.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[np.ndarray] = []
@@ -165,9 +185,11 @@ EXCLUDED = "held_out_patient"
 
 
 def hold_out(plan: Plan, folders: Sequence[Path], deid: Deidentifier) -> Plan:
-    """Return the plan without the patients of some folders of shards; their images are counted as excluded.
+    """Return the plan without the patients of some folders of shards; their images are counted as
+    excluded.
 
-    Raises SplitError when a folder was hashed with another salt than the plan, so that patients cannot be compared.
+    Raises SplitError when a folder was hashed with another salt than the plan, so that patients
+    cannot be compared.
     """
     held_out: set[str] = set()
     for folder in folders:

@@ -1,12 +1,15 @@
-"""Conversion on Ray: tasks on a cluster, or on the cores of this machine. Needs the extra `medvl[ray]`.
+"""Conversion on Ray: tasks on a cluster, or on the cores of this machine. Needs the extra
+`medvl[ray]`.
 
-    driver     plans the corpus, keeps a bounded number of shards under way, stores the note of each finished shard
+    driver     plans the corpus, keeps a bounded number of shards under way, stores the note of each
+               finished shard
     Ray task   builds one shard, exactly as a local worker, and writes it to the shared file system
-    lost task  Ray runs it again elsewhere; a shard is renamed to its name when complete, so nothing partial counts
+    lost task  Ray runs it again elsewhere; a shard is renamed to its name when complete, so nothing
+               partial counts
     lost driver  the same command continues with the shards that have no note
 
-Corpus and output folder must have the same path on every node, and medvl and its codecs the same versions: a node where
-they differ ends the conversion, because it would write other bytes.
+Corpus and output folder must have the same path on every node, and medvl and its codecs the same
+versions: a node where they differ ends the conversion, because it would write other bytes.
 """
 
 import logging
@@ -33,7 +36,8 @@ class RayEngine:
     """Tasks of a Ray cluster, two for each of its cores, so that no core waits for the driver.
 
     Args:
-        address: address of a cluster, as for `ray.init`; None uses $RAY_ADDRESS, else the cores of this machine.
+        address: address of a cluster, as for `ray.init`; None uses $RAY_ADDRESS, else the cores of
+            this machine.
         workers: shards built at the same time; None uses all cores.
     """
 
@@ -59,17 +63,24 @@ class RayEngine:
     def _connect(self) -> None:
         import ray
 
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # by default, Ray sends usage statistics
+        os.environ.setdefault(
+            "RAY_USAGE_STATS_ENABLED", "0"
+        )  # by default, Ray sends usage statistics
         where: dict[str, Any] = {"address": self.address}
         if self.address is None:
             where = {"address": "local", "num_cpus": self.workers, "include_dashboard": False}
         try:
             host, _, port = (self.address or "").rpartition(":")
             if host and port.isdecimal():  # Ray itself retries for minutes
-                socket.create_connection((host.rpartition("/")[2], int(port)), timeout=_CONNECT_SECONDS).close()
+                socket.create_connection(
+                    (host.rpartition("/")[2], int(port)), timeout=_CONNECT_SECONDS
+                ).close()
             ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
         except (OSError, ValueError, RuntimeError) as error:
-            message = f"no Ray cluster answers at {self.address} ({type(error).__name__}); start one with ray start"
+            message = (
+                f"no Ray cluster answers at {self.address} ({type(error).__name__}); "
+                f"start one with ray start"
+            )
             raise ConfigError(message, "not_found", field="address") from error
 
     def _run(self, tasks: Iterable[ShardTask]) -> Progress:
@@ -100,7 +111,9 @@ class RayEngine:
             _cancel(list(running))
 
     def _most_running(self) -> int:
-        """Return the number of tasks that may be submitted at a time; the size of a cluster may change."""
+        """Return the number of tasks that may be submitted at a time; the size of a cluster may
+        change.
+        """
         import ray
 
         cores = int(ray.cluster_resources().get("CPU", 1))
@@ -108,7 +121,9 @@ class RayEngine:
 
 
 def _result(reference: Any, task: ShardTask) -> ShardNote:
-    """Return the note of a finished task. Raises its error, or ShardError when its workers were lost."""
+    """Return the note of a finished task. Raises its error, or ShardError when its workers were
+    lost.
+    """
     import ray.exceptions
 
     try:
@@ -117,8 +132,12 @@ def _result(reference: Any, task: ShardTask) -> ShardNote:
         raise error.cause from None
     except ray.exceptions.RayError as error:
         kind = type(error).__name__
-        advice = "see Ray's log of the node, and run the same command again: finished shards are kept"
-        message = f"the workers that built {task.name} were lost {_RETRIES + 1} times ({kind}); {advice}"
+        advice = (
+            "see Ray's log of the node, and run the same command again: finished shards are kept"
+        )
+        message = (
+            f"the workers that built {task.name} were lost {_RETRIES + 1} times ({kind}); {advice}"
+        )
         raise ShardError(message, "worker") from error
     return note
 
@@ -134,18 +153,27 @@ def _cancel(references: list[Any]) -> None:
 
 
 def _build_on_node(task: ShardTask, folder: str, packages: Mapping[str, str]) -> ShardNote:
-    """Build a shard in a Ray worker; `folder` is the driver's working directory, for relative paths."""
+    """Build a shard in a Ray worker; `folder` is the driver's working directory, for relative
+    paths.
+    """
     if Path(folder).is_dir():
         os.chdir(folder)
     node = os.uname().nodename
     here = package_versions()
-    differing = [f"{name} {here[name]} (driver {other})" for name, other in packages.items() if here[name] != other]
+    differing = [
+        f"{name} {here[name]} (driver {other})"
+        for name, other in packages.items()
+        if here[name] != other
+    ]
     if differing:
         message = f"node {node} has {', '.join(differing)}; install the same versions on all nodes"
         raise ShardError(message, "mismatch", field="packages")
     for path in (task.folder, *map(Path, task.folders.real)):
         if not path.is_dir():
-            message = f"{path} does not exist on node {node}; mount corpus and output on all nodes under the same path"
+            message = (
+                f"{path} does not exist on node {node}; mount corpus and output on all "
+                f"nodes under the same path"
+            )
             raise ShardError(message, "not_found", field="address")
     cv2.setNumThreads(0)  # one task per core already
     with memory_limited(WORKER_BYTES):

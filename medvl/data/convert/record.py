@@ -58,10 +58,14 @@ class ShardNote:
 
     @classmethod
     def from_json(cls, data: bytes) -> "ShardNote":
-        """Parse a note's file. Raises ValueError or TypeError when it is truncated or not a note."""
+        """Parse a note's file. Raises ValueError or TypeError when it is truncated or not a
+        note.
+        """
         note = cls(**parse_json(data))
         note.excluded, note.warnings = Counter(note.excluded), Counter(note.warnings)
-        note.skipped = [SkippedImage(key, why, text, tuple(files)) for key, why, text, files in note.skipped]
+        note.skipped = [
+            SkippedImage(key, why, text, tuple(files)) for key, why, text, files in note.skipped
+        ]
         return note
 
     def complete(self, shard: Shard) -> "ShardNote":
@@ -101,7 +105,8 @@ def convert_records(
     note: ShardNote,
     tick: Callable[[], None],
 ) -> Iterator[EncodedSample]:
-    """Yield the readable samples of a shard; note patients, warnings, and skipped and excluded images.
+    """Yield the readable samples of a shard; note patients, warnings, and skipped and excluded
+    images.
 
     `tick` is called after each record.
     """
@@ -112,11 +117,15 @@ def convert_records(
         tick()
 
 
-def _convert(record: Record, options: ShardOptions, folders: InputFolders, note: ShardNote) -> EncodedSample | None:
+def _convert(
+    record: Record, options: ShardOptions, folders: InputFolders, note: ShardNote
+) -> EncodedSample | None:
     key = record.sample.key
     try:
         sample = read_record(record, note.warnings, folders)
-        if not any(sample.sections.values()) and (sample.image is None or not options.keep_textless):
+        if not any(sample.sections.values()) and (
+            sample.image is None or not options.keep_textless
+        ):
             note.excluded["no_text"] += 1
             return None
         if sample.image is None:
@@ -124,7 +133,11 @@ def _convert(record: Record, options: ShardOptions, folders: InputFolders, note:
             note.warnings["no_image"] += 1
             return EncodedSample(key, NO_IMAGE, b"", sample_to_json(sample))
         pixels, header = read_pixels(
-            sample.image, color=options.color, frame=options.frame, warnings=note.warnings, folders=folders
+            sample.image,
+            color=options.color,
+            frame=options.frame,
+            warnings=note.warnings,
+            folders=folders,
         )
         check_sides(pixels, sample.image)
         sample = sample if header is None else _fill_in(sample, header)
@@ -135,11 +148,17 @@ def _convert(record: Record, options: ShardOptions, folders: InputFolders, note:
     except MemoryError:
         skipped = "too_large", f"{record.sample.image}: decoding exceeds a worker's memory limit"
     except FileNotFoundError as error:
-        reason = "report_missing" if record.report and str(record.report) == error.filename else "image_missing"
+        reason = (
+            "report_missing"
+            if record.report and str(record.report) == error.filename
+            else "image_missing"
+        )
         skipped = reason, str(error)
     except ReportError as error:
         skipped = "report_unreadable", str(error)
-    except OSError as error:  # a failing disk or network file system; writing is outside of this block
+    except (
+        OSError
+    ) as error:  # a failing disk or network file system; writing is outside of this block
         skipped = "unreadable", str(error)
     else:
         note.patients.append(sample.patient)
@@ -155,16 +174,27 @@ def _with_size(sample: Sample, pixels: np.ndarray) -> Sample:
         raise error.prefixed(f"{sample.image}: ") from None
 
 
-def _with_masks(sample: Sample, pixels: np.ndarray, masks: Mapping[str, Path], folders: InputFolders) -> Sample:
-    """Return the sample with the masks of its files: pixels above half of a file's maximum; empty ones are left out."""
+def _with_masks(
+    sample: Sample, pixels: np.ndarray, masks: Mapping[str, Path], folders: InputFolders
+) -> Sample:
+    """Return the sample with the masks of its files: pixels above half of a file's maximum;
+    empty ones are left out.
+    """
     if not masks:
         return sample
     entries: list[dict[str, str]] = []
     for label, path in masks.items():
         plane_HW, _ = read_pixels(path, folders=folders)
         if plane_HW.shape[:2] != pixels.shape[:2]:
-            message = f"{path}: expected a mask of {pixels.shape[0]} x {pixels.shape[1]} pixels as its image"
-            raise ImageError(f"{message}, got {plane_HW.shape[0]} x {plane_HW.shape[1]}", "mismatch", field="masks")
+            message = (
+                f"{path}: expected a mask of {pixels.shape[0]} x {pixels.shape[1]} pixels "
+                f"as its image"
+            )
+            raise ImageError(
+                f"{message}, got {plane_HW.shape[0]} x {plane_HW.shape[1]}",
+                "mismatch",
+                field="masks",
+            )
         if plane_HW.any():
             entries.append({"label": label, "runs": encode_runs(plane_HW > plane_HW.max() // 2)})
     fields = region_fields((pixels.shape[1], pixels.shape[0]), {"masks": entries})
@@ -187,7 +217,8 @@ def _fill_in(sample: Sample, header: DicomHeader) -> Sample:
 def write_shard(folder: Path, name: str, samples: Iterable[EncodedSample]) -> Shard:
     """Write `{name}.tar` and `{name}.index`. Returns the manifest entry.
 
-    Raises OSError when writing fails. No partial tar is left then, or when the process is interrupted.
+    Raises OSError when writing fails. No partial tar is left then, or when the process is
+    interrupted.
     """
     tar = folder / f"{name}.tar"
     with new_tar(tar) as writer:
@@ -210,7 +241,9 @@ def _write_members(writer: TarWriter, samples: Iterable[EncodedSample]) -> Index
         keys.append(sample.key)
         suffixes.append(sample.suffix)
         has_image = sample.suffix != NO_IMAGE
-        image_place = writer.member(f"{sample.key}.{sample.suffix}", sample.image) if has_image else (0, 0)
+        image_place = (
+            writer.member(f"{sample.key}.{sample.suffix}", sample.image) if has_image else (0, 0)
+        )
         places.append((*image_place, *writer.member(f"{sample.key}.json", sample.meta)))
     places_N4 = np.array(places, np.int64).reshape(-1, 4)
     return Index(tuple(keys), tuple(suffixes), places_N4[:, :2], places_N4[:, 2:])
@@ -233,7 +266,8 @@ class ShardTask:
 
 
 def build_shard(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
-    """Convert and write one shard; unreadable images are noted, not raised. `tick` is called after each record.
+    """Convert and write one shard; unreadable images are noted, not raised. `tick` is called after
+    each record.
 
     Raises OSError when writing fails.
     """
@@ -250,14 +284,17 @@ def build_shard(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
 # and the file to write.
 
 Progress = Generator[tuple[ShardNote | None, int], None, None]
-"""Notes of finished shards, or None about every half second, with the number of converted images so far."""
+"""Notes of finished shards, or None about every half second, with the number of converted images
+so far.
+"""
 
 
 class Engine(Protocol):
     """Interface of the engines."""
 
     def run(self, tasks: Iterable[ShardTask]) -> Progress:
-        """Build shards; a limited number of tasks is queued. Closing the generator stops the workers.
+        """Build shards; a limited number of tasks is queued. Closing the generator stops the
+        workers.
 
         Raises ShardError when a worker died, and the error of a task that failed.
         """

@@ -1,7 +1,8 @@
 """Region features of a folder of shards, computed once by a frozen detector (`medvl regions`).
 
-Shards are read in order, and each becomes one file of regions (`medvl.data.shards.regions`). Batches never cross a
-shard, so that a resumed run writes the same bytes. Memory holds two batches of images and the regions of one batch.
+Shards are read in order, and each becomes one file of regions (`medvl.data.shards.regions`).
+Batches never cross a shard, so that a resumed run writes the same bytes. Memory holds two batches
+of images and the regions of one batch.
 """
 
 import dataclasses
@@ -23,7 +24,14 @@ from medvl.common.config_io import check_within
 from medvl.common.files import RunLock, subfolder, sweep, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import REGION_SUFFIX, Shard, TarWriter, new_tar
-from medvl.data.shards.regions import REGION_MANIFEST, RegionManifest, Regions, RegionShard, index_text, region_folder
+from medvl.data.shards.regions import (
+    REGION_MANIFEST,
+    RegionManifest,
+    Regions,
+    RegionShard,
+    index_text,
+    region_folder,
+)
 from medvl.data.shards.source import ShardSource
 from medvl.data.storage.location import require_local
 from medvl.errors import BudgetError, ConfigError, ImageError, ShardError
@@ -41,7 +49,8 @@ class RegionDetector(Protocol):
         settings: JSON values.
         width: width of the features.
         class_names: classes of the distribution, the background included; empty without one.
-        trained_on: manifests of the shards that it was trained on, as JSON objects; empty if unknown.
+        trained_on: manifests of the shards that it was trained on, as JSON objects; empty if
+            unknown.
         color: whether it reads RGB instead of grey images; None: as the shards have them.
     """
 
@@ -62,7 +71,9 @@ class RegionDetector(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RegionOptions:
-    """Options of a run. `batch` may change the last bits of the features, so a resumed run must have the same."""
+    """Options of a run. `batch` may change the last bits of the features, so a resumed run must
+    have the same.
+    """
 
     batch: int = 8
     """Images that the detector reads at once."""
@@ -85,16 +96,18 @@ def write_regions(
     *,
     progress: bool = False,
 ) -> RegionManifest:
-    """Write the regions of all images of a folder of shards into its subfolder `regions/NAME`, or resume doing so.
+    """Write the regions of all images of a folder of shards into its subfolder `regions/NAME`, or
+    resume doing so.
 
     Returns:
         The manifest. Finished regions of the same detector and options are left as they are.
 
     Raises:
-        ConfigError: the shards are remote ("unsupported"), the folder holds regions of another detector, other shards
-            or options ("exists"), or another process writes them ("in_use").
+        ConfigError: the shards are remote ("unsupported"), the folder holds regions of another
+            detector, other shards or options ("exists"), or another process writes them ("in_use").
         BudgetError: too many images cannot be read.
-        ShardError: a shard is damaged, or the detector's output is empty, not finite or of another form.
+        ShardError: a shard is damaged, or the detector's output is empty, not finite or of another
+            form.
     """
     folder = region_folder(require_local(source.folder, "shards"), name)
     run = _Run(source, detector, options or RegionOptions(), require_local(folder, "shards"))
@@ -104,7 +117,12 @@ def write_regions(
         run.claim()
         shards = source.manifest.shards
         done = []
-        for number in tqdm(range(len(shards)), f"regions {source.manifest.split}", unit="shard", disable=not progress):
+        for number in tqdm(
+            range(len(shards)),
+            f"regions {source.manifest.split}",
+            unit="shard",
+            disable=not progress,
+        ):
             done.append(run.shard(number, sum(shard.samples for shard in shards[:number])))
             run.check_budget(done)
         manifest = run.manifest(done)
@@ -134,17 +152,24 @@ class _Run:
             trained_on=self.detector.trained_on,
             source=self.source.manifest.fingerprint,
             shards=tuple(shards),
-            packages={"medvl": medvl.__version__, **{name: importlib.metadata.version(name) for name in _PACKAGES}},
+            packages={
+                "medvl": medvl.__version__,
+                **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            },
         )
 
     def check_finished(self) -> RegionManifest:
-        """Return the manifest of finished regions. Raises ConfigError if they have other settings."""
+        """Return the manifest of finished regions. Raises ConfigError if they have other
+        settings.
+        """
         manifest = RegionManifest.read(self.folder)
         self._compare(_identity(manifest))
         return manifest
 
     def claim(self) -> None:
-        """Record the settings of this run. Raises ConfigError if the folder has the beginning of another run."""
+        """Record the settings of this run. Raises ConfigError if the folder has the beginning of
+        another run.
+        """
         sweep(self.folder)  # partial tars of a killed process
         path = subfolder(self.folder, _PROGRESS) / _PLAN
         if path.is_file():
@@ -153,9 +178,14 @@ class _Run:
 
     def _compare(self, stored: Mapping[str, Any]) -> None:
         ours = _identity(self.manifest(()))
-        differing = ", ".join(name for name in {**stored, **ours} if stored.get(name) != ours.get(name))
+        differing = ", ".join(
+            name for name in {**stored, **ours} if stored.get(name) != ours.get(name)
+        )
         if differing:
-            message = f"{self.folder} holds regions with another {differing}; give another --name, or remove it"
+            message = (
+                f"{self.folder} holds regions with another {differing}; give another "
+                f"--name, or remove it"
+            )
             raise ConfigError(message, "exists", field="name")
 
     def check_budget(self, shards: Sequence[RegionShard]) -> None:
@@ -163,9 +193,14 @@ class _Run:
         limit, samples = self.options.max_skipped, len(self.source)
         skipped = [reason for shard in shards for _, reason in shard.skipped]
         if len(skipped) > int(limit if limit >= 1 else limit * samples):
-            message = f"{len(skipped)} unreadable images ({', '.join(sorted(set(skipped)))}) in {self.source.folder}"
+            message = (
+                f"{len(skipped)} unreadable images ({', '.join(sorted(set(skipped)))}) in "
+                f"{self.source.folder}"
+            )
             raise BudgetError(
-                f"{message}; run `medvl verify --decode`, or set --max-skipped", "budget", field="max_skipped"
+                f"{message}; run `medvl verify --decode`, or set --max-skipped",
+                "budget",
+                field="max_skipped",
             )
 
     def shard(self, number: int, first: int) -> RegionShard:
@@ -219,7 +254,8 @@ class _Run:
             )
         if not np.isfinite(stored.features_PD).all():
             message = (
-                f"{self.detector.name}: a feature of {key} is not finite in {dtype.__name__}; try --full-precision"
+                f"{self.detector.name}: a feature of {key} is not finite in "
+                f"{dtype.__name__}; try --full-precision"
             )
             raise ShardError(message, "nonfinite")
         data = stored.to_bytes()
@@ -227,13 +263,20 @@ class _Run:
             Regions.from_bytes(data, self.detector.width, len(self.detector.class_names))
         except ValueError as error:
             code = "mismatch" if len(stored.boxes_P4) else "empty"
-            raise ShardError(f"{self.detector.name}: {error}, for the image of {key}", code) from error
+            raise ShardError(
+                f"{self.detector.name}: {error}, for the image of {key}", code
+            ) from error
         return writer.member(f"{key}.{REGION_SUFFIX}", data)
 
     def _detect(self, first: int, samples: int) -> Iterator[tuple[list[int], list[Regions | str]]]:
-        """Yield batches: rows of a shard, and the regions of each, or the reason why there are none."""
+        """Yield batches: rows of a shard, and the regions of each, or the reason why there are
+        none.
+        """
         rows = [row for row in range(samples) if self.source.has_image(first + row)]
-        groups = [rows[start : start + self.options.batch] for start in range(0, len(rows), self.options.batch)]
+        groups = [
+            rows[start : start + self.options.batch]
+            for start in range(0, len(rows), self.options.batch)
+        ]
         pending: deque[tuple[list[int], list[Future[Any]]]] = deque()
         with ThreadPoolExecutor(self.options.workers) as pool:
             for group in [*groups, None]:
@@ -266,5 +309,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = parse_json(path.read_bytes())
     except (ValueError, OSError) as error:
-        raise ShardError(f"cannot read {path} ({type(error).__name__}); remove its folder", "malformed") from error
+        raise ShardError(
+            f"cannot read {path} ({type(error).__name__}); remove its folder", "malformed"
+        ) from error
     return content

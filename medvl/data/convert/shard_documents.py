@@ -11,11 +11,14 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import SplitError
 
 
-def read_shard_documents(folder: Path, deid: Deidentifier, sections: Sequence[str] = ()) -> Iterator[Document]:
-    """Yield the text of each study of a folder of shards (or of its splits), all or some sections, joined.
+def read_shard_documents(
+    folder: Path, deid: Deidentifier, sections: Sequence[str] = ()
+) -> Iterator[Document]:
+    """Yield the text of each study of a folder of shards (or of its splits), all or some sections,
+    joined.
 
-    Documents keep the patient and the split of their samples, so that no patient crosses a split. Raises ShardError
-    when a shard is damaged, SplitError when it was hashed with another salt.
+    Documents keep the patient and the split of their samples, so that no patient crosses a split.
+    Raises ShardError when a shard is damaged, SplitError when it was hashed with another salt.
     """
     for split in split_folders(folder):
         source = ShardSource(split)
@@ -27,5 +30,9 @@ def read_shard_documents(folder: Path, deid: Deidentifier, sections: Sequence[st
             if sample.study in seen:  # images of one study share their report
                 continue
             seen.add(sample.study)
-            texts = [sample.sections[name] for name in sections or sample.sections if sample.sections.get(name)]
+            texts = [
+                sample.sections[name]
+                for name in sections or sample.sections
+                if sample.sections.get(name)
+            ]
             yield Document(text=join_texts(texts, "\n"), patient=sample.patient, split=sample.split)

@@ -23,12 +23,14 @@ _log = logging.getLogger(__name__)
 
 
 def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
-    """Return a folder of shards with the samples of webdataset tars; it is made on first use, and kept in the cache.
+    """Return a folder of shards with the samples of webdataset tars; it is made on first use, and
+    kept in the cache.
 
-    Every sample is treated as its own patient, so training patients or articles in the tars cannot be detected; a
-    warning is logged. The folder is identified by the names and sizes of the tars.
+    Every sample is treated as its own patient, so training patients or articles in the tars cannot
+    be detected; a warning is logged. The folder is identified by the names and sizes of the tars.
 
-    Raises ConfigError, ShardError, StorageError and CorpusError as `medvl.data.corpora.webdataset_tars.plan`.
+    Raises ConfigError, ShardError, StorageError and CorpusError as
+    `medvl.data.corpora.webdataset_tars.plan`.
     """
     tars, fields = expand_tars([pattern]), fields or TarFields()
     check_tars(tars)
@@ -37,7 +39,8 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     identity = hashlib.sha256(json.dumps([sizes, *names]).encode()).hexdigest()
     out = subfolder(Cache.from_environment().make_private(), "webdataset") / identity[:32]
     _log.warning(
-        "%s: tars without a manifest; patients or articles that the model was trained on are not noticed",
+        "%s: tars without a manifest; patients or articles that the model was trained on are "
+        "not noticed",
         describe_tars(tars),
     )
     with RunLock(out.with_name(f"{out.name}-lock"), error=ConfigError, field="data"):
@@ -45,6 +48,11 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
             deid = Deidentifier(hashlib.sha256(b"webdataset tars").digest())
             unpacked = PrivateFolder(out).create() / "images"
             plan = corpus.plan([pattern], deid, unpacked, fields=fields, fractions={_SPLIT: 1.0})
-            write_shards(plan, deid, ShardRun(out=out, max_skipped=0.05), ShardOptions(color=True, keep_textless=True))
+            write_shards(
+                plan,
+                deid,
+                ShardRun(out=out, max_skipped=0.05),
+                ShardOptions(color=True, keep_textless=True),
+            )
             shutil.rmtree(PrivateFolder(out).path)
     return out / _SPLIT

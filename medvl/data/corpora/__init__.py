@@ -1,1 +1,3 @@
-"""Corpora: one module per corpus, each with a `plan` function that turns its release on disk into records."""
+"""Corpora: one module per corpus, each with a `plan` function that turns its release on disk
+into records.
+"""

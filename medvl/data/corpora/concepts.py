@@ -1,7 +1,8 @@
-"""Facts about the concepts of a knowledge graph, for pretraining a text encoder on knowledge (KAD's first stage).
+"""Facts about the concepts of a knowledge graph, for pretraining a text encoder on knowledge (KAD's
+first stage).
 
-A sample is a fact about a concept, without an image. The first line of its text is the fact, in segments separated by
-tabs; the other lines are names of the concept:
+A sample is a fact about a concept, without an image. The first line of its text is the fact, in
+segments separated by tabs; the other lines are names of the concept:
 
     Fluid between the lung and the chest wall.         a definition
     blunting <tab> manifestation of                    the concept is the relation's tail
@@ -29,12 +30,14 @@ def plan(
     name: str = "concepts",
     fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
 ) -> Plan:
-    """Plan the facts of a graph: two of each triple, one of its head and one of its tail, and one of each definition.
+    """Plan the facts of a graph: two of each triple, one of its head and one of its tail, and one
+    of each definition.
 
     Args:
         graph: entities and triples.
         deid: makes the keys of the samples.
-        definitions: identifier of an entity -> its definitions (`medvl.data.knowledge.graph.read_definitions`).
+        definitions: identifier of an entity -> its definitions
+            (`medvl.data.knowledge.graph.read_definitions`).
         name: name of the corpus.
         fractions: fractions of the splits, by concept.
 
@@ -42,7 +45,11 @@ def plan(
     """
     options = TextOptions(block_words=0)
     return plan_text(
-        _facts(graph, deid, definitions or {}, name), deid, name=name, options=options, fractions=fractions
+        _facts(graph, deid, definitions or {}, name),
+        deid,
+        name=name,
+        options=options,
+        fractions=fractions,
     )
 
 
@@ -50,8 +57,13 @@ def _facts(
     graph: KnowledgeGraph, deid: Deidentifier, definitions: Mapping[str, Sequence[str]], name: str
 ) -> Iterator[Document]:
     def fact(entity: int, *segments: str) -> Document:
-        lines = [SEGMENTS.join(" ".join(segment.split()) for segment in segments), *graph.names[entity]]
-        return Document(text="\n".join(lines), patient=deid.patient(f"{name} {graph.identifiers[entity]}"))
+        lines = [
+            SEGMENTS.join(" ".join(segment.split()) for segment in segments),
+            *graph.names[entity],
+        ]
+        return Document(
+            text="\n".join(lines), patient=deid.patient(f"{name} {graph.identifiers[entity]}")
+        )
 
     for entity, identifier in enumerate(graph.identifiers):
         for definition in definitions.get(identifier, ()):

@@ -58,15 +58,18 @@ _PARQUET_BUFFER = 1 << 20  # bytes of a column that are read from the file at a 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TableColumns:
-    """Column names by meaning. Only the columns named here are read; nothing else reaches a shard."""
+    """Column names by meaning. Only the columns named here are read; nothing else reaches a
+    shard.
+    """
 
     image_column: str | None = None
     """Path of the image, relative to the image root. None: every row is a text without an image."""
     patient_column: str
     """Patient id, which splits are disjoint by; hashed."""
     text_column: tuple[str, ...] = ()
-    """Columns with a report, a caption, or sections of a report, which are stored under the section's name
-    (`findings` for `section_findings`). Texts of the same section are joined."""
+    """Columns with a report, a caption, or sections of a report, which are stored under the
+    section's name (`findings` for `section_findings`). Texts of the same section are joined.
+    """
     study_column: str | None = None
     """Study id; images of one study share their report. Default: each row is a study. Hashed."""
     split_column: str | None = None
@@ -76,22 +79,32 @@ class TableColumns:
     category_column: tuple[str, ...] = ()
     """Columns with one of a few words: each word becomes a label `column=word`."""
     tags_column: tuple[str, ...] = ()
-    """Columns with a list (JSON, or separated by `|`): each entry becomes a label, 1 where listed, else 0."""
+    """Columns with a list (JSON, or separated by `|`): each entry becomes a label, 1 where
+    listed, else 0.
+    """
     view_column: str | None = None
     sex_column: str | None = None
     age_column: str | None = None
     extra_column: tuple[str, ...] = ()
-    """Further columns, kept unchanged. Likely identifiers in them are counted, not removed: name only what may be
-    shared."""
+    """Further columns, kept unchanged. Likely identifiers in them are counted, not removed: name
+    only what may be shared.
+    """
 
     def __post_init__(self) -> None:
         if self.image_column is None and not self.text_column:
-            raise ConfigError("give an image column, a text column, or both", "missing", field="image_column")
+            raise ConfigError(
+                "give an image column, a text column, or both", "missing", field="image_column"
+            )
 
     def names(self) -> list[str]:
         """Return every column that is read."""
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return [name for value in values if value for name in ((value,) if isinstance(value, str) else value)]
+        return [
+            name
+            for value in values
+            if value
+            for name in ((value,) if isinstance(value, str) else value)
+        ]
 
 
 def plan(
@@ -114,17 +127,21 @@ def plan(
         columns: its column names by meaning.
         deid: hashes patient, study and image.
         name: name of the corpus in keys and manifests.
-        image_root: folder that image paths are relative to and must be inside of; default the table's folder.
+        image_root: folder that image paths are relative to and must be inside of; default the
+            table's folder.
         where: keep only rows whose column has this value.
         fractions: fractions of the splits, when the table has no split column.
-        parse_reports: split texts with headers into sections (FINDINGS, ...), without those that identify a person.
-        follow_links: also read images that links out of `image_root` lead to, as in trees of git-annex.
+        parse_reports: split texts with headers into sections (FINDINGS, ...), without those that
+            identify a person.
+        follow_links: also read images that links out of `image_root` lead to, as in trees of
+            git-annex.
         keep_imageless: keep rows whose image cell is empty, as texts without an image.
 
     Invalid rows are counted as skipped; `Plan.rows.messages` names file, row and problem of each.
 
-    Raises CorpusError when the table cannot be read, lacks a column or lists an image file twice; SplitError when a
-    patient is in two splits; ConfigError when the name or the fractions are invalid.
+    Raises CorpusError when the table cannot be read, lacks a column or lists an image file twice;
+    SplitError when a patient is in two splits; ConfigError when the name or the fractions are
+    invalid.
     """
     check_name(name, "name")
     table, where = Path(table), dict(where or {})
@@ -142,7 +159,9 @@ def plan(
     valid = (row for _, row in _read_rows(table, required) if not isinstance(row, CorpusError))
     labels = _collect_labels(filter(is_selected, valid), columns, table)
     real, warnings = Path(os.path.realpath(root)), Counter[str]()
-    reader = _RowReader(table, real, columns, deid, name, fractions, parse_reports, labels, warnings, keep_imageless)
+    reader = _RowReader(
+        table, real, columns, deid, name, fractions, parse_reports, labels, warnings, keep_imageless
+    )
     rows = RowCounts("rows" if columns.image_column is None else IMAGES)
     records, checks = Records(), RowChecks(table)
     for number, row in rows.reading(_read_rows(table, required)):
@@ -166,7 +185,9 @@ def plan(
 def _check_root(table: Path, root: Path, columns: TableColumns) -> None:
     if columns.image_column is not None and table.exists() and not root.is_dir():
         state = "is a file: unpack an archive first" if root.exists() else "does not exist"
-        raise ConfigError(f"expected a folder of images; {root} {state}", "not_found", field="image_root")
+        raise ConfigError(
+            f"expected a folder of images; {root} {state}", "not_found", field="image_root"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +201,9 @@ class _Labels:
     @property
     def names(self) -> tuple[str, ...]:
         """All label names, in the order of the shards' label columns."""
-        categories = [f"{column}={word}" for column, words in self.by_category.items() for word in words]
+        categories = [
+            f"{column}={word}" for column, words in self.by_category.items() for word in words
+        ]
         return (*self.plain, *categories, *self.tags)
 
 
@@ -200,16 +223,24 @@ class _RowReader:
     keep_imageless: bool
 
     def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
-        """Return the sample of a row. Raises CorpusError for an empty required cell or an invalid value."""
+        """Return the sample of a row. Raises CorpusError for an empty required cell or an
+        invalid value.
+        """
         columns = self.columns
         self._check_plain(number, row)
         image_text = cell_text(row[columns.image_column]) if columns.image_column else ""
         patient_text = self._id(number, row, columns.patient_column)
-        if not patient_text or not (image_text or self.keep_imageless or columns.image_column is None):
+        if not patient_text or not (
+            image_text or self.keep_imageless or columns.image_column is None
+        ):
             field = columns.image_column if patient_text else columns.patient_column
-            raise CorpusError(f"{self.table}, row {number}: {field} is empty", "missing", field=field)
+            raise CorpusError(
+                f"{self.table}, row {number}: {field} is empty", "missing", field=field
+            )
         name = image_text or f"{self.name} row {number}"
-        study_text = (self._id(number, row, columns.study_column) if columns.study_column else "") or name
+        study_text = (
+            self._id(number, row, columns.study_column) if columns.study_column else ""
+        ) or name
         patient = self.deid.patient(patient_text)
         return Sample(
             key=self.deid.image(name),
@@ -227,9 +258,17 @@ class _RowReader:
         )
 
     def _extra(self, row: Mapping[str, Any]) -> dict[str, object]:
-        extra = {column: json_value(row[column]) for column in self.columns.extra_column if raw_text(row[column])}
-        for column in CODES & extra.keys():  # own columns with these names hold no codes of a converter
-            for kind in itertools.chain.from_iterable(map(find_identifiers, free_texts(extra[column]))):
+        extra = {
+            column: json_value(row[column])
+            for column in self.columns.extra_column
+            if raw_text(row[column])
+        }
+        for column in (
+            CODES & extra.keys()
+        ):  # own columns with these names hold no codes of a converter
+            for kind in itertools.chain.from_iterable(
+                map(find_identifiers, free_texts(extra[column]))
+            ):
                 self.warnings[f"possible_{kind}"] += 1
         return extra
 
@@ -240,8 +279,14 @@ class _RowReader:
         """Raise CorpusError for a list, an object or bytes where a text or a number is read."""
         lists = {*self.columns.tags_column, *self.columns.extra_column}
         for column, value in row.items():
-            if isinstance(value, list | dict | bytes) and column in self.columns.names() and column not in lists:
-                raise self._malformed(number, column, "must be a text or a number, not a list or binary data")
+            if (
+                isinstance(value, list | dict | bytes)
+                and column in self.columns.names()
+                and column not in lists
+            ):
+                raise self._malformed(
+                    number, column, "must be a text or a number, not a list or binary data"
+                )
 
     def _id(self, number: int, row: Mapping[str, Any], column: str) -> str:
         try:
@@ -261,13 +306,19 @@ class _RowReader:
         if self.columns.age_column is None:
             return None
         age = cap_age(row[self.columns.age_column])
-        self.warnings["unknown_age"] += age is None and cell_text(row[self.columns.age_column]) != ""
+        self.warnings["unknown_age"] += (
+            age is None and cell_text(row[self.columns.age_column]) != ""
+        )
         return age
 
     def _image(self, number: int, text: str) -> Path:
         path = Path(os.path.normpath(self.root / text))  # links are checked when the file is opened
         if not path.is_relative_to(self.root):
-            raise self._malformed(number, str(self.columns.image_column), "is outside the image root: set --image-root")
+            raise self._malformed(
+                number,
+                str(self.columns.image_column),
+                "is outside the image root: set --image-root",
+            )
         return path
 
     def _split(self, number: int, row: Mapping[str, Any], patient: str) -> str:
@@ -275,7 +326,9 @@ class _RowReader:
             return hash_split(patient, self.fractions)
         split = cell_text(row[self.columns.split_column])
         if not split.replace("-", "").replace("_", "").isalnum():
-            raise self._malformed(number, self.columns.split_column, "must be a plain word, as it names a folder")
+            raise self._malformed(
+                number, self.columns.split_column, "must be a plain word, as it names a folder"
+            )
         return split
 
     def _sections(self, number: int, row: Mapping[str, Any]) -> dict[str, str]:
@@ -283,8 +336,13 @@ class _RowReader:
         for column in self.columns.text_column:
             text = report_text(row[column], self.warnings)
             if len(text) > MAX_CELL_CHARACTERS:
-                message = f"{self.table}, row {number}: {column} has more than {MAX_CELL_CHARACTERS} characters"
-                raise CorpusError(f"{message}; shorten the text, or leave the row out", "too_large", field=column)
+                message = (
+                    f"{self.table}, row {number}: {column} has more than "
+                    f"{MAX_CELL_CHARACTERS} characters"
+                )
+                raise CorpusError(
+                    f"{message}; shorten the text, or leave the row out", "too_large", field=column
+                )
             parts = {column_section(column): text} if text else {}
             if text and self.parse_reports:
                 report = parse_report(text)
@@ -307,13 +365,19 @@ class _RowReader:
                 else:
                     labels[column] = label
         if invalid:
-            raise self._malformed(number, ", ".join(invalid), "must be 1, 0, -1, true, false or empty")
+            raise self._malformed(
+                number, ", ".join(invalid), "must be 1, 0, -1, true, false or empty"
+            )
         for column, words in self.labels.by_category.items():
             value = cell_text(row[column])
             if value:
                 labels.update({f"{column}={word}": int(word == value) for word in words})
         if self.columns.tags_column:
-            listed = {tag for column in self.columns.tags_column for tag in self._tags(number, row, column)}
+            listed = {
+                tag
+                for column in self.columns.tags_column
+                for tag in self._tags(number, row, column)
+            }
             labels.update({tag: int(tag in listed) for tag in self.labels.tags})
         return labels
 
@@ -321,10 +385,14 @@ class _RowReader:
         try:
             return cell_list(row[column])
         except ValueError:
-            raise self._malformed(number, column, "must be a list in JSON, or entries separated by |") from None
+            raise self._malformed(
+                number, column, "must be a list in JSON, or entries separated by |"
+            ) from None
 
 
-def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, table: Path) -> _Labels:
+def _collect_labels(
+    rows: Iterable[Mapping[str, Any]], columns: TableColumns, table: Path
+) -> _Labels:
     categories: dict[str, set[str]] = {column: set() for column in columns.category_column}
     listed: set[str] = set()
     for row in rows:
@@ -336,7 +404,10 @@ def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, ta
     by_category = {column: tuple(sorted(words - {""})) for column, words in categories.items()}
     for column, values in by_category.items():
         if len(values) > _MAX_CATEGORIES:
-            message = f"{table}: {column} has {len(values)} different values, over the limit of {_MAX_CATEGORIES}"
+            message = (
+                f"{table}: {column} has {len(values)} different values, over the limit of "
+                f"{_MAX_CATEGORIES}"
+            )
             raise CorpusError(message, "too_large", field=column)
     tags = tuple(sorted(listed))
     labels = _Labels(columns.label_column, by_category, tags)
@@ -345,7 +416,9 @@ def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, ta
     return labels
 
 
-def _read_rows(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any] | CorpusError]]:
+def _read_rows(
+    table: Path, required: list[str]
+) -> Iterator[tuple[int, Mapping[str, Any] | CorpusError]]:
     """Yield (row number, counted from 1; row, or its error)."""
     kind = table.name.removesuffix(".gz").rpartition(".")[2]
     if kind in ("csv", "tsv"):
@@ -356,7 +429,8 @@ def _read_rows(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[
         yield from _read_parquet(table, required)
     else:
         raise CorpusError(
-            f"{table}: expected .csv, .tsv, .jsonl or .parquet (all but the last also .gz)", "unsupported"
+            f"{table}: expected .csv, .tsv, .jsonl or .parquet (all but the last also .gz)",
+            "unsupported",
         )
 
 
@@ -367,7 +441,9 @@ def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mappi
     number = 0
     try:
         with ANYWHERE.open(table, CorpusError) as opened:
-            file = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=_PARQUET_BUFFER)
+            file = pyarrow.parquet.ParquetFile(
+                opened, pre_buffer=False, buffer_size=_PARQUET_BUFFER
+            )
             check_columns(table, file.schema_arrow.names, required)
             wanted = set(required)
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
@@ -378,10 +454,18 @@ def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mappi
             # One thread: the stacks of others would count towards the memory limit.
             batches = file.iter_batches(_PARQUET_ROWS, columns=sorted(wanted), use_threads=False)
             while (batch := _next_batch(batches)) is not None:
-                parts = [getattr(batch.column(name), "dictionary", batch.column(name)) for name in texts]
-                longest = [pyarrow.compute.max(pyarrow.compute.binary_length(part)).as_py() or 0 for part in parts]
+                parts = [
+                    getattr(batch.column(name), "dictionary", batch.column(name)) for name in texts
+                ]
+                longest = [
+                    pyarrow.compute.max(pyarrow.compute.binary_length(part)).as_py() or 0
+                    for part in parts
+                ]
                 others = sum(batch.column(name).nbytes for name in wanted.difference(texts))
-                if max([0, *longest]) > 4 * MAX_CELL_CHARACTERS or others > _PARQUET_ROWS * MAX_CELL_CHARACTERS:
+                if (
+                    max([0, *longest]) > 4 * MAX_CELL_CHARACTERS
+                    or others > _PARQUET_ROWS * MAX_CELL_CHARACTERS
+                ):
                     limit = f"at most {MAX_CELL_CHARACTERS} characters in a text"
                     raise CorpusError(f"{table}, after row {number}: expected {limit}", "too_large")
                 for row in batch.to_pylist():
@@ -391,13 +475,19 @@ def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mappi
         raise CorpusError(f"{table} does not exist", "not_found") from None
     except MemoryError:
         limit = f"at most {_PARQUET_MEMORY >> 20} MB to decode {_PARQUET_ROWS} rows"
-        raise CorpusError(f"{table}, after row {number}: expected {limit}; shorten the texts", "too_large") from None
+        raise CorpusError(
+            f"{table}, after row {number}: expected {limit}; shorten the texts", "too_large"
+        ) from None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"{table} cannot be read as Parquet ({type(error).__name__})", "malformed") from error
+        raise CorpusError(
+            f"{table} cannot be read as Parquet ({type(error).__name__})", "malformed"
+        ) from error
 
 
 def _next_batch(batches: Iterator[Any]) -> Any:
-    """Return the next batch of rows, None at the end. Raises MemoryError where decoding it takes too much memory."""
+    """Return the next batch of rows, None at the end. Raises MemoryError where decoding it takes
+    too much memory.
+    """
     with memory_limited(_PARQUET_MEMORY):
         return next(batches, None)
 
@@ -411,10 +501,15 @@ def _is_text(kind: Any) -> bool:
 
 
 def _check_size(table: Path, size: int, rows: int) -> None:
-    """Raise CorpusError where a column of a group of rows can only have overlong cells, or is too large to be read."""
+    """Raise CorpusError where a column of a group of rows can only have overlong cells, or is
+    too large to be read.
+    """
     if size > min(4 * MAX_CELL_CHARACTERS * rows + _PARQUET_OVERHEAD, _PARQUET_GROUP):
         limit = (
-            f"at most {MAX_CELL_CHARACTERS} characters in a text and {_PARQUET_GROUP >> 20} MB of a column in a group"
+            f"at most {MAX_CELL_CHARACTERS} characters in a text and {_PARQUET_GROUP >> 20} "
+            f"MB of a column in a group"
         )
         advice = "shorten the texts, or write the table with a smaller row_group_size"
-        raise CorpusError(f"{table}: expected {limit} of rows, got {size >> 20} MB; {advice}", "too_large")
+        raise CorpusError(
+            f"{table}: expected {limit} of rows, got {size >> 20} MB; {advice}", "too_large"
+        )

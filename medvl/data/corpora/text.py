@@ -1,7 +1,9 @@
-"""Text alone, for pretraining text encoders: documents are de-duplicated, checked, and cut into blocks.
+"""Text alone, for pretraining text encoders: documents are de-duplicated, checked, and cut into
+blocks.
 
-A sample is a block of a document, without an image. `patient` is the salted hash of the document (of the patient, for
-reports from shards), so splits are disjoint by document; `study` is the study of the block, `order` its place.
+A sample is a block of a document, without an image. `patient` is the salted hash of the document
+(of the patient, for reports from shards), so splits are disjoint by document; `study` is the study
+of the block, `order` its place.
 """
 
 import dataclasses
@@ -35,8 +37,9 @@ class TextOptions:
     min_words: int = 0
     """Shorter documents are left out; PubMedBERT leaves out abstracts under 128 words."""
     block_words: int = 384
-    """Longer documents are cut into blocks of at most this many words, at the ends of sentences where possible. About
-    500 tokens of a biomedical vocabulary; 0 never cuts."""
+    """Longer documents are cut into blocks of at most this many words, at the ends of sentences
+    where possible. About 500 tokens of a biomedical vocabulary; 0 never cuts.
+    """
 
     def __post_init__(self) -> None:
         check_within(self, "[0, inf)", "min_words", "block_words")
@@ -53,10 +56,10 @@ def plan(
 ) -> Plan:
     """Read documents one by one and plan their blocks.
 
-    Left out and counted are documents without text (`no_text`), with fewer than `options.min_words` words (`short`),
-    with an id that was read before (`repeated_id`), with the words of an earlier document (`duplicate`), and those that
-    share a run of 12 words with an evaluation set (`overlaps NAME`). Memory: 16 bytes for each document, and what
-    planning needs for each block.
+    Left out and counted are documents without text (`no_text`), with fewer than `options.min_words`
+    words (`short`), with an id that was read before (`repeated_id`), with the words of an earlier
+    document (`duplicate`), and those that share a run of 12 words with an evaluation set (`overlaps
+    NAME`). Memory: 16 bytes for each document, and what planning needs for each block.
 
     Raises:
         ConfigError: the name or the fractions cannot be used.
@@ -65,7 +68,12 @@ def plan(
     check_name(name, "name")
     check_fractions(fractions)
     reader = _Reader(deid, name, options or TextOptions(), held_out, fractions)
-    records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, reader.rows.reading(documents)))))
+    records = Records(
+        map(
+            Record,
+            itertools.chain.from_iterable(map(reader.samples, reader.rows.reading(documents))),
+        )
+    )
     if not records:
         detail = listed(reader.rows.excluded) or "none read"
         raise CorpusError(f"{name}: no document is left ({detail})", "empty")
@@ -95,7 +103,9 @@ class _Reader:
             return
         self.rows.kept += 1
         identity = document.id or f"text {content:016x}"
-        patient = document.patient or self.deid.patient(f"{self.name} {identity}" if document.id else identity)
+        patient = document.patient or self.deid.patient(
+            f"{self.name} {identity}" if document.id else identity
+        )
         split = document.split or hash_split(patient, self.fractions)
         blocks = cut(document.text, self.options.block_words)
         for order, block in enumerate(blocks):
@@ -127,7 +137,9 @@ class _Reader:
 
 
 def cut(text: str, block_words: int) -> list[str]:
-    """Return a text in as few and as even blocks of at most `block_words` words as sentences allow; 0 never cuts."""
+    """Return a text in as few and as even blocks of at most `block_words` words as sentences
+    allow; 0 never cuts.
+    """
     places = [match.span() for match in _NOT_SPACE.finditer(text)]
     if not block_words or len(places) <= block_words:
         return [text]
@@ -146,4 +158,6 @@ def cut(text: str, block_words: int) -> list[str]:
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+    )

@@ -1,7 +1,8 @@
 """Tars that other projects wrote for webdataset (PMC-OA, BIOMEDICA, open_clip's), as a corpus.
 
-Their images are unpacked under hashed names first, because the conversion reads files. A sample's key is the hash of
-corpus, tar and key, as the tars of one data set often number their samples alike.
+Their images are unpacked under hashed names first, because the conversion reads files. A sample's
+key is the hash of corpus, tar and key, as the tars of one data set often number their samples
+alike.
 """
 
 import itertools
@@ -19,7 +20,14 @@ from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import first_text
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
 from medvl.data.storage.location import Location
-from medvl.data.storage.webdataset_tars import TarCounts, TarFields, describe_tars, expand_tars, member_value, read_tar
+from medvl.data.storage.webdataset_tars import (
+    TarCounts,
+    TarFields,
+    describe_tars,
+    expand_tars,
+    member_value,
+    read_tar,
+)
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
@@ -45,8 +53,9 @@ def plan(
         unpacked: folder that the images are unpacked into; images that are there are kept.
         name: name of the corpus.
         fields: suffixes of image and text.
-        group: member or field that names the patient or article of a sample, such as `json:pmcid`: splits are disjoint
-            by it, and shared ones are found in other shards. None: each sample is a group of its own.
+        group: member or field that names the patient or article of a sample, such as `json:pmcid`:
+            splits are disjoint by it, and shared ones are found in other shards. None: each sample
+            is a group of its own.
         fractions: fractions of the splits.
 
     Raises:
@@ -60,14 +69,20 @@ def plan(
     found = expand_tars(tars)
     repeated = [tar for tar, count in Counter(tar.name for tar in found).items() if count > 1]
     if repeated:
-        message = f"several tars are named {repeated[0]}, which keys depend on; convert them one by one, or rename them"
+        message = (
+            f"several tars are named {repeated[0]}, which keys depend on; convert them "
+            f"one by one, or rename them"
+        )
         raise ConfigError(message, "conflict", field="tars")
     private_folder(unpacked)
     reader = _Reader(deid, unpacked, name, fields or TarFields(), group, fractions)
     records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
     if not records:
         detail = f"{listed(reader.rows.left_out) or 'none read'}; {reader.counts}"
-        message = f"{describe_tars(found)}: no sample is left ({detail}); check the suffixes of image and text"
+        message = (
+            f"{describe_tars(found)}: no sample is left ({detail}); check the suffixes of "
+            f"image and text"
+        )
         raise CorpusError(message, "empty")
     reader.warnings["members_with_dots_not_read"] = reader.counts.nested
     return Plan(name, records, (), reader.rows, +reader.warnings, InputFolders.of(unpacked))
@@ -83,7 +98,13 @@ class _Reader:
         group: str | None,
         fractions: Mapping[str, float],
     ) -> None:
-        self.deid, self.unpacked, self.name, self.fields, self.group = deid, unpacked, name, fields, group
+        self.deid, self.unpacked, self.name, self.fields, self.group = (
+            deid,
+            unpacked,
+            name,
+            fields,
+            group,
+        )
         self.fractions = fractions
         self.rows, self.counts, self.warnings = RowCounts("samples"), TarCounts(), Counter[str]()
 
@@ -104,7 +125,11 @@ class _Reader:
         identity = f"{self.name} {tar} {members['__key__']}"
         try:
             text = first_text(self.fields.texts_of(members), self.warnings)
-            group = None if self.group is None else (member_value(members, self.group) or "").strip() or None
+            group = (
+                None
+                if self.group is None
+                else (member_value(members, self.group) or "").strip() or None
+            )
         except ValueError:
             self.rows.skip("text_unreadable")
             return None

@@ -1,8 +1,8 @@
 """Headers of compressed frames, for checks of the memory that a decoder would allocate.
 
-A frame of a few bytes can claim 65,535 x 65,535 pixels or millions of tiles and code blocks, whatever the DICOM header
-claims. JPEG: ISO 10918-1, annex B; JPEG-LS: ISO 14495-1, annex C; JPEG 2000: ISO 15444-1, annex A; RLE: DICOM
-PS3.5, annex G.
+A frame of a few bytes can claim 65,535 x 65,535 pixels or millions of tiles and code blocks,
+whatever the DICOM header claims. JPEG: ISO 10918-1, annex B; JPEG-LS: ISO 14495-1, annex C; JPEG
+2000: ISO 15444-1, annex A; RLE: DICOM PS3.5, annex G.
 """
 
 import re
@@ -15,12 +15,22 @@ import numpy as np
 from medvl.errors import DicomError
 
 MAX_JPEG_SCANS = 64
-"""Limit of passes over a JPEG; libjpeg writes ten for a progressive file. A file of 2 MB can require 20,000."""
+"""Limit of passes over a JPEG; libjpeg writes ten for a progressive file. A file of 2 MB can
+require 20,000.
+"""
 
 _MAX_JPEG_SEGMENTS = 10_000
-_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # in compressed data, 0xFF is followed by 0x00 or a restart
+_JPEG_MARKER = re.compile(
+    rb"\xff[\x01-\xcf\xd8-\xfe]"
+)  # in compressed data, 0xFF is followed by 0x00 or a restart
 _BASELINE, _EXTENDED, _LOSSLESS, _JPEG_LS = 0xC0, 0xC1, 0xC3, 0xF7
-_FRAME_STARTS = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0), _JPEG_LS)
+_FRAME_STARTS = (
+    *range(0xC0, 0xC4),
+    *range(0xC5, 0xC8),
+    *range(0xC9, 0xCC),
+    *range(0xCD, 0xD0),
+    _JPEG_LS,
+)
 _PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
 _FEW_MARKERS = 16
 _START_OF_SCAN, _COMMENT, _APPLICATION = 0xDA, 0xFE, range(0xE0, 0xF0)
@@ -39,14 +49,16 @@ class Codestream(NamedTuple):
     parts: int = 1
     """Number of tiles and code blocks; a decoder allocates data structures for each."""
     states_color: bool = False
-    """Whether a JFIF or Adobe segment or the component names state the colour transform, which decoders then invert."""
+    """Whether a JFIF or Adobe segment or the component names state the colour transform, which
+    decoders then invert.
+    """
 
 
 def read_jpeg_header(frame: bytes) -> Codestream:
     """Read the size in the frame header of a JPEG or JPEG-LS file.
 
-    Raises DicomError when it is damaged, and for processes that DICOM does not use (progressive, arithmetic): a
-    progressive file can require any number of passes over the image.
+    Raises DicomError when it is damaged, and for processes that DICOM does not use (progressive,
+    arithmetic): a progressive file can require any number of passes over the image.
     """
     states_color = False
     for marker, start, end in _segments(frame):
@@ -55,7 +67,9 @@ def read_jpeg_header(frame: bytes) -> Codestream:
                 raise DicomError("progressive and arithmetic JPEG are not supported", "unsupported")
             if end - start < 10:
                 break
-            precision, rows, columns, samples = struct.unpack(">BHHB", frame[start + 4 : start + 10])
+            precision, rows, columns, samples = struct.unpack(
+                ">BHHB", frame[start + 4 : start + 10]
+            )
             states_color |= frame[start + 10 : end : 3] == b"RGB"
             return Codestream(rows, columns, samples, precision, states_color=states_color)
         if marker in _COLOR_MARKS:
@@ -72,11 +86,15 @@ class JpegPlan(NamedTuple):
     samples_a_pixel: float
     """3 for colour of full resolution, 1.5 where the chroma has a quarter of the pixels."""
     is_held: bool
-    """Whether all coefficients stay in memory until the last scan, as in progressive files and in those of several."""
+    """Whether all coefficients stay in memory until the last scan, as in progressive files and
+    in those of several.
+    """
 
 
 def read_jpeg_plan(data: bytes) -> JpegPlan:
-    """Read the frame header and the first scan of a JPEG. Raises DicomError when they are damaged."""
+    """Read the frame header and the first scan of a JPEG. Raises DicomError when they are
+    damaged.
+    """
     frame: tuple[int, bytes] | None = None
     for marker, start, end in _segments(data):
         if marker in _FRAME_STARTS:
@@ -95,14 +113,20 @@ def read_jpeg_plan(data: bytes) -> JpegPlan:
 
 
 def excess_of_scans(data: bytes) -> str:
-    """Return why a JPEG takes too long to decode, or an empty string: a dozen bytes require a pass over all pixels."""
+    """Return why a JPEG takes too long to decode, or an empty string: a dozen bytes require a
+    pass over all pixels.
+    """
     return count_scans(data)[1]
 
 
 def count_scans(data: bytes) -> tuple[int, str]:
-    """Return the number of scans of a JPEG (0 where they are few), and why they are too many, or an empty string."""
+    """Return the number of scans of a JPEG (0 where they are few), and why they are too many, or
+    an empty string.
+    """
     byte_N = np.frombuffer(data, np.uint8)
-    if np.count_nonzero((byte_N[:-1] == 0xFF) & (byte_N[1:] != 0)) <= _FEW_MARKERS:  # all markers, as in most files
+    if (
+        np.count_nonzero((byte_N[:-1] == 0xFF) & (byte_N[1:] != 0)) <= _FEW_MARKERS
+    ):  # all markers, as in most files
         return 0, ""
     offset, scans = 2, 0
     for _ in range(_MAX_JPEG_SEGMENTS):
@@ -112,13 +136,19 @@ def count_scans(data: bytes) -> tuple[int, str]:
         scans += match[0] == b"\xff\xda"
         if scans > MAX_JPEG_SCANS:
             return scans, f"the JPEG has more than {MAX_JPEG_SCANS} scans"
-        length = 0 if match[0] in (b"\xff\x01", b"\xff\xd8") else int.from_bytes(data[match.end() : match.end() + 2])
+        length = (
+            0
+            if match[0] in (b"\xff\x01", b"\xff\xd8")
+            else int.from_bytes(data[match.end() : match.end() + 2])
+        )
         offset = match.end() + length
     return scans, f"the JPEG has more than {_MAX_JPEG_SEGMENTS} segments"
 
 
 def strip_metadata(frame: bytes) -> bytes:
-    """Return the JPEG without application segments and comments; GDCM aborts the process on some malformed ones."""
+    """Return the JPEG without application segments and comments; GDCM aborts the process on some
+    malformed ones.
+    """
     kept = [b"\xff\xd8"]
     for marker, start, end in _segments(frame):
         if marker == _START_OF_SCAN:
@@ -139,7 +169,12 @@ def _segments(frame: bytes) -> Iterator[tuple[int, int, int]]:
             offset += 1
             continue
         end = offset + 2 + int.from_bytes(frame[offset + 2 : offset + 4], "big")
-        if frame[offset] != 0xFF or marker in _WITHOUT_LENGTH or end < offset + 4 or end > len(frame):
+        if (
+            frame[offset] != 0xFF
+            or marker in _WITHOUT_LENGTH
+            or end < offset + 4
+            or end > len(frame)
+        ):
             break
         yield marker, offset, end
         if marker == _START_OF_SCAN:
@@ -149,16 +184,31 @@ def _segments(frame: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def read_jpeg2000_header(frame: bytes) -> Codestream:
-    """Read the size in the SIZ marker of a JPEG 2000, bare or in a JP2. Raises DicomError if damaged or subsampled."""
+    """Read the size in the SIZ marker of a JPEG 2000, bare or in a JP2. Raises DicomError if
+    damaged or subsampled.
+    """
     start = frame.find(b"\xff\x4f\xff\x51", 0, 1 << 16)
     siz = frame[start + 4 : start + 42]
     if start < 0 or len(siz) < 38:
         raise DicomError("the compressed pixel data are not JPEG 2000", "malformed")
-    length, _, x1, y1, x0, y0, tile_x, tile_y, tile_x0, tile_y0, samples = struct.unpack(">HH8LH", siz)
+    length, _, x1, y1, x0, y0, tile_x, tile_y, tile_x0, tile_y0, samples = struct.unpack(
+        ">HH8LH", siz
+    )
     components = frame[start + 42 : start + 42 + 3 * samples]
-    if not (x1 > x0 and y1 > y0 and tile_x and tile_y and tile_x0 <= x0 and tile_y0 <= y0 and 0 < samples <= 4):
+    if not (
+        x1 > x0
+        and y1 > y0
+        and tile_x
+        and tile_y
+        and tile_x0 <= x0
+        and tile_y0 <= y0
+        and 0 < samples <= 4
+    ):
         raise DicomError("the header of the JPEG 2000 codestream is damaged", "malformed")
-    if any(step != 1 for index, step in enumerate(components) if index % 3) or len(components) < 3 * samples:
+    if (
+        any(step != 1 for index, step in enumerate(components) if index % 3)
+        or len(components) < 3 * samples
+    ):
         raise DicomError("subsampled JPEG 2000 components are not supported", "unsupported")
     tiles = -(-(x1 - tile_x0) // tile_x) * -(-(y1 - tile_y0) // tile_y)
     blocks = samples * (x1 - x0) * (y1 - y0) // _smallest_block(frame, start + 4 + length)
@@ -176,7 +226,9 @@ def _smallest_block(frame: bytes, offset: int) -> int:
 
 
 def check_rle_header(frame: bytes, segments: int) -> None:
-    """Raise DicomError unless `frame` has `segments` segments within it; decoders do not check this header."""
+    """Raise DicomError unless `frame` has `segments` segments within it; decoders do not check
+    this header.
+    """
     if len(frame) < 64:
         raise DicomError("the run-length encoded pixel data end within their header", "truncated")
     count, *offsets = struct.unpack("<16L", frame[:64])

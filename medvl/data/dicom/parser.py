@@ -1,9 +1,11 @@
-"""DICOM file structure, parsed within limits and without reading elements that could identify a patient.
+"""DICOM file structure, parsed within limits and without reading elements that could identify a
+patient.
 
-pydicom reads a whole header before it can be checked: it inflates deflated files without a limit, keeps every
-element, recurses as deep as sequences nest, and quotes header values in its warnings. Therefore the elements are
-walked here: most are skipped, and the locations of those in `Tag` are kept and read on demand. The pixels are decoded
-by pydicom and its plugins (`medvl.data.dicom.pixels`).
+pydicom reads a whole header before it can be checked: it inflates deflated files without a limit,
+keeps every element, recurses as deep as sequences nest, and quotes header values in its warnings.
+Therefore the elements are walked here: most are skipped, and the locations of those in `Tag` are
+kept and read on demand. The pixels are decoded by pydicom and its plugins
+(`medvl.data.dicom.pixels`).
 
 Encodings: DICOM PS3.5 chapter 7 and annex A; files: PS3.10 chapter 7.
 """
@@ -64,7 +66,9 @@ def parse_numbers(data: bytes, vr: str, usual_vr: str, endian: str) -> list[floa
 
 
 def _parse_text(part: bytes) -> list[float | None]:
-    """Return the number of one value; two or more where it is a list with commas between numbers with points."""
+    """Return the number of one value; two or more where it is a list with commas between numbers
+    with points.
+    """
     if not part:
         return [None]
     if len(part) > _LONGEST:
@@ -80,7 +84,9 @@ def _parse_text(part: bytes) -> list[float | None]:
 
 
 def only(numbers: list[float | None]) -> float | None:
-    """Return the one number of an element; None if it has none. Raises ValueError for different or infinite ones."""
+    """Return the one number of an element; None if it has none. Raises ValueError for different
+    or infinite ones.
+    """
     present = {number for number in numbers if number is not None}
     if not present:
         return None
@@ -90,11 +96,15 @@ def only(numbers: list[float | None]) -> float | None:
 
 
 def parse_code(data: bytes) -> str | None:
-    """Return the letters and digits of a code word in capitals: ` Linear_Exact\\0` is LINEAREXACT; None if empty.
+    """Return the letters and digits of a code word in capitals: ` Linear_Exact\\0` is LINEAREXACT;
+    None if empty.
 
     Raises ValueError for several different words and for bytes that are not ASCII.
     """
-    parts = {_NOT_IN_CODES.sub("", part.strip(_BLANKS).decode("ascii").upper()) for part in data.split(b"\\")}
+    parts = {
+        _NOT_IN_CODES.sub("", part.strip(_BLANKS).decode("ascii").upper())
+        for part in data.split(b"\\")
+    }
     parts.discard("")
     if len(parts) > 1:
         raise ValueError("several code words")
@@ -166,14 +176,21 @@ _USUAL_VRS = {
 """VRs of the numbers that are no 16-bit words."""
 UNDEFINED = 0xFFFFFFFF
 _ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
-_PIXELS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
+_PIXELS = {
+    0x7FE00010: "PixelData",
+    0x7FE00008: "FloatPixelData",
+    0x7FE00009: "DoubleFloatPixelData",
+}
 
 IMPLICIT_LITTLE, EXPLICIT_LITTLE = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
 DEFLATED, EXPLICIT_BIG = "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"
 
-_LONG_VRS = frozenset((b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"))
+_LONG_VRS = frozenset(
+    (b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV")
+)
 _SHORT_VRS = frozenset(
-    b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()  # with a length of two bytes
+    # with a length of two bytes
+    b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()
 )
 _MAX_DEPTH = 32
 _TRUNCATED_HEADER = "the file ends within its header: copy it again"
@@ -181,7 +198,9 @@ _TRUNCATED_HEADER = "the file ends within its header: copy it again"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DicomLimits:
-    """Limits for untrusted files. With the defaults, no file takes over 512 MB, or a second to be rejected."""
+    """Limits for untrusted files. With the defaults, no file takes over 512 MB, or a second to
+    be rejected.
+    """
 
     file_bytes: int = 4 << 30
     """Size of the file. Only the requested frame of a large multi-frame file is read."""
@@ -193,7 +212,9 @@ class DicomLimits:
     """Inflated size of a file in the deflated transfer syntax."""
     frames: int = 20_000
     frame_bytes: int = 64 << 20
-    """Decoded size of a frame: rows x columns x samples x bytes. The default is 32 megapixels of 16 bits."""
+    """Decoded size of a frame: rows x columns x samples x bytes. The default is 32 megapixels of
+    16 bits.
+    """
     encoded_bytes: int = 48 << 20
     """Compressed size of a frame."""
 
@@ -221,14 +242,18 @@ class Location(NamedTuple):
 
 
 class BoundedStream(io.BufferedIOBase):
-    """A readable file, also for pydicom's decoders, that raises DicomError when reads or bytes exceed the limits."""
+    """A readable file, also for pydicom's decoders, that raises DicomError when reads or bytes
+    exceed the limits.
+    """
 
     def __init__(self, file: BinaryIO, limits: DicomLimits) -> None:
         self._file = file
         self.limits = limits
         self.size = file.seek(0, io.SEEK_END)
         self._position = file.seek(0)
-        self._reads_left = 2 * limits.elements  # a header and a value, or the two halves of a long header
+        self._reads_left = (
+            2 * limits.elements
+        )  # a header and a value, or the two halves of a long header
         self._bytes_left = 0
         self.limit_reads(8 * limits.value_bytes)
 
@@ -240,7 +265,11 @@ class BoundedStream(io.BufferedIOBase):
         """Read up to `size` bytes; fewer only at the end of the file."""
         self._reads_left -= 1
         if self._reads_left < 0:
-            raise DicomError(f"more than {self.limits.elements} elements or fragments", "too_large", field="elements")
+            raise DicomError(
+                f"more than {self.limits.elements} elements or fragments",
+                "too_large",
+                field="elements",
+            )
         rest = max(0, self.size - self._position)
         size = rest if size is None or size < 0 else min(size, rest)
         if size > self._bytes_left:
@@ -270,14 +299,19 @@ class BoundedStream(io.BufferedIOBase):
 def damaged(tag: Tag, reason: str = "is damaged or has no certain meaning") -> DicomError:
     """Return the error for a header value. It names the element, never its value."""
     keyword = keyword_for_tag(int(tag))
-    message = f"{keyword} ({tag >> 16:04X},{tag & 0xFFFF:04X}) {reason}; correct it, or leave the file out"
+    message = (
+        f"{keyword} ({tag >> 16:04X},{tag & 0xFFFF:04X}) {reason}; correct it, or leave "
+        f"the file out"
+    )
     return DicomError(message, "malformed", field=keyword)
 
 
 class Elements:
     """The elements of a dataset that are in `Tag`. Values are read on demand."""
 
-    def __init__(self, stream: BoundedStream, encoding: Encoding, locations: dict[int, Location]) -> None:
+    def __init__(
+        self, stream: BoundedStream, encoding: Encoding, locations: dict[int, Location]
+    ) -> None:
         self._stream = stream
         self._locations = locations
         self.encoding = encoding
@@ -292,23 +326,32 @@ class Elements:
         if location is None or not location.length:
             return None
         if location.length > self._stream.limits.value_bytes:
-            message = f"element ({tag >> 16:04X},{tag & 0xFFFF:04X}) has {location.length} bytes, over the limit"
+            message = (
+                f"element ({tag >> 16:04X},{tag & 0xFFFF:04X}) has {location.length} "
+                f"bytes, over the limit"
+            )
             raise DicomError(message, "too_large", field="value_bytes")
         self._stream.seek(location.offset)
         return self._stream.read_exactly(location.length)
 
     def numbers(self, tag: Tag) -> list[float | None]:
-        """Return the numbers of an element, None for an empty value. Raises DicomError when one is damaged."""
+        """Return the numbers of an element, None for an empty value. Raises DicomError when one
+        is damaged.
+        """
         data = self.raw(tag)
         if data is None:
             return []
         try:
-            return parse_numbers(data, self.vr(tag) or "", _USUAL_VRS.get(tag, "US"), self.encoding.endian)
+            return parse_numbers(
+                data, self.vr(tag) or "", _USUAL_VRS.get(tag, "US"), self.encoding.endian
+            )
         except ValueError:
             raise damaged(tag) from None
 
     def number(self, tag: Tag) -> float | None:
-        """Return the only number of an element; None when it is absent. Raises DicomError when it is damaged."""
+        """Return the only number of an element; None when it is absent. Raises DicomError when
+        it is damaged.
+        """
         try:
             return only(self.numbers(tag))
         except ValueError:
@@ -324,7 +367,9 @@ class Elements:
         return int(value)
 
     def word(self, tag: Tag) -> int | None:
-        """Return `integer` of an element without negative numbers, of which some writers store 16 bits as signed."""
+        """Return `integer` of an element without negative numbers, of which some writers store
+        16 bits as signed.
+        """
         value = self.integer(tag)
         if value is not None and value < 0:
             if self.vr(tag) != "SS":
@@ -353,10 +398,14 @@ class Elements:
         if location is None:
             return None
         encoding = _item_encoding(location, self.encoding)
-        for number, (offset, length) in enumerate(_items(self._stream, encoding, location, depth=1)):
+        for number, (offset, length) in enumerate(
+            _items(self._stream, encoding, location, depth=1)
+        ):
             if number == index:
                 self._stream.seek(offset)
-                return Elements(self._stream, encoding, _walk(self._stream, encoding, length, depth=1).locations)
+                return Elements(
+                    self._stream, encoding, _walk(self._stream, encoding, length, depth=1).locations
+                )
         return None
 
 
@@ -385,7 +434,9 @@ def open_dicom(file: BinaryIO, limits: DicomLimits) -> DicomFile:
     """
     stream = BoundedStream(file, limits)
     if stream.size > limits.file_bytes:
-        raise DicomError(f"the file has {stream.size} bytes, over the limit", "too_large", field="file_bytes")
+        raise DicomError(
+            f"the file has {stream.size} bytes, over the limit", "too_large", field="file_bytes"
+        )
     if stream.read(132)[128:] != b"DICM":  # without preamble, elements start at byte 0
         stream.seek(0)
         if stream.read(2) not in (b"\x02\0", b"\x08\0", b"\0\x08"):
@@ -400,13 +451,19 @@ def open_dicom(file: BinaryIO, limits: DicomLimits) -> DicomFile:
 
 
 def _read_transfer_syntax(stream: BoundedStream) -> str | None:
-    """Read the transfer syntax and skip the file meta information (group 2, explicit little endian)."""
+    """Read the transfer syntax and skip the file meta information (group 2, explicit little
+    endian).
+    """
     start, syntax = stream.tell(), None
     while len(head := stream.read(8)) == 8 and head[:2] == b"\x02\0":
         stream.seek(start)
         tag, location = _read_header(stream, Encoding(implicit=False, little=True))
         if tag == Tag.TRANSFER_SYNTAX:
-            syntax = stream.read_exactly(min(location.length, 64)).strip(b" \0").decode("ascii", "replace")
+            syntax = (
+                stream.read_exactly(min(location.length, 64))
+                .strip(b" \0")
+                .decode("ascii", "replace")
+            )
         _check_inside(stream, location)
         start = stream.seek(location.offset + location.length)
     stream.seek(start)
@@ -414,7 +471,9 @@ def _read_transfer_syntax(stream: BoundedStream) -> str | None:
 
 
 def _inflate(stream: BoundedStream) -> BoundedStream:
-    """Return the rest of a deflated file, inflated in steps so that a zip bomb stops at the limit."""
+    """Return the rest of a deflated file, inflated in steps so that a zip bomb stops at the
+    limit.
+    """
     limit = stream.limits.inflated_bytes
     stream.limit_reads(limit)  # deflated data are at most a few bytes longer than inflated data
     inflater, inflated = zlib.decompressobj(-zlib.MAX_WBITS), io.BytesIO()
@@ -427,12 +486,16 @@ def _inflate(stream: BoundedStream) -> BoundedStream:
         except zlib.error:
             raise DicomError("the deflated part is damaged", "malformed") from None
         if inflated.tell() > limit:
-            raise DicomError(f"the file inflates to more than {limit} bytes", "too_large", field="inflated_bytes")
+            raise DicomError(
+                f"the file inflates to more than {limit} bytes", "too_large", field="inflated_bytes"
+            )
     return BoundedStream(inflated, stream.limits)
 
 
 def _encoding_of(stream: BoundedStream, syntax: str | None) -> Encoding:
-    """Return the encoding of the transfer syntax (else of the first group number), corrected by the first element."""
+    """Return the encoding of the transfer syntax (else of the first group number), corrected by
+    the first element.
+    """
     start = stream.tell()
     head = stream.read(6)
     stream.seek(start)
@@ -443,7 +506,9 @@ def _encoding_of(stream: BoundedStream, syntax: str | None) -> Encoding:
 
 
 def _walk(stream: BoundedStream, encoding: Encoding, length: int, depth: int) -> WalkResult:
-    """Parse the elements in the next `length` bytes or, if undefined, to the end of the item or file."""
+    """Parse the elements in the next `length` bytes or, if undefined, to the end of the item or
+    file.
+    """
     end = stream.size if length == UNDEFINED else stream.tell() + length
     locations: dict[int, Location] = {}
     while end - stream.tell() >= 8:
@@ -483,12 +548,18 @@ def _skip_value(stream: BoundedStream, encoding: Encoding, location: Location, d
 
 
 def _item_encoding(location: Location, encoding: Encoding) -> Encoding:
-    """Return the encoding of a sequence's items: implicit for sequences of unknown VR (PS3.5, 6.2.2)."""
+    """Return the encoding of a sequence's items: implicit for sequences of unknown VR (PS3.5,
+    6.2.2).
+    """
     return Encoding(implicit=True, little=True) if location.vr == "UN" else encoding
 
 
-def _items(stream: BoundedStream, encoding: Encoding, location: Location, depth: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) of a sequence's items, then move behind it. Callers may move the stream."""
+def _items(
+    stream: BoundedStream, encoding: Encoding, location: Location, depth: int
+) -> Iterator[tuple[int, int]]:
+    """Yield (offset, length) of a sequence's items, then move behind it. Callers may move the
+    stream.
+    """
     if depth > _MAX_DEPTH:
         raise DicomError(f"sequences nest more than {_MAX_DEPTH} deep", "malformed")
     _check_inside(stream, location)

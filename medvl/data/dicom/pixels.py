@@ -35,7 +35,13 @@ _DEFLATED_FRAMES = "1.2.840.10008.1.2.8.1"
 _NATIVE = (None, IMPLICIT_LITTLE, EXPLICIT_LITTLE, EXPLICIT_BIG, DEFLATED)
 _JPEG = (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLossless, uid.JPEGLosslessSV1)
 _JPEG_LS = (uid.JPEGLSLossless, uid.JPEGLSNearLossless)
-_JPEG_2000 = (uid.JPEG2000Lossless, uid.JPEG2000, uid.HTJ2K, uid.HTJ2KLossless, uid.HTJ2KLosslessRPCL)
+_JPEG_2000 = (
+    uid.JPEG2000Lossless,
+    uid.JPEG2000,
+    uid.HTJ2K,
+    uid.HTJ2KLossless,
+    uid.HTJ2KLosslessRPCL,
+)
 
 _MAX_PARTS = 1 << 18  # at the usual 64 x 64 samples, of an image of a gigapixel
 
@@ -69,7 +75,9 @@ class PixelLayout:
     bits_allocated: int
     bits_stored: int
     high_bit: int
-    """Highest stored bit as the header has it, which need not be possible: see `_unused_bits_below`."""
+    """Highest stored bit as the header has it, which need not be possible: see
+    `_unused_bits_below`.
+    """
     signed: bool
     sign_is_stated: bool = True
     """Whether the header has PixelRepresentation."""
@@ -81,7 +89,10 @@ class PixelLayout:
         Raises DicomError with the code "no_pixels", "malformed", "unsupported" or "too_large".
         """
         if file.pixels is None:
-            raise DicomError("the file has no pixel data (a report, a plan, a directory, a waveform)", "no_pixels")
+            raise DicomError(
+                "the file has no pixel data (a report, a plan, a directory, a waveform)",
+                "no_pixels",
+            )
         keyword, location = file.pixels
         elements = file.elements
         rows, columns = elements.word(Tag.ROWS), elements.word(Tag.COLUMNS)
@@ -92,7 +103,11 @@ class PixelLayout:
         photometric = _photometric(elements)
         color = photometric == "RGB" or photometric.startswith("YBR")
         samples = elements.word(Tag.SAMPLES) or (3 if color else 1)
-        widths = {"PixelData": (1, 8, 16, 32), "FloatPixelData": (32,), "DoubleFloatPixelData": (64,)}[keyword]
+        widths = {
+            "PixelData": (1, 8, 16, 32),
+            "FloatPixelData": (32,),
+            "DoubleFloatPixelData": (64,),
+        }[keyword]
         if samples not in (1, 3) or allocated not in widths:
             raise DicomError("unsupported combination of samples and bits", "unsupported")
         odd = photometric == "YBR_FULL_422" and columns % 2 == 1
@@ -115,11 +130,17 @@ class PixelLayout:
             planar=_planar(elements) if samples == 3 else 0,
             bits_allocated=allocated,
             bits_stored=stored,
-            high_bit=high_bit if (high_bit := elements.word(Tag.HIGH_BIT)) is not None else stored - 1,
+            high_bit=high_bit
+            if (high_bit := elements.word(Tag.HIGH_BIT)) is not None
+            else stored - 1,
             signed=sign == 1,
             sign_is_stated=sign is not None,
         )
-        if frames == 0 and location.length != UNDEFINED and location.length >= 2 * layout.frame_bits // 8 > 0:
+        if (
+            frames == 0
+            and location.length != UNDEFINED
+            and location.length >= 2 * layout.frame_bits // 8 > 0
+        ):
             raise damaged(Tag.FRAMES, "is 0, but the pixel data hold several frames")
         layout._check_limits(file.stream.limits)
         return layout
@@ -129,13 +150,18 @@ class PixelLayout:
             message = f"the header claims {self.frames} frames, over the limit of {limits.frames}"
             raise DicomError(message, "too_large", field="frames")
         if math.ceil(self.frame_bits / 8) > limits.frame_bytes:
-            size = f"{self.rows} x {self.columns} x {self.samples} samples of {self.bits_allocated} bits"
+            size = (
+                f"{self.rows} x {self.columns} x {self.samples} samples of "
+                f"{self.bits_allocated} bits"
+            )
             message = f"a frame of {size} is over the limit of {limits.frame_bytes} bytes"
             raise DicomError(message, "too_large", field="frame_bytes")
 
     @property
     def frame_bits(self) -> int:
-        """Bits of an uncompressed frame. 4:2:2 has two samples per pixel; frames of single bits are not padded."""
+        """Bits of an uncompressed frame. 4:2:2 has two samples per pixel; frames of single bits
+        are not padded.
+        """
         samples = 2 if self.photometric == "YBR_FULL_422" else self.samples
         return self.rows * self.columns * samples * self.bits_allocated
 
@@ -216,7 +242,8 @@ class Frame:
 def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
     """Decode one frame.
 
-    Raises DicomError with the code "truncated", "malformed", "unsupported", "too_large", "no_codec" or "undecodable".
+    Raises DicomError with the code "truncated", "malformed", "unsupported", "too_large", "no_codec"
+    or "undecodable".
     """
     if file.pixels is None:
         raise DicomError("the file has no pixel data", "no_pixels")
@@ -252,15 +279,19 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
 def _unused_bits_below(samples: np.ndarray, layout: PixelLayout) -> int:
     """Return the number of unused bits below the stored ones.
 
-    The high bit should be the number of stored bits - 1. Old files place the stored bits at the upper end of the word;
-    others have a wrong number there, which most viewers ignore. The samples show which of the two it is. Raises
-    DicomError where they do not.
+    The high bit should be the number of stored bits - 1. Old files place the stored bits at the
+    upper end of the word; others have a wrong number there, which most viewers ignore. The samples
+    show which of the two it is. Raises DicomError where they do not.
     """
     stored, allocated = layout.bits_stored, layout.bits_allocated
     if layout.high_bit == stored - 1 or stored == allocated == layout.high_bit:
         return 0
-    bits = int(np.bitwise_or.reduce(samples.view(f"u{samples.itemsize}"), axis=None))  # all that are ever set
-    if layout.high_bit < stored - 1:  # without a sign, the stored bits are the same with both numbers
+    bits = int(
+        np.bitwise_or.reduce(samples.view(f"u{samples.itemsize}"), axis=None)
+    )  # all that are ever set
+    if (
+        layout.high_bit < stored - 1
+    ):  # without a sign, the stored bits are the same with both numbers
         sign_may_be_lower = layout.signed and bits >> layout.high_bit == 1
         if sign_may_be_lower:
             raise damaged(Tag.HIGH_BIT, "contradicts BitsStored")
@@ -289,7 +320,9 @@ def _without_unused_bits(samples: np.ndarray, layout: PixelLayout, shift: int) -
 
 
 def _check_sign(samples: np.ndarray, layout: PixelLayout, shift: int) -> None:
-    """Raise DicomError if the header does not state whether samples have a sign and the samples do not show it."""
+    """Raise DicomError if the header does not state whether samples have a sign and the samples
+    do not show it.
+    """
     if layout.sign_is_stated or layout.bits_stored <= 8:  # samples of 8 bits have no sign
         return
     sign_bit = 1 << (layout.bits_stored + shift - 1)
@@ -297,10 +330,14 @@ def _check_sign(samples: np.ndarray, layout: PixelLayout, shift: int) -> None:
         raise damaged(Tag.SIGNED, "is missing, and samples may be negative")
 
 
-def _decode_native(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> np.ndarray:
+def _decode_native(
+    file: DicomFile, layout: PixelLayout, location: Location, index: int
+) -> np.ndarray:
     expected = math.ceil(layout.frame_bits * layout.frames / 8)
     if location.length == UNDEFINED:
-        raise DicomError("the pixel data are compressed, but the transfer syntax is uncompressed", "malformed")
+        raise DicomError(
+            "the pixel data are compressed, but the transfer syntax is uncompressed", "malformed"
+        )
     available = min(location.length, file.stream.size - location.offset)
     if available < expected:
         raise DicomError(f"expected {expected} bytes of pixel data, got {available}", "truncated")
@@ -316,7 +353,9 @@ def _decode_native(file: DicomFile, layout: PixelLayout, location: Location, ind
     return _unpack(data, layout, file.elements.encoding.endian, bit)
 
 
-def _decode_deflated(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> np.ndarray:
+def _decode_deflated(
+    file: DicomFile, layout: PixelLayout, location: Location, index: int
+) -> np.ndarray:
     packed = _read_frame(file, layout, location, index)
     expected = math.ceil(layout.frame_bits / 8)
     try:
@@ -329,21 +368,33 @@ def _decode_deflated(file: DicomFile, layout: PixelLayout, location: Location, i
 
 
 def _unpack(data: bytes, layout: PixelLayout, endian: str, bit: int) -> np.ndarray:
-    """Return uncompressed samples, (H, W) or (H, W, 3), of a frame that starts at bit `bit` of `data`."""
+    """Return uncompressed samples, (H, W) or (H, W, 3), of a frame that starts at bit `bit` of
+    `data`.
+    """
     shape = (layout.rows, layout.columns)
     if layout.bits_allocated == 1:
-        return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[bit:][: math.prod(shape)].reshape(shape)
+        return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[bit:][
+            : math.prod(shape)
+        ].reshape(shape)
     kind = "f" if layout.is_float else "i" if layout.signed else "u"
     count = layout.frame_bits // layout.bits_allocated
     samples = np.frombuffer(data, f"{endian}{kind}{layout.bits_allocated // 8}", count)
     if layout.photometric == "YBR_FULL_422":
-        return samples.reshape(-1, 4)[:, :2].reshape(shape)  # two luma samples, then the chroma of both
+        return samples.reshape(-1, 4)[:, :2].reshape(
+            shape
+        )  # two luma samples, then the chroma of both
     if layout.samples == 1:
         return samples.reshape(shape)
-    return np.moveaxis(samples.reshape(3, *shape), 0, -1) if layout.planar else samples.reshape(*shape, 3)
+    return (
+        np.moveaxis(samples.reshape(3, *shape), 0, -1)
+        if layout.planar
+        else samples.reshape(*shape, 3)
+    )
 
 
-def _decode_compressed(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> tuple[np.ndarray, str]:
+def _decode_compressed(
+    file: DicomFile, layout: PixelLayout, location: Location, index: int
+) -> tuple[np.ndarray, str]:
     """Return the samples and the photometric interpretation after decoding."""
     syntax = UID(file.transfer_syntax or "")
     frame = _read_frame(file, layout, location, index)
@@ -351,14 +402,18 @@ def _decode_compressed(file: DicomFile, layout: PixelLayout, location: Location,
         if layout.bits_allocated == 1:
             raise DicomError("run-length encoded single bits are not supported", "unsupported")
         codestream.check_rle_header(frame, layout.samples * layout.bits_allocated // 8)
-        return _decode(syntax, "pylibjpeg", frame, layout)  # pydicom's own decoder does not limit its output
+        return _decode(
+            syntax, "pylibjpeg", frame, layout
+        )  # pydicom's own decoder does not limit its output
     if syntax in _JPEG_2000:
         _check_codestream(codestream.read_jpeg2000_header(frame), layout)
         return _decode(syntax, "pylibjpeg", frame, layout)
     header = codestream.read_jpeg_header(frame)
     _check_codestream(header, layout)
     if syntax in _JPEG_LS:
-        codecs = get_decoder(syntax).available_plugins  # pyjpegls has no wheel for the newest versions of Python
+        codecs = get_decoder(
+            syntax
+        ).available_plugins  # pyjpegls has no wheel for the newest versions of Python
         return _decode(syntax, "pyjpegls" if "pyjpegls" in codecs else "gdcm", frame, layout)
     if excess := codestream.excess_of_scans(frame):
         raise DicomError(excess, "too_large")
@@ -367,24 +422,33 @@ def _decode_compressed(file: DicomFile, layout: PixelLayout, location: Location,
     if syntax in (uid.JPEGLossless, uid.JPEGLosslessSV1) and header.samples == 1:
         return _decode(syntax, "gdcm", codestream.strip_metadata(frame), layout)
     if "pylibjpeg" not in get_decoder(syntax).available_plugins:
-        message = f'no codec decodes {header.precision}-bit {syntax.name}: pip install "medvl[gpl-codecs]"'
+        message = (
+            f"no codec decodes {header.precision}-bit {syntax.name}: pip install "
+            f'"medvl[gpl-codecs]"'
+        )
         raise DicomError(message, "no_codec")
     return _decode(syntax, "pylibjpeg", frame, layout)
 
 
-def _decode_jpeg_8(syntax: UID, frame: bytes, layout: PixelLayout, header: Codestream) -> tuple[np.ndarray, str]:
+def _decode_jpeg_8(
+    syntax: UID, frame: bytes, layout: PixelLayout, header: Codestream
+) -> tuple[np.ndarray, str]:
     """Decode lossy or lossless JPEG of 8 bits with Pillow.
 
-    Where the file states its colour transform, Pillow returns RGB, whatever the DICOM header claims. GDCM aborts the
-    process when the two disagree.
+    Where the file states its colour transform, Pillow returns RGB, whatever the DICOM header
+    claims. GDCM aborts the process when the two disagree.
     """
     try:
         with Image.open(BytesIO(frame), formats=("JPEG",)) as image:
             if layout.photometric == "RGB" and not header.states_color:
-                image.draft("YCbCr", image.size)  # skip Pillow's conversion from YCbCr: the samples are RGB
+                image.draft(
+                    "YCbCr", image.size
+                )  # skip Pillow's conversion from YCbCr: the samples are RGB
             return np.asarray(image), "RGB" if layout.samples == 3 else layout.photometric
     except (OSError, SyntaxError, ValueError) as error:
-        raise DicomError(f"the {syntax.name} pixel data are damaged ({type(error).__name__})", "undecodable") from error
+        raise DicomError(
+            f"the {syntax.name} pixel data are damaged ({type(error).__name__})", "undecodable"
+        ) from error
 
 
 def _decode(syntax: UID, plugin: str, frame: bytes, layout: PixelLayout) -> tuple[np.ndarray, str]:
@@ -392,18 +456,30 @@ def _decode(syntax: UID, plugin: str, frame: bytes, layout: PixelLayout) -> tupl
     capsule = encapsulate([frame], has_bot=False)
     try:
         decoder = get_decoder(syntax)
-        samples, properties = decoder.as_array(capsule, index=0, raw=True, decoding_plugin=plugin, **layout.options)
+        samples, properties = decoder.as_array(
+            capsule, index=0, raw=True, decoding_plugin=plugin, **layout.options
+        )
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # codecs may raise anything, and panics of Rust are not Exceptions
-        raise DicomError(f"the {syntax.name} pixel data are damaged ({type(error).__name__})", "undecodable") from error
+    except (
+        BaseException
+    ) as error:  # codecs may raise anything, and panics of Rust are not Exceptions
+        raise DicomError(
+            f"the {syntax.name} pixel data are damaged ({type(error).__name__})", "undecodable"
+        ) from error
     return samples, str(properties["photometric_interpretation"])
 
 
 def _check_codestream(header: Codestream, layout: PixelLayout) -> None:
-    if (header.rows, header.columns, header.samples) != (layout.rows, layout.columns, layout.samples):
+    if (header.rows, header.columns, header.samples) != (
+        layout.rows,
+        layout.columns,
+        layout.samples,
+    ):
         sizes = [f"{part.rows} x {part.columns} x {part.samples}" for part in (header, layout)]
-        raise DicomError(f"the compressed image claims {sizes[0]} samples, the header {sizes[1]}", "malformed")
+        raise DicomError(
+            f"the compressed image claims {sizes[0]} samples, the header {sizes[1]}", "malformed"
+        )
     if header.parts > _MAX_PARTS:
         raise DicomError("the compressed image has too many tiles or code blocks", "too_large")
     if header.precision > layout.bits_allocated:
@@ -419,7 +495,9 @@ def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index:
     stream.limit_reads(limits.encoded_bytes + 4 * limits.frames + 8 * limits.elements)
     stream.seek(location.offset + 4)
     if int.from_bytes(stream.read_exactly(4), "little") > 4 * limits.frames:
-        raise DicomError("the table of frame offsets is over DicomLimits.frames", "too_large", field="frames")
+        raise DicomError(
+            "the table of frame offsets is over DicomLimits.frames", "too_large", field="frames"
+        )
     stream.seek(location.offset)
     try:
         parse_basic_offsets(stream)
@@ -427,8 +505,12 @@ def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index:
         if fragments:
             stream.seek(fragments[-1] + 4)
             if fragments[-1] + 8 + int.from_bytes(stream.read_exactly(4), "little") > stream.size:
-                raise DicomError("the file ends within its compressed pixel data: copy it again", "truncated")
+                raise DicomError(
+                    "the file ends within its compressed pixel data: copy it again", "truncated"
+                )
         stream.seek(location.offset)
         return get_frame(stream, index, number_of_frames=layout.frames, extended_offsets=tables)
     except (ValueError, struct.error):
-        raise DicomError("the compressed pixel data are not complete fragments", "malformed") from None
+        raise DicomError(
+            "the compressed pixel data are not complete fragments", "malformed"
+        ) from None

@@ -4,16 +4,18 @@
     image.pixels_HW  # uint8, black is 0
     image.header.view_position  # "PA"
 
-Modality LUT or rescale, then VOI LUT or window (the first of several), else the range between the 0.5th and the 99.5th
-percentile, then the inversion of MONOCHROME1. Pixel padding is excluded from the percentiles and shown black. Plain
-8-bit samples without a window are kept unchanged. Colour becomes luma.
+Modality LUT or rescale, then VOI LUT or window (the first of several), else the range between the
+0.5th and the 99.5th percentile, then the inversion of MONOCHROME1. Pixel padding is excluded from
+the percentiles and shown black. Plain 8-bit samples without a window are kept unchanged. Colour
+becomes luma.
 
-Header values are read where their meaning is certain (`medvl.data.dicom.parser`): a slope of `0,5` is 0.5. A damaged
-value that changes pixels raises DicomError with the keyword of its element in `field`. It never becomes a default;
-absent and empty values have that of the standard.
+Header values are read where their meaning is certain (`medvl.data.dicom.parser`): a slope of `0,5`
+is 0.5. A damaged value that changes pixels raises DicomError with the keyword of its element in
+`field`. It never becomes a default; absent and empty values have that of the standard.
 
-Files are untrusted and checked against `DicomLimits`. Of the header, only `DicomHeader` is returned, whose texts come
-from closed lists: it cannot contain a name, date, identifier or free text.
+Files are untrusted and checked against `DicomLimits`. Of the header, only `DicomHeader` is
+returned, whose texts come from closed lists: it cannot contain a name, date, identifier or free
+text.
 """
 
 import dataclasses
@@ -32,8 +34,8 @@ from medvl.data.privacy import cap_age
 from medvl.errors import ConfigError, DicomError
 
 __all__ = [
-    "DicomHeader", "DicomImage", "DicomLimits", "decode_dicom", "decode_dicom_header", "decode_dicom_values",
-    "read_dicom",
+    "DicomHeader", "DicomImage", "DicomLimits", "decode_dicom", "decode_dicom_header",
+    "decode_dicom_values", "read_dicom",
 ]  # fmt: skip
 
 DEFAULT_LIMITS = DicomLimits()
@@ -42,11 +44,13 @@ _MODALITIES = re.compile(
     r"CR|DX|RG|RF|CT|MR|US|NM|PT|MG|XA|XC|OT|SC|SEG|RTDOSE|RTIMAGE|ES|GM|SM|OP|OPT|IO|PX|IVUS|OCT|BI|TG|DG|BMD|CFM|DMS|LS"
 )
 _VIEWS = re.compile(
-    r"(?:AP|PA)(?: (?:LLD|RLD|AXIAL))?|LL|RL|LATERAL|XTABLE LATERAL|LLD|RLD|LLO|RLO|LAO|RAO|LPO|RPO|SWIMMERS"
+    r"(?:AP|PA)(?: (?:LLD|RLD|AXIAL))?|LL|RL|LATERAL|XTABLE "
+    r"LATERAL|LLD|RLD|LLO|RLO|LAO|RAO|LPO|RPO|SWIMMERS"
     r"|CC|MLO|ML|LM|LMO|FB|SIO|ISO|XCCL|XCCM"
 )
 _BODY_PARTS = re.compile(
-    r"(?:PORT )?CHEST|THORAX|LUNG|HEART|RIBS?|STERNUM|CLAVICLE|SCAPULA|SHOULDER|ARM|HUMERUS|ELBOW|FOREARM|WRIST|HAND"
+    r"(?:PORT "
+    r")?CHEST|THORAX|LUNG|HEART|RIBS?|STERNUM|CLAVICLE|SCAPULA|SHOULDER|ARM|HUMERUS|ELBOW|FOREARM|WRIST|HAND"
     r"|FINGER|EXTREMITY|[CTLS]?SPINE|COCCYX|PELVIS|HIP|LEG|FEMUR|THIGH|KNEE|PATELLA|CALF|TIBIA|ANKLE|FOOT|CALCANEUS|TOE"
     r"|HEAD|SKULL|BRAIN|ORBIT|SINUS|NOSE|EAR|EYE|FACE|JAW|MANDIBLE|MAXILLA|ZYGOMA|NECK|THYROID|BREAST|ABDOMEN|LIVER"
     r"|PANCREAS|SPLEEN|KIDNEY|BLADDER|PROSTATE|UTERUS|OVARY|AORTA|WHOLE ?BODY"
@@ -78,9 +82,13 @@ class DicomHeader:
     patient_age: int | None
     """Years; 90 means 90 and above."""
     pixel_spacing: tuple[float, float] | None
-    """Millimetres between rows and between columns, at the patient or, if missing, at the detector."""
+    """Millimetres between rows and between columns, at the patient or, if missing, at the
+    detector.
+    """
     damaged: tuple[str, ...] = ()
-    """Keywords of fields that are None because their value is damaged. Values that change pixels raise instead."""
+    """Keywords of fields that are None because their value is damaged. Values that change pixels
+    raise instead.
+    """
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -107,23 +115,21 @@ def read_dicom(
     Args:
         path: a DICOM file, with or without preamble and transfer syntax.
         bits: bits of the returned grey values: 8 (uint8) or 16 (uint16).
-        frame: index of the frame in a multi-frame file, from 0. With None, such files raise DicomError.
+        frame: index of the frame in a multi-frame file, from 0. With None, such files raise
+            DicomError.
         limits: limits for untrusted files.
         folders: folders that the file must be in, links resolved; default any.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        DicomError: with one of the codes
-            "unreadable", "not_a_file", "outside_folder": the file cannot or must not be opened; see `InputFolders`.
-            "not_dicom": not a DICOM file.
-            "no_pixels": a DICOM file without an image (a report, a plan, a directory).
-            "truncated": the file ends too early.
-            "malformed": the file contradicts itself or the standard.
-            "unsupported": valid DICOM, but not supported.
-            "multi_frame": several frames and `frame` is None, or no frame with this index.
-            "too_large": over `limits`.
-            "no_codec": the compression needs a package that is not installed; the message names it.
-            "undecodable": the compressed data are damaged.
+        DicomError: with one of the codes "unreadable", "not_a_file", "outside_folder": the file
+            cannot or must not be opened; see `InputFolders`. "not_dicom": not a DICOM file.
+            "no_pixels": a DICOM file without an image (a report, a plan, a directory). "truncated":
+            the file ends too early. "malformed": the file contradicts itself or the standard.
+            "unsupported": valid DICOM, but not supported. "multi_frame": several frames and `frame`
+            is None, or no frame with this index. "too_large": over `limits`. "no_codec": the
+            compression needs a package that is not installed; the message names it. "undecodable":
+            the compressed data are damaged.
         ConfigError: `bits` or `frame` is out of range.
     """
     if bits not in (8, 16):
@@ -155,15 +161,17 @@ def decode_dicom(
     Args:
         stream: content of a DICOM file.
         bits, frame, limits: as in `read_dicom`.
-        window: center and width, in values after the modality LUT, of a linear window in place of the file's own
-            VOI LUT or window. Colour has none and stays as it is.
+        window: center and width, in values after the modality LUT, of a linear window in place of
+            the file's own VOI LUT or window. Colour has none and stays as it is.
 
     Raises:
         DicomError: as `read_dicom`.
         ConfigError: the width of the window is not positive.
     """
     if window is not None and not (all(map(math.isfinite, window)) and window[1] > 0):
-        raise ConfigError("expected a finite center and a width above 0", "out_of_range", field="window")
+        raise ConfigError(
+            "expected a finite center and a width above 0", "out_of_range", field="window"
+        )
     try:
         return _read(open_dicom(stream, limits), bits, frame, window)
     except MemoryError as error:
@@ -187,12 +195,16 @@ def decode_dicom_values(
 
 
 def decode_dicom_header(stream: BinaryIO, *, limits: DicomLimits = DEFAULT_LIMITS) -> DicomHeader:
-    """Return the header of a DICOM image without decoding its pixels. Raises DicomError as `read_dicom`."""
+    """Return the header of a DICOM image without decoding its pixels. Raises DicomError as
+    `read_dicom`.
+    """
     file = open_dicom(stream, limits)
     return _header(file, PixelLayout.from_file(file))
 
 
-def _read(file: DicomFile, bits: int, frame: int | None, window: tuple[float, float] | None = None) -> DicomImage:
+def _read(
+    file: DicomFile, bits: int, frame: int | None, window: tuple[float, float] | None = None
+) -> DicomImage:
     layout, index = _layout(file, frame)
     header, display = _header(file, layout), Display.from_elements(file.elements, layout, index)
     if window is not None:
@@ -209,7 +221,9 @@ def _layout(file: DicomFile, frame: int | None) -> tuple[PixelLayout, int]:
         raise DicomError(message, "multi_frame", field="frame")
     index = frame or 0
     if index >= layout.frames:
-        raise DicomError(f"frame must be below {layout.frames}, got {index}", "multi_frame", field="frame")
+        raise DicomError(
+            f"frame must be below {layout.frames}, got {index}", "multi_frame", field="frame"
+        )
     return layout, index
 
 
@@ -226,9 +240,13 @@ def _header(file: DicomFile, layout: PixelLayout) -> DicomHeader:
         modality=_listed(elements.text(Tag.MODALITY), _MODALITIES),
         view_position=_listed(elements.text(Tag.VIEW_POSITION), _VIEWS),
         body_part=_listed(elements.text(Tag.BODY_PART), _BODY_PARTS),
-        laterality=_listed(elements.text(Tag.IMAGE_LATERALITY) or elements.text(Tag.LATERALITY), _LATERALITIES),
+        laterality=_listed(
+            elements.text(Tag.IMAGE_LATERALITY) or elements.text(Tag.LATERALITY), _LATERALITIES
+        ),
         patient_sex=_listed(elements.text(Tag.PATIENT_SEX), _SEXES),
-        burned_in={"YES": True, "NO": False}.get((elements.text(Tag.BURNED_IN) or "").strip().upper()),
+        burned_in={"YES": True, "NO": False}.get(
+            (elements.text(Tag.BURNED_IN) or "").strip().upper()
+        ),
         patient_age=cap_age(elements.text(Tag.PATIENT_AGE)),
         pixel_spacing=spacing,
         damaged=damaged_fields,
@@ -245,7 +263,9 @@ def _spacing(elements: Elements) -> tuple[tuple[float, float] | None, tuple[str,
     for tag in (Tag.PIXEL_SPACING, Tag.IMAGER_PIXEL_SPACING):
         try:
             numbers = [number for number in elements.numbers(tag) if number is not None]
-            if numbers and not (len(numbers) == 2 and all(math.isfinite(side) and side > 0 for side in numbers)):
+            if numbers and not (
+                len(numbers) == 2 and all(math.isfinite(side) and side > 0 for side in numbers)
+            ):
                 raise damaged(tag)
         except DicomError as error:
             if error.code != "malformed":

@@ -1,7 +1,8 @@
-"""Rendering of stored samples as grey values: modality LUT, VOI LUT or window, inversion (DICOM PS3.3 C.11.1, C.11.2).
+"""Rendering of stored samples as grey values: modality LUT, VOI LUT or window, inversion (DICOM
+PS3.3 C.11.1, C.11.2).
 
-Every step is a function of one stored value. For samples of up to 16 bits, the chain is computed once for each
-possible value, and the image is mapped through that table in a single pass.
+Every step is a function of one stored value. For samples of up to 16 bits, the chain is computed
+once for each possible value, and the image is mapped through that table in a single pass.
 """
 
 import dataclasses
@@ -21,8 +22,9 @@ _Interval = tuple[float, float]
 Shading = Literal["voi_lut", "window", "percentiles", "full_range", "palette", "color"]
 
 PERCENTILES = (0.5, 99.5)
-"""Percentiles shown as black and white where a file has neither VOI LUT nor window. Half a per cent is more than lead
-markers, burned-in text and dead pixels cover, and less than any organ."""
+"""Percentiles shown as black and white where a file has neither VOI LUT nor window. Half a per cent
+is more than lead markers, burned-in text and dead pixels cover, and less than any organ.
+"""
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # BT.601, as JPEG and OpenCV have it
 _VALUES, _LINE, _REPEAT = 0, 1, 2  # kinds of segments of a palette
@@ -39,7 +41,9 @@ class Shade(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """Look-up table: entry i is for the value first + i; values beyond either end get the entry at that end."""
+    """Look-up table: entry i is for the value first + i; values beyond either end get the entry
+    at that end.
+    """
 
     first: int
     entries: np.ndarray
@@ -51,7 +55,9 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """Window of `width` around `center` with one of DICOM's three functions (PS3.3 C.11.2.1.2 and .3)."""
+    """Window of `width` around `center` with one of DICOM's three functions (PS3.3 C.11.2.1.2
+    and .3).
+    """
 
     center: float
     width: float
@@ -120,13 +126,17 @@ class LinearValues:
     """float32, after the modality LUT; NaN is padding, which is shown black."""
     center: float
     width: float
-    """Window of the file; where it has a VOI LUT or none at all, the range of values that is shown."""
+    """Window of the file; where it has a VOI LUT or none at all, the range of values that is
+    shown.
+    """
     inverted: bool
     """Whether the shades of a window are inverted (MONOCHROME1)."""
 
 
 def _padding(elements: Elements, layout: PixelLayout) -> tuple[float, float] | None:
-    """Return the first and last stored value of pixel padding; floating-point samples have elements of their own."""
+    """Return the first and last stored value of pixel padding; floating-point samples have
+    elements of their own.
+    """
     if layout.is_float:
         tags = (
             (Tag.FLOAT_PADDING, Tag.FLOAT_PADDING_LIMIT)
@@ -135,7 +145,9 @@ def _padding(elements: Elements, layout: PixelLayout) -> tuple[float, float] | N
         )
         first, last = (elements.number(tag) for tag in tags)
     else:
-        first, last = (_stored(elements.integer(tag), layout) for tag in (Tag.PADDING, Tag.PADDING_LIMIT))
+        first, last = (
+            _stored(elements.integer(tag), layout) for tag in (Tag.PADDING, Tag.PADDING_LIMIT)
+        )
     if first is None:
         return None
     last = first if last is None else last
@@ -143,7 +155,9 @@ def _padding(elements: Elements, layout: PixelLayout) -> tuple[float, float] | N
 
 
 def _stored(value: int | None, layout: PixelLayout) -> int | None:
-    """Return a stored value with the sign of the samples; some writers store it with the other one."""
+    """Return a stored value with the sign of the samples; some writers store it with the other
+    one.
+    """
     if value is None:
         return None
     if layout.signed and 1 << 15 <= value < 1 << 16:
@@ -158,7 +172,9 @@ def _has_inverse_shape(elements: Elements) -> bool:
     return shape == "INVERSE"
 
 
-def _modality(elements: Elements, layout: PixelLayout) -> tuple[Callable[[np.ndarray], np.ndarray] | None, _Interval]:
+def _modality(
+    elements: Elements, layout: PixelLayout
+) -> tuple[Callable[[np.ndarray], np.ndarray] | None, _Interval]:
     """Return the modality LUT or rescale, and the interval of the values that it can produce."""
     stored = _stored_interval(layout)
     item = elements.item(Tag.MODALITY_LUT)
@@ -186,8 +202,8 @@ def _stored_interval(layout: PixelLayout) -> _Interval:
 def _voi(elements: Elements, layout: PixelLayout, values: _Interval) -> Table | Window | None:
     """Return the VOI LUT, else the first window, else None.
 
-    A window of width 0 is none: that is how many writers state that there is none, and viewers ignore it. Raises
-    DicomError if a number before the first window is damaged.
+    A window of width 0 is none: that is how many writers state that there is none, and viewers
+    ignore it. Raises DicomError if a number before the first window is damaged.
     """
     item = elements.item(Tag.VOI_LUT)
     if item is not None:
@@ -195,7 +211,9 @@ def _voi(elements: Elements, layout: PixelLayout, values: _Interval) -> Table | 
         # Some files claim 16 bits for entries of 12, so white is derived from the largest entry.
         white = (1 << int(table.entries.max()).bit_length()) - 1
         return Table(table.first, table.entries / max(white, 1))
-    windows = zip(elements.numbers(Tag.WINDOW_CENTER), elements.numbers(Tag.WINDOW_WIDTH), strict=False)
+    windows = zip(
+        elements.numbers(Tag.WINDOW_CENTER), elements.numbers(Tag.WINDOW_WIDTH), strict=False
+    )
     for center, width in windows:
         if center is None or not width:
             continue
@@ -222,8 +240,9 @@ def _read_table(item: Elements, values: _Interval) -> Table:
 def _descriptor(elements: Elements, tag: Tag, values: _Interval) -> tuple[int, int, int]:
     """Read (number of entries, value of the first, bits per entry).
 
-    The first value is stored in 16 bits, with a sign or without. Not all writers choose the VR that fits, so that sign
-    is taken with which the table covers more of the values; where this is the same, the sign of the VR.
+    The first value is stored in 16 bits, with a sign or without. Not all writers choose the VR that
+    fits, so that sign is taken with which the table covers more of the values; where this is the
+    same, the sign of the VR.
     """
     numbers = elements.numbers(tag)
     words = [0 if number is None else int(number) for number in numbers]
@@ -248,7 +267,9 @@ def _entries(elements: Elements, tag: Tag, count: int, bits: int) -> np.ndarray:
     if len(data) >= width * count:
         return np.frombuffer(data, f"{elements.encoding.endian}u{width}", count)
     if len(data) in (count, count + 1) or (len(data) > count and bits <= 8):
-        if elements.vr(tag) == "OW" and not elements.encoding.little:  # bytes in words of the other order
+        if (
+            elements.vr(tag) == "OW" and not elements.encoding.little
+        ):  # bytes in words of the other order
             data = np.frombuffer(data + bytes(len(data) % 2), "u2").byteswap().tobytes()
         return np.frombuffer(data, np.uint8, count)
     raise damaged(tag, "has fewer entries than its descriptor claims")
@@ -268,7 +289,9 @@ def _palette(elements: Elements, layout: PixelLayout) -> Table:
             tables.append(_entries(elements, plain, count, bits))
         else:
             width = 1 if bits == 8 else 2
-            words = np.frombuffer(data, f"{elements.encoding.endian}u{width}", len(data) // width).tolist()
+            words = np.frombuffer(
+                data, f"{elements.encoding.endian}u{width}", len(data) // width
+            ).tolist()
             tables.append(np.array(_expand_segments(words, width, count)))
     white = 255 if max(table.max() for table in tables) <= 255 else 65535
     return Table(first, np.stack(tables, axis=-1) @ _LUMA / white)
@@ -281,18 +304,24 @@ def _expand_segments(words: list[int], width: int, count: int) -> list[int]:
         if kind == _VALUES:
             entries += content
         elif entries and content:  # a line from the last entry to a new one
-            entries += np.rint(np.linspace(entries[-1], content[0], length + 1)[1:]).astype(int).tolist()
+            entries += (
+                np.rint(np.linspace(entries[-1], content[0], length + 1)[1:]).astype(int).tolist()
+            )
         if len(entries) >= count:
             return entries[:count]
         if number > count:
             break
-    raise DicomError("a segmented palette has fewer entries than its descriptor claims", "malformed")
+    raise DicomError(
+        "a segmented palette has fewer entries than its descriptor claims", "malformed"
+    )
 
 
 def _segments(
     words: list[int], width: int, start: int, end: int, *, copied: bool = False
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (kind, length, content) of the value and line segments, with repeat segments resolved."""
+    """Yield (kind, length, content) of the value and line segments, with repeat segments
+    resolved.
+    """
     while start + 2 < end:
         kind, length = words[start : start + 2]
         if kind == _REPEAT and not copied and start + 3 < end:
@@ -308,14 +337,18 @@ def _segments(
             return
 
 
-def render(frame: Frame, display: Display, layout: PixelLayout, bits: int) -> tuple[np.ndarray, Shading]:
+def render(
+    frame: Frame, display: Display, layout: PixelLayout, bits: int
+) -> tuple[np.ndarray, Shading]:
     """Return the frame as grey values, uint8 or uint16 (H, W), and how their range was chosen."""
     top = (1 << bits) - 1
     if frame.space in ("rgb", "luma"):
         return _render_color(frame, layout, top), "color"
     if display.palette:
         if frame.samples.itemsize > 2:
-            raise DicomError("palettes with indices of more than 16 bits are not supported", "unsupported")
+            raise DicomError(
+                "palettes with indices of more than 16 bits are not supported", "unsupported"
+            )
         table = _quantize(display.palette(_stored_values(frame, layout)), top)
         return cv2.LUT(_codes(frame.samples), table), "palette"
     if frame.samples.itemsize > 2:
@@ -340,12 +373,16 @@ def linear_values(frame: Frame, display: Display, layout: PixelLayout) -> Linear
     else:
         sample = values_HW.ravel()[:: max(1, values_HW.size // _SAMPLE)]
         sample = sample[np.isfinite(sample)]
-        chosen = shade if isinstance(shade, Range) else _percentile_range(sample, np.ones(sample.shape))
+        chosen = (
+            shade if isinstance(shade, Range) else _percentile_range(sample, np.ones(sample.shape))
+        )
         low, high = chosen.low, chosen.high
     return LinearValues(values_HW, (low + high) / 2, max(high - low, 1e-6), display.inverted)
 
 
-def _render_narrow(frame: Frame, display: Display, layout: PixelLayout, top: int) -> tuple[np.ndarray, Shading]:
+def _render_narrow(
+    frame: Frame, display: Display, layout: PixelLayout, top: int
+) -> tuple[np.ndarray, Shading]:
     """Render samples of up to 16 bits through a table of all possible values."""
     codes_HW = _codes(frame.samples)
     stored = _stored_values(frame, layout)
@@ -360,7 +397,9 @@ def _render_narrow(frame: Frame, display: Display, layout: PixelLayout, top: int
     return cv2.LUT(codes_HW, table), shading
 
 
-def _render_wide(frame: Frame, display: Display, layout: PixelLayout, top: int) -> tuple[np.ndarray, Shading]:
+def _render_wide(
+    frame: Frame, display: Display, layout: PixelLayout, top: int
+) -> tuple[np.ndarray, Shading]:
     """Render wider or floating-point samples block by block, to keep temporary arrays small."""
     shade, shading = _choose(display, layout)
     samples = frame.samples.ravel()
@@ -398,7 +437,9 @@ def _render_color(frame: Frame, layout: PixelLayout, top: int) -> np.ndarray:
 
 
 def _choose(display: Display, layout: PixelLayout) -> tuple[Shade | None, Shading]:
-    """Return the function of the file (None for percentiles) and its name; plain 8-bit samples use the full range."""
+    """Return the function of the file (None for percentiles) and its name; plain 8-bit samples
+    use the full range.
+    """
     if isinstance(display.voi, Table):
         return display.voi, "voi_lut"
     if isinstance(display.voi, Window):
@@ -409,7 +450,9 @@ def _choose(display: Display, layout: PixelLayout) -> tuple[Shade | None, Shadin
 
 
 def _percentile_range(values: np.ndarray, counts: np.ndarray) -> Range:
-    """Return the range between `PERCENTILES` of values occurring `counts` times, or the full range if equal."""
+    """Return the range between `PERCENTILES` of values occurring `counts` times, or the full
+    range if equal.
+    """
     present = np.flatnonzero(counts)
     if not present.size:
         return Range(0, 0)
@@ -444,7 +487,9 @@ def _codes(samples: np.ndarray) -> np.ndarray:
 
 
 def _stored_values(frame: Frame, layout: PixelLayout) -> np.ndarray:
-    """Return the stored value (float64) of each 8-bit or 16-bit code: unused bits removed, sign applied."""
+    """Return the stored value (float64) of each 8-bit or 16-bit code: unused bits removed, sign
+    applied.
+    """
     codes = np.arange(1 << 8 * frame.samples.itemsize, dtype=np.int64)
     bits = 8 * frame.samples.itemsize
     if not frame.exact:

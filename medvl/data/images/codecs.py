@@ -1,10 +1,13 @@
-"""JPEG and PNG decoding and encoding in bounded memory: the header shows what decoding takes before it begins.
+"""JPEG and PNG decoding and encoding in bounded memory: the header shows what decoding takes before
+it begins.
 
-Of a PNG, the decoder sees the chunks with pixels and their palette alone: no text, profile or animation.
+Of a PNG, the decoder sees the chunks with pixels and their palette alone: no text, profile or
+animation.
 
-Conventions: alpha is dropped, colour is converted to grey by BT.601 luma. Samples of a 16-bit PNG are scaled to 8 bits
-by the smallest of 8, 10, 12, 14 and 16 bits that holds the largest of them, so 12-bit values as exported from DICOM are
-divided by 4095. `decode_image` ignores EXIF rotation; `make_upright` applies it.
+Conventions: alpha is dropped, colour is converted to grey by BT.601 luma. Samples of a 16-bit PNG
+are scaled to 8 bits by the smallest of 8, 10, 12, 14 and 16 bits that holds the largest of them, so
+12-bit values as exported from DICOM are divided by 4095. `decode_image` ignores EXIF rotation;
+`make_upright` applies it.
 """
 
 import struct
@@ -19,10 +22,14 @@ from medvl.data.dicom.codestream import JpegPlan, count_scans, read_jpeg_plan
 from medvl.errors import DicomError, ImageError
 
 MAX_PIXELS = 1 << 26
-"""Default limit: 67 megapixels, four times the largest radiograph; 200 MB when decoded to colour."""
+"""Default limit: 67 megapixels, four times the largest radiograph; 200 MB when decoded to
+colour.
+"""
 
 _BYTES_A_PIXEL = 6
-"""Memory that decoding may take for each pixel of the limit: 400 MB in all by default. OpenCV holds an image twice."""
+"""Memory that decoding may take for each pixel of the limit: 400 MB in all by default. OpenCV
+holds an image twice.
+"""
 _USUAL_SCANS = 16
 _MAX_CHUNKS = 1 << 17
 _MAX_SIDE = 1 << 20
@@ -35,10 +42,12 @@ _GREY = (0, 4)  # kinds of a PNG's samples without colour
 
 
 def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Decode a JPEG or PNG of any colour mode and depth to uint8 (H, W), or with `color` to RGB (H, W, 3).
+    """Decode a JPEG or PNG of any colour mode and depth to uint8 (H, W), or with `color` to RGB (H,
+    W, 3).
 
-    Raises ImageError with the code "empty", "unknown_format", "too_large" (more than `max_pixels`, or than 6 bytes of
-    memory for each of these: 16-bit colour may have half as many pixels), "truncated", "malformed" or "unsupported".
+    Raises ImageError with the code "empty", "unknown_format", "too_large" (more than `max_pixels`,
+    or than 6 bytes of memory for each of these: 16-bit colour may have half as many pixels),
+    "truncated", "malformed" or "unsupported".
     """
     if not data:
         raise ImageError("the image file is empty", "empty")
@@ -48,11 +57,16 @@ def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXE
         return _decode_png(data, color, max_pixels)
     if _PNG_START.startswith(data) or _JPEG_START.startswith(data):
         raise ImageError("the image file is truncated within its first bytes", "truncated")
-    raise ImageError("expected a JPEG, PNG or DICOM file by its content; convert it to one of them", "unknown_format")
+    raise ImageError(
+        "expected a JPEG, PNG or DICOM file by its content; convert it to one of them",
+        "unknown_format",
+    )
 
 
 def exif_orientation(data: bytes) -> int:
-    """Return the EXIF orientation of a JPEG or PNG file, 1 (upright) to 8; 1 where there is none or it is damaged."""
+    """Return the EXIF orientation of a JPEG or PNG file, 1 (upright) to 8; 1 where there is none
+    or it is damaged.
+    """
     if data.startswith(_PNG_START):
         bodies = (data[start:end] for kind, start, end in _png_chunks(data) if kind == b"eXIf")
     else:
@@ -64,7 +78,9 @@ def exif_orientation(data: bytes) -> int:
 
 
 def tiff_orientation(tiff: bytes) -> int:
-    """Return the orientation in EXIF data, which begin with the byte order; 1 where there is none."""
+    """Return the orientation in EXIF data, which begin with the byte order; 1 where there is
+    none.
+    """
     order = ">" if tiff.startswith(b"MM") else "<"
     try:
         (offset,) = struct.unpack_from(f"{order}I", tiff, 4)
@@ -122,19 +138,22 @@ def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
 
 def encode_png(image: np.ndarray) -> bytes:
     """Encode uint8 or uint16 (H, W) or RGB (H, W, 3) as PNG."""
-    encoded, data = cv2.imencode(".png", image if image.ndim == 2 else cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
+    encoded, data = cv2.imencode(
+        ".png", image if image.ndim == 2 else cv2.cvtColor(image, cv2.COLOR_RGB2BGR)
+    )
     if not encoded:
         raise ImageError(f"cannot write an image of shape {image.shape} as PNG", "unsupported")
     return data.tobytes()
 
 
 def resize_short_side(image: np.ndarray, size: int, *, enlarge: bool = False) -> np.ndarray:
-    """Resize `image`, (H, W) or (H, W, 3), so that its short side has `size` pixels; the aspect ratio is kept.
+    """Resize `image`, (H, W) or (H, W, 3), so that its short side has `size` pixels; the aspect
+    ratio is kept.
 
-    Shrinking averages over areas, so that fine lines fade instead of aliasing. 2 x 2 means are ten times cheaper than
-    other areas, so the image is halved first while a factor of two remains (a last odd row or column is dropped); the
-    difference is smaller than that of JPEG at quality 95. Smaller images are returned unchanged, or with `enlarge`
-    interpolated bicubically.
+    Shrinking averages over areas, so that fine lines fade instead of aliasing. 2 x 2 means are ten
+    times cheaper than other areas, so the image is halved first while a factor of two remains (a
+    last odd row or column is dropped); the difference is smaller than that of JPEG at quality 95.
+    Smaller images are returned unchanged, or with `enlarge` interpolated bicubically.
     """
     height, width = image.shape[:2]
     short = min(height, width)
@@ -145,11 +164,15 @@ def resize_short_side(image: np.ndarray, size: int, *, enlarge: bool = False) ->
         half_height, half_width = (side // 2 for side in image.shape[:2])
         even = image[: 2 * half_height, : 2 * half_width]
         image = cv2.resize(even, (half_width, half_height), interpolation=cv2.INTER_AREA)
-    return cv2.resize(image, target, interpolation=cv2.INTER_AREA if short > size else cv2.INTER_CUBIC)
+    return cv2.resize(
+        image, target, interpolation=cv2.INTER_AREA if short > size else cv2.INTER_CUBIC
+    )
 
 
 def encode_stored(image: np.ndarray, short_side: int, image_format: str, quality: int) -> bytes:
-    """Encode an image as shards store it: shrunk to a short side, as "jpg" of a quality or as "png"."""
+    """Encode an image as shards store it: shrunk to a short side, as "jpg" of a quality or as
+    "png".
+    """
     small = resize_short_side(image, short_side)
     return encode_jpeg(small, quality) if image_format == "jpg" else encode_png(small)
 
@@ -159,7 +182,9 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
         raise ImageError(f"the image is empty: {height} x {width} pixels", "malformed")
     if height * width > max_pixels or max(height, width) > _MAX_SIDE:
         limit = f"the limit of {max_pixels} pixels or of {_MAX_SIDE} a side"
-        raise ImageError(f"the image has {height} x {width} pixels, over {limit}; make it smaller", "too_large")
+        raise ImageError(
+            f"the image has {height} x {width} pixels, over {limit}; make it smaller", "too_large"
+        )
 
 
 def _check_memory(height: int, width: int, bytes_a_pixel: float, max_pixels: int) -> None:
@@ -167,13 +192,17 @@ def _check_memory(height: int, width: int, bytes_a_pixel: float, max_pixels: int
     limit = _BYTES_A_PIXEL * max_pixels
     size = int(height * width * bytes_a_pixel)
     if size > limit:
-        what = f"the image of {height} x {width} pixels takes {size} bytes to decode, over the limit of {limit}"
+        what = (
+            f"the image of {height} x {width} pixels takes {size} bytes to decode, over the "
+            f"limit of {limit}"
+        )
         raise ImageError(f"{what}; make it smaller, or save it with 8 bits a sample", "too_large")
 
 
 def _damaged(codec: str, truncated: bool) -> ImageError:
     return ImageError(
-        f"the {codec} is {'truncated' if truncated else 'damaged'}", "truncated" if truncated else "malformed"
+        f"the {codec} is {'truncated' if truncated else 'damaged'}",
+        "truncated" if truncated else "malformed",
     )
 
 
@@ -194,9 +223,14 @@ def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     if excess:
         raise ImageError(excess, "too_large")
     if scans > _USUAL_SCANS and scans * height * width > _USUAL_SCANS * max_pixels:
-        raise ImageError(f"the JPEG has {scans} passes over {height} x {width} pixels; save it again", "too_large")
+        raise ImageError(
+            f"the JPEG has {scans} passes over {height} x {width} pixels; save it again",
+            "too_large",
+        )
     try:
-        image_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB" if color else "GRAY", fastdct=False)
+        image_HWC = simplejpeg.decode_jpeg(
+            data, colorspace="RGB" if color else "GRAY", fastdct=False
+        )
     except ValueError as error:  # libjpeg by default fills in grey
         truncated = "premature end" in str(error).lower()
         raise _damaged("JPEG", truncated) from None
@@ -204,7 +238,9 @@ def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
 
 
 def _plan_jpeg(data: bytes) -> JpegPlan | None:
-    """Return what a JPEG takes to decode; None where its header is damaged, which libjpeg may tolerate."""
+    """Return what a JPEG takes to decode; None where its header is damaged, which libjpeg may
+    tolerate.
+    """
     try:
         return read_jpeg_plan(data)
     except DicomError:
@@ -219,11 +255,14 @@ def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     _check_memory(height, width, 2 * (1 if is_grey else 3) * (2 if bits == 16 else 1), max_pixels)
     flags = (cv2.IMREAD_GRAYSCALE if is_grey else cv2.IMREAD_COLOR_RGB) | cv2.IMREAD_ANYDEPTH
     try:
-        samples = cv2.imdecode(np.frombuffer(pixel_file, np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
+        samples = cv2.imdecode(
+            np.frombuffer(pixel_file, np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION
+        )
     except cv2.error:
         samples = None
     if samples is None:
-        # OpenCV gives no reason. Where the memory of the pixels is not to be had, numpy raises MemoryError here.
+        # OpenCV gives no reason. Where the memory of the pixels is not to be had, numpy raises
+        # MemoryError here.
         np.empty(height * width * (1 if is_grey else 3) * (2 if bits == 16 else 1), np.uint8)
         raise _damaged("PNG", truncated=False)
     pixels = to_8_bits(samples) if samples.dtype == np.uint16 else samples
@@ -233,7 +272,9 @@ def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
 
 
 def _pixel_chunks(data: bytes) -> bytes:
-    """Return a PNG with the chunks of its pixels and palette alone. Raises ImageError if one is damaged or cut off."""
+    """Return a PNG with the chunks of its pixels and palette alone. Raises ImageError if one is
+    damaged or cut off.
+    """
     pieces: list[bytes | memoryview] = [_PNG_START]
     view = memoryview(data)
     has_pixels = False
@@ -255,7 +296,9 @@ def _pixel_chunks(data: bytes) -> bytes:
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (type, start, end) of the bodies of a PNG's chunks. Raises ImageError if there are too many."""
+    """Yield (type, start, end) of the bodies of a PNG's chunks. Raises ImageError if there are
+    too many.
+    """
     offset = len(_PNG_START)
     for _ in range(_MAX_CHUNKS):
         head = data[offset : offset + 8]
@@ -288,5 +331,10 @@ def _depth(samples: np.ndarray) -> int:
 def to_8_bits(samples: np.ndarray) -> np.ndarray:
     """Scale 16-bit samples to uint8 by their depth."""
     scale = ((1 << _depth(samples)) - 1) / 255
-    table = (np.arange(1 << 16, dtype=np.float32) / np.float32(scale)).round().clip(0, 255).astype(np.uint8)
+    table = (
+        (np.arange(1 << 16, dtype=np.float32) / np.float32(scale))
+        .round()
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
     return cv2.LUT(np.ascontiguousarray(samples, np.uint16), table)

@@ -1,11 +1,16 @@
 """Folders of generated images, as `medvl generate` writes them.
 
-    OUT/generation.json        the generator, its settings, its training data's fingerprints, and the number of images
-    OUT/train_manifests.json   manifests of all data that the generator was trained on, its ancestors' included
-    OUT/images.jsonl           one line for each image: file, prompt, seed, guidance, hash of its pixels, ...
-    OUT/images/000000.png      8-bit grey, with "synthetic", the prompt, the seed and the generator's hash as PNG text
+    OUT/generation.json    the generator, its settings, its training data's fingerprints, and the
+                           number of images
+    OUT/train_manifests.json  manifests of all data that the generator was trained on, its
+                              ancestors' included
+    OUT/images.jsonl       one line for each image: file, prompt, seed, guidance, hash of its
+                           pixels, ...
+    OUT/images/000000.png  8-bit grey, with "synthetic", the prompt, the seed and the generator's
+                           hash as PNG text
 
-An image is written before its line, and lines are only appended, so an interrupted folder can be continued.
+An image is written before its line, and lines are only appended, so an interrupted folder can be
+continued.
 """
 
 import dataclasses
@@ -33,7 +38,9 @@ GENERATED_VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How the images of a folder were generated; equal settings and weights give the same images."""
+    """How the images of a folder were generated; equal settings and weights give the same
+    images.
+    """
 
     generator: str
     """sha256 of the generator's `model.safetensors`."""
@@ -42,16 +49,22 @@ class Generation:
     config: Mapping[str, Any]
     """Settings of the system."""
     train_fingerprints: tuple[str, ...]
-    """`Manifest.fingerprint` of all data that the generator was trained on, in the order of `train_manifests.json`."""
+    """`Manifest.fingerprint` of all data that the generator was trained on, in the order of
+    `train_manifests.json`.
+    """
     sampler: str
-    """"reconstruction": the real images of the prompts' samples, encoded and decoded by an autoencoder."""
+    """"reconstruction": the real images of the prompts' samples, encoded and decoded by an
+    autoencoder.
+    """
     steps: int
     guidance: float
     """Scale of the classifier-free guidance; 1 is none."""
     seed: int
     """Seed of the run, from which the seed of each image is derived."""
     prompt_source: Mapping[str, Any]
-    """`kind`: "shards" (with corpus, split, fingerprint, sections and views), "file" (with sha256) or "command"."""
+    """`kind`: "shards" (with corpus, split, fingerprint, sections and views), "file" (with
+    sha256) or "command".
+    """
     image_size: int
     marked: bool = False
     """Whether "synthetic" is written into a corner of each image."""
@@ -68,7 +81,9 @@ class GeneratedImage:
     """Path in the folder: `images/000000.png`, ..."""
     prompt: str
     prompt_key: str
-    """Key of the sample, or number of the line, that the prompt comes from; equal for all images of one prompt."""
+    """Key of the sample, or number of the line, that the prompt comes from; equal for all images
+    of one prompt.
+    """
     seed: int
     """Seed of this image's noise."""
     guidance: float
@@ -84,7 +99,9 @@ class GeneratedImage:
 def pixel_hash(image_HW: np.ndarray) -> str:
     """Return the sha256 of an image's shape and uint8 pixels."""
     height, width = image_HW.shape
-    return hashlib.sha256(f"{height}x{width}:".encode() + np.ascontiguousarray(image_HW).tobytes()).hexdigest()
+    return hashlib.sha256(
+        f"{height}x{width}:".encode() + np.ascontiguousarray(image_HW).tobytes()
+    ).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +117,17 @@ class GeneratedImages:
     def open(cls, folder: Path | str) -> Self:
         """Open a complete folder.
 
-        Raises CorpusError when it is missing, damaged, of another version, or not complete yet (code "truncated").
+        Raises CorpusError when it is missing, damaged, of another version, or not complete yet
+        (code "truncated").
         """
         folder = Path(folder)
         generation, rows = _read_generation(folder), _read_rows(folder)
         ordered = tuple(rows[number] for number in sorted(rows) if number < generation.images)
         if len(ordered) != generation.images or len(rows) != len(ordered):
-            message = f"{folder} has {len(rows)} of {generation.images} images; run the same `medvl generate` again"
+            message = (
+                f"{folder} has {len(rows)} of {generation.images} images; run the same "
+                f"`medvl generate` again"
+            )
             raise CorpusError(message, "truncated")
         return cls(folder, generation, ordered)
 
@@ -116,31 +137,38 @@ class GeneratedImages:
     def pixels(self, number: int) -> np.ndarray:
         """Return the image of a row, uint8 (H, W).
 
-        Raises CorpusError when the file is missing or its pixels differ from the row's hash, ImageError when it is
-        damaged.
+        Raises CorpusError when the file is missing or its pixels differ from the row's hash,
+        ImageError when it is damaged.
         """
         row = self.rows[number]
         path = self.folder / row.file
         try:
             image_HW = decode_image(path.read_bytes())
         except FileNotFoundError:
-            raise CorpusError(f"{path} does not exist; generate the images again", "not_found") from None
+            raise CorpusError(
+                f"{path} does not exist; generate the images again", "not_found"
+            ) from None
         except ImageError as error:
             raise error.prefixed(f"{path}: ") from error
         if pixel_hash(image_HW) != row.pixel_hash:
-            raise CorpusError(f"the pixels of {path} differ from {IMAGES}; generate the images again", "mismatch")
+            raise CorpusError(
+                f"the pixels of {path} differ from {IMAGES}; generate the images again", "mismatch"
+            )
         return image_HW
 
     def train_manifests(self) -> list[dict[str, Any]]:
-        """Return the JSON of all manifests that the generator was trained on (for `Manifest.parse`).
+        """Return the JSON of all manifests that the generator was trained on (for
+        `Manifest.parse`).
 
-        Raises CorpusError when the file is missing or damaged, or has other manifests than the generator's.
+        Raises CorpusError when the file is missing or damaged, or has other manifests than the
+        generator's.
         """
         return _read_manifests(self.folder, self.generation)
 
 
 class GeneratedImagesWriter:
-    """Writer of a folder of generated images; it continues an interrupted folder of the same settings.
+    """Writer of a folder of generated images; it continues an interrupted folder of the same
+    settings.
 
     Args:
         folder: the folder, locked while it is written.
@@ -155,14 +183,17 @@ class GeneratedImagesWriter:
                 writer.add(number, image_HW, prompt=..., prompt_key=..., seed=..., cut_tokens=...)
     """
 
-    def __init__(self, folder: Path | str, generation: Generation, train_manifests: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, folder: Path | str, generation: Generation, train_manifests: Sequence[Any] = ()
+    ) -> None:
         self._folder, self._generation, self._manifests = Path(folder), generation, train_manifests
         self._lock = RunLock(self._folder, error=CorpusError, field="out")
 
     def __enter__(self) -> Self:
         """Lock and prepare the folder.
 
-        Raises CorpusError when it belongs to other settings or to something else (code "exists"), or is in use.
+        Raises CorpusError when it belongs to other settings or to something else (code "exists"),
+        or is in use.
         """
         self._lock.__enter__()
         try:
@@ -173,7 +204,10 @@ class GeneratedImagesWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._lines.close()
         self._lock.__exit__(kind, error, traceback)
@@ -214,7 +248,10 @@ class GeneratedImagesWriter:
         path = self._folder / GENERATION
         if path.is_file():
             if _json(_read_generation(self._folder)) != _json(self._generation):
-                message = f"{self._folder} has images of another generator or other settings; choose another folder"
+                message = (
+                    f"{self._folder} has images of another generator or other settings; "
+                    f"choose another folder"
+                )
                 raise CorpusError(message, "exists", field="out")
             rows = _read_rows(self._folder)
         elif [entry for entry in self._folder.iterdir() if not entry.name.startswith(".")]:
@@ -222,7 +259,10 @@ class GeneratedImagesWriter:
             raise CorpusError(message, "exists", field="out")
         else:
             rows = {}
-            write_atomic(self._folder / TRAIN_MANIFESTS, json.dumps(list(self._manifests), sort_keys=True) + "\n")
+            write_atomic(
+                self._folder / TRAIN_MANIFESTS,
+                json.dumps(list(self._manifests), sort_keys=True) + "\n",
+            )
             write_atomic(path, _json(self._generation))
         subfolder(self._folder, "images")
         rows = {number: row for number, row in rows.items() if (self._folder / row.file).is_file()}
@@ -248,7 +288,12 @@ def _json(generation: Generation) -> str:
 def _encode(image_HW: np.ndarray, row: GeneratedImage, generator: str) -> bytes:
     """Encode a PNG whose text fields state that it is synthetic, and its origin."""
     notes = PngImagePlugin.PngInfo()
-    texts = {"synthetic": "true", "prompt": row.prompt, "seed": str(row.seed), "generator": generator}
+    texts = {
+        "synthetic": "true",
+        "prompt": row.prompt,
+        "seed": str(row.seed),
+        "generator": generator,
+    }
     for name, text in texts.items():
         notes.add_itxt(name, text) if not text.isascii() else notes.add_text(name, text)
     file = io.BytesIO()
@@ -274,7 +319,10 @@ def _read_generation(folder: Path) -> Generation:
         raise CorpusError(f"{path}: expected a JSON object; generate the images again", "malformed")
     if content.get("schema_version") != GENERATED_VERSION:
         version = content.get("schema_version")
-        message = f"{path}: expected schema version {GENERATED_VERSION}, got {version}; generate the images again"
+        message = (
+            f"{path}: expected schema version {GENERATED_VERSION}, got {version}; "
+            f"generate the images again"
+        )
         raise CorpusError(message, "version")
     try:
         return from_dict(Generation, content)
@@ -283,10 +331,14 @@ def _read_generation(folder: Path) -> Generation:
 
 
 def _read_rows(folder: Path) -> dict[int, GeneratedImage]:
-    """Return the complete lines by number. Raises CorpusError for a damaged line other than the last."""
+    """Return the complete lines by number. Raises CorpusError for a damaged line other than the
+    last.
+    """
     path = folder / IMAGES
     try:
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a killed process may leave half a line
+        lines = (
+            path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        )  # a killed process may leave half a line
     except OSError as error:
         raise CorpusError(f"{path} cannot be read ({error.strerror})", "unreadable") from error
     return {int(row.file[7:13]): row for row in _parse_rows(path, lines)}
@@ -308,6 +360,9 @@ def _read_manifests(folder: Path, generation: Generation) -> list[dict[str, Any]
     path = folder / TRAIN_MANIFESTS
     manifests = _read_json(path)
     if not isinstance(manifests, list) or len(manifests) != len(generation.train_fingerprints):
-        message = f"{path}: expected {len(generation.train_fingerprints)} manifests; generate the images again"
+        message = (
+            f"{path}: expected {len(generation.train_fingerprints)} manifests; generate "
+            f"the images again"
+        )
         raise CorpusError(message, "mismatch")
     return manifests

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
 from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom, read_dicom
-from medvl.data.images.codecs import decode_image, exif_orientation, make_upright, tiff_orientation, to_8_bits
+from medvl.data.images.codecs import (
+    decode_image,
+    exif_orientation,
+    make_upright,
+    tiff_orientation,
+    to_8_bits,
+)
 from medvl.data.privacy import has_burned_in_text
 from medvl.errors import DicomError, ImageError
 
@@ -30,21 +36,23 @@ def read_pixels(
     warnings: Counter[str] | None = None,
     folders: InputFolders = ANYWHERE,
 ) -> tuple[np.ndarray, DicomHeader | None]:
-    """Read a DICOM, JPEG or PNG file, recognised by its content; JPEG and PNG are turned upright by their EXIF data.
+    """Read a DICOM, JPEG or PNG file, recognised by its content; JPEG and PNG are turned upright by
+    their EXIF data.
 
     Args:
         path: `Sample.image`.
         color: return three channels. DICOM images are always grey.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, they are refused.
-        warnings: if given, DICOM images are screened for burned-in text, and detections and turned images are counted.
+        warnings: if given, DICOM images are screened for burned-in text, and detections and turned
+            images are counted.
         folders: folders that the file must be in, links resolved; default any.
 
     Returns:
         uint8 pixels, (H, W) or (H, W, 3), and the allow-listed header fields of a DICOM file.
 
     Raises:
-        DicomError, ImageError: the file cannot be read or is outside of the folders (the message names it), or the path
-            is None.
+        DicomError, ImageError: the file cannot be read or is outside of the folders (the message
+            names it), or the path is None.
         FileNotFoundError: the file does not exist.
     """
     if path is None:
@@ -66,7 +74,9 @@ def read_pixels(
 
 
 def decode_file(file: BinaryIO, *, color: bool = False, frame: int | None = None) -> np.ndarray:
-    """Return the pixels of a DICOM, JPEG or PNG file in memory, as `read_pixels`. Raises DicomError and ImageError."""
+    """Return the pixels of a DICOM, JPEG or PNG file in memory, as `read_pixels`. Raises
+    DicomError and ImageError.
+    """
     start = file.read(132)
     file.seek(0)
     if starts_like_dicom(start):
@@ -79,8 +89,13 @@ def check_sides(pixels: np.ndarray, name: object) -> None:
     """Raise ImageError for strips, which a transform would enlarge to gigabytes."""
     short, long = sorted(pixels.shape[:2])
     if short < _MIN_SIDE or long > _MAX_ASPECT * short:
-        expected = f"expected sides of {_MIN_SIDE} pixels or more that differ by a factor of at most {_MAX_ASPECT}"
-        raise ImageError(f"{name}: {expected}, got {pixels.shape[0]} x {pixels.shape[1]}", "too_small")
+        expected = (
+            f"expected sides of {_MIN_SIDE} pixels or more that differ by a factor of at "
+            f"most {_MAX_ASPECT}"
+        )
+        raise ImageError(
+            f"{name}: {expected}, got {pixels.shape[0]} x {pixels.shape[1]}", "too_small"
+        )
 
 
 def starts_like_dicom(data: bytes) -> bool:
@@ -116,30 +131,40 @@ class DicomDataset(Protocol):
         """Write the dataset as a DICOM file."""
 
 
-ImageInput = str | os.PathLike[str] | bytes | np.ndarray | Tensor | Image.Image | DicomImage | DicomDataset
-"""One image: the path or the bytes of a DICOM, JPEG or PNG file; a PIL image; a numpy array (H, W), (H, W, C) or
-(C, H, W); a tensor (H, W), (C, H, W) or (H, W, C); a `DicomImage` or a pydicom dataset. Arrays hold 8 or 16 bits, or
-floats from 0 to 1."""
+ImageInput = (
+    str | os.PathLike[str] | bytes | np.ndarray | Tensor | Image.Image | DicomImage | DicomDataset
+)
+"""One image: the path or the bytes of a DICOM, JPEG or PNG file; a PIL image; a numpy array (H, W),
+(H, W, C) or (C, H, W); a tensor (H, W), (C, H, W) or (H, W, C); a `DicomImage` or a pydicom
+dataset. Arrays hold 8 or 16 bits, or floats from 0 to 1.
+"""
 
 
-def read_image(image: ImageInput, *, color: bool | None = None, frame: int | None = None) -> np.ndarray:
+def read_image(
+    image: ImageInput, *, color: bool | None = None, frame: int | None = None
+) -> np.ndarray:
     """Return the pixels of an image, uint8 (H, W) or (H, W, 3).
 
-    JPEG, PNG and PIL images are turned upright by their EXIF data, DICOM images are rendered with their window
-    (`medvl.data.read_dicom`). Samples of 16 bits are scaled by the depth of the largest, as those of PNG files.
+    JPEG, PNG and PIL images are turned upright by their EXIF data, DICOM images are rendered with
+    their window (`medvl.data.read_dicom`). Samples of 16 bits are scaled by the depth of the
+    largest, as those of PNG files.
 
     Args:
         image: see `ImageInput`.
-        color: True for three channels, False for grey; None as the image has them, for files three where they differ.
+        color: True for three channels, False for grey; None as the image has them, for files three
+            where they differ.
         frame: index of the frame in a multi-frame DICOM file, from 0; with None, they are refused.
 
     Raises:
-        ImageError, DicomError: the image cannot be read, or is a strip that a transform would enlarge to gigabytes.
+        ImageError, DicomError: the image cannot be read, or is a strip that a transform would
+            enlarge to gigabytes.
         FileNotFoundError: there is no such file.
     """
     name = str(image) if isinstance(image, str | os.PathLike) else "the image"
     pixels = _decoded(image, color is not False, frame)
-    if pixels.ndim == 3 and (color is False or (color is None and isinstance(image, str | os.PathLike | bytes))):
+    if pixels.ndim == 3 and (
+        color is False or (color is None and isinstance(image, str | os.PathLike | bytes))
+    ):
         pixels = _to_grey(pixels, always=color is False)
     elif pixels.ndim == 2 and color is True:
         pixels = np.repeat(pixels[:, :, None], 3, axis=2)
@@ -155,14 +180,21 @@ def _decoded(image: Any, color: bool, frame: int | None) -> np.ndarray:
     if isinstance(image, Image.Image):
         return _from_pil(image, color)
     if isinstance(image, Tensor):
-        return _from_array(image.detach().cpu().float().numpy() if image.is_floating_point() else image.cpu().numpy())
+        return _from_array(
+            image.detach().cpu().float().numpy()
+            if image.is_floating_point()
+            else image.cpu().numpy()
+        )
     if isinstance(image, np.ndarray):
         return _from_array(image)
     if isinstance(image, DicomImage):
         return _from_array(image.pixels_HW)
     if isinstance(image, DicomDataset):
         return decode_file(BytesIO(_dicom_bytes(image)), color=color, frame=frame)
-    message = f"expected a path, bytes, a PIL image, an array, a tensor or a DICOM dataset, got {type(image).__name__}"
+    message = (
+        f"expected a path, bytes, a PIL image, an array, a tensor or a DICOM dataset, got "
+        f"{type(image).__name__}"
+    )
     raise ImageError(message, "wrong_type", field="image")
 
 
@@ -184,14 +216,19 @@ def _from_pil(image: Image.Image, color: bool) -> np.ndarray:
 
 
 def _from_array(array: np.ndarray) -> np.ndarray:
-    """Return uint8 (H, W) or (H, W, 3). Raises ImageError for other shapes, and for values out of range."""
+    """Return uint8 (H, W) or (H, W, 3). Raises ImageError for other shapes, and for values out
+    of range.
+    """
     pixels = array
     if pixels.ndim == 3:
         first, last = pixels.shape[0] in (1, 3), pixels.shape[2] in (1, 3)
         pixels = pixels.transpose(1, 2, 0) if first and not last else pixels
         pixels = pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3) or not pixels.size:
-        message = f"expected an array of (H, W), (H, W, 3) or (3, H, W), got the shape {tuple(array.shape)}"
+        message = (
+            f"expected an array of (H, W), (H, W, 3) or (3, H, W), got the shape "
+            f"{tuple(array.shape)}"
+        )
         raise ImageError(message, "mismatch", field="image")
     if pixels.dtype == np.uint8:
         return pixels
@@ -199,10 +236,19 @@ def _from_array(array: np.ndarray) -> np.ndarray:
         return pixels.astype(np.uint8) * 255
     if np.issubdtype(pixels.dtype, np.integer):
         if pixels.min() < 0 or pixels.max() > 0xFFFF:
-            raise ImageError("expected integers from 0 to 65535; scale the image first", "out_of_range", field="image")
+            raise ImageError(
+                "expected integers from 0 to 65535; scale the image first",
+                "out_of_range",
+                field="image",
+            )
         return pixels.astype(np.uint8) if pixels.max() <= 0xFF else to_8_bits(pixels)
-    if not np.issubdtype(pixels.dtype, np.floating) or not (pixels.min() >= 0 and pixels.max() <= 1):  # also NaN
-        message = f"expected floats from 0 to 1, or integers of 8 or 16 bits, got {pixels.dtype}; scale the image first"
+    if not np.issubdtype(pixels.dtype, np.floating) or not (
+        pixels.min() >= 0 and pixels.max() <= 1
+    ):  # also NaN
+        message = (
+            f"expected floats from 0 to 1, or integers of 8 or 16 bits, got "
+            f"{pixels.dtype}; scale the image first"
+        )
         raise ImageError(message, "out_of_range", field="image")
     return np.asarray((pixels * 255).round().astype(np.uint8))
 
@@ -212,8 +258,13 @@ def _dicom_bytes(dataset: DicomDataset) -> bytes:
     buffer = BytesIO()
     try:
         dataset.save_as(buffer)
-    except Exception as error:  # of any type, for datasets without a transfer syntax or with bad values
-        message = f"the DICOM dataset cannot be written ({type(error).__name__}); give the path of its file"
+    except (
+        Exception
+    ) as error:  # of any type, for datasets without a transfer syntax or with bad values
+        message = (
+            f"the DICOM dataset cannot be written ({type(error).__name__}); give the path "
+            f"of its file"
+        )
         raise DicomError(message, "malformed", field="image") from None
     return buffer.getvalue()
 

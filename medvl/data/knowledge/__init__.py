@@ -1,1 +1,3 @@
-"""Knowledge graphs: entities with names, relations between them, their mentions in texts, and embeddings."""
+"""Knowledge graphs: entities with names, relations between them, their mentions in texts, and
+embeddings.
+"""

@@ -3,17 +3,20 @@
     finder = EntityFinder.of([("pleural effusion", 0), ("effusion", 1), ("lung", 2)])
     finder.find("No pleural effusion.")          # [Mention(start=3, end=19, entity=0)]
 
-- If names overlap, the first one in the text is used, and the longest of those that start at the same word.
-- Names match whole words only. A word is a run of letters and digits; every other character but white space is a word
-  of its own, so that "x-ray" matches "x - ray", which is how WordPiece spells it.
-- Case and accents are ignored, because uncased vocabularies lose them. Names that a text without case cannot tell from
-  an English function word ("ALL", "AS", "IT") are therefore left out, and so are names of a single character, without a
-  letter, or of more than `MAX_WORDS` words.
-- Negated mentions count like others, as in ARL: "no effusion" mentions an effusion. `medvl.data.mention_values` has
-  the value of each.
+- If names overlap, the first one in the text is used, and the longest of those that start at the
+  same word.
+- Names match whole words only. A word is a run of letters and digits; every other character but
+  white space is a word of its own, so that "x-ray" matches "x - ray", which is how WordPiece spells
+  it.
+- Case and accents are ignored, because uncased vocabularies lose them. Names that a text without
+  case cannot tell from an English function word ("ALL", "AS", "IT") are therefore left out, and so
+  are names of a single character, without a letter, or of more than `MAX_WORDS` words.
+- Negated mentions count like others, as in ARL: "no effusion" mentions an effusion.
+  `medvl.data.mention_values` has the value of each.
 
-A finder keeps 16 bytes for each name, a hash of its words and its entity, and no strings; the time to search a text is
-linear in its length. Two different names have one hash with a probability of 5e-20.
+A finder keeps 16 bytes for each name, a hash of its words and its entity, and no strings; the time
+to search a text is linear in its length. Two different names have one hash with a probability of
+5e-20.
 """
 
 import functools
@@ -37,10 +40,11 @@ MAX_WORDS = 10
 _WORD = re.compile(r"[^\W_]+|[^\w\s]|_")
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _FUNCTION_WORDS = """
-a about after all also am an and any are as at be been both but by can could did do does each few for from had has have
-he her here him his how i if in into is it its may me might more most my no nor not now of on one or our out over own
-per same she so some such than that the their them then there these they this those to too two under up us very was we
-were what when where which while who will with would you
+a about after all also am an and any are as at be been both but by can could did do does each few
+for from had has have he her here him his how i if in into is it its may me might more most my no
+nor not now of on one or our out over own per same she so some such than that the their them then
+there these they this those to too two under up us very was we were what when where which while who
+will with would you
 """
 
 
@@ -67,7 +71,9 @@ class EntityFinder:
 
     @classmethod
     def of(cls, names: Iterable[tuple[str, int]]) -> Self:
-        """Return the finder of (name, entity) pairs, read once. Of equal names the first one is kept."""
+        """Return the finder of (name, entity) pairs, read once. Of equal names the first one is
+        kept.
+        """
         hashes, entities, longest = array("Q"), array("q"), 0
         for name, entity in names:
             words = name_words(name)
@@ -95,7 +101,9 @@ class EntityFinder:
         return mentions
 
     def _longest_names(self, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each word the length in words of the longest name that starts there, or 0, and its entity."""
+        """Return for each word the length in words of the longest name that starts there, or 0,
+        and its entity.
+        """
         length_W, entity_W = np.zeros(len(words), np.int64), np.zeros(len(words), np.int64)
         windows = _windows(words, self.longest)
         place_Q = np.searchsorted(self.hash_N, np.concatenate(windows)).clip(max=len(self) - 1)
@@ -111,7 +119,11 @@ class EntityFinder:
 def name_words(name: str) -> list[str]:
     """Return the words of a name; none if the name is left out of dictionaries."""
     words = _WORD.findall(name)
-    if len(words) > MAX_WORDS or len(name.strip()) < 2 or not any(character.isalpha() for character in name):
+    if (
+        len(words) > MAX_WORDS
+        or len(name.strip()) < 2
+        or not any(character.isalpha() for character in name)
+    ):
         return []
     return [] if len(words) == 1 and name.strip().lower() in _FUNCTION_WORDS.split() else words
 
@@ -127,7 +139,9 @@ def _windows(words: Sequence[str], longest: int) -> list[np.ndarray]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _word_hash(word: str) -> int:
-    plain = "".join(c for c in unicodedata.normalize("NFD", word.lower()) if unicodedata.category(c) != "Mn")
+    plain = "".join(
+        c for c in unicodedata.normalize("NFD", word.lower()) if unicodedata.category(c) != "Mn"
+    )
     return int.from_bytes(hashlib.blake2b(plain.encode(errors="replace"), digest_size=8).digest())
 
 
@@ -139,7 +153,9 @@ class LinkedEntities(NamedTuple):
     """Entities of a batch of texts."""
 
     entity_BN: Tensor
-    """int64: entities in the order of the text, once for each mention; -1 is padding. N is at least 1."""
+    """int64: entities in the order of the text, once for each mention; -1 is padding. N is at
+    least 1.
+    """
     mention_BT: Tensor
     """int64: the column of `entity_BN` that a token is part of, -1 for none."""
 
@@ -147,9 +163,9 @@ class LinkedEntities(NamedTuple):
 class EntityLinker:
     """Finder of entities in token ids, for any vocabulary.
 
-    Texts are spelled from their tokens, so that truncation and every cleaning of the tokenizer are respected, and a
-    model finds the same entities in ids as a loader. A mention has all tokens that share a character with it; words
-    with an unknown token are not found.
+    Texts are spelled from their tokens, so that truncation and every cleaning of the tokenizer are
+    respected, and a model finds the same entities in ids as a loader. A mention has all tokens that
+    share a character with it; words with an unknown token are not found.
 
     Args:
         finder: dictionary of the entities.
@@ -170,7 +186,9 @@ class EntityLinker:
         mention_BT = np.full(tuple(ids_BT.shape), -1, np.int64)
         for row, (_, mention_T) in enumerate(rows):
             mention_BT[row, : len(mention_T)] = mention_T
-        return LinkedEntities(pad_entities([entities for entities, _ in rows]), torch.from_numpy(mention_BT))
+        return LinkedEntities(
+            pad_entities([entities for entities, _ in rows]), torch.from_numpy(mention_BT)
+        )
 
     def _link(self, pieces: Sequence[str]) -> tuple[list[int], np.ndarray]:
         """Return the entities of one text and the mention of each of its tokens."""
@@ -179,12 +197,25 @@ class EntityLinker:
         if not mentions:
             return [], np.full(len(pieces), -1, np.int64)
         ends = list(itertools.accumulate(map(len, pieces)))
-        end_T = np.array([end - len(piece) + len(piece.rstrip()) for end, piece in zip(ends, pieces, strict=True)])
-        start_T = np.array([end - len(piece.lstrip()) for end, piece in zip(ends, pieces, strict=True)])
+        end_T = np.array(
+            [
+                end - len(piece) + len(piece.rstrip())
+                for end, piece in zip(ends, pieces, strict=True)
+            ]
+        )
+        start_T = np.array(
+            [end - len(piece.lstrip()) for end, piece in zip(ends, pieces, strict=True)]
+        )
         start_M, end_M, _ = np.array(mentions).T
-        mention_T = np.searchsorted(end_M, start_T, side="right")  # the first that ends behind the token's start
-        inside_T = (mention_T < len(mentions)) & (start_M[mention_T.clip(max=len(mentions) - 1)] < end_T)
-        return [entity for _, _, entity in mentions], np.where(inside_T & (start_T < end_T), mention_T, -1)
+        mention_T = np.searchsorted(
+            end_M, start_T, side="right"
+        )  # the first that ends behind the token's start
+        inside_T = (mention_T < len(mentions)) & (
+            start_M[mention_T.clip(max=len(mentions) - 1)] < end_T
+        )
+        return [entity for _, _, entity in mentions], np.where(
+            inside_T & (start_T < end_T), mention_T, -1
+        )
 
 
 def pad_entities(entities: Sequence[Sequence[int]]) -> Tensor:

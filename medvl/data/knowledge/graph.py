@@ -1,11 +1,16 @@
 """A knowledge graph on disk: a folder with
 
-    entities.tsv    identifier, tab, preferred name and synonyms separated by `|`; sorted by identifier
-    triples.tsv     identifier of the head, relation, identifier of the tail, separated by tabs; sorted
-    knowledge.json  version of the format, sha256 of both files, their counts, and what they were made from
-    entity_embeddings.safetensors     vectors of the entities (`medvl.data.knowledge.transe`), once they are trained
+    entities.tsv    identifier, tab, preferred name and synonyms separated by `|`; sorted by
+                    identifier
+    triples.tsv     identifier of the head, relation, identifier of the tail, separated by tabs;
+                    sorted
+    knowledge.json  version of the format, sha256 of both files, their counts, and what they were
+                    made from
+    entity_embeddings.safetensors     vectors of the entities (`medvl.data.knowledge.transe`), once
+                                      they are trained
 
-All files except the embeddings are text in UTF-8. Names may be licensed: those of UMLS must not be redistributed.
+All files except the embeddings are text in UTF-8. Names may be licensed: those of UMLS must not be
+redistributed.
 """
 
 import dataclasses
@@ -48,7 +53,9 @@ class KnowledgeGraph:
     """Hash of entities and triples, from `write_knowledge` or `read_knowledge`."""
 
     def finder(self) -> EntityFinder:
-        """Return a finder of all names. If several entities share a name, one that prefers it takes precedence."""
+        """Return a finder of all names. If several entities share a name, one that prefers it
+        takes precedence.
+        """
         return EntityFinder.of(self._names_by_rank())
 
     def _names_by_rank(self) -> Iterator[tuple[str, int]]:
@@ -61,7 +68,10 @@ def write_knowledge(graph: KnowledgeGraph, folder: Path) -> KnowledgeGraph:
 
     Raises CorpusError when the folder holds another graph or other files.
     """
-    entities = "".join(f"{cui}\t{'|'.join(names)}\n" for cui, names in zip(graph.identifiers, graph.names, strict=True))
+    entities = "".join(
+        f"{cui}\t{'|'.join(names)}\n"
+        for cui, names in zip(graph.identifiers, graph.names, strict=True)
+    )
     triples = "".join(
         f"{graph.identifiers[head]}\t{graph.relations[relation]}\t{graph.identifiers[tail]}\n"
         for head, relation, tail in graph.triples_N3.tolist()
@@ -70,7 +80,9 @@ def write_knowledge(graph: KnowledgeGraph, folder: Path) -> KnowledgeGraph:
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     digest = _combine(hashes)
     if folder.is_dir() and any(folder.iterdir()) and _recorded(folder) != hashes:
-        raise CorpusError(f"{folder} holds another graph or other files; give a new folder", "exists", field="out")
+        raise CorpusError(
+            f"{folder} holds another graph or other files; give a new folder", "exists", field="out"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         write_atomic(folder / name, content)
@@ -90,12 +102,16 @@ def write_knowledge(graph: KnowledgeGraph, folder: Path) -> KnowledgeGraph:
 def read_knowledge(folder: Path | str) -> KnowledgeGraph:
     """Read the graph in a folder.
 
-    Raises CorpusError when a file is missing, damaged, of another version, or differs from its hash.
+    Raises CorpusError when a file is missing, damaged, of another version, or differs from its
+    hash.
     """
     folder = Path(folder)
     manifest = _manifest(folder)
     if manifest.get("format") != _FORMAT:
-        message = f"{folder / MANIFEST}: expected format {_FORMAT}, got {manifest.get('format')}; build the graph again"
+        message = (
+            f"{folder / MANIFEST}: expected format {_FORMAT}, got "
+            f"{manifest.get('format')}; build the graph again"
+        )
         raise CorpusError(message, "version")
     hashes = manifest["sha256"]
     lines = {name: _lines(folder / name, hashes) for name in (ENTITIES, TRIPLES)}
@@ -167,7 +183,9 @@ class UMLSOptions:
     semantic_types: tuple[str, ...] = ()
     """semantic types of the concepts (TUI), such as T047 for diseases; default all"""
     relations: tuple[str, ...] = ()
-    """relations (RELA, or the code REL of rows without one), such as finding_site_of; default all with a RELA"""
+    """relations (RELA, or the code REL of rows without one), such as finding_site_of; default
+    all with a RELA
+    """
     suppressible: bool = False
     """also read names and relations that UMLS marks as suppressible or obsolete"""
     min_mentions: int = 20
@@ -191,7 +209,9 @@ class TransEConfig:
     """batches of an epoch, or as many as there are triples"""
     lr: float = 1.0
     valid_share: float = 0.0
-    """share of the related pairs of entities that are held out and predicted; 0 trains on all, as published"""
+    """share of the related pairs of entities that are held out and predicted; 0 trains on all,
+    as published
+    """
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -223,16 +243,17 @@ def read_umls(
 ) -> KnowledgeGraph:
     """Read a knowledge graph from a release of UMLS.
 
-    A row of MRREL gives the relation of its second concept to its first: (CUI2, RELA, CUI1). Relations of a concept
-    with itself are left out.
+    A row of MRREL gives the relation of its second concept to its first: (CUI2, RELA, CUI1).
+    Relations of a concept with itself are left out.
 
     Args:
         folder: the release, or the folder above its `META`.
         options: see `UMLSOptions`.
-        texts: texts of a corpus, to keep only the concepts that they mention more than `min_mentions` times; None keeps
-            all. ARL keeps those with more than 20.
+        texts: texts of a corpus, to keep only the concepts that they mention more than
+            `min_mentions` times; None keeps all. ARL keeps those with more than 20.
 
-    Raises CorpusError when a file is missing, is not a file of UMLS or ends early, and when nothing is selected.
+    Raises CorpusError when a file is missing, is not a file of UMLS or ends early, and when nothing
+    is selected.
     """
     options = options or UMLSOptions()
     release = _Release(_meta(Path(folder)), options)
@@ -242,7 +263,9 @@ def read_umls(
         raise CorpusError(f"no concept of {folder}{counted} has {release.selected}", "empty")
     relations, triples_N3 = release.triples(kept)
     if not len(triples_N3):
-        raise CorpusError(f"no two kept concepts of {folder} have a relation with {release.selected}", "empty")
+        raise CorpusError(
+            f"no two kept concepts of {folder} have a relation with {release.selected}", "empty"
+        )
     if not options.keep_isolated:
         related = bytearray(_CUIS)
         for cui in np.unique(triples_N3[:, [0, 2]]).tolist():
@@ -251,7 +274,12 @@ def read_umls(
     names = release.names(kept)
     cui_E = np.array(sorted(names), np.int64)
     numbered_N3 = np.stack(
-        [np.searchsorted(cui_E, triples_N3[:, 0]), triples_N3[:, 1], np.searchsorted(cui_E, triples_N3[:, 2])], axis=1
+        [
+            np.searchsorted(cui_E, triples_N3[:, 0]),
+            triples_N3[:, 1],
+            np.searchsorted(cui_E, triples_N3[:, 2]),
+        ],
+        axis=1,
     )
     return KnowledgeGraph(
         identifiers=[f"C{cui:07d}" for cui in cui_E.tolist()],
@@ -284,7 +312,9 @@ class _Release:
     def __init__(self, meta: Path, options: UMLSOptions) -> None:
         self.meta, self.options = meta, options
         self.typed = self._typed() if options.semantic_types else None
-        chosen = {name: getattr(options, name) for name in ("sources", "semantic_types", "relations")}
+        chosen = {
+            name: getattr(options, name) for name in ("sources", "semantic_types", "relations")
+        }
         described = [f"{name} {' '.join(values)}" for name, values in chosen.items() if values]
         self.selected = ", ".join([f"language {options.language}", *described])
 
@@ -297,7 +327,9 @@ class _Release:
         return flags
 
     def mentioned(self, texts: Iterable[str]) -> bytearray:
-        """Return the flags of the concepts that the texts mention more often than `min_mentions`."""
+        """Return the flags of the concepts that the texts mention more often than
+        `min_mentions`.
+        """
         preferred = ((name, cui) for cui, name, first in self._names() if first)
         others = ((name, cui) for cui, name, first in self._names() if not first)
         finder = EntityFinder.of(itertools.chain(preferred, others))
@@ -310,12 +342,18 @@ class _Release:
         return flags
 
     def triples(self, kept: bytearray) -> tuple[list[str], np.ndarray]:
-        """Return the names of relations and the distinct triples of CUIs (N, 3) among the kept concepts."""
+        """Return the names of relations and the distinct triples of CUIs (N, 3) among the kept
+        concepts.
+        """
         wanted, numbers = set(self.options.relations), dict[str, int]()
         values = array("q")
         for row in self.rows(_RELATIONS):
             relation = row[7] or (row[3] if wanted else "")
-            if not relation or (wanted and relation not in wanted) or not self.selects(row[10], row[14]):
+            if (
+                not relation
+                or (wanted and relation not in wanted)
+                or not self.selects(row[10], row[14])
+            ):
                 continue
             tail, head = _number(row[0]), _number(row[4])
             if head != tail and kept[head] and kept[tail]:
@@ -362,19 +400,29 @@ class _Release:
         return flags
 
     def rows(self, name: str) -> Iterator[list[str]]:
-        """Yield the columns of a file's rows. Raises CorpusError naming the line that is not one of this file."""
+        """Yield the columns of a file's rows. Raises CorpusError naming the line that is not one
+        of this file.
+        """
         path, columns = self.meta / name, _COLUMNS[name]
         try:
             file = ANYWHERE.open(path, CorpusError)
         except FileNotFoundError:
-            raise CorpusError(f"{path} is missing: give the folder of a UMLS release", "not_found") from None
+            raise CorpusError(
+                f"{path} is missing: give the folder of a UMLS release", "not_found"
+            ) from None
         with file:
             for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
                 try:
                     row = line.decode().rstrip("\r\n").split("|")
                 except UnicodeDecodeError:
-                    raise CorpusError(f"{path}, line {number}: expected UTF-8", "undecodable") from None
-                if len(row) != columns + 1 or not _CUI.fullmatch(row[0]) or not line.endswith(b"\n"):
+                    raise CorpusError(
+                        f"{path}, line {number}: expected UTF-8", "undecodable"
+                    ) from None
+                if (
+                    len(row) != columns + 1
+                    or not _CUI.fullmatch(row[0])
+                    or not line.endswith(b"\n")
+                ):
                     what = f"{columns} columns ending in |, the first a CUI such as C0032227"
                     message = f"{path}, line {number}: expected {what}, got {len(row) - 1} columns"
                     raise CorpusError(message, "malformed", field="columns")
@@ -384,9 +432,15 @@ class _Release:
 def _number(cui: str) -> int:
     """Return the number of a CUI. Raises CorpusError, whose message does not quote the value."""
     if not _CUI.fullmatch(cui):
-        raise CorpusError("expected a CUI such as C0032227 in column CUI2", "malformed", field="CUI2")
+        raise CorpusError(
+            "expected a CUI such as C0032227 in column CUI2", "malformed", field="CUI2"
+        )
     return int(cui[1:])
 
 
 def _meta(folder: Path) -> Path:
-    return folder if (folder / _CONCEPTS).exists() or not (folder / "META").is_dir() else folder / "META"
+    return (
+        folder
+        if (folder / _CONCEPTS).exists() or not (folder / "META").is_dir()
+        else folder / "META"
+    )

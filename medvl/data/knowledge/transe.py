@@ -1,8 +1,10 @@
-"""TransE (Bordes et al., NeurIPS 2013): vectors of entities and relations with head + relation close to tail.
+"""TransE (Bordes et al., NeurIPS 2013): vectors of entities and relations with head + relation
+close to tail.
 
-The settings are those of ARL, which trains with OpenKE: L1 distance between unit vectors, margin loss, 25 negatives for
-each triple with one of its entities replaced (the head or the tail as often as in Wang et al., AAAI 2014, "Bernoulli"),
-never by a known triple; plain gradient descent with a rate of 1 and 100 batches per epoch.
+The settings are those of ARL, which trains with OpenKE: L1 distance between unit vectors, margin
+loss, 25 negatives for each triple with one of its entities replaced (the head or the tail as often
+as in Wang et al., AAAI 2014, "Bernoulli"), never by a known triple; plain gradient descent with a
+rate of 1 and 100 batches per epoch.
 
 Letters: N triples, M negatives of a triple, E entities, R relations, D dimension.
 """
@@ -40,7 +42,9 @@ class TransE(nn.Module):
         nn.init.xavier_uniform_(self.relations.weight)
 
     def distance(self, triples_x3: Tensor) -> Tensor:
-        """Return the L1 distance of head + relation and tail, all of unit length, for triples of any shape (..., 3)."""
+        """Return the L1 distance of head + relation and tail, all of unit length, for triples of
+        any shape (..., 3).
+        """
         head, relation, tail = triples_x3.unbind(-1)
         unit_ED, unit_RD = self.unit()
         return (unit_ED[head] + unit_RD[relation] - unit_ED[tail]).abs().sum(dim=-1)
@@ -52,7 +56,9 @@ class TransE(nn.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinkPrediction:
-    """Ranks of the true heads and tails of held-out triples among all entities, other known triples left out."""
+    """Ranks of the true heads and tails of held-out triples among all entities, other known
+    triples left out.
+    """
 
     triples: int
     mrr: float
@@ -108,8 +114,8 @@ def train_transe(
 def held_out(triples_N3: np.ndarray, share: float, seed: int) -> np.ndarray:
     """(N,) bool: a share of the pairs of related entities, with all relations of a pair.
 
-    A relation and its inverse are between the same pair, so neither gives the other away. A pair stays in training if
-    one of its entities or relations would otherwise not be trained.
+    A relation and its inverse are between the same pair, so neither gives the other away. A pair
+    stays in training if one of its entities or relations would otherwise not be trained.
     """
     pair_N2 = np.sort(triples_N3[:, [0, 2]], axis=1)
     _, pair_N = np.unique(pair_N2, axis=0, return_inverse=True)
@@ -119,7 +125,9 @@ def held_out(triples_N3: np.ndarray, share: float, seed: int) -> np.ndarray:
     uses = [np.bincount(column, minlength=column.max(initial=0) + 1) for column in triples_N3.T]
     entity_uses = np.bincount(pair_N2.reshape(-1), minlength=1)
     held = np.zeros(len(order), bool)
-    of_pair = np.split(np.argsort(pair_N, kind="stable"), np.cumsum(np.bincount(pair_N, minlength=len(order)))[:-1])
+    of_pair = np.split(
+        np.argsort(pair_N, kind="stable"), np.cumsum(np.bincount(pair_N, minlength=len(order)))[:-1]
+    )
     for pair in order.tolist():
         if held.sum() >= wanted:
             break
@@ -134,7 +142,8 @@ def held_out(triples_N3: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 @torch.no_grad()
 def link_prediction(model: TransE, test_N3: Tensor, known_K3: np.ndarray) -> LinkPrediction:
-    """Rank the head and the tail of each triple among all entities; those of other known triples are left out.
+    """Rank the head and the tail of each triple among all entities; those of other known triples
+    are left out.
 
     Of equal distances half count as smaller.
     """
@@ -151,7 +160,9 @@ def link_prediction(model: TransE, test_N3: Tensor, known_K3: np.ndarray) -> Lin
             distance_BE = torch.cdist(query_BD, unit_ED, p=1)
             all_BE3 = rows_B3[:, None].repeat(1, entities, 1)
             all_BE3[:, :, side] = torch.arange(entities)
-            other_BE = known.contains(all_BE3).to(distance_BE.device).scatter(1, true_B[:, None], False)
+            other_BE = (
+                known.contains(all_BE3).to(distance_BE.device).scatter(1, true_B[:, None], False)
+            )
             true_B1 = distance_BE.gather(1, true_B[:, None])
             distance_BE = distance_BE.masked_fill(other_BE, torch.inf)
             equal_B = (distance_BE == true_B1).sum(dim=1) - 1
@@ -185,12 +196,16 @@ class _Known:
         """(B, M, 3): each triple with its head or its tail replaced."""
         false_BM3 = true_B3[:, None].repeat(1, negatives, 1)
         shape = false_BM3.shape[:2]
-        head_BM = torch.rand(shape, generator=generator) < self._head_share_R[true_B3[:, 1]][:, None]
+        head_BM = (
+            torch.rand(shape, generator=generator) < self._head_share_R[true_B3[:, 1]][:, None]
+        )
         side_BM1 = torch.where(head_BM, 0, 2)[..., None]
         redo_BM = torch.ones(shape, dtype=torch.bool)
         for _ in range(_REPEATS):
             entity_BM1 = torch.randint(self._entities, (*shape, 1), generator=generator)
-            false_BM3 = torch.where(redo_BM[..., None], false_BM3.scatter(2, side_BM1, entity_BM1), false_BM3)
+            false_BM3 = torch.where(
+                redo_BM[..., None], false_BM3.scatter(2, side_BM1, entity_BM1), false_BM3
+            )
             redo_BM = self.contains(false_BM3)
             if not redo_BM.any():
                 break
@@ -207,11 +222,16 @@ class _Known:
         return total_R / torch.bincount(unique_U2[:, 1], minlength=self._relations).clamp(min=1)
 
 
-def save_embeddings(model: TransE, graph: KnowledgeGraph, config: TransEConfig, folder: Path) -> Path:
+def save_embeddings(
+    model: TransE, graph: KnowledgeGraph, config: TransEConfig, folder: Path
+) -> Path:
     """Write the vectors beside the graph, with its hash, and return the file."""
     path = folder / EMBEDDINGS
     tensors = {"entities": model.entities.weight, "relations": model.relations.weight}
-    metadata = {"knowledge_sha256": graph.sha256, "transe": json.dumps(dataclasses.asdict(config), sort_keys=True)}
+    metadata = {
+        "knowledge_sha256": graph.sha256,
+        "transe": json.dumps(dataclasses.asdict(config), sort_keys=True),
+    }
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with new_path(path) as temporary:
         safetensors.torch.save_file(contiguous, temporary, metadata)
@@ -225,15 +245,23 @@ def load_embeddings(graph: KnowledgeGraph, folder: Path | str) -> Tensor:
     """
     path = Path(folder) / EMBEDDINGS
     if not path.is_file():
-        raise CorpusError(f"{path} is missing: train them with `medvl knowledge train --folder {folder}`", "not_found")
+        raise CorpusError(
+            f"{path} is missing: train them with `medvl knowledge train --folder {folder}`",
+            "not_found",
+        )
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
             entities_ED: Tensor = file.get_tensor("entities").float()
     except (safetensors.SafetensorError, OSError) as error:
         raise CorpusError(f"{path} cannot be read ({error}): it is damaged", "malformed") from error
-    if metadata.get("knowledge_sha256") != graph.sha256 or len(entities_ED) != len(graph.identifiers):
-        message = f"{path} belongs to another graph: train again with `medvl knowledge train --folder {folder}`"
+    if metadata.get("knowledge_sha256") != graph.sha256 or len(entities_ED) != len(
+        graph.identifiers
+    ):
+        message = (
+            f"{path} belongs to another graph: train again with `medvl knowledge train "
+            f"--folder {folder}`"
+        )
         raise CorpusError(message, "mismatch")
     if not entities_ED.isfinite().all():
         raise CorpusError(f"{path} has NaN or infinite vectors: train them again", "nonfinite")

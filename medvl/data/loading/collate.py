@@ -43,7 +43,8 @@ def stack(images: Sequence[np.ndarray]) -> Tensor:
 
 
 def pad_rows(arrays: Sequence[np.ndarray | None], *, as_stored: bool = False) -> Tensor:
-    """Return (B, P, D) from arrays (P, D) of unequal length, zeros for None; P is 0 if all are None.
+    """Return (B, P, D) from arrays (P, D) of unequal length, zeros for None; P is 0 if all are
+    None.
 
     In float32, or with `as_stored` in the widest type of the arrays.
     """
@@ -58,7 +59,9 @@ def pad_rows(arrays: Sequence[np.ndarray | None], *, as_stored: bool = False) ->
 
 
 def grouped(tokens: tuple[Tensor, Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (B, S, T) of texts in rows of the given sizes, one after another; S is at least 1."""
+    """Return ids and mask (B, S, T) of texts in rows of the given sizes, one after another; S is
+    at least 1.
+    """
     ids_NT, mask_NT = tokens
     real_BS = torch.arange(max(1, *sizes)) < torch.tensor(sizes)[:, None]
     ids_BST, mask_BST = (x_NT.new_zeros(*real_BS.shape, x_NT.shape[1]) for x_NT in tokens)
@@ -67,7 +70,9 @@ def grouped(tokens: tuple[Tensor, Tensor], sizes: Sequence[int]) -> tuple[Tensor
 
 
 def stack_some(images: Sequence[np.ndarray | None], like_HWC: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return (B, C, H, W) with black images for those that are missing, and (B,) bool: which are there."""
+    """Return (B, C, H, W) with black images for those that are missing, and (B,) bool: which are
+    there.
+    """
     blank_HWC = np.zeros_like(like_HWC)
     there_B = torch.tensor([image is not None for image in images])
     return stack([blank_HWC if image is None else image for image in images]), there_B
@@ -78,7 +83,9 @@ def stack_some(images: Sequence[np.ndarray | None], like_HWC: np.ndarray) -> tup
 _log = logging.getLogger(__name__)
 
 NO_IMAGE = "no_image"
-"""Reason for skipping a sample without an image, also the code of ImageError. It does not count as unreadable."""
+"""Reason for skipping a sample without an image, also the code of ImageError. It does not count
+as unreadable.
+"""
 NO_TEXT = "no_text"
 """Reason for skipping a sample without the text that is read. It does not count as unreadable."""
 _READABLE = (NO_IMAGE, NO_TEXT)
@@ -86,7 +93,9 @@ _READABLE = (NO_IMAGE, NO_TEXT)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SkippedSample:
-    """A sample that is left out of its batch: an unreadable one, or one without an image or a text that is needed."""
+    """A sample that is left out of its batch: an unreadable one, or one without an image or a
+    text that is needed.
+    """
 
     key: str
     reason: str
@@ -95,8 +104,8 @@ class SkippedSample:
 class SkipBudget:
     """Counter of skipped samples by reason, with an upper limit on the unreadable ones.
 
-    The limit is on different samples: one that is unreadable in every epoch or validation counts once. A resumed run
-    counts from zero.
+    The limit is on different samples: one that is unreadable in every epoch or validation counts
+    once. A resumed run counts from zero.
 
     Args:
         where: folder or address of the data, for messages.
@@ -104,16 +113,22 @@ class SkipBudget:
         samples: number of all samples.
 
     Attributes:
-        reasons: number of skips by reason, in which a sample counts in every pass that leaves it out.
+        reasons: number of skips by reason, in which a sample counts in every pass that leaves it
+            out.
     """
 
     def __init__(self, where: str, max_skipped: float, samples: int) -> None:
         self.reasons: Counter[str] = Counter()
         self._unreadable: dict[str, str] = {}  # reason by key
-        self._where, self._budget = where, int(max_skipped if max_skipped >= 1 else max_skipped * samples)
+        self._where, self._budget = (
+            where,
+            int(max_skipped if max_skipped >= 1 else max_skipped * samples),
+        )
 
     def add(self, skipped: Sequence[SkippedSample]) -> None:
-        """Count skipped samples, and log each unreadable one once. Raises BudgetError with more than the limit."""
+        """Count skipped samples, and log each unreadable one once. Raises BudgetError with more
+        than the limit.
+        """
         for sample in skipped:
             self.reasons[sample.reason] += 1
             if sample.reason not in _READABLE and sample.key not in self._unreadable:
@@ -122,23 +137,31 @@ class SkipBudget:
         if len(self._unreadable) > self._budget:
             reasons = Counter(self._unreadable.values())
             detail = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            state = f"{len(self._unreadable)} unreadable samples ({detail}), over the budget of {self._budget}"
+            state = (
+                f"{len(self._unreadable)} unreadable samples ({detail}), over the budget of "
+                f"{self._budget}"
+            )
             message = f"{self._where}: {state}; run `medvl verify` to list the damage"
             raise BudgetError(message, "budget", field="max_skipped")
 
     def check_empty_batch(self, skipped: Sequence[SkippedSample]) -> None:
-        """Raise ShardError for a batch without a readable sample, unless all of its samples lack an image or a text."""
+        """Raise ShardError for a batch without a readable sample, unless all of its samples lack
+        an image or a text.
+        """
         if all(sample.reason in _READABLE for sample in skipped):
             return
         raise ShardError(
-            f"{self._where}: no sample of a batch can be read (first: {skipped[0].key}, {skipped[0].reason}); "
+            f"{self._where}: no sample of a batch can be read (first: {skipped[0].key}, "
+            f"{skipped[0].reason}); "
             "run `medvl verify` to list the damage",
             "empty",
         )
 
 
 Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
-"""Function from texts to (ids_BT, mask_BT): a `Tokenizer`, or `no_text` for models without a text encoder."""
+"""Function from texts to (ids_BT, mask_BT): a `Tokenizer`, or `no_text` for models without a
+text encoder.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,7 +198,9 @@ class Item:
 
 
 class TargetMaker(Protocol):
-    """Training targets of images, made in the loader's workers for the augmented image (`medvl.data.DenseTargets`)."""
+    """Training targets of images, made in the loader's workers for the augmented image
+    (`medvl.data.DenseTargets`).
+    """
 
     def __call__(self, sample: Sample, image: Transformed) -> Any:
         """Return the target of a sample whose image was augmented to `image`."""
@@ -201,15 +226,19 @@ _NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
 
 
 def sample_rng(seed: int, epoch: int, key: str, purpose: str) -> np.random.Generator:
-    """Return the random generator of one sample in one epoch; each purpose has an independent one."""
+    """Return the random generator of one sample in one epoch; each purpose has an independent
+    one.
+    """
     digest = hashlib.blake2b(f"{seed}/{epoch}/{key}/{purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
 
 
 class ItemMaker:
-    """Image augmentation and text selection for a sample. All randomness comes from (seed, epoch, key).
+    """Image augmentation and text selection for a sample. All randomness comes from (seed, epoch,
+    key).
 
-    Second views and texts have generators of their own, so that they leave the first ones as they are.
+    Second views and texts have generators of their own, so that they leave the first ones as they
+    are.
     """
 
     def __init__(
@@ -225,7 +254,10 @@ class ItemMaker:
         self.label_names, self.seed = tuple(label_names), seed
         self.inputs = inputs or Inputs()
         if self.inputs.mirrored_text and getattr(image, "flip", "off") == "plain":
-            message = "mirrored texts need images that agree with their text: use image.flip 'swap_text' or 'off'"
+            message = (
+                "mirrored texts need images that agree with their text: use image.flip "
+                "'swap_text' or 'off'"
+            )
             raise ConfigError(message, "conflict", field="image.flip")
         if targets is not None and getattr(image, "on_device", False):
             message = "targets are made for the augmented image: leave image.on_device unset"
@@ -233,7 +265,9 @@ class ItemMaker:
         # checked once: isinstance of a protocol takes as long as a tenth of the augmentation
         self._for_texts = image.for_texts if isinstance(image, ReadsTexts) else None
         self._of_sample = text.of_sample if isinstance(text, SamplePolicy) else None
-        self._transforms: dict[str, BuiltTransform] = {}  # built in the process that uses them: they do not pickle
+        self._transforms: dict[
+            str, BuiltTransform
+        ] = {}  # built in the process that uses them: they do not pickle
         self._blank: Transformed | None = None
 
     def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
@@ -255,9 +289,9 @@ class ItemMaker:
     ) -> Views:
         """Return the augmented images.
 
-        `key` seeds the augmentation, `prior` are the pixels of the previous image, `other` those of another image of
-        the study, and `sample` has the texts and names for transforms that flip an image only where these allow it
-        (`medvl.data.transforms.turning.texts_and_names`).
+        `key` seeds the augmentation, `prior` are the pixels of the previous image, `other` those of
+        another image of the study, and `sample` has the texts and names for transforms that flip an
+        image only where these allow it (`medvl.data.transforms.turning.texts_and_names`).
         """
         built = self._built(sample)
         image = built(pixels, self.rng(epoch, key, "image"))
@@ -281,10 +315,14 @@ class ItemMaker:
             pixels = np.zeros((16, 16, 3) if color else (16, 16), np.uint8)
             drawn = self._built()(pixels, sample_rng(self.seed, 0, "", "placeholder"))
             self._blank = Transformed(np.zeros_like(drawn.image_HWC), deferred_K=drawn.deferred_K)
-        return Views(self._blank, self._blank if self.inputs.second_image else None, has_image=False)
+        return Views(
+            self._blank, self._blank if self.inputs.second_image else None, has_image=False
+        )
 
     def region_views(self, regions: Regions | None) -> Views:
-        """Return the regions of one sample, or None for one without an image, beside an image of zero pixels."""
+        """Return the regions of one sample, or None for one without an image, beside an image of
+        zero pixels.
+        """
         return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
 
     def _built(self, sample: Sample | None = None) -> BuiltTransform:
@@ -297,7 +335,9 @@ class ItemMaker:
         return self._transforms[name]
 
     def row(self, sample: Sample, views: Views, epoch: int, image_key: str | None = None) -> Item:
-        """Return the item of one sample and its augmented images. Items with one `image_key` share the image."""
+        """Return the item of one sample and its augmented images. Items with one `image_key`
+        share the image.
+        """
         if isinstance(self.text, Statements):
             sample = self.text.relabelled(sample)
         labelled = mirror_labels(sample) if self._is_mirrored(views) else sample
@@ -322,19 +362,29 @@ class ItemMaker:
         )
 
     def _positions(self, sample: Sample, views: Views) -> tuple[int, ...]:
-        """Return the class of the position of each label's finding; left and right as in the augmented image."""
-        rules = conventions_named(self.text.conventions) if isinstance(self.text, Statements) else CHEXPERT
+        """Return the class of the position of each label's finding; left and right as in the
+        augmented image.
+        """
+        rules = (
+            conventions_named(self.text.conventions)
+            if isinstance(self.text, Statements)
+            else CHEXPERT
+        )
         text = "\n\n".join(choose_sections(sample.sections, REPORT_SECTIONS))
         positions = positions_of(text, self.label_names, rules)
         return tuple(mirrored_positions(positions) if self._is_mirrored(views) else positions)
 
     def _statements(self, sample: Sample, views: Views, epoch: int) -> tuple[str, ...]:
-        """Return all statements; under a policy without statements, the sample's text is its only one."""
+        """Return all statements; under a policy without statements, the sample's text is its
+        only one.
+        """
         if not isinstance(self.text, StatementPolicy):
             text = self._text(sample, views, epoch, "text")
             return (text,) if text.strip() else ()
         rng = sample_rng(self.seed, epoch, sample.key, "statements")
-        return tuple(self._as_image(text, views) for text in self.text.all_of(self._sections(sample), rng))
+        return tuple(
+            self._as_image(text, views) for text in self.text.all_of(self._sections(sample), rng)
+        )
 
     def _sections(self, sample: Sample) -> Mapping[str, str]:
         return sample.sections if self._of_sample is None else self._of_sample(sample)
@@ -357,7 +407,9 @@ class ItemMaker:
         return self._as_image(text, views)
 
     def _as_image(self, text: str, views: Views) -> str:
-        """Return a text, with left and right exchanged if the image is flipped and `flip` is swap_text."""
+        """Return a text, with left and right exchanged if the image is flipped and `flip` is
+        swap_text.
+        """
         return swap_laterality(text) if self._is_mirrored(views) else text
 
     def _is_mirrored(self, views: Views) -> bool:
@@ -371,17 +423,25 @@ class Collate:
     Raises ConfigError where sentences or entities are needed and `tokenizer` is not a `Tokenizer`.
     """
 
-    def __init__(self, tokenizer: Tokenize, inputs: Inputs | None = None, targets: TargetMaker | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenize, inputs: Inputs | None = None, targets: TargetMaker | None = None
+    ) -> None:
         self.tokenizer, self.inputs, self.targets = tokenizer, inputs or Inputs(), targets
         if self.inputs.sentences and not isinstance(tokenizer, Tokenizer):
-            raise ConfigError("sentences need a Tokenizer; give one", "wrong_type", field="tokenizer")
+            raise ConfigError(
+                "sentences need a Tokenizer; give one", "wrong_type", field="tokenizer"
+            )
         self._linker: EntityLinker | None = None
         if self.inputs.entities is not None:
             if not isinstance(tokenizer, Tokenizer):
-                raise ConfigError("entities need a Tokenizer; give one", "wrong_type", field="tokenizer")
+                raise ConfigError(
+                    "entities need a Tokenizer; give one", "wrong_type", field="tokenizer"
+                )
             self._linker = EntityLinker(self.inputs.entities, tokenizer, self.inputs.max_entities)
 
-    def __call__(self, items: Sequence[Item | SkippedSample]) -> tuple[Batch | None, list[SkippedSample]]:
+    def __call__(
+        self, items: Sequence[Item | SkippedSample]
+    ) -> tuple[Batch | None, list[SkippedSample]]:
         kept = [item for item in items if isinstance(item, Item)]
         skipped = [item for item in items if isinstance(item, SkippedSample)]
         if not kept:
@@ -391,7 +451,10 @@ class Collate:
         ids_BT, mask_BT = self.tokenizer([*texts, *mirrored])  # together: padded to the same length
         rows = len(texts)
         has_text_B = torch.tensor([bool(text.strip()) for text in texts])
-        names = [str(row) if item.image_key is None else f"shared {item.image_key}" for row, item in enumerate(kept)]
+        names = [
+            str(row) if item.image_key is None else f"shared {item.image_key}"
+            for row, item in enumerate(kept)
+        ]
         images = dict(zip(names, (item.image_HWC for item in kept), strict=True))
         image_row = {name: row for row, name in enumerate(images)}
         has_image = dict(zip(names, (item.has_image for item in kept), strict=True))
@@ -400,7 +463,9 @@ class Collate:
         batch = Batch(
             keys=[item.key for item in kept],
             image_BCHW=stack(list(images.values())),
-            image_of_B=torch.tensor([image_row[name] for name in names]) if len(images) < len(kept) else None,
+            image_of_B=torch.tensor([image_row[name] for name in names])
+            if len(images) < len(kept)
+            else None,
             ids_BT=ids_BT[:rows],
             mask_BT=mask_BT[:rows],
             labels_BL=torch.from_numpy(np.stack([item.labels_L for item in kept])),
@@ -412,7 +477,9 @@ class Collate:
         )
         if mirrored:
             batch.mirrored_ids_BT, batch.mirrored_mask_BT = ids_BT[rows:], mask_BT[rows:]
-            batch.has_mirror_B = torch.tensor([text != mirror for text, mirror in zip(texts, mirrored, strict=True)])
+            batch.has_mirror_B = torch.tensor(
+                [text != mirror for text, mirror in zip(texts, mirrored, strict=True)]
+            )
         self._add_inputs(batch, kept)
         if self.inputs.regions:
             self._add_regions(batch, list(regions.values()))
@@ -421,13 +488,21 @@ class Collate:
         return batch, skipped
 
     def _add_regions(self, batch: Batch, regions: Sequence[Regions | None]) -> None:
-        """Add the regions of the batch's images, padded with zeros to the largest number of them."""
+        """Add the regions of the batch's images, padded with zeros to the largest number of
+        them.
+        """
         boxes, features = (
-            [None if each is None else getattr(each, name) for each in regions] for name in ("boxes_P4", "features_PD")
+            [None if each is None else getattr(each, name) for each in regions]
+            for name in ("boxes_P4", "features_PD")
         )
-        batch.regions_BPD, batch.region_boxes_BP4 = pad_rows(features, as_stored=True), pad_rows(boxes)
+        batch.regions_BPD, batch.region_boxes_BP4 = (
+            pad_rows(features, as_stored=True),
+            pad_rows(boxes),
+        )
         if self.inputs.region_classes:
-            batch.region_classes_BPK = pad_rows([None if each is None else each.classes_PK for each in regions])
+            batch.region_classes_BPK = pad_rows(
+                [None if each is None else each.classes_PK for each in regions]
+            )
 
     def _add_inputs(self, batch: Batch, items: Sequence[Item]) -> None:
         """Add the optional parts that the system needs."""
@@ -439,13 +514,17 @@ class Collate:
             batch.has_second_text_B = torch.tensor([bool(text.strip()) for text in texts])
         if self.inputs.sentences:
             assert isinstance(self.tokenizer, Tokenizer)
-            batch.sentence_BT = self.tokenizer.sentence_ids(batch.texts, [sentence_spans(text) for text in batch.texts])
+            batch.sentence_BT = self.tokenizer.sentence_ids(
+                batch.texts, [sentence_spans(text) for text in batch.texts]
+            )
         if self.inputs.positions:
             batch.position_BL = torch.tensor([item.positions for item in items])
         if self.inputs.statements:
             texts = [text for item in items for text in item.statements]
             sizes = [len(item.statements) for item in items]
-            batch.statement_ids_BST, batch.statement_mask_BST = grouped(self.tokenizer(texts or [""]), sizes)
+            batch.statement_ids_BST, batch.statement_mask_BST = grouped(
+                self.tokenizer(texts or [""]), sizes
+            )
         if self._linker is not None:
             batch.entity_BN, batch.mention_BT = self._linker(batch.ids_BT, batch.mask_BT)
             batch.image_entity_BN = pad_entities([item.entities for item in items])

@@ -1,11 +1,12 @@
-"""Training targets for detection and segmentation: boxes and masks in the pixels of a model's input.
+"""Training targets for detection and segmentation: boxes and masks in the pixels of a model's
+input.
 
 `Sample.extra` holds boxes and masks in pixels of the published image (`medvl.data.annotations`,
-`medvl.data.annotations`). The loader's workers make the targets with the augmentation of the image, so that
-both are turned alike (`Transformed.turn_22`).
+`medvl.data.annotations`). The loader's workers make the targets with the augmentation of the image,
+so that both are turned alike (`Transformed.turn_22`).
 
-Shape letters: N boxes of an image, padded to the largest number in the batch; L labels; h, w cells of the model's
-output grid.
+Shape letters: N boxes of an image, padded to the largest number in the batch; L labels; h, w cells
+of the model's output grid.
 """
 
 import dataclasses
@@ -33,15 +34,19 @@ class DenseBatch(Batch):
     """A batch with the boxes or the masks of its images."""
 
     boxes_BN5: Tensor | None = None
-    """float32: left, top, right and bottom edge in pixels of `image_BCHW`, and the label index; rows of NaN are
-    padding."""
+    """float32: left, top, right and bottom edge in pixels of `image_BCHW`, and the label index;
+    rows of NaN are padding.
+    """
     masks_BLhw: Tensor | None = None
     """uint8: fraction of each output cell that is covered by the label's mask; 255 is all of it."""
     turn_B22: Tensor | None = None
-    """float32: how each image was turned (`Transformed.turn_22`); None where the transform does not turn images."""
+    """float32: how each image was turned (`Transformed.turn_22`); None where the transform does
+    not turn images.
+    """
     unlabelled_B: Tensor | None = None
-    """int64: number of each image whose annotations are not used, counted over the training images from 0; -1 where
-    they are used. None: all are."""
+    """int64: number of each image whose annotations are not used, counted over the training images
+    from 0; -1 where they are used. None: all are.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +60,8 @@ class DenseTarget:
 
 
 def is_annotated(sample: Sample, kind: Kind) -> bool:
-    """Return whether the image was annotated with boxes (or masks), including images where none were drawn.
+    """Return whether the image was annotated with boxes (or masks), including images where none
+    were drawn.
 
     Boxes count as masks where there are no masks: the "segmentation" of RSNA uses its boxes.
     """
@@ -64,11 +70,14 @@ def is_annotated(sample: Sample, kind: Kind) -> bool:
 
 def annotated_labels(samples: Sequence[Sample], kind: Kind) -> tuple[str, ...]:
     """Return the labels that have a box (or a mask), sorted."""
-    return tuple(sorted({str(entry["label"]) for sample in samples for entry in _entries(sample, kind)}))
+    return tuple(
+        sorted({str(entry["label"]) for sample in samples for entry in _entries(sample, kind)})
+    )
 
 
 def boxes_of(sample: Sample, labels: Sequence[str], size: tuple[int, int]) -> NDArray[np.float64]:
-    """Return the boxes of `labels` (N, 5): edges in pixels of the image at `size` (height, width), and label index.
+    """Return the boxes of `labels` (N, 5): edges in pixels of the image at `size` (height, width),
+    and label index.
 
     Raises CorpusError when the annotations are malformed.
     """
@@ -83,18 +92,23 @@ def boxes_of(sample: Sample, labels: Sequence[str], size: tuple[int, int]) -> ND
     except (KeyError, TypeError, ValueError) as error:
         raise _malformed(sample, "boxes") from error
     x, y, box_width, box_height, label = np.array(rows, np.float64).reshape(-1, 5).T
-    return np.stack([x * across, y * down, (x + box_width) * across, (y + box_height) * down, label], axis=1)
+    return np.stack(
+        [x * across, y * down, (x + box_width) * across, (y + box_height) * down, label], axis=1
+    )
 
 
 def mask_of(sample: Sample, label: str) -> NDArray[np.bool_]:
-    """Return the union of the label's masks, or of its boxes where there are no masks: (H, W) of the published image.
+    """Return the union of the label's masks, or of its boxes where there are no masks: (H, W) of
+    the published image.
 
     Raises CorpusError when the annotations are malformed.
     """
     height, width = published_size(sample)
     mask_HW = np.zeros((height, width), np.bool_)
     if "masks" not in sample.extra:
-        for left, top, right, bottom, _ in boxes_of(sample, [label], (height, width)).round().astype(int).clip(0):
+        for left, top, right, bottom, _ in (
+            boxes_of(sample, [label], (height, width)).round().astype(int).clip(0)
+        ):
             mask_HW[top:bottom, left:right] = True
         return mask_HW
     for entry in _entries(sample, "masks"):
@@ -104,25 +118,33 @@ def mask_of(sample: Sample, label: str) -> NDArray[np.bool_]:
 
 
 def mask_at(sample: Sample, label: str, size: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return `mask_of` resized to `size` (height, width): pixels that the mask covers by at least half."""
+    """Return `mask_of` resized to `size` (height, width): pixels that the mask covers by at
+    least half.
+    """
     mask_HW = mask_of(sample, label).astype(np.float32)
     return np.asarray(cv2.resize(mask_HW, size[::-1], interpolation=cv2.INTER_AREA) >= 0.5)
 
 
 def _entries(sample: Sample, kind: Kind) -> list[Mapping[str, Any]]:
     entries = sample.extra.get(kind if kind in sample.extra else "boxes", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "label" in entry for entry in entries):
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and "label" in entry for entry in entries
+    ):
         raise _malformed(sample, kind)
     return entries
 
 
 def _malformed(sample: Sample, kind: Kind) -> CorpusError:
-    return CorpusError(f"sample {sample.key}: malformed {kind}; convert the corpus again", "malformed", field=kind)
+    return CorpusError(
+        f"sample {sample.key}: malformed {kind}; convert the corpus again", "malformed", field=kind
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DenseTargets:
-    """Boxes or masks in the coordinates of a model's input; a `TargetMaker` for `open_loader(targets=)`."""
+    """Boxes or masks in the coordinates of a model's input; a `TargetMaker` for
+    `open_loader(targets=)`.
+    """
 
     kind: Kind
     labels: Sequence[str]
@@ -147,8 +169,12 @@ class DenseTargets:
         return DenseTarget(values, image.turn_22, number)
 
     def add_to(self, batch: Batch, targets: Sequence[DenseTarget]) -> DenseBatch:
-        """Return the batch with `boxes_BN5` or `masks_BLhw`, and what the model needs to know of the augmentation."""
-        fields: dict[str, Any] = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        """Return the batch with `boxes_BN5` or `masks_BLhw`, and what the model needs to know of
+        the augmentation.
+        """
+        fields: dict[str, Any] = {
+            field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)
+        }
         if self.kind == "boxes":
             fields["boxes_BN5"] = _pad_boxes([target.values for target in targets])
         else:
@@ -160,8 +186,11 @@ class DenseTargets:
             fields["unlabelled_B"] = torch.tensor([target.unlabelled for target in targets])
         return DenseBatch(**fields)
 
-    def boxes(self, sample: Sample, turn_22: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return the boxes (N, 5) in pixels of the transformed image, clipped to it; empty boxes are dropped.
+    def boxes(
+        self, sample: Sample, turn_22: NDArray[np.float32] | None = None
+    ) -> NDArray[np.float32]:
+        """Return the boxes (N, 5) in pixels of the transformed image, clipped to it; empty boxes
+        are dropped.
 
         A box in a turned image is the smallest one around the turned box.
         """
@@ -176,8 +205,12 @@ class DenseTargets:
         left, top, right, bottom = boxes_N5[:, :4].T
         return boxes_N5[(right - left >= 1) & (bottom - top >= 1)].astype(np.float32)
 
-    def masks(self, sample: Sample, turn_22: NDArray[np.float32] | None = None) -> NDArray[np.uint8]:
-        """Return (L, h, w): fraction of each output cell that is covered by the label's mask; 255 is all of it."""
+    def masks(
+        self, sample: Sample, turn_22: NDArray[np.float32] | None = None
+    ) -> NDArray[np.uint8]:
+        """Return (L, h, w): fraction of each output cell that is covered by the label's mask;
+        255 is all of it.
+        """
         transform = self.transform.build()
         cells = self.grid[::-1]
         planes = []
@@ -190,10 +223,14 @@ class DenseTargets:
         return np.stack(planes)
 
 
-def _turn_boxes(boxes_N4: NDArray[np.float64], turn_22: NDArray[np.float32], size: int) -> NDArray[np.float64]:
+def _turn_boxes(
+    boxes_N4: NDArray[np.float64], turn_22: NDArray[np.float32], size: int
+) -> NDArray[np.float64]:
     """Return the smallest boxes around boxes that are turned with the image."""
     corners_N42 = boxes_N4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]] - size / 2
-    turned_N42 = corners_N42 @ turn_22 + size / 2  # the inverse of a rotation or reflection is its transpose
+    turned_N42 = (
+        corners_N42 @ turn_22 + size / 2
+    )  # the inverse of a rotation or reflection is its transpose
     return np.concatenate([turned_N42.min(axis=1), turned_N42.max(axis=1)], axis=1)
 
 

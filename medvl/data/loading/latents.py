@@ -1,10 +1,11 @@
-"""Loader of latents and text states that frozen networks computed once, in place of images and texts.
+"""Loader of latents and text states that frozen networks computed once, in place of images and
+texts.
 
-    CACHE/moments.npy    float16 (N, 2Z, H, W): mean and log variance of each image's latents
-    CACHE/texts.npy      int32 (N,): the row of each image's text in the next files
-    CACHE/ids.npy        int32 (U, T), and lengths.npy, int32 (U,): the tokens of each distinct text
-    CACHE/states.npy     float16 (U, T, D): states of a frozen text encoder; missing where it is trained
-    CACHE/keys.json      keys of the images
+    CACHE/moments.npy  float16 (N, 2Z, H, W): mean and log variance of each image's latents
+    CACHE/texts.npy    int32 (N,): the row of each image's text in the next files CACHE/ids.npy
+    int32 (U, T), and lengths.npy, int32 (U,): the tokens of each distinct text CACHE/states.npy
+    float16 (U, T, D): states of a frozen text encoder; missing where it is trained CACHE/keys.json
+    keys of the images
 
 Files are memory-mapped, so a cache may be larger than memory.
 """
@@ -58,7 +59,9 @@ class LatentCache:
                 if name != "states" or (folder / "states.npy").is_file()
             }
         except (OSError, ValueError) as error:
-            message = f"{folder} is not a complete cache of latents ({type(error).__name__}); remove it"
+            message = (
+                f"{folder} is not a complete cache of latents ({type(error).__name__}); remove it"
+            )
             raise ShardError(message, "malformed") from error
 
     def __len__(self) -> int:
@@ -78,7 +81,9 @@ class LatentCache:
             labels_BL=torch.empty(len(positions), 0),
             texts=[""] * len(positions),
             moments_BCHW=torch.from_numpy(self.arrays["moments"][positions].astype(np.float32)),
-            states_BTD=None if states is None else torch.from_numpy(states[texts, :longest].astype(np.float32)),
+            states_BTD=None
+            if states is None
+            else torch.from_numpy(states[texts, :longest].astype(np.float32)),
         )
 
     def collate(self, positions: Sequence[int]) -> tuple[LatentBatch, list[SkippedSample]]:
@@ -102,7 +107,9 @@ def open_latent_loader(
     rank: int | None = None,
     world: int | None = None,
 ) -> Loader:
-    """Open a loader of latents with the order and resuming of `open_loader`; arguments and errors as there."""
+    """Open a loader of latents with the order and resuming of `open_loader`; arguments and
+    errors as there.
+    """
     rank, world = check_ranks(rank, world, train=train)
     check_settings(len(cache), batch, train, world, 0)
     source: Any = cache

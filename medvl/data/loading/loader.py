@@ -1,8 +1,9 @@
-"""Loader of training and evaluation batches: global shuffle, exact resume, independent of ranks and workers.
+"""Loader of training and evaluation batches: global shuffle, exact resume, independent of ranks and
+workers.
 
-Batch b of an epoch is the b-th slice of the epoch's permutation (`medvl.data.loading.sampler`) and rank r decodes the
-r-th part of it. The state of a loader is therefore two numbers, (epoch, batch), and resuming costs nothing. All
-randomness of a sample comes from (seed, epoch, key).
+Batch b of an epoch is the b-th slice of the epoch's permutation (`medvl.data.loading.sampler`) and
+rank r decodes the r-th part of it. The state of a loader is therefore two numbers, (epoch, batch),
+and resuming costs nothing. All randomness of a sample comes from (seed, epoch, key).
 """
 
 import collections
@@ -29,7 +30,13 @@ from medvl.data.loading.collate import (
     Views,
 )
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
-from medvl.data.loading.sources import ConcatSource, Source, has_color, is_remote, region_manifest_of
+from medvl.data.loading.sources import (
+    ConcatSource,
+    Source,
+    has_color,
+    is_remote,
+    region_manifest_of,
+)
 from medvl.data.loading.studies import NO_PRIOR, StudySource, prior_positions
 from medvl.data.loading.workers import TIMEOUT, PassErrors, init_worker, with_worker_errors
 from medvl.data.storage.store import map_threads
@@ -42,8 +49,8 @@ from medvl.schema import Batch, Inputs, Sample
 class SampleDataset(Dataset[Item | SkippedSample]):
     """Items of a source, indexed by (epoch, position); runs in the loader's workers.
 
-    With `keep_imageless`, samples without an image get placeholder pixels; otherwise they are skipped. With
-    `draws_views`, the two images of a study are drawn anew in each epoch.
+    With `keep_imageless`, samples without an image get placeholder pixels; otherwise they are
+    skipped. With `draws_views`, the two images of a study are drawn anew in each epoch.
     """
 
     def __init__(
@@ -59,7 +66,10 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         self.keep_imageless, self._draws_views = keep_imageless, draws_views
         self._prior_N = prior_positions(source) if maker.inputs.prior_image else None
         if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
-            message = "no sample has a prior image: convert a corpus that has the order of a patient's studies"
+            message = (
+                "no sample has a prior image: convert a corpus that has the order of a "
+                "patient's studies"
+            )
             raise ConfigError(message, "unsupported", field="prior_image")
         self._last: tuple[tuple[int, str], Views] | None = None
         self._is_remote = is_remote(source)
@@ -67,10 +77,13 @@ class SampleDataset(Dataset[Item | SkippedSample]):
     def __getitem__(self, place: tuple[int, int]) -> Item | SkippedSample:
         return self._items([place])[0]
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Item | SkippedSample] | StorageError:
+    def __getitems__(
+        self, places: Sequence[tuple[int, int]]
+    ) -> list[Item | SkippedSample] | StorageError:
         """Return the items of a batch; torch's DataLoader calls this.
 
-        An error of a remote store is returned: raised in a worker process, it would lose its code on the way.
+        An error of a remote store is returned: raised in a worker process, it would lose its code
+        on the way.
         """
         try:
             return self._items(places)
@@ -78,13 +91,21 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return error
 
     def _items(self, places: Sequence[tuple[int, int]]) -> list[Item | SkippedSample]:
-        """Stage by stage over the batch (read, then decode and augment, then select texts): better cache locality."""
+        """Stage by stage over the batch (read, then decode and augment, then select texts):
+        better cache locality.
+        """
         if self._is_remote:  # in threads; what is read again below is in memory by then
-            collections.deque(map_threads(self._request, [position for _, position in places]), maxlen=0)
+            collections.deque(
+                map_threads(self._request, [position for _, position in places]), maxlen=0
+            )
         samples = [self._sample(position) for _, position in places]
-        images = [self._image(*place, sample) for place, sample in zip(places, samples, strict=True)]
+        images = [
+            self._image(*place, sample) for place, sample in zip(places, samples, strict=True)
+        ]
         rows = zip(places, samples, images, strict=True)
-        return [self._item(epoch, position, sample, image) for (epoch, position), sample, image in rows]
+        return [
+            self._item(epoch, position, sample, image) for (epoch, position), sample, image in rows
+        ]
 
     def _sample(self, position: int) -> Sample | SkippedSample:
         try:
@@ -102,8 +123,12 @@ class SampleDataset(Dataset[Item | SkippedSample]):
                 source: Any = self.source
                 source.regions(position)
 
-    def _image(self, epoch: int, position: int, sample: Sample | SkippedSample) -> Views | SkippedSample:
-        """Return the augmented images. Samples that share an image are adjacent, so the last image is cached."""
+    def _image(
+        self, epoch: int, position: int, sample: Sample | SkippedSample
+    ) -> Views | SkippedSample:
+        """Return the augmented images. Samples that share an image are adjacent, so the last
+        image is cached.
+        """
         if isinstance(sample, SkippedSample):
             return sample
         key = sample.key if self.image_keys is None else self.image_keys[position]
@@ -111,7 +136,9 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return self._last[1]
         try:
             image = (
-                self._region_views(position) if self.maker.inputs.regions else self._views(epoch, position, key, sample)
+                self._region_views(position)
+                if self.maker.inputs.regions
+                else self._views(epoch, position, key, sample)
             )
             if not image.has_image and not self.keep_imageless:
                 return SkippedSample(sample.key, NO_IMAGE)
@@ -132,7 +159,9 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         prior_pixels = None if prior == NO_PRIOR else self._pixels(prior)
         return self.maker.views(key, pixels, epoch, prior_pixels, sample, other)
 
-    def _pixels_of_study(self, epoch: int, position: int, key: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _pixels_of_study(
+        self, epoch: int, position: int, key: str
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the decoded image, and another one of its study where the system needs one."""
         if not isinstance(self.source, StudySource):
             return self._pixels(position), None
@@ -159,14 +188,20 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return None
 
     def _item(
-        self, epoch: int, position: int, sample: Sample | SkippedSample, image: Views | SkippedSample
+        self,
+        epoch: int,
+        position: int,
+        sample: Sample | SkippedSample,
+        image: Views | SkippedSample,
     ) -> Item | SkippedSample:
         if isinstance(sample, SkippedSample):
             return sample
         if isinstance(image, SkippedSample):
             return image
         try:
-            return self.maker.row(sample, image, epoch, None if self.image_keys is None else self.image_keys[position])
+            return self.maker.row(
+                sample, image, epoch, None if self.image_keys is None else self.image_keys[position]
+            )
         except CorpusError as error:  # of a target
             return SkippedSample(sample.key, f"{error.field}_{error.code}")
 
@@ -174,8 +209,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
 class Loader:
     """Batches of one epoch at a time; open one with `open_loader`.
 
-    Iterating yields the rest of the current epoch and then moves to the start of the next one. `state_dict()` counts
-    the batches that were yielded, not those that the workers have prefetched.
+    Iterating yields the rest of the current epoch and then moves to the start of the next one.
+    `state_dict()` counts the batches that were yielded, not those that the workers have prefetched.
     """
 
     def __init__(
@@ -193,12 +228,16 @@ class Loader:
         self.samples, self.collate = samples, collate
         self.global_batch = sampler.global_batch
         self._sampler = sampler
-        self._skips = SkipBudget(str(getattr(source, "folder", "the files")), max_skipped, len(source))
+        self._skips = SkipBudget(
+            str(getattr(source, "folder", "the files")), max_skipped, len(source)
+        )
         self._training = isinstance(sampler, TrainSampler)
         self.ranks = sampler.rank, sampler.world
         """Rank of this loader, and number of ranks."""
         self.last_batch = -1
-        """Number of the last batch in this iteration on this rank; batches without a readable sample count too."""
+        """Number of the last batch in this iteration on this rank; batches without a readable
+        sample count too.
+        """
         self._batches = DataLoader(
             samples,
             batch_sampler=sampler,
@@ -232,7 +271,9 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         for number, (batch, skipped) in enumerate(with_worker_errors(self._batches)):
             self.last_batch = number
-            self._sampler.batch += self._training  # advance before yielding: a yielded batch counts as consumed
+            self._sampler.batch += (
+                self._training
+            )  # advance before yielding: a yielded batch counts as consumed
             if skipped:
                 self._skips.add(skipped)
             if batch is None:
@@ -248,11 +289,15 @@ class Loader:
         return {"epoch": self._sampler.epoch, "batch": self._sampler.batch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved position. Raises ConfigError when it belongs to other data, another seed or batch size."""
+        """Move to a saved position. Raises ConfigError when it belongs to other data, another
+        seed or batch size.
+        """
         check_identity(state, self._identity())
         if not 0 <= state["batch"] <= self.steps_per_epoch or state["epoch"] < 0:
             got = f"batch {state['batch']} of epoch {state['epoch']}"
-            message = f"expected a position within {self.steps_per_epoch} batches per epoch, got {got}"
+            message = (
+                f"expected a position within {self.steps_per_epoch} batches per epoch, got {got}"
+            )
             raise ConfigError(message, "out_of_range", field="batch")
         self._sampler.epoch, self._sampler.batch = int(state["epoch"]), int(state["batch"])
 
@@ -267,7 +312,9 @@ class Loader:
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise ConfigError, its `field` naming the differences, unless a saved position belongs to this loader."""
+    """Raise ConfigError, its `field` naming the differences, unless a saved position belongs to
+    this loader.
+    """
     differing = ", ".join(name for name, value in identity.items() if state.get(name) != value)
     if differing:
         advice = "resume with the same data and settings, or start a new run"
@@ -295,30 +342,39 @@ def open_loader(
     targets: TargetMaker | None = None,
     keep_imageless: bool | None = None,
 ) -> Loader:
-    """Open a loader over a source. If the source has `image_keys`, evaluation batches hold each image once.
+    """Open a loader over a source. If the source has `image_keys`, evaluation batches hold each
+    image once.
 
     Args:
         source: for example `ShardSource(folder)` or `FileSource(samples, label_names)`.
-        batch: in training the global batch size over all ranks; in evaluation the size of each batch.
+        batch: in training the global batch size over all ranks; in evaluation the size of each
+            batch.
         image, text: image transform, and text policy, which selects the text of a sample.
         tokenizer: runs in the workers; `medvl.data.no_text` for models without a text encoder.
-        train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in order.
-        seed, color: seed of order and augmentation; RGB images (C = 3) or grey ones, None: as the source's shards are.
-        rank, world: by default those of the process group, or of torchrun. In evaluation 0 and 1 read all batches.
+        train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in
+            order.
+        seed, color: seed of order and augmentation; RGB images (C = 3) or grey ones, None: as the
+            source's shards are.
+        rank, world: by default those of the process group, or of torchrun. In evaluation 0 and 1
+            read all batches.
         workers: number of prefetching processes; 0 reads in this process.
-        max_skipped: budget of unreadable samples, each counted once over all passes of this process: below 1 a fraction
-            of the source, else a number.
-        together: in training, up to this many samples of one image follow one another and share the augmented image.
+        max_skipped: budget of unreadable samples, each counted once over all passes of this
+            process: below 1 a fraction of the source, else a number.
+        together: in training, up to this many samples of one image follow one another and share the
+            augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
-        inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, `image` is not
-            applied, and `Batch.image_BCHW` has no pixels. With `other_view` or `drawn_view`, a row is a study.
+        inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With
+            `regions`, `image` is not applied, and `Batch.image_BCHW` has no pixels. With
+            `other_view` or `drawn_view`, a row is a study.
         targets: makes training targets in the workers, for example `DenseTargets`.
-        keep_imageless: keep samples without an image, else count them as `no_image`. None: keep them in training only.
+        keep_imageless: keep samples without an image, else count them as `no_image`. None: keep
+            them in training only.
 
     Raises:
-        ConfigError: the batch is not divisible by the ranks, or larger than the data; the source lacks an input;
-            `world` is 1 in training on several ranks.
-        BudgetError, ShardError, LoaderError, StorageError: while iterating, when too many samples, or all of a batch,
+        ConfigError: the batch is not divisible by the ranks, or larger than the data; the source
+            lacks an input; `world` is 1 in training on several ranks.
+        BudgetError, ShardError, LoaderError, StorageError: while iterating, when too many samples,
+        or all of a batch,
             are unreadable, a worker process died or hangs, or a remote store fails for good.
     """
     source = _by_study(source) if inputs is not None and inputs.by_study else source
@@ -334,13 +390,17 @@ def open_loader(
     keep = train if keep_imageless is None else keep_imageless
     samples = SampleDataset(source, maker, color, shared, keep, train and maker.inputs.drawn_view)
     collate = Collate(tokenizer, maker.inputs, maker.targets)
-    return Loader(source, sampler, samples, collate, workers=workers, max_skipped=max_skipped, timeout=timeout)
+    return Loader(
+        source, sampler, samples, collate, workers=workers, max_skipped=max_skipped, timeout=timeout
+    )
 
 
 def batch_sampler(
     source: Source, batch: int, seed: int, rank: int, world: int, *, train: bool, together: int = 1
 ) -> BatchSampler:
-    """Return the batches of this rank: in training shuffled, in stated shares where the source has any."""
+    """Return the batches of this rank: in training shuffled, in stated shares where the source
+    has any.
+    """
     if not train:
         return EvalSampler(len(source), batch, seed, rank, world)
     if isinstance(source, ConcatSource) and source.weights is not None:
@@ -352,25 +412,37 @@ def batch_sampler(
 
 def _check_together(together: int, image_keys: Sequence[str] | None) -> None:
     if together < 1 or (together > 1 and image_keys is None):
-        reason = f"expected together=1, or more for a source whose samples share images, got {together}"
+        reason = (
+            f"expected together=1, or more for a source whose samples share images, got {together}"
+        )
         raise ConfigError(reason, "out_of_range", field="together")
 
 
 def _by_study(source: Source) -> StudySource:
     weights = getattr(source, "weights", None)
     if weights is not None or getattr(source, "image_keys", None) is not None:
-        message = "studies are read once each: leave weights out, and take a source with one row for each image"
+        message = (
+            "studies are read once each: leave weights out, and take a source with one "
+            "row for each image"
+        )
         raise ConfigError(message, "conflict", field="other_view")
     return StudySource(source)
 
 
 def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | None) -> None:
     if inputs.labels and not source.label_names:
-        raise ConfigError("the system needs labels and the source has none; use other data", "missing", field="labels")
+        raise ConfigError(
+            "the system needs labels and the source has none; use other data",
+            "missing",
+            field="labels",
+        )
     shares_or_regions = image_keys is not None or inputs.regions
     if shares_or_regions and (inputs.second_image or inputs.prior_image):
         field = "second_image" if inputs.second_image else "prior_image"
-        message = f"{field} is unsupported where samples share an image, and with regions in place of pixels"
+        message = (
+            f"{field} is unsupported where samples share an image, and with regions in "
+            f"place of pixels"
+        )
         raise ConfigError(message, "conflict", field=field)
     _check_regions(inputs, source)
 
@@ -378,23 +450,37 @@ def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | No
 def _check_regions(inputs: Inputs, source: Source) -> None:
     manifest = region_manifest_of(source)
     if inputs.regions and manifest is None:
-        message = "the system needs regions: run `medvl regions` on the shards, and set data.regions to their name"
+        message = (
+            "the system needs regions: run `medvl regions` on the shards, and set "
+            "data.regions to their name"
+        )
         raise ConfigError(message, "missing", field="regions")
     if inputs.region_classes and manifest is not None and not manifest.class_names:
-        message = f"the system needs a distribution over classes, which {manifest.detector} does not have"
+        message = (
+            f"the system needs a distribution over classes, which {manifest.detector} does not have"
+        )
         raise ConfigError(f"{message}; use a detector", "missing", field="region_classes")
 
 
 def check_settings(samples: int, batch: int, train: bool, world: int, workers: int) -> None:
     """Raise ConfigError where a batch does not fit the data or the ranks."""
     if batch < 1:
-        raise ConfigError(f"expected a batch size of at least 1, got {batch}", "out_of_range", field="batch")
+        raise ConfigError(
+            f"expected a batch size of at least 1, got {batch}", "out_of_range", field="batch"
+        )
     if workers < 0:
-        raise ConfigError(f"expected 0 or more workers, got {workers}", "out_of_range", field="workers")
+        raise ConfigError(
+            f"expected 0 or more workers, got {workers}", "out_of_range", field="workers"
+        )
     if not samples:
         raise ConfigError("the source has no samples", "empty", field="source")
     if train and batch % world:
-        raise ConfigError(f"expected a multiple of {world} ranks, got batch {batch}", "conflict", field="batch")
+        raise ConfigError(
+            f"expected a multiple of {world} ranks, got batch {batch}", "conflict", field="batch"
+        )
     if train and batch > samples:
-        message = f"expected a batch of at most {samples}, the samples of the data, got {batch}; take a smaller one"
+        message = (
+            f"expected a batch of at most {samples}, the samples of the data, got "
+            f"{batch}; take a smaller one"
+        )
         raise ConfigError(f"{message} (--train.global-batch)", "too_large", field="batch")

@@ -22,7 +22,9 @@ class Stages:
     disk: float
     """First read minus second read of a sample: zero if its pages were already in memory."""
     decode: float
-    """JSON and image, read from memory; for models of regions, the stored regions in place of the image."""
+    """JSON and image, read from memory; for models of regions, the stored regions in place of
+    the image.
+    """
     augmentation: float
     text: float
     """Text selection, tokenization and stacking, per sample."""
@@ -39,7 +41,9 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
     Unreadable samples are left out. Raises ImageError when no sample can be read.
     """
     samples, spent, count = loader.samples, np.zeros(len(STAGES)), 0
-    positions = np.random.default_rng(seed).integers(len(loader.source), size=(batches, batch)).tolist()
+    positions = (
+        np.random.default_rng(seed).integers(len(loader.source), size=(batches, batch)).tolist()
+    )
     for row in positions:
         items = []
         for position in row:
@@ -60,7 +64,9 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
         loader.collate(items or [SkippedSample("", "unreadable")])
         spent[-1] += clock.lap()
     if not count:
-        raise ImageError("no sample can be read; run `medvl verify` to list the damage", "unreadable")
+        raise ImageError(
+            "no sample can be read; run `medvl verify` to list the damage", "unreadable"
+        )
     disk, decode, augmentation, text = (float(seconds) / count for seconds in spent)
     return Stages(disk=disk, decode=decode, augmentation=augmentation, text=text)
 

@@ -1,7 +1,8 @@
 """Batch samplers: which samples form each batch of this rank, from any position on.
 
-The order of an epoch is one permutation of all samples, determined by (seed, epoch). Global batch b of an epoch is the
-b-th slice of it, so neither the number of ranks nor that of workers changes the content of a global batch.
+The order of an epoch is one permutation of all samples, determined by (seed, epoch). Global batch b
+of an epoch is the b-th slice of it, so neither the number of ranks nor that of workers changes the
+content of a global batch.
 """
 
 import abc
@@ -11,12 +12,20 @@ import numpy as np
 
 
 class BatchSampler(abc.ABC):
-    """Positions of the samples of each batch. `epoch` and `batch` are the current position and can be set."""
+    """Positions of the samples of each batch. `epoch` and `batch` are the current position and
+    can be set.
+    """
 
     together = 1
 
     def __init__(self, count: int, global_batch: int, seed: int, rank: int, world: int) -> None:
-        self.count, self.global_batch, self.seed, self.rank, self.world = count, global_batch, seed, rank, world
+        self.count, self.global_batch, self.seed, self.rank, self.world = (
+            count,
+            global_batch,
+            seed,
+            rank,
+            world,
+        )
         self.epoch = 0
         self.batch = 0
 
@@ -26,15 +35,18 @@ class BatchSampler(abc.ABC):
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield (epoch, position) of each sample of each batch, starting at `self.batch` of `self.epoch`."""
+        """Yield (epoch, position) of each sample of each batch, starting at `self.batch` of
+        `self.epoch`.
+        """
 
 
 class TrainSampler(BatchSampler):
-    """Shuffled full global batches, divided evenly among the ranks. The remainder of an epoch is dropped.
+    """Shuffled full global batches, divided evenly among the ranks. The remainder of an epoch is
+    dropped.
 
     Args:
-        images_N: number of each sample's image; samples of one image follow one another in groups of `together`.
-            None: no grouping.
+        images_N: number of each sample's image; samples of one image follow one another in groups
+            of `together`. None: no grouping.
         together: size of these groups.
     """
 
@@ -56,7 +68,11 @@ class TrainSampler(BatchSampler):
         """Return the positions of all samples in the order of an epoch."""
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
         order_N = generator.permutation(self.count)
-        return order_N if self.images_N is None else _group_by_image(order_N, self.images_N, self.together)
+        return (
+            order_N
+            if self.images_N is None
+            else _group_by_image(order_N, self.images_N, self.together)
+        )
 
     def __len__(self) -> int:
         return self.count // self.global_batch
@@ -70,16 +86,19 @@ class TrainSampler(BatchSampler):
         passes_N2, local = self.passes(self.epoch), self.global_batch // self.world
         for batch in range(self.batch, len(self)):
             start = batch * self.global_batch + self.rank * local
-            yield [(number, position) for number, position in passes_N2[start : start + local].tolist()]
+            yield [
+                (number, position) for number, position in passes_N2[start : start + local].tolist()
+            ]
 
 
 class MixedSampler(TrainSampler):
     """Shuffled global batches of a source whose parts are drawn in stated shares.
 
-    An epoch has as many draws as the source has samples. A part is passed through again and again, over epochs too,
-    each time in another order, so that all its samples are drawn equally often, up to one. The draws of an epoch are
-    determined by (seed, epoch); each comes with the number of its pass in place of the epoch, so that a sample which is
-    drawn twice in an epoch is augmented in two ways.
+    An epoch has as many draws as the source has samples. A part is passed through again and again,
+    over epochs too, each time in another order, so that all its samples are drawn equally often, up
+    to one. The draws of an epoch are determined by (seed, epoch); each comes with the number of its
+    pass in place of the epoch, so that a sample which is drawn twice in an epoch is augmented in
+    two ways.
 
     Args:
         counts: samples of each part; the parts follow one another.
@@ -101,7 +120,9 @@ class MixedSampler(TrainSampler):
         self.draws = np.diff(ends, prepend=0).tolist()
 
     def passes(self, epoch: int) -> np.ndarray:
-        """Return (N, 2) int64: the number of the pass and the position of each draw of an epoch, in order."""
+        """Return (N, 2) int64: the number of the pass and the position of each draw of an epoch,
+        in order.
+        """
         parts, start = [], 0
         for part, (count, draws) in enumerate(zip(self.counts, self.draws, strict=True)):
             draw_N = np.arange(epoch * draws, (epoch + 1) * draws)
@@ -109,25 +130,36 @@ class MixedSampler(TrainSampler):
                 sequence = np.random.SeedSequence([self.seed, part, number, 1])
                 order_N = np.random.Generator(np.random.PCG64(sequence)).permutation(count)
                 place_K = draw_N[draw_N // count == number] % count
-                parts.append(np.stack([np.full(len(place_K), number), start + order_N[place_K]], axis=1))
+                parts.append(
+                    np.stack([np.full(len(place_K), number), start + order_N[place_K]], axis=1)
+                )
             start += count
         return np.concatenate(parts)[self.order(epoch)]
 
 
 class EvalSampler(BatchSampler):
-    """Every sample once, in order. Ranks take whole batches in turn, so a batch's content does not depend on them."""
+    """Every sample once, in order. Ranks take whole batches in turn, so a batch's content does
+    not depend on them.
+    """
 
     def __len__(self) -> int:
         batches = -(-self.count // self.global_batch)
         return len(range(self.rank, batches, self.world))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for start in range(self.rank * self.global_batch, self.count, self.world * self.global_batch):
-            yield [(0, position) for position in range(start, min(start + self.global_batch, self.count))]
+        for start in range(
+            self.rank * self.global_batch, self.count, self.world * self.global_batch
+        ):
+            yield [
+                (0, position)
+                for position in range(start, min(start + self.global_batch, self.count))
+            ]
 
 
 def _group_by_image(order_N: np.ndarray, images_N: np.ndarray, together: int) -> np.ndarray:
-    """Reorder `order_N` so that each sample is followed by up to `together` - 1 later samples of the same image."""
+    """Reorder `order_N` so that each sample is followed by up to `together` - 1 later samples of
+    the same image.
+    """
     images_N = images_N[order_N]
     by_image_N = np.argsort(images_N, kind="stable")
     _, start, count = np.unique(images_N[by_image_N], return_index=True, return_counts=True)

@@ -1,4 +1,6 @@
-"""Where a loader reads samples from: the `Source` protocol, and the files of a corpus as a source."""
+"""Where a loader reads samples from: the `Source` protocol, and the files of a corpus as a
+source.
+"""
 
 import bisect
 import dataclasses
@@ -25,7 +27,8 @@ from medvl.schema import CHANGES, Sample
 class Source(Protocol):
     """Random access to samples and their pixels.
 
-    A source may also have `folder` (for messages), `image_keys`, and `region_manifest` with `regions(position)`.
+    A source may also have `folder` (for messages), `image_keys`, and `region_manifest` with
+    `regions(position)`.
     """
 
     label_names: tuple[str, ...]
@@ -37,7 +40,8 @@ class Source(Protocol):
         """Return the sample at `position`, without its pixels."""
 
     def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
-        """Return the decoded image of the sample at `position`: uint8 (H, W), or (H, W, 3) with `color`.
+        """Return the decoded image of the sample at `position`: uint8 (H, W), or (H, W, 3) with
+        `color`.
 
         None: as the source has its images, in colour or in grey.
         """
@@ -55,21 +59,27 @@ def is_remote(source: Any) -> bool:
 
 
 def is_synthetic(source: Any) -> bool:
-    """Return whether images of a source, or of one that it is a view of, are synthetic (`medvl shards generated`)."""
+    """Return whether images of a source, or of one that it is a view of, are synthetic (`medvl
+    shards generated`).
+    """
     generators = getattr(getattr(source, "manifest", None), "generators", ())
     return bool(generators) or any(map(is_synthetic, _parts(source)))
 
 
 def has_color(source: Any) -> bool:
-    """Return whether shards of a source, or of one that it is a view of, are in colour (`ShardOptions.color`)."""
-    return bool(getattr(getattr(source, "manifest", None), "color", False)) or any(map(has_color, _parts(source)))
+    """Return whether shards of a source, or of one that it is a view of, are in colour
+    (`ShardOptions.color`).
+    """
+    return bool(getattr(getattr(source, "manifest", None), "color", False)) or any(
+        map(has_color, _parts(source))
+    )
 
 
 def color_for(source: Any, transform: EvalTransform) -> bool:
     """Return whether a model whose transform this is gets RGB images of a source in an evaluation.
 
-    It gets them as it was trained, so that files and shards give the same pixels, and without a record of its training
-    as the source has them.
+    It gets them as it was trained, so that files and shards give the same pixels, and without a
+    record of its training as the source has them.
     """
     return has_color(source) if transform.trained_color is None else transform.trained_color
 
@@ -81,10 +91,15 @@ def _parts(source: Any) -> list[Any]:
 
 
 def check_real(source: Any, field: str = "data") -> None:
-    """Raise SplitError where images of a source are synthetic: they may train a model, but not test or select one."""
+    """Raise SplitError where images of a source are synthetic: they may train a model, but not
+    test or select one.
+    """
     if is_synthetic(source):
         where = getattr(source, "folder", "the source")
-        message = f"{where} has synthetic images, which may only train a model; give shards of real images"
+        message = (
+            f"{where} has synthetic images, which may only train a model; give shards of "
+            f"real images"
+        )
         raise SplitError(message, "synthetic", field=field)
 
 
@@ -94,17 +109,22 @@ class FileSource:
     Args:
         samples: for example `plan.iter_samples()`.
         label_names: names of the labels, in the order of a batch's columns.
-        folders: folders that the images must be in, links resolved, such as `plan.folders`; default the one that holds
-            all of them by name.
+        folders: folders that the images must be in, links resolved, such as `plan.folders`; default
+            the one that holds all of them by name.
     """
 
     def __init__(
-        self, samples: Iterable[Sample], label_names: Sequence[str], folders: InputFolders | None = None
+        self,
+        samples: Iterable[Sample],
+        label_names: Sequence[str],
+        folders: InputFolders | None = None,
     ) -> None:
         self.samples = list(samples)
         self.folders = folders or InputFolders.holding(sample.image for sample in self.samples)
         self.label_names = tuple(label_names)
-        content = "\n".join(f"{sample.key} {sorted(sample.labels.items())}" for sample in self.samples)
+        content = "\n".join(
+            f"{sample.key} {sorted(sample.labels.items())}" for sample in self.samples
+        )
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -115,7 +135,8 @@ class FileSource:
         return self.samples[position]
 
     def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
-        """Return uint8 (H, W), or (H, W, 3) with `color`. Raises DicomError, ImageError or FileNotFoundError.
+        """Return uint8 (H, W), or (H, W, 3) with `color`. Raises DicomError, ImageError or
+        FileNotFoundError.
 
         None is grey. A link out of the folders is an error with the code "outside_folder".
         """
@@ -137,8 +158,13 @@ class SourceView:
         label_names: label columns; None for those of the source.
     """
 
-    def __init__(self, source: Source, content: bytes, label_names: Sequence[str] | None = None) -> None:
-        self.source, self.label_names = source, tuple(source.label_names if label_names is None else label_names)
+    def __init__(
+        self, source: Source, content: bytes, label_names: Sequence[str] | None = None
+    ) -> None:
+        self.source, self.label_names = (
+            source,
+            tuple(source.label_names if label_names is None else label_names),
+        )
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self.folder = getattr(source, "folder", "the files")  # for messages
         self.region_manifest = region_manifest_of(source)
@@ -170,7 +196,9 @@ class Subset(SourceView):
 
     def __init__(self, source: Source, positions: Sequence[int] | NDArray[np.int64]) -> None:
         self.positions = np.asarray(positions, dtype=np.int64)
-        super().__init__(source, source.fingerprint.encode() + self.positions.astype("<i8").tobytes())
+        super().__init__(
+            source, source.fingerprint.encode() + self.positions.astype("<i8").tobytes()
+        )
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -186,8 +214,9 @@ class LabelPolicyView(SourceView):
     Args:
         source: the samples.
         names: label columns; a name that the source lacks is absent everywhere.
-        settle: maps labels (1, 0, -1 or NaN) and their names to 1, 0 or NaN, one row at a time. It gets all columns of
-            the source and must be picklable (a module-level function or a bound method) for the loader's workers.
+        settle: maps labels (1, 0, -1 or NaN) and their names to 1, 0 or NaN, one row at a time. It
+            gets all columns of the source and must be picklable (a module-level function or a bound
+            method) for the loader's workers.
     """
 
     def __init__(
@@ -204,12 +233,17 @@ class LabelPolicyView(SourceView):
         sample, columns = self.source.sample(position), self.source.label_names
         table_1L = np.array([[sample.labels.get(name, np.nan) for name in columns]])
         row = dict(zip(columns, self.settle(table_1L, columns)[0].tolist(), strict=True))
-        kept = {name: int(row[name]) for name in self.label_names if name in row and not np.isnan(row[name])}
+        kept = {
+            name: int(row[name])
+            for name in self.label_names
+            if name in row and not np.isnan(row[name])
+        }
         return dataclasses.replace(sample, labels=kept)
 
 
 class ChangeLabels(SourceView):
-    """A source whose labels are changes since the prior image: -1 for improving, 0 for stable, 1 for worsening.
+    """A source whose labels are changes since the prior image: -1 for improving, 0 for stable, 1
+    for worsening.
 
     Args:
         source: samples with `extra["change"]`, such as those of MS-CXR-T.
@@ -217,18 +251,23 @@ class ChangeLabels(SourceView):
     """
 
     def __init__(self, source: Source, findings: Sequence[str]) -> None:
-        super().__init__(source, "\n".join([source.fingerprint, "change", *findings]).encode(), findings)
+        super().__init__(
+            source, "\n".join([source.fingerprint, "change", *findings]).encode(), findings
+        )
 
     def sample(self, position: int) -> Sample:
         """Return the sample at `position` with its changes as labels."""
         sample = self.source.sample(position)
         change = changes_of(sample)
-        labels = {name: CHANGES.index(change[name]) - 1 for name in self.label_names if name in change}
+        labels = {
+            name: CHANGES.index(change[name]) - 1 for name in self.label_names if name in change
+        }
         return dataclasses.replace(sample, labels=labels)
 
 
 class OtherTexts(SourceView):
-    """A source whose samples have no text, or the text of another sample, to measure what a model reads in the texts.
+    """A source whose samples have no text, or the text of another sample, to measure what a model
+    reads in the texts.
 
     Args:
         source: the samples.
@@ -273,21 +312,27 @@ def select_samples(
     for position in range(len(source)):
         sample = source.sample(position)
         has_view = not wanted or (sample.view or "").upper() in wanted
-        if has_view and (text is None or len(text(sample.sections, rng).strip()) >= max(min_characters, 1)):
+        if has_view and (
+            text is None or len(text(sample.sections, rng).strip()) >= max(min_characters, 1)
+        ):
             kept.append(position)
     if not kept:
         which = f"one of the views {', '.join(views)}" if views else "a text"
-        message = f"no sample of {getattr(source, 'folder', 'the files')} has {which}; choose other views or texts"
+        message = (
+            f"no sample of {getattr(source, 'folder', 'the files')} has {which}; choose "
+            f"other views or texts"
+        )
         raise ConfigError(message, "empty", field="views")
     return Subset(source, kept)
 
 
 def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArray[np.int64]:
-    """Return the positions, ascending, of the images of a fraction of the patients (for few-label experiments).
+    """Return the positions, ascending, of the images of a fraction of the patients (for few-label
+    experiments).
 
-    Patients are ordered by a hash of (seed, patient) and the first round(fraction * patients) are taken, at least one.
-    So the subsets of one seed are nested, all images of a patient stay together, and a patient's rank does not depend
-    on the other patients.
+    Patients are ordered by a hash of (seed, patient) and the first round(fraction * patients) are
+    taken, at least one. So the subsets of one seed are nested, all images of a patient stay
+    together, and a patient's rank does not depend on the other patients.
 
     Args:
         patients: patient of each image.
@@ -298,19 +343,26 @@ def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArr
         ConfigError: the fraction is out of range, or there are no images.
     """
     if not 0 < fraction <= 1:
-        raise ConfigError(f"expected a fraction in (0, 1], got {fraction:g}", "out_of_range", field="fraction")
+        raise ConfigError(
+            f"expected a fraction in (0, 1], got {fraction:g}", "out_of_range", field="fraction"
+        )
     if not patients:
         raise ConfigError("there are no images to take a fraction of", "empty", field="patients")
     order = sorted(
-        set(patients), key=lambda patient: hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest()
+        set(patients),
+        key=lambda patient: hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest(),
     )
     taken = set(order[: max(1, round(fraction * len(order)))])
     return np.flatnonzero([patient in taken for patient in patients])
 
 
 def no_text(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Return empty (ids_BT, mask_BT) with T = 0: the tokenizer of a model without a text encoder."""
-    return torch.empty(len(texts), 0, dtype=torch.int64), torch.empty(len(texts), 0, dtype=torch.bool)
+    """Return empty (ids_BT, mask_BT) with T = 0: the tokenizer of a model without a text
+    encoder.
+    """
+    return torch.empty(len(texts), 0, dtype=torch.int64), torch.empty(
+        len(texts), 0, dtype=torch.bool
+    )
 
 
 # A source of pairs as pairs, images alone and texts alone, for training on data that are mostly
@@ -320,17 +372,20 @@ _PAIR, _IMAGE, _TEXT = range(3)
 
 
 class UnpairedSource(SourceView):
-    """The pairs of some patients; the samples of all others are an image without a text and a text without an image.
+    """The pairs of some patients; the samples of all others are an image without a text and a text
+    without an image.
 
-    The text alone has the key of its pair with `-text`, and both keep the labels. Pairs come first, then the images,
-    then the texts. Reads all samples once.
+    The text alone has the key of its pair with `-text`, and both keep the labels. Pairs come first,
+    then the images, then the texts. Reads all samples once.
 
     Args:
         source: the pairs.
-        paired_fraction: fraction of the patients whose samples stay pairs, from 0 to 1. The patients of a smaller
-            fraction are among those of a larger one (`medvl.data.loading.sources.label_fraction`).
+        paired_fraction: fraction of the patients whose samples stay pairs, from 0 to 1. The
+            patients of a smaller fraction are among those of a larger one
+            (`medvl.data.loading.sources.label_fraction`).
         seed: seed of the order of the patients.
-        others: "separate" the samples of the other patients, or "drop" them, to see what they are worth.
+        others: "separate" the samples of the other patients, or "drop" them, to see what they are
+            worth.
 
     Raises ConfigError where the fraction is out of range, or nothing is left.
     """
@@ -344,12 +399,15 @@ class UnpairedSource(SourceView):
     ) -> None:
         if not 0 <= paired_fraction <= 1 or (paired_fraction == 0 and others == "drop"):
             message = (
-                f"expected a fraction from 0 to 1, and pairs or unpaired samples, got {paired_fraction:g}, {others}"
+                f"expected a fraction from 0 to 1, and pairs or unpaired samples, got "
+                f"{paired_fraction:g}, {others}"
             )
             raise ConfigError(message, "out_of_range", field="paired_fraction")
         everything = np.arange(len(source))
         patients = [source.sample(position).patient for position in range(len(source))]
-        paired = label_fraction(patients, paired_fraction, seed) if paired_fraction else everything[:0]
+        paired = (
+            label_fraction(patients, paired_fraction, seed) if paired_fraction else everything[:0]
+        )
         alone = np.setdiff1d(everything, paired) if others == "separate" else everything[:0]
         self._positions = np.concatenate([paired, alone, alone])
         self._kinds = np.repeat([_PAIR, _IMAGE, _TEXT], [len(paired), len(alone), len(alone)])
@@ -365,12 +423,18 @@ class UnpairedSource(SourceView):
         sample = self.source.sample(int(self._positions[position]))
         if self._kinds[position] == _IMAGE:
             return dataclasses.replace(sample, sections={})
-        return dataclasses.replace(sample, key=f"{sample.key}-text") if self._kinds[position] == _TEXT else sample
+        return (
+            dataclasses.replace(sample, key=f"{sample.key}-text")
+            if self._kinds[position] == _TEXT
+            else sample
+        )
 
     def source_position(self, position: int) -> int:
         """See the base class. Raises ImageError, `no_image`, for a text alone."""
         if self._kinds[position] == _TEXT:
-            raise ImageError(f"{self.folder}: sample {position} has no image: it was separated", "no_image")
+            raise ImageError(
+                f"{self.folder}: sample {position} has no image: it was separated", "no_image"
+            )
         return int(self._positions[position])
 
 
@@ -388,26 +452,35 @@ class ConcatSource:
         folder: all folders, for messages.
         label_names: label names of all folders, in order of first appearance.
         counts: samples of each folder.
-        manifest: merged manifest that a checkpoint stores: shards and patients of all folders. With a folder in colour
-            it is in colour, as loaders read all folders then.
+        manifest: merged manifest that a checkpoint stores: shards and patients of all folders. With
+            a folder in colour it is in colour, as loaders read all folders then.
         region_manifest: that of the first folder's regions; the others have the same detector.
 
     Raises:
-        ConfigError: no folder is given, one is given twice, or their ids were hashed with different salts, so that
-            patients shared with an evaluation set could not be detected; or the weights do not fit, or the folders have
-            regions of different detectors.
+        ConfigError: no folder is given, one is given twice, or their ids were hashed with different
+            salts, so that patients shared with an evaluation set could not be detected; or the
+            weights do not fit, or the folders have regions of different detectors.
     """
 
-    def __init__(self, sources: Sequence[ShardSource | UnpairedSource], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[ShardSource | UnpairedSource],
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self.sources = tuple(sources)
         fingerprints = [source.fingerprint for source in self.sources]
         if not self.sources:
             raise ConfigError("expected one or more folders of shards, got none", "missing")
         if len(set(fingerprints)) < len(fingerprints):
-            raise ConfigError("the same folder of shards is given twice; give each once", "conflict")
+            raise ConfigError(
+                "the same folder of shards is given twice; give each once", "conflict"
+            )
         self.manifest = _merge([source.manifest for source in self.sources])
         self.label_names = self.manifest.label_names
-        self.counts, self.weights = tuple(map(len, self.sources)), None if weights is None else tuple(weights)
+        self.counts, self.weights = (
+            tuple(map(len, self.sources)),
+            None if weights is None else tuple(weights),
+        )
         if self.weights is not None:
             _check_weights(self.weights, len(self.sources))
             fingerprints.append(f"weights {self.weights}")
@@ -447,7 +520,9 @@ def _check_weights(weights: Sequence[float], folders: int) -> None:
         message = f"expected a weight for each of the {folders} folders, got {len(weights)}"
         raise ConfigError(message, "mismatch", field="weights")
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise ConfigError(f"expected positive weights, got {tuple(weights)}", "out_of_range", field="weights")
+        raise ConfigError(
+            f"expected positive weights, got {tuple(weights)}", "out_of_range", field="weights"
+        )
 
 
 def _merge(manifests: Sequence[Manifest]) -> Manifest:
@@ -459,10 +534,16 @@ def _merge(manifests: Sequence[Manifest]) -> Manifest:
         corpus="+".join(manifest.corpus for manifest in manifests),
         samples=sum(manifest.samples for manifest in manifests),
         shards=tuple(shard for manifest in manifests for shard in manifest.shards),
-        label_names=tuple(dict.fromkeys(name for manifest in manifests for name in manifest.label_names)),
+        label_names=tuple(
+            dict.fromkeys(name for manifest in manifests for name in manifest.label_names)
+        ),
         options={**manifests[0].options, "color": any(manifest.color for manifest in manifests)},
-        patients=tuple(sorted({patient for manifest in manifests for patient in manifest.patients})),
-        generators=_distinct([generator for manifest in manifests for generator in manifest.generators]),
+        patients=tuple(
+            sorted({patient for manifest in manifests for patient in manifest.patients})
+        ),
+        generators=_distinct(
+            [generator for manifest in manifests for generator in manifest.generators]
+        ),
     )
 
 

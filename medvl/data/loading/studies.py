@@ -18,10 +18,12 @@ from medvl.schema import Sample
 
 
 class StudySource(Subset):
-    """Source with one sample per study: its first image, and another image of it. Reads all samples once.
+    """Source with one sample per study: its first image, and another image of it. Reads all samples
+    once.
 
-    Images are ordered by `extra["image_number"]` where the corpus has one, then frontal views before lateral ones, then
-    as in the source. The other image is the next one of the other projection (frontal or lateral), else the next one.
+    Images are ordered by `extra["image_number"]` where the corpus has one, then frontal views
+    before lateral ones, then as in the source. The other image is the next one of the other
+    projection (frontal or lateral), else the next one.
     """
 
     def __init__(self, source: Source) -> None:
@@ -40,7 +42,8 @@ class StudySource(Subset):
     def two_images(
         self, position: int, color: bool | None = None, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return the decoded pixels of two images of a study: the first and the other one, or with `rng` any two.
+        """Return the decoded pixels of two images of a study: the first and the other one, or with
+        `rng` any two.
 
         An image is None where the study or the sample has none. Raises ImageError or ShardError.
         """
@@ -74,11 +77,13 @@ _FRONTAL = ("AP", "PA", "FRONTAL")
 
 
 def prior_positions(source: Source) -> np.ndarray:
-    """Return the position of each sample's prior image: (N,) int64, -1 where there is none. Reads all samples once.
+    """Return the position of each sample's prior image: (N,) int64, -1 where there is none. Reads
+    all samples once.
 
-    `extra["prior"]` of a sample, the key of another one, decides where it exists. Otherwise the prior image is of the
-    patient's latest earlier study (`Sample.order`) with an image of the same projection (frontal or not), of the same
-    view if that study has one. Samples without an order, and keys that are not in the source, have none.
+    `extra["prior"]` of a sample, the key of another one, decides where it exists. Otherwise the
+    prior image is of the patient's latest earlier study (`Sample.order`) with an image of the same
+    projection (frontal or not), of the same view if that study has one. Samples without an order,
+    and keys that are not in the source, have none.
     """
     positions: dict[str, int] = {}
     explicit: dict[int, str] = {}
@@ -117,18 +122,21 @@ class ImageQuestion(NamedTuple):
 
 
 class QuestionSource:
-    """The questions of one split, each with its image. Label columns are the answers of a vocabulary.
+    """The questions of one split, each with its image. Label columns are the answers of a
+    vocabulary.
 
-    A sample's key combines the image key and a hash of the question id, its text is the section "question", and its
-    only label is the answer. A question whose answer is not in the vocabulary has no label, and still counts in every
-    denominator. Patient, study and corpus are those of the image.
+    A sample's key combines the image key and a hash of the question id, its text is the section
+    "question", and its only label is the answer. A question whose answer is not in the vocabulary
+    has no label, and still counts in every denominator. Patient, study and corpus are those of the
+    image.
 
     Args:
         source: shards of a VQA corpus.
         split: split of the questions, which may differ from that of their images
             (`medvl.data.annotations.MIXED`).
         vocabulary: normalized answers.
-        normalize: answer normalizer; must be picklable (a module-level function) for the loader's workers.
+        normalize: answer normalizer; must be picklable (a module-level function) for the loader's
+            workers.
 
     Attributes:
         questions: the questions with the positions of their images.
@@ -139,7 +147,11 @@ class QuestionSource:
     """
 
     def __init__(
-        self, source: ShardSource, split: str, vocabulary: Sequence[str], normalize: Callable[[str], str]
+        self,
+        source: ShardSource,
+        split: str,
+        vocabulary: Sequence[str],
+        normalize: Callable[[str], str],
     ) -> None:
         self.source, self.split, self.normalize = source, split, normalize
         self.label_names, self.region_manifest = tuple(vocabulary), source.region_manifest
@@ -176,16 +188,22 @@ class QuestionSource:
         )
 
     def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
-        """Return the decoded image of the question at `position`. Raises ImageError or ShardError."""
+        """Return the decoded image of the question at `position`. Raises ImageError or
+        ShardError.
+        """
         return self.source.pixels(self.questions[position].image, color)
 
     def regions(self, position: int) -> Regions:
-        """Return the regions of the image of the question at `position`. Raises ImageError or ShardError."""
+        """Return the regions of the image of the question at `position`. Raises ImageError or
+        ShardError.
+        """
         return self.source.regions(self.questions[position].image)
 
 
 def questions_in_split(source: ShardSource, split: str) -> tuple[ImageQuestion, ...]:
-    """Return the questions of a split, in the order of the shards. Raises CorpusError when there are none."""
+    """Return the questions of a split, in the order of the shards. Raises CorpusError when there
+    are none.
+    """
     everything = [
         ImageQuestion(position, question)
         for position in range(len(source))

@@ -1,4 +1,6 @@
-"""Loader of training sequences of text alone, with the order, resuming and randomness of `open_loader`."""
+"""Loader of training sequences of text alone, with the order, resuming and randomness of
+`open_loader`.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,7 +24,9 @@ _TRIES = 20
 class SequenceMaker(Protocol):
     """Maker of the rows and the batches of a system: `TextSequences`, `ConceptPairs`."""
 
-    def __call__(self, key: str, document: str, text: str, other: Callable[[], str], rng: Any) -> Any:
+    def __call__(
+        self, key: str, document: str, text: str, other: Callable[[], str], rng: Any
+    ) -> Any:
         """Return the row of a text; `other()` returns the text of another document."""
 
     def collate(self, rows: Sequence[Any]) -> Batch:
@@ -32,12 +36,19 @@ class SequenceMaker(Protocol):
 class SequenceDataset(Dataset[Any]):
     """Sequences of a source, indexed by (epoch, position); runs in the loader's workers.
 
-    A sample's text is all or some of its sections, a line each. Samples without text are skipped; they do not count as
-    unreadable.
+    A sample's text is all or some of its sections, a line each. Samples without text are skipped;
+    they do not count as unreadable.
     """
 
-    def __init__(self, source: Source, sequences: SequenceMaker, seed: int, sections: Sequence[str] = ()) -> None:
-        self.source, self.sequences, self.seed, self.sections = source, sequences, seed, tuple(sections)
+    def __init__(
+        self, source: Source, sequences: SequenceMaker, seed: int, sections: Sequence[str] = ()
+    ) -> None:
+        self.source, self.sequences, self.seed, self.sections = (
+            source,
+            sequences,
+            seed,
+            tuple(sections),
+        )
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, position = place
@@ -49,14 +60,18 @@ class SequenceDataset(Dataset[Any]):
         if not text:
             return SkippedSample(sample.key, NO_TEXT)
         rng = sample_rng(self.seed, epoch, sample.key, "sequence")
-        return self.sequences(sample.key, sample.patient, text, lambda: self._other(sample, rng), rng)
+        return self.sequences(
+            sample.key, sample.patient, text, lambda: self._other(sample, rng), rng
+        )
 
     def _text(self, sample: Sample) -> str:
         names = self.sections or sample.sections
         return join_texts((sample.sections.get(name, "") for name in names), "\n")
 
     def _other(self, sample: Sample, rng: np.random.Generator) -> str:
-        """Return the text of a random other document; empty where there is none that can be read."""
+        """Return the text of a random other document; empty where there is none that can be
+        read.
+        """
         for _ in range(_TRIES):
             try:
                 other = self.source.sample(int(rng.integers(len(self.source))))
@@ -67,7 +82,9 @@ class SequenceDataset(Dataset[Any]):
         return ""
 
 
-def _collate(sequences: SequenceMaker, items: Sequence[Any]) -> tuple[Batch | None, list[SkippedSample]]:
+def _collate(
+    sequences: SequenceMaker, items: Sequence[Any]
+) -> tuple[Batch | None, list[SkippedSample]]:
     kept = [item for item in items if not isinstance(item, SkippedSample)]
     skipped = [item for item in items if isinstance(item, SkippedSample)]
     return sequences.collate(kept) if kept else None, skipped
@@ -91,8 +108,8 @@ def open_text_loader(
 
     Args:
         source: for example `ShardSource(folder)`, of text alone or of images with reports.
-        sequences: maker of the sequences, of the model that is trained.
-        batch, train, seed, rank, world, workers, max_skipped, timeout: as for `open_loader`. In evaluation the windows,
+        sequences: maker of the sequences, of the model that is trained. batch, train, seed, rank,
+            world, workers, max_skipped, timeout: as for `open_loader`. In evaluation the windows,
             pairs and masks are the same in every pass.
         sections: names of the sections that form the text; default all.
 
@@ -104,4 +121,6 @@ def open_text_loader(
     sampler = batch_sampler(source, batch, seed, rank, world, train=train)
     dataset: Any = SequenceDataset(source, sequences, seed, sections)
     collate = functools.partial(_collate, sequences)
-    return Loader(source, sampler, dataset, collate, workers=workers, max_skipped=max_skipped, timeout=timeout)
+    return Loader(
+        source, sampler, dataset, collate, workers=workers, max_skipped=max_skipped, timeout=timeout
+    )

@@ -1,9 +1,10 @@
 """Training on tars of other projects as they are, through the webdataset library.
 
-The tars have no manifest and no index, so less is promised than of shards: the order depends on the numbers of ranks
-and workers, a sample is seen about once per epoch instead of exactly once, resuming within an epoch reads up to the
-position, and patients shared with an evaluation set are not noticed. `medvl shards webdataset` converts such tars to
-shards, which have none of these limits. The randomness of a sample is that of other loaders: (seed, epoch, key).
+The tars have no manifest and no index, so less is promised than of shards: the order depends on the
+numbers of ranks and workers, a sample is seen about once per epoch instead of exactly once,
+resuming within an epoch reads up to the position, and patients shared with an evaluation set are
+not noticed. `medvl shards webdataset` converts such tars to shards, which have none of these
+limits. The randomness of a sample is that of other loaders: (seed, epoch, key).
 """
 
 import functools
@@ -25,7 +26,13 @@ from medvl.data.loading.loader import check_identity
 from medvl.data.loading.workers import TIMEOUT, init_worker, with_worker_errors
 from medvl.data.reports.cleaning import first_text
 from medvl.data.storage.location import Location
-from medvl.data.storage.webdataset_tars import TarFields, check_tars, describe_tars, expand_tars, read_tar
+from medvl.data.storage.webdataset_tars import (
+    TarFields,
+    check_tars,
+    describe_tars,
+    expand_tars,
+    read_tar,
+)
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError, ImageError, ShardError, StorageError
@@ -34,8 +41,10 @@ from medvl.schema import Batch, Inputs, Sample
 SECTION = "caption"
 """Section of the texts."""
 NOT_PROMISED = (
-    "%s: tars without a manifest. The order depends on ranks and workers, resuming within an epoch reads up to the "
-    "position, and patients or articles shared with an evaluation set are not noticed; `medvl shards webdataset` "
+    "%s: tars without a manifest. The order depends on ranks and workers, resuming within an "
+    "epoch reads up to the "
+    "position, and patients or articles shared with an evaluation set are not noticed; `medvl "
+    "shards webdataset` "
     "converts them to shards, which have none of these limits"
 )
 
@@ -44,7 +53,9 @@ Result = tuple[Batch | None, list[SkippedSample]] | ShardError | StorageError
 
 
 class _BatchStream(IterableDataset[Result]):
-    """Batches of one worker of one rank. Endless, because the tars of the workers hold unequal numbers of samples."""
+    """Batches of one worker of one rank. Endless, because the tars of the workers hold unequal
+    numbers of samples.
+    """
 
     def __init__(
         self,
@@ -73,16 +84,26 @@ class _BatchStream(IterableDataset[Result]):
                 if len(items) == self.local_batch:
                     yield self.collate(items)
                     items = []
-        except (ShardError, StorageError) as error:  # raised in a worker process, it would lose its code
+        except (
+            ShardError,
+            StorageError,
+        ) as error:  # raised in a worker process, it would lose its code
             yield error
 
     def _rng(self, purpose: str) -> np.random.Generator:
         worker = get_worker_info()
-        seeds = [self.maker.seed, self.epoch, self.rank, worker.id if worker and purpose == "buffer" else 0]
+        seeds = [
+            self.maker.seed,
+            self.epoch,
+            self.rank,
+            worker.id if worker and purpose == "buffer" else 0,
+        ]
         return np.random.default_rng(seeds if purpose == "buffer" else seeds[:2])
 
     def _read(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the members of each sample in this worker's tars, repeatedly. Raises ShardError where there is none."""
+        """Yield the members of each sample in this worker's tars, repeatedly. Raises ShardError
+        where there is none.
+        """
         worker = get_worker_info()
         part = self.rank * (worker.num_workers if worker else 1) + (worker.id if worker else 0)
         parts = self.world * (worker.num_workers if worker else 1)
@@ -97,7 +118,10 @@ class _BatchStream(IterableDataset[Result]):
                     yield members | {"__tar__": self.tars[number].name}
         names = describe_tars([self.tars[number] for number in order])
         wanted = ", ".join(sorted(self.fields.suffixes()))
-        raise ShardError(f"{names}: no sample has a member with a suffix of {wanted}; correct the suffixes", "empty")
+        raise ShardError(
+            f"{names}: no sample has a member with a suffix of {wanted}; correct the suffixes",
+            "empty",
+        )
 
     def _shuffle(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         rng, buffer = self._rng("buffer"), list[Mapping[str, Any]]()
@@ -118,7 +142,13 @@ class _BatchStream(IterableDataset[Result]):
             return SkippedSample(key, "sample_unreadable")
         sections = {SECTION: text} if text else {}
         sample = Sample(
-            key=key, corpus="webdataset", split="train", patient=key, study=key, image=None, sections=sections
+            key=key,
+            corpus="webdataset",
+            split="train",
+            patient=key,
+            study=key,
+            image=None,
+            sections=sections,
         )
         data = self.fields.image_of(members)
         if data is None:
@@ -140,7 +170,9 @@ class _BatchStream(IterableDataset[Result]):
 class WebdatasetLoader:
     """Training batches of webdataset tars; open one with `open_webdataset_loader`."""
 
-    def __init__(self, stream: _BatchStream, samples: int, *, workers: int, max_skipped: float) -> None:
+    def __init__(
+        self, stream: _BatchStream, samples: int, *, workers: int, max_skipped: float
+    ) -> None:
         self.global_batch = stream.local_batch * stream.world
         self.steps_per_epoch = samples // self.global_batch
         self.samples_per_epoch = samples
@@ -172,7 +204,9 @@ class WebdatasetLoader:
             timeout=TIMEOUT if self._workers else 0,
             pin_memory=torch.cuda.is_available(),
         )
-        for number, (batch, skipped) in zip(range(self.steps_per_epoch), with_worker_errors(batches), strict=False):
+        for number, (batch, skipped) in zip(
+            range(self.steps_per_epoch), with_worker_errors(batches), strict=False
+        ):
             if number < self._batch:
                 continue
             self._batch = number + 1
@@ -190,7 +224,9 @@ class WebdatasetLoader:
         return {"epoch": self.epoch, "batch": self._batch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved position; the next iteration reads up to it. Raises ConfigError if it is of another run."""
+        """Move to a saved position; the next iteration reads up to it. Raises ConfigError if it
+        is of another run.
+        """
         check_identity(state, self._identity())
         self._stream.epoch, self._batch = int(state["epoch"]), int(state["batch"])
 
@@ -231,25 +267,35 @@ def open_webdataset_loader(
         fields: suffixes of image and text.
         buffer: samples that are shuffled at once by each reader.
         color: read RGB images, as evaluations of tars do; False reads grey ones, in less time.
-        batch, image, text, tokenizer, seed, rank, world, workers, max_skipped, inputs: as in `open_loader`.
+            batch, image, text, tokenizer, seed, rank, world, workers, max_skipped, inputs: as in
+            `open_loader`.
 
     Raises:
-        ConfigError: a pattern is refused, the batch is not divisible by the ranks or larger than the data, there are
-            fewer tars than readers, or the system needs what such tars do not have.
+        ConfigError: a pattern is refused, the batch is not divisible by the ranks or larger than
+            the data, there are fewer tars than readers, or the system needs what such tars do not
+            have.
         ShardError: a tar does not exist; while iterating, when one is damaged.
     """
     rank, world = check_ranks(rank, world, train=True)
     found, wanted = expand_tars(tars), inputs or Inputs()
     for field in ("prior_image", "other_view", "drawn_view", "regions", "labels"):
         if getattr(wanted, field):
-            message = f"the system needs {field}, which webdataset tars do not have; convert a corpus to shards"
+            message = (
+                f"the system needs {field}, which webdataset tars do not have; convert a "
+                f"corpus to shards"
+            )
             raise ConfigError(message, "unsupported", field=field)
     if batch < 1 or batch % world or batch > samples:
-        expected = f"a global batch that is a multiple of {world} ranks and at most {samples} samples"
+        expected = (
+            f"a global batch that is a multiple of {world} ranks and at most {samples} samples"
+        )
         raise ConfigError(f"expected {expected}, got {batch}", "conflict", field="batch")
     readers = world * max(1, workers)
     if len(found) < readers:
-        message = f"{len(found)} tars are too few for {readers} readers ({world} ranks); use fewer workers"
+        message = (
+            f"{len(found)} tars are too few for {readers} readers ({world} ranks); use "
+            f"fewer workers"
+        )
         raise ConfigError(message, "conflict", field="workers")
     check_tars(found)
     _log.warning(NOT_PROMISED, describe_tars(found))

@@ -21,11 +21,15 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 TIMEOUT = 600.0
-"""Default seconds without a batch after which a worker is considered hung. A batch normally takes about a second."""
+"""Default seconds without a batch after which a worker is considered hung. A batch normally
+takes about a second.
+"""
 
 
 class PassErrors(Generic[A, B]):
-    """Wrapper of a collate function that returns a StorageError in place of a batch's items unchanged."""
+    """Wrapper of a collate function that returns a StorageError in place of a batch's items
+    unchanged.
+    """
 
     def __init__(self, collate: Callable[[A], B]) -> None:
         self.collate = collate
@@ -37,11 +41,13 @@ class PassErrors(Generic[A, B]):
 def with_worker_errors(batches: Iterable[T | ShardError | StorageError]) -> Iterator[T]:
     """Yield the batches of a DataLoader.
 
-    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's timeout, and ShardError
-    or StorageError where a worker returned it in place of a batch. Hung workers are killed: otherwise Python waits for
-    them at exit.
+    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's
+    timeout, and ShardError or StorageError where a worker returned it in place of a batch. Hung
+    workers are killed: otherwise Python waits for them at exit.
     """
-    with signals_blocked():  # by workers too, until they have set what they do with them (worker_setup.py)
+    with (
+        signals_blocked()
+    ):  # by workers too, until they have set what they do with them (worker_setup.py)
         iterator = iter(batches)
     while True:
         try:
@@ -53,7 +59,9 @@ def with_worker_errors(batches: Iterable[T | ShardError | StorageError]) -> Iter
             if explanation is None:
                 raise
             for process in getattr(iterator, "_workers", ()):
-                with contextlib.suppress(RuntimeError):  # torch's signal handler raises again for the same dead worker
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # torch's signal handler raises again for the same dead worker
                     process.kill()
                     process.join()
             raise explanation from error
@@ -63,23 +71,29 @@ def with_worker_errors(batches: Iterable[T | ShardError | StorageError]) -> Iter
 
 
 def worker_error(error: Exception) -> LoaderError | None:
-    """Return the LoaderError for torch's message about a dead or hung worker; None for other errors.
+    """Return the LoaderError for torch's message about a dead or hung worker; None for other
+    errors.
 
-    A worker that dies while it sends a batch breaks the connection to it (ConnectionError, EOFError). Exceptions raised
-    inside a worker carry "in DataLoader worker process" and are not translated.
+    A worker that dies while it sends a batch breaks the connection to it (ConnectionError,
+    EOFError). Exceptions raised inside a worker carry "in DataLoader worker process" and are not
+    translated.
     """
     text = str(error)
     if isinstance(error, ConnectionError | EOFError) and "in DataLoader worker process" not in text:
         text = "DataLoader worker exited unexpectedly while sending a batch"
     if "DataLoader timed out" in text:
         return LoaderError(
-            "a loader worker returned nothing within the timeout; check the disk or network that holds the shards and "
+            "a loader worker returned nothing within the timeout; check the disk or network "
+            "that holds the shards and "
             "run the same command again, with --data.workers 0 to see where it hangs",
             "worker",
         )
-    if "DataLoader worker" in text and ("killed by signal" in text or "exited unexpectedly" in text):
+    if "DataLoader worker" in text and (
+        "killed by signal" in text or "exited unexpectedly" in text
+    ):
         return LoaderError(
-            f"a loader worker died ({text.split('. ')[0].rstrip('. ')}), probably for lack of memory (or of shared "
+            f"a loader worker died ({text.split('. ')[0].rstrip('. ')}), probably for lack of "
+            f"memory (or of shared "
             "memory, /dev/shm); run the same command again with fewer --data.workers",
             "worker",
         )
@@ -90,32 +104,42 @@ def worker_error(error: Exception) -> LoaderError | None:
 # process above them.
 
 _NICE = 5
-"""Lower priority of worker processes beside a GPU: where they use all cores, the process that queues its work comes
-first, and the GPU does not wait for it."""
+"""Lower priority of worker processes beside a GPU: where they use all cores, the process that
+queues its work comes first, and the GPU does not wait for it.
+"""
 
 
 def init_worker(worker: int, *, beside_gpu: bool = False) -> None:
     """Set up a loader's worker process (`worker_init_fn` of torch's DataLoader).
 
-    Training stops after its step, which needs its workers. torchrun and Ctrl-C signal the process group, which a worker
-    leaves; systemd and SLURM signal every process of a job with SIGTERM, which a worker heeds from its parent alone.
-    A worker starts with both signals blocked (`signals_blocked`), so that none ends it before this is set up.
+    Training stops after its step, which needs its workers. torchrun and Ctrl-C signal the process
+    group, which a worker leaves; systemd and SLURM signal every process of a job with SIGTERM,
+    which a worker heeds from its parent alone. A worker starts with both signals blocked
+    (`signals_blocked`), so that none ends it before this is set up.
     """
     os.setpgid(0, 0)
     if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there are threads, which inherit it
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGTERM}
+        )  # before there are threads, which inherit it
         threading.Thread(target=_end_for_parent, daemon=True).start()
     else:  # macOS has none
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if beside_gpu:
         os.nice(_NICE)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already; the thread pool breaks after a fork
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # one process per core already; the thread pool breaks after a fork
+    )
     cv2.setNumThreads(0)
 
 
 def _end_for_parent() -> None:
-    """Wait for SIGTERM, and end the process where the parent sent it, which is how it stops its workers."""
-    parent = multiprocessing.parent_process()  # of a fork server's child, the process that asked for it
+    """Wait for SIGTERM, and end the process where the parent sent it, which is how it stops its
+    workers.
+    """
+    parent = (
+        multiprocessing.parent_process()
+    )  # of a fork server's child, the process that asked for it
     pid = os.getppid() if parent is None else parent.pid
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
         pass

@@ -1,4 +1,6 @@
-"""Cleaning of texts from exports: markup, entities, escaped line breaks, invisible characters, marks of no text."""
+"""Cleaning of texts from exports: markup, entities, escaped line breaks, invisible characters,
+marks of no text.
+"""
 
 import html
 import re
@@ -6,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 _SPACES = dict.fromkeys((0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000), " ")
-_INVISIBLE = dict.fromkeys((0xAD, 0x180E, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF))
+_INVISIBLE = dict.fromkeys(
+    (0xAD, 0x180E, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF)
+)
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
@@ -21,24 +25,29 @@ _OTHER_TAG = re.compile(
     re.IGNORECASE,
 )
 _EXCEL = re.compile(r"_x([0-9A-Fa-f]{4})_")
-_ESCAPED = re.compile(r"\\+r\\+n|\\+n(?!(?:u|abla|eq?|ot|eg|ewline)\b)|\\+[rt](?![a-z])|\\\.br\\|\\X0[DdAa]\\")
+_ESCAPED = re.compile(
+    r"\\+r\\+n|\\+n(?!(?:u|abla|eq?|ot|eg|ewline)\b)|\\+[rt](?![a-z])|\\\.br\\|\\X0[DdAa]\\"
+)
 """Line breaks written as two characters, as JSON and Python write them, and as HL7 does."""
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 _NO_TEXT = frozenset((
-    "none", "nan", "na", "n/a", "#n/a", "#na", "<na>", "null", "nil", "nat", "undefined", "not available",
-    "not applicable", "not provided", "not given", "not dictated", "not reported", "not recorded", "not done",
-    "unknown", "unavailable", "no text", "no data", "no report", "no report available", "no impression",
-    "no impression provided", "no findings provided", "none provided", "none given", "none available", "none dictated",
-    "empty", "blank", "missing", r"\n", "#value!", "#ref!", "#name?",
+    "none", "nan", "na", "n/a", "#n/a", "#na", "<na>", "null", "nil", "nat", "undefined",
+    "not available", "not applicable", "not provided", "not given", "not dictated", "not reported",
+    "not recorded", "not done", "unknown", "unavailable", "no text", "no data", "no report",
+    "no report available", "no impression", "no impression provided", "no findings provided",
+    "none provided", "none given", "none available", "none dictated", "empty", "blank", "missing",
+    r"\n", "#value!", "#ref!", "#name?",
 ))  # fmt: skip
 _MARKS = " \t\n.,;:-–—_/*()[]{}'\"?"
 _OPENING = (
-    r"(?:(?:please|kindly|none|nil|not|n a|separately|dictated|findings?|impressions?|conclusions?|are|is|both|full"
+    r"(?:(?:please|kindly|none|nil|not|n "
+    r"a|separately|dictated|findings?|impressions?|conclusions?|are|is|both|full"
     r"|results?) )*"
 )
 _POINTER = (
-    r"(?:see|refer(?: back)? to|cf|as|same as|per|describ(?:ed|e)|stated|reported|detailed|noted|dictated|discussed"
+    r"(?:see|refer(?: back)? to|cf|as|same "
+    r"as|per|describ(?:ed|e)|stated|reported|detailed|noted|dictated|discussed"
     r"|included|combined|given|listed|above|below|vide|ditto|idem)"
 )
 _POINTED_AT = (
@@ -56,10 +65,11 @@ _LONGEST_REFERENCE = 90
 def clean_text(text: str) -> str:
     """Return a text without the traces of its export.
 
-    Line breaks become `\\n`, blanks of any width ` `, and invisible characters are removed. HTML's entities (`&lt;`)
-    are replaced, its tags of lines (`<br>`, `<p>`, `<li>`) become line breaks, and other tags are removed; `<5 mm` is
-    no tag. Escapes of line breaks (`\\n` in two characters, Excel's `_x000D_`, HL7's `\\.br\\`) become line breaks, and
-    control characters such as NUL are removed.
+    Line breaks become `\\n`, blanks of any width ` `, and invisible characters are removed. HTML's
+    entities (`&lt;`) are replaced, its tags of lines (`<br>`, `<p>`, `<li>`) become line breaks,
+    and other tags are removed; `<5 mm` is no tag. Escapes of line breaks (`\\n` in two characters,
+    Excel's `_x000D_`, HL7's `\\.br\\`) become line breaks, and control characters such as NUL are
+    removed.
     """
     text = replace_entities(replace_entities(text))  # "&amp;lt;" was escaped twice
     if "<" in text:
@@ -75,12 +85,15 @@ def clean_text(text: str) -> str:
 def stored_text(text: str, warnings: Counter[str]) -> str:
     """Return a report, a section or a caption as shards store it, cleaned as by `clean_text`.
 
-    "" for marks of no text (`None`, `--`) and for texts that only refer to another one ("See impression."); both are
-    counted, and so are texts with markup, entities, escapes or control characters.
+    "" for marks of no text (`None`, `--`) and for texts that only refer to another one ("See
+    impression."); both are counted, and so are texts with markup, entities, escapes or control
+    characters.
     """
     cleaned = clean_text(text).strip()
     if is_no_text(cleaned) or is_reference(cleaned):
-        warnings["missing_texts" if is_no_text(cleaned) else "texts_referring_elsewhere"] += bool(text.strip())
+        warnings["missing_texts" if is_no_text(cleaned) else "texts_referring_elsewhere"] += bool(
+            text.strip()
+        )
         return ""
     warnings["cleaned_texts"] += cleaned != clean_spaces(text).strip()
     return cleaned
@@ -97,7 +110,9 @@ def replace_entities(text: str) -> str:
 
 
 def clean_spaces(text: str) -> str:
-    """Return a text with `\\n` as its line breaks and ` ` as its blanks, without invisible characters."""
+    """Return a text with `\\n` as its line breaks and ` ` as its blanks, without invisible
+    characters.
+    """
     if text.isascii():
         return _LINE_ENDS.sub("\n", text)
     return _LINE_ENDS.sub("\n", text.translate(_INVISIBLE).translate(_SPACES))
@@ -142,13 +157,18 @@ def _both_ways(*pairs: tuple[str, str]) -> dict[str, str]:
 
 _COUNTERPART = _both_ways(("left", "right"), ("lt", "rt"), ("dextro", "levo"), ("l", "r"))
 
-# Matched after the side. Both sides are treated alike, so that swapping twice returns the original text.
+# Matched after the side. Both sides are treated alike, so that swapping twice returns the original
+# text.
 _NAMES = (
-    r"ventric\w+|atri(?:al|um|a)\b|auric\w+|bundle|coronar\w+|main coronar\w+|(?:anterior )?fascic\w+"
+    r"ventric\w+|atri(?:al|um|a)\b|auric\w+|bundle|coronar\w+|main coronar\w+|(?:anterior "
+    r")?fascic\w+"
     r"|anterior descending|circumflex|shunt|to[- ](?:left|right)[- ]shunt"
-    r"|(?:heart|cardiac) (?:failure|strain|catheter\w*|disease|enlargement|dysfunction|dilat\w+|chambers?|pressures?)"
+    r"|(?:heart|cardiac) "
+    r"(?:failure|strain|catheter\w*|disease|enlargement|dysfunction|dilat\w+|chambers?|pressures?)"
 )
-_NO_SIDE = r"(?:in|as) (?:place|situ|is)\b|against|ama\b|now\b|away\b|the (?:hospital|emergency|ward)\b"
+_NO_SIDE = (
+    r"(?:in|as) (?:place|situ|is)\b|against|ama\b|now\b|away\b|the (?:hospital|emergency|ward)\b"
+)
 _TWO_SIDED = (
     r"sided?|lungs?|lobes?|lower|upper|mid|middle|bas(?:e|es|al|ilar)|hil(?:um|ar)|apex|apical|apices|hemi\w+|pleural"
     r"|effusions?|pneumothora\w+|ptx|chest|costophrenic|cpa?|internal|ij|subclavian|sc|picc|port|pacer|pacemaker"
@@ -179,10 +199,14 @@ def names_side(text: str) -> bool:
 
 
 def names_place(text: str) -> bool:
-    """Return whether a text names a side or a height, so that it contradicts an image turned by a right angle."""
+    """Return whether a text names a side or a height, so that it contradicts an image turned by
+    a right angle.
+    """
     return names_side(text) or _PLACE.search(text) is not None
 
 
 def swap_laterality(text: str) -> str:
-    """Return `text` with left and right exchanged (see the module docstring). Swapping twice returns `text`."""
+    """Return `text` with left and right exchanged (see the module docstring). Swapping twice
+    returns `text`.
+    """
     return _SIDE.sub(lambda match: _COUNTERPART.get(match[0], match[0]), text)

@@ -1,4 +1,6 @@
-"""Headers in the lines of a report: with a colon, alone on a line, in a table, in Markdown, or within a line."""
+"""Headers in the lines of a report: with a colon, alone on a line, in a table, in Markdown, or
+within a line.
+"""
 
 import itertools
 import re
@@ -30,16 +32,22 @@ _DIVIDED = re.compile(
 )
 """A heading before a tab, two blanks, a dash or a full stop: `Findings - The lungs are clear`."""
 _CAPITALS = re.compile(
-    r"[ \t]*(?P<label>[A-Z][A-Z&/]+(?: [A-Z&/]{2,20}){0,3})[ ](?P<rest>[(\"']?(?:A |[A-Z]?[a-z]|[0-9_]).*)"
+    r"[ \t]*(?P<label>[A-Z][A-Z&/]+(?: [A-Z&/]{2,20}){0,3})[ ](?P<rest>[(\"']?(?:A "
+    r"|[A-Z]?[a-z]|[0-9_]).*)"
 )
 """A heading in capitals before a sentence that is not: `FINDINGS The lungs are clear`."""
-_MARKS = re.compile(r"[ \t]*(?:[-*•·►▪●=~_#>–—<\[({\"'|]+|\(?(?:\d{1,2}|[ivxIVX]{1,4}|[A-Ha-h])[.)])[ \t]*(?=[A-Za-z])")
+_MARKS = re.compile(
+    r"[ \t]*(?:[-*•·►▪●=~_#>–—<\[({\"'|]+|\(?(?:\d{1,2}|[ivxIVX]{1,4}|[A-Ha-h])[.)])[ "
+    r"\t]*(?=[A-Za-z])"
+)
 _DECORATED = re.compile(
     r"(?P<label>[A-Za-z][A-Za-z &/,()'’-]{1,58}?)[ \t]*"
     r"(?:(?P<end>[=~*_#>–—\]})\"']*[ \t]*[:：][ \t]*[=~*_#>\]})\"'-]*|\||[\]>=~*_#-]{2,}|[\]]"
     r"|[=~*_#>\]})\"'-]*$)(?P<rest>.*))"
 )
-"""A heading behind a list mark or between decorations: `1. FINDINGS:`, `== FINDINGS ==`, `| Findings | Clear |`."""
+"""A heading behind a list mark or between decorations: `1. FINDINGS:`, `== FINDINGS ==`, `|
+Findings | Clear |`.
+"""
 _OWNER = re.compile(
     r"^([ \t]*)(?:Dr|Prof|Mr|Mrs|Ms|DR|PROF)\.? (?:[^\W\d_][\w'’-]* ){0,2}?[^\W\d_][\w-]*['’][sS] "
     r"(?=(?:final |overall )?(?:findings?|impressions?|conclusions?)\b)",
@@ -54,12 +62,14 @@ _MARKDOWN_LABEL = re.compile(
     r"(?:(?P<colon>:)[ \t]*(?P=mark)|(?P=mark)[ \t]*(?P<after>:|$))"
 )
 _SIGNATURE = re.compile(
-    r"[ \t]*(?:(?:electronically|digitally) )?(?:signed|dictated|transcribed|typed|verified|approved|interpreted|read)"
+    r"[ \t]*(?:(?:electronically|digitally) "
+    r")?(?:signed|dictated|transcribed|typed|verified|approved|interpreted|read)"
     r" by\b|[ \t]*/s/(?=[ \t]|$)",
     re.IGNORECASE,
 )
 _RECORD_NUMBER = re.compile(
-    r"[ \t]*(?P<label>MRN|(?:medical )?record (?:number|no)|accession(?: (?:number|no))?)\b[ \t.#]*(?=\d{4})",
+    r"[ \t]*(?P<label>MRN|(?:medical )?record (?:number|no)|accession(?: (?:number|no))?)\b[ "
+    r"\t.#]*(?=\d{4})",
     re.IGNORECASE,
 )
 _MOST_WORDS = 6
@@ -73,20 +83,26 @@ _DESCRIPTION = ("findings", "impression")
 
 _LABEL_IN_LINE = r"[^\W\d_][^\s:.!?;|_]*(?:[ ][^\s:.!?;|_]+){0,6}"
 _IN_LINE = re.compile(
-    rf"(?P<before>[.!?:;_|][ \t]{{1,40}}|[.!?;|],?[ \t]{{0,3}}(?=[A-Z][A-Za-z]{{2}})|[ \t]{{2,40}}|\t)"
+    rf"(?P<before>[.!?:;_|][ \t]{{1,40}}|[.!?;|],?[ \t]{{0,3}}(?=[A-Z][A-Za-z]{{2}})|[ "
+    rf"\t]{{2,40}}|\t)"
     rf"(?P<label>{_LABEL_IN_LINE})(?=[ \t]?[:：])"
 )
-_IN_ONLY_LINE = re.compile(r"(?:^|(?<=[ \t]))(?P<words>(?:[^\s:]{1,25} ){0,4}[^\s:]{1,25})(?=[ ]?[:：])")
+_IN_ONLY_LINE = re.compile(
+    r"(?:^|(?<=[ \t]))(?P<words>(?:[^\s:]{1,25} ){0,4}[^\s:]{1,25})(?=[ ]?[:：])"
+)
 _BEFORE_CORE = re.compile(
-    r"(?:clinical |final |overall |radiological |radiographic |imaging |[a-z]{3,20}(?: and |/))?(?P<core>.+)"
+    r"(?:clinical |final |overall |radiological |radiographic |imaging |[a-z]{3,20}(?: and "
+    r"|/))?(?P<core>.+)"
 )
 _ONLY_MARK = re.compile(r"[\W\d_]*[ivxIVXA-Ha-h]{0,4}[\W_]*")
 _SIGNATURE_IN_LINE = re.compile(
-    r"(?<=[.!?])[ \t]+(?=(?:(?:Electronically|Digitally) signed|Signed|SIGNED|Dictated|DICTATED|Transcribed|TRANSCRIBED"
+    r"(?<=[.!?])[ \t]+(?=(?:(?:Electronically|Digitally) "
+    r"signed|Signed|SIGNED|Dictated|DICTATED|Transcribed|TRANSCRIBED"
     r"|ELECTRONICALLY SIGNED) (?:by|BY)\b|/s/ )"
 )
 _CAPITALS_IN_LINE = re.compile(
-    r"(?<=[ \t])(?:FINDINGS|IMPRESSION|CONCLUSION|COMPARISON|TECHNIQUE|INDICATION|HISTORY)(?= (?:[A-Z][a-z]|\d[.)] ))"
+    r"(?<=[ \t])(?:FINDINGS|IMPRESSION|CONCLUSION|COMPARISON|TECHNIQUE|INDICATION|HISTORY)(?= "
+    r"(?:[A-Z][a-z]|\d[.)] ))"
 )
 _TAG = re.compile(r"<(?P<end>/?)(?P<name>[A-Za-z_]{4,20})>")
 _MOST_INDENT = 200
@@ -117,20 +133,33 @@ def divide_lines(text: str) -> list[str]:
     is_only = "\n" not in text.strip()
     lines: list[str] = []
     for line in text.split("\n"):
-        found = {match.end(): _common_suffix(match) for match in _IN_ONLY_LINE.finditer(line)} if is_only else {}
+        found = (
+            {match.end(): _common_suffix(match) for match in _IN_ONLY_LINE.finditer(line)}
+            if is_only
+            else {}
+        )
         found |= {
-            match.end("label"): match.start("label") for match in _IN_LINE.finditer(line) if _is_common_within(match)
+            match.end("label"): match.start("label")
+            for match in _IN_LINE.finditer(line)
+            if _is_common_within(match)
         }
         starts = {start for start in found.values() if start is not None}
         starts |= {match.end() for match in _SIGNATURE_IN_LINE.finditer(line)}
-        starts |= {match.start() for match in _CAPITALS_IN_LINE.finditer(line)} if is_only else set()
+        starts |= (
+            {match.start() for match in _CAPITALS_IN_LINE.finditer(line)} if is_only else set()
+        )
         places = [0, *sorted(starts - {0}), len(line)]
         for start, end in itertools.pairwise(places):
-            lines.append(" " * min(start, _MOST_INDENT) + line[start:end].rstrip(" \t|," if end < len(line) else None))
+            lines.append(
+                " " * min(start, _MOST_INDENT)
+                + line[start:end].rstrip(" \t|," if end < len(line) else None)
+            )
     return lines
 
 
-def find_header(line: str, inside: str | None, *, is_first: bool = False, has_findings: bool = False) -> Header | None:
+def find_header(
+    line: str, inside: str | None, *, is_first: bool = False, has_findings: bool = False
+) -> Header | None:
     """Return the header that a line begins with, else None.
 
     Args:
@@ -147,21 +176,29 @@ def find_header(line: str, inside: str | None, *, is_first: bool = False, has_fi
     signature = _SIGNATURE.match(line)
     if signature is not None and signature[0].lstrip()[:1] in string.ascii_uppercase + "/":
         name = " ".join(signature[0].lower().split())
-        return Header("signed by" if name == "/s/" else name, line[signature.end() :].lstrip(" \t:"), name)
+        return Header(
+            "signed by" if name == "/s/" else name, line[signature.end() :].lstrip(" \t:"), name
+        )
     number = _RECORD_NUMBER.match(line)
     if number is not None:
         name = " ".join(number["label"].lower().split())
         return Header(name, line[number.end() :], name)
     for label, rest, is_listed_only in _labels(line):
-        header = _opened(label, rest, inside, is_first=is_first, has_findings=has_findings, listed=is_listed_only)
+        header = _opened(
+            label, rest, inside, is_first=is_first, has_findings=has_findings, listed=is_listed_only
+        )
         if header is not None:
             indent = " " * min(max(0, len(line) - len(header.rest)), _MOST_INDENT)
-            return header._replace(rest=header.rest if header.rest == line else indent + header.rest)
+            return header._replace(
+                rest=header.rest if header.rest == line else indent + header.rest
+            )
     return None
 
 
 def _labels(line: str) -> list[tuple[str, str, bool]]:
-    """Return (heading, rest of the line, whether only a listed heading counts) for each form that a line may have."""
+    """Return (heading, rest of the line, whether only a listed heading counts) for each form
+    that a line may have.
+    """
     match = _HEADER.match(line)
     if match is not None:
         spaced = match["rest"][:1].isspace() or not match["rest"] or not match["label"].isupper()
@@ -211,10 +248,18 @@ def _opened(
 
 
 def _of_known(
-    heading: Heading, label: str, rest: str, inside: str | None, *, is_first: bool, without_colon: bool
+    heading: Heading,
+    label: str,
+    rest: str,
+    inside: str | None,
+    *,
+    is_first: bool,
+    without_colon: bool,
 ) -> Header | None:
     plain = plain_heading(label)
-    if without_colon and (heading.kind is Kind.ORGAN or (rest and heading.kind is not Kind.SECTION)):
+    if without_colon and (
+        heading.kind is Kind.ORGAN or (rest and heading.kind is not Kind.SECTION)
+    ):
         return None
     if without_colon and not may_stand_alone(plain):
         return None  # "History of asthma"
@@ -223,19 +268,29 @@ def _of_known(
             return None
         return Header(" ".join(label.lower().split()), rest, plain, is_administrative=True)
     if heading.kind is Kind.ORGAN:
-        if inside in (*_DESCRIPTION, "wet_read", "addendum") or (inside is None and not (is_first or label.isupper())):
+        if inside in (*_DESCRIPTION, "wet_read", "addendum") or (
+            inside is None and not (is_first or label.isupper())
+        ):
             return None
         return Header("findings", f"{label}:{rest}", plain, continues=True)
     if heading.kind is Kind.PART:
-        return None if inside in _DESCRIPTION else Header(heading.section, rest, plain, continues=True)
+        return (
+            None if inside in _DESCRIPTION else Header(heading.section, rest, plain, continues=True)
+        )
     if heading.section == inside and inside in _DESCRIPTION and not _CORE.fullmatch(plain):
         return None  # "Radiographic findings" within the findings
     return Header(heading.section, rest, plain)
 
 
 def _is_common(heading: Heading, plain: str) -> bool:
-    """Return whether a heading is one of those that are recognised in small letters and within a line."""
-    return heading.kind is Kind.SECTION and heading.section in COMMON_SECTIONS and is_alias(plain, common=True)
+    """Return whether a heading is one of those that are recognised in small letters and within a
+    line.
+    """
+    return (
+        heading.kind is Kind.SECTION
+        and heading.section in COMMON_SECTIONS
+        and is_alias(plain, common=True)
+    )
 
 
 def _is_common_within(match: re.Match[str]) -> bool:
@@ -250,7 +305,9 @@ def _is_common_within(match: re.Match[str]) -> bool:
         return False  # "TECHNIQUE: AP FINDINGS:"
     if heading is not None and heading.kind is Kind.SECTION:
         return heading.section in _DESCRIPTION and not is_alias(plain)
-    return is_identifying_header(plain, at_start=True) or (heading is not None and heading.kind is Kind.ADMINISTRATIVE)
+    return is_identifying_header(plain, at_start=True) or (
+        heading is not None and heading.kind is Kind.ADMINISTRATIVE
+    )
 
 
 def _common_suffix(match: re.Match[str]) -> int | None:
@@ -272,7 +329,12 @@ def _is_common_in_only_line(label: str) -> bool:
     core = _BEFORE_CORE.fullmatch(plain)
     heading = None if core is None else known_heading(core["core"])
     is_uniform = label.isupper() == label.rpartition(" ")[2].isupper()
-    return core is not None and heading is not None and _is_common(heading, core["core"]) and is_uniform
+    return (
+        core is not None
+        and heading is not None
+        and _is_common(heading, core["core"])
+        and is_uniform
+    )
 
 
 def _replace_tag(tag: re.Match[str]) -> str:
@@ -283,7 +345,9 @@ def _replace_tag(tag: re.Match[str]) -> str:
 
 
 def _without_markdown(line: str) -> str:
-    """Return a line without the marks of a heading, and without asterisks around what could be a header."""
+    """Return a line without the marks of a heading, and without asterisks around what could be a
+    header.
+    """
     heading = _MARKDOWN_HEADING.match(line)
     if heading is not None:
         line = line[heading.end() :].rstrip("# \t")

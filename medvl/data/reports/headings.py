@@ -1,4 +1,6 @@
-"""Headings of reports: the section that each opens, in the words of many hospitals and of the columns of tables."""
+"""Headings of reports: the section that each opens, in the words of many hospitals and of the
+columns of tables.
+"""
 
 import enum
 import functools
@@ -63,7 +65,8 @@ _ALIASES = {
     "|klinische angaben"
     "|klinik|antecedentes|renseignements cliniques|allergies|medications"
     "|history/reason for exam|risk factors",
-    "comparison": "comparison|prior findings|previous findings|comparison exam|comparison study|comparison studies"
+    "comparison": "comparison|prior findings|previous findings|comparison exam|comparison "
+    "study|comparison studies"
     "|comparison film|comparison films|prior studies|prior exams|previous examination"
     "|comparisons|compared to|compared with|comparision|comparisions|comparsion|comparrison"
     "|correlation|reference exam|previous|priors|prior|vergleich|voraufnahmen|comparación"
@@ -98,9 +101,12 @@ _ALIASES = {
     "wet_read": "wet read|wetread|preliminary report|preliminary read",
     "addendum": "addendum|addenda|final addendum",
 }
-"""Section -> its headings. Misspellings are those of `section_parser.py` in MIT-LCP/mimic-cxr, except that it takes
-"ndication" (one report) for the impression."""
-_SECTION_OF = {alias: section for section, aliases in _ALIASES.items() for alias in aliases.split("|")}
+"""Section -> its headings. Misspellings are those of `section_parser.py` in MIT-LCP/mimic-cxr,
+except that it takes "ndication" (one report) for the impression.
+"""
+_SECTION_OF = {
+    alias: section for section, aliases in _ALIASES.items() for alias in aliases.split("|")
+}
 
 _KIND_OF_HISTORY = (
     r"(?:(?:relevant|pertinent|brief|short|patient|patient'?s|past|previous|present|current|clinical|medical|surgical|social"
@@ -119,7 +125,8 @@ _PATTERNS = {
     r"|.*\b(?:chief|presenting) complaint"
     r"|(?:clinical )?(?:indications?|reasons?|questions?)/.*"
     r"|(?:exam|study|examination|order) (?:indications?|reasons?)",
-    "comparison": rf"comparisons? {_STUDIES}|{_PRIOR} {_STUDIES}|comparisons? (?:to|with|is|are|made) .*"
+    "comparison": rf"comparisons? {_STUDIES}|{_PRIOR} {_STUDIES}|comparisons? "
+    rf"(?:to|with|is|are|made) .*"
     rf"|compar(?:ed|ison) (?:to|with) .*|dates? of comparison.*|comparison dates?"
     rf"|comparisons?/.*|correlat\w+ {_STUDIES}",
     "technique": r"(?:exam(?:ination)?|study|imaging|scan|scanning|acquisition|radiographic"
@@ -127,7 +134,8 @@ _PATTERNS = {
     r" (?:techniques?|protocols?|parameters|methods?)|techniques?(?: and |/).*|technique of .*",
     "notification": r"(?:critical |these |the |significant )?(?:findings?|results?"
     "|impression|report)(?: was| were| have been)?"
-    r" (?:discussed|communicated|called|reported|telephoned|conveyed|paged|relayed|notified|phoned)\b.*"
+    r" (?:discussed|communicated|called|reported|telephoned|conveyed|paged"
+    r"|relayed|notified|phoned)\b.*"
     r"|(?:discussed|communicated|telephoned|notified|relayed|conveyed) (?:to|with|by|at|on)\b.*",
     "addendum": r"addend(?:um|a) .*|(?:report|final|preliminary) addend(?:um|a)",
     "recommendation": r"(?:further |management |imaging |clinical )?(?:recommendations?"
@@ -173,7 +181,9 @@ _PART_OF_SECTION = re.compile(
 )
 """Words of sub-headings such as "Other findings", which stay in the section that they are in."""
 _SECTIONS_WITHIN = ("impression", "findings", "history", "comparison", "addendum")
-"""Words that assign an unlisted heading in capitals to a section, tried in this order (as in `section_parser.py`)."""
+"""Words that assign an unlisted heading in capitals to a section, tried in this order (as in
+`section_parser.py`).
+"""
 _EXAMINATION_NAME = re.compile(
     r"\b(?:chest|thorax|cxr|views?|radiographs?|x-?rays?|films?|portable|bone window|ribs"
     r"|frontal (?:and|upright|semi-upright)|(?:pa|ap|lateral) and (?:pa|ap|lat|lateral))\b"
@@ -197,7 +207,9 @@ _WITH_ORGAN = re.compile(
     r"|great|thoracic|chest|cage|thorax|apices|bases|markings|nodes|surfaces?|medical|life"
     r"|monitoring|implanted|visible|base|findings?"
 )
-"""Words of a template's headings of the parts of the findings, `LUNGS AND PLEURA`, and those that go with them."""
+"""Words of a template's headings of the parts of the findings, `LUNGS AND PLEURA`, and those
+that go with them.
+"""
 _ADMINISTRATIVE = re.compile(
     r"(?:report |document |result |exam |study )?status|priority|cc|copies to|copy to"
     r"|distribution|(?:referring )?facility"
@@ -224,11 +236,13 @@ _ADMINISTRATIVE = re.compile(
     r"|residents?|specialists?|attendings?|interpreter|registrar|readers?)"
     r"(?: (?:names?|signature|id|initials|of record|on call|in charge))?|requested by|ordered by"
     r"|performed by"
-    r"|patient(?:'s)?(?: (?:name|id|age|sex|gender|dob|class|type|location|status|demographics|data|no|number))?"
+    r"|patient(?:'s)?(?: "
+    r"(?:name|id|age|sex|gender|dob|class|type|location|status|demographics|data|no|number))?"
     r"|pt(?: name| id)?|name|full name|surname|first name|last name|age|sex|gender|age/sex"
     r"|sex/age|age and sex|race|ethnicity"
     r"|dob|demographics|address|phone|tel|telephone|fax|email|contact|room|bed|workstation|signer"
-    r"|.*\b(?:dictated|signed|read|transcribed|interpreted|verified|reviewed|approved|typed|reported|performed) by"
+    r"|.*\b(?:dictated|signed|read|transcribed|interpreted|verified|reviewed|approved|typed"
+    r"|reported|performed) by"
     r"|report(?:ed)? (?:by|on)|reviewed by|checked by|confirmed by|validated by|unterschrift"
     r"|patientin|geburtsdatum"
 )
@@ -274,8 +288,10 @@ _OWN_NAMES = words(
 """Columns that keep their name: their text may be of another kind than the section of that name."""
 
 _NEED_COLON = words(
-    "why query previous prior priors background symptoms presentation advice management allergies medications "
-    "correlation question questions request modality communication followup follow-up follow-ups why suggestion plan "
+    "why query previous prior priors background symptoms presentation advice management "
+    "allergies medications "
+    "correlation question questions request modality communication followup follow-up "
+    "follow-ups why suggestion plan "
     "suggestions klinik imp hx previous notice method methods procedure observation assessment"
 )
 """Aliases that are words of a sentence as well."""
@@ -302,8 +318,12 @@ class Heading(NamedTuple):
 
 
 def plain_heading(label: str) -> str:
-    """Return a heading in lower case, with single blanks, `and` for `&`, and no blanks around slashes."""
-    plain = label.lower().replace("’", "'").replace("_", " ").replace("&", " and ").replace("(s)", "s")
+    """Return a heading in lower case, with single blanks, `and` for `&`, and no blanks around
+    slashes.
+    """
+    plain = (
+        label.lower().replace("’", "'").replace("_", " ").replace("&", " and ").replace("(s)", "s")
+    )
     return re.sub(r" ?/ ?", "/", " ".join(plain.split()))
 
 
@@ -333,9 +353,24 @@ def known_heading(plain: str) -> Heading | None:
 
 
 def _described(plain: str) -> str | None:
-    """Return impression or findings for a heading of one of these words and words such as "radiological"."""
+    """Return impression or findings for a heading of one of these words and words such as
+    "radiological".
+    """
     words = re.sub(r"[][(),:/]", " ", plain).split() or [""]
-    if words[0] in ("the", "and", "of", "on", "in", "for", "by", "with", "are", "as", "this", "these"):
+    if words[0] in (
+        "the",
+        "and",
+        "of",
+        "on",
+        "in",
+        "for",
+        "by",
+        "with",
+        "are",
+        "as",
+        "this",
+        "these",
+    ):
         return None  # the middle of a sentence
     if len(words) == 1 and words[0] in ("comment", "comments", "narrative"):
         return None
@@ -351,7 +386,9 @@ def _described(plain: str) -> str | None:
 
 
 def is_alias(plain: str, *, common: bool = False) -> bool:
-    """Return whether a heading is listed word by word; with `common`, also that it means nothing else in a sentence."""
+    """Return whether a heading is listed word by word; with `common`, also that it means nothing
+    else in a sentence.
+    """
     return plain in _SECTION_OF and not (common and plain.replace(" ", "-") in _OWN_NAMES)
 
 
@@ -371,9 +408,13 @@ def unlisted_heading(plain: str, name: str) -> str:
 
 
 def section_name(header: str) -> str:
-    """Return the section of a heading or a column (`REASON_FOR_EXAM`, `section_findings`), else the header itself."""
+    """Return the section of a heading or a column (`REASON_FOR_EXAM`, `section_findings`), else
+    the header itself.
+    """
     plain = plain_heading(_CAMEL.sub(" ", header).replace(".", " ").replace("-", " "))
-    for candidate in dict.fromkeys((plain_heading(header), plain, _COLUMN_WORDS.sub("", _COLUMN_WORDS.sub("", plain)))):
+    for candidate in dict.fromkeys(
+        (plain_heading(header), plain, _COLUMN_WORDS.sub("", _COLUMN_WORDS.sub("", plain)))
+    ):
         heading = known_heading(candidate)
         if heading is not None and heading.kind in (Kind.SECTION, Kind.PART):
             return heading.section
@@ -381,7 +422,8 @@ def section_name(header: str) -> str:
 
 
 def column_section(column: str) -> str:
-    """Return the section that the texts of a column are stored as: `findings` for `section_findings`, else the column.
+    """Return the section that the texts of a column are stored as: `findings` for
+    `section_findings`, else the column.
 
     Columns such as `report` or `description`, whose texts may be of any kind, keep their names.
     """

@@ -1,24 +1,28 @@
 """Rule-based labeler of the CheXpert findings in reports: positive, negative or uncertain.
 
-    label_report("Small left effusion. No pneumothorax.")    # {"Pleural Effusion": 1, "Pneumothorax": 0}
+    # {"Pleural Effusion": 1, "Pneumothorax": 0}
+    label_report("Small left effusion. No pneumothorax.")
     find_mentions("No focal consolidation, effusion or edema.")   # each with its phrase and its cue
 
-A labeler like that of CheXpert and MIMIC-CXR (Irvin et al., arXiv 1901.07031, section 2.2), but without a parser:
-phrases are in `medvl.data.reports.labeler_lexicon`, cues in `labeler_cues`, and `labeler_scopes` decides which cue
-applies to which phrase. In each sentence,
+A labeler like that of CheXpert and MIMIC-CXR (Irvin et al., arXiv 1901.07031, section 2.2), but
+without a parser: phrases are in `medvl.data.reports.labeler_lexicon`, cues in `labeler_cues`, and
+`labeler_scopes` decides which cue applies to which phrase. In each sentence,
 
 1. each match of a finding's phrases is a mention;
-2. its value comes from a cue within the phrase ("heart is not enlarged"), else from a "versus" beside it, else from the
-   nearest cue after it that reaches back, else from the nearest cue before it that reaches it;
+2. its value comes from a cue within the phrase ("heart is not enlarged"), else from a "versus"
+   beside it, else from the nearest cue after it that reaches back, else from the nearest cue before
+   it that reaches it;
 3. without a cue it is positive. Mentions of a history ("history of pneumonia") are left out.
 
-Among the mentions of a report, positive takes precedence over uncertain, and uncertain over negative.
+Among the mentions of a report, positive takes precedence over uncertain, and uncertain over
+negative.
 
-Conventions: "consistent with" is positive; old, unchanged and partly resolved findings are present; "no new effusion"
-is negative; heart failure is Edema, as in CheXpert; a blunted costophrenic angle is an effusion unless the sentence
-names one; "small left, no right effusion" and "no right effusion, small left" name an effusion of the left. Those about
-doubt and vascular congestion are options (`Conventions`). The labeler reads English reports of chest radiographs and
-does not correct misspellings.
+Conventions: "consistent with" is positive; old, unchanged and partly resolved findings are present;
+"no new effusion" is negative; heart failure is Edema, as in CheXpert; a blunted costophrenic angle
+is an effusion unless the sentence names one; "small left, no right effusion" and "no right
+effusion, small left" name an effusion of the left. Those about doubt and vascular congestion are
+options (`Conventions`). The labeler reads English reports of chest radiographs and does not correct
+misspellings.
 """
 
 import dataclasses
@@ -50,7 +54,9 @@ _SAME = str.maketrans(
         **dict(zip("\uff1a\uff1b\uff0c\uff08\uff09\uff1d\uff1f", ":;,()=?", strict=True)),
     }
 )
-"""Characters with the same meaning in a report: apostrophes, hyphens, dashes, signs of absence, wide punctuation."""
+"""Characters with the same meaning in a report: apostrophes, hyphens, dashes, signs of absence,
+wide punctuation.
+"""
 
 _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=\S)\*+|\*+(?=\S)"), ""),  # bold of Markdown
@@ -69,7 +75,9 @@ _EMPTY, _TICK = (
     "\\[[ _]?\\]|\\( \\)|[\u2610\u25a1\u25fb\u2b1c\u274f\u2717\u2718\u274c]",
     "\\[[xv*\u2713\u2714]\\]|\\(x\\)|[\u2611\u2612\u2713\u2714\u25a0\u25fc\u2705]\ufe0f?",
 )
-_BOX = re.compile(rf"(?P<empty>{_EMPTY}|(?P<minus>\(-\)(?!ve)))|(?P<tick>{_TICK}|(?P<plus>\(\+\)(?!ve)))")
+_BOX = re.compile(
+    rf"(?P<empty>{_EMPTY}|(?P<minus>\(-\)(?!ve)))|(?P<tick>{_TICK}|(?P<plus>\(\+\)(?!ve)))"
+)
 _SIGN = re.compile(r"(?<=\w) ?(?:(?P<empty>-)|\+)(?= *(?:[,;.]|$))")
 _NO_WORDS = re.compile(r"[^a-z]*")
 _OPTION = re.compile(
@@ -77,7 +85,8 @@ _OPTION = re.compile(
     r"|small|moderate|large|mild|severe|trace|tiny|left|right|bilateral|both)\W*)+"
 )
 _ANSWER = re.compile(
-    rf"[-\s]*(?:no|none|nil|neg|negative|absent|not {SEEN}|yes|present|positive)(?: {SEEN})?\s*(?:[.,;!]|$)",
+    rf"[-\s]*(?:no|none|nil|neg|negative|absent|not {SEEN}|yes|present|positive)(?: "
+    rf"{SEEN})?\s*(?:[.,;!]|$)",
     re.IGNORECASE,
 )
 _UNFINISHED = re.compile(r"[:=]\s*$|\b(?:neg|pos|poss|prob|susp|equiv|quest)\.$", re.IGNORECASE)
@@ -94,8 +103,8 @@ class _Edit(NamedTuple):
 def spell(sentence: str) -> tuple[str, list[int]]:
     """Return a sentence as the labeler reads it, and the place there of each of its characters.
 
-    It is in lower case, with single blanks and one spelling of each mark. An empty box before or behind an item becomes
-    "no" or "none", and the box of an item that is present disappears.
+    It is in lower case, with single blanks and one spelling of each mark. An empty box before or
+    behind an item becomes "no" or "none", and the box of an item that is present disappears.
     """
     text = sentence.lower()
     if not _RARE.search(text):
@@ -124,11 +133,15 @@ def single_marks(text: str) -> str:
 
 
 def sentence_runs(sentences: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (first, behind the last) of sentences that are one statement: a question or a name, and its answer."""
+    """Return (first, behind the last) of sentences that are one statement: a question or a name,
+    and its answer.
+    """
     runs: list[tuple[int, int]] = []
     for place, sentence in enumerate(sentences):
         before = sentences[place - 1].rstrip() if place else ""
-        if _UNFINISHED.search(before) or (before.endswith(("?", "...", "\u2026")) and _ANSWER.match(sentence)):
+        if _UNFINISHED.search(before) or (
+            before.endswith(("?", "...", "\u2026")) and _ANSWER.match(sentence)
+        ):
             runs[-1] = runs[-1][0], place + 1
         else:
             runs.append((place, place + 1))
@@ -136,7 +149,9 @@ def sentence_runs(sentences: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _edited(text: str, places: Sequence[int], edits: Iterable[_Edit]) -> tuple[str, list[int]]:
-    """Return a text after edits in the order of their places, and the new places of its original characters."""
+    """Return a text after edits in the order of their places, and the new places of its original
+    characters.
+    """
     pieces: list[str] = []
     moved: list[int] = []
     end = length = 0
@@ -155,9 +170,15 @@ def _edited(text: str, places: Sequence[int], edits: Iterable[_Edit]) -> tuple[s
 
 
 def _without_boxes(text: str, boxes: Sequence[re.Match[str]]) -> Iterator[_Edit]:
-    """Yield the edits that write out boxes; nothing where it is open which words they are for ("the [ ] lobe")."""
+    """Yield the edits that write out boxes; nothing where it is open which words they are for
+    ("the [ ] lobe").
+    """
     before, behind = text[: boxes[0].start()], text[boxes[-1].end() :]
-    if not _NO_WORDS.fullmatch(before) and re.search(r"[:=]\s*$", before) and not _NO_WORDS.fullmatch(behind):
+    if (
+        not _NO_WORDS.fullmatch(before)
+        and re.search(r"[:=]\s*$", before)
+        and not _NO_WORDS.fullmatch(behind)
+    ):
         yield from _options(text, boxes)
     elif _NO_WORDS.fullmatch(before):
         for box, following in zip(boxes, [*boxes[1:], None], strict=True):
@@ -170,7 +191,9 @@ def _without_boxes(text: str, boxes: Sequence[re.Match[str]]) -> Iterator[_Edit]
 
 
 def _options(text: str, boxes: Sequence[re.Match[str]]) -> Iterator[_Edit]:
-    """Yield the edits of "NAME: [ ] yes [x] no": values without a tick are left out, other items are negative."""
+    """Yield the edits of "NAME: [ ] yes [x] no": values without a tick are left out, other items
+    are negative.
+    """
     ticks = 0
     for box, following in zip(boxes, [*boxes[1:], None], strict=True):
         end = following.start() if following else len(text)
@@ -190,7 +213,9 @@ NAMES = "|".join(compile_table(table).pattern for table in lexicon.MENTIONS.valu
 """Regular expression of the phrases that name a finding."""
 _PHRASES = tuple(itertools.chain(*lexicon.MENTIONS.values(), *lexicon.SIGNS.values()))
 _NOUN = rf"(?P<noun>(?:(?:{_PARTS}) ){{0,3}}(?:{NAMES}))"
-_SIDE, _OTHER_SIDE = (rf"{side}(?:[ -]sided)?" for side in ("(?P<side>left|right)", "(?!(?P=side))(?:left|right)"))
+_SIDE, _OTHER_SIDE = (
+    rf"{side}(?:[ -]sided)?" for side in ("(?P<side>left|right)", "(?!(?P=side))(?:left|right)")
+)
 _ON_SIDE, _ON_OTHER_SIDE = (rf"(?:on|at|in) the {side}" for side in (_SIDE, _OTHER_SIDE))
 _NEXT = rf"(?:(?:but|and|with) )?(?:an? )?(?:{EXTENTS})"
 _SHARED_NOUNS = tuple(map(re.compile, (
@@ -199,20 +224,26 @@ _SHARED_NOUNS = tuple(map(re.compile, (
     rf"\b{_SIDE} {_NOUN}[,;] {_NEXT} {_OTHER_SIDE}(?=[.,;]|$)",
     rf"\b{_SIDE} {_NOUN}\b[^.]{{0,60}}? {_OTHER_SIDE}(?= one\b(?! third))",
 )))  # fmt: skip
-"""The place of a noun that only another side has: "small left, no right effusion", "no effusion on the left, moderate
-on the right", "no right effusion, small left", "the right effusion is gone but the left one is unchanged"."""
+"""The place of a noun that only another side has: "small left, no right effusion", "no effusion on
+the left, moderate on the right", "no right effusion, small left", "the right effusion is gone but
+the left one is unchanged".
+"""
 
 Doubt = Literal["present", "doubtful"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Conventions:
-    """What counts as present (1) and what as doubtful (-1). The defaults are those of CheXpert's released labeler."""
+    """What counts as present (1) and what as doubtful (-1). The defaults are those of CheXpert's
+    released labeler.
+    """
 
     borderline: Literal["present", "enlarged", "doubtful"] = "enlarged"
     """"enlarged": "borderline cardiomegaly" is present, "borderline heart size" is doubtful."""
     probable: Doubt = "doubtful"
-    """"Probable", "likely", "favored"; "possible", "suggestive of" and "cannot be excluded" are always doubtful."""
+    """"Probable", "likely", "favored"; "possible", "suggestive of" and "cannot be excluded" are
+    always doubtful.
+    """
     alternative: Doubt = "doubtful"
     """The first side of "versus"; the second one is always doubtful."""
     congestion: Literal["present", "doubtful", "left out"] = "doubtful"
@@ -221,7 +252,9 @@ class Conventions:
     """An enlarged cardiac silhouette or shadow, as Cardiomegaly."""
 
     def value_of(self, cue: Cue | None, phrase: str) -> int | None:
-        """Return the value of a phrase with a cue: 1, 0 or -1; None if it does not describe the image."""
+        """Return the value of a phrase with a cue: 1, 0 or -1; None if it does not describe the
+        image.
+        """
         if cue is None:
             return POSITIVE
         kinds: dict[str, str] = {
@@ -236,7 +269,9 @@ class Conventions:
         return POSITIVE if is_present else UNCERTAIN
 
     def value_of_sign(self, phrase: str) -> int | None:
-        """Return the value of a phrase without a cue, which may be a sign of a finding instead of its name."""
+        """Return the value of a phrase without a cue, which may be a sign of a finding instead
+        of its name.
+        """
         choice: str = self.congestion if _CONGESTION.fullmatch(phrase) else "present"
         choice = self.silhouette if _SILHOUETTE.search(phrase) else choice
         return _VALUES[choice]
@@ -245,14 +280,19 @@ class Conventions:
 CONVENTIONS: Mapping[ConventionsName, Conventions] = {
     "chexpert": Conventions(),
     "doubtful": Conventions(borderline="doubtful"),
-    "indexed": Conventions(probable="present", alternative="present", congestion="left out", silhouette="left out"),
+    "indexed": Conventions(
+        probable="present", alternative="present", congestion="left out", silhouette="left out"
+    ),
 }
-"""Name -> conventions: of CheXpert's released labeler; with any borderline finding as doubtful; of people who index
-reports with MeSH terms, as those of Open-i."""
+"""Name -> conventions: of CheXpert's released labeler; with any borderline finding as doubtful; of
+people who index reports with MeSH terms, as those of Open-i.
+"""
 CHEXPERT = CONVENTIONS["chexpert"]
 
 
-def conventions_named(name: ConventionsName, *, error: type[MedvlError] = ConfigError) -> Conventions:
+def conventions_named(
+    name: ConventionsName, *, error: type[MedvlError] = ConfigError
+) -> Conventions:
     """Return conventions by name. Raises `error` if it is unknown."""
     check_choice(name, CONVENTIONS, "conventions", error=error)
     return CONVENTIONS[name]
@@ -283,11 +323,14 @@ class Mention:
 def label_report(text: str, conventions: Conventions = CHEXPERT) -> dict[str, int]:
     """Return label -> 1, 0 or -1 for the findings that a text mentions, in the order of `FINDINGS`.
 
-    No Finding is 1 where no finding except devices is positive or uncertain, as in CheXpert; blank texts have no label.
+    No Finding is 1 where no finding except devices is positive or uncertain, as in CheXpert; blank
+    texts have no label.
     """
     labels: dict[str, int] = {}
     for mention in find_mentions(text, conventions):
-        labels[mention.finding] = max(labels.get(mention.finding, NEGATIVE), mention.value, key=_STRENGTH.index)
+        labels[mention.finding] = max(
+            labels.get(mention.finding, NEGATIVE), mention.value, key=_STRENGTH.index
+        )
     disease = [value for name, value in labels.items() if name != "Support Devices"]
     if text.strip() and all(value == NEGATIVE for value in disease):
         labels["No Finding"] = POSITIVE
@@ -298,7 +341,11 @@ def find_mentions(text: str, conventions: Conventions = CHEXPERT) -> list[Mentio
     """Return all mentions of findings, sentence by sentence; No Finding has none."""
     sentences = split_sentences(single_marks(text))
     statements = (" ".join(sentences[first:end]) for first, end in sentence_runs(sentences))
-    return [mention for each in statements for mention in _mentions_in(_rewrite(spell(each)[0]), conventions)]
+    return [
+        mention
+        for each in statements
+        for mention in _mentions_in(_rewrite(spell(each)[0]), conventions)
+    ]
 
 
 def _rewrite(sentence: str) -> str:
@@ -316,7 +363,9 @@ def _mentions_in(sentence: str, conventions: Conventions) -> Iterator[Mention]:
         for finding, table in lexicon.SIGNS.items():
             named[finding] = named[finding] or _spans(table, sentence)
     everything = [span for spans in named.values() for span in spans]
-    names = [span for finding, spans in named.items() if finding != "Support Devices" for span in spans]
+    names = [
+        span for finding, spans in named.items() if finding != "Support Devices" for span in spans
+    ]
     scopes = Scopes(sentence, everything, names) if everything else None
     for finding, spans in named.items():
         last = max((span.start for span in spans), default=0)
@@ -326,7 +375,11 @@ def _mentions_in(sentence: str, conventions: Conventions) -> Iterator[Mention]:
             value = conventions.value_of(cue, phrase) if cue else conventions.value_of_sign(phrase)
             is_title = cue is None and scopes and scopes.is_heading(span) and span.start < last
             if value is not None and not is_title:
-                words = "" if cue is None or value == POSITIVE else sentence[cue.start : cue.end].strip(" ,:=?|([-")
+                words = (
+                    ""
+                    if cue is None or value == POSITIVE
+                    else sentence[cue.start : cue.end].strip(" ,:=?|([-")
+                )
                 yield Mention(finding, value, sentence, phrase, span.start, words)
     for findings, table in lexicon.NORMAL.items():
         normal = compile_table(table, _NO_NOT).search(sentence)

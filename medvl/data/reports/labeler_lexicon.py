@@ -1,8 +1,8 @@
 """Phrases for the CheXpert findings, and normal findings: tables of `medvl.data.reports.labeler`.
 
-Each entry is a regular expression for a lower-case sentence with single blanks. It begins and ends at a word boundary;
-`*` after a letter matches the rest of the word, and `..` up to five words between two others (in `NORMAL`, any except
-"not").
+Each entry is a regular expression for a lower-case sentence with single blanks. It begins and ends
+at a word boundary; `*` after a letter matches the rest of the word, and `..` up to five words
+between two others (in `NORMAL`, any except "not").
 """
 
 import dataclasses
@@ -35,11 +35,14 @@ class CueTable:
     value: int | None
     """1 positive, 0 negative, -1 uncertain; None if the phrases do not describe the image."""
     side: Literal["before", "after", "either", "between"]
-    """Where the cue is: before its phrases, after them, before them if a phrase follows and else after them, or between
-    two of them."""
+    """Where the cue is: before its phrases, after them, before them if a phrase follows and else
+    after them, or between two of them.
+    """
     entries: Table
     yields: bool = False
-    """Whether a negation that reaches the cue applies instead: "no opacity suspicious for pneumonia"."""
+    """Whether a negation that reaches the cue applies instead: "no opacity suspicious for
+    pneumonia".
+    """
     after_events: bool = False
     """Whether `EVENTS` end its scope: "pneumothorax | after chest tube removal"."""
     kind: Kind = "plain"
@@ -54,26 +57,34 @@ SEEN = (
     "|observed|shown|recogni[sz]ed)"
 )
 NEGATIVE_OF = (
-    "(?:(?:absence|resolution|removal|clearing|exclusion|lack|free|clear|cleared|devoid) of|neg(?:ative)?\\.? for)"
+    "(?:(?:absence|resolution|removal|clearing|exclusion|lack|free|clear|cleared|devoid) of"
+    "|neg(?:ative)?\\.? for)"
 )
 """Words with an object that make it negative."""
 
 PSEUDO_CUES: Table = (
     "(?:no|not|without|(?:lack|absence) of) ~ (?:chang*|progress*|improv*|worse*|decreas*|grow*)",
     "(?:no|not|without) ~ (?:better|different|larger|bigger|smaller)",
-    "(?:no|without) ~ (?:increase|growth|displacement|resolution|clearing|enlargement(?! of the (?:heart|cardiac)))",
-    "(?:no|without) ~ (?:reduc*|regress*|alter*|differen*|deteriorat*|extension|expansion|evolution|response)",
-    "(?:no|without) ~ (?:migrat*|kink*|dislodg*|malposition*|retract*|complications? (?:of|from|with))",
-    "(?:fail*|yet|continue* not) to (?:resolve|clear|improve|change|respond|decrease)", "never (?:resolved|cleared)",
-    "not ~ (?:without|absent|gone|(?:free|clear) of)", "nothing (?:more|less|other) than",
-    "not ~ (?:increas*|enlarging|resolv*|clear(?:ed|ing)|disappear*)", "no longer (?:enlarging|growing|worsening)",
-    "(?:no|not) (?:more|less|greater) than", "(?:no|without) doubt", "not (?:only|as|just|merely)", "no prior",
+    "(?:no|without) ~ (?:increase|growth|displacement|resolution|clearing|enlargement(?! of the "
+    "(?:heart|cardiac)))",
+    "(?:no|without) ~ "
+    "(?:reduc*|regress*|alter*|differen*|deteriorat*|extension|expansion|evolution|response)",
+    "(?:no|without) ~ (?:migrat*|kink*|dislodg*|malposition*|retract*|complications? "
+    "(?:of|from|with))",
+    "(?:fail*|yet|continue* not) to (?:resolve|clear|improve|change|respond|decrease)",
+    "never (?:resolved|cleared)", "not ~ (?:without|absent|gone|(?:free|clear) of)",
+    "nothing (?:more|less|other) than",
+    "not ~ (?:increas*|enlarging|resolv*|clear(?:ed|ing)|disappear*)",
+    "no longer (?:enlarging|growing|worsening)", "(?:no|not) (?:more|less|greater) than",
+    "(?:no|without) doubt", "not (?:only|as|just|merely)", "no prior",
     f"not (?:well|clearly|fully|optimally|adequately) (?:{SEEN}|evaluated|assessed|defined|imaged)",
     f"not ~ {SEEN} (?:previously|before|(?:on|in) .. (?:prior|previous|earlier))",
     f"(?:,|which (?:is|are|was|were)) not ~ {SEEN} (?:on|in) the (?:lateral|frontal|other|ap|pa)",
     "(?:nearly|almost|largely|mostly|partly|partially|incompletely) ~ (?:resolved|cleared|clear)",
-    "(?:near|nearly|almost|near-complete|partial|incomplete|slow|some|ongoing) ~ (?:resolution|clearing)",
-    "(?:document(?:ing)?|ensure|confirm(?:ing)?|verify|monitor|follow*|until|for|to|show) ~ (?:resolution|clearing)",
+    "(?:near|nearly|almost|near-complete|partial|incomplete|slow|some|ongoing) ~ "
+    "(?:resolution|clearing)",
+    "(?:document(?:ing)?|ensure|confirm(?:ing)?|verify|monitor|follow*|until|for|to|show) ~ "
+    "(?:resolution|clearing)",
 )  # fmt: skip
 """Phrases that resemble a cue without being one: "no change in the effusion", "nearly resolved"."""
 
@@ -92,7 +103,8 @@ CUES: tuple[CueTable, ...] = (
         entries=(
             rf"\b ?{_MARK} ?(?:-+ )?(?:(?:now|there (?:is|are)) )?{_NONE}{_VALUE_END}",
             rf"\b ?[:=(|] ?(?:n|0|false){_VALUE_END}", rf"\b ?{_MARK}? ?-ve{_VALUE_END}",
-            rf"\b (?:(?:none|nil)(?: {SEEN})?|neg(?:ative)?){_VALUE_END}", r"\b no(?= *(?:[.,;)]|$))", r"\b-free\b",
+            rf"\b (?:(?:none|nil)(?: {SEEN})?|neg(?:ative)?){_VALUE_END}",
+            r"\b no(?= *(?:[.,;)]|$))", r"\b-free\b",
         ),
     ),
     CueTable(
@@ -106,7 +118,8 @@ CUES: tuple[CueTable, ...] = (
         value=UNCERTAIN,
         side="between",
         kind="alternative",
-        entries=("(?:versus|vs)", "(?:(?:is|are) )?(?:felt )?(?:to be )?(?:favou?red over|more likely than)"),
+        entries=("(?:versus|vs)",
+        "(?:(?:is|are) )?(?:felt )?(?:to be )?(?:favou?red over|more likely than)"),
     ),
     CueTable(
         value=UNCERTAIN,
@@ -114,36 +127,40 @@ CUES: tuple[CueTable, ...] = (
         entries=(
             "(?:can ?not|can't|could not) ~ (?:excluded|ruled out|assessed|evaluated|determined)",
             "not ~ (?:excluded|ruled out|assessed|evaluated|favou?red|likely)",
-            rf"\b ?{_MARK} ?(?:indeterminate|uncertain|unclear|unknown|maybe|perhaps|possibly){_VALUE_END}",
+            rf"\b ?{_MARK} "
+            rf"?(?:indeterminate|uncertain|unclear|unknown|maybe|perhaps|possibly){_VALUE_END}",
             r"\b(?: ?[:=(\[] ?)?\?|\b \?(?= *(?:[.,;)]|$))",
-            "(?:should|could|may|might) be (?:considered|present|missed|obscured)", "a (?:possibility|consideration)",
-            "in the differential", "less likely than", "(?:could|may|might|would) (?:explain|account for)",
-            ", if (?:any|present)",
+            "(?:should|could|may|might) be (?:considered|present|missed|obscured)",
+            "a (?:possibility|consideration)", "in the differential", "less likely than",
+            "(?:could|may|might|would) (?:explain|account for)", ", if (?:any|present)",
         ),
     ),
     CueTable(
         value=NEGATIVE,
         side="after",
         entries=(
-            rf"(?:not|no longer|never) ~ (?:\w+ )?{SEEN}", "now ~ clear", "(?:not|no longer) ~ suspected",
+            rf"(?:not|no longer|never) ~ (?:\w+ )?{SEEN}", "now ~ clear",
+            "(?:not|no longer) ~ suspected",
             f"(?:is|are|was|were|now|since|can be|has|have|had) ~ (?:{_REMOVED})",
             "(?:is|are|was|were) ~ (?:negative|nil|none)",
         ),
     ),
-    CueTable(value=NEGATIVE, side="after", after_events=True, entries=("(?<!high-)(?:removal|resolution)(?! of)",)),
-    CueTable(
+    CueTable(value=NEGATIVE, side="after", after_events=True,
+    entries=("(?<!high-)(?:removal|resolution)(?! of)",)), CueTable(
         value=UNCERTAIN,
         side="before",
         entries=(
-            "(?:may|might|could|would) .. (?:represent*|reflect*|be|indicate*|relate*)", "(?:may|might|could)",
-            "(?:im|not )possible to (?:exclude|rule out)", "c/f", "ddx",
+            "(?:may|might|could|would) .. (?:represent*|reflect*|be|indicate*|relate*)",
+            "(?:may|might|could)", "(?:im|not )possible to (?:exclude|rule out)", "c/f", "ddx",
             "(?:cannot|can not|can't|could not|not|unable to) ~ (?:exclude|rule out)",
             "(?:rule|ruling) out", "r/o(?!')",
-            "(?:possibility|question) of", "(?:question|query)", r"equiv(?:ocal)?\.?", "symptoms of", "either",
-            r"\B\?+", r"\bsusp\.?(?= )",
-            "(?:correlat*|evaluat*|assess*) .. for", "consider(?! (?:ct|chest|follow|further|repeat))",
-            "(?:differential|considerations?) (?:diagnosis |considerations? )?(?:would )?(?:includes?|is)",
-            f"(?:{_PERHAPS}) (?:due|related|secondary|from|an?|represent*|reflect*|positional|projectional|technical*)",
+            "(?:possibility|question) of", "(?:question|query)", r"equiv(?:ocal)?\.?",
+            "symptoms of", "either", r"\B\?+", r"\bsusp\.?(?= )",
+            "(?:correlat*|evaluat*|assess*) .. for",
+            "consider(?! (?:ct|chest|follow|further|repeat))",
+            "(?:differential|considerations?) (?:diagnosis |considerations? )?(?:would "
+            ")?(?:includes?|is)", f"(?:{_PERHAPS}) "
+                                  f"(?:due|related|secondary|from|an?|represent*|reflect*|positional|projectional|technical*)",
         ),
     ),
     CueTable(value=UNCERTAIN, side="before", kind="borderline", entries=("borderline",)),
@@ -152,8 +169,8 @@ CUES: tuple[CueTable, ...] = (
         side="before",
         yields=True,
         entries=(
-            "(?:suspicious|suspicion|worrisome) (?:for|of)", "concern(?:ing|s)? (?:is |was )?(?:for|of)",
-            "suggest(?:s|ing|ive|ion)?",
+            "(?:suspicious|suspicion|worrisome) (?:for|of)",
+            "concern(?:ing|s)? (?:is |was )?(?:for|of)", "suggest(?:s|ing|ive|ion)?",
         ),
     ),
     CueTable(value=NEGATIVE, side="before", entries=("(?:no|without) ~ suspected",)),
@@ -161,9 +178,11 @@ CUES: tuple[CueTable, ...] = (
         value=UNCERTAIN,
         side="either",
         entries=(
-            "(?:possible|poss|less likely|unlikely|conceivable|suspected|questioned|doubtful|equivocal)",
+            "(?:possible|poss|less "
+            "likely|unlikely|conceivable|suspected|questioned|doubtful|equivocal)",
             "(?:difficult|hard) to ~ (?:exclude|rule out)",
-            "in the (?:appropriate|proper|correct|right) clinical (?:setting|context),?", "if (?:any|present)",
+            "in the (?:appropriate|proper|correct|right) clinical (?:setting|context),?",
+            "if (?:any|present)",
         ),
     ),
     CueTable(
@@ -194,10 +213,10 @@ CUES: tuple[CueTable, ...] = (
         side="before",
         entries=(
             r"\B\(?-\)?ve(?: for)?\b", r"\Ave(?: for)?\b", "neg(?:ative)?(?= \\w+[.,;]?$)",
-            "(?:no|not|nor|neither|without|w/o|w/out|never|nothing|nil|zero|sans|\u00f8)", NEGATIVE_OF,
-            "(?:free|clear|cleared) from", "(?:pertinent )?negatives", "(?:rather than|instead of|as opposed to)",
-            "excludes", "fail* to (?:show|demonstrate|reveal)",
-            "(?:denie[sd]|deny(?:ing)?)",
+            "(?:no|not|nor|neither|without|w/o|w/out|never|nothing|nil|zero|sans|\u00f8)",
+            NEGATIVE_OF, "(?:free|clear|cleared) from", "(?:pertinent )?negatives",
+            "(?:rather than|instead of|as opposed to)", "excludes",
+            "fail* to (?:show|demonstrate|reveal)", "(?:denie[sd]|deny(?:ing)?)",
         ),
     ),
     CueTable(
@@ -231,8 +250,13 @@ CLAUSE_OPENERS: Table = (
 EXTENTS = f"{_SIZES}|{_CHANGES}|stable|unchanged|persistent|new|residual"
 """Words before the side of a finding that is there."""
 
-AND_OPENERS: Table = ("(?:there|the|a|an|with|stable|unchanged|persistent|new|placement)", f"(?:{_SIZES})")
-"""Words that open a clause after "and"; those of the second entry only if a finding is named before it."""
+AND_OPENERS: Table = (
+    "(?:there|the|a|an|with|stable|unchanged|persistent|new|placement)",
+    f"(?:{_SIZES})",
+)
+"""Words that open a clause after "and"; those of the second entry only if a finding is named
+before it.
+"""
 
 PREDICATE_ENDS: Table = (
     "(?:in|at|on|by|given|and|or|but|with|within|than|as|here|clinically|based|from|for|present|this|although|because)",
@@ -243,15 +267,21 @@ PREDICATES: Table = (
     f"(?:is|are|was|were)(?! {SEEN})", f"not {SEEN}", f"(?:{_REMOVED})",
     "(?:has|have|had|remains?|persists?|appears?|shows?|can|cannot|may|might|could|should|unlikely|possible|suspected)",
 )  # fmt: skip
-"""Words that make a clause of a part of a sentence, after a comma or "and" in a sentence that has some already."""
+"""Words that make a clause of a part of a sentence, after a comma or "and" in a sentence that
+has some already.
+"""
 
 PERSISTENCE: Table = (
     "(?:persists?|remains?)", "(?:has|have) ~ (?:increased|worsened|progressed|developed)",
     "(?:is|are) ~ (?:unchanged|stable|increased|worse|persistent)",
 )  # fmt: skip
-"""Predicates of a finding, and not of its removal: "resolution of edema and | atelectasis persists"."""
+"""Predicates of a finding, and not of its removal: "resolution of edema and | atelectasis
+persists".
+"""
 
-LINKS: Table = ("(?:represent*|reflect*|suggest*|indicat*|consistent|compatible|concerning|suspicious|due)",)
+LINKS: Table = (
+    "(?:represent*|reflect*|suggest*|indicat*|consistent|compatible|concerning|suspicious|due)",
+)
 """Words between a sign and its explanation: a doubt behind them is about the explanation."""
 
 EVENTS: Table = ("after", "following(?!:| findings)", "status post", "s/p")
@@ -274,15 +304,19 @@ MENTIONS: dict[str, Table] = {
         "collapse of .. (?:lobes?|lingula|segments?|base|(?:left|right) lung)",
         "(?:lobes?|lobar|lingular|segmental|base|(?:left|right) lung) collapse",
         "collapsed .. (?:lobes?|lingula|segments?|(?:left|right) lung)",
-        "(?:lobes?|lingula|segments?|(?:left|right) lung) (?:is|are|remains?|appears?) .. collapsed",
+        "(?:lobes?|lingula|segments?|(?:left|right) lung) (?:is|are|remains?|appears?) .. "
+        "collapsed",
     ),
     "Cardiomegaly": (
         "cardiomegaly",
-        "(?:heart|cardiac silhouette|cardiac size|cardiac shadow|cardiac contour) .. (?:enlarg*|increased)",
+        "(?:heart|cardiac silhouette|cardiac size|cardiac shadow|cardiac contour) .. "
+        "(?:enlarg*|increased)",
         "(?:heart|cardiac silhouette) (?:is|appears|remains) (?:mildly |slightly )?prominent",
         "increase in (?:heart|cardiac) size",
-        "(?:enlarge*|increased) .. (?:heart|cardiac silhouette|cardiac size|cardiac shadow|cardiac contour)",
-        "(?:heart|cardiac silhouette|cardiac size) .. (?:is|appears|remains|mildly|slightly|moderately) large",
+        "(?:enlarge*|increased) .. (?:heart|cardiac silhouette|cardiac size|cardiac "
+        "shadow|cardiac contour)",
+        "(?:heart|cardiac silhouette|cardiac size) .. "
+        "(?:is|appears|remains|mildly|slightly|moderately) large",
         "borderline (?:enlarged )?(?:heart|cardiac)(?: enlargement)?",
         "(?:heart|cardiac silhouette|cardiac size) .. borderline(?: (?:enlarged|large|prominent))?",
         "cardiac enlargement",
@@ -311,7 +345,8 @@ MENTIONS: dict[str, Table] = {
         "infiltrat*",
         "air ?space",
         "air-space",
-        "(?:hazy|patchy|ill-defined|increased|confluent|ground[- ]glass) (?:parenchymal |lung )?densit*",
+        "(?:hazy|patchy|ill-defined|increased|confluent|ground[- ]glass) (?:parenchymal |lung "
+        ")?densit*",
     ),
     "Pleural Effusion": (
         "(?<!pericardial )effusions?",
@@ -331,9 +366,11 @@ MENTIONS: dict[str, Table] = {
         "(?:tubes?|catheters?|drains?|cannula*|pigtails?|ett|ngt|ogt|tracheostomy|dob(?:b|)hoff|introducer|sheath)",
         "(?:picc|port-a-cath|portacath|mediport|ports?|swan-ganz|hickman|broviac|permacath|vas-?cath|quinton)",
         "(?:central|jugular|ij|subclavian|femoral|arterial|venous|dialysis) .. lines?",
-        "(?:pacemakers?|pacers?|pac(?:ing|er) (?:device|leads?|wires?)|icd|aicd|defibrillators?|stimulators?)",
+        "(?:pacemakers?|pacers?|pac(?:ing|er) "
+        "(?:device|leads?|wires?)|icd|aicd|defibrillators?|stimulators?)",
         "(?:sternotomy|sternal|cerclage) .. wires?",
-        "(?:stents?|prosthe*|hardware|lvad|impella|ecmo|iabp|balloon pump|valve replacement|(?:vp )?shunt catheter)",
+        "(?:stents?|prosthe*|hardware|lvad|impella|ecmo|iabp|balloon pump|valve "
+        "replacement|(?:vp )?shunt catheter)",
     ),
 }
 """Finding -> its phrases."""

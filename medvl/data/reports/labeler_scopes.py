@@ -3,19 +3,23 @@
 A cue reaches from its own place to the next stop. Stops are the ends of clauses, and further
 
 * for negations before a phrase: `SCOPE_ENDS` ("no effusion | with an enlarged heart");
-* for cues after a phrase: commas, except in a list that ends with "and" or "or", and for doubts `LINKS` ("opacity
-  consistent | with pneumonia in the appropriate clinical setting") and, for nouns such as removal, `EVENTS`;
+* for cues after a phrase: commas, except in a list that ends with "and" or "or", and for doubts
+  `LINKS` ("opacity consistent | with pneumonia in the appropriate clinical setting") and, for nouns
+  such as removal, `EVENTS`;
 * for "versus": commas, "and", predicates, `LINKS` and `SCOPE_ENDS`.
 
-Ends of clauses are `BORDER` (semicolons, colons, dashes, bars, bullets) and `CLAUSE_ENDS`. Parentheses end a scope
-where they hold a phrase ("no effusion | (small nodule)"), unless they continue it ("no disease (pneumonia, edema)").
-Names of a template have the value behind their mark (`medvl.data.reports.labeler_scopes`).
+Ends of clauses are `BORDER` (semicolons, colons, dashes, bars, bullets) and `CLAUSE_ENDS`.
+Parentheses end a scope where they hold a phrase ("no effusion | (small nodule)"), unless they
+continue it ("no disease (pneumonia, edema)"). Names of a template have the value behind their mark
+(`medvl.data.reports.labeler_scopes`).
 
-A comma or "and" ends a clause if what follows begins with one of `CLAUSE_OPENERS`, or has a predicate where something
-before it has one too ("no effusion is seen | and the heart is enlarged"), or has one of `PERSISTENCE` after a negation
-such as "resolution of"; not in a list that goes on with "or".
+A comma or "and" ends a clause if what follows begins with one of `CLAUSE_OPENERS`, or has a
+predicate where something before it has one too ("no effusion is seen | and the heart is enlarged"),
+or has one of `PERSISTENCE` after a negation such as "resolution of"; not in a list that goes on
+with "or".
 
-All positions are sorted and found by bisection, so that the time is proportional to the length of the sentence.
+All positions are sorted and found by bisection, so that the time is proportional to the length of
+the sentence.
 """
 
 import dataclasses
@@ -50,7 +54,9 @@ class Cue(Span):
     """A cue in a sentence."""
 
     value: int | None
-    """1 positive, 0 negative, -1 uncertain; None if the phrases in its scope do not describe the image."""
+    """1 positive, 0 negative, -1 uncertain; None if the phrases in its scope do not describe the
+    image.
+    """
     side: str
     yields: bool = False
     after_events: bool = False
@@ -59,15 +65,19 @@ class Cue(Span):
 
 _MARK = re.compile(r"[:=?]")
 _LIST = (
-    r"(?:(?:(?:any|acute|new|focal|pleural|pulmonary|lung|rib|left|right|bilateral|evidence of) )*\0++"
+    r"(?:(?:(?:any|acute|new|focal|pleural|pulmonary|lung|rib|left|right|bilateral|evidence of) "
+    r")*\0++"
     r"(?: ?[,/] ?|,? (?:and|or) | \+ )?)+ ?"
 )
 _NAMES = re.compile(
-    r"(?:^|(?<=[.;|:=,)\]] )|(?<=\byes )|(?<=\bnone )|(?<=\bnil )|(?<=\bseen )|(?<=sent )|(?<=tive ))"
+    r"(?:^|(?<=[.;|:=,)\]] )|(?<=\byes )|(?<=\bnone )|(?<=\bnil )|(?<=\bseen )|(?<=sent "
+    r")|(?<=tive ))"
     rf"{_LIST}[:=?](?!>)|(?<=[:=] no ){_LIST}[:=](?= ?(?:yes|no|none|nil|neg|pos|present|absent)\b)"
 )
 """Names with their mark, in a sentence whose phrases are replaced by NUL characters."""
-_HAS_ADJECTIVE = re.compile(r" (?:is|are|appears|remains) |enlarg|widen|prominen|increas|large|borderline|[:=,(]")
+_HAS_ADJECTIVE = re.compile(
+    r" (?:is|are|appears|remains) |enlarg|widen|prominen|increas|large|borderline|[:=,(]"
+)
 _OPENING = re.compile(r" ?(?:there (?:is|are|was|were) )?(?:a |an )?")
 _EXTENTS = re.compile(rf"\b(?:{tables.EXTENTS})\b")
 
@@ -79,7 +89,8 @@ def find_names(
     before: Iterable[Cue],
     after: Iterable[Cue],
 ) -> dict[int, Cue | None]:
-    """Return start -> cue of the phrases that are names; a name without any value has a cue of the value None.
+    """Return start -> cue of the phrases that are names; a name without any value has a cue of the
+    value None.
 
     Args:
         sentence: as `medvl.data.reports.labeler.spell` writes it.
@@ -129,15 +140,19 @@ _NO_VALUE = (
     r"(?<!\bof)(?<!\bfor)(?<!\bno)(?<!\bfollowing)(?<!\bwithout)(?<!\babsent)(?<!\bnegatives)"
     r"(?<!\bexcludes)(?<!\bddx)(?<!\bdiagnosis)"
 )
-"""Words before a colon that opens a list of phrases in the scope of a cue: "no evidence of: edema, effusion"."""
+"""Words before a colon that opens a list of phrases in the scope of a cue: "no evidence of:
+edema, effusion".
+"""
 BORDER = "|".join((
-    "[;=|\\[\\]\u2026\u2014\u2022\u00b7\u25cf\u25aa\u25ba\u25b8\u2023\u2192]",  # ellipsis, dash, bullets, arrows
+    # ellipsis, dash, bullets, arrows
+    "[;=|\\[\\]\u2026\u2014\u2022\u00b7\u25cf\u25aa\u25ba\u25b8\u2023\u2192]",
     r" ?[-=]+>",
     rf"{_NO_VALUE}:(?!\d)",
     r"\.{2,}|(?<=[a-z]{3})\.(?=[a-z]{3})",  # "no edema.left effusion"
     " [*~\u2013] | // ",
     "(?<!left)(?<!right)(?<! l)(?<! r) > ",
-    r" -{1,3} | -(?=[a-z])(?!-?ve\b)|(?<=[a-z])- (?!and\b|or\b|to\b)",  # not "right- and left-sided"
+    # not "right- and left-sided"
+    r" -{1,3} | -(?=[a-z])(?!-?ve\b)|(?<=[a-z])- (?!and\b|or\b|to\b)",
     rf"(?<=[a-z]{{4}})(?<!left)(?<!right)[-\u2013](?=(?:{_OPENER})\b)",  # "no edema-small effusion"
 ))  # fmt: skip
 """Regular expression of marks between two clauses."""
@@ -148,26 +163,38 @@ _SEPARATOR = re.compile(
 )
 _PARENTHESES = re.compile(r"[(\[]([^()\[\]]*)[)\]]")
 _NO_LINK_WORD = re.compile(r"\b(?!(?:or|and|pleural|focal|acute|pulmonary|new)\b)\w+")
-_CONTINUES = re.compile(r"\W*(?:or|nor|and|e\.?g\b|i\.?e\b|such as|including|namely|specifically)\b")
+_CONTINUES = re.compile(
+    r"\W*(?:or|nor|and|e\.?g\b|i\.?e\b|such as|including|namely|specifically)\b"
+)
 _NEGATION = re.compile(rf"\b(?:no|not|nor|neither|without|{tables.NEGATIVE_OF})\b")
 _NEGATIVE_OF = re.compile(rf"\b{tables.NEGATIVE_OF}\b")
 _NEAR = 80
 """Characters before parentheses in which a negation is looked for."""
 _SAME_SUBJECT = re.compile(r" (?:now |since )?(?:is|are|was|were|has|have|had|no longer|not)\b")
 _NEAR_COMMA = re.compile(r"(?: \w{1,20})?,")
-_AFTER_MARK = "(?: ?(?:[,:=|(]|-{1,2}|[\u2013\u2014\u2026]|\\.{2,3}) ?(?:which |that |now |since |there (?:is|are) )*)?"
+_AFTER_MARK = (
+    "(?: ?(?:[,:=|(]|-{1,2}|[\u2013\u2014\u2026]|\\.{2,3}) ?(?:which |that |now "
+    "|since |there (?:is|are) )*)?"
+)
 
 
 @functools.cache
 def compile_table(table: tables.Table, word: str = WORD, prefix: str = "") -> re.Pattern[str]:
-    """Compile a pattern of all entries of a table; ".." matches up to five of `word`, "~" up to four qualifiers."""
-    own = rf"(?: {word}){{0,2}}? ?(?:[:=(]|[-\u2013\u2014]) ?(?:(?!aort|lung|hil|vasc|pulm|vess){word} ){{0,2}}?"
+    """Compile a pattern of all entries of a table; ".." matches up to five of `word`, "~" up to
+    four qualifiers.
+    """
+    own = (
+        rf"(?: {word}){{0,2}}? ?(?:[:=(]|[-\u2013\u2014]) "
+        rf"?(?:(?!aort|lung|hil|vasc|pulm|vess){word} ){{0,2}}?"
+    )
     gaps = {
         " .. ": f"(?: (?:{word} ){{0,5}}?|{own})",
         " ~ ": f" (?:(?:{tables.QUALIFIERS}) ){{0,4}}?",
     }
     runs = []
-    for has_own_bounds, entries in itertools.groupby(table, key=lambda entry: entry.startswith("\\")):
+    for has_own_bounds, entries in itertools.groupby(
+        table, key=lambda entry: entry.startswith("\\")
+    ):
         pattern = re.sub(r"(?<=\w)\*", r"\\w*", "|".join(entries))
         for sign, gap in gaps.items():
             pattern = pattern.replace(sign, gap)
@@ -180,13 +207,20 @@ class _Cues:
 
     def __init__(self, cues: Iterable[Cue], stops: Iterable[int]) -> None:
         self._cues = sorted(cues, key=lambda cue: cue.start)
-        self._starts, self._ends = [cue.start for cue in self._cues], [cue.end for cue in self._cues]
+        self._starts, self._ends = (
+            [cue.start for cue in self._cues],
+            [cue.end for cue in self._cues],
+        )
         self._stops = sorted(stops)
 
     def before(self, position: int) -> Cue | None:
         """Return the last cue before a position that reaches it."""
         index = bisect_right(self._ends, position) - 1
-        return None if index < 0 or _has(self._stops, self._ends[index], position) else self._cues[index]
+        return (
+            None
+            if index < 0 or _has(self._stops, self._ends[index], position)
+            else self._cues[index]
+        )
 
     def after(self, position: int) -> Cue | None:
         """Return the first cue after a position that reaches it."""
@@ -197,7 +231,9 @@ class _Cues:
 
     def inside(self, span: Span) -> list[Cue]:
         """Return the cues within a span."""
-        cues = self._cues[bisect_left(self._starts, span.start) : bisect_left(self._starts, span.end)]
+        cues = self._cues[
+            bisect_left(self._starts, span.start) : bisect_left(self._starts, span.end)
+        ]
         return [cue for cue in cues if cue.end <= span.end]
 
 
@@ -220,20 +256,32 @@ class Scopes:
         self._commas = clauses.commas
 
         cues = _find_cues(
-            _blanked(sentence, compile_table(tables.PSEUDO_CUES)), ("before", "after", "either", "between")
+            _blanked(sentence, compile_table(tables.PSEUDO_CUES)),
+            ("before", "after", "either", "between"),
         )
-        negations = _Cues((cue for cue in cues if cue.side == "before" and cue.value == NEGATIVE), scope_ends)
+        negations = _Cues(
+            (cue for cue in cues if cue.side == "before" and cue.value == NEGATIVE), scope_ends
+        )
         cues = [cue for cue in cues if not (cue.yields and negations.before(cue.start))]
-        cues = _choose_sides(sentence, cues, starts, sorted([*scope_ends, *clauses.loose_commas]), negations)
+        cues = _choose_sides(
+            sentence, cues, starts, sorted([*scope_ends, *clauses.loose_commas]), negations
+        )
         before = [cue for cue in cues if cue.side == "before"]
         self._doubts = _Cues((cue for cue in before if cue.value == UNCERTAIN), clauses.ends)
         self._negations = _Cues((cue for cue in before if cue.value != UNCERTAIN), scope_ends)
-        after, ends = [cue for cue in cues if cue.side == "after"], [*clauses.ends, *clauses.loose_commas]
-        self._doubts_after = _Cues((cue for cue in after if cue.value == UNCERTAIN), [*ends, *explained])
+        after, ends = (
+            [cue for cue in cues if cue.side == "after"],
+            [*clauses.ends, *clauses.loose_commas],
+        )
+        self._doubts_after = _Cues(
+            (cue for cue in after if cue.value == UNCERTAIN), [*ends, *explained]
+        )
         negative = [cue for cue in after if cue.value == NEGATIVE]
         self._negations_after = _Cues((cue for cue in negative if not cue.after_events), ends)
         events = _starts(tables.EVENTS, sentence)
-        self._removals_after = _Cues((cue for cue in negative if cue.after_events), [*ends, *events])
+        self._removals_after = _Cues(
+            (cue for cue in negative if cue.after_events), [*ends, *events]
+        )
         self._positives_after = _Cues((cue for cue in after if cue.value == POSITIVE), ends)
         self._headings = find_names(sentence, names, starts, before, after)
         predicates = _starts(tables.PREDICATES, sentence)
@@ -245,11 +293,15 @@ class Scopes:
         return _Cues(_find_cues(self._sentence, ("before", "either", "between")), ())
 
     def find(self, phrase: Span) -> Cue | None:
-        """Return the cue that applies to a phrase: within it, between it and another, after it, or before it.
+        """Return the cue that applies to a phrase: within it, between it and another, after it, or
+        before it.
 
-        The cue of a name in a template is that of its value; a name without any value has a cue of the value None.
+        The cue of a name in a template is that of its value; a name without any value has a cue of
+        the value None.
         """
-        inside = self._inside.inside(phrase) if " " in self._sentence[phrase.start : phrase.end] else []
+        inside = (
+            self._inside.inside(phrase) if " " in self._sentence[phrase.start : phrase.end] else []
+        )
         if inside:
             return max(inside, key=lambda cue: cue.value == NEGATIVE)
         if phrase.start in self._headings:
@@ -264,8 +316,15 @@ class Scopes:
         return phrase.start in self._headings
 
     def _find_after(self, phrase: Span) -> Cue | None:
-        """Return the next cue after a phrase; across commas only if a comma follows the phrase or its next word."""
-        parts = (self._positives_after, self._doubts_after, self._negations_after, self._removals_after)
+        """Return the next cue after a phrase; across commas only if a comma follows the phrase
+        or its next word.
+        """
+        parts = (
+            self._positives_after,
+            self._doubts_after,
+            self._negations_after,
+            self._removals_after,
+        )
         cues = [part.after(phrase.end) for part in parts]
         cue = min((cue for cue in cues if cue), key=lambda cue: cue.start, default=None)
         if cue is None or not _has(self._commas, phrase.end, cue.start):
@@ -278,13 +337,26 @@ class Scopes:
 
 
 def _find_cues(sentence: str, sides: Sequence[str]) -> list[Cue]:
-    """Return the cues of a sentence, table by table; a match is blanked for the tables that follow."""
+    """Return the cues of a sentence, table by table; a match is blanked for the tables that
+    follow.
+    """
     cues = []
     for table in tables.CUES:
-        if table.side in sides and compile_table(table.entries).search(sentence):  # fast without the optional prefix
-            pattern = compile_table(table.entries, prefix=_AFTER_MARK if table.side in ("after", "either") else "")
+        if table.side in sides and compile_table(table.entries).search(
+            sentence
+        ):  # fast without the optional prefix
+            pattern = compile_table(
+                table.entries, prefix=_AFTER_MARK if table.side in ("after", "either") else ""
+            )
             cues += [
-                Cue(*match.span(), table.value, table.side, table.yields, table.after_events, table.kind)
+                Cue(
+                    *match.span(),
+                    table.value,
+                    table.side,
+                    table.yields,
+                    table.after_events,
+                    table.kind,
+                )
                 for match in pattern.finditer(sentence)
             ]
             sentence = _blanked(sentence, pattern)
@@ -294,9 +366,11 @@ def _find_cues(sentence: str, sides: Sequence[str]) -> list[Cue]:
 def _choose_sides(
     sentence: str, cues: list[Cue], phrases: Sequence[int], stops: Sequence[int], negations: _Cues
 ) -> list[Cue]:
-    """Give cues on either side the side "before" if a phrase is next, without a stop or cue between, else "after".
+    """Give cues on either side the side "before" if a phrase is next, without a stop or cue
+    between, else "after".
 
-    Of the latter, doubts are left out that belong to a noun ("possible hernia") or are negated ("no edema suspected").
+    Of the latter, doubts are left out that belong to a noun ("possible hernia") or are negated ("no
+    edema suspected").
     """
     others = sorted(cue.start for cue in cues)
     predicate = compile_table(tables.PREDICATE_ENDS, prefix=" *(?:[^ \\w]|$)| ")
@@ -307,7 +381,9 @@ def _choose_sides(
             end = phrases[index] if index < len(phrases) else -1
             if end >= 0 and not _has(stops, cue.end, end) and not _has(others, cue.end, end):
                 cue = dataclasses.replace(cue, side="before")
-            elif cue.value == NEGATIVE or (predicate.match(sentence, cue.end) and not negations.before(cue.start)):
+            elif cue.value == NEGATIVE or (
+                predicate.match(sentence, cue.end) and not negations.before(cue.start)
+            ):
                 cue = dataclasses.replace(cue, side="after")
             else:
                 continue
@@ -345,7 +421,12 @@ class _Piece(NamedTuple):
 
 
 def _split_pieces(sentence: str) -> Iterator[_Piece]:
-    tests = (compile_table(tables.PREDICATES), compile_table(tables.PERSISTENCE), _NEGATION, _NEGATIVE_OF)
+    tests = (
+        compile_table(tables.PREDICATES),
+        compile_table(tables.PERSISTENCE),
+        _NEGATION,
+        _NEGATIVE_OF,
+    )
     start, separator, position = 0, "end", 0
     for match in itertools.chain(_SEPARATOR.finditer(sentence), (None,)):
         text = sentence[start : match.start() if match else None]
@@ -360,12 +441,22 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
     in_or_list, in_list = [False] * len(pieces), [False] * len(pieces)
     for index in range(len(pieces) - 2, -1, -1):
         piece, following = pieces[index], pieces[index + 1]
-        goes_on = following.separator == "comma" and not piece.has_predicate and not following.is_negated
-        in_or_list[index] = following.separator in ("or", "slash") or (goes_on and in_or_list[index + 1])
-        in_list[index] = following.separator in ("or", "and", "slash") or (goes_on and in_list[index + 1])
+        goes_on = (
+            following.separator == "comma" and not piece.has_predicate and not following.is_negated
+        )
+        in_or_list[index] = following.separator in ("or", "slash") or (
+            goes_on and in_or_list[index + 1]
+        )
+        in_list[index] = following.separator in ("or", "and", "slash") or (
+            goes_on and in_list[index + 1]
+        )
 
     clauses = _Clauses()
-    predicate, negated, negative_of = pieces[0].has_predicate, pieces[0].is_negated, pieces[0].is_negative_of
+    predicate, negated, negative_of = (
+        pieces[0].has_predicate,
+        pieces[0].is_negated,
+        pieces[0].is_negative_of,
+    )
     after_or = False
     for index, piece in enumerate(pieces[1:], start=1):
         is_joint = piece.separator in ("and", "comma")
@@ -375,7 +466,10 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
         if (is_joint or piece.separator == "slash") and not in_or_list[index]:
             named = _has(phrases, clauses.ends[-1] if clauses.ends else 0, piece.position)
             start = len(piece.text) - len(piece.text.lstrip())
-            opens = compile_table(_openers(opens_like_comma, named)).match(piece.text, start) is not None
+            opens = (
+                compile_table(_openers(opens_like_comma, named)).match(piece.text, start)
+                is not None
+            )
             shared = piece.separator == "and" and _SAME_SUBJECT.match(piece.text) is not None
             own = predicate or (has_comma and negated) or (piece.persists and negative_of)
             own = own and piece.has_predicate and not shared
@@ -390,7 +484,10 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
         if is_joint or ends:
             clauses.joints.append(piece.position)
         predicate, negated = predicate or piece.has_predicate, negated or piece.is_negated
-        negative_of, after_or = negative_of or piece.is_negative_of, after_or or piece.separator in ("or", "slash")
+        negative_of, after_or = (
+            negative_of or piece.is_negative_of,
+            after_or or piece.separator in ("or", "slash"),
+        )
     return clauses
 
 
@@ -411,7 +508,13 @@ def _without_parentheses(sentence: str, phrases: Sequence[int]) -> str:
 
 
 def _openers(has_comma: bool, named: bool) -> tables.Table:
-    return tables.CLAUSE_OPENERS if has_comma else tables.AND_OPENERS if named else tables.AND_OPENERS[:1]
+    return (
+        tables.CLAUSE_OPENERS
+        if has_comma
+        else tables.AND_OPENERS
+        if named
+        else tables.AND_OPENERS[:1]
+    )
 
 
 def _starts(table: tables.Table, sentence: str) -> list[int]:

@@ -1,8 +1,10 @@
-"""Parser for radiology reports: sections, addenda and sentences, in the layouts of MIMIC-CXR and other hospitals.
+"""Parser for radiology reports: sections, addenda and sentences, in the layouts of MIMIC-CXR and
+other hospitals.
 
-A MIMIC report is plain text in short lines: FINAL REPORT as a title, sections with a header in capitals at the start
-of a line (`FINDINGS:`), masks (`___`) for removed text, and sometimes a wet read or an addendum above a rule of
-underscores. Sections may be missing, empty, repeated, or named after the examination (`CHEST, TWO VIEWS:`).
+A MIMIC report is plain text in short lines: FINAL REPORT as a title, sections with a header in
+capitals at the start of a line (`FINDINGS:`), masks (`___`) for removed text, and sometimes a wet
+read or an addendum above a rule of underscores. Sections may be missing, empty, repeated, or named
+after the examination (`CHEST, TWO VIEWS:`).
 """
 
 import dataclasses
@@ -33,22 +35,30 @@ class Report:
     """A parsed report. Line wraps are undone; texts are never empty."""
 
     sections: Mapping[str, str]
-    """Name -> text, in the order of the report. Common headers have one name each (findings, impression, indication,
-    history, comparison, technique, examination, recommendation, notification, wet_read); others are lower-cased. Of
-    several sections with the same name, the last one with text is kept (see `repeated_sections`)."""
+    """Name -> text, in the order of the report. Common headers have one name each (findings,
+    impression, indication, history, comparison, technique, examination, recommendation,
+    notification, wet_read); others are lower-cased. Of several sections with the same name, the
+    last one with text is kept (see `repeated_sections`).
+    """
     empty_sections: tuple[str, ...] = ()
-    """Names of dropped sections without text or with masks only, or whose text only refers to another one ("See
-    impression.")."""
+    """Names of dropped sections without text or with masks only, or whose text only refers to
+    another one ("See impression.").
+    """
     repeated_sections: tuple[str, ...] = ()
-    """Names of sections with text that a later section of the same name replaces, one entry for each."""
+    """Names of sections with text that a later section of the same name replaces, one entry for
+    each.
+    """
     preamble: str | None = None
     """Text before the first header, also below a rule or a title."""
     addenda: tuple[str, ...] = ()
     last_paragraph: str | None = None
-    """Last paragraph that describes the image, for reports without findings and impression. It may follow a section
-    such as technique or comparison after a blank line."""
+    """Last paragraph that describes the image, for reports without findings and impression. It may
+    follow a section such as technique or comparison after a blank line.
+    """
     administrative_sections: tuple[str, ...] = ()
-    """Names of `sections` under headers of people, numbers, dates and the handling of the report."""
+    """Names of `sections` under headers of people, numbers, dates and the handling of the
+    report.
+    """
     encoding: str = "utf-8"
     """Encoding of the file; "utf-8" for reports parsed from text."""
 
@@ -68,7 +78,9 @@ class Report:
         return self.sections.get("impression")
 
     def sentences(self, sections: Sequence[str] = ("findings", "impression")) -> list[str]:
-        """Return the sentences of the given sections or, if all are missing, of the last paragraph."""
+        """Return the sentences of the given sections or, if all are missing, of the last
+        paragraph.
+        """
         texts = [self.sections[name] for name in sections if name in self.sections]
         if not texts and self.last_paragraph:
             texts = [self.last_paragraph]
@@ -78,15 +90,20 @@ class Report:
 def read_report(path: Path | str, *, folders: InputFolders = ANYWHERE) -> Report:
     """Read a report from a text file in UTF-8, Windows-1252 or Latin-1 (see `Report.encoding`).
 
-    Raises FileNotFoundError when it does not exist; ReportError when the file is outside of `folders`, no regular file,
-    too large or not text.
+    Raises FileNotFoundError when it does not exist; ReportError when the file is outside of
+    `folders`, no regular file, too large or not text.
     """
     with folders.open(path, ReportError) as file:
         data = read_limited(file, MAX_REPORT_BYTES, ReportError)
     if b"\0" in data:
-        raise ReportError(f"{path} contains NUL bytes: binary, or UTF-16; convert it to UTF-8", "malformed")
+        raise ReportError(
+            f"{path} contains NUL bytes: binary, or UTF-16; convert it to UTF-8", "malformed"
+        )
     text, encoding = _decode(data)
-    if sum(character < " " and character not in "\t\n\r\f\v" for character in text) > len(text) // 100:
+    if (
+        sum(character < " " and character not in "\t\n\r\f\v" for character in text)
+        > len(text) // 100
+    ):
         raise ReportError(f"{path} consists of control characters: not text", "malformed")
     return dataclasses.replace(parse_report(text), encoding=encoding)
 
@@ -104,14 +121,17 @@ def parse_report(text: str) -> Report:
     """Parse a report. Any text can be parsed; without headers it is preamble and last paragraph.
 
     A header is at the start of a line and ends with a colon, or is alone on its line. Known headers
-    (`medvl.data.reports.headings`) are found in any case and with words such as "radiological" or "(PA and lateral)";
-    so are those that identify a person (`Date of birth:`), signatures (`Electronically signed by Jane Doe`) and record
-    numbers (`MRN# 12345`). Other headers count in capitals only, and not within findings and impression, whose
-    sub-headings (`CARDIOVASCULAR:`) stay in the text. Parts of the findings without a header of their own (`LUNGS:`
-    after TECHNIQUE) are findings. Headers may be headings, bold text or cells of a table in Markdown. Common headers
-    are also recognised within a line: after a full stop or two blanks, and in a report of one line after any blank.
+    (`medvl.data.reports.headings`) are found in any case and with words such as "radiological" or
+    "(PA and lateral)"; so are those that identify a person (`Date of birth:`), signatures
+    (`Electronically signed by Jane Doe`) and record numbers (`MRN# 12345`). Other headers count in
+    capitals only, and not within findings and impression, whose sub-headings (`CARDIOVASCULAR:`)
+    stay in the text. Parts of the findings without a header of their own (`LUNGS:` after TECHNIQUE)
+    are findings. Headers may be headings, bold text or cells of a table in Markdown. Common headers
+    are also recognised within a line: after a full stop or two blanks, and in a report of one line
+    after any blank.
 
-    Markup, escaped line breaks and invisible characters are removed (`medvl.data.reports.cleaning.clean_text`).
+    Markup, escaped line breaks and invisible characters are removed
+    (`medvl.data.reports.cleaning.clean_text`).
     """
     text = clean_text(text).strip("\n")
     width = max(map(len, text.split("\n")))
@@ -159,7 +179,9 @@ def parse_report(text: str) -> Report:
 
 
 def _is_text_of(section: str | None, content: str) -> bool:
-    """Return whether a section has text: more than masks, a mark of no text, or a reference to another section."""
+    """Return whether a section has text: more than masks, a mark of no text, or a reference to
+    another section.
+    """
     if section in CONTEXT_SECTIONS and "_" in content:
         return True  # COMPARISON: ___ is not empty
     if section in DESCRIPTIVE_SECTIONS and (is_no_text(content) or is_reference(content)):
@@ -168,9 +190,11 @@ def _is_text_of(section: str | None, content: str) -> bool:
 
 
 def _continues(header: Header, earlier: str) -> bool:
-    """Return whether a section is added to the one of the same name, which has the heading `earlier`.
+    """Return whether a section is added to the one of the same name, which has the heading
+    `earlier`.
 
-    Findings and impression are replaced, as by MIMIC-CXR's own scripts; so is context under the same heading.
+    Findings and impression are replaced, as by MIMIC-CXR's own scripts; so is context under the
+    same heading.
     """
     if header.continues or header.is_administrative:
         return True
@@ -178,7 +202,9 @@ def _continues(header: Header, earlier: str) -> bool:
 
 
 def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
-    """Yield (is an addendum, lines), split at rules and at the titles FINAL REPORT and FINAL ADDENDUM."""
+    """Yield (is an addendum, lines), split at rules and at the titles FINAL REPORT and FINAL
+    ADDENDUM.
+    """
     is_addendum, lines = False, list[str]()
     for line in divide_lines(text):
         title = _TITLE.fullmatch(line)
@@ -191,19 +217,25 @@ def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
 
 
 def _opens_addendum(lines: list[str]) -> bool:
-    """Return whether a block begins with ADDENDUM; followed by a colon, that is an ordinary header."""
+    """Return whether a block begins with ADDENDUM; followed by a colon, that is an ordinary
+    header.
+    """
     first = next((line for line in lines if line.strip()), "")
     return _ADDENDUM.match(first) is not None and _ADDENDUM_HEADER.match(first) is None
 
 
 def _split_by_header(lines: list[str]) -> list[tuple[Header | None, list[str]]]:
-    """Return (header, its lines), beginning with the lines before the first header, whose header is None."""
+    """Return (header, its lines), beginning with the lines before the first header, whose header
+    is None.
+    """
     parts: list[tuple[Header | None, list[str]]] = [(None, [])]
     for line in lines:
         last = parts[-1][0]
         inside = None if last is None else last.section
         is_first = last is None and not any(map(_has_content, parts[-1][1]))
-        has_findings = any(header is not None and header.section == "findings" for header, _ in parts)
+        has_findings = any(
+            header is not None and header.section == "findings" for header, _ in parts
+        )
         header = find_header(line, inside, is_first=is_first, has_findings=has_findings)
         if header is None:
             parts[-1][1].append(line)

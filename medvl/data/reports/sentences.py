@@ -1,4 +1,6 @@
-"""Sentence splitter for dictated text: decimals, titles, masks, numbered lists and missing spaces."""
+"""Sentence splitter for dictated text: decimals, titles, masks, numbered lists and missing
+spaces.
+"""
 
 import dataclasses
 import itertools
@@ -28,7 +30,8 @@ _MARK = re.compile(
     r"[ \t]*(?:(?P<kept>[-*•☐☑☒✗✘][ \t]+(?=\S)|[*•][ \t]*(?=\w)|-(?=(?!sided|side|like|type|based"
     r"|shaped|old|year|day)[A-Za-z_]{2})"
     r"|\(?(?P<number>\d{1,2})[.)](?:[ \t]+(?=\S)|(?=[^\W\d])))"
-    r"|[·●○◦▪▫■□►▶▸‣⁃∙✓✔→⇒»§¶–—−][ \t]*(?=[\w(\"'])|[>+=~][ \t]*(?=[^\W\d])|o(?:\t[ \t]*|[ ]+)(?=\w)"
+    r"|[·●○◦▪▫■□►▶▸‣⁃∙✓✔→⇒»§¶–—−][ \t]*(?=[\w(\"'])|[>+=~][ \t]*(?=[^\W\d])|o(?:\t[ \t]*|[ "
+    r"]+)(?=\w)"
     r"|\(?(?P<dashed>\d{1,2})(?:[ \t]?[-–:][ \t]+(?=[^\d\s])|[-–:](?=(?!XXX)[A-Z]))"
     r"|\#[ \t]?(?P<hash>\d{1,2})(?:[.:)-][ \t]*|[ \t]+)(?=\S)|[①-⑳][ \t]*(?=\S)"
     r"|\(?(?P<letter>[A-Za-z])[.)][ \t]+(?=\S)|\(?(?P<roman>[ivxIVX]{1,5})[.)][ \t]+(?=\S)"
@@ -37,14 +40,35 @@ _MARK = re.compile(
 """The mark of a list item; `kept` are those that a sentence may have within a line as well."""
 _SIGNS = "+>=~✓✔"
 """Marks that mean something else unless several lines begin with them."""
-_ROMAN = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii", "xiii", "xiv", "xv")
+_ROMAN = (
+    "",
+    "i",
+    "ii",
+    "iii",
+    "iv",
+    "v",
+    "vi",
+    "vii",
+    "viii",
+    "ix",
+    "x",
+    "xi",
+    "xii",
+    "xiii",
+    "xiv",
+    "xv",
+)
 _LABEL = re.compile(r"[ \t]*(?P<label>[A-Z][A-Za-z/&,()' -]{1,40}[A-Za-z)])[ \t]?:(?=[ \t]|$)")
 _MOST_LABEL_WORDS = 5
 ORGAN = re.compile(
-    r"(?:visualized |upper |right |left )?(?:lungs?|pleura|pleural (?:spaces?|cavities)|heart|heart size|cardiac"
-    r"|cardiovascular|cardiac silhouette|cardiomediastinal silhouette|mediastinum|hila|airways?|vessels"
-    r"|(?:pulmonary )?vasculature|bones?|skeleton|chest wall|abdomen|diaphragms?|soft tissues|osseous structures"
-    r"|(?:support )?devices|lines|tubes|ett?|e[nt]t? tube|ng tube|other)(?:(?: and | & |, |/)(?:airways?|pleura"
+    r"(?:visualized |upper |right |left )?(?:lungs?|pleura|pleural "
+    r"(?:spaces?|cavities)|heart|heart size|cardiac"
+    r"|cardiovascular|cardiac silhouette|cardiomediastinal "
+    r"silhouette|mediastinum|hila|airways?|vessels"
+    r"|(?:pulmonary )?vasculature|bones?|skeleton|chest wall|abdomen|diaphragms?|soft "
+    r"tissues|osseous structures"
+    r"|(?:support )?devices|lines|tubes|ett?|e[nt]t? tube|ng tube|other)(?:(?: and | & |, "
+    r"|/)(?:airways?|pleura"
     r"|mediastinum|heart|bones|soft tissues|tubes|lines|devices|hila|vessels))*",
     re.IGNORECASE,
 )
@@ -83,7 +107,9 @@ _WANTS_NOUN = words(
 )
 """Words that are followed by a noun or number within a statement, but may end one."""
 _ADJECTIVE = re.compile(r".{3,}(?:al|ar|ic|ian|ous|ary|ory|ive|oid)")
-_END_LIKE_ADJECTIVES = words("normal hospital removal symmetric typical negative positive atelectatic")
+_END_LIKE_ADJECTIVES = words(
+    "normal hospital removal symmetric typical negative positive atelectatic"
+)
 _SIDE_LAST = re.compile(r"\b(?:on|to) the (?:left|right)$", re.IGNORECASE)
 _CONTINUES = words(
     "and or nor but with without of in on at to from for by as than that which who is are was "
@@ -135,7 +161,9 @@ class Unit:
     mark: int = 0
     """Length of the list mark that it begins with."""
     keeps_mark: bool = True
-    """Whether `split_sentences` recognises the mark within a line too: `1.` and `-`, not `a.` or `►`."""
+    """Whether `split_sentences` recognises the mark within a line too: `1.` and `-`, not `a.` or
+    `►`.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +182,8 @@ class _Style:
 def units(text: str, width: int = 0) -> list[Unit]:
     """Return the units of a text, whose lines end with `\\n`, in order.
 
-    `width` is the length of the longest line of the report that `text` is a part of, where it is known.
+    `width` is the length of the longest line of the report that `text` is a part of, where it is
+    known.
     """
     lines = text.split("\n")
     firsts = [line.lstrip()[:1] for line in lines]
@@ -176,18 +205,32 @@ def units(text: str, width: int = 0) -> list[Unit]:
             length = 0 if mark is None else len(line[: mark.end()].strip())
             marks.append((length, mark is None or mark["kept"] is not None))
         if mark is not None:
-            item = mark["number"] or mark["dashed"] or mark["hash"] or mark["letter"] or mark["roman"] or mark["bare"]
+            item = (
+                mark["number"]
+                or mark["dashed"]
+                or mark["hash"]
+                or mark["letter"]
+                or mark["roman"]
+                or mark["bare"]
+            )
         found[-1].append(line)
         open_unit = True
-    return [Unit(" ".join(" ".join(lines).split()), *mark) for lines, mark in zip(found, marks, strict=True)]
+    return [
+        Unit(" ".join(" ".join(lines).split()), *mark)
+        for lines, mark in zip(found, marks, strict=True)
+    ]
 
 
 def one_line(text: str, width: int = 0) -> str:
-    """Return a text on one line: wraps are undone, and statements on separate lines end with a full stop.
+    """Return a text on one line: wraps are undone, and statements on separate lines end with a full
+    stop.
 
     The last one, and what ends with a colon, stays as it is. `width` is as for `units`.
     """
-    texts = [unit.text if unit.keeps_mark else unit.text[unit.mark :].lstrip() for unit in units(text, width)]
+    texts = [
+        unit.text if unit.keeps_mark else unit.text[unit.mark :].lstrip()
+        for unit in units(text, width)
+    ]
     ended = [text if text[-1:] == ":" else end_statement(text) for text in texts[:-1]]
     return " ".join(filter(None, [*ended, *texts[-1:]]))
 
@@ -201,7 +244,9 @@ def end_statement(text: str) -> str:
 
 
 def label_of(line: str) -> str | None:
-    """Return the words before the colon of a line that begins like `Heart: ...`; None for other lines."""
+    """Return the words before the colon of a line that begins like `Heart: ...`; None for other
+    lines.
+    """
     match = _LABEL.match(line)
     if match is None or len(match["label"].split()) > _MOST_LABEL_WORDS:
         return None
@@ -211,17 +256,28 @@ def label_of(line: str) -> str | None:
 def _style(text: str, lines: Sequence[str], width: int) -> _Style:
     width = max([width, *(len(line.rstrip()) for line in lines)])
     # Marks and abbreviations have capitals in texts of lower case as well.
-    firsts = [word[0] for line in lines if (word := _WORD.search(line)) is not None and not word[0].isdigit()]
+    firsts = [
+        word[0]
+        for line in lines
+        if (word := _WORD.search(line)) is not None and not word[0].isdigit()
+    ]
     if not any(character.islower() for character in text):
         case = "upper"
     else:
         case = "mixed" if any(word[:1].isupper() for word in firsts) else "lower"
     ends = [line.rstrip()[-1] for line in lines if line.strip()][:-1]
-    return _Style(width, case, _STOP_WITHIN_LINE.search(text) is not None, len(ends) > 1 and set(ends) <= {",", ";"})
+    return _Style(
+        width,
+        case,
+        _STOP_WITHIN_LINE.search(text) is not None,
+        len(ends) > 1 and set(ends) <= {",", ";"},
+    )
 
 
 def _list_mark(line: str, before: str | None, item: str | None) -> re.Match[str] | None:
-    """Return the list mark at the start of a line; `item` is the number or letter of the item before."""
+    """Return the list mark at the start of a line; `item` is the number or letter of the item
+    before.
+    """
     mark = _MARK.match(line)
     if mark is None:
         return None
@@ -253,7 +309,9 @@ def _follows(letter: str, roman: str, item: str) -> bool:
 
 
 def _begins_statement(before: str, line: str, style: _Style) -> bool:
-    """Return whether a line without a list mark begins a statement, and does not continue the line before."""
+    """Return whether a line without a list mark begins a statement, and does not continue the
+    line before.
+    """
     before = before.rstrip()
     if before.endswith(":"):
         return label_of(line) is not None and label_of(before) is not None
@@ -264,8 +322,14 @@ def _begins_statement(before: str, line: str, style: _Style) -> bool:
     if label_of(line) is not None:
         return True
     if ORGAN.fullmatch(before.strip()) is not None and before.lstrip()[0].isupper():
-        return ORGAN.fullmatch(line.strip()) is not None  # a heading without a colon: "HEART⏎Enlarged"
-    if ORGAN.fullmatch(line.strip()) is not None and line.strip().isupper() and style.case == "mixed":
+        return (
+            ORGAN.fullmatch(line.strip()) is not None
+        )  # a heading without a colon: "HEART⏎Enlarged"
+    if (
+        ORGAN.fullmatch(line.strip()) is not None
+        and line.strip().isupper()
+        and style.case == "mixed"
+    ):
         return True
     word = _WORD.match(line.lstrip(" \t\"'(["))
     if word is None or word[0].startswith("XXX"):
@@ -277,7 +341,10 @@ def _begins_statement(before: str, line: str, style: _Style) -> bool:
     fits = len(before) + 1 + len(line.split()[0]) <= style.width and "_" not in before
     if style.case == "mixed" and first[0].isupper():
         is_name = (
-            first in _NAMES or first.isupper() or first[1:2] == "-" or any(character.isdigit() for character in first)
+            first in _NAMES
+            or first.isupper()
+            or first[1:2] == "-"
+            or any(character.isdigit() for character in first)
         )
         return not is_name or (not _wants_noun(before, first.lower()) and (fits or not style.prose))
     if _wants_noun(before, first.lower()):
@@ -299,7 +366,11 @@ def _begins_without_capital(before: str, first: str, style: _Style, *, fits: boo
         return begins or (not style.prose and is_narrow and fits and first in _BEGINS_LIST)
     if style.prose:
         return begins or first in _SURELY_BEGINS or (fits and first in _BEGINS_LIST)
-    return (fits and " " in before.strip()) or first in _BEGINS or (is_narrow and first in _BEGINS_LIST)
+    return (
+        (fits and " " in before.strip())
+        or first in _BEGINS
+        or (is_narrow and first in _BEGINS_LIST)
+    )
 
 
 def _wants_more(line: str) -> bool:
@@ -308,7 +379,9 @@ def _wants_more(line: str) -> bool:
 
 
 def _wants_noun(line: str, first: str) -> bool:
-    """Return whether a line ends with a word such as "pleural", which a noun follows, and `first` may be that noun."""
+    """Return whether a line ends with a word such as "pleural", which a noun follows, and
+    `first` may be that noun.
+    """
     last = _last_word(line)
     if first in _SURELY_BEGINS or line[-1] in "_)]":
         return False
@@ -340,16 +413,18 @@ _SHORT_FORMS = re.compile(
 _LONGEST_SHORT = 6
 """Length of the longest entry in the two lists above, to skip the match for longer words."""
 
-_NUMBERED = re.compile(r"grade|type|stage|level|segment|zone|class|category|number|image|series|phase|ribs?")
+_NUMBERED = re.compile(
+    r"grade|type|stage|level|segment|zone|class|category|number|image|series|phase|ribs?"
+)
 """Words whose number is part of the sentence, not of a list."""
 
 
 def split_sentences(text: str) -> list[str]:
     """Return the sentences of a text in order, with their punctuation.
 
-    Line wraps are undone; blank lines, list items, and statements on lines of their own end sentences, with or without
-    a full stop. List numbers and dashes are removed. Masks (`___`, `XXXX`) are kept as words, but sentences of only
-    masks and numbers are left out.
+    Line wraps are undone; blank lines, list items, and statements on lines of their own end
+    sentences, with or without a full stop. List numbers and dashes are removed. Masks (`___`,
+    `XXXX`) are kept as words, but sentences of only masks and numbers are left out.
     """
     sentences = []
     for unit in units(clean_spaces(text)):
@@ -362,10 +437,11 @@ def split_sentences(text: str) -> list[str]:
 
 
 def join_texts(texts: Iterable[str], separator: str = " ") -> str:
-    """Return texts, such as the sections of a report, as one text in which no two of them share a sentence.
+    """Return texts, such as the sections of a report, as one text in which no two of them share a
+    sentence.
 
-    A text without final punctuation gets a full stop where another one follows. Where that is not enough, as after
-    "4 cm." before a small letter, a blank line is between them.
+    A text without final punctuation gets a full stop where another one follows. Where that is not
+    enough, as after "4 cm." before a small letter, a blank line is between them.
     """
     joined = ""
     for text in texts:
@@ -396,7 +472,11 @@ def _split_block(text: str) -> list[str]:
     """Split text with single blanks into sentences."""
     pieces, start, leader = [], 0, _leader_end(text)
     for stop in _STOP.finditer(text):
-        word = text[max(start, stop.start() - _LONGEST_WORD) : stop.start()].rpartition(" ")[2].lstrip("([\"'")
+        word = (
+            text[max(start, stop.start() - _LONGEST_WORD) : stop.start()]
+            .rpartition(" ")[2]
+            .lstrip("([\"'")
+        )
         if _opens_next_item(text, start, stop, word):
             end = stop.start() - len(word)
         elif _ends_sentence(text, leader, stop, word):
@@ -409,7 +489,9 @@ def _split_block(text: str) -> list[str]:
 
 
 def _ends_sentence(text: str, leader: int, stop: re.Match[str], word: str) -> bool:
-    """Return whether a sentence with a leader up to `leader` ends with the punctuation `stop`, which follows `word`."""
+    """Return whether a sentence with a leader up to `leader` ends with the punctuation `stop`,
+    which follows `word`.
+    """
     after = text[stop.end() : stop.end() + 3]
     if not after:
         return True
@@ -432,12 +514,16 @@ def _ends_sentence(text: str, leader: int, stop: re.Match[str], word: str) -> bo
 
 
 def _lacks_space(word: str, after: str) -> bool:
-    """Return whether a space is missing: `effusion.No pneumothorax`, `3 cm.No`; not `3.2`, `a.m.`, `Ph.D`, `L4.L5`."""
+    """Return whether a space is missing: `effusion.No pneumothorax`, `3 cm.No`; not `3.2`,
+    `a.m.`, `Ph.D`, `L4.L5`.
+    """
     if not after[0].isupper() or _BEFORE_NAMES.fullmatch(word.lower()):
         return False
     if word[-1:].isdigit():
         return after[1:2].islower()
-    return word.endswith(("_", ")")) or (len(word) > 1 and word[-2:].islower() and not _is_dotted(word.lower()))
+    return word.endswith(("_", ")")) or (
+        len(word) > 1 and word[-2:].islower() and not _is_dotted(word.lower())
+    )
 
 
 def _is_dotted(lower: str) -> bool:
@@ -446,7 +532,9 @@ def _is_dotted(lower: str) -> bool:
 
 
 def _is_initial(text: str, stop: re.Match[str], word: str) -> bool:
-    """Return whether a word is an initial: `Dr. A. Miller`, `A. Miller`; not `hepatitis C. No ...`."""
+    """Return whether a word is an initial: `Dr. A. Miller`, `A. Miller`; not `hepatitis C. No
+    ...`.
+    """
     if len(word) != 1 or not word.isupper():
         return False
     before = text[max(0, stop.start() - _LONGEST_WORD) : stop.start() - 1].rstrip()
@@ -455,7 +543,9 @@ def _is_initial(text: str, stop: re.Match[str], word: str) -> bool:
 
 
 def _opens_next_item(text: str, start: int, stop: re.Match[str], word: str) -> bool:
-    """Return whether a word is the next number of a list without full stops: `1. No effusion 2. Clear lungs`."""
+    """Return whether a word is the next number of a list without full stops: `1. No effusion 2.
+    Clear lungs`.
+    """
     if not word.isdecimal():
         return False
     current = re.match(r"\s*\(?(\d{1,2})[.)]\s", text[start : start + 8])

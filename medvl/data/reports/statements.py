@@ -1,11 +1,13 @@
-"""Canonical statements about findings, "There is [no|possible] X of the Y.", for systems that compare statements.
+"""Canonical statements about findings, "There is [no|possible] X of the Y.", for systems that
+compare statements.
 
     statements_of("Small left effusion. No pneumothorax.")
     # ["There is pleural effusion of the left side.", "There is no pneumothorax."]
 
-In published systems (RadZero, CARZero), a large language model rewrites reports into such statements. Here the labeler
-writes one for each mention of a finding, with the side and the zone that its clause names: reproducible and offline.
-Statements of a language model are read from a file (`read_statements`).
+In published systems (RadZero, CARZero), a large language model rewrites reports into such
+statements. Here the labeler writes one for each mention of a finding, with the side and the zone
+that its clause names: reproducible and offline. Statements of a language model are read from a file
+(`read_statements`).
 """
 
 import functools
@@ -67,10 +69,11 @@ _VERB = compile_table((*LINKS, *PREDICATES), prefix="(?<!there )")
 
 
 def statement(finding: str, value: int = POSITIVE, place: str = "") -> str:
-    """Return the statement about a finding: 1 is "There is", 0 "There is no", -1 "There is possible".
+    """Return the statement about a finding: 1 is "There is", 0 "There is no", -1 "There is
+    possible".
 
-    `place` is appended as "of the PLACE", or as "of both sides". Prompts for zero-shot classification are
-    `statement(finding)`.
+    `place` is appended as "of the PLACE", or as "of both sides". Prompts for zero-shot
+    classification are `statement(finding)`.
     """
     name = _noun(finding)
     article = "" if place.startswith("both ") else "the "
@@ -90,9 +93,11 @@ def stated_name(text: str) -> str:
 
 
 def statements_of(text: str, conventions: Conventions = CHEXPERT) -> list[str]:
-    """Return the statements of a text, one for each mention of a finding, in order and without repetition.
+    """Return the statements of a text, one for each mention of a finding, in order and without
+    repetition.
 
-    "There is no finding." is the last one where all findings except devices are negative, and at least one is.
+    "There is no finding." is the last one where all findings except devices are negative, and at
+    least one is.
     """
     mentions = find_mentions(text, conventions)
     found = [
@@ -104,17 +109,20 @@ def statements_of(text: str, conventions: Conventions = CHEXPERT) -> list[str]:
 
 
 def place_of(sides: Sequence[str], zones: Sequence[str]) -> str:
-    """Return the name of a place: "left side", "both sides", "right lower lung", "basal lung"; "" without any word."""
+    """Return the name of a place: "left side", "both sides", "right lower lung", "basal lung";
+    "" without any word.
+    """
     if zones:
         return " ".join([*sides, " and ".join(zones), "lung"])
     return "" if not sides else "both sides" if list(sides) == ["bilateral"] else f"{sides[0]} side"
 
 
 def places_of(mentions: Sequence[Mention]) -> list[tuple[list[str], list[str]]]:
-    """Return for each mention the side (at most one: left, right or bilateral) and the zones that its clause names.
+    """Return for each mention the side (at most one: left, right or bilateral) and the zones that
+    its clause names.
 
-    Mentions of one sentence come one after another, as those of `find_mentions`. The time is proportional to the length
-    of the sentences.
+    Mentions of one sentence come one after another, as those of `find_mentions`. The time is
+    proportional to the length of the sentences.
     """
     found: list[tuple[list[str], list[str]]] = []
     for sentence, group in itertools.groupby(mentions, key=lambda mention: mention.sentence):
@@ -136,7 +144,8 @@ def _places_in(sentence: str, start: int, end: int) -> tuple[list[str], list[str
 def _clause_ends(sentence: str) -> list[int]:
     """Return the ends of the clauses of a sentence in order, with 0 and its length.
 
-    "And" ends a clause between two findings with places. A name and its value are one clause: "effusion: small left".
+    "And" ends a clause between two findings with places. A name and its value are one clause:
+    "effusion: small left".
     """
     marks = [match.span() for match in _CLAUSE_END.finditer(sentence)]
     bounds = [0, *itertools.chain.from_iterable(marks), len(sentence)]
@@ -145,14 +154,17 @@ def _clause_ends(sentence: str) -> list[int]:
         joints = [before, *(match.end() for match in _AND.finditer(sentence, before, after)), after]
         placed = [_names_placed_finding(sentence, *part) for part in itertools.pairwise(joints)]
         ends += (
-            joint for joint, (one, other) in zip(joints[1:-1], itertools.pairwise(placed), strict=True) if one and other
+            joint
+            for joint, (one, other) in zip(joints[1:-1], itertools.pairwise(placed), strict=True)
+            if one and other
         )
     names = {match.end() - 1 for match in _NAME.finditer(sentence)}
     return sorted(end for end in set(ends) if end - 1 not in names and end not in names)
 
 
 def _names_placed_finding(sentence: str, start: int, end: int) -> bool:
-    """Return whether a part of a sentence names a place and a finding; not behind a verb: it may be that of the place.
+    """Return whether a part of a sentence names a place and a finding; not behind a verb: it may be
+    that of the place.
 
     "Opacity in the right base and the left base represents pneumonia."
     """
@@ -164,21 +176,30 @@ def _names_placed_finding(sentence: str, start: int, end: int) -> bool:
 
 @functools.cache
 def read_statements(path: Path) -> Mapping[str, tuple[str, ...]]:
-    """Return study -> statements from a JSONL file with lines {"study": NAME, "statements": [TEXT, ...]}.
+    """Return study -> statements from a JSONL file with lines {"study": NAME, "statements": [TEXT,
+    ...]}.
 
-    Studies have the names that they have in the shards (`Sample.study`). Blank statements are left out.
+    Studies have the names that they have in the shards (`Sample.study`). Blank statements are left
+    out.
 
-    Raises ConfigError naming the line: "not_found", "malformed", or "exists" for a study that occurs twice.
+    Raises ConfigError naming the line: "not_found", "malformed", or "exists" for a study that
+    occurs twice.
     """
     found: dict[str, tuple[str, ...]] = {}
     for where, row in read_json_objects(path, ConfigError, ("study", "statements"), field="file"):
         study, texts = row["study"], row["statements"]
-        if not (isinstance(study, str) and isinstance(texts, list) and all(isinstance(x, str) for x in texts)):
+        if not (
+            isinstance(study, str)
+            and isinstance(texts, list)
+            and all(isinstance(x, str) for x in texts)
+        ):
             message = f'{where}: expected {{"study": NAME, "statements": [TEXT, ...]}}'
             raise ConfigError(message, "malformed", field="file")
         if study in found:
             raise ConfigError(f"{where}: the study occurs twice", "exists", field="file")
-        found[study] = tuple(dict.fromkeys(" ".join(text.split()) for text in texts if text.strip()))
+        found[study] = tuple(
+            dict.fromkeys(" ".join(text.split()) for text in texts if text.strip())
+        )
     return found
 
 
@@ -217,7 +238,8 @@ def radgraph_statements(
     """Yield the study and the statements of each report in a file.
 
     Args:
-        path: JSON file of annotations, or one of JSON lines with the field "study" beside "entities".
+        path: JSON file of annotations, or one of JSON lines with the field "study" beside
+            "entities".
         study: function from patient and study to the study's name in the shards, for names such as
             "p10/p10000032/s50414267.txt" (`Deidentifier.study`); None keeps names as they are.
 
@@ -228,7 +250,10 @@ def radgraph_statements(
         try:
             found = tuple(dict.fromkeys(_statements(report["entities"])))
         except (KeyError, TypeError, AttributeError, ValueError):
-            message = f"{path}, report {number}: expected entities with tokens, label and relations to known entities"
+            message = (
+                f"{path}, report {number}: expected entities with tokens, label and "
+                f"relations to known entities"
+            )
             raise ConfigError(message, "malformed", field="file") from None
         yield (name if study is None else name_in_shards(name, study)), found
 
@@ -245,7 +270,9 @@ def _reports_by_name(path: Path) -> list[tuple[str, Any]]:
 
 def _reports_by_line(path: Path) -> list[tuple[str, Any]]:
     reports: dict[str, Any] = {}
-    for where, row in read_json_objects(path, ConfigError, {"study": str, "entities": object}, field="file"):
+    for where, row in read_json_objects(
+        path, ConfigError, {"study": str, "entities": object}, field="file"
+    ):
         if row["study"] in reports:
             raise ConfigError(f"{where}: the study occurs twice", "exists", field="file")
         reports[row["study"]] = row
@@ -253,7 +280,8 @@ def _reports_by_line(path: Path) -> list[tuple[str, Any]]:
 
 
 def name_in_shards(name: str, study: Callable[[str, str], str]) -> str:
-    """Return the name that the shards of MIMIC-CXR have for a study, such as "p10/p10000032/s50414267.txt".
+    """Return the name that the shards of MIMIC-CXR have for a study, such as
+    "p10/p10000032/s50414267.txt".
 
     `study` makes it from patient and study. Names of another form are returned as they are.
     """
@@ -262,8 +290,13 @@ def name_in_shards(name: str, study: Callable[[str, str], str]) -> str:
 
 
 def write_statements(statements: Iterable[tuple[str, tuple[str, ...]]], out: Path) -> int:
-    """Write statements by study as `Statements(source="file")` reads them, and return how many studies there are."""
-    lines = [json.dumps({"study": study, "statements": list(texts)}) + "\n" for study, texts in statements]
+    """Write statements by study as `Statements(source="file")` reads them, and return how many
+    studies there are.
+    """
+    lines = [
+        json.dumps({"study": study, "statements": list(texts)}) + "\n"
+        for study, texts in statements
+    ]
     write_atomic(out, "".join(lines))
     return len(lines)
 
@@ -278,20 +311,34 @@ def _statements(entities: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for number, entity in entities.items():
         value = _VALUES.get(entity["label"])
         relations = [(kind, str(other)) for kind, other in entity.get("relations") or ()]
-        modifies = any(kind == "modify" and entities[other]["label"] in _VALUES for kind, other in relations)
+        modifies = any(
+            kind == "modify" and entities[other]["label"] in _VALUES for kind, other in relations
+        )
         if value is None or modifies:
             if value is None and not str(entity["label"]).startswith(_ANATOMY):
                 raise ValueError("unknown label")
             continue
-        place = next((_phrase(other, entities, modifiers) for kind, other in relations if kind == "located_at"), "")
+        place = next(
+            (
+                _phrase(other, entities, modifiers)
+                for kind, other in relations
+                if kind == "located_at"
+            ),
+            "",
+        )
         yield statement(_phrase(number, entities, modifiers), value, place)
 
 
 def _phrase(
-    number: str, entities: Mapping[str, Mapping[str, Any]], modifiers: Mapping[str, list[str]], depth: int = _DEPTH
+    number: str,
+    entities: Mapping[str, Mapping[str, Any]],
+    modifiers: Mapping[str, list[str]],
+    depth: int = _DEPTH,
 ) -> str:
     """Return an entity's tokens behind those of its modifiers, in the order of the text."""
-    words = [_phrase(each, entities, modifiers, depth - 1) for each in modifiers.get(number, ()) if depth]
+    words = [
+        _phrase(each, entities, modifiers, depth - 1) for each in modifiers.get(number, ()) if depth
+    ]
     return " ".join([*words, " ".join(str(entities[number]["tokens"]).lower().split())])
 
 
@@ -306,13 +353,15 @@ def _phrase(
 def mention_values(
     text: str, mentions: Sequence[tuple[int, int, int]], conventions: Conventions = CHEXPERT
 ) -> list[int | None]:
-    """Return the value of each mention: 1 positive, 0 negative, -1 uncertain; None for a history ("history of ...").
+    """Return the value of each mention: 1 positive, 0 negative, -1 uncertain; None for a history
+    ("history of ...").
 
     Args:
         text: a report or a sentence.
-        mentions: (start, end, entity) of each in characters, in the order of the text (`EntityFinder.find`). A mention
-            that is not within one sentence is positive. A name of a template whose value mentions the entity again
-            ("effusion: no effusion") has the value None.
+        mentions: (start, end, entity) of each in characters, in the order of the text
+            (`EntityFinder.find`). A mention that is not within one sentence is positive. A name of
+            a template whose value mentions the entity again ("effusion: no effusion") has the value
+            None.
         conventions: what counts as present and what as doubtful.
     """
     values: list[int | None] = [POSITIVE] * len(mentions)
@@ -325,11 +374,19 @@ def mention_values(
         inside = {place: mentions[place] for place in places if mentions[place][1] <= end}
         if inside:
             sentence, moved = spell(text[start:end])
-            spans = [Span(moved[one - start], moved[other - start - 1] + 1) for one, other, _ in inside.values()]
+            spans = [
+                Span(moved[one - start], moved[other - start - 1] + 1)
+                for one, other, _ in inside.values()
+            ]
             scopes = Scopes(sentence, spans, spans)
-            last = {entity: span.start for (_, _, entity), span in zip(inside.values(), spans, strict=True)}
+            last = {
+                entity: span.start
+                for (_, _, entity), span in zip(inside.values(), spans, strict=True)
+            }
             for (place, (_, _, entity)), span in zip(inside.items(), spans, strict=True):
                 cue = scopes.find(span)
                 is_title = cue is None and scopes.is_heading(span) and span.start < last[entity]
-                values[place] = None if is_title else conventions.value_of(cue, sentence[span.start : span.end])
+                values[place] = (
+                    None if is_title else conventions.value_of(cue, sentence[span.start : span.end])
+                )
     return values

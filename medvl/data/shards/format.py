@@ -1,8 +1,9 @@
 """The shard format: plain webdataset tars, one index per tar, one manifest per folder.
 
-    OUT/train/mimic-cxr-train-000000.tar      {key}.jpg {key}.json {key}.jpg ...
-    OUT/train/mimic-cxr-train-000000.index    key, suffix, offset, size: two lines per sample
-    OUT/train/manifest.json                   content of the folder, conversion options, excluded and skipped images
+    OUT/train/mimic-cxr-train-000000.tar  {key}.jpg {key}.json {key}.jpg ...
+    OUT/train/mimic-cxr-train-000000.index  key, suffix, offset, size: two lines per sample
+    OUT/train/manifest.json               content of the folder, conversion options, excluded and
+    skipped images
 
 A sample without an image has its JSON only; the line of its image has the suffix `-` and two zeros.
 `medvl.data.shards.source.ShardSource` reads samples by position with the help of the indexes.
@@ -57,7 +58,9 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Content of a folder of shards and how it was converted. Deterministic: no dates, paths or host names."""
+    """Content of a folder of shards and how it was converted. Deterministic: no dates, paths or
+    host names.
+    """
 
     corpus: str
     split: str
@@ -79,22 +82,33 @@ class Manifest:
     skipped_keys: tuple[tuple[str, str], ...]
     """(key, reason) of each skipped image."""
     warnings: Mapping[str, int]
-    """Counts of irregularities in stored samples: samples without an image (`no_image`), empty sections, possible
-    identifiers in a text, ... Repairs to the tables of the corpus are counted over all splits."""
+    """Counts of irregularities in stored samples: samples without an image (`no_image`), empty
+    sections, possible identifiers in a text, ... Repairs to the tables of the corpus are counted
+    over all splits.
+    """
     options: Mapping[str, Any]
     packages: Mapping[str, str]
     schema_version: int = SCHEMA_VERSION
     generators: tuple[Mapping[str, Any], ...] = ()
-    """Generators of the synthetic images of the folder: `sha256` of the weights, and `trained_on`, the JSON of the
-    manifests of all their training data. Empty: no image is synthetic."""
+    """Generators of the synthetic images of the folder: `sha256` of the weights, and `trained_on`,
+    the JSON of the manifests of all their training data. Empty: no image is synthetic.
+    """
     rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Rows of the whole corpus: `unit`, `read`, `kept`, and `skipped` by reason, as `RowCounts.to_json` returns them.
-    Empty in manifests of earlier versions."""
+    """Rows of the whole corpus: `unit`, `read`, `kept`, and `skipped` by reason, as
+    `RowCounts.to_json` returns them. Empty in manifests of earlier versions.
+    """
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over corpus, split, label names and shard hashes: the data version that a run records."""
-        content = [self.corpus, self.split, list(self.label_names), [shard.sha256 for shard in self.shards]]
+        """sha256 over corpus, split, label names and shard hashes: the data version that a run
+        records.
+        """
+        content = [
+            self.corpus,
+            self.split,
+            list(self.label_names),
+            [shard.sha256 for shard in self.shards],
+        ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -103,24 +117,33 @@ class Manifest:
         return bool(self.options.get("color"))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of `manifest.json`; `generators` and `rows` only where there are any."""
+        """Return the content of `manifest.json`; `generators` and `rows` only where there are
+        any.
+        """
         content = dataclasses.asdict(self)
-        return {name: value for name, value in content.items() if value or name not in ("generators", "rows")}
+        return {
+            name: value
+            for name, value in content.items()
+            if value or name not in ("generators", "rows")
+        }
 
     def to_text(self) -> str:
         """Return the text of `manifest.json`."""
         return json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n"
 
     def lineage(self) -> Iterator["Manifest"]:
-        """Yield this manifest and those of all data that its generators were trained on, theirs included.
+        """Yield this manifest and those of all data that its generators were trained on, theirs
+        included.
 
-        A model trained on a generator's images depends on the generator's training data. Raises ShardError when one is
-        damaged.
+        A model trained on a generator's images depends on the generator's training data. Raises
+        ShardError when one is damaged.
         """
         yield self
         for generator in self.generators:
             for content in generator["trained_on"]:
-                yield from Manifest.parse(content, f"training data of a generator of {self.corpus}").lineage()
+                yield from Manifest.parse(
+                    content, f"training data of a generator of {self.corpus}"
+                ).lineage()
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json` atomically."""
@@ -138,17 +161,25 @@ class Manifest:
         except FileNotFoundError:
             advice = "the conversion is not finished, or the folder has no shards; "
             advice += "`medvl shards --help` lists the commands that create shards"
-            raise ShardError(f"{path} does not exist: {nearby_splits(folder) or advice}", "not_found") from None
+            raise ShardError(
+                f"{path} does not exist: {nearby_splits(folder) or advice}", "not_found"
+            ) from None
         except (ValueError, OSError) as error:
             code = "malformed" if isinstance(error, ValueError) else "unreadable"
-            raise ShardError(f"cannot read {path} ({type(error).__name__}); convert the corpus again", code) from error
+            raise ShardError(
+                f"cannot read {path} ({type(error).__name__}); convert the corpus again", code
+            ) from error
         return cls.parse(content, str(path))
 
     @classmethod
     def parse(cls, content: Any, where: str) -> "Manifest":
-        """Build a manifest from its JSON. Raises ShardError, naming `where`, when it does not have this schema."""
+        """Build a manifest from its JSON. Raises ShardError, naming `where`, when it does not
+        have this schema.
+        """
         if not isinstance(content, dict):
-            raise ShardError(f"{where}: expected a JSON object; convert the corpus again", "malformed")
+            raise ShardError(
+                f"{where}: expected a JSON object; convert the corpus again", "malformed"
+            )
         version = content.get("schema_version")
         if version != SCHEMA_VERSION:
             expected = f"expected schema version {SCHEMA_VERSION}, got {version}"
@@ -156,28 +187,41 @@ class Manifest:
         content = dict(content)
         try:
             content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
-            content["skipped_keys"] = tuple((key, reason) for key, reason in content["skipped_keys"])
+            content["skipped_keys"] = tuple(
+                (key, reason) for key, reason in content["skipped_keys"]
+            )
             for name in ("label_names", "patients"):
                 content[name] = tuple(content[name])
-            content["generators"] = tuple(_parse_generator(each) for each in content.get("generators", ()))
+            content["generators"] = tuple(
+                _parse_generator(each) for each in content.get("generators", ())
+            )
             _check_rows(content.get("rows", {}))
             return cls(**content)
         except (TypeError, KeyError, ValueError) as error:
-            raise ShardError(f"{where}: missing or unknown fields ({error}); convert again", "malformed") from error
+            raise ShardError(
+                f"{where}: missing or unknown fields ({error}); convert again", "malformed"
+            ) from error
 
 
 def nearby_splits(folder: str | Location) -> str:
-    """Return advice that names the folders of splits in a local folder, or beside it; "" where there are none."""
+    """Return advice that names the folders of splits in a local folder, or beside it; "" where
+    there are none.
+    """
     path = locate(folder)
     if not isinstance(path, Path):
         return ""
-    inside, beside = (sorted(found.parent for found in where.glob(f"*/{MANIFEST}")) for where in (path, path.parent))
+    inside, beside = (
+        sorted(found.parent for found in where.glob(f"*/{MANIFEST}"))
+        for where in (path, path.parent)
+    )
     listed = inside or ([] if path.exists() else beside)
     return f"give the folder of one split: {', '.join(map(str, listed))}" if listed else ""
 
 
 def _check_rows(content: Any) -> None:
-    """Raise TypeError unless the rows of a manifest are empty or have the form of `RowCounts.to_json`."""
+    """Raise TypeError unless the rows of a manifest are empty or have the form of
+    `RowCounts.to_json`.
+    """
     if not isinstance(content, dict):
         raise TypeError("rows is an object")
     if content:
@@ -187,7 +231,9 @@ def _check_rows(content: Any) -> None:
             content.get("kept"),
             *(skipped.values() if isinstance(skipped, dict) else [None]),
         ]
-        if not isinstance(content.get("unit"), str) or not all(type(count) is int for count in counts):
+        if not isinstance(content.get("unit"), str) or not all(
+            type(count) is int for count in counts
+        ):
             raise TypeError("rows has unit, read, kept and skipped")
 
 
@@ -201,7 +247,9 @@ def _parse_generator(content: Any) -> Mapping[str, Any]:
 
 
 def split_folders(folder: str | Location) -> list[Location]:
-    """Return the folders of shards in a folder of splits; the folder itself if it is one, or contains none."""
+    """Return the folders of shards in a folder of splits; the folder itself if it is one, or
+    contains none.
+    """
     root = locate(folder)
     if (root / MANIFEST).is_file():
         return [root]
@@ -210,8 +258,14 @@ def split_folders(folder: str | Location) -> list[Location]:
 
 
 def sample_to_json(sample: Sample) -> bytes:
-    """Return the content of `{key}.json`: the sample without its image path and without empty fields."""
-    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample) if field.name != "image"}
+    """Return the content of `{key}.json`: the sample without its image path and without empty
+    fields.
+    """
+    fields = {
+        field.name: getattr(sample, field.name)
+        for field in dataclasses.fields(sample)
+        if field.name != "image"
+    }
     kept = {name: value for name, value in fields.items() if value not in (None, {}, "")}
     return json.dumps(kept, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -231,9 +285,13 @@ def sample_from_json(data: bytes) -> Sample:
 
 
 def check_sample(sample: Sample) -> None:
-    """Raise ShardError when a field has another type than `Sample` documents, or the key is not a safe member name."""
+    """Raise ShardError when a field has another type than `Sample` documents, or the key is not
+    a safe member name.
+    """
     if (field := _field_of_wrong_type(sample)) is not None:
-        message = f"a sample of {sample.corpus} has a {field} of the wrong type; see medvl.schema.Sample"
+        message = (
+            f"a sample of {sample.corpus} has a {field} of the wrong type; see medvl.schema.Sample"
+        )
         raise ShardError(message, "wrong_type", field=field)
     check_key(sample.key)
 
@@ -248,7 +306,10 @@ def _field_of_wrong_type(sample: Sample) -> str | None:
             return name
     if not all(type(name) is type(text) is str for name, text in sample.sections.items()):
         return "sections"
-    if not all(type(name) is str and type(value) is int and -1 <= value <= 1 for name, value in sample.labels.items()):
+    if not all(
+        type(name) is str and type(value) is int and -1 <= value <= 1
+        for name, value in sample.labels.items()
+    ):
         return "labels"
     return None
 
@@ -256,7 +317,9 @@ def _field_of_wrong_type(sample: Sample) -> str | None:
 def check_key(key: str) -> None:
     """Raise ShardError unless `key` is a safe member name: no dots, no path separators."""
     if not _KEY.fullmatch(key):
-        raise ShardError("a sample key must have 1 to 100 letters, digits, '-' or '_'", "malformed", field="key")
+        raise ShardError(
+            "a sample key must have 1 to 100 letters, digits, '-' or '_'", "malformed", field="key"
+        )
 
 
 def label_row(labels: Mapping[str, int], names: Sequence[str]) -> np.ndarray:
@@ -277,16 +340,22 @@ class Index:
     """int64 (n, 2): offset and size of each JSON."""
 
     def to_text(self) -> str:
-        """Return the index file: a header, then `key<TAB>suffix<TAB>offset<TAB>size`, two lines per sample."""
+        """Return the index file: a header, then `key<TAB>suffix<TAB>offset<TAB>size`, two lines
+        per sample.
+        """
         lines = [_INDEX_HEADER]
-        for key, suffix, image, meta in zip(self.keys, self.suffixes, self.image, self.meta, strict=True):
+        for key, suffix, image, meta in zip(
+            self.keys, self.suffixes, self.image, self.meta, strict=True
+        ):
             lines.append(f"{key}\t{suffix}\t{image[0]}\t{image[1]}")
             lines.append(f"{key}\tjson\t{meta[0]}\t{meta[1]}")
         return "\n".join(lines) + "\n"
 
     @classmethod
     def read(cls, path: Location, data: bytes | None = None) -> "Index":
-        """Read an index file, or its content if given. Raises ShardError when it is missing or damaged."""
+        """Read an index file, or its content if given. Raises ShardError when it is missing or
+        damaged.
+        """
         try:
             lines = (path.read_bytes() if data is None else data).decode("ascii").splitlines()
             if not lines or lines[0] != _INDEX_HEADER or len(lines) % 2 == 0:
@@ -294,21 +363,39 @@ class Index:
             rows = [line.split("\t") for line in lines[1:]]
             images, metas = rows[0::2], rows[1::2]
             for image, meta in zip(images, metas, strict=True):
-                if image[0] != meta[0] or image[1] not in (*IMAGE_SUFFIXES, NO_IMAGE) or meta[1] != "json":
+                if (
+                    image[0] != meta[0]
+                    or image[1] not in (*IMAGE_SUFFIXES, NO_IMAGE)
+                    or meta[1] != "json"
+                ):
                     raise ValueError(f"lines of sample {image[0]}")
-            tables = [np.array([row[2:4] for row in part], np.int64).reshape(-1, 2) for part in (images, metas)]
+            tables = [
+                np.array([row[2:4] for row in part], np.int64).reshape(-1, 2)
+                for part in (images, metas)
+            ]
         except FileNotFoundError:
-            raise ShardError(f"{path} does not exist; copy the .index files too", "not_found") from None
+            raise ShardError(
+                f"{path} does not exist; copy the .index files too", "not_found"
+            ) from None
         except (ValueError, IndexError, OSError) as error:
-            raise ShardError(f"{path} is damaged ({error}); convert the corpus again", "malformed") from error
+            raise ShardError(
+                f"{path} is damaged ({error}); convert the corpus again", "malformed"
+            ) from error
         has_image_N = np.array([row[1] != NO_IMAGE for row in images], bool)
         if tables[0][~has_image_N].any():
-            raise ShardError(f"{path} is damaged: an image without a suffix; convert the corpus again", "malformed")
+            raise ShardError(
+                f"{path} is damaged: an image without a suffix; convert the corpus again",
+                "malformed",
+            )
         for table_N2 in (tables[0][has_image_N], tables[1]):
             offset_N, size_N = table_N2.T
             if (offset_N < 0).any() or (size_N <= 0).any() or (size_N > MAX_MEMBER_BYTES).any():
-                raise ShardError(f"{path} is damaged: an offset or a size is out of range", "malformed")
-        suffixes = tuple(sys.intern(row[1]) for row in images)  # shared strings: a loader keeps every index in memory
+                raise ShardError(
+                    f"{path} is damaged: an offset or a size is out of range", "malformed"
+                )
+        suffixes = tuple(
+            sys.intern(row[1]) for row in images
+        )  # shared strings: a loader keeps every index in memory
         return cls(tuple(row[0] for row in images), suffixes, tables[0], tables[1])
 
 
@@ -341,8 +428,8 @@ class Member(NamedTuple):
 def read_members(stream: Readable, where: str) -> Iterator[Member]:
     """Yield the members of a tar from its start.
 
-    Raises ShardError, naming `where`, at the first header that is damaged or does not belong to a sample's file, and
-    where the tar is truncated. The members before it have been yielded.
+    Raises ShardError, naming `where`, at the first header that is damaged or does not belong to a
+    sample's file, and where the tar is truncated. The members before it have been yielded.
     """
     offset = 0
     while True:
@@ -359,7 +446,8 @@ def read_members(stream: Readable, where: str) -> Iterator[Member]:
 
 
 def read_samples(stream: Readable, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the members of a tar grouped by sample: `__key__`, and the data of each member by suffix.
+    """Yield the members of a tar grouped by sample: `__key__`, and the data of each member by
+    suffix.
 
     Raises ShardError as `read_members` does.
     """
@@ -378,19 +466,29 @@ def _header(block: bytes, where: str) -> tarfile.TarInfo:
     try:
         header = tarfile.TarInfo.frombuf(block, "ascii", "strict")
     except (tarfile.TarError, ValueError):
-        raise ShardError(f"{where}: damaged tar header; copy it, or convert the corpus again", "malformed") from None
-    if header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= header.size <= MAX_MEMBER_BYTES:
+        raise ShardError(
+            f"{where}: damaged tar header; copy it, or convert the corpus again", "malformed"
+        ) from None
+    if (
+        header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE)
+        or not 0 <= header.size <= MAX_MEMBER_BYTES
+    ):
         limit = f"a plain file of at most {MAX_MEMBER_BYTES >> 20} MiB"
         raise ShardError(f"{where}: a member is not {limit}; medvl did not write it", "unsupported")
     if not _NAME.fullmatch(header.name):
-        raise ShardError(f"{where}: a member's name is not that of a sample; medvl did not write it", "unsupported")
+        raise ShardError(
+            f"{where}: a member's name is not that of a sample; medvl did not write it",
+            "unsupported",
+        )
     return header
 
 
 def _read(stream: Readable, size: int, where: str) -> bytes:
     data = stream.read(size) if size else b""
     if len(data) != size:
-        raise ShardError(f"{where}: unexpected end of the tar; copy it again, or check the network", "truncated")
+        raise ShardError(
+            f"{where}: unexpected end of the tar; copy it again, or check the network", "truncated"
+        )
     return data
 
 
@@ -432,9 +530,11 @@ class TarWriter:
 
 @contextlib.contextmanager
 def new_tar(path: Path) -> Iterator[TarWriter]:
-    """Yield the writer of a tar that is complete, flushed and renamed to `path` at the end of the block.
+    """Yield the writer of a tar that is complete, flushed and renamed to `path` at the end of the
+    block.
 
-    No partial tar is left on an error. Write the index inside the block: a tar under its name then has one.
+    No partial tar is left on an error. Write the index inside the block: a tar under its name then
+    has one.
     """
     with new_file(path) as file:
         yield TarWriter(file)

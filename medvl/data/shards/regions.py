@@ -1,12 +1,14 @@
 """Region features beside shards, as `medvl regions` writes them; the shards stay as they are.
 
-    OUT/train/regions/NAME/mimic-cxr-train-000000.tar     {key}.safetensors of every image that has regions
-    OUT/train/regions/NAME/mimic-cxr-train-000000.index   key, offset, size: one line per sample of the shard
-    OUT/train/regions/NAME/regions.json                   detector and its hash, the shards they belong to, counts
+    OUT/train/regions/NAME/mimic-cxr-train-000000.tar  {key}.safetensors of every image that has
+    regions OUT/train/regions/NAME/mimic-cxr-train-000000.index  key, offset, size: one line per
+    sample of the shard OUT/train/regions/NAME/regions.json                detector and its hash,
+    the shards they belong to, counts
 
-A member holds `features` (P, D), float16 or float32; `boxes` (P, 4), float32: left, top, right and bottom as shares of
-the stored image, in 0..1; and, if the detector has classes, `classes` (P, K): its distribution over them, of the
-features' type. Samples without an image, and images that were skipped, have the offset and the size 0.
+A member holds `features` (P, D), float16 or float32; `boxes` (P, 4), float32: left, top, right and
+bottom as shares of the stored image, in 0..1; and, if the detector has classes, `classes` (P, K):
+its distribution over them, of the features' type. Samples without an image, and images that were
+skipped, have the offset and the size 0.
 """
 
 import dataclasses
@@ -54,13 +56,16 @@ class Regions:
         arrays = {"features": self.features_PD, "boxes": self.boxes_P4}
         if self.classes_PK is not None:
             arrays["classes"] = self.classes_PK
-        return safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        return safetensors.numpy.save(
+            {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, width: int, classes: int) -> "Regions":
         """Parse a member.
 
-        Raises ValueError unless it has regions, features of `width`, boxes in 0..1, and `classes` classes.
+        Raises ValueError unless it has regions, features of `width`, boxes in 0..1, and `classes`
+        classes.
         """
         try:
             arrays = safetensors.numpy.load(data)
@@ -76,7 +81,10 @@ class Regions:
         if any(array.dtype not in (np.float16, np.float32) for array in arrays.values()):
             raise ValueError("expected float16 or float32")
         boxes_P4 = arrays["boxes"]
-        if not ((boxes_P4 >= 0) & (boxes_P4 <= 1)).all() or (boxes_P4[:, 2:] < boxes_P4[:, :2]).any():
+        if (
+            not ((boxes_P4 >= 0) & (boxes_P4 <= 1)).all()
+            or (boxes_P4[:, 2:] < boxes_P4[:, :2]).any()
+        ):
             raise ValueError("a box is not in 0..1")
         return cls(arrays["features"], boxes_P4, arrays.get("classes"))
 
@@ -101,13 +109,19 @@ class RegionShard:
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> "RegionShard":
-        """Build an entry from its JSON. Raises TypeError, KeyError or ValueError for another schema."""
-        return cls(**{**content, "skipped": tuple((key, reason) for key, reason in content["skipped"])})
+        """Build an entry from its JSON. Raises TypeError, KeyError or ValueError for another
+        schema.
+        """
+        return cls(
+            **{**content, "skipped": tuple((key, reason) for key, reason in content["skipped"])}
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RegionManifest:
-    """Content of a folder of regions and how they were computed. Deterministic: no dates, paths or host names."""
+    """Content of a folder of regions and how they were computed. Deterministic: no dates, paths
+    or host names.
+    """
 
     detector: str
     """Name of the detector."""
@@ -119,7 +133,9 @@ class RegionManifest:
     class_names: tuple[str, ...]
     """Names of the K classes, the background included; empty if the detector has none."""
     trained_on: tuple[Mapping[str, Any], ...]
-    """Manifests of the shards that the detector was trained on, if known: their patients cannot be tested on."""
+    """Manifests of the shards that the detector was trained on, if known: their patients cannot
+    be tested on.
+    """
     source: str
     """`Manifest.fingerprint` of the shards."""
     shards: tuple[RegionShard, ...]
@@ -148,16 +164,27 @@ class RegionManifest:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def summary(self) -> dict[str, Any]:
-        """Return the record for checkpoints: a model works with regions of the same detector only."""
-        return {"detector": self.detector, "sha256": self.detector_sha256, "fingerprint": self.fingerprint}
+        """Return the record for checkpoints: a model works with regions of the same detector
+        only.
+        """
+        return {
+            "detector": self.detector,
+            "sha256": self.detector_sha256,
+            "fingerprint": self.fingerprint,
+        }
 
     def write(self, folder: Path) -> None:
         """Write `regions.json` atomically."""
-        write_atomic(folder / REGION_MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n")
+        write_atomic(
+            folder / REGION_MANIFEST,
+            json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n",
+        )
 
     @classmethod
     def read(cls, folder: Location) -> "RegionManifest":
-        """Read the manifest of a folder. Raises ShardError when it is missing, damaged or of another version."""
+        """Read the manifest of a folder. Raises ShardError when it is missing, damaged or of
+        another version.
+        """
         path = folder / REGION_MANIFEST
         try:
             content = parse_json(path.read_bytes())
@@ -167,65 +194,95 @@ class RegionManifest:
             raise ShardError(message, "not_found", field="regions") from None
         except (ValueError, OSError) as error:
             code = "malformed" if isinstance(error, ValueError) else "unreadable"
-            raise ShardError(f"cannot read {path} ({type(error).__name__}); {_AGAIN}", code) from error
+            raise ShardError(
+                f"cannot read {path} ({type(error).__name__}); {_AGAIN}", code
+            ) from error
         version = content.get("version") if isinstance(content, dict) else None
         if version != _VERSION:
-            raise ShardError(f"{path}: expected version {_VERSION}, got {version}; {_AGAIN}", "version")
+            raise ShardError(
+                f"{path}: expected version {_VERSION}, got {version}; {_AGAIN}", "version"
+            )
         try:
             parsed = {name: tuple(content[name]) for name in ("class_names", "trained_on")}
             shards = tuple(map(RegionShard.parse, content["shards"]))
             return cls(**{**content, **parsed, "shards": shards})
         except (TypeError, KeyError, ValueError) as error:
-            raise ShardError(f"{path}: missing or unknown fields ({error}); {_AGAIN}", "malformed") from error
+            raise ShardError(
+                f"{path}: missing or unknown fields ({error}); {_AGAIN}", "malformed"
+            ) from error
 
     def check_shards(self, manifest: Manifest, folder: Location) -> None:
         """Raise ShardError unless the regions were computed from the shards of a manifest."""
         ours = [(shard.name, shard.shard_sha256, shard.samples) for shard in self.shards]
-        if self.source != manifest.fingerprint or ours != [(s.name, s.sha256, s.samples) for s in manifest.shards]:
+        if self.source != manifest.fingerprint or ours != [
+            (s.name, s.sha256, s.samples) for s in manifest.shards
+        ]:
             message = f"{folder} holds the regions of other shards; remove it and {_AGAIN}"
             raise ShardError(message, "mismatch", field="regions")
 
 
 def region_folder(shards: str | Location, name: str) -> Location:
-    """Return the folder of the regions `name` of a folder of shards. Raises ConfigError for a name with a path."""
+    """Return the folder of the regions `name` of a folder of shards. Raises ConfigError for a
+    name with a path.
+    """
     if not _NAME.fullmatch(name):
-        message = f"expected a name of letters, digits, '.', '-' and '_' for the regions, got {name!r}"
+        message = (
+            f"expected a name of letters, digits, '.', '-' and '_' for the regions, got {name!r}"
+        )
         raise ConfigError(message, "malformed", field="regions")
     return locate(shards) / REGIONS / name
 
 
 def list_regions(shards: str | Location) -> list[str]:
-    """Return the names of the finished regions of a folder of shards; none of a web server, which lists no files."""
-    return sorted(path.parent.name for path in (locate(shards) / REGIONS).glob(f"*/{REGION_MANIFEST}"))
+    """Return the names of the finished regions of a folder of shards; none of a web server,
+    which lists no files.
+    """
+    return sorted(
+        path.parent.name for path in (locate(shards) / REGIONS).glob(f"*/{REGION_MANIFEST}")
+    )
 
 
 def find_regions(shards: str | Location, detector_sha256: str) -> str:
-    """Return the name of a detector's regions of a folder of shards. Raises ShardError if it has none."""
+    """Return the name of a detector's regions of a folder of shards. Raises ShardError if it has
+    none.
+    """
     for name in list_regions(shards):
         if RegionManifest.read(region_folder(shards, name)).detector_sha256 == detector_sha256:
             return name
     message = (
-        f"{shards} has no regions of the detector that the model was trained with (sha256 {detector_sha256[:12]}); "
+        f"{shards} has no regions of the detector that the model was trained with (sha256 "
+        f"{detector_sha256[:12]}); "
         "run `medvl regions` on it with the same detector and options"
     )
     raise ShardError(message, "not_found", field="regions")
 
 
 def index_text(keys: Sequence[str], place_N2: np.ndarray) -> str:
-    """Return the index file: a header, then `key<TAB>offset<TAB>size` for each sample of the shard."""
-    lines = [f"{key}\t{offset}\t{size}" for key, (offset, size) in zip(keys, place_N2.tolist(), strict=True)]
+    """Return the index file: a header, then `key<TAB>offset<TAB>size` for each sample of the
+    shard.
+    """
+    lines = [
+        f"{key}\t{offset}\t{size}"
+        for key, (offset, size) in zip(keys, place_N2.tolist(), strict=True)
+    ]
     return "\n".join([_INDEX_HEADER, *lines]) + "\n"
 
 
 def read_index(path: Location, data: bytes | None = None) -> tuple[tuple[str, ...], np.ndarray]:
-    """Read an index file, or its content if given: keys, and int64 (N, 2) offsets and sizes. Raises ShardError."""
+    """Read an index file, or its content if given: keys, and int64 (N, 2) offsets and sizes.
+    Raises ShardError.
+    """
     try:
         lines = (path.read_bytes() if data is None else data).decode("ascii").splitlines()
         if not lines or lines[0] != _INDEX_HEADER:
             raise ValueError("header")
         rows = [line.split("\t") for line in lines[1:]]
         place_N2 = np.array([row[1:] for row in rows], np.int64).reshape(-1, 2)
-        if len(place_N2) != len(rows) or (place_N2 < 0).any() or (place_N2[:, 1] > MAX_MEMBER_BYTES).any():
+        if (
+            len(place_N2) != len(rows)
+            or (place_N2 < 0).any()
+            or (place_N2[:, 1] > MAX_MEMBER_BYTES).any()
+        ):
             raise ValueError("an offset or a size is out of range")
     except FileNotFoundError:
         raise ShardError(f"{path} does not exist; copy it, or {_AGAIN}", "not_found") from None
@@ -237,7 +294,8 @@ def read_index(path: Location, data: bytes | None = None) -> tuple[tuple[str, ..
 class RegionReader:
     """The regions of a folder of shards, by shard and row.
 
-    The manifest, every index and the size of every tar are checked here; tars are opened on first use in each process.
+    The manifest, every index and the size of every tar are checked here; tars are opened on first
+    use in each process.
 
     Args:
         shards: folder of the shards.
@@ -267,7 +325,9 @@ class RegionReader:
         self._places = list(files.map(lambda row: self._open_index(*row, files), rows))
 
     def read(self, shard: int, row: int) -> Regions | None:
-        """Return the regions of a sample, None where it has none. Raises ShardError, naming the file."""
+        """Return the regions of a sample, None where it has none. Raises ShardError, naming the
+        file.
+        """
         offset, size = self._places[shard][row].tolist()
         if not size:
             return None
@@ -276,7 +336,10 @@ class RegionReader:
             return Regions.from_bytes(data, self.manifest.width, len(self.manifest.class_names))
         except (EOFError, ValueError, OSError) as error:
             code = "truncated" if isinstance(error, EOFError) else "malformed"
-            message = f"{self._tars.paths[shard]} is damaged at sample {row} ({error}); run `medvl verify`"
+            message = (
+                f"{self._tars.paths[shard]} is damaged at sample {row} ({error}); run "
+                f"`medvl verify`"
+            )
             raise ShardError(message, code, field="regions") from error
 
     def _open_index(
@@ -285,10 +348,14 @@ class RegionReader:
         try:
             size = files.size(path)
         except FileNotFoundError:
-            raise ShardError(f"{path} does not exist; copy it, or {_AGAIN}", "not_found", field="regions") from None
+            raise ShardError(
+                f"{path} does not exist; copy it, or {_AGAIN}", "not_found", field="regions"
+            ) from None
         if size != shard.bytes:
             message = f"{path}: expected {shard.bytes} bytes, got {size}; copy it again"
-            raise ShardError(message, "truncated" if size < shard.bytes else "mismatch", field="regions")
+            raise ShardError(
+                message, "truncated" if size < shard.bytes else "mismatch", field="regions"
+            )
         place = path.with_suffix(".index")
         try:
             keys, place_N2 = read_index(place, files.verified(place, shard.index_sha256))
@@ -303,5 +370,8 @@ class RegionReader:
 def check_one_detector(manifests: Sequence[RegionManifest | None]) -> None:
     """Raise ConfigError unless all are regions of one detector, or none has regions."""
     if len({None if manifest is None else manifest.detector_sha256 for manifest in manifests}) > 1:
-        message = "the folders have regions of different detectors; run `medvl regions` with one detector on all"
+        message = (
+            "the folders have regions of different detectors; run `medvl regions` with "
+            "one detector on all"
+        )
         raise ConfigError(message, "mismatch", field="regions")

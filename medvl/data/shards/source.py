@@ -21,11 +21,13 @@ _NEIGHBOURS = 4096
 class ShardSource:
     """Samples of one folder of shards, by position.
 
-    The manifest, every index and the size of every tar are read and checked here, so a damaged folder fails before
-    training starts. Tars are opened on first use in each process, so a source can be passed to loader workers.
+    The manifest, every index and the size of every tar are read and checked here, so a damaged
+    folder fails before training starts. Tars are opened on first use in each process, so a source
+    can be passed to loader workers.
 
     Args:
-        folder: folder of shards, or its address: s3://, gs://, az://, hf:// or https:// (`medvl.data.storage`).
+        folder: folder of shards, or its address: s3://, gs://, az://, hf:// or https://
+            (`medvl.data.storage`).
         regions: name of the region features to read too (`medvl regions`); None for none.
         cache: local cache of remote shards; default: from MEDVL_CACHE and MEDVL_CACHE_SIZE.
 
@@ -37,7 +39,9 @@ class ShardSource:
         StorageError: a remote store cannot be reached or refuses access.
     """
 
-    def __init__(self, folder: Location | str, *, regions: str | None = None, cache: Cache | None = None) -> None:
+    def __init__(
+        self, folder: Location | str, *, regions: str | None = None, cache: Cache | None = None
+    ) -> None:
         self.folder = locate(folder)
         self.is_remote = isinstance(self.folder, RemotePath)
         cache = cache or (Cache.from_environment() if self.is_remote else None)
@@ -45,13 +49,18 @@ class ShardSource:
         self.label_names = self.manifest.label_names
         self.fingerprint = self.manifest.fingerprint
         files = FolderFiles(self.folder, cache)
-        self._indexes = list(files.map(lambda shard: self._open_index(shard, files), self.manifest.shards))
+        self._indexes = list(
+            files.map(lambda shard: self._open_index(shard, files), self.manifest.shards)
+        )
         counts = [len(index.keys) for index in self._indexes]
         self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         paths = [self.folder / f"{shard.name}.tar" for shard in self.manifest.shards]
         self._tars = open_tars(paths, self.manifest.shards, cache)
         if len(self) != self.manifest.samples:
-            expected = f"expected {self.manifest.samples} samples by the manifest, got {len(self)} in the indexes"
+            expected = (
+                f"expected {self.manifest.samples} samples by the manifest, got "
+                f"{len(self)} in the indexes"
+            )
             raise ShardError(f"{self.folder}: {expected}; convert the corpus again", "mismatch")
         self.region_manifest: RegionManifest | None = None
         if regions is not None:
@@ -70,29 +79,43 @@ class ShardSource:
         return self._indexes[shard].keys[row]
 
     def texts_by_study(self, sections: Sequence[str] = ()) -> Iterator[list[str]]:
-        """Yield the texts of each study once, all or some sections: images of one study share their report."""
+        """Yield the texts of each study once, all or some sections: images of one study share
+        their report.
+        """
         studies = set()
         for position in range(len(self)):
             sample = self.sample(position)
             if sample.study not in studies:
                 studies.add(sample.study)
-                yield [sample.sections[name] for name in sections or sample.sections if name in sample.sections]
+                yield [
+                    sample.sections[name]
+                    for name in sections or sample.sections
+                    if name in sample.sections
+                ]
 
     def sample(self, position: int) -> Sample:
-        """Return the sample at `position`, without its pixels. Raises ShardError naming the shard and the key."""
+        """Return the sample at `position`, without its pixels. Raises ShardError naming the
+        shard and the key.
+        """
         shard, row = self._locate(position)
         index = self._indexes[shard]
         data = self._read(shard, row, index.meta[row])
         try:
             sample = sample_from_json(data)
         except ValueError as error:
-            raise self._damaged(shard, index.keys[row], "its JSON cannot be read", "malformed") from error
+            raise self._damaged(
+                shard, index.keys[row], "its JSON cannot be read", "malformed"
+            ) from error
         if sample.key != index.keys[row]:
-            raise self._damaged(shard, index.keys[row], "the tar holds another sample at this offset", "mismatch")
+            raise self._damaged(
+                shard, index.keys[row], "the tar holds another sample at this offset", "mismatch"
+            )
         return sample
 
     def image_bytes(self, position: int) -> bytes:
-        """Return the encoded image. Raises ShardError, and ImageError `no_image` where the sample has none."""
+        """Return the encoded image. Raises ShardError, and ImageError `no_image` where the
+        sample has none.
+        """
         shard, row = self._locate(position)
         index = self._indexes[shard]
         if index.suffixes[row] == NO_IMAGE:
@@ -100,11 +123,14 @@ class ShardSource:
         return self._read(shard, row, index.image[row])
 
     def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
-        """Return the decoded image: uint8 (H, W), or (H, W, 3) with `color`. Raises ImageError or ShardError.
+        """Return the decoded image: uint8 (H, W), or (H, W, 3) with `color`. Raises ImageError or
+        ShardError.
 
         None: in colour where the shards are (`ShardOptions.color`).
         """
-        return decode_image(self.image_bytes(position), color=self.manifest.color if color is None else color)
+        return decode_image(
+            self.image_bytes(position), color=self.manifest.color if color is None else color
+        )
 
     def has_image(self, position: int) -> bool:
         """Return whether the sample at `position` has an image."""
@@ -112,12 +138,17 @@ class ShardSource:
         return self._indexes[shard].suffixes[row] != NO_IMAGE
 
     def regions(self, position: int) -> Regions:
-        """Return the regions of the image. Raises ShardError, and ImageError `no_image` or `no_regions`."""
+        """Return the regions of the image. Raises ShardError, and ImageError `no_image` or
+        `no_regions`.
+        """
         if not self.has_image(position):
             raise ImageError(f"{self.folder}: sample {self.key(position)} has no image", "no_image")
         regions = self._regions.read(*self._locate(position))
         if regions is None:
-            message = f"{self._regions.folder}: the detector could not read the image of {self.key(position)}"
+            message = (
+                f"{self._regions.folder}: the detector could not read the image of "
+                f"{self.key(position)}"
+            )
             raise ImageError(message, NO_REGIONS)
         return regions
 
@@ -130,14 +161,20 @@ class ShardSource:
         try:
             size = files.size(path)
         except FileNotFoundError:
-            raise ShardError(f"{path} does not exist; copy it, or convert the corpus again", "not_found") from None
+            raise ShardError(
+                f"{path} does not exist; copy it, or convert the corpus again", "not_found"
+            ) from None
         if size != shard.bytes:
-            raise ShardError(f"{path}: expected {shard.bytes} bytes, got {size}; copy it again", "mismatch")
+            raise ShardError(
+                f"{path}: expected {shard.bytes} bytes, got {size}; copy it again", "mismatch"
+            )
         place = path.with_suffix(".index")
         try:
             index = Index.read(place, files.verified(place, shard.index_sha256))
         except FileNotFoundError:
-            raise ShardError(f"{place} does not exist; copy the .index files too", "not_found") from None
+            raise ShardError(
+                f"{place} does not exist; copy the .index files too", "not_found"
+            ) from None
         ends = np.concatenate([index.image.sum(axis=1), index.meta.sum(axis=1)])
         if len(index.keys) != shard.samples or (len(ends) and ends.max() > size):
             raise ShardError(f"{place} does not fit its tar; convert again", "mismatch")
@@ -150,20 +187,30 @@ class ShardSource:
         return shard, position - int(self._first[shard])
 
     def _read(self, shard: int, row: int, place: np.ndarray) -> bytes:
-        """Return a member. A remote one is requested with the sample's other one: they are neighbours in the tar."""
+        """Return a member. A remote one is requested with the sample's other one: they are
+        neighbours in the tar.
+        """
         index = self._indexes[shard]
         span = None
         if self.is_remote and index.suffixes[row] != NO_IMAGE:
             members_22 = np.stack([index.image[row], index.meta[row]])
             start, end = int(members_22[:, 0].min()), int(members_22.sum(axis=1).max())
-            span = (start, end - start) if end - start <= members_22[:, 1].sum() + _NEIGHBOURS else None
+            span = (
+                (start, end - start)
+                if end - start <= members_22[:, 1].sum() + _NEIGHBOURS
+                else None
+            )
         try:
             return self._tars.read(shard, int(place[0]), int(place[1]), span)
         except (EOFError, FileNotFoundError):
-            raise self._damaged(shard, index.keys[row], "the tar ends before it", "truncated") from None
+            raise self._damaged(
+                shard, index.keys[row], "the tar ends before it", "truncated"
+            ) from None
 
     def _damaged(self, shard: int, key: str, problem: str, code: str) -> ShardError:
         path = self.folder / f"{self.manifest.shards[shard].name}.tar"
         return ShardError(
-            f"{path} is damaged at sample {key}: {problem}; run `medvl verify {self.folder}` to list all damage", code
+            f"{path} is damaged at sample {key}: {problem}; run `medvl verify {self.folder}` to "
+            f"list all damage",
+            code,
         )

@@ -1,7 +1,8 @@
-"""Uploading shards to an object store: every file is read back and compared with its hash, the manifest comes last.
+"""Uploading shards to an object store: every file is read back and compared with its hash, the
+manifest comes last.
 
-A remote folder without a manifest is not finished, so an interrupted upload is never taken for a whole one. Run it
-again to resume: existing files are compared and kept.
+A remote folder without a manifest is not finished, so an interrupted upload is never taken for a
+whole one. Run it again to resume: existing files are compared and kept.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ class _File:
 
 
 def upload_shards(folder: Path, address: str | Location, *, progress: bool = False) -> list[Upload]:
-    """Upload a folder of shards, or every split in a folder of splits, with the regions beside them.
+    """Upload a folder of shards, or every split in a folder of splits, with the regions beside
+    them.
 
     Private folders are not uploaded. Returns one entry per split.
 
@@ -50,13 +52,17 @@ def upload_shards(folder: Path, address: str | Location, *, progress: bool = Fal
         progress: show a progress bar.
 
     Raises:
-        ConfigError: the address holds other shards ("exists"), or cannot be written ("unsupported").
+        ConfigError: the address holds other shards ("exists"), or cannot be written
+            ("unsupported").
         ShardError: a local file is missing or differs from its manifest.
-        StorageError: the store cannot be reached or refuses access, or holds other bytes after two attempts.
+        StorageError: the store cannot be reached or refuses access, or holds other bytes after two
+            attempts.
     """
     target = writable(address)
     splits = split_folders(folder)
-    whole = [(Path(str(split)), target if split == folder else target / split.name) for split in splits]
+    whole = [
+        (Path(str(split)), target if split == folder else target / split.name) for split in splits
+    ]
     for split, place in whole:
         _refuse_other(Manifest.read(split), place)
     return [_upload_split(split, place, progress) for split, place in whole]
@@ -66,7 +72,9 @@ def writable(address: str | Location) -> RemotePath:
     """Return an address that shards can be uploaded to. Raises ConfigError."""
     target = locate(address)
     if not isinstance(target, RemotePath) or not target.can_write:
-        message = f"expected an address that can be written (s3://, gs://, az://, hf://), got {target}"
+        message = (
+            f"expected an address that can be written (s3://, gs://, az://, hf://), got {target}"
+        )
         raise ConfigError(message, "unsupported", field="address")
     return target
 
@@ -98,7 +106,9 @@ def _upload_split(folder: Path, target: RemotePath, progress: bool) -> Upload:
     existing = target.sizes()
     sent = 0
     results = store.map_threads(lambda file: _send(file, existing, target), files, _THREADS)
-    for was_sent in tqdm(results, f"upload {manifest.split}", len(files), unit="file", disable=not progress):
+    for was_sent in tqdm(
+        results, f"upload {manifest.split}", len(files), unit="file", disable=not progress
+    ):
         sent += was_sent
     for path in last:  # manifests come after all they list
         place = RemotePath(f"{target}/{path.relative_to(folder).as_posix()}")
@@ -112,16 +122,27 @@ def _send(file: _File, existing: dict[str, int], root: RemotePath) -> bool:
     try:
         size = file.path.stat().st_size
     except FileNotFoundError:
-        raise ShardError(f"{file.path} does not exist; copy it, or convert the corpus again", "not_found") from None
-    if existing.get(str(file.target).removeprefix(f"{root}/")) == size and _remote_sha256(file, size) == file.sha256:
+        raise ShardError(
+            f"{file.path} does not exist; copy it, or convert the corpus again", "not_found"
+        ) from None
+    if (
+        existing.get(str(file.target).removeprefix(f"{root}/")) == size
+        and _remote_sha256(file, size) == file.sha256
+    ):
         return False
     for _ in range(2):
         store.write(str(file.target), file.path)
         if _remote_sha256(file, size) == file.sha256:
             return True
     if sha256(file.path) != file.sha256:
-        raise ShardError(f"{file.path} differs from its manifest; run `medvl verify {file.path.parent}`", "mismatch")
-    message = f"{file.target} has other bytes than were sent, twice; check the store, and run the same command again"
+        raise ShardError(
+            f"{file.path} differs from its manifest; run `medvl verify {file.path.parent}`",
+            "mismatch",
+        )
+    message = (
+        f"{file.target} has other bytes than were sent, twice; check the store, and run "
+        f"the same command again"
+    )
     raise StorageError(message, "mismatch")
 
 

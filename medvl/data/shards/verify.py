@@ -1,4 +1,6 @@
-"""Verification of a folder of shards against its manifest, and search for patients and images shared by two folders."""
+"""Verification of a folder of shards against its manifest, and search for patients and images
+shared by two folders.
+"""
 
 import dataclasses
 import itertools
@@ -43,7 +45,9 @@ class RegionVerification:
 
 
 def verify_regions(folder: Location, manifest: Manifest) -> list[RegionVerification]:
-    """Check every byte of the regions of a folder of shards: hashes, members, indexes, form, and the shards' hashes."""
+    """Check every byte of the regions of a folder of shards: hashes, members, indexes, form, and
+    the shards' hashes.
+    """
     found = [path for path in (folder / REGIONS).glob("*") if path.is_dir()]
     return [_verify(path, manifest) for path in sorted(found, key=str)]
 
@@ -91,7 +95,9 @@ def _check_region_shard(folder: Path, shard: RegionShard, manifest: RegionManife
     if differing := check_hashes(tar, shard):
         return differing
     keys, place_N2 = read_index(tar.with_suffix(".index"))
-    rows = {f"{key}.{REGION_SUFFIX}": place_N2[row] for row, key in enumerate(keys) if place_N2[row, 1]}
+    rows = {
+        f"{key}.{REGION_SUFFIX}": place_N2[row] for row, key in enumerate(keys) if place_N2[row, 1]
+    }
     images, regions, problems = len(rows), 0, []
     with tar.open("rb") as file:
         for member in read_members(file, "the tar"):
@@ -108,8 +114,15 @@ def _check_region_shard(folder: Path, shard: RegionShard, manifest: RegionManife
             if not np.isfinite(parsed.features_PD).all():
                 problems.append(f"{tar.name}: {member.name}: a feature is not finite")
     problems += [f"{tar.name}: {name} is in the index but not in the tar" for name in rows]
-    if not problems and (len(keys), images, regions) != (shard.samples, shard.images, shard.regions):
-        problems.append(f"{tar.name}: {len(keys)} samples, {images} images, {regions} regions differ from the manifest")
+    if not problems and (len(keys), images, regions) != (
+        shard.samples,
+        shard.images,
+        shard.regions,
+    ):
+        problems.append(
+            f"{tar.name}: {len(keys)} samples, {images} images, {regions} regions differ from "
+            f"the manifest"
+        )
     return problems
 
 
@@ -132,16 +145,21 @@ SAME = 16
 """Maximum number of differing bits, of 255, for two images to count as the same."""
 
 _SIDE, _FREQUENCIES = 64, 16
-_REGION_SIDE, _DARK, _BRUSH = 256, 24, 5  # size for the search of the bright region; thinner strokes are writing
+_REGION_SIDE, _DARK, _BRUSH = (
+    256,
+    24,
+    5,
+)  # size for the search of the bright region; thinner strokes are writing
 _BLOCK = 4096
 
 
 def perceptual_hash(image_HW: np.ndarray) -> np.ndarray | None:
-    """Return the hashes of a uint8 image and of its largest bright region, bool (2, 255); None if it is uniform.
+    """Return the hashes of a uint8 image and of its largest bright region, bool (2, 255); None if
+    it is uniform.
 
-    The image is averaged down to 64 x 64 pixels. A bit is set if one of the 16 x 16 lowest frequencies of its cosine
-    transform (without the mean) is above their median. Size, aspect ratio, compression, brightness and contrast hardly
-    change the hash.
+    The image is averaged down to 64 x 64 pixels. A bit is set if one of the 16 x 16 lowest
+    frequencies of its cosine transform (without the mean) is above their median. Size, aspect
+    ratio, compression, brightness and contrast hardly change the hash.
     """
     whole, region = _signs(image_HW), _signs(_bright_region(image_HW))
     return None if whole is None or region is None else np.stack([whole, region])
@@ -170,9 +188,13 @@ class SharedImage:
 def hash_images(source: ShardSource, *, progress: bool = False) -> HashedImages:
     """Hash every image of a folder on all cores. Raises ShardError when a shard is damaged."""
     keys, hashes, not_hashed = [], [], Counter[str]()
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # decoding, resizing and the transform release the GIL
+    with ThreadPoolExecutor(
+        os.cpu_count() or 1
+    ) as pool:  # decoding, resizing and the transform release the GIL
         results = pool.map(lambda position: _hash_one(source, position), range(len(source)))
-        for position, result in enumerate(tqdm(results, "hash", len(source), unit="img", disable=not progress)):
+        for position, result in enumerate(
+            tqdm(results, "hash", len(source), unit="img", disable=not progress)
+        ):
             if isinstance(result, str):
                 not_hashed[result] += 1
             else:
@@ -182,7 +204,9 @@ def hash_images(source: ShardSource, *, progress: bool = False) -> HashedImages:
     return HashedImages(tuple(keys), bits_N2K, not_hashed)
 
 
-def shared_images(images: HashedImages, others: HashedImages, *, limit: int = SAME) -> list[SharedImage]:
+def shared_images(
+    images: HashedImages, others: HashedImages, *, limit: int = SAME
+) -> list[SharedImage]:
     """Return all pairs whose hashes differ in at most `limit` bits, closest first."""
     pairs = [
         SharedImage(images.keys[row], others.keys[column], distance)
@@ -222,8 +246,12 @@ def _bright_region(image_HW: np.ndarray) -> np.ndarray:
     return image_HW[int(y) : int(np.ceil(y + height)), int(x) : int(np.ceil(x + width))]
 
 
-def _close_pairs(bits_N2K: np.ndarray, other_M2K: np.ndarray, limit: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (n, m, distance) of close pairs; Hamming distances from products of sign matrices are exact and fast."""
+def _close_pairs(
+    bits_N2K: np.ndarray, other_M2K: np.ndarray, limit: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (n, m, distance) of close pairs; Hamming distances from products of sign matrices
+    are exact and fast.
+    """
     length = bits_N2K.shape[2]
     for start in range(0, len(bits_N2K), _BLOCK):
         signs_2NK = _as_signs(bits_N2K[start : start + _BLOCK])
@@ -257,17 +285,19 @@ class Verification:
     """Results of the folder's regions (`medvl regions`)."""
 
 
-def verify_folder(folder: str | Location, *, decode: bool = False, progress: bool = False) -> Verification:
+def verify_folder(
+    folder: str | Location, *, decode: bool = False, progress: bool = False
+) -> Verification:
     """Check every byte of a folder of shards, or of a remote one, against its manifest.
 
-    Compares the sha256 of each tar and index, compares the members of each tar with its index, parses each sample, and
-    compares the numbers of samples, patients and planned images; likewise for the folder's regions. With `decode`,
-    decodes every image too.
+    Compares the sha256 of each tar and index, compares the members of each tar with its index,
+    parses each sample, and compares the numbers of samples, patients and planned images; likewise
+    for the folder's regions. With `decode`, decodes every image too.
 
     Remote shards are downloaded one after another; the cache is not used.
 
-    Raises ShardError when there is no readable manifest, StorageError when a store cannot be reached; everything else
-    is returned as a problem.
+    Raises ShardError when there is no readable manifest, StorageError when a store cannot be
+    reached; everything else is returned as a problem.
     """
     return verify_shards(folder, Manifest.read(folder), decode=decode, progress=progress)
 
@@ -290,9 +320,11 @@ def verify_shards(
 
 
 def check_against(manifest: Manifest, other: Manifest) -> None:
-    """Raise SplitError when two manifests share a patient, or cannot be compared because their salts differ.
+    """Raise SplitError when two manifests share a patient, or cannot be compared because their
+    salts differ.
 
-    Synthetic images count as the training data of their generators; where that has another salt, it is not compared.
+    Synthetic images count as the training data of their generators; where that has another salt, it
+    is not compared.
     """
     pair = f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split}"
     if manifest.salt != other.salt:
@@ -301,14 +333,18 @@ def check_against(manifest: Manifest, other: Manifest) -> None:
     shared = shared_patients(manifest, other)
     if shared:
         patients = f"{len(shared)} patients (first by hash: {min(shared)})"
-        raise SplitError(f"{pair} share {patients}; a score on one is not held out from the other", "leak")
+        raise SplitError(
+            f"{pair} share {patients}; a score on one is not held out from the other", "leak"
+        )
     for seen in itertools.islice(manifest.lineage(), 1, None):
         if seen.salt == other.salt:
             check_against(seen, other)
 
 
 def shared_patients(manifest: Manifest, other: Manifest) -> set[str] | None:
-    """Return the hashed patients (articles, for figures) in both manifests; None if their salts differ."""
+    """Return the hashed patients (articles, for figures) in both manifests; None if their salts
+    differ.
+    """
     return set(manifest.patients) & set(other.patients) if manifest.salt == other.salt else None
 
 
@@ -330,9 +366,13 @@ class Overlap:
 def find_overlaps(
     folders: Sequence[Location], others: Sequence[Location], *, progress: bool = False
 ) -> Iterator[Overlap]:
-    """Compare each of `folders` with each of `others`; every image is hashed once. Raises ShardError."""
+    """Compare each of `folders` with each of `others`; every image is hashed once. Raises
+    ShardError.
+    """
     left, right = ([ShardSource(folder) for folder in part] for part in (folders, others))
-    hashed, hashed_others = ([hash_images(source, progress=progress) for source in part] for part in (left, right))
+    hashed, hashed_others = (
+        [hash_images(source, progress=progress) for source in part] for part in (left, right)
+    )
     for source, images in zip(left, hashed, strict=True):
         for other, other_images in zip(right, hashed_others, strict=True):
             yield Overlap(
@@ -344,18 +384,29 @@ def find_overlaps(
             )
 
 
-def compare_counts(manifests: Mapping[str, Manifest], expected: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def compare_counts(
+    manifests: Mapping[str, Manifest], expected: Mapping[str, int]
+) -> dict[str, tuple[int, int]]:
     """Return the counts that differ from the data card's: name -> (actual, expected).
 
-    `images` is the total over all splits. Excluded and skipped images count as present: the manifest lists them.
+    `images` is the total over all splits. Excluded and skipped images count as present: the
+    manifest lists them.
     """
     actual = {split: manifest.planned for split, manifest in manifests.items()}
-    actual["images"] = sum(actual.values()) + max(map(_images_left_out, manifests.values()), default=0)
-    return {name: (actual.get(name, 0), count) for name, count in expected.items() if actual.get(name, 0) != count}
+    actual["images"] = sum(actual.values()) + max(
+        map(_images_left_out, manifests.values()), default=0
+    )
+    return {
+        name: (actual.get(name, 0), count)
+        for name, count in expected.items()
+        if actual.get(name, 0) != count
+    }
 
 
 def _images_left_out(manifest: Manifest) -> int:
-    """Return the images of the corpus that were left out before conversion; none where it counts other rows."""
+    """Return the images of the corpus that were left out before conversion; none where it counts
+    other rows.
+    """
     if manifest.rows.get("unit", "images") != "images":
         return 0
     left_out = Counter(manifest.excluded_from_corpus) + Counter(manifest.rows.get("skipped", {}))
@@ -376,7 +427,13 @@ def _check_shard(
 
 
 def _check_members(
-    tar: Path, index: Index, shard: Shard, manifest: Manifest, keys: set[str], patients: set[str], decode: bool
+    tar: Path,
+    index: Index,
+    shard: Shard,
+    manifest: Manifest,
+    keys: set[str],
+    patients: set[str],
+    decode: bool,
 ) -> list[str]:
     problems = []
     expected = {}
@@ -401,7 +458,9 @@ def _check_members(
     return problems
 
 
-def _check_member(tar: Path, name: str, data: bytes, manifest: Manifest, patients: set[str], decode: bool) -> list[str]:
+def _check_member(
+    tar: Path, name: str, data: bytes, manifest: Manifest, patients: set[str], decode: bool
+) -> list[str]:
     key, _, suffix = name.rpartition(".")
     if suffix in IMAGE_SUFFIXES:
         if decode:
@@ -427,7 +486,9 @@ def _check_totals(manifest: Manifest, keys: set[str], patients: set[str]) -> lis
     if len(keys) != manifest.samples:
         problems.append(f"{len(keys)} samples in the shards, {manifest.samples} in the manifest")
     if patients != set(manifest.patients):
-        problems.append(f"{len(patients)} patients in the shards, {len(manifest.patients)} in the manifest")
+        problems.append(
+            f"{len(patients)} patients in the shards, {len(manifest.patients)} in the manifest"
+        )
     accounted = manifest.samples + sum(manifest.excluded.values()) + sum(manifest.skipped.values())
     if accounted != manifest.planned:
         problems.append(f"{manifest.planned} images were planned, {accounted} are accounted for")

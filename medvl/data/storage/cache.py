@@ -1,16 +1,19 @@
 """The local cache of remote files: bounded, verified, and shared by all processes of a machine.
 
-A file enters under its sha256, after its bytes were compared with it, by one rename. A name is no proof: the mark of a
-file in `verified/` records which file was compared (inode, size, times), and a file that is not the marked one is
-compared again before its first use, and removed where it differs. Marks count because the folder is private: one that
-others can write is closed to them and all of its marks are dropped, and one of another user is not used.
+A file enters under its sha256, after its bytes were compared with it, by one rename. A name is no
+proof: the mark of a file in `verified/` records which file was compared (inode, size, times), and a
+file that is not the marked one is compared again before its first use, and removed where it
+differs. Marks count because the folder is private: one that others can write is closed to them and
+all of its marks are dropped, and one of another user is not used.
 
-The least recently used files make room for new ones; those used within the last minute stay, so that a data set larger
-than the cache does not replace the same files over and over. Locks are record locks of the operating system, so those
-of a killed process are gone, and its partial files are removed by the next one.
+The least recently used files make room for new ones; those used within the last minute stay, so
+that a data set larger than the cache does not replace the same files over and over. Locks are
+record locks of the operating system, so those of a killed process are gone, and its partial files
+are removed by the next one.
 
-    MEDVL_CACHE        folder; default ~/.cache/medvl/shards
-    MEDVL_CACHE_SIZE   limit, such as 200GB; 0 for no cache; default 100 GB, at most half of the free space
+    MEDVL_CACHE       folder; default ~/.cache/medvl/shards
+    MEDVL_CACHE_SIZE  limit, such as 200GB; 0 for no cache; default 100 GB, at most half of the free
+                      space
 """
 
 import contextlib
@@ -29,7 +32,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from medvl.common.files import open_own, private_folder, sha256 as sha256_of, subfolder, write_atomic
+from medvl.common.files import (
+    open_own,
+    private_folder,
+    sha256 as sha256_of,
+    subfolder,
+    write_atomic,
+)
 from medvl.errors import ConfigError, StorageError
 
 PROTECTED = 60.0
@@ -83,12 +92,16 @@ class Cache:
         stated = os.environ.get("MEDVL_CACHE_SIZE")
         if stated:
             return cls(folder, parse_bytes(stated))
-        parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        parent = next(
+            parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
+        )
         used = sum(size for _, _, size in cls(folder, 0)._entries())
         return cls(folder, min(_DEFAULT_LIMIT, (shutil.disk_usage(parent).free + used) // 2))
 
     def find(self, sha256: str) -> Path | None:
-        """Return the path of a file, and note its use; None if the cache does not have it, or has other bytes there."""
+        """Return the path of a file, and note its use; None if the cache does not have it, or
+        has other bytes there.
+        """
         path, now = self._path(sha256), time.time()
         if path.is_symlink() or not path.is_file() or not self._usable():
             return None
@@ -103,18 +116,27 @@ class Cache:
         return path
 
     def add(
-        self, sha256: str, size: int, fetch: Callable[[], Iterable[bytes]], *, name: str, wait: bool = True
+        self,
+        sha256: str,
+        size: int,
+        fetch: Callable[[], Iterable[bytes]],
+        *,
+        name: str,
+        wait: bool = True,
     ) -> Path | None:
-        """Return the path of a file, fetched if the cache does not have it; None where there is no room for it.
+        """Return the path of a file, fetched if the cache does not have it; None where there is no
+        room for it.
 
         Args:
             sha256: hash of the content.
             size: its bytes.
             fetch: returns the content in blocks.
             name: address of the file, for errors.
-            wait: wait for another process or thread that fetches the same file; otherwise return None.
+            wait: wait for another process or thread that fetches the same file; otherwise return
+                None.
 
-        Raises StorageError `mismatch` where the content has another size or hash: it does not enter the cache.
+        Raises StorageError `mismatch` where the content has another size or hash: it does not enter
+        the cache.
         """
         if size > self.limit:
             return None
@@ -140,11 +162,16 @@ class Cache:
         except OSError as error:
             if isinstance(error, FileNotFoundError) and error.filename == name:
                 raise
-            _warn_once(f"the cache {self.folder} cannot be used ({error.strerror}): shards are read without it")
+            _warn_once(
+                f"the cache {self.folder} cannot be used ({error.strerror}): shards are read "
+                f"without it"
+            )
             return None
 
     def read(self, sha256: str, fetch: Callable[[], bytes], *, name: str) -> bytes:
-        """Return the content of a small file, fetched if the cache does not have it. Raises StorageError `mismatch`."""
+        """Return the content of a small file, fetched if the cache does not have it. Raises
+        StorageError `mismatch`.
+        """
         found = self.find(sha256)
         if found is not None:
             with contextlib.suppress(FileNotFoundError):  # removed by another process
@@ -157,7 +184,9 @@ class Cache:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """Hold one of the two slots of this machine for fetching in the background. Yields whether one was free."""
+        """Hold one of the two slots of this machine for fetching in the background. Yields
+        whether one was free.
+        """
         with self._lock("turn-0", wait=False) as first:
             if first:
                 yield True
@@ -171,7 +200,9 @@ class Cache:
         return CacheUse(len(entries), sum(size for _, _, size in entries))
 
     def clear(self) -> CacheUse:
-        """Remove every file that no process is fetching. Returns the removed number of files and bytes."""
+        """Remove every file that no process is fetching. Returns the removed number of files and
+        bytes.
+        """
         removed = self.use()
         for _, path, _ in self._entries():
             self._remove(path)
@@ -179,7 +210,9 @@ class Cache:
         return removed
 
     def make_private(self) -> Path:
-        """Return the folder, created and closed to other users. Raises ConfigError where it is not this user's."""
+        """Return the folder, created and closed to other users. Raises ConfigError where it is
+        not this user's.
+        """
         if not self._is_private:
             is_open = self.folder.is_dir() and stat.S_IMODE(self.folder.stat().st_mode) & 0o022
             private_folder(self.folder)
@@ -209,7 +242,10 @@ class Cache:
         if sha256_of(path) == path.name:
             write_atomic(mark, identity, durable=False)
             return True
-        _log.warning("%s has another content than its name states: it was damaged, or put there; removed", path)
+        _log.warning(
+            "%s has another content than its name states: it was damaged, or put there; removed",
+            path,
+        )
         self._remove(path)
         return False
 
@@ -219,7 +255,10 @@ class Cache:
 
     def _path(self, sha256: str) -> Path:
         if not _HASH.fullmatch(sha256):
-            raise StorageError("a manifest has an entry that is not a sha256; convert the corpus again", "malformed")
+            raise StorageError(
+                "a manifest has an entry that is not a sha256; convert the corpus again",
+                "malformed",
+            )
         return self.folder / sha256
 
     def _entries(self) -> Iterator[tuple[float, Path, int]]:
@@ -236,7 +275,9 @@ class Cache:
                         yield used, Path(entry.path), found_file.st_size
 
     def _reserve(self, partial: Path, size: int) -> bool:
-        """Create the partial file with its full size, after making room. Returns whether there is room."""
+        """Create the partial file with its full size, after making room. Returns whether there
+        is room.
+        """
         with self._lock("cache"):
             reserved = sum(self._pending())
             entries = sorted(self._entries())
@@ -263,7 +304,9 @@ class Cache:
             with contextlib.suppress(FileNotFoundError):
                 yield path.stat().st_size
 
-    def _fill(self, partial: Path, sha256: str, size: int, fetch: Callable[[], Iterable[bytes]], name: str) -> None:
+    def _fill(
+        self, partial: Path, sha256: str, size: int, fetch: Callable[[], Iterable[bytes]], name: str
+    ) -> None:
         written, content = 0, hashlib.sha256()
         with partial.open("r+b") as file:
             for block in fetch():
@@ -275,12 +318,18 @@ class Cache:
             file.flush()
             os.fsync(file.fileno())
         if written != size or content.hexdigest() != sha256:
-            found = f"{written} bytes of {size}" if written != size else "another sha256 than its manifest"
+            found = (
+                f"{written} bytes of {size}"
+                if written != size
+                else "another sha256 than its manifest"
+            )
             raise _differs(name, found)
 
     @contextlib.contextmanager
     def _lock(self, name: str, *, wait: bool = True) -> Iterator[bool]:
-        """Exclude other processes and threads from a part of the cache. Yields whether the lock was taken."""
+        """Exclude other processes and threads from a part of the cache. Yields whether the lock
+        was taken.
+        """
         self.make_private()
         folder = subfolder(self.folder, "locks")
         lock = _locks.setdefault((os.getpid(), str(folder / name)), threading.Lock())
@@ -302,14 +351,21 @@ class Cache:
 
 
 def _differs(name: str, found: str) -> StorageError:
-    message = f"{name} has {found}: it was replaced or damaged in the store; upload it again, or convert again"
+    message = (
+        f"{name} has {found}: it was replaced or damaged in the store; upload it again, "
+        f"or convert again"
+    )
     return StorageError(message, "mismatch")
 
 
 def _identity(path: Path) -> str:
-    """Return what identifies the bytes of a file: a new file has another inode, and a changed one another time."""
+    """Return what identifies the bytes of a file: a new file has another inode, and a changed
+    one another time.
+    """
     found = path.lstat()
-    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\n"
+    return (
+        f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\n"
+    )
 
 
 _warned: set[str] = set()

@@ -1,7 +1,8 @@
 """Addresses of remote folders and files: `s3://bucket/mimic-cxr/train`, `https://host/roco/test`.
 
-Wherever medvl takes a folder of shards it takes an address too, as a string or as the `Path` that a command line
-converts it to (`Path("s3://bucket/x")` has one slash less, which is put back). `locate` distinguishes the two.
+Wherever medvl takes a folder of shards it takes an address too, as a string or as the `Path` that a
+command line converts it to (`Path("s3://bucket/x")` has one slash less, which is put back).
+`locate` distinguishes the two.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ class RemoteStat(NamedTuple):
 class RemotePath:
     """A remote file or folder, with the reading methods of `pathlib.Path` that medvl uses.
 
-    Failed requests are repeated with growing pauses. Every method raises StorageError when the store cannot be reached
-    or refuses access, and FileNotFoundError where there is nothing.
+    Failed requests are repeated with growing pauses. Every method raises StorageError when the
+    store cannot be reached or refuses access, and FileNotFoundError where there is nothing.
     """
 
     def __init__(self, url: str) -> None:
@@ -88,7 +89,9 @@ class RemotePath:
         return store.read(self.url)
 
     def read_range(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`. Raises StorageError `truncated` where the file ends before them."""
+        """Return `size` bytes from `offset`. Raises StorageError `truncated` where the file ends
+        before them.
+        """
         return store.read(self.url, offset, size)
 
     def download(self, target: Path) -> None:
@@ -118,11 +121,15 @@ class RemotePath:
         return self.can_list and bool(store.list_files(self.url))
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of every file below this folder by its path relative to it, of stores that list files."""
+        """Return the size of every file below this folder by its path relative to it, of stores
+        that list files.
+        """
         return store.list_files(self.url) if self.can_list else {}
 
     def glob(self, pattern: str) -> Iterator["RemotePath"]:
-        """Yield the files and folders whose relative path has the parts of `pattern`; none on web servers."""
+        """Yield the files and folders whose relative path has the parts of `pattern`; none on
+        web servers.
+        """
         wanted = pattern.split("/")
         found = set()
         for name in self.sizes():
@@ -148,7 +155,9 @@ Location = Path | RemotePath
 
 @contextlib.contextmanager
 def local_copy(folder: Location, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a folder with some files of `folder`: itself, or temporary copies of those that exist in the store."""
+    """Yield a folder with some files of `folder`: itself, or temporary copies of those that
+    exist in the store.
+    """
     if not isinstance(folder, RemotePath):
         yield folder
         return
@@ -167,8 +176,8 @@ def is_address(location: Any) -> bool:
 def locate(location: str | Path | RemotePath) -> Location:
     """Return the path, or the remote path if `location` is an address.
 
-    Raises ConfigError where an address has credentials, a query or special characters. Addresses are stored in
-    checkpoints and logs, so credentials come from the environment.
+    Raises ConfigError where an address has credentials, a query or special characters. Addresses
+    are stored in checkpoints and logs, so credentials come from the environment.
     """
     if isinstance(location, RemotePath):
         return location
@@ -184,8 +193,13 @@ def locate(location: str | Path | RemotePath) -> Location:
     scheme, rest = match[1], text[match.end() :]
     has_user = scheme in ("http", "https") and "@" in rest.partition("/")[0]
     if has_user or _FORBIDDEN.search(rest):
-        advice = "without user, password, query or special characters (credentials come from the environment)"
-        message = f"expected an address {advice}, got one of {scheme}://; see the guide on remote shards"
+        advice = (
+            "without user, password, query or special characters (credentials come from "
+            "the environment)"
+        )
+        message = (
+            f"expected an address {advice}, got one of {scheme}://; see the guide on remote shards"
+        )
         raise ConfigError(message, "malformed", field="address")
     return RemotePath(f"{scheme}://{rest}")
 
@@ -208,13 +222,17 @@ class _BlockStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer and return the number of bytes; 0 at the end. Raises StorageError when the file is gone."""
+        """Fill the buffer and return the number of bytes; 0 at the end. Raises StorageError when
+        the file is gone.
+        """
         size = min(len(buffer), self._size - self._offset)
         if not size:
             return 0
         try:
             buffer[:size] = self._path.read_range(self._offset, size)
         except FileNotFoundError:
-            raise StorageError(f"{self._path} was removed while it was read; start again", "mismatch") from None
+            raise StorageError(
+                f"{self._path} was removed while it was read; start again", "mismatch"
+            ) from None
         self._offset += size
         return size

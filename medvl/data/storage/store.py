@@ -1,9 +1,10 @@
 """Requests to object stores and web servers through fsspec, repeated where that helps.
 
-A request that fails for reasons of the network (broken and refused connections, timeouts, incomplete responses, status
-408, 425, 429 and 5xx) is repeated with pauses of half a second, one, two, ... up to `MAX_PAUSE`. Errors that a
-repetition cannot resolve are raised at once: missing files, refused access, expired credentials. No exception of a
-library leaves this module: those quote addresses that servers redirect to, with signatures in them.
+A request that fails for reasons of the network (broken and refused connections, timeouts,
+incomplete responses, status 408, 425, 429 and 5xx) is repeated with pauses of half a second, one,
+two, ... up to `MAX_PAUSE`. Errors that a repetition cannot resolve are raised at once: missing
+files, refused access, expired credentials. No exception of a library leaves this module: those
+quote addresses that servers redirect to, with signatures in them.
 """
 
 import errno
@@ -44,21 +45,38 @@ THREADS = 16
 RETRIES = 8
 """Repetitions of a failed request; the variable MEDVL_REMOTE_RETRIES sets another number."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 20.0
-"""Pauses between repetitions in seconds: the first, doubled each time, and the longest. With 8 repetitions, a request
-outlasts a failure of about a minute."""
+"""Pauses between repetitions in seconds: the first, doubled each time, and the longest. With 8
+repetitions, a request outlasts a failure of about a minute.
+"""
 _WHOLE = 2**30  # bytes that a file of unknown size is given time for
 _CONNECT = 10.0  # seconds to connect
 _SILENCE, _LEAST_RATE = 30.0, 64 * 2**10  # a request may take 30 seconds and one for every 64 KiB
 
 Kind = Literal["missing", "denied", "refused", "network"]
 _DENIED_STATUS, _MISSING_STATUS, _REPEAT_STATUS = (401, 403, 407), (404, 410), (408, 416, 425, 429)
-_REFUSED_ERRNO = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR)
-_DENIED_NAMES = ("Credential", "TokenRetrieval", "ProfileNotFound", "RefreshError", "Authentication", "GatedRepo")
+_REFUSED_ERRNO = (
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+)
+_DENIED_NAMES = (
+    "Credential",
+    "TokenRetrieval",
+    "ProfileNotFound",
+    "RefreshError",
+    "Authentication",
+    "GatedRepo",
+)
 _ADVICE = {
-    "denied": "the store refuses access: check that the credentials in the environment have not expired, may read this "
+    "denied": "the store refuses access: check that the credentials in the environment have not "
+    "expired, may read this "
     "address, and that this machine's clock is right; then run the same command again",
     "refused": "the store refuses the request: check the address, the region and the credentials",
-    "network": "the store does not answer, or closes connections: check the network and the address, and run the same "
+    "network": "the store does not answer, or closes connections: check the network and the "
+    "address, and run the same "
     "command again",
 }
 
@@ -96,7 +114,11 @@ def sends_ranges(url: str) -> bool:
 def _note_whole_files(url: str) -> None:
     if sends_ranges(url):
         _whole_senders.add(url.split("/")[2])
-        _log.warning("%s sends whole files instead of parts of them: reading its shards without a cache is slow", url)
+        _log.warning(
+            "%s sends whole files instead of parts of them: reading its shards without a cache "
+            "is slow",
+            url,
+        )
 
 
 def size(url: str) -> int:
@@ -105,12 +127,17 @@ def size(url: str) -> int:
     if found.get("type") == "directory":
         raise FileNotFoundError(errno.ENOENT, "is a folder", url)
     if found.get("size") is None:
-        raise StorageError(f"{url}: the server does not report the size of the file; use another server", "unsupported")
+        raise StorageError(
+            f"{url}: the server does not report the size of the file; use another server",
+            "unsupported",
+        )
     return int(found["size"])
 
 
 def list_files(url: str) -> dict[str, int]:
-    """Return the size of every file below a folder, by its relative path; none where there is no folder."""
+    """Return the size of every file below a folder, by its relative path; none where there is no
+    folder.
+    """
 
     def list_once(files: Any, path: str) -> dict[str, int]:
         root = path.rstrip("/") + "/"
@@ -120,13 +147,19 @@ def list_files(url: str) -> dict[str, int]:
             return {}
         if isinstance(found, list):  # adlfs, of a path that is a file
             return {}
-        return {name.removeprefix(root): int(info["size"]) for name, info in found.items() if name.startswith(root)}
+        return {
+            name.removeprefix(root): int(info["size"])
+            for name, info in found.items()
+            if name.startswith(root)
+        }
 
     return _repeat(url, list_once)
 
 
 def stream(url: str, total: int, threads: int = 4) -> Iterator[bytes]:
-    """Yield a file of `total` bytes in blocks, `threads` requests at a time. Raises as `read` does."""
+    """Yield a file of `total` bytes in blocks, `threads` requests at a time. Raises as `read`
+    does.
+    """
     if total > BLOCK and sends_ranges(url):
         yield read(url, 0, BLOCK)
     if not sends_ranges(url):
@@ -158,8 +191,12 @@ def remove(url: str) -> None:
     _repeat(url, lambda files, path: files.rm_file(path))
 
 
-def map_threads(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
-    """Yield `function` of each item in order, computed in threads that are at most `2 * threads` items ahead."""
+def map_threads(
+    function: Callable[[T], R], items: Iterable[T], threads: int = THREADS
+) -> Iterator[R]:
+    """Yield `function` of each item in order, computed in threads that are at most `2 * threads`
+    items ahead.
+    """
     pool = ThreadPoolExecutor(threads)
     waiting: list[Any] = []
     try:
@@ -182,7 +219,9 @@ _opening = threading.Lock()
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """Return the file system of an address and the path in it: one for each process and scheme, used by all threads."""
+    """Return the file system of an address and the path in it: one for each process and scheme,
+    used by all threads.
+    """
     scheme = url.partition("://")[0]
     opened = _opened.get((os.getpid(), scheme))
     if opened is None:
@@ -199,7 +238,9 @@ def _open(scheme: str) -> Any:
         message = f"{scheme}:// needs the package {PACKAGES[scheme]}: pip install 'medvl[remote]'"
         raise ConfigError(message, "missing", field="address")
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    opener = {"s3": _open_s3, "gs": _open_google, "az": _open_azure, "abfs": _open_azure}.get(scheme)
+    opener = {"s3": _open_s3, "gs": _open_google, "az": _open_azure, "abfs": _open_azure}.get(
+        scheme
+    )
     if opener is not None:
         return opener(scheme, options)
     if scheme in ("http", "https"):
@@ -207,14 +248,19 @@ def _open(scheme: str) -> Any:
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)
         stated = fsspec.config.conf.get(scheme, {})
-        options["client_kwargs"] = {"timeout": timeout, "trust_env": True, **stated.get("client_kwargs", {})}
+        options["client_kwargs"] = {
+            "timeout": timeout,
+            "trust_env": True,
+            **stated.get("client_kwargs", {}),
+        }
     return fsspec.filesystem(scheme, **options)
 
 
-# The libraries of the three clouds repeat requests themselves, two of them with pauses of up to half a minute. Requests
-# are repeated here instead, in one place. gcsfs and adlfs have no public option for it, so the two private attributes
-# below are the only ones in use, and the tests run both libraries against stand-ins of the services. `_strip_protocol`,
-# `_cat_file` and `_put_file` are part of fsspec's interface for asynchronous file systems.
+# The libraries of the three clouds repeat requests themselves, two of them with pauses of up to
+# half a minute. Requests are repeated here instead, in one place. gcsfs and adlfs have no public
+# option for it, so the two private attributes below are the only ones in use, and the tests run
+# both libraries against stand-ins of the services. `_strip_protocol`, `_cat_file` and `_put_file`
+# are part of fsspec's interface for asynchronous file systems.
 
 
 def _open_s3(scheme: str, options: dict[str, Any]) -> Any:
@@ -227,16 +273,22 @@ def _open_s3(scheme: str, options: dict[str, Any]) -> Any:
     }
     limits["retries"] = {"total_max_attempts": 1}
     stated = fsspec.config.conf.get(scheme, {})
-    files = fsspec.filesystem(scheme, **options, config_kwargs=limits | stated.get("config_kwargs", {}))
+    files = fsspec.filesystem(
+        scheme, **options, config_kwargs=limits | stated.get("config_kwargs", {})
+    )
     files.retries = 1
     return files
 
 
 def _open_google(scheme: str, options: dict[str, Any]) -> Any:
-    """Open the JSON API; fsspec's default first asks another service for the kind of bucket, which can hang."""
+    """Open the JSON API; fsspec's default first asks another service for the kind of bucket,
+    which can hang.
+    """
     opened = importlib.import_module("gcsfs.core").GCSFileSystem
     files = opened(**options, requests_timeout=_SILENCE)
-    files._request = functools.partial(opened._request.__wrapped__, files)  # the method without its decorator
+    files._request = functools.partial(
+        opened._request.__wrapped__, files
+    )  # the method without its decorator
     return files
 
 
@@ -244,9 +296,14 @@ def _open_azure(scheme: str, options: dict[str, Any]) -> Any:
     import fsspec
 
     try:
-        files = fsspec.filesystem(scheme, **options, connection_timeout=_CONNECT, read_timeout=_SILENCE)
+        files = fsspec.filesystem(
+            scheme, **options, connection_timeout=_CONNECT, read_timeout=_SILENCE
+        )
     except ValueError:  # quotes what it was given
-        message = f"{scheme}:// needs an account: set AZURE_STORAGE_ACCOUNT_NAME and a key, or a connection string"
+        message = (
+            f"{scheme}:// needs an account: set AZURE_STORAGE_ACCOUNT_NAME and a key, or "
+            f"a connection string"
+        )
         raise ConfigError(message, "missing", field="address") from None
     files.service_client._config.retry_policy.total_retries = 0
     return files
@@ -257,7 +314,9 @@ def _deadline(size: int) -> float:
 
 
 def _wait(files: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a function of an asynchronous file system in its thread, at most for `timeout` seconds."""
+    """Run a function of an asynchronous file system in its thread, at most for `timeout`
+    seconds.
+    """
     from fsspec.asyn import sync
 
     return sync(files.loop, function, *arguments, **options)
@@ -282,7 +341,11 @@ def _repeat(url: str, request: Callable[[Any, str], T]) -> T:
         except (StorageError, ConfigError):
             raise
         except Exception as error:
-            kind, described, is_short = _kind_of(error), _describe(error), isinstance(error, _ShortError)
+            kind, described, is_short = (
+                _kind_of(error),
+                _describe(error),
+                isinstance(error, _ShortError),
+            )
         if kind == "missing":
             raise FileNotFoundError(errno.ENOENT, "does not exist in the store", url)
         if kind in ("denied", "refused"):
@@ -292,7 +355,9 @@ def _repeat(url: str, request: Callable[[Any, str], T]) -> T:
     if is_short:
         message = f"{described}, {retries + 1} times: upload the file again, or check the network"
         raise StorageError(message, "truncated")
-    raise StorageError(f"cannot use {url} ({described}, {retries + 1} times): {_ADVICE['network']}", "network")
+    raise StorageError(
+        f"cannot use {url} ({described}, {retries + 1} times): {_ADVICE['network']}", "network"
+    )
 
 
 def _kind_of(error: Exception) -> Kind:
@@ -300,7 +365,9 @@ def _kind_of(error: Exception) -> Kind:
     cause: Any = error.__cause__
     hides_cause = isinstance(error, FileNotFoundError) and isinstance(cause, Exception)
     if hides_cause and type(cause).__module__.startswith(("aiohttp", "asyncio", "builtins")):
-        return _kind_of(cause)  # fsspec reports every failure to ask a web server for a size as a missing file
+        return _kind_of(
+            cause
+        )  # fsspec reports every failure to ask a web server for a size as a missing file
     if _code(error) == "InvalidRange":
         return "network"
     prefix = str(error).partition(":")[0]  # gcsfs raises these two without a status
@@ -343,7 +410,9 @@ def _code(error: Exception) -> str | None:
 
 
 def _describe(error: Exception) -> str:
-    """Return a description of an error without the library's text, which may quote an address with a signature."""
+    """Return a description of an error without the library's text, which may quote an address
+    with a signature.
+    """
     if isinstance(error, _ShortError):
         return str(error)
     status = _status(error)

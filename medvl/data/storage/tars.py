@@ -1,9 +1,11 @@
-"""Random access to the bytes of tars: memory-mapped where they are local, by ranges where they are remote.
+"""Random access to the bytes of tars: memory-mapped where they are local, by ranges where they are
+remote.
 
-A remote shard in the cache is read like a local one. From a shard that is not, only the required bytes are requested,
-while a thread of this process fetches the complete shard into the cache (at most two shards at a time on a machine).
-A process that reads the samples of a shard in order fetches the shard first. So the first batch needs one round of
-requests, and later ones are read from the disk. The bytes of a sample are the same in all cases.
+A remote shard in the cache is read like a local one. From a shard that is not, only the required
+bytes are requested, while a thread of this process fetches the complete shard into the cache (at
+most two shards at a time on a machine). A process that reads the samples of a shard in order
+fetches the shard first. So the first batch needs one round of requests, and later ones are read
+from the disk. The bytes of a sample are the same in all cases.
 """
 
 import collections
@@ -25,9 +27,11 @@ from medvl.errors import MedvlError, StorageError
 
 
 class MappedTars:
-    """Tars that are memory-mapped on first use in each process, so that this can be passed to loader workers.
+    """Tars that are memory-mapped on first use in each process, so that this can be passed to
+    loader workers.
 
-    Mapping is eight times faster than positioned reads, and all workers of a machine share the pages.
+    Mapping is eight times faster than positioned reads, and all workers of a machine share the
+    pages.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -42,10 +46,15 @@ class MappedTars:
         self._mapped: dict[int, _MappedTar] = {}
         self._lock = threading.Lock()
 
-    def read(self, number: int, offset: int, size: int, span: tuple[int, int] | None = None) -> bytes:
-        """Return bytes of a tar; `span` is for remote ones. Raises EOFError where it ends before them, OSError."""
+    def read(
+        self, number: int, offset: int, size: int, span: tuple[int, int] | None = None
+    ) -> bytes:
+        """Return bytes of a tar; `span` is for remote ones. Raises EOFError where it ends before
+        them, OSError.
+        """
         tar = self._open(number)
-        # Reading a mapped file past its end kills the process, so check that it was not truncated after it was opened.
+        # Reading a mapped file past its end kills the process, so check that it was not truncated
+        # after it was opened.
         if os.fstat(tar.descriptor).st_size < offset + size:
             raise EOFError(f"{self.paths[number]} is truncated")
         return tar.content[offset : offset + size]
@@ -74,7 +83,10 @@ class _MappedTar:
 _RECENT, _DENSE = 64, 24
 """A shard that got 24 of the last 64 reads is read one sample after another."""
 _KEPT_BYTES = 256 * 2**20
-_CHECK, _PAUSE = 15.0, 60.0  # seconds between notes of a file's use; between attempts to add to a full cache
+_CHECK, _PAUSE = (
+    15.0,
+    60.0,
+)  # seconds between notes of a file's use; between attempts to add to a full cache
 
 
 class TarEntry(Protocol):
@@ -96,8 +108,12 @@ class Tars(Protocol):
     def paths(self) -> Sequence[Location]:
         """Place of each tar, local or remote."""
 
-    def read(self, number: int, offset: int, size: int, span: tuple[int, int] | None = None) -> bytes:
-        """Return bytes of a tar. `span`: offset and size of a part that is likely to be read next, including them."""
+    def read(
+        self, number: int, offset: int, size: int, span: tuple[int, int] | None = None
+    ) -> bytes:
+        """Return bytes of a tar. `span`: offset and size of a part that is likely to be read
+        next, including them.
+        """
 
 
 class RemoteTar(NamedTuple):
@@ -108,8 +124,12 @@ class RemoteTar(NamedTuple):
     bytes: int
 
 
-def open_tars(paths: Sequence[Location], entries: Iterable[TarEntry], cache: Cache | None = None) -> Tars:
-    """Return the tars of a folder; remote ones use `cache`, by default the cache of the environment."""
+def open_tars(
+    paths: Sequence[Location], entries: Iterable[TarEntry], cache: Cache | None = None
+) -> Tars:
+    """Return the tars of a folder; remote ones use `cache`, by default the cache of the
+    environment.
+    """
     local = [path for path in paths if not isinstance(path, RemotePath)]
     if len(local) == len(paths):
         return MappedTars(local)
@@ -122,7 +142,9 @@ def open_tars(paths: Sequence[Location], entries: Iterable[TarEntry], cache: Cac
 
 
 class RemoteTars:
-    """Remote tars. Everything is opened on first use in each process, so this can be passed to loader workers."""
+    """Remote tars. Everything is opened on first use in each process, so this can be passed to
+    loader workers.
+    """
 
     def __init__(self, tars: Sequence[RemoteTar], cache: Cache) -> None:
         self.tars, self.cache = tuple(tars), cache
@@ -132,7 +154,9 @@ class RemoteTars:
     def __getstate__(self) -> dict[str, Any]:
         return {"tars": self.tars, "cache": self.cache, "paths": self.paths, "_state": None}
 
-    def read(self, number: int, offset: int, size: int, span: tuple[int, int] | None = None) -> bytes:
+    def read(
+        self, number: int, offset: int, size: int, span: tuple[int, int] | None = None
+    ) -> bytes:
         """Return bytes of a tar, requested together with those of `span`.
 
         Raises StorageError, and FileNotFoundError where the tar does not exist any more.
@@ -156,7 +180,9 @@ class RemoteTars:
         return part[offset - start : offset - start + size]
 
     def _cached(self, state: "_State", number: int) -> MappedTars | None:
-        """Return the tar if the cache has it; its use is noted now and then, so that it is not replaced."""
+        """Return the tar if the cache has it; its use is noted now and then, so that it is not
+        replaced.
+        """
         found, checked = state.mapped.get(number, (None, 0.0))
         now = time.monotonic()
         if found is not None and now - checked < _CHECK:
@@ -173,17 +199,25 @@ class RemoteTars:
         """Return whether to fetch a tar now. Otherwise it is fetched in the background."""
         if time.monotonic() < state.full_until or self.tars[number].bytes > self.cache.limit:
             return False
-        if state.recent.count(number) >= _DENSE or not store.sends_ranges(self.tars[number].path.url):
+        if state.recent.count(number) >= _DENSE or not store.sends_ranges(
+            self.tars[number].path.url
+        ):
             return True
         if state.begin(number):
-            threading.Thread(target=self._work, args=(state,), daemon=True, name="medvl-shards").start()
+            threading.Thread(
+                target=self._work, args=(state,), daemon=True, name="medvl-shards"
+            ).start()
         return False
 
     def _add(self, state: "_State", number: int, threads: int = 4) -> bool:
-        """Fetch a tar into the cache. Returns whether it is there; if not, the next attempts wait."""
+        """Fetch a tar into the cache. Returns whether it is there; if not, the next attempts
+        wait.
+        """
         tar = self.tars[number]
         url = tar.path.url
-        path = self.cache.add(tar.sha256, tar.bytes, lambda: store.stream(url, tar.bytes, threads), name=url)
+        path = self.cache.add(
+            tar.sha256, tar.bytes, lambda: store.stream(url, tar.bytes, threads), name=url
+        )
         if path is None:
             state.full_until = time.monotonic() + _PAUSE
         return path is not None
@@ -198,13 +232,17 @@ class RemoteTars:
             except StorageError as error:
                 if error.code == "mismatch":
                     state.error = error  # the next read raises it
-                state.full_until = time.monotonic() + _PAUSE  # other errors occur in the reads too, which repeat them
+                state.full_until = (
+                    time.monotonic() + _PAUSE
+                )  # other errors occur in the reads too, which repeat them
             except OSError:
                 state.full_until = time.monotonic() + _PAUSE
             state.queued.discard(number)
 
     def _add_in_turn(self, state: "_State", number: int) -> bool:
-        """Fetch a tar if few others are being fetched on this machine. Returns whether it is settled."""
+        """Fetch a tar if few others are being fetched on this machine. Returns whether it is
+        settled.
+        """
         if time.monotonic() < state.full_until:
             return True
         with self.cache.turn() as is_mine:
@@ -243,7 +281,9 @@ class _State:
         return self._parts.get((number, start))
 
     def keep_part(self, number: int, start: int, data: bytes) -> None:
-        """Keep a part: the image of a sample is usually read after its JSON, which is in the same part."""
+        """Keep a part: the image of a sample is usually read after its JSON, which is in the
+        same part.
+        """
         with self._lock:
             self._bytes += len(data) - len(self._parts.pop((number, start), b""))
             self._parts[number, start] = data
@@ -275,7 +315,8 @@ class FolderFiles:
         return path.stat().st_size if known is None else known
 
     def verified(self, path: Location, sha256: str) -> bytes | None:
-        """Return the content of a remote file, compared with its hash, through the cache; None for a local one.
+        """Return the content of a remote file, compared with its hash, through the cache; None for
+        a local one.
 
         Raises FileNotFoundError, StorageError.
         """

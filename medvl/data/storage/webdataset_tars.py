@@ -1,8 +1,9 @@
-"""Tars that other projects wrote for webdataset (`.jpg .txt .json`, no manifest), grouped into samples as it does.
+"""Tars that other projects wrote for webdataset (`.jpg .txt .json`, no manifest), grouped into
+samples as it does.
 
-They are given by path or address, with webdataset's braces: `pmc/{00000..00042}.tar`. Remote tars are read as shards
-are, no command is run (`pipe:` is refused), and members that would fill the memory (sparse files, extended headers of
-gigabytes, compressed tars) never reach Python's tarfile.
+They are given by path or address, with webdataset's braces: `pmc/{00000..00042}.tar`. Remote tars
+are read as shards are, no command is run (`pipe:` is refused), and members that would fill the
+memory (sparse files, extended headers of gigabytes, compressed tars) never reach Python's tarfile.
 """
 
 import dataclasses
@@ -37,8 +38,9 @@ class TarFields:
     text: str = "txt;json:caption"
     """Suffixes of the text; json:NAME takes a field of the JSON."""
     key_end: Literal["first-dot", "last-dot"] = "first-dot"
-    """Dot of a file name at which the key of the sample ends: the first one, as in webdataset, or the last one, for
-    names such as 1.2.840.113.jpg."""
+    """Dot of a file name at which the key of the sample ends: the first one, as in webdataset, or
+    the last one, for names such as 1.2.840.113.jpg.
+    """
 
     def __post_init__(self) -> None:
         check_choice(self.key_end, ("first-dot", "last-dot"), "key_end")
@@ -49,7 +51,9 @@ class TarFields:
         return {name.partition(":")[0].lower() for name in self.text.split(";")}
 
     def split_name(self, name: str) -> tuple[str | None, str]:
-        """Return key and suffix, in lower case, of a member's name; None for hidden files and names without a dot."""
+        """Return key and suffix, in lower case, of a member's name; None for hidden files and
+        names without a dot.
+        """
         folder, slash, file = name.rpartition("/")
         first, last = file.find("."), file.rfind(".")
         if first < 1:
@@ -59,10 +63,14 @@ class TarFields:
 
     def image_of(self, members: Mapping[str, Any]) -> bytes | None:
         """Return the encoded image of a sample, None where it has none."""
-        return next((members[name] for name in self.image.lower().split(";") if name in members), None)
+        return next(
+            (members[name] for name in self.image.lower().split(";") if name in members), None
+        )
 
     def texts_of(self, members: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the texts of a sample in order of preference. Raises ValueError at one that cannot be read."""
+        """Yield the texts of a sample in order of preference. Raises ValueError at one that
+        cannot be read.
+        """
         for name in self.text.split(";"):
             value = member_value(members, name)
             if value is not None:
@@ -75,7 +83,9 @@ class TarFields:
 
 
 def member_value(members: Mapping[str, Any], name: str) -> str | None:
-    """Return the text of a member, or of a field of its JSON (`json:NAME`). Raises ValueError where it is damaged."""
+    """Return the text of a member, or of a field of its JSON (`json:NAME`). Raises ValueError
+    where it is damaged.
+    """
     suffix, _, field = name.partition(":")
     suffix = suffix.lower()
     if suffix not in members:
@@ -104,13 +114,18 @@ def expand_tars(patterns: Sequence[str | Path]) -> list[Location]:
     found: list[Location] = []
     for pattern in map(str, patterns):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:|.*::", pattern) and not is_address(pattern):
-            message = "expected tars by path or address (s3://, https://, ...); commands (pipe:) are never run"
+            message = (
+                "expected tars by path or address (s3://, https://, ...); commands "
+                "(pipe:) are never run"
+            )
             raise ConfigError(message, "unsupported", field="tars")
         names = 1
         for first, last in _RANGE.findall(pattern):
             names *= max(1, int(last) - int(first) + 1)
         if names > _MAX_TARS:
-            raise ConfigError(f"expected at most {_MAX_TARS} tars, got {names}", "too_large", field="tars")
+            raise ConfigError(
+                f"expected at most {_MAX_TARS} tars, got {names}", "too_large", field="tars"
+            )
         found += [locate(name) for name in braceexpand.braceexpand(pattern)]
     if not found:
         raise ConfigError("expected one or more tars, got none", "missing", field="tars")
@@ -128,7 +143,9 @@ class TarCounts:
 
     @property
     def nested(self) -> int:
-        """Members that were not read with a suffix of several parts, such as the masks `a.seg.png` beside `a.jpg`."""
+        """Members that were not read with a suffix of several parts, such as the masks
+        `a.seg.png` beside `a.jpg`.
+        """
         return sum(count for suffix, count in self.unread.items() if "." in suffix)
 
     def __str__(self) -> str:
@@ -142,8 +159,9 @@ def read_tar(
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a tar: `__key__`, and the bytes of each member by suffix, in lower case.
 
-    The members of a sample follow each other, as webdataset requires. Key and suffix of a name are webdataset's, or as
-    `fields.key_end` chooses. Hidden files, such as those of macOS (`._a.jpg`), and folders are ignored.
+    The members of a sample follow each other, as webdataset requires. Key and suffix of a name are
+    webdataset's, or as `fields.key_end` chooses. Hidden files, such as those of macOS (`._a.jpg`),
+    and folders are ignored.
 
     Args:
         tar: path or address.
@@ -152,8 +170,9 @@ def read_tar(
         counts: counts that are added to.
 
     Raises:
-        ShardError: the tar is missing, damaged or compressed, has a link or a member over 256 MiB, the members of a
-            sample are apart, or a name has dots such that an image or a text would be missed.
+        ShardError: the tar is missing, damaged or compressed, has a link or a member over 256 MiB,
+            the members of a sample are apart, or a name has dots such that an image or a text would
+            be missed.
         StorageError: a remote store cannot be reached.
     """
     counts = TarCounts() if counts is None else counts
@@ -195,8 +214,14 @@ def _group(
                 if len(sample) > 1:
                     yield sample
             if hash(key) in seen:
-                advice = "repack it with sorted names (tar --sort=name), and give each sample another name"
-                state = f"the members of sample {key!r} are not next to each other, or two samples have this name"
+                advice = (
+                    "repack it with sorted names (tar --sort=name), and give each sample "
+                    "another name"
+                )
+                state = (
+                    f"the members of sample {key!r} are not next to each other, or two "
+                    f"samples have this name"
+                )
                 raise ShardError(f"{where}: {state}; {advice}", "conflict", field="key")
             seen.add(hash(key))
             counts.samples += 1
@@ -206,7 +231,9 @@ def _group(
             unread.append(suffix)
             continue
         if suffix in sample:
-            raise ShardError(f"{where} has two members {key}.{suffix}; repack it without one", "malformed")
+            raise ShardError(
+                f"{where} has two members {key}.{suffix}; repack it without one", "malformed"
+            )
         content = archive.extractfile(entry)
         sample[suffix] = content.read()
     if sample:
@@ -215,15 +242,20 @@ def _group(
             yield sample
 
 
-def _check_names(where: str, fields: TarFields, sample: Mapping[str, Any], unread: Sequence[str]) -> None:
-    """Raise ShardError where a member that is not read is probably the image or text of a sample with dots in its key.
+def _check_names(
+    where: str, fields: TarFields, sample: Mapping[str, Any], unread: Sequence[str]
+) -> None:
+    """Raise ShardError where a member that is not read is probably the image or text of a sample
+    with dots in its key.
 
     webdataset ends a key at the first dot: `1.2.840.jpg` is the member `2.840.jpg` of a sample `1`.
     """
     parts = [tuple(suffix.rpartition(".")[::2]) for suffix in unread if "." in suffix]
     images = {middle for middle, last in parts if last in fields.image.lower().split(";")}
     texts = {middle for middle, last in parts if last in fields.text.lower().split(";")}
-    missed = (images & texts) | {middle for middle in images | texts if middle.replace(".", "").isdecimal()}
+    missed = (images & texts) | {
+        middle for middle in images | texts if middle.replace(".", "").isdecimal()
+    }
     if fields.image_of(sample) is None:
         missed |= images
     if not fields.text_suffixes & sample.keys():
@@ -232,8 +264,14 @@ def _check_names(where: str, fields: TarFields, sample: Mapping[str, Any], unrea
         middle = min(missed)
         suffix = next(suffix for suffix in unread if suffix.rpartition(".")[0] == middle)
         name = f"{sample['__key__']}.{suffix}"
-        state = f"{where}: {name!r} has several dots: its key is {sample['__key__']!r}, its suffix {suffix!r}"
-        advice = "use --key-end last-dot (in training --data.fields.key-end) if the dots belong to the key"
+        state = (
+            f"{where}: {name!r} has several dots: its key is {sample['__key__']!r}, its "
+            f"suffix {suffix!r}"
+        )
+        advice = (
+            "use --key-end last-dot (in training --data.fields.key-end) if the dots belong "
+            "to the key"
+        )
         advice = f"{advice}; else name the suffix for the image or the text"
         raise ShardError(f"{state}; {advice}", "conflict", field="key_end")
 
@@ -243,17 +281,24 @@ class _CheckedStream:
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
         self._stream, self._where = stream, where
-        self._content, self._header = 0, b""  # bytes until the next header; the part of it that was seen
+        self._content, self._header = (
+            0,
+            b"",
+        )  # bytes until the next header; the part of it that was seen
         self._extended: bytearray | None = None
         self._ended = False
 
     def require_end(self) -> None:
-        """Raise ShardError unless the end of the archive was read: tarfile accepts a tar that ends after any member."""
+        """Raise ShardError unless the end of the archive was read: tarfile accepts a tar that
+        ends after any member.
+        """
         if not self._ended:
             raise self._refused("it ends early; copy it again", "truncated")
 
     def read(self, size: int) -> bytes:
-        """Return up to `size` bytes of the tar file. Raises ShardError when a header among them is not allowed."""
+        """Return up to `size` bytes of the tar file. Raises ShardError when a header among them
+        is not allowed.
+        """
         data = self._stream.read(size)
         place = 0
         while place < len(data):
@@ -279,7 +324,9 @@ class _CheckedStream:
             return
         kind, digits = self._header[156:157], self._header[124:136].strip(b"\0 ")
         if not re.fullmatch(rb"[0-7]{1,12}", digits):
-            raise self._refused("its header is damaged, or it is compressed: unpack it first", "malformed")
+            raise self._refused(
+                "its header is damaged, or it is compressed: unpack it first", "malformed"
+            )
         size = int(digits, 8)
         if kind in b"12":
             advice = "repack it with tar --dereference --hard-dereference"
@@ -294,7 +341,10 @@ class _CheckedStream:
     def _check_extended(self) -> None:
         assert self._extended is not None
         if b"GNU.sparse" in self._extended or re.search(rb"(?:^|\n)[0-9]+ size=", self._extended):
-            raise self._refused("a member is a sparse file, or its size is hidden in an extended header", "unsupported")
+            raise self._refused(
+                "a member is a sparse file, or its size is hidden in an extended header",
+                "unsupported",
+            )
         self._extended = None
 
     def _refused(self, problem: str, code: str) -> ShardError:
@@ -313,6 +363,8 @@ def check_tars(tars: Sequence[Location]) -> None:
         return tar.exists()
 
     is_remote = any(isinstance(tar, RemotePath) for tar in tars)
-    for tar, found in zip(tars, map_threads(exists, tars) if is_remote else map(exists, tars), strict=True):
+    for tar, found in zip(
+        tars, map_threads(exists, tars) if is_remote else map(exists, tars), strict=True
+    ):
         if not found:
             raise ShardError(f"{tar} does not exist", "not_found")

@@ -1,1 +1,3 @@
-"""Data sets that text encoders are evaluated on: BLURB's thirteen, inference between sentences, and similarity."""
+"""Data sets that text encoders are evaluated on: BLURB's thirteen, inference between sentences,
+and similarity.
+"""

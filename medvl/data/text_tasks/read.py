@@ -1,10 +1,12 @@
-"""Read a data set of `medvl.data.text_tasks.tasks`, from compact JSON lines or from the original release.
+"""Read a data set of `medvl.data.text_tasks.tasks`, from compact JSON lines or from the original
+release.
 
-    splits = read_text_task(Path("blurb"), TASKS["ncbi-disease"])    # {"train": [...], "dev": [...], "test": [...]}
+    splits = read_text_task(Path("blurb"), TASKS["ncbi-disease"])  # {"train": [...], "dev": [...],
+    "test": [...]}
 
-A folder `ROOT/NAME` with `train.jsonl.gz`, `dev.jsonl.gz`, `test.jsonl.gz` (or `.jsonl`) is read as compact; else the
-release is looked for in `ROOT/NAME` and below the name of its archive. Splits that do not exist are left out; the
-evaluator raises where it needs one of them.
+A folder `ROOT/NAME` with `train.jsonl.gz`, `dev.jsonl.gz`, `test.jsonl.gz` (or `.jsonl`) is read as
+compact; else the release is looked for in `ROOT/NAME` and below the name of its archive. Splits
+that do not exist are left out; the evaluator raises where it needs one of them.
 """
 
 import dataclasses
@@ -17,15 +19,31 @@ from typing import Any
 
 from medvl.common.untrusted import InputFolders, parse_json
 from medvl.data.text_tasks import releases
-from medvl.data.text_tasks.releases import inference_example, marked_example, plain_tag, read_release, tagged_example
-from medvl.data.text_tasks.tasks import SPLITS, TASKS, RelationText, Split, TextExample, TextTask, relation_text
+from medvl.data.text_tasks.releases import (
+    inference_example,
+    marked_example,
+    plain_tag,
+    read_release,
+    tagged_example,
+)
+from medvl.data.text_tasks.tasks import (
+    SPLITS,
+    TASKS,
+    RelationText,
+    Split,
+    TextExample,
+    TextTask,
+    relation_text,
+)
 from medvl.errors import CorpusError
 
 Splits = Mapping[Split, Sequence[TextExample]]
 _LINE_LIMIT = 4_000_000  # characters of a line of JSON
 
 
-def read_text_task(root: Path | str, task: TextTask, relation_form: RelationText = "dummies") -> Splits:
+def read_text_task(
+    root: Path | str, task: TextTask, relation_form: RelationText = "dummies"
+) -> Splits:
     """Return the examples of each split that exists.
 
     Args:
@@ -33,26 +51,42 @@ def read_text_task(root: Path | str, task: TextTask, relation_form: RelationText
         task: one of `TASKS`.
         relation_form: form of the two mentions of a relation, see `medvl.data.text_tasks.tasks`.
 
-    Raises CorpusError naming file, line and reason if the task is not there or a row is not as expected.
+    Raises CorpusError naming file, line and reason if the task is not there or a row is not as
+    expected.
     """
     folder = _folder(Path(root), task)
-    compact = {split: path for split in SPLITS if (path := _compact_file(folder, split, task)) is not None}
+    compact = {
+        split: path for split in SPLITS if (path := _compact_file(folder, split, task)) is not None
+    }
     if compact:
-        splits = {split: [_compact_row(task, row) for row in _json_lines(path)] for split, path in compact.items()}
+        splits = {
+            split: [_compact_row(task, row) for row in _json_lines(path)]
+            for split, path in compact.items()
+        }
     else:
         splits = read_release(folder, task)
     if not any(splits.values()):
-        message = f"{folder} holds no examples of {task.name}; see data_cards/blurb.md for its files"
+        message = (
+            f"{folder} holds no examples of {task.name}; see data_cards/blurb.md for its files"
+        )
         raise CorpusError(message, "not_found", field="data")
     return {
-        split: [_prepared(example, task, relation_form) for example in rows if example.label not in task.left_out]
+        split: [
+            _prepared(example, task, relation_form)
+            for example in rows
+            if example.label not in task.left_out
+        ]
         for split, rows in splits.items()
     }
 
 
 def available_tasks(root: Path | str) -> list[str]:
     """Return the names of the tasks whose folder exists."""
-    return [name for name, task in TASKS.items() if any(path.is_dir() for path in _candidates(Path(root), task))]
+    return [
+        name
+        for name, task in TASKS.items()
+        if any(path.is_dir() for path in _candidates(Path(root), task))
+    ]
 
 
 def _candidates(root: Path, task: TextTask) -> list[Path]:
@@ -65,7 +99,9 @@ def _folder(root: Path, task: TextTask) -> Path:
             return path
     names = " or ".join(str(path) for path in _candidates(root, task))
     raise CorpusError(
-        f"expected the data of {task.name} in {names}; see data_cards/blurb.md", "not_found", field="data"
+        f"expected the data of {task.name} in {names}; see data_cards/blurb.md",
+        "not_found",
+        field="data",
     )
 
 
@@ -87,14 +123,18 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 number, characters = number + 1, characters + len(line)
                 if characters > releases.MAX_FILE_BYTES:
                     limit = f"expected at most {releases.MAX_FILE_BYTES} characters"
-                    raise CorpusError(f"{path}: {limit}; split the task's data", "too_large", field="data")
+                    raise CorpusError(
+                        f"{path}: {limit}; split the task's data", "too_large", field="data"
+                    )
                 if line.strip():
                     row = parse_json(line)
                     if not isinstance(row, dict):
                         raise ValueError("expected an object")
                     yield f"{path}, line {number}", row
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        message = f"cannot read {path} at line {number + (not isinstance(error, ValueError))} ({error})"
+        message = (
+            f"cannot read {path} at line {number + (not isinstance(error, ValueError))} ({error})"
+        )
         raise CorpusError(message, "malformed", field="data") from error
 
 
@@ -119,13 +159,21 @@ def _related(task: TextTask, row: Mapping[str, Any]) -> TextExample:
     document = str(row.get("doc") or key)
     if "text" in row:
         (a, b), (c, d) = row["e1"], row["e2"]
-        return TextExample(key=key, document=document, texts=(str(row["text"]),), label=label, spans=((a, b), (c, d)))
+        return TextExample(
+            key=key,
+            document=document,
+            texts=(str(row["text"]),),
+            label=label,
+            spans=((a, b), (c, d)),
+        )
     return TextExample(key=key, document=document, texts=(str(row["dummy"]),), label=label)
 
 
 def _similar(task: TextTask, row: Mapping[str, Any]) -> TextExample:
     pair = (str(row["sentence1"]), str(row["sentence2"]))
-    return TextExample(key=str(row["id"]), document=str(row["id"]), texts=pair, label=float(row["score"]))
+    return TextExample(
+        key=str(row["id"]), document=str(row["id"]), texts=pair, label=float(row["score"])
+    )
 
 
 def _document(task: TextTask, row: Mapping[str, Any]) -> TextExample:
@@ -142,7 +190,9 @@ def _answered(task: TextTask, row: Mapping[str, Any]) -> TextExample:
     context = row["context"]
     context = context if isinstance(context, str) else " ".join(map(str, context))
     texts = (str(row["question"]), context)
-    return TextExample(key=str(row["id"]), document=str(row["id"]), texts=texts, label=str(row["label"]))
+    return TextExample(
+        key=str(row["id"]), document=str(row["id"]), texts=texts, label=str(row["label"])
+    )
 
 
 _COMPACT: Mapping[str, Callable[[TextTask, Mapping[str, Any]], TextExample]] = {

@@ -1,8 +1,9 @@
 """Original releases of the data sets of `medvl eval text`.
 
-Splits that BLURB defines by lists are read from such lists beside the data: `train_pmid.tsv`, `dev_pmid.tsv`,
-`test_pmid.tsv` (EBM PICO, HoC), `train_files.tsv`, ... (DDI) and `train_id.tsv`, ... (BioASQ), with ids or file names
-separated by commas or lines. data_cards/blurb.md lists the files of each release.
+Splits that BLURB defines by lists are read from such lists beside the data: `train_pmid.tsv`,
+`dev_pmid.tsv`, `test_pmid.tsv` (EBM PICO, HoC), `train_files.tsv`, ... (DDI) and `train_id.tsv`,
+... (BioASQ), with ids or file names separated by commas or lines. data_cards/blurb.md lists the
+files of each release.
 """
 
 import contextlib
@@ -37,11 +38,17 @@ _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, csv.Error, Ele
 
 @contextlib.contextmanager
 def at(place: Path | str) -> Iterator[None]:
-    """Raise CorpusError naming `place` for unexpected content. Values are not quoted: they may be from a note."""
+    """Raise CorpusError naming `place` for unexpected content. Values are not quoted: they may
+    be from a note.
+    """
     try:
         yield
     except _MALFORMED as error:
-        reason = f"there is no field {error}" if isinstance(error, KeyError) else "this is not as published"
+        reason = (
+            f"there is no field {error}"
+            if isinstance(error, KeyError)
+            else "this is not as published"
+        )
         message = f"{place}: {reason}; compare it with data_cards/blurb.md"
         raise CorpusError(message, "malformed", field="data") from error
 
@@ -50,19 +57,25 @@ def read_text(path: Path, folder: Path) -> str:
     """Return the text of a file of the release in `folder`, with universal newlines."""
     try:
         with InputFolders.of(folder).open(path, CorpusError) as file:
-            text = decode_text(read_limited(file, MAX_FILE_BYTES, CorpusError), path, CorpusError, field="data")
+            text = decode_text(
+                read_limited(file, MAX_FILE_BYTES, CorpusError), path, CorpusError, field="data"
+            )
         return text.replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise CorpusError(f"cannot read {path} ({error})", "unreadable", field="data") from error
 
 
 def read_lines(path: Path, folder: Path) -> list[str]:
-    """Return the lines of a file; other separators (U+2028, U+0085) are characters of their text."""
+    """Return the lines of a file; other separators (U+2028, U+0085) are characters of their
+    text.
+    """
     return read_text(path, folder).removesuffix("\n").split("\n")
 
 
 def read_rows(path: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield (place, cells) of the lines of a table that are not empty, place being "FILE, line N"."""
+    """Yield (place, cells) of the lines of a table that are not empty, place being "FILE, line
+    N".
+    """
     lines = read_lines(path, folder)
     with at(path):
         rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
@@ -70,8 +83,12 @@ def read_rows(path: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def split_file(folder: Path, split: Split, pattern: str, without: str | None = None) -> Path | None:
-    """Return the file of a split; `pattern` has {} for its name, names with `without` do not count. None: no file."""
-    found = (path for name in _SPLIT_NAMES[split] for path in sorted(folder.glob(pattern.format(name))))
+    """Return the file of a split; `pattern` has {} for its name, names with `without` do not
+    count. None: no file.
+    """
+    found = (
+        path for name in _SPLIT_NAMES[split] for path in sorted(folder.glob(pattern.format(name)))
+    )
     return next((path for path in found if without is None or without not in path.name), None)
 
 
@@ -91,17 +108,23 @@ def listed(folder: Path, kind: str) -> dict[Split, list[str]]:
 # EBM-NLP's spans.
 
 _JNLPBA_TRAIN_LINES = 465_497
-"""Lines of Genia4ERtask2.iob2 that are training data; the rest is the dev split of MTL-Bioinformatics and BLURB."""
+"""Lines of Genia4ERtask2.iob2 that are training data; the rest is the dev split of
+MTL-Bioinformatics and BLURB.
+"""
 
 
 def plain_tag(tag: str, task: TextTask) -> str:
-    """Return a tag in the task's scheme: B, I or O without the entity's type, or the element without its prefix."""
+    """Return a tag in the task's scheme: B, I or O without the entity's type, or the element
+    without its prefix.
+    """
     if task.merge_types:
         return tag[:1]
     return tag.removeprefix("B-").removeprefix("I-")
 
 
-def tagged_example(key: str, document: str, words: tuple[str, ...], tags: tuple[str, ...]) -> TextExample:
+def tagged_example(
+    key: str, document: str, words: tuple[str, ...], tags: tuple[str, ...]
+) -> TextExample:
     """Return an example of a tagging task. Raises ValueError if words and tags differ in number."""
     if len(words) != len(tags):
         raise ValueError(f"expected as many tags as words, got {len(tags)} and {len(words)}")
@@ -109,9 +132,18 @@ def tagged_example(key: str, document: str, words: tuple[str, ...], tags: tuple[
 
 
 def read_conll(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read one word with its tag per line, an empty line after each sentence; `-DOCSTART-` begins a document."""
-    files = {split: path for split in SPLITS if (path := split_file(folder, split, "{}.[tc]*")) is not None}
-    return {split: _sentences(path, path.stem, read_lines(path, folder), task) for split, path in files.items()}
+    """Read one word with its tag per line, an empty line after each sentence; `-DOCSTART-`
+    begins a document.
+    """
+    files = {
+        split: path
+        for split in SPLITS
+        if (path := split_file(folder, split, "{}.[tc]*")) is not None
+    }
+    return {
+        split: _sentences(path, path.stem, read_lines(path, folder), task)
+        for split, path in files.items()
+    }
 
 
 def read_jnlpba(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
@@ -127,7 +159,9 @@ def read_jnlpba(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     }
 
 
-def _sentences(path: Path, name: str, lines: Sequence[str], task: TextTask, before: int = 0) -> list[TextExample]:
+def _sentences(
+    path: Path, name: str, lines: Sequence[str], task: TextTask, before: int = 0
+) -> list[TextExample]:
     """Return the sentences of lines of `path`, which come behind `before` others."""
     examples: list[TextExample] = []
     words: list[str] = []
@@ -145,7 +179,9 @@ def _sentences(path: Path, name: str, lines: Sequence[str], task: TextTask, befo
         if line.startswith(("-DOCSTART-", "###MEDLINE")):
             close()
             documents += 1
-            document = f"{line.strip()} {documents}"  # some releases have the same line for every document
+            document = (
+                f"{line.strip()} {documents}"  # some releases have the same line for every document
+            )
         elif not line.strip():
             close()
         else:
@@ -158,7 +194,9 @@ def _sentences(path: Path, name: str, lines: Sequence[str], task: TextTask, befo
 
 
 def read_pico(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read EBM-NLP's starting spans. Where they overlap, the last of participants, interventions, outcomes counts."""
+    """Read EBM-NLP's starting spans. Where they overlap, the last of participants,
+    interventions, outcomes counts.
+    """
     spans = folder / "annotations" / "aggregated" / "starting_spans"
     if not spans.is_dir():
         return read_conll(folder, task)
@@ -175,10 +213,21 @@ def read_pico(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
                 path = next((spans / element / below).glob(f"{document}.*ann"), None)
                 if path is not None:
                     marks = read_text(path, folder).split()
-                    with at(f"{path}, {len(marks)} marks for {len(words)} words of {words_path.name}"):
-                        tags = [tag if mark != "0" else old for mark, old in zip(marks, tags, strict=True)]
-            lines = [text for word, tag in zip(words, tags, strict=True) for text in _until_full_stop(word, tag)]
-            result[split] += _sentences(words_path, document, [f"-DOCSTART- {document}", *lines], task)
+                    with at(
+                        f"{path}, {len(marks)} marks for {len(words)} words of {words_path.name}"
+                    ):
+                        tags = [
+                            tag if mark != "0" else old
+                            for mark, old in zip(marks, tags, strict=True)
+                        ]
+            lines = [
+                text
+                for word, tag in zip(words, tags, strict=True)
+                for text in _until_full_stop(word, tag)
+            ]
+            result[split] += _sentences(
+                words_path, document, [f"-DOCSTART- {document}", *lines], task
+            )
     return result
 
 
@@ -191,10 +240,14 @@ _GAD_TRAIN = 4261
 
 
 def read_release(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Return the examples of an original release. Raises CorpusError naming what is missing or malformed."""
+    """Return the examples of an original release. Raises CorpusError naming what is missing or
+    malformed.
+    """
     reader = _READERS.get(task.name, read_conll if task.kind in ("entities", "words") else None)
     if reader is None:
-        raise CorpusError(f"{task.name} has no reader of an original release", "unsupported", field="data")
+        raise CorpusError(
+            f"{task.name} has no reader of an original release", "unsupported", field="data"
+        )
     return reader(folder, task)
 
 
@@ -202,14 +255,17 @@ def inference_example(row: Mapping[str, Any]) -> TextExample:
     """Return an example of MedNLI's or RadNLI's JSON lines."""
     key = str(row.get("pairID") or row.get("pair_id") or row["id"])
     label = str(row.get("gold_label") or row["label"])
-    return TextExample(key=key, document=key, texts=(str(row["sentence1"]), str(row["sentence2"])), label=label)
+    return TextExample(
+        key=key, document=key, texts=(str(row["sentence1"]), str(row["sentence2"])), label=label
+    )
 
 
 def _chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read BioCreative's tables; sentences are split by medvl, so the number of pairs differs slightly from BLURB's.
+    """Read BioCreative's tables; sentences are split by medvl, so the number of pairs differs
+    slightly from BLURB's.
 
-    Of several relations of a pair the last of the five classes counts. BLURB takes the last of all, and so makes a pair
-    "false" that also has a relation of another class.
+    Of several relations of a pair the last of the five classes counts. BLURB takes the last of all,
+    and so makes a pair "false" that also has a relation of another class.
     """
     result: dict[Split, list[TextExample]] = {}
     names: Mapping[Split, str] = {"train": "training", "dev": "development", "test": "test"}
@@ -218,8 +274,12 @@ def _chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
         if abstracts is None:
             continue
         ending = abstracts.name.removeprefix(f"chemprot_{name}_abstracts")
-        entities = _chemprot_entities(abstracts.with_name(f"chemprot_{name}_entities{ending}"), folder)
-        classes = _chemprot_classes(abstracts.with_name(f"chemprot_{name}_relations{ending}"), folder, task)
+        entities = _chemprot_entities(
+            abstracts.with_name(f"chemprot_{name}_entities{ending}"), folder
+        )
+        classes = _chemprot_classes(
+            abstracts.with_name(f"chemprot_{name}_relations{ending}"), folder, task
+        )
         result[split] = []
         for place, row in read_rows(abstracts, folder):
             with at(place):
@@ -260,7 +320,9 @@ def _chemprot_pairs(
         within = [entity for entity in entities if start <= entity[2] and entity[3] <= end]
         for chemical in (entity for entity in within if entity[1] == "CHEMICAL"):
             for gene in (entity for entity in within if entity[1] != "CHEMICAL"):
-                first, second = sorted((entity[2] - start, entity[3] - start) for entity in (chemical, gene))
+                first, second = sorted(
+                    (entity[2] - start, entity[3] - start) for entity in (chemical, gene)
+                )
                 yield TextExample(
                     key=f"{document}.{chemical[0]}.{gene[0]}",
                     document=document,
@@ -282,9 +344,15 @@ def marked_example(key: str, row: Mapping[str, Any]) -> TextExample:
 
 
 def _ddi(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read the XML files that the lists name; a discontinuous mention runs from its first to its last character."""
+    """Read the XML files that the lists name; a discontinuous mention runs from its first to its
+    last character.
+    """
     return {
-        split: [example for name in names for example in _ddi_document(folder / name.lstrip("/"), folder)]
+        split: [
+            example
+            for name in names
+            for example in _ddi_document(folder / name.lstrip("/"), folder)
+        ]
         for split, names in listed(folder, "files").items()
     }
 
@@ -294,14 +362,22 @@ def _ddi_document(path: Path, folder: Path) -> list[TextExample]:
     with at(path):
         root = parse_xml(text.encode())
         document = root.attrib.get("id", path.stem)
-    return [pair for number, sentence in enumerate(root, 1) for pair in _ddi_pairs(sentence, document, path, number)]
+    return [
+        pair
+        for number, sentence in enumerate(root, 1)
+        for pair in _ddi_pairs(sentence, document, path, number)
+    ]
 
 
-def _ddi_pairs(sentence: ElementTree.Element, document: str, path: Path, number: int) -> Iterator[TextExample]:
+def _ddi_pairs(
+    sentence: ElementTree.Element, document: str, path: Path, number: int
+) -> Iterator[TextExample]:
     with at(f"{path}, sentence {number}"):
         text = sentence.attrib["text"]
         spans = {
-            entity.attrib["id"]: [int(number) for number in re.findall(r"\d+", entity.attrib["charOffset"])]
+            entity.attrib["id"]: [
+                int(number) for number in re.findall(r"\d+", entity.attrib["charOffset"])
+            ]
             for entity in sentence.findall("entity")
         }
         for pair in sentence.findall("pair"):
@@ -322,7 +398,11 @@ def _gad(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     return {
         "train": training[:_GAD_TRAIN],
         "dev": training[_GAD_TRAIN:],
-        "test": [example for example in _gad_rows("test", fold / "test.tsv", folder) if example.label in task.labels],
+        "test": [
+            example
+            for example in _gad_rows("test", fold / "test.tsv", folder)
+            if example.label in task.labels
+        ],
     }
 
 
@@ -332,7 +412,9 @@ def _gad_rows(split: str, path: Path, folder: Path) -> list[TextExample]:
         if row[-2:] != ["sentence", "label"]:
             key = f"gad-{split}-{len(examples)}"
             with at(place):
-                examples.append(TextExample(key=key, document=key, texts=(row[-2],), label=row[-1].strip()))
+                examples.append(
+                    TextExample(key=key, document=key, texts=(row[-2],), label=row[-1].strip())
+                )
     return examples
 
 
@@ -344,7 +426,8 @@ def _biosses(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
 def _medsts(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read lines of two sentences and a score, separated by tabs; or BLUE's tables, as for BIOSSES.
 
-    Scores of the test set may be in a file of their own, one per line, such as clinicalSTS2019.test.gs.sim.txt.
+    Scores of the test set may be in a file of their own, one per line, such as
+    clinicalSTS2019.test.gs.sim.txt.
     """
     return _similarity(folder, "*{}*.t[sx][vt]")
 
@@ -355,7 +438,9 @@ def _similarity(folder: Path, pattern: str) -> dict[Split, list[TextExample]]:
         path = split_file(folder, split, pattern, without=".gs.")
         if path is not None:
             gold = split_file(folder, split, "*{}*.gs.*")
-            result[split] = _scored_pairs(split, path, folder, None if gold is None else list(read_rows(gold, folder)))
+            result[split] = _scored_pairs(
+                split, path, folder, None if gold is None else list(read_rows(gold, folder))
+            )
     return result
 
 
@@ -370,7 +455,10 @@ def _scored_pairs(
         with at(place):
             a, b, score = (header.index(name) for name in (*names, "score"))
     if gold is not None and len(gold) != len(rows):
-        message = f"expected a score for each of the {len(rows)} pairs of {path}, got {len(gold)} lines beside it"
+        message = (
+            f"expected a score for each of the {len(rows)} pairs of {path}, got "
+            f"{len(gold)} lines beside it"
+        )
         raise CorpusError(message, "mismatch", field="data")
     examples: list[TextExample] = []
     for number, (place, row) in enumerate(rows):
@@ -384,7 +472,9 @@ def _scored_pairs(
 
 
 def _hoc(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read `text/ID.txt` and `labels/ID.txt`; a document's labels are the union of its sentences'."""
+    """Read `text/ID.txt` and `labels/ID.txt`; a document's labels are the union of its
+    sentences'.
+    """
     result: dict[Split, list[TextExample]] = {}
     for split, documents in listed(folder, "pmid").items():
         result[split] = []
@@ -393,7 +483,9 @@ def _hoc(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
             marks = re.split(r"<|\bAND\b", read_text(folder / "labels" / f"{document}.txt", folder))
             named = {mark.split("--")[0].strip().lower() for mark in marks}
             labels = tuple(label for label in task.labels if label in named)
-            result[split].append(TextExample(key=document, document=document, texts=(text,), label=labels))
+            result[split].append(
+                TextExample(key=document, document=document, texts=(text,), label=labels)
+            )
     return result
 
 
@@ -423,16 +515,21 @@ def _pubmedqa_example(path: Path, key: str, row: Mapping[str, Any]) -> TextExamp
 
 
 def _bioasq(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read the yes-or-no questions of the training file and the enriched test files, split by BLURB's lists."""
+    """Read the yes-or-no questions of the training file and the enriched test files, split by
+    BLURB's lists.
+    """
     questions = {
-        example.key: example for path in sorted(folder.rglob("*.json")) for example in _bioasq_questions(path, folder)
+        example.key: example
+        for path in sorted(folder.rglob("*.json"))
+        for example in _bioasq_questions(path, folder)
     }
     result: dict[Split, list[TextExample]] = {}
     for split, keys in listed(folder, "id").items():
         absent = [key for key in keys if key not in questions]
         if absent:
             message = (
-                f"{folder}: {len(absent)} questions of {split}_id.tsv are in no JSON file, the first is {absent[0]}"
+                f"{folder}: {len(absent)} questions of {split}_id.tsv are in no JSON "
+                f"file, the first is {absent[0]}"
             )
             raise CorpusError(message, "not_found", field="data")
         result[split] = [questions[key] for key in keys]
@@ -447,11 +544,18 @@ def _bioasq_questions(path: Path, folder: Path) -> Iterator[TextExample]:
         with at(f"{path}, question {number}"):
             if row["type"] == "yesno":
                 texts = (row["body"], " ".join(snippet["text"] for snippet in row["snippets"]))
-                yield TextExample(key=row["id"], document=row["id"], texts=texts, label=row["exact_answer"].lower())
+                yield TextExample(
+                    key=row["id"],
+                    document=row["id"],
+                    texts=texts,
+                    label=row["exact_answer"].lower(),
+                )
 
 
 def _inference(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read JSON lines of sentence1, sentence2 and gold_label, such as mli_train_v1.jsonl and radnli_test_v1.jsonl."""
+    """Read JSON lines of sentence1, sentence2 and gold_label, such as mli_train_v1.jsonl and
+    radnli_test_v1.jsonl.
+    """
     return _json_splits(folder, "*_{}_*.jsonl", lambda key, row: inference_example(row))
 
 

@@ -1,9 +1,9 @@
 """The data sets of `medvl eval text`: kind of task, labels, metric and sizes.
 
-The thirteen of BLURB (Gu et al. 2021, Tables 2 and 3), ChemProt as in SciBERT (thirteen types of relations, only
-pairs that have one, so that the micro F1 of its paper is the accuracy), MedNLI and RadNLI (inference between two
-sentences), clinical semantic similarity (MedSTS and its successors), and the findings of Open-i's reports by people
-(NegBio's labels).
+The thirteen of BLURB (Gu et al. 2021, Tables 2 and 3), ChemProt as in SciBERT (thirteen types of
+relations, only pairs that have one, so that the micro F1 of its paper is the accuracy), MedNLI and
+RadNLI (inference between two sentences), clinical semantic similarity (MedSTS and its successors),
+and the findings of Open-i's reports by people (NegBio's labels).
 """
 
 import dataclasses
@@ -34,7 +34,9 @@ class TextExample:
     document: str
     """Examples of one document are resampled together; the key where documents are unknown."""
     texts: tuple[str, ...]
-    """The words of a tagging task; else one text, or two for similarity, inference and questions with context."""
+    """The words of a tagging task; else one text, or two for similarity, inference and questions
+    with context.
+    """
     label: str | float | tuple[str, ...]
     """A class, a score, the tag of each word, or the labels of a document."""
     spans: tuple[tuple[int, int], tuple[int, int]] | None = None
@@ -48,7 +50,9 @@ class TextTask:
     name: str
     kind: Kind
     labels: tuple[str, ...] = ()
-    """Classes in the order of the head's outputs; the tag of no entity, and the class of no relation, come first."""
+    """Classes in the order of the head's outputs; the tag of no entity, and the class of no
+    relation, come first.
+    """
     max_tokens: int = 512
     merge_types: bool = True
     """Tags keep B and I only, without the type of the entity."""
@@ -57,9 +61,13 @@ class TextTask:
     released_as: str = ""
     """Folder of the original release below the data's root; default the name."""
     counts: tuple[int, int, int] | None = None
-    """BLURB's train, dev and test counts: mentions, labelled words or examples (Table 3 of the paper)."""
+    """BLURB's train, dev and test counts: mentions, labelled words or examples (Table 3 of the
+    paper).
+    """
     left_out: tuple[str, ...] = ()
-    """Labels whose examples are left out: "None", an interaction without a type (one training pair of DDI)."""
+    """Labels whose examples are left out: "None", an interaction without a type (one training
+    pair of DDI).
+    """
     compact_prefix: str = ""
     """Start of the names of compact files where two tasks share a folder."""
     seeds: int = 5
@@ -92,12 +100,28 @@ _HALLMARKS = (
     "tumor promoting inflammation",
 )
 _RELATIONS = (
-    *("ACTIVATOR", "AGONIST", "AGONIST-ACTIVATOR", "AGONIST-INHIBITOR", "ANTAGONIST", "DOWNREGULATOR"),
+    *(
+        "ACTIVATOR",
+        "AGONIST",
+        "AGONIST-ACTIVATOR",
+        "AGONIST-INHIBITOR",
+        "ANTAGONIST",
+        "DOWNREGULATOR",
+    ),
     *("INDIRECT-DOWNREGULATOR", "INDIRECT-UPREGULATOR", "INHIBITOR", "PRODUCT-OF", "SUBSTRATE"),
     *("SUBSTRATE_PRODUCT-OF", "UPREGULATOR"),
 )
 _FINDINGS = (
-    *("Atelectasis", "Cardiomegaly", "Effusion", "Infiltration", "Mass", "Nodule", "Pneumonia", "Pneumothorax"),
+    *(
+        "Atelectasis",
+        "Cardiomegaly",
+        "Effusion",
+        "Infiltration",
+        "Mass",
+        "Nodule",
+        "Pneumonia",
+        "Pneumothorax",
+    ),
     *("Consolidation", "Edema", "Emphysema", "Fibrosis", "Pleural_Thickening", "Hernia", "normal"),
 )
 _INFERENCE = ("contradiction", "entailment", "neutral")
@@ -152,10 +176,23 @@ TASKS: Mapping[str, TextTask] = {
             counts=(25296, 2496, 5716),
         ),
         TextTask(
-            name="gad", kind="relations", labels=("0", "1"), max_tokens=128, released_as="GAD", counts=(4261, 535, 534)
+            name="gad",
+            kind="relations",
+            labels=("0", "1"),
+            max_tokens=128,
+            released_as="GAD",
+            counts=(4261, 535, 534),
         ),
-        TextTask(name="biosses", kind="similarity", released_as="BIOSSES", counts=(64, 16, 20), seeds=10),
-        TextTask(name="hoc", kind="documents", labels=_HALLMARKS, released_as="HoC", counts=(1295, 186, 371)),
+        TextTask(
+            name="biosses", kind="similarity", released_as="BIOSSES", counts=(64, 16, 20), seeds=10
+        ),
+        TextTask(
+            name="hoc",
+            kind="documents",
+            labels=_HALLMARKS,
+            released_as="HoC",
+            counts=(1295, 186, 371),
+        ),
         TextTask(
             name="pubmedqa",
             kind="answers",
@@ -173,7 +210,13 @@ TASKS: Mapping[str, TextTask] = {
             seeds=10,
         ),
         TextTask(name="mednli", kind="answers", labels=_INFERENCE, max_tokens=128),
-        TextTask(name="radnli", kind="answers", labels=_INFERENCE, max_tokens=128, evaluation_only="mednli"),
+        TextTask(
+            name="radnli",
+            kind="answers",
+            labels=_INFERENCE,
+            max_tokens=128,
+            evaluation_only="mednli",
+        ),
         TextTask(name="medsts", kind="similarity", max_tokens=128),
         TextTask(name="openi", kind="documents", labels=_FINDINGS, max_tokens=256),
     )
@@ -203,10 +246,13 @@ RelationText = Literal["dummies", "markers", "original"]
 Spans = tuple[tuple[int, int], tuple[int, int]]
 
 
-def relation_text(example: TextExample, task: TextTask, form: RelationText) -> tuple[str, Spans | None]:
+def relation_text(
+    example: TextExample, task: TextTask, form: RelationText
+) -> tuple[str, Spans | None]:
     """Return the text of a relation, and the spans of its mentions in it where they are known.
 
-    Raises CorpusError where a set has dummies only and another form is requested, or spans exceed the text.
+    Raises CorpusError where a set has dummies only and another form is requested, or spans exceed
+    the text.
     """
     text, spans = example.texts[0], example.spans
     if spans is None:
@@ -216,13 +262,20 @@ def relation_text(example: TextExample, task: TextTask, form: RelationText) -> t
         return text, None
     (a, b), (c, d) = spans
     if not (0 <= a < b <= len(text) and 0 <= c < d <= len(text) and a <= c):
-        message = f"{task.name}: the mentions of {example.key} leave its text or are out of order: {spans}"
+        message = (
+            f"{task.name}: the mentions of {example.key} leave its text or are out of "
+            f"order: {spans}"
+        )
         raise CorpusError(message, "out_of_range", field="data")
     if form == "original":
         return text, spans
     overlap = c < b
     if form == "markers":
-        return _marked(text, spans) if not overlap else (_around(text, a, max(b, d), "<e1><e2>", "</e2></e1>"))
+        return (
+            _marked(text, spans)
+            if not overlap
+            else (_around(text, a, max(b, d), "<e1><e2>", "</e2></e1>"))
+        )
     first, second, both = task.dummies
     if overlap:
         end = max(b, d)
@@ -243,4 +296,7 @@ def _marked(text: str, spans: Spans) -> tuple[str, Spans]:
 
 def _around(text: str, start: int, end: int, before: str, after: str) -> tuple[str, Spans]:
     stop = end + len(before) + len(after)
-    return text[:start] + before + text[start:end] + after + text[end:], ((start, stop), (start, stop))
+    return text[:start] + before + text[start:end] + after + text[end:], (
+        (start, stop),
+        (start, stop),
+    )

@@ -1,9 +1,9 @@
 """Tokenizer files on disk and on the hub, read into a `tokenizers.Tokenizer`.
 
-A folder contains `tokenizer.json` (Hugging Face's one-file format), or `vocab.txt` (WordPiece), or `vocab.json` with
-`merges.txt` (byte-level BPE). An optional `tokenizer_config.json` has the special tokens and the maximum length.
-transformers is not used: version 5 ignores a vocabulary file passed to its BERT tokenizer and makes every word
-unknown.
+A folder contains `tokenizer.json` (Hugging Face's one-file format), or `vocab.txt` (WordPiece), or
+`vocab.json` with `merges.txt` (byte-level BPE). An optional `tokenizer_config.json` has the special
+tokens and the maximum length. transformers is not used: version 5 ignores a vocabulary file passed
+to its BERT tokenizer and makes every word unknown.
 """
 
 import contextlib
@@ -16,12 +16,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    Regex,
+    Tokenizer as Backend,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from medvl.common.hub import fetch
 from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
-from medvl.data.tokenizer.cleaning import clean_as_albef, clean_report, clean_report_as_r2gen, clean_words
+from medvl.data.tokenizer.cleaning import (
+    clean_as_albef,
+    clean_report,
+    clean_report_as_r2gen,
+    clean_words,
+)
 from medvl.data.tokenizer.limits import CLIP_WORDS, backend_errors, check_ids, check_tokenizer_file
 from medvl.errors import ConfigError, WeightsError
 
@@ -33,19 +46,23 @@ _LARGEST_LENGTH = 1_000_000  # transformers writes a larger number for "no limit
 CLIP: Literal["clip"] = "clip"
 CLIP_TOKENS = 77
 Cleaning = Literal["clip", "canonical", "report", "r2gen", "words", "albef"]
-"""Text cleaning before tokenization: that of CLIP, of SigLIP, for vocabularies of words (`report_cleaning`), or as the
-released code of R2Gen, of CARZero, or of ALBEF, M2I2 and MUMC (`published_cleaning`)."""
+"""Text cleaning before tokenization: that of CLIP, of SigLIP, for vocabularies of words
+(`report_cleaning`), or as the released code of R2Gen, of CARZero, or of ALBEF, M2I2 and MUMC
+(`published_cleaning`).
+"""
 _CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
 _CLIP_MERGES = 49152 - 256 - 2
 
 _SPECIAL = {
-    "pad": ("[PAD]", "<pad>"), "unk": ("[UNK]", "<unk>"), "cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"),
-    "mask": ("[MASK]", "<mask>"),
+    "pad": ("[PAD]", "<pad>"), "unk": ("[UNK]", "<unk>"), "cls": ("[CLS]", "<s>"), "sep": ("[SEP]",
+    "</s>"), "mask": ("[MASK]", "<mask>"),
 }  # fmt: skip
 """Role -> names of its token without a configuration."""
 _OTHER_NAMES = {"cls": "bos", "sep": "eos"}
 """Role -> its name in configurations of vocabularies other than BERT's."""
-_WITHOUT_PUNCTUATION = str.maketrans({"_": " ", **dict.fromkeys(string.punctuation.replace("_", ""))})
+_WITHOUT_PUNCTUATION = str.maketrans(
+    {"_": " ", **dict.fromkeys(string.punctuation.replace("_", ""))}
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +71,9 @@ class LoadedTokenizer:
 
     backend: Backend
     special: Mapping[str, str | None]
-    """Token of each role: pad, unk, cls, sep, mask; None where the vocabulary has none (T5 has no cls)."""
+    """Token of each role: pad, unk, cls, sep, mask; None where the vocabulary has none (T5 has
+    no cls).
+    """
     max_tokens: int | None
     """Stored maximum length, or None."""
     source: str
@@ -69,13 +88,26 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_local_tokenizer(folder: Path, lowercase: bool | None) -> LoadedTokenizer:
-    """Read the tokenizer in a folder. Raises ConfigError when it is missing, damaged or too large."""
-    files = {name: folder / name for name in (MODEL_FILE, VOCABULARY_FILE, CONFIG_FILE, *_BPE_FILES)}
-    return _read({name: path for name, path in files.items() if path.exists()}, str(folder), lowercase, folder.name)
+    """Read the tokenizer in a folder. Raises ConfigError when it is missing, damaged or too
+    large.
+    """
+    files = {
+        name: folder / name for name in (MODEL_FILE, VOCABULARY_FILE, CONFIG_FILE, *_BPE_FILES)
+    }
+    return _read(
+        {name: path for name, path in files.items() if path.exists()},
+        str(folder),
+        lowercase,
+        folder.name,
+    )
 
 
-def read_hub_tokenizer(hub_id: str, revision: str | None, lowercase: bool | None) -> LoadedTokenizer:
-    """Read the tokenizer of a hub repository at a commit. Raises WeightsError when it cannot be fetched."""
+def read_hub_tokenizer(
+    hub_id: str, revision: str | None, lowercase: bool | None
+) -> LoadedTokenizer:
+    """Read the tokenizer of a hub repository at a commit. Raises WeightsError when it cannot be
+    fetched.
+    """
     files: dict[str, Path] = {}
     failures = []
     for names in ((MODEL_FILE,), (VOCABULARY_FILE,), _BPE_FILES):
@@ -91,11 +123,17 @@ def read_hub_tokenizer(hub_id: str, revision: str | None, lowercase: bool | None
     return _read(files, hub_id, lowercase, f"{hub_id}@{revision}")
 
 
-def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source: str) -> LoadedTokenizer:
+def _read(
+    files: Mapping[str, Path], where: str, lowercase: bool | None, source: str
+) -> LoadedTokenizer:
     if lowercase is not None and MODEL_FILE in files:
-        raise ConfigError(f"lowercase of {where} is defined by its {MODEL_FILE}", "conflict", field="lowercase")
+        raise ConfigError(
+            f"lowercase of {where} is defined by its {MODEL_FILE}", "conflict", field="lowercase"
+        )
     try:
-        config: dict[str, Any] = parse_json(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
+        config: dict[str, Any] = (
+            parse_json(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
+        )
         if not isinstance(config, dict):
             raise ConfigError(f"{files[CONFIG_FILE]}: expected a JSON object", "malformed")
         with backend_errors(where):
@@ -103,13 +141,17 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
     except ConfigError:
         raise
     except Exception as error:  # the backend raises bare Exception on a file that it cannot use
-        raise ConfigError(f"the tokenizer of {where} cannot be read: {error}", "malformed") from error
+        raise ConfigError(
+            f"the tokenizer of {where} cannot be read: {error}", "malformed"
+        ) from error
     if backend is None:
         expected = f"{MODEL_FILE}, {VOCABULARY_FILE} or {' and '.join(_BPE_FILES)}"
         raise ConfigError(f"{where} has no tokenizer: expected {expected}", "not_found")
     longest, cleaning = config.get("model_max_length"), config.get("medvl_text")
     if cleaning not in (None, *get_args(Cleaning)):
-        message = f"{where}: medvl_text must be one of {', '.join(get_args(Cleaning))}, got {cleaning!r}"
+        message = (
+            f"{where}: medvl_text must be one of {', '.join(get_args(Cleaning))}, got {cleaning!r}"
+        )
         raise ConfigError(message, "unknown_name", field="medvl_text")
     closing = config.get("medvl_closing", True)
     if not isinstance(closing, bool):
@@ -118,7 +160,9 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
     return LoadedTokenizer(
         backend=backend,
         special={role: _special(backend, role, config) for role in _SPECIAL},
-        max_tokens=int(longest) if isinstance(longest, int | float) and longest < _LARGEST_LENGTH else None,
+        max_tokens=int(longest)
+        if isinstance(longest, int | float) and longest < _LARGEST_LENGTH
+        else None,
         source=str(config.get("medvl_source", source)),
         cleaning=cleaning,
         closing=closing,
@@ -151,19 +195,34 @@ def _backend(
 
 def _text(path: Path) -> str:
     if path.stat().st_size > _LARGEST_FILE:
-        raise ConfigError(f"{path} is larger than {_LARGEST_FILE} bytes: not a tokenizer file", "too_large")
+        raise ConfigError(
+            f"{path} is larger than {_LARGEST_FILE} bytes: not a tokenizer file", "too_large"
+        )
     return read_text(path, ConfigError, what="a tokenizer file")
 
 
 def _special(backend: Backend, role: str, config: Mapping[str, Any]) -> str | None:
     values = [config.get(f"{name}_token") for name in (role, _OTHER_NAMES.get(role))]
-    tokens = [value.get("content") if isinstance(value, dict) else value for value in values]  # an AddedToken is a dict
+    tokens = [
+        value.get("content") if isinstance(value, dict) else value for value in values
+    ]  # an AddedToken is a dict
     candidates = [token for token in tokens if isinstance(token, str)]
-    return next((token for token in [*candidates, *_SPECIAL[role]] if backend.token_to_id(token) is not None), None)
+    return next(
+        (
+            token
+            for token in [*candidates, *_SPECIAL[role]]
+            if backend.token_to_id(token) is not None
+        ),
+        None,
+    )
 
 
 def build_wordpiece(
-    vocabulary: Mapping[str, int], *, lowercase: bool, strip_accents: bool | None = None, split_chinese: bool = True
+    vocabulary: Mapping[str, int],
+    *,
+    lowercase: bool,
+    strip_accents: bool | None = None,
+    split_chinese: bool = True,
 ) -> Backend:
     """Build BERT's tokenizer for a vocabulary. Raises ConfigError when a special token is missing.
 
@@ -195,14 +254,20 @@ def build_words(vocabulary: Mapping[str, int], *, end: str, unknown: str) -> Bac
     backend = Backend(models.WordLevel(dict(vocabulary), unk_token=unknown))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ends = [(end, vocabulary[end])]
-    backend.post_processor = processors.TemplateProcessing(single=f"{end} $A {end}", special_tokens=ends)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{end} $A {end}", special_tokens=ends
+    )
     backend.add_special_tokens([end, unknown])
     return backend
 
 
 def _build_byte_level(vocabulary: dict[str, int], merges: str) -> Backend:
     """Build RoBERTa's tokenizer."""
-    pairs = [tuple(line.split(" ")) for line in merges.split("\n") if line and not line.startswith("#version")]
+    pairs = [
+        tuple(line.split(" "))
+        for line in merges.split("\n")
+        if line and not line.startswith("#version")
+    ]
     backend = Backend(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in pairs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -214,26 +279,38 @@ def _build_byte_level(vocabulary: dict[str, int], merges: str) -> Backend:
 
 
 def build_clip_tokenizer() -> LoadedTokenizer:
-    """Build CLIP's tokenizer from the vocabulary in open_clip. Raises ConfigError when open_clip is not installed."""
+    """Build CLIP's tokenizer from the vocabulary in open_clip. Raises ConfigError when open_clip
+    is not installed.
+    """
     spec = importlib.util.find_spec("open_clip")
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("the CLIP vocabulary needs open_clip_torch, which is not installed", "not_found")
+        raise ConfigError(
+            "the CLIP vocabulary needs open_clip_torch, which is not installed", "not_found"
+        )
     path = Path(spec.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
         lines = file.read().split("\n")[1 : _CLIP_MERGES + 1]
     merges = [(left, right) for left, right in (line.split() for line in lines)]
     letters = list(byte_characters().values())
-    tokens = [*letters, *(f"{letter}</w>" for letter in letters), *(left + right for left, right in merges)]
+    tokens = [
+        *letters,
+        *(f"{letter}</w>" for letter in letters),
+        *(left + right for left, right in merges),
+    ]
     vocabulary = {token: index for index, token in enumerate([*tokens, _CLIP_START, _CLIP_END])}
     backend = Backend(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
     split = pre_tokenizers.Split(Regex(CLIP_WORDS), behavior="removed", invert=True)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     ends = [(token, vocabulary[token]) for token in (_CLIP_START, _CLIP_END)]
-    backend.post_processor = processors.TemplateProcessing(single=f"{_CLIP_START} $A {_CLIP_END}", special_tokens=ends)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{_CLIP_START} $A {_CLIP_END}", special_tokens=ends
+    )
     backend.add_special_tokens([_CLIP_START, _CLIP_END])
     special = {"pad": None, "unk": None, "cls": _CLIP_START, "sep": _CLIP_END, "mask": None}
-    return LoadedTokenizer(backend=backend, special=special, max_tokens=CLIP_TOKENS, source=CLIP, cleaning=CLIP)
+    return LoadedTokenizer(
+        backend=backend, special=special, max_tokens=CLIP_TOKENS, source=CLIP, cleaning=CLIP
+    )
 
 
 def clean_text(text: str, how: Cleaning | None) -> str:
@@ -248,7 +325,9 @@ def clean_text(text: str, how: Cleaning | None) -> str:
 
 
 def clean_clip_text(text: str) -> str:
-    """Clean a text as CLIP does: fix encoding errors and HTML entities, collapse spaces, lower-case."""
+    """Clean a text as CLIP does: fix encoding errors and HTML entities, collapse spaces,
+    lower-case.
+    """
     import ftfy
 
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split()).lower()
@@ -258,4 +337,6 @@ def byte_characters() -> dict[int, str]:
     """Return byte -> printable character in byte-level BPE: the same one, or one from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + index) for index, byte in enumerate(others)
+    }

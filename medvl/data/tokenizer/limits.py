@@ -1,7 +1,9 @@
-r"""Limits of `tokenizer.json`, which comes with the checkpoints of others: ids, steps that multiply texts, expressions.
+r"""Limits of `tokenizer.json`, which comes with the checkpoints of others: ids, steps that multiply
+texts, expressions.
 
-The `tokenizers` library allocates and repeats what the file says, and its regular expressions may need time that grows
-exponentially with the text. Expressions that medvl does not know are therefore tried in a child process first.
+The `tokenizers` library allocates and repeats what the file says, and its regular expressions may
+need time that grows exponentially with the text. Expressions that medvl does not know are therefore
+tried in a child process first.
 """
 
 import contextlib
@@ -18,14 +20,39 @@ CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _KNOWN_EXPRESSIONS = frozenset({CLIP_WORDS, " {2,}", r"\s+", "\n"})
 """Expressions of CLIP and of models with SentencePiece, which are linear in the text."""
 _NORMALIZERS = {
-    *("BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend"),
+    *(
+        "BertNormalizer",
+        "ByteLevel",
+        "Lowercase",
+        "NFC",
+        "NFD",
+        "NFKC",
+        "NFKD",
+        "Nmt",
+        "Precompiled",
+        "Prepend",
+    ),
     *("Replace", "Sequence", "Strip", "StripAccents"),
 }
 _PRE_TOKENIZERS = {
-    *("BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation"),
+    *(
+        "BertPreTokenizer",
+        "ByteLevel",
+        "CharDelimiterSplit",
+        "Digits",
+        "FixedLength",
+        "Metaspace",
+        "Punctuation",
+    ),
     *("Sequence", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"),
 }
-_POST_PROCESSORS = {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"}
+_POST_PROCESSORS = {
+    "BertProcessing",
+    "ByteLevel",
+    "RobertaProcessing",
+    "Sequence",
+    "TemplateProcessing",
+}
 _DECODERS = {
     *(
         "BPEDecoder",
@@ -72,8 +99,9 @@ def check_tokenizer_file(content: Any, text: str, where: str) -> None:
         text: the file.
         where: its folder, for messages.
 
-    Raises ConfigError: "malformed" for impossible ids, "unsupported" for a kind of step that no tokenizer of the
-    library has or an expression that does not end, "too_large" for steps that multiply texts.
+    Raises ConfigError: "malformed" for impossible ids, "unsupported" for a kind of step that no
+    tokenizer of the library has or an expression that does not end, "too_large" for steps that
+    multiply texts.
     """
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ConfigError(f"the tokenizer of {where} is no object with a model", "malformed")
@@ -81,7 +109,14 @@ def check_tokenizer_file(content: Any, text: str, where: str) -> None:
     _check_model(model, where)
     added = content.get("added_tokens") or []
     check_ids(
-        [*_ids(model), *(entry.get("id") for entry in added if isinstance(entry, dict) and entry.get("content"))],
+        [
+            *_ids(model),
+            *(
+                entry.get("id")
+                for entry in added
+                if isinstance(entry, dict) and entry.get("content")
+            ),
+        ],
         where,
         unique=False,
     )
@@ -91,44 +126,74 @@ def check_tokenizer_file(content: Any, text: str, where: str) -> None:
         for step in steps:
             if step["type"] not in kinds:
                 known = ", ".join(sorted(kinds))
-                message = f"the tokenizer of {where} has a {part} {str(step['type'])!r}; expected one of {known}"
+                message = (
+                    f"the tokenizer of {where} has a {part} {str(step['type'])!r}; "
+                    f"expected one of {known}"
+                )
                 raise ConfigError(message, "unsupported", field=part)
             growth *= _growth(step, part)
             expressions += _expressions(step)
         if len(steps) > _MAX_STEPS:
-            raise ConfigError(f"the tokenizer of {where} has {len(steps)} steps in {part}", "too_large", field=part)
+            raise ConfigError(
+                f"the tokenizer of {where} has {len(steps)} steps in {part}",
+                "too_large",
+                field=part,
+            )
     if not growth <= _MAX_GROWTH:
-        message = f"the tokenizer of {where} can make texts over {_MAX_GROWTH} times as long: shorten what it inserts"
+        message = (
+            f"the tokenizer of {where} can make texts over {_MAX_GROWTH} times as long: "
+            f"shorten what it inserts"
+        )
         raise ConfigError(message, "too_large", field="normalizer")
-    _check_ends(content.get("post_processor"), {*_ids(model), *(each.get("id") for each in added)}, where)
+    _check_ends(
+        content.get("post_processor"), {*_ids(model), *(each.get("id") for each in added)}, where
+    )
     unknown = [expression for expression in expressions if expression not in _KNOWN_EXPRESSIONS]
     if unknown:
         _try(unknown, text, where)
 
 
 def check_ids(ids: list[Any], where: str, *, unique: bool = True) -> None:
-    """Raise ConfigError "malformed" unless ids are numbers from 0 without large gaps, and different with `unique`."""
-    wrong = next((each for each in ids if not isinstance(each, int) or isinstance(each, bool) or each < 0), None)
+    """Raise ConfigError "malformed" unless ids are numbers from 0 without large gaps, and
+    different with `unique`.
+    """
+    wrong = next(
+        (each for each in ids if not isinstance(each, int) or isinstance(each, bool) or each < 0),
+        None,
+    )
     different = len(set(map(str, ids)))
     if wrong is not None:
-        raise ConfigError(f"the vocabulary of {where} has the id {wrong!r}; expected numbers from 0", "malformed")
+        raise ConfigError(
+            f"the vocabulary of {where} has the id {wrong!r}; expected numbers from 0", "malformed"
+        )
     if ids and max(ids) >= 2 * different + 1024:
-        message = f"the vocabulary of {where} has the id {max(ids)} and {different} ids: they must follow each other"
+        message = (
+            f"the vocabulary of {where} has the id {max(ids)} and {different} ids: they "
+            f"must follow each other"
+        )
         raise ConfigError(message, "malformed")
     if unique and different < len(ids):
-        message = f"the vocabulary of {where} gives {len(ids)} tokens {different} ids: each needs one of its own"
+        message = (
+            f"the vocabulary of {where} gives {len(ids)} tokens {different} ids: each "
+            f"needs one of its own"
+        )
         raise ConfigError(message, "malformed")
 
 
 @contextlib.contextmanager
 def backend_errors(where: str) -> Iterator[None]:
-    """Raise ConfigError for a panic of the `tokenizers` library, which is no `Exception` and would end the program."""
+    """Raise ConfigError for a panic of the `tokenizers` library, which is no `Exception` and
+    would end the program.
+    """
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        message = f"the tokenizer of {where} failed within its library: take the tokenizer of another checkpoint"
+        message = (
+            f"the tokenizer of {where} failed within its library: take the tokenizer of "
+            f"another checkpoint"
+        )
         raise ConfigError(message, "malformed") from None
 
 
@@ -142,12 +207,16 @@ def _check_model(model: Mapping[str, Any], where: str) -> None:
         raise ConfigError(f"the tokenizer of {where} has no vocabulary", "malformed", field="model")
     if model.get("dropout"):
         message = (
-            f"the tokenizer of {where} drops merges at random, which changes the ids of a text; set dropout to null"
+            f"the tokenizer of {where} drops merges at random, which changes the ids of a "
+            f"text; set dropout to null"
         )
         raise ConfigError(message, "unsupported", field="dropout")
     longest = model.get("max_input_chars_per_word", 0)
     if not isinstance(longest, int) or longest > _MAX_WORD:
-        message = f"the tokenizer of {where} takes words of {longest} characters, over the limit of {_MAX_WORD}"
+        message = (
+            f"the tokenizer of {where} takes words of {longest} characters, over the "
+            f"limit of {_MAX_WORD}"
+        )
         raise ConfigError(message, "too_large", field="max_input_chars_per_word")
     unknown = model.get("unk_token", "[UNK]" if kind == "WordPiece" else None)
     if kind in ("WordPiece", "WordLevel") and unknown not in model["vocab"]:
@@ -158,15 +227,23 @@ def _check_model(model: Mapping[str, Any], where: str) -> None:
 
 def _ids(model: Mapping[str, Any]) -> list[Any]:
     vocabulary = model["vocab"]
-    return list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    return (
+        list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    )
 
 
 def _steps(value: Any, part: str, where: str, depth: int = 0) -> Iterator[Mapping[str, Any]]:
     """Yield a step of a tokenizer and, of a sequence, all of its steps."""
     if value is None:
         return
-    if not isinstance(value, dict) or not isinstance(value.get("type"), str) or depth > _LONG_REPEAT:
-        raise ConfigError(f"the tokenizer of {where} has a malformed {part}", "malformed", field=part)
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("type"), str)
+        or depth > _LONG_REPEAT
+    ):
+        raise ConfigError(
+            f"the tokenizer of {where} has a malformed {part}", "malformed", field=part
+        )
     yield value
     for names in ("normalizers", "pretokenizers", "processors", "decoders"):
         inner = value.get(names, [])
@@ -182,7 +259,11 @@ def _growth(step: Mapping[str, Any], part: str) -> float:
     if step["type"] == "TemplateProcessing":
         pieces = [*(step.get("single") or []), *(step.get("pair") or [])]
         tokens = [each.get("ids") or [] for each in (step.get("special_tokens") or {}).values()]
-        return 1.0 if len(pieces) <= _MAX_TEMPLATE and all(len(ids) <= _MAX_TEMPLATE for ids in tokens) else math.inf
+        return (
+            1.0
+            if len(pieces) <= _MAX_TEMPLATE and all(len(ids) <= _MAX_TEMPLATE for ids in tokens)
+            else math.inf
+        )
     if step["type"] == "Prepend":
         return float(max(1, len(str(step.get("prepend", "")))))
     if step["type"] == "Replace":
@@ -199,44 +280,80 @@ def _expressions(step: Mapping[str, Any]) -> list[str]:
 
 
 def _check_ends(value: Any, ids: set[Any], where: str) -> None:
-    """Raise ConfigError "malformed" where the tokens at the ends of a text are not in the vocabulary."""
+    """Raise ConfigError "malformed" where the tokens at the ends of a text are not in the
+    vocabulary.
+    """
     for step in _steps(value, "post_processor", where):
         tokens = [pair for pair in (step.get("cls"), step.get("sep")) if isinstance(pair, list)]
         used = [pair[1] for pair in tokens if len(pair) == 2]
-        used += [id_ for each in (step.get("special_tokens") or {}).values() for id_ in each.get("ids") or []]
+        used += [
+            id_
+            for each in (step.get("special_tokens") or {}).values()
+            for id_ in each.get("ids") or []
+        ]
         outside = [id_ for id_ in used if id_ not in ids]
         if outside:
-            message = f"the tokenizer of {where} ends texts with the id {outside[0]!r}, which its vocabulary lacks"
+            message = (
+                f"the tokenizer of {where} ends texts with the id {outside[0]!r}, which "
+                f"its vocabulary lacks"
+            )
             raise ConfigError(message, "malformed", field="post_processor")
 
 
 def _try(expressions: list[str], text: str, where: str) -> None:
-    """Raise ConfigError "unsupported" where expressions are ambiguous, or do not end on repeated characters."""
+    """Raise ConfigError "unsupported" where expressions are ambiguous, or do not end on repeated
+    characters.
+    """
     for expression in expressions:
         if len(expression) > _MAX_EXPRESSION or _is_ambiguous(expression):
-            message = f"the tokenizer of {where} has a regular expression that may never end: repeats in a repeat"
+            message = (
+                f"the tokenizer of {where} has a regular expression that may never end: "
+                f"repeats in a repeat"
+            )
             raise ConfigError(message, "unsupported", field="pre_tokenizer")
-    letters = sorted({"a", "A", "1", " ", "\n", "-", "\N{LATIN SMALL LETTER E WITH ACUTE}", *"".join(expressions)})
+    letters = sorted(
+        {
+            "a",
+            "A",
+            "1",
+            " ",
+            "\n",
+            "-",
+            "\N{LATIN SMALL LETTER E WITH ACUTE}",
+            *"".join(expressions),
+        }
+    )
     end = f"!{''.join(letters)}"  # libraries stop early where a text lacks a letter that must occur
     texts = [letter * _TRIAL_LENGTH + end for letter in letters]
     given = json.dumps({"tokenizer": text, "texts": texts}).encode()
     command = [sys.executable, "-I", "-c", _TRIAL]
     try:
-        subprocess.run(command, input=given, check=True, capture_output=True, timeout=_TRIAL_SECONDS + len(text) / 1e6)
+        subprocess.run(
+            command,
+            input=given,
+            check=True,
+            capture_output=True,
+            timeout=_TRIAL_SECONDS + len(text) / 1e6,
+        )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         message = (
-            f"the tokenizer of {where} has a regular expression that fails or does not end: {expressions[0][:80]!r}"
+            f"the tokenizer of {where} has a regular expression that fails or does not "
+            f"end: {expressions[0][:80]!r}"
         )
         raise ConfigError(message, "unsupported", field="pre_tokenizer") from None
 
 
 def _is_ambiguous(expression: str) -> bool:
-    r"""Return whether an expression repeats a group that itself repeats or has alternatives, or refers back to one."""
+    r"""Return whether an expression repeats a group that itself repeats or has alternatives, or
+    refers back to one.
+    """
     groups, position = [False], 0
     while position < len(expression):
         character = expression[position]
         if character == "\\":
-            if expression[position + 1 : position + 2].isdigit() or expression[position + 1 : position + 2] in (
+            if expression[position + 1 : position + 2].isdigit() or expression[
+                position + 1 : position + 2
+            ] in (
                 "k",
                 "g",
             ):

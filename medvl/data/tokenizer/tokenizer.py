@@ -1,17 +1,22 @@
-"""Tokenizers from texts to padded token ids: WordPiece, byte-level BPE, SentencePiece and CLIP's vocabulary.
+"""Tokenizers from texts to padded token ids: WordPiece, byte-level BPE, SentencePiece and CLIP's
+vocabulary.
 
     tokenizer = load_tokenizer("vocab/mimic")                  # a folder
     tokenizer = load_tokenizer("OWNER/NAME", revision=COMMIT)  # from the hub, pinned
-    tokenizer = load_tokenizer("clip")                         # open_clip's vocabulary, which is part of its package
-    tokenizer = load_tokenizer(FOLDER, cleaning="canonical")   # SigLIP's: a SentencePiece vocabulary
+    # open_clip's vocabulary, which is part of its package
+    tokenizer = load_tokenizer("clip")
+    # SigLIP's: a SentencePiece vocabulary
+    tokenizer = load_tokenizer(FOLDER, cleaning="canonical")
     tokenizer = train_wordpiece(texts, vocab_size=8000)        # from the shards' own text
     tokenizer = train_words(texts, min_frequency=3)            # complete words, as R2Gen
     ids_BT, mask_BT = tokenizer(["small left effusion", "no effusion"])
-    pairs = tokenizer.pairs([question], [context], truncation="only_second")    # ids_BT, mask_BT, types_BT
-    words = tokenizer.given_words([["IL-2", "gene"]])                           # ids_BT, mask_BT, word_BT
+    # ids_BT, mask_BT, types_BT
+    pairs = tokenizer.pairs([question], [context], truncation="only_second")
+    # ids_BT, mask_BT, word_BT
+    words = tokenizer.given_words([["IL-2", "gene"]])
 
-Texts are encoded one by one with the `tokenizers` library: its threads are no faster on a batch, and they make it warn
-when a loader forks its workers afterwards.
+Texts are encoded one by one with the `tokenizers` library: its threads are no faster on a batch,
+and they make it warn when a loader forks its workers afterwards.
 """
 
 import collections
@@ -31,14 +36,21 @@ from medvl.common.config_io import check_choice
 from medvl.common.files import new_path, write_atomic
 from medvl.data.tokenizer import files
 from medvl.data.tokenizer.word_boundaries import WordBoundaries, token_texts
-from medvl.data.tokenizer.wordpiece_trainer import MASKED_OUT, count_words, learn_pieces, pieces_per_word
+from medvl.data.tokenizer.wordpiece_trainer import (
+    MASKED_OUT,
+    count_words,
+    learn_pieces,
+    pieces_per_word,
+)
 from medvl.errors import ConfigError
 
 # Encoded pairs of texts, and encoded words that a corpus has tokenized already.
 
 Truncation = Literal["longest_first", "only_first", "only_second"]
-"""Which text of a pair is shortened at its end: token by token whichever is longer at that moment, as in BERT; the
-first; or the second, as in question answering with a context. Names as in transformers."""
+"""Which text of a pair is shortened at its end: token by token whichever is longer at that moment,
+as in BERT; the first; or the second, as in question answering with a context. Names as in
+transformers.
+"""
 IGNORED = -100
 """Label of tokens without one, which torch's cross-entropy ignores."""
 
@@ -52,7 +64,9 @@ class EncodedPairs:
     mask_BT: Tensor
     """bool, True on real tokens."""
     types_BT: Tensor
-    """int64: 0 for the first text with its special tokens, 1 for the second; all 0 for RoBERTa; 0 on padding."""
+    """int64: 0 for the first text with its special tokens, 1 for the second; all 0 for RoBERTa;
+    0 on padding.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,8 +78,9 @@ class EncodedWords:
     mask_BT: Tensor
     """bool, True on real tokens."""
     word_BT: Tensor
-    """int64: index of the given word that a token is a piece of; -1 on special tokens and padding. Words that were
-    truncated, or have no piece (control characters), are missing."""
+    """int64: index of the given word that a token is a piece of; -1 on special tokens and padding.
+    Words that were truncated, or have no piece (control characters), are missing.
+    """
 
     @property
     def first_BT(self) -> Tensor:
@@ -83,7 +98,9 @@ class EncodedWords:
             place_N = self.first_BT[row].nonzero()[:, 0]
             word_N = self.word_BT[row, place_N]
             if len(word_N) and int(word_N.max()) >= len(of_row):
-                raise ValueError(f"expected a label for each word of sequence {row}, got {len(of_row)}")
+                raise ValueError(
+                    f"expected a label for each word of sequence {row}, got {len(of_row)}"
+                )
             labels_BT[row, place_N] = torch.tensor(of_row, dtype=torch.int64)[word_N]
         return labels_BT
 
@@ -91,9 +108,9 @@ class EncodedWords:
 def pad_rows(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     """Return (B, T) int64, padded on the right to the longest row."""
     width = max(map(len, rows), default=0)
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.int64).view(
-        len(rows), width
-    )
+    return torch.tensor(
+        [[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.int64
+    ).view(len(rows), width)
 
 
 def row_mask(rows: Sequence[Sequence[int]]) -> Tensor:
@@ -109,12 +126,13 @@ _SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class Tokenizer:
-    """Tokenizer between texts and ids, from `load_tokenizer` or `train_wordpiece`. It can be pickled.
+    """Tokenizer between texts and ids, from `load_tokenizer` or `train_wordpiece`. It can be
+    pickled.
 
     Attributes:
         vocab_size: number of ids.
-        pad_id, cls_id, sep_id: padding (0 where the vocabulary has none), first and last token of every text. Where
-            texts have no first token (T5, SigLIP), `cls_id` is `sep_id`.
+        pad_id, cls_id, sep_id: padding (0 where the vocabulary has none), first and last token of
+            every text. Where texts have no first token (T5, SigLIP), `cls_id` is `sep_id`.
         unk_id, mask_id: None where the vocabulary has none (CLIP).
         max_tokens: longer texts are truncated, keeping their first and last token.
         source: origin of the vocabulary.
@@ -123,16 +141,23 @@ class Tokenizer:
     def __init__(self, loaded: files.LoadedTokenizer, *, max_tokens: int | None = None) -> None:
         longest = max_tokens or loaded.max_tokens or DEFAULT_TOKENS
         if longest < 3:
-            raise ConfigError(f"max_tokens must be at least 3, got {longest}", "out_of_range", field="max_tokens")
+            raise ConfigError(
+                f"max_tokens must be at least 3, got {longest}", "out_of_range", field="max_tokens"
+            )
         self._loaded = loaded
         self._backend = loaded.backend
         self._backend.no_padding()
         self._backend.enable_truncation(longest)
         self.max_tokens, self.source = longest, loaded.source
         self.vocab_size = max(self._backend.get_vocab().values(), default=0) + 1
-        ids = {role: None if token is None else self._id(token) for role, token in loaded.special.items()}
+        ids = {
+            role: None if token is None else self._id(token)
+            for role, token in loaded.special.items()
+        }
         if ids["sep"] is None:
-            raise ConfigError(f"the vocabulary of {self.source} has no first and last token", "missing")
+            raise ConfigError(
+                f"the vocabulary of {self.source} has no first and last token", "missing"
+            )
         self.pad_id: int = ids["pad"] or 0
         self.sep_id: int = ids["sep"]
         self.cls_id: int = self.sep_id if ids["cls"] is None else ids["cls"]
@@ -147,85 +172,124 @@ class Tokenizer:
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Encode texts; an empty text becomes its first and last token.
 
-        Returns ids_BT, int64, padded on the right to the longest of the texts, and mask_BT, bool, True on real tokens.
+        Returns ids_BT, int64, padded on the right to the longest of the texts, and mask_BT, bool,
+        True on real tokens.
         """
         if isinstance(texts, str):
-            raise ConfigError("expected a list of texts, got a single text", "wrong_type", field="texts")
-        encoded = [self._encode(files.clean_text(text, self._loaded.cleaning)).ids for text in texts]
+            raise ConfigError(
+                "expected a list of texts, got a single text", "wrong_type", field="texts"
+            )
+        encoded = [
+            self._encode(files.clean_text(text, self._loaded.cleaning)).ids for text in texts
+        ]
         return pad_rows(encoded, self.pad_id), row_mask(encoded)
 
     def pairs(
         self, first: Sequence[str], second: Sequence[str], truncation: Truncation = "longest_first"
     ) -> EncodedPairs:
-        """Encode pairs of texts, such as `[CLS] first [SEP] second [SEP]`, truncated to `max_tokens`.
+        """Encode pairs of texts, such as `[CLS] first [SEP] second [SEP]`, truncated to
+        `max_tokens`.
 
-        Raises ConfigError for a vocabulary without pairs (CLIP, SigLIP, complete words), or where the text that
-        `truncation` names is shorter than what has to be removed.
+        Raises ConfigError for a vocabulary without pairs (CLIP, SigLIP, complete words), or where
+        the text that `truncation` names is shorter than what has to be removed.
         """
         check_choice(truncation, get_args(Truncation), "truncation")
         if self._loaded.cleaning is not None or self._backend.num_special_tokens_to_add(True) < 3:
-            raise ConfigError(f"{self.source} has no special tokens for pairs; use a BERT vocabulary", "unsupported")
+            raise ConfigError(
+                f"{self.source} has no special tokens for pairs; use a BERT vocabulary",
+                "unsupported",
+            )
         self._backend.enable_truncation(self.max_tokens, strategy=truncation)
         try:
             encoded = [self._encode(a, b) for a, b in zip(first, second, strict=True)]
         except Exception as error:  # the backend raises bare Exception
             if "Truncation" not in str(error):
                 raise
-            message = f"a pair does not fit into {self.max_tokens} tokens with truncation {truncation!r}"
-            raise ConfigError(f"{message}; use 'longest_first'", "too_large", field="truncation") from None
+            message = (
+                f"a pair does not fit into {self.max_tokens} tokens with truncation {truncation!r}"
+            )
+            raise ConfigError(
+                f"{message}; use 'longest_first'", "too_large", field="truncation"
+            ) from None
         finally:
             self._backend.enable_truncation(self.max_tokens)
         ids = [each.ids for each in encoded]
-        return EncodedPairs(pad_rows(ids, self.pad_id), row_mask(ids), pad_rows([each.type_ids for each in encoded], 0))
+        return EncodedPairs(
+            pad_rows(ids, self.pad_id),
+            row_mask(ids),
+            pad_rows([each.type_ids for each in encoded], 0),
+        )
 
     def given_words(self, sequences: Sequence[Sequence[str]]) -> EncodedWords:
-        """Encode sequences of words as a corpus has them, each word separately, truncated to `max_tokens`.
+        """Encode sequences of words as a corpus has them, each word separately, truncated to
+        `max_tokens`.
 
-        The tokenizer's own words can differ: `IL-2` is one given word, but three words for BERT. Raises ConfigError for
-        a tokenizer that cleans its texts (CLIP, SigLIP, complete words).
+        The tokenizer's own words can differ: `IL-2` is one given word, but three words for BERT.
+        Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP, complete words).
         """
         if self._loaded.cleaning is not None:
-            message = f"the tokenizer of {self.source} cleans whole texts and takes no given words; use another"
+            message = (
+                f"the tokenizer of {self.source} cleans whole texts and takes no given "
+                f"words; use another"
+            )
             raise ConfigError(message, "unsupported")
-        space = " " if self._words.joins_spaces else ""  # byte-level BPE marks the beginning of a word by its space
-        encoded = [self._encode([space + word for word in words], is_pretokenized=True) for words in sequences]
+        space = (
+            " " if self._words.joins_spaces else ""
+        )  # byte-level BPE marks the beginning of a word by its space
+        encoded = [
+            self._encode([space + word for word in words], is_pretokenized=True)
+            for words in sequences
+        ]
         ids = [each.ids for each in encoded]
         places = [[-1 if word is None else word for word in each.word_ids] for each in encoded]
         return EncodedWords(pad_rows(ids, self.pad_id), row_mask(ids), pad_rows(places, -1))
 
     def encode_whole(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text of any length without special tokens, and the (start, end) of each in characters.
+        """Return the ids of a text of any length without special tokens, and the (start, end) of
+        each in characters.
 
         Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP, complete words).
         """
         if self._loaded.cleaning is not None:
-            message = f"the tokenizer of {self.source} cleans texts, so it cannot locate tokens; use another"
+            message = (
+                f"the tokenizer of {self.source} cleans texts, so it cannot locate "
+                f"tokens; use another"
+            )
             raise ConfigError(message, "unsupported")
         encoding = self._encode(text, add_special_tokens=False)
         parts = [encoding, *encoding.overflowing]
-        return [number for part in parts for number in part.ids], [place for part in parts for place in part.offsets]
+        return [number for part in parts for number in part.ids], [
+            place for part in parts for place in part.offsets
+        ]
 
     @property
     def has_pairs(self) -> bool:
         """Whether pairs have one closing token each, as in BERT and ALBERT."""
-        return self._loaded.cleaning is None and bool(self._backend.num_special_tokens_to_add(True) == 3)
+        return self._loaded.cleaning is None and bool(
+            self._backend.num_special_tokens_to_add(True) == 3
+        )
 
     def with_max_tokens(self, max_tokens: int) -> "Tokenizer":
         """Return a copy with another maximum length. Raises ConfigError for one below 3."""
         return Tokenizer(copy.deepcopy(self._loaded), max_tokens=max_tokens)
 
     def as_published(self, *, cleaning: files.Cleaning | None, closing: bool = True) -> "Tokenizer":
-        """Return a copy that cleans texts as a released system, and with `closing` False ends them without [SEP].
+        """Return a copy that cleans texts as a released system, and with `closing` False ends them
+        without [SEP].
 
-        A tokenizer that cleans its texts already (CLIP, SigLIP, complete words) keeps its own cleaning. Raises
-        ConfigError for texts without [SEP] unless the vocabulary is BERT's.
+        A tokenizer that cleans its texts already (CLIP, SigLIP, complete words) keeps its own
+        cleaning. Raises ConfigError for texts without [SEP] unless the vocabulary is BERT's.
         """
         cleaning = self._loaded.cleaning or cleaning
-        loaded = dataclasses.replace(copy.deepcopy(self._loaded), cleaning=cleaning, closing=closing)
+        loaded = dataclasses.replace(
+            copy.deepcopy(self._loaded), cleaning=cleaning, closing=closing
+        )
         return Tokenizer(loaded, max_tokens=self.max_tokens)
 
     def for_answers(self) -> "Tokenizer":
-        """Return the tokenizer of answers, which a decoder has to end: with [SEP], and without ALBEF's cleaning."""
+        """Return the tokenizer of answers, which a decoder has to end: with [SEP], and without
+        ALBEF's cleaning.
+        """
         if self._loaded.closing and self._loaded.cleaning != "albef":
             return self
         cleaning = None if self._loaded.cleaning == "albef" else self._loaded.cleaning
@@ -246,23 +310,30 @@ class Tokenizer:
         return sum(part.special_tokens_mask.count(0) for part in rest)
 
     def pieces_per_word(self, words: Mapping[str, int]) -> tuple[float, float, float]:
-        """Return the mean pieces of a word, the share of words of one piece, and the share with an unknown piece.
+        """Return the mean pieces of a word, the share of words of one piece, and the share with an
+        unknown piece.
 
         `words` maps each word to its frequency, which is its weight in the means.
         """
         return pieces_per_word(self._backend, words, self._loaded.special["unk"])
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
-        """Return the text of a sequence of ids without special tokens; case and spacing may have changed."""
+        """Return the text of a sequence of ids without special tokens; case and spacing may have
+        changed.
+        """
         numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         if self._loaded.cleaning != files.CLIP:
             text: str = self._backend.decode(numbers, skip_special_tokens=True)
             return text
         ends = (self.cls_id, self.sep_id)
-        tokens = [self._backend.id_to_token(number) or "" for number in numbers if number not in ends]
+        tokens = [
+            self._backend.id_to_token(number) or "" for number in numbers if number not in ends
+        ]
         bytes_of = {character: byte for byte, character in files.byte_characters().items()}
         words = "".join(tokens).replace("</w>", " ")
-        raw = b"".join(b" " if character == " " else bytes([bytes_of[character]]) for character in words)
+        raw = b"".join(
+            b" " if character == " " else bytes([bytes_of[character]]) for character in words
+        )
         return raw.decode("utf-8", errors="replace").strip()
 
     @property
@@ -273,33 +344,49 @@ class Tokenizer:
 
     @functools.cached_property
     def token_texts(self) -> list[str]:
-        """Text of each id; joining those of a text gives it back (`medvl.data.tokenizer.word_boundaries`)."""
+        """Text of each id; joining those of a text gives it back
+        (`medvl.data.tokenizer.word_boundaries`).
+        """
         return token_texts(self._backend, self.vocab_size, self._special)
 
-    def sentence_ids(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-        """Return (B, T) int64: index of the span that contains each token, -1 for none; T as in the encoded texts.
+    def sentence_ids(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> Tensor:
+        """Return (B, T) int64: index of the span that contains each token, -1 for none; T as in the
+        encoded texts.
 
-        `spans` has the (start, end) in characters of each text, from `medvl.data.reports.sentences.sentence_spans`.
-        Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP), which shifts their characters.
+        `spans` has the (start, end) in characters of each text, from
+        `medvl.data.reports.sentences.sentence_spans`. Raises ConfigError for a tokenizer that
+        cleans its texts (CLIP, SigLIP), which shifts their characters.
         """
         if self._loaded.cleaning is not None:
-            message = f"the tokenizer of {self.source} cleans texts, so it cannot locate sentences; use another"
+            message = (
+                f"the tokenizer of {self.source} cleans texts, so it cannot locate "
+                f"sentences; use another"
+            )
             raise ConfigError(message, "unsupported", field="sentences")
         rows = []
         for text, of_text in zip(texts, spans, strict=True):
             offsets = self._encode(text).offsets  # (0, 0) for special tokens
-            places = [next((n for n, (a, b) in enumerate(of_text) if a < end <= b), -1) for _, end in offsets]
+            places = [
+                next((n for n, (a, b) in enumerate(of_text) if a < end <= b), -1)
+                for _, end in offsets
+            ]
             rows.append(torch.tensor(places, dtype=torch.int64))
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
     def word_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Return (B, T) int64: the index of each token's word in its text; -1 on special tokens and padding."""
+        """Return (B, T) int64: the index of each token's word in its text; -1 on special tokens
+        and padding.
+        """
         return self._words.words(ids_BT, mask_BT)
 
     def save(self, folder: Path | str, *, token_types: bool = False) -> None:
-        """Write the tokenizer to a folder that `load_tokenizer` and transformers' AutoTokenizer can read.
+        """Write the tokenizer to a folder that `load_tokenizer` and transformers' AutoTokenizer can
+        read.
 
-        With `token_types`, transformers' tokenizer also returns `token_type_ids`, which a BERT needs for pairs.
+        With `token_types`, transformers' tokenizer also returns `token_type_ids`, which a BERT
+        needs for pairs.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -315,18 +402,33 @@ class Tokenizer:
             "medvl_source": self.source,
             **({"medvl_text": self._loaded.cleaning} if self._loaded.cleaning else {}),
             **({} if self._loaded.closing else {"medvl_closing": False}),
-            **({"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if token_types else {}),
-            **{f"{role}_token": token for role, token in self._loaded.special.items() if token is not None},
+            **(
+                {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+                if token_types
+                else {}
+            ),
+            **{
+                f"{role}_token": token
+                for role, token in self._loaded.special.items()
+                if token is not None
+            },
         }
-        write_atomic(folder / files.CONFIG_FILE, json.dumps(config, indent=1, sort_keys=True) + "\n")
+        write_atomic(
+            folder / files.CONFIG_FILE, json.dumps(config, indent=1, sort_keys=True) + "\n"
+        )
         if isinstance(self._backend.model, models.WordPiece):
             tokens = sorted(self.vocabulary.items(), key=lambda item: item[1])
-            write_atomic(folder / files.VOCABULARY_FILE, "".join(f"{token}\n" for token, _ in tokens))
+            write_atomic(
+                folder / files.VOCABULARY_FILE, "".join(f"{token}\n" for token, _ in tokens)
+            )
 
     def _leave_open(self) -> None:
         """End texts without [SEP], as ALBEF's released tokenizer."""
         if self.cls_id == self.sep_id:
-            raise ConfigError(f"the vocabulary of {self.source} has no first token: texts need [SEP]", "unsupported")
+            raise ConfigError(
+                f"the vocabulary of {self.source} has no first token: texts need [SEP]",
+                "unsupported",
+            )
         first = self._name(self.cls_id)
         self._backend.post_processor = processors.TemplateProcessing(
             single=f"{first} $A", special_tokens=[(first, self.cls_id)]
@@ -363,16 +465,20 @@ def load_tokenizer(
     Args:
         source: a local folder, "clip", or a repository on the hub.
         revision: commit of the hub repository, 40 hexadecimal digits.
-        max_tokens: maximum length including the first and last token. Default: the value in the files, else 512.
-        lowercase: for a bare `vocab.txt` (WordPiece). Default: the value in its configuration, else True, as in Hugging
-            Face's BERT tokenizers; Bio_ClinicalBERT was used that way although its vocabulary is cased.
-        cleaning: "canonical" lower-cases texts and removes punctuation, which SigLIP needs but its files do not state.
-            "words" and "albef" clean as the released code of CARZero and of ALBEF, M2I2 and MUMC. Default: that of the
-            files, if saved by medvl.
-        closing: whether texts end with [SEP]; ALBEF's, M2I2's and MUMC's do not. Default: that of the files.
+        max_tokens: maximum length including the first and last token. Default: the value in the
+            files, else 512.
+        lowercase: for a bare `vocab.txt` (WordPiece). Default: the value in its configuration, else
+            True, as in Hugging Face's BERT tokenizers; Bio_ClinicalBERT was used that way although
+            its vocabulary is cased.
+        cleaning: "canonical" lower-cases texts and removes punctuation, which SigLIP needs but its
+            files do not state. "words" and "albef" clean as the released code of CARZero and of
+            ALBEF, M2I2 and MUMC. Default: that of the files, if saved by medvl.
+        closing: whether texts end with [SEP]; ALBEF's, M2I2's and MUMC's do not. Default: that of
+            the files.
 
     Raises:
-        ConfigError: the folder has no tokenizer, a file is damaged, or a setting does not match the source.
+        ConfigError: the folder has no tokenizer, a file is damaged, or a setting does not match the
+            source.
         WeightsError: the repository cannot be fetched, or the revision is not a commit.
     """
     if str(source) == files.CLIP:
@@ -382,10 +488,15 @@ def load_tokenizer(
     elif revision is not None:
         loaded, revision = files.read_hub_tokenizer(str(source), revision, lowercase), None
     else:
-        message = f"{source} is not a folder; for a hub repository also give its revision, a commit of 40 digits"
+        message = (
+            f"{source} is not a folder; for a hub repository also give its revision, a "
+            f"commit of 40 digits"
+        )
         raise ConfigError(message, "not_found", field="revision")
     if revision is not None:
-        raise ConfigError(f"{source} is not a hub repository and has no revision", "conflict", field="revision")
+        raise ConfigError(
+            f"{source} is not a hub repository and has no revision", "conflict", field="revision"
+        )
     if cleaning is not None:
         loaded = dataclasses.replace(loaded, cleaning=cleaning)
     if closing is not None:
@@ -398,9 +509,10 @@ def train_wordpiece(
 ) -> Tokenizer:
     """Train a lower-casing WordPiece tokenizer.
 
-    The most frequent pair of pieces is merged first, as in Hugging Face's trainer; the rule of the paper divides by the
-    frequencies of both pieces. The same texts in any order give the same vocabulary with the same ids. `___` is one
-    token. Memory is bounded: see `medvl.data.tokenizer.wordpiece_trainer`.
+    The most frequent pair of pieces is merged first, as in Hugging Face's trainer; the rule of the
+    paper divides by the frequencies of both pieces. The same texts in any order give the same
+    vocabulary with the same ids. `___` is one token. Memory is bounded: see
+    `medvl.data.tokenizer.wordpiece_trainer`.
 
     Args:
         texts: read once.
@@ -413,7 +525,9 @@ def train_wordpiece(
     """
     words, count = count_words(texts)
     if not words:
-        raise ConfigError(f"cannot train a vocabulary: {count} texts contain no word", "empty", field="texts")
+        raise ConfigError(
+            f"cannot train a vocabulary: {count} texts contain no word", "empty", field="texts"
+        )
     reserved = [*_SPECIAL_TOKENS, MASKED_OUT]
     pieces = learn_pieces(words, vocab_size - len(reserved), min_frequency)
     vocabulary = {token: index for index, token in enumerate([*reserved, *pieces])}
@@ -421,7 +535,11 @@ def train_wordpiece(
     backend.add_tokens([AddedToken(MASKED_OUT, normalized=False)])
     special = dict(zip(("pad", "unk", "cls", "sep", "mask"), _SPECIAL_TOKENS, strict=True))
     source = f"WordPiece of {len(vocabulary)} from {count} texts"
-    return Tokenizer(files.LoadedTokenizer(backend=backend, special=special, max_tokens=max_tokens, source=source))
+    return Tokenizer(
+        files.LoadedTokenizer(
+            backend=backend, special=special, max_tokens=max_tokens, source=source
+        )
+    )
 
 
 def train_words(
@@ -431,15 +549,18 @@ def train_words(
     max_tokens: int = 128,
     cleaning: Literal["report", "r2gen"] = "report",
 ) -> Tokenizer:
-    """Return a tokenizer of all words that occur at least `min_frequency` times; others become `<unk>`, as in R2Gen.
+    """Return a tokenizer of all words that occur at least `min_frequency` times; others become
+    `<unk>`, as in R2Gen.
 
-    Id 0 pads texts and is their first and last token; the words and `<unk>` follow in alphabetical order.
+    Id 0 pads texts and is their first and last token; the words and `<unk>` follow in alphabetical
+    order.
 
     Args:
         texts: read once.
         min_frequency: 3 for R2Gen's IU X-ray, 10 for its MIMIC-CXR.
         max_tokens: maximum length of a text.
-        cleaning: "r2gen" also removes decimal points; for checkpoints that were published with such a vocabulary.
+        cleaning: "r2gen" also removes decimal points; for checkpoints that were published with such
+            a vocabulary.
 
     Raises:
         ConfigError: no word is frequent enough.

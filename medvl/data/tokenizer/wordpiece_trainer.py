@@ -1,8 +1,8 @@
 """Deterministic trainer of WordPiece vocabularies from word counts.
 
-The trainer of the `tokenizers` library breaks ties by the order of a randomly seeded hash table, so that two runs on
-the same corpus give different vocabularies. Here the most frequent pair of adjacent pieces is merged first and, among
-equally frequent ones, the alphabetically first.
+The trainer of the `tokenizers` library breaks ties by the order of a randomly seeded hash table, so
+that two runs on the same corpus give different vocabularies. Here the most frequent pair of
+adjacent pieces is merged first and, among equally frequent ones, the alphabetically first.
 """
 
 import collections
@@ -22,15 +22,19 @@ CONTINUED = "##"
 
 
 def learn_pieces(words: Mapping[str, int], size: int, min_frequency: int) -> list[str]:
-    """Return up to `size` pieces: the characters in alphabetical order, then merged pieces in the order of merging.
+    """Return up to `size` pieces: the characters in alphabetical order, then merged pieces in the
+    order of merging.
 
-    `words` has the frequency of each word, and `min_frequency` is the least frequency of characters and pairs. Raises
-    ConfigError when there are more than `size` different characters.
+    `words` has the frequency of each word, and `min_frequency` is the least frequency of characters
+    and pairs. Raises ConfigError when there are more than `size` different characters.
     """
     counted = sorted(words.items())
     characters = _characters(counted, min_frequency)
     if len(characters) > size:
-        message = f"vocab_size leaves {size} pieces, fewer than the {len(characters)} characters of the texts"
+        message = (
+            f"vocab_size leaves {size} pieces, fewer than the {len(characters)} "
+            f"characters of the texts"
+        )
         raise ConfigError(message, "out_of_range", field="vocab_size")
     pieces_seen = set(characters)
     spelled = [(_spell(word), count) for word, count in counted]
@@ -47,7 +51,9 @@ def learn_pieces(words: Mapping[str, int], size: int, min_frequency: int) -> lis
 
 
 def _spell(word: str) -> list[str]:
-    return [character if index == 0 else CONTINUED + character for index, character in enumerate(word)]
+    return [
+        character if index == 0 else CONTINUED + character for index, character in enumerate(word)
+    ]
 
 
 def _characters(counted: Iterable[tuple[str, int]], min_frequency: int) -> list[str]:
@@ -59,7 +65,9 @@ def _characters(counted: Iterable[tuple[str, int]], min_frequency: int) -> list[
 
 
 class _Merger:
-    """Words as lists of pieces, and the frequencies of all adjacent pairs, updated with each merge."""
+    """Words as lists of pieces, and the frequencies of all adjacent pairs, updated with each
+    merge.
+    """
 
     def __init__(self, words: list[tuple[list[str], int]], min_frequency: int) -> None:
         self.words = words
@@ -74,7 +82,9 @@ class _Merger:
         heapq.heapify(self.heap)
 
     def merge(self) -> str | None:
-        """Merge the most frequent pair in all words; return the new piece, or None when no pair is frequent enough."""
+        """Merge the most frequent pair in all words; return the new piece, or None when no pair
+        is frequent enough.
+        """
         pair = self._pop()
         if pair is None:
             return None
@@ -98,7 +108,9 @@ class _Merger:
                 return pair
         return None
 
-    def _merge_in_word(self, index: int, pair: tuple[str, str], piece: str, changed: set[tuple[str, str]]) -> None:
+    def _merge_in_word(
+        self, index: int, pair: tuple[str, str], piece: str, changed: set[tuple[str, str]]
+    ) -> None:
         """Merge the pair in one word, and add pairs whose frequency may have changed to `changed`.
 
         `where` may still list words that no longer contain the pair; these are unchanged.
@@ -150,7 +162,8 @@ def count_words(
         texts: read once.
         lowercase: lower-case words, and strip their accents.
         held: distinct chunks of text in memory; beyond it, counts are moved to temporary files.
-        kept: distinct words that are returned at most, the most frequent ones (of equal ones the alphabetically first).
+        kept: distinct words that are returned at most, the most frequent ones (of equal ones the
+            alphabetically first).
     """
     chunks: collections.Counter[str] = collections.Counter()
     count = 0
@@ -160,7 +173,11 @@ def count_words(
             count += 1
             chunks.update(text.split())
             if len(chunks) > held:
-                runs.append(stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", newline="\n")))
+                runs.append(
+                    stack.enter_context(
+                        tempfile.TemporaryFile("w+", encoding="utf-8", newline="\n")
+                    )
+                )
                 _write_run(runs[-1], _split(chunks, lowercase))
                 chunks.clear()
         words = _split(chunks, lowercase)
@@ -174,7 +191,10 @@ def count_words(
 
 def _split(chunks: Mapping[str, int], lowercase: bool) -> dict[str, int]:
     """Return the frequencies of words from chunks and their counts; each chunk is split once."""
-    normalizer, splitter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
+    normalizer, splitter = (
+        normalizers.BertNormalizer(lowercase=lowercase),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     words: collections.Counter[str] = collections.Counter()
     for chunk, frequency in chunks.items():
         for part in chunk.split(MASKED_OUT):
@@ -184,7 +204,9 @@ def _split(chunks: Mapping[str, int], lowercase: bool) -> dict[str, int]:
 
 
 def _write_run(file: IO[str], words: Mapping[str, int]) -> None:
-    """Write words and frequencies in alphabetical order, and go back to the beginning of the file."""
+    """Write words and frequencies in alphabetical order, and go back to the beginning of the
+    file.
+    """
     for word, frequency in sorted(words.items()):
         file.write(f"{word}\t{frequency}\n")  # words have no spaces
     file.seek(0)
@@ -205,10 +227,14 @@ def _rank(pair: tuple[str, int]) -> tuple[int, str]:
     return -pair[1], pair[0]
 
 
-def pieces_per_word(backend: Backend, words: Mapping[str, int], unknown: str | None) -> tuple[float, float, float]:
-    """Return the mean pieces of a word, the share of words that are one piece, and the share with an unknown piece.
+def pieces_per_word(
+    backend: Backend, words: Mapping[str, int], unknown: str | None
+) -> tuple[float, float, float]:
+    """Return the mean pieces of a word, the share of words that are one piece, and the share with
+    an unknown piece.
 
-    Words weigh by their frequency. `unknown` is the vocabulary's token for unknown words, None where it has none.
+    Words weigh by their frequency. `unknown` is the vocabulary's token for unknown words, None
+    where it has none.
     """
     total = pieces = single = unknowns = 0
     for word, frequency in words.items():

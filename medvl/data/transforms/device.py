@@ -1,15 +1,18 @@
-"""Augmentation on the device of the training step: what `ConVIRTAugmentation(on_device=True)` leaves to it.
+"""Augmentation on the device of the training step: what `ConVIRTAugmentation(on_device=True)`
+leaves to it.
 
-    parameters_K = draw_parameters(transforms, image_HWC, radius)  # in a loader's worker, from the sample's generator
-    batch = augment_batch(batch)                                   # all images of a batch at once, on their device
+    parameters_K = draw_parameters(transforms, image_HWC, radius)  # in a loader's worker, from the
+    sample's generator batch = augment_batch(batch)                                   # all images
+    of a batch at once, on their device
 
-Workers crop and resize an image, flip it, and draw the parameters of the other operations, the same as without this
-option. The device applies them: affine map, brightness and contrast, Gaussian blur. It computes in float32 and rounds
-after each operation as the operations on the CPU do, so that a few pixels differ, by one grey level (OpenCV 5).
+Workers crop and resize an image, flip it, and draw the parameters of the other operations, the same
+as without this option. The device applies them: affine map, brightness and contrast, Gaussian blur.
+It computes in float32 and rounds after each operation as the operations on the CPU do, so that a
+few pixels differ, by one grey level (OpenCV 5).
 
-The K parameters of an image: the affine map from its pixels to those before it, six numbers by rows; the factors of
-brightness and contrast; 1 where brightness is changed first, else 0; and half a Gaussian kernel, R weights from its
-centre. V are the images of a sample (`IMAGES`).
+The K parameters of an image: the affine map from its pixels to those before it, six numbers by
+rows; the factors of brightness and contrast; 1 where brightness is changed first, else 0; and half
+a Gaussian kernel, R weights from its centre. V are the images of a sample (`IMAGES`).
 """
 
 import dataclasses
@@ -36,7 +39,8 @@ def kernel_radius(sigma: float) -> int:
 
 
 def draw_parameters(transforms: Sequence[Any], image_HWC: np.ndarray, radius: int) -> np.ndarray:
-    """Return float32 (K,): draw the parameters of albumentations' Affine, ColorJitter and GaussianBlur for an image.
+    """Return float32 (K,): draw the parameters of albumentations' Affine, ColorJitter and
+    GaussianBlur for an image.
 
     The kernel is filled up to `radius`.
     """
@@ -46,7 +50,13 @@ def draw_parameters(transforms: Sequence[Any], image_HWC: np.ndarray, radius: in
     half_R = np.zeros(radius + 1)
     kernel = blur["kernel"][len(blur["kernel"]) // 2 :]
     half_R[: len(kernel)] = kernel
-    values = [*inverse_23.ravel(), color["brightness"], color["contrast"], brightness_first, *half_R]
+    values = [
+        *inverse_23.ravel(),
+        color["brightness"],
+        color["contrast"],
+        brightness_first,
+        *half_R,
+    ]
     return np.array(values, np.float32)
 
 
@@ -65,9 +75,11 @@ class Image(Protocol):
 
 
 def stack_views(first: Image, *others: Image | None) -> np.ndarray | None:
-    """Return the parameters (V, K) of a sample's images in the order of `IMAGES`; None where the worker augmented them.
+    """Return the parameters (V, K) of a sample's images in the order of `IMAGES`; None where the
+    worker augmented them.
 
-    Missing images are black placeholders, which no operation changes; they get the parameters of the first one.
+    Missing images are black placeholders, which no operation changes; they get the parameters of
+    the first one.
     """
     parameters = [(image or first).deferred_K for image in (first, *others)]
     present = [each for each in parameters if each is not None]
@@ -81,9 +93,11 @@ def stack_samples(parameters: Sequence[np.ndarray | None]) -> Tensor | None:
 
 
 def augment_batch(batch: Batch) -> Batch:
-    """Return the batch with its images augmented, on their device; a batch that is augmented already is returned as is.
+    """Return the batch with its images augmented, on their device; a batch that is augmented
+    already is returned as is.
 
-    The training step of `medvl.train` calls this. In a loop of your own, call it after `Batch.to(device)`.
+    The training step of `medvl.train` calls this. In a loop of your own, call it after
+    `Batch.to(device)`.
     """
     if batch.augmentation_BVK is None:
         return batch
@@ -98,7 +112,9 @@ def augment_batch(batch: Batch) -> Batch:
 @torch.no_grad()
 def augment_images(image_BCHW: Tensor, parameters_BK: Tensor) -> Tensor:
     """Return uint8 (B, C, H, W): images, grey or RGB, under their own parameters each."""
-    inverse_B6, factor_B2, first_B1, half_BR = parameters_BK.split([6, 2, 1, parameters_BK.shape[1] - 9], dim=1)
+    inverse_B6, factor_B2, first_B1, half_BR = parameters_BK.split(
+        [6, 2, 1, parameters_BK.shape[1] - 9], dim=1
+    )
     with torch.autocast(image_BCHW.device.type, enabled=False):
         warped_BCHW = _warp(image_BCHW.float(), inverse_B6)
         changed_BCHW = _change_brightness_and_contrast(warped_BCHW, factor_B2, first_B1)
@@ -115,12 +131,18 @@ def _warp(image_BCHW: Tensor, inverse_B6: Tensor) -> Tensor:
     y_H1 = torch.arange(height, dtype=torch.float32, device=image_BCHW.device)[:, None]
     xx, xy, x, yx, yy, y = inverse_B6[:, :, None, None].unbind(dim=1)
     across_BHW, down_BHW = xx * x_W + xy * y_H1 + x, yx * x_W + yy * y_H1 + y
-    grid_BHW2 = torch.stack([(2 * across_BHW + 1) / width - 1, (2 * down_BHW + 1) / height - 1], dim=3)
+    grid_BHW2 = torch.stack(
+        [(2 * across_BHW + 1) / width - 1, (2 * down_BHW + 1) / height - 1], dim=3
+    )
     return F.grid_sample(image_BCHW, grid_BHW2, align_corners=False).round_()
 
 
-def _change_brightness_and_contrast(image_BCHW: Tensor, factor_B2: Tensor, first_B1: Tensor) -> Tensor:
-    """Return the images with both changes in the order of each; rounded down, as albumentations' tables are."""
+def _change_brightness_and_contrast(
+    image_BCHW: Tensor, factor_B2: Tensor, first_B1: Tensor
+) -> Tensor:
+    """Return the images with both changes in the order of each; rounded down, as albumentations'
+    tables are.
+    """
     brightness_B, contrast_B = factor_B2.unbind(dim=1)
     for is_brightness_B in (first_B1[:, 0] == 1, first_B1[:, 0] == 0):
         factor_B = torch.where(is_brightness_B, brightness_B, contrast_B)
@@ -138,7 +160,9 @@ def _mean_luminance(image_BCHW: Tensor) -> Tensor:
 
 
 def _blur(image_BCHW: Tensor, half_BR: Tensor) -> Tensor:
-    """Return the images convolved along both sides with a kernel of their own, mirrored at the borders."""
+    """Return the images convolved along both sides with a kernel of their own, mirrored at the
+    borders.
+    """
     radius = half_BR.shape[1] - 1
     if not radius:
         return image_BCHW
@@ -147,6 +171,8 @@ def _blur(image_BCHW: Tensor, half_BR: Tensor) -> Tensor:
         size, padded = image_BCHW.shape[dim], F.pad(image_BCHW, padding, mode="reflect")
         image_BCHW = padded.narrow(dim, radius, size) * half_RB111[0]
         for offset in range(1, radius + 1):
-            both_BCHW = padded.narrow(dim, radius - offset, size) + padded.narrow(dim, radius + offset, size)
+            both_BCHW = padded.narrow(dim, radius - offset, size) + padded.narrow(
+                dim, radius + offset, size
+            )
             image_BCHW.addcmul_(both_BCHW, half_RB111[offset])
     return image_BCHW.round_()

@@ -1,15 +1,24 @@
 """Image transforms on the CPU, uint8 to uint8; the encoder scales and normalises on the device.
 
-A transform is a frozen configuration; `build()` returns the function that loader workers call. All randomness comes
-from a generator that the loader derives from (seed, epoch, key), so the augmentation of an image does not depend on
-the worker or rank.
+A transform is a frozen configuration; `build()` returns the function that loader workers call. All
+randomness comes from a generator that the loader derives from (seed, epoch, key), so the
+augmentation of an image does not depend on the worker or rank.
 """
 
 import dataclasses
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, get_args, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    get_args,
+    runtime_checkable,
+)
 
 import cv2
 import numpy as np
@@ -30,11 +39,16 @@ if TYPE_CHECKING:
 # Resizing of uint8 images, (H, W) or (H, W, C).
 
 Kernel = Literal["area", "bicubic", "bilinear", "bicubic_antialias", "bilinear_antialias"]
-"""Kernel of a resize. area: averages over areas along sides that shrink, bilinear along those that grow; bicubic and
-bilinear: 4 x 4 or 2 x 2 pixels however much an image shrinks, as in torch's `interpolate` and in OpenCV; with
-antialias: kernels as wide as the pixels they replace, as in Pillow, torchvision and Hugging Face's processors."""
+"""Kernel of a resize. area: averages over areas along sides that shrink, bilinear along those that
+grow; bicubic and bilinear: 4 x 4 or 2 x 2 pixels however much an image shrinks, as in torch's
+`interpolate` and in OpenCV; with antialias: kernels as wide as the pixels they replace, as in
+Pillow, torchvision and Hugging Face's processors.
+"""
 _PLAIN = {"bicubic": cv2.INTER_CUBIC, "bilinear": cv2.INTER_LINEAR}
-_ANTIALIASED = {"bicubic_antialias": Image.Resampling.BICUBIC, "bilinear_antialias": Image.Resampling.BILINEAR}
+_ANTIALIASED = {
+    "bicubic_antialias": Image.Resampling.BICUBIC,
+    "bilinear_antialias": Image.Resampling.BILINEAR,
+}
 
 
 def resize(image: np.ndarray, height: int, width: int, kernel: Kernel = "area") -> np.ndarray:
@@ -49,14 +63,21 @@ def resize(image: np.ndarray, height: int, width: int, kernel: Kernel = "area") 
 
 def _resize_by_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
     smaller = min(height, image.shape[0]), min(width, image.shape[1])
-    if smaller not in (image.shape[:2], (height, width)):  # OpenCV averages areas only where neither side grows
+    if smaller not in (
+        image.shape[:2],
+        (height, width),
+    ):  # OpenCV averages areas only where neither side grows
         image = cv2.resize(image, smaller[::-1], interpolation=cv2.INTER_AREA)
     shrinks = height * width < image.shape[0] * image.shape[1]
-    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+    return cv2.resize(
+        image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+    )
 
 
 def to_square(image: np.ndarray, least: int = 0) -> np.ndarray:
-    """Return the image in the middle of a black square as large as its longer side, and at least `least` pixels."""
+    """Return the image in the middle of a black square as large as its longer side, and at least
+    `least` pixels.
+    """
     height, width = image.shape[:2]
     side = max(height, width, least)
     down, across = side - height, side - width
@@ -70,9 +91,11 @@ def with_channels(image: np.ndarray) -> np.ndarray:
 
 
 Flip = Literal["off", "swap_text", "sideless", "plain"]
-"""Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text and in the names of
-labels, boxes and masks); sideless (only images whose texts, labels, boxes and masks name no side are flipped); plain
-(texts and labels are unchanged and then contradict the image where they name a side, as in most published recipes)."""
+"""Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text
+and in the names of labels, boxes and masks); sideless (only images whose texts, labels, boxes and
+masks name no side are flipped); plain (texts and labels are unchanged and then contradict the image
+where they name a side, as in most published recipes).
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,10 +105,13 @@ class Transformed:
     image_HWC: np.ndarray
     flipped: bool = False
     turn_22: np.ndarray | None = None
-    """float32: rotation or reflection about the centre, from offsets (x, y) in this image to those in the image before
-    it was turned; None: not turned, or not known."""
+    """float32: rotation or reflection about the centre, from offsets (x, y) in this image to those
+    in the image before it was turned; None: not turned, or not known.
+    """
     deferred_K: np.ndarray | None = None
-    """float32: parameters of the augmentation that is left to the device; None: the image is augmented."""
+    """float32: parameters of the augmentation that is left to the device; None: the image is
+    augmented.
+    """
 
 
 class Box(NamedTuple):
@@ -129,20 +155,25 @@ class EvalTransform:
 
     size: int = 224
     fit: Literal["crop", "pad", "squash"] = "crop"
-    """crop: short side to `size`, centre crop (as in most published systems); pad: long side to `size`, black borders
-    (keeps the whole image); squash: both sides to `size`."""
+    """crop: short side to `size`, centre crop (as in most published systems); pad: long side to
+    `size`, black borders (keeps the whole image); squash: both sides to `size`.
+    """
     resize: Kernel = "area"
-    """Kernel of the resize (`medvl.data.transforms.image.Kernel`): an imported model has that of its released code.
+    """Kernel of the resize (`medvl.data.transforms.image.Kernel`): an imported model has that of
+    its released code.
     """
     pad_first: bool = False
-    """With `fit` pad: add the borders before the resize, to a square of at least `size`, as MedCLIP does: smaller
-    images are not enlarged."""
+    """With `fit` pad: add the borders before the resize, to a square of at least `size`, as MedCLIP
+    does: smaller images are not enlarged.
+    """
     stored_size: int | None = None
-    """If set, resize to a square of this size first, then to `size` by bicubic interpolation without antialiasing, as
-    systems that store squares on disk do (CheXzero)."""
+    """If set, resize to a square of this size first, then to `size` by bicubic interpolation
+    without antialiasing, as systems that store squares on disk do (CheXzero).
+    """
     margin: int = 0
-    """Pixels cropped from every side at the end: a margin of 16 crops a square of 256 to a size of 224 (GLoRIA, which
-    trains with random crops)."""
+    """Pixels cropped from every side at the end: a margin of 16 crops a square of 256 to a size of
+    224 (GLoRIA, which trains with random crops).
+    """
 
     def __post_init__(self) -> None:
         _check_size(self.size)
@@ -170,37 +201,53 @@ class EvalTransform:
         """Return the function that loader workers call."""
         return self._apply
 
-    def __call__(self, images: "ImageInput | Sequence[ImageInput]", *, frame: int | None = None) -> Tensor:
-        """Prepare images for a model: return uint8 (B, C, size, size), C = 1 if all are grey, else 3.
+    def __call__(
+        self, images: "ImageInput | Sequence[ImageInput]", *, frame: int | None = None
+    ) -> Tensor:
+        """Prepare images for a model: return uint8 (B, C, size, size), C = 1 if all are grey, else
+        3.
 
         Args:
-            images: one image (`medvl.data.ImageInput`) or a list of them; an array or tensor with four dimensions is a
-                list.
-            frame: index of the frame in multi-frame DICOM files, from 0; with None, they are refused.
+            images: one image (`medvl.data.ImageInput`) or a list of them; an array or tensor with
+                four dimensions is a list.
+            frame: index of the frame in multi-frame DICOM files, from 0; with None, they are
+                refused.
 
-        Raises ImageError, DicomError or FileNotFoundError if an image cannot be read, ConfigError for an empty list.
+        Raises ImageError, DicomError or FileNotFoundError if an image cannot be read, ConfigError
+        for an empty list.
         """
         squares = [self._square_of(self.read(image, frame=frame)) for image in as_list(images)]
         if not squares:
-            raise ConfigError("expected at least one image, got an empty list", "empty", field="images")
+            raise ConfigError(
+                "expected at least one image, got an empty list", "empty", field="images"
+            )
         from medvl.data.images.read import stack_images
 
         return torch.from_numpy(stack_images(squares))
 
     def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
-        """Return the pixels of an original image, uint8 (H, W) or (H, W, 3). Raises as a call does."""
+        """Return the pixels of an original image, uint8 (H, W) or (H, W, 3). Raises as a call
+        does.
+        """
         from medvl.data.images.read import read_image
 
         return read_image(image, frame=frame)
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields that make up the transform of stored pixels: those of an `EvalTransform`.
+        """Return the fields that make up the transform of stored pixels: those of an
+        `EvalTransform`.
 
         Fields that are newer than stored features are left out where they have their defaults.
         """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(EvalTransform)}
+        fields = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(EvalTransform)
+        }
         newer = {"resize": "area", "pad_first": False}
-        return {name: value for name, value in fields.items() if name not in newer or value != newer[name]}
+        return {
+            name: value
+            for name, value in fields.items()
+            if name not in newer or value != newer[name]
+        }
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EvalTransform) and self.settings() == other.settings()
@@ -213,7 +260,9 @@ class EvalTransform:
         return self._apply(pixels, np.random.default_rng(0)).image_HWC.transpose(2, 0, 1)
 
     def box(self, height: int, width: int) -> Box:
-        """Return the rectangle of an image (height, width) that the output shows, including borders."""
+        """Return the rectangle of an image (height, width) that the output shows, including
+        borders.
+        """
         full = self.size + 2 * self.margin
         first = self.stored_size or full
         scaled_height, scaled_width, top, left = self._placement(height, width, first)
@@ -225,7 +274,9 @@ class EvalTransform:
         full = self.size + 2 * self.margin
         square_HWC = self._square(image, self.stored_size or full)
         if self.stored_size is not None:
-            square_HWC = with_channels(cv2.resize(square_HWC, (full, full), interpolation=cv2.INTER_CUBIC))
+            square_HWC = with_channels(
+                cv2.resize(square_HWC, (full, full), interpolation=cv2.INTER_CUBIC)
+            )
         inner = slice(self.margin, self.margin + self.size)
         return Transformed(np.ascontiguousarray(square_HWC[inner, inner]))
 
@@ -242,7 +293,8 @@ class EvalTransform:
         return square
 
     def _placement(self, height: int, width: int, size: int) -> tuple[Any, Any, Any, Any]:
-        """Return the scaled height and width of an image, and its top and left offset in the square, in pixels.
+        """Return the scaled height and width of an image, and its top and left offset in the
+        square, in pixels.
 
         With `pad_first` these are fractions of pixels, which only `box` takes.
         """
@@ -251,25 +303,34 @@ class EvalTransform:
         if self.fit == "crop":  # rounded as by torchvision's Resize and CenterCrop
             side = min(height, width)
             scaled_height, scaled_width = size * height // side, size * width // side
-            return scaled_height, scaled_width, -round((scaled_height - size) / 2), -round((scaled_width - size) / 2)
+            return (
+                scaled_height,
+                scaled_width,
+                -round((scaled_height - size) / 2),
+                -round((scaled_width - size) / 2),
+            )
         if self.pad_first:  # a square of `side`, with the image in its middle
             side = max(height, width, size)
             top, left = (side - height) // 2 * size / side, (side - width) // 2 * size / side
             return height * size / side, width * size / side, top, left
-        side = max(height, width)  # the shorter side is cut off to whole pixels, as by GLoRIA and CheXzero
+        side = max(
+            height, width
+        )  # the shorter side is cut off to whole pixels, as by GLoRIA and CheXzero
         scaled_height, scaled_width = (
-            size if length == side else max(1, int(length * (size / side))) for length in (height, width)
+            size if length == side else max(1, int(length * (size / side)))
+            for length in (height, width)
         )
         return scaled_height, scaled_width, (size - scaled_height) // 2, (size - scaled_width) // 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OriginalTransform(EvalTransform):
-    """The transform of a model that was trained on shards; it prepares original images as conversion to shards does.
+    """The transform of a model that was trained on shards; it prepares original images as
+    conversion to shards does.
 
-    Images that are larger than those of the shards are shrunk and compressed like them first, so that a model gets the
-    same pixels from an original file as from the shards that the file is converted to. Smaller images, and pixels from
-    shards, are taken as they are.
+    Images that are larger than those of the shards are shrunk and compressed like them first, so
+    that a model gets the same pixels from an original file as from the shards that the file is
+    converted to. Smaller images, and pixels from shards, are taken as they are.
     """
 
     short_side: int
@@ -293,12 +354,16 @@ class OriginalTransform(EvalTransform):
         if min(pixels.shape[:2]) > self.short_side:
             stored = encode_stored(pixels, self.short_side, self.image_format, self.quality)
             pixels = decode_image(stored, color=self.color)
-        return EvalTransform._square_of(self, pixels)  # super() does not work in a dataclass with slots
+        return EvalTransform._square_of(
+            self, pixels
+        )  # super() does not work in a dataclass with slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomCrop:
-    """GLoRIA's augmentation: long side to `padded_size`, black borders to a square, and a random crop."""
+    """GLoRIA's augmentation: long side to `padded_size`, black borders to a square, and a random
+    crop.
+    """
 
     size: int = 224
     padded_size: int = 256
@@ -306,7 +371,9 @@ class RandomCrop:
     def __post_init__(self) -> None:
         _check_size(self.size)
         if self.padded_size < self.size:
-            message = f"padded_size must be at least the size of {self.size}, got {self.padded_size}"
+            message = (
+                f"padded_size must be at least the size of {self.size}, got {self.padded_size}"
+            )
             raise ConfigError(message, "out_of_range", field="padded_size")
 
     @property
@@ -321,17 +388,20 @@ class RandomCrop:
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
             top, left = rng.integers(self.padded_size - self.size + 1, size=2)
             square_HWC = full(image, rng).image_HWC
-            return Transformed(np.ascontiguousarray(square_HWC[top : top + self.size, left : left + self.size]))
+            return Transformed(
+                np.ascontiguousarray(square_HWC[top : top + self.size, left : left + self.size])
+            )
 
         return apply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ConVIRTAugmentation:
-    """ConVIRT's augmentation: random crop, flip, affine, brightness and contrast, blur (appendix of arXiv 2010.00747).
+    """ConVIRT's augmentation: random crop, flip, affine, brightness and contrast, blur (appendix of
+    arXiv 2010.00747).
 
-    Brightness and contrast are multiplicative factors around zero and around the mean, as in torchvision. A crop larger
-    than the output is shrunk by averaging areas, as in evaluation.
+    Brightness and contrast are multiplicative factors around zero and around the mean, as in
+    torchvision. A crop larger than the output is shrunk by averaging areas, as in evaluation.
     """
 
     size: int = 224
@@ -355,38 +425,51 @@ class ConVIRTAugmentation:
     contrast: float = 0.4
     """Factors are drawn from 1 - value to 1 + value."""
     blur_sigma: tuple[float, float] = (0.1, 3.0)
-    """Range in pixels of the output. The published range is for 224 pixels; scale it with the size."""
+    """Range in pixels of the output. The published range is for 224 pixels; scale it with the
+    size.
+    """
     on_device: bool = False
-    """Leave all but crop and flip to the device of the training step, for less work in the loader's workers: the same
-    parameters, and images that differ by one grey level in a few pixels (`medvl.data.transforms.device`)."""
+    """Leave all but crop and flip to the device of the training step, for less work in the loader's
+    workers: the same parameters, and images that differ by one grey level in a few pixels
+    (`medvl.data.transforms.device`).
+    """
 
     @classmethod
     def weak(cls, size: int) -> Self:
-        """Return a variant without flips and with about a quarter of the strength, for small encoders and data sets."""
+        """Return a variant without flips and with about a quarter of the strength, for small
+        encoders and data sets.
+        """
         return cls(
-            size=size, flip="off", area=(0.7, 1.0), rotation=5, translation=0.05, brightness=0.2, contrast=0.2,
-            blur_sigma=(0.1, 0.5),
+            size=size, flip="off", area=(0.7, 1.0), rotation=5, translation=0.05, brightness=0.2,
+            contrast=0.2, blur_sigma=(0.1, 0.5),
         )  # fmt: skip
 
     @classmethod
     def crop(cls, size: int, area: tuple[float, float], flip: Flip = "off") -> Self:
         """Return a variant with the random crop only, and flips where `flip` is given."""
         return cls(
-            size=size, flip=flip, area=area, rotation=0, translation=0, scale=(1.0, 1.0), brightness=0, contrast=0,
-            blur_sigma=(0.1, 0.1),
+            size=size, flip=flip, area=area, rotation=0, translation=0, scale=(1.0, 1.0),
+            brightness=0, contrast=0, blur_sigma=(0.1, 0.1),
         )  # fmt: skip
 
     def __post_init__(self) -> None:
         _check_size(self.size)
         if not 0 < self.area[0] <= self.area[1] <= 1:
-            raise ConfigError(f"area must be a range within (0, 1], got {self.area}", "out_of_range", field="area")
+            raise ConfigError(
+                f"area must be a range within (0, 1], got {self.area}", "out_of_range", field="area"
+            )
         if not 0 < self.aspect[0] <= self.aspect[1]:
-            raise ConfigError(f"aspect must be a range above 0, got {self.aspect}", "out_of_range", field="aspect")
+            raise ConfigError(
+                f"aspect must be a range above 0, got {self.aspect}", "out_of_range", field="aspect"
+            )
         if not 0 <= self.flip_rate <= 1:
             message = f"flip_rate must be within [0, 1], got {self.flip_rate}"
             raise ConfigError(message, "out_of_range", field="flip_rate")
         if self.on_device and kernel_radius(self.blur_sigma[1]) >= self.size:
-            message = f"with on_device, blur_sigma must be below {self.size / 3.5:.1f}, got {self.blur_sigma}"
+            message = (
+                f"with on_device, blur_sigma must be below {self.size / 3.5:.1f}, got "
+                f"{self.blur_sigma}"
+            )
             raise ConfigError(message, "out_of_range", field="blur_sigma")
         check_flip(self.flip)
 
@@ -397,13 +480,19 @@ class ConVIRTAugmentation:
 
     def build(self) -> BuiltTransform:
         """Return the function that loader workers call."""
-        os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise its import checks the network for updates
+        os.environ.setdefault(
+            "NO_ALBUMENTATIONS_UPDATE", "1"
+        )  # otherwise its import checks the network for updates
         import albumentations
 
         pipeline = albumentations.Compose(
             [
                 albumentations.RandomResizedCrop(
-                    (self.size, self.size), scale=self.area, ratio=self.aspect, area_for_downscale="image", p=1.0
+                    (self.size, self.size),
+                    scale=self.area,
+                    ratio=self.aspect,
+                    area_for_downscale="image",
+                    p=1.0,
                 ),
                 albumentations.Affine(
                     rotate=(-self.rotation, self.rotation),
@@ -425,7 +514,8 @@ class ConVIRTAugmentation:
         flips = self.flip != "off"
 
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
-            # Compose would seed all operations alike, so that bright images would be the blurred ones.
+            # Compose would seed all operations alike, so that bright images would be the blurred
+            # ones.
             py_random = random.Random(int(rng.integers(2**31)))
             for operation in pipeline.transforms:
                 operation.set_random_state(rng, py_random)
@@ -444,7 +534,9 @@ class ConVIRTAugmentation:
 
 
 def as_list(images: Any) -> Sequence[Any]:
-    """Return a list of images: of one, those of a list, or the rows of an array or tensor with four dimensions."""
+    """Return a list of images: of one, those of a list, or the rows of an array or tensor with
+    four dimensions.
+    """
     if isinstance(images, list | tuple):
         return images
     if isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
@@ -456,10 +548,16 @@ def check_flip(flip: Flip) -> None:
     """Raise ConfigError for an unknown way of flipping."""
     if flip not in get_args(Flip):
         raise ConfigError(
-            f"flip must be one of {', '.join(get_args(Flip))}, got {flip!r}", "unknown_name", field="flip"
+            f"flip must be one of {', '.join(get_args(Flip))}, got {flip!r}",
+            "unknown_name",
+            field="flip",
         )
 
 
 def _check_size(size: int) -> None:
     if not 16 <= size <= 4096:
-        raise ConfigError(f"image size must be between 16 and 4096 pixels, got {size}", "out_of_range", field="size")
+        raise ConfigError(
+            f"image size must be between 16 and 4096 pixels, got {size}",
+            "out_of_range",
+            field="size",
+        )

@@ -1,4 +1,6 @@
-"""Text policies: choice of the part of a report for training, drawn with the generator of the sample."""
+"""Text policies: choice of the part of a report for training, drawn with the generator of the
+sample.
+"""
 
 import dataclasses
 import math
@@ -21,8 +23,9 @@ _WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
 Missing = Literal["other_sections", "literal", "no_text"]
 """Replacement for a text whose sections are all missing: the other sections that describe the image
-(`choose_sections`); the literal "NO IMPRESSION" (with the name of the first section); or no text, so that pair losses
-leave the sample out (`Batch.has_text_B`)."""
+(`choose_sections`); the literal "NO IMPRESSION" (with the name of the first section); or no text,
+so that pair losses leave the sample out (`Batch.has_text_B`).
+"""
 
 
 class TextPolicy(Protocol):
@@ -33,7 +36,9 @@ class TextPolicy(Protocol):
 
 @runtime_checkable
 class PairPolicy(Protocol):
-    """Text policy that also chooses the second text (`Inputs.second_text`); with other policies it is a second draw."""
+    """Text policy that also chooses the second text (`Inputs.second_text`); with other policies
+    it is a second draw.
+    """
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str: ...
 
@@ -42,11 +47,13 @@ class PairPolicy(Protocol):
 
 
 def choose_sections(sections: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Return the texts of the sections `names` that exist, in this order, or else those that describe the image.
+    """Return the texts of the sections `names` that exist, in this order, or else those that
+    describe the image.
 
-    Of a report these are findings, impression and the last paragraph (of reports with neither), but no indication,
-    history, comparison or addendum: "evaluate for pneumonia" is a question, not a description. Of captions and tables
-    with other columns, these are all texts. The result may be empty.
+    Of a report these are findings, impression and the last paragraph (of reports with neither), but
+    no indication, history, comparison or addendum: "evaluate for pneumonia" is a question, not a
+    description. Of captions and tables with other columns, these are all texts. The result may be
+    empty.
     """
     chosen = [sections[name] for name in names if sections.get(name)]
     if chosen:
@@ -77,16 +84,20 @@ class RandomSentence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SwappedSentences:
-    """All sentences in a partly shuffled order (LoVT, arXiv 2112.02889, appendix, and its released code).
+    """All sentences in a partly shuffled order (LoVT, arXiv 2112.02889, appendix, and its released
+    code).
 
-    Sentences are divided by blank lines, so that `Batch.sentence_BT` has the same sentences in the new order.
+    Sentences are divided by blank lines, so that `Batch.sentence_BT` has the same sentences in the
+    new order.
     """
 
     min_tokens: int = 3
     """Shorter sentences, in words, are left out unless the text has no other."""
     sections: tuple[str, ...] = REPORT_SECTIONS
     swap_probability: float = 0.6
-    """Probability of swapping two random sentences, and after each swap of swapping again; 0 keeps the order."""
+    """Probability of swapping two random sentences, and after each swap of swapping again; 0
+    keeps the order.
+    """
 
     def __post_init__(self) -> None:
         check_within(self, "[0, 1)", "swap_probability")
@@ -104,7 +115,8 @@ class SwappedSentences:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffledSentences:
-    """Some of the sentences in random order, their number drawn uniformly from 1 to all (MaCo, arXiv 2309.05904).
+    """Some of the sentences in random order, their number drawn uniformly from 1 to all (MaCo,
+    arXiv 2309.05904).
 
     Sentences are divided by blank lines.
     """
@@ -126,10 +138,13 @@ class WholeText:
 
     sections: tuple[str, ...] = REPORT_SECTIONS
     missing: Missing = "other_sections"
-    """CheXzero uses `WholeText(sections=("impression",), missing="literal")`: all images without an impression have the
-    same text and are negatives of each other."""
+    """CheXzero uses `WholeText(sections=("impression",), missing="literal")`: all images without an
+    impression have the same text and are negatives of each other.
+    """
     min_tokens: int = 0
-    """Texts of fewer words count as no text, so that pair losses leave the sample out (3 in MGCA)."""
+    """Texts of fewer words count as no text, so that pair losses leave the sample out (3 in
+    MGCA).
+    """
 
     def __post_init__(self) -> None:
         check_choice(self.missing, get_args(Missing), "missing")
@@ -143,10 +158,11 @@ class WholeText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomSection:
-    """One whole section about the image, drawn uniformly: a figure's caption, or a paragraph that refers to it.
+    """One whole section about the image, drawn uniformly: a figure's caption, or a paragraph that
+    refers to it.
 
-    In M3AE every (image, text) pair is an item, so a figure with five references occurs five times per epoch; here each
-    figure occurs once, with a new draw in each epoch.
+    In M3AE every (image, text) pair is an item, so a figure with five references occurs five times
+    per epoch; here each figure occurs once, with a new draw in each epoch.
     """
 
     min_tokens: int = 3
@@ -162,13 +178,15 @@ class RandomSection:
 def _sentences(texts: Sequence[str], min_tokens: int) -> list[str]:
     """Return the sentences with at least `min_tokens` words, or all sentences if there are none."""
     sentences = [sentence for text in texts for sentence in split_sentences(text)]
-    return [sentence for sentence in sentences if len(_WORD.findall(sentence)) >= min_tokens] or sentences
+    return [
+        sentence for sentence in sentences if len(_WORD.findall(sentence)) >= min_tokens
+    ] or sentences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextPair:
-    """Two texts of a sample, each with its own policy, such as impression and findings: the text, and
-    `Inputs.second_text`.
+    """Two texts of a sample, each with its own policy, such as impression and findings: the text,
+    and `Inputs.second_text`.
 
     A second text that is equal to the first counts as absent (`Batch.has_second_text_B`).
     """
@@ -189,8 +207,10 @@ class TextPair:
 # sentences.
 
 StatementSource = Literal["labeler", "sentences", "labels", "file"]
-"""Source of statements: the labeler, which writes "There is [no|possible] X of the Y." for each mention in the
-report (`medvl.data.reports.statements`); the report's sentences as they are; the sample's labels; or a file."""
+"""Source of statements: the labeler, which writes "There is [no|possible] X of the Y." for each
+mention in the report (`medvl.data.reports.statements`); the report's sentences as they are; the
+sample's labels; or a file.
+"""
 
 
 @runtime_checkable
@@ -211,7 +231,8 @@ class StatementPolicy(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Statements:
-    """Statements of a report: one, drawn uniformly (CARZero), or all of them (RadZero), by the system's `inputs`.
+    """Statements of a report: one, drawn uniformly (CARZero), or all of them (RadZero), by the
+    system's `inputs`.
 
     A sample without statements has no text, so that pair losses leave it out (`Batch.has_text_B`).
     """
@@ -219,24 +240,30 @@ class Statements:
     source: StatementSource = "labeler"
     sections: tuple[str, ...] = REPORT_SECTIONS
     file: Path | None = None
-    """JSONL with lines {"study": NAME, "statements": [TEXT, ...]}, for the source "file": statements that a language
-    model wrote. Studies are named as in the shards."""
+    """JSONL with lines {"study": NAME, "statements": [TEXT, ...]}, for the source "file":
+    statements that a language model wrote. Studies are named as in the shards.
+    """
     most: int = 16
     """Maximum number of statements of a sample; if there are more, this many are drawn."""
     joined: bool = False
     """All statements as one text, in order, in place of one of them (KAD's string of entities)."""
     relabel: bool = False
-    """Take labels and places of findings from the statements, for systems that need them (MedKLIP, KAD, MAVL): from a
-    file of RadGraph, for example."""
+    """Take labels and places of findings from the statements, for systems that need them (MedKLIP,
+    KAD, MAVL): from a file of RadGraph, for example.
+    """
     conventions: ConventionsName = "chexpert"
     """What the labeler takes as present and as uncertain (`medvl.data.CONVENTIONS`)."""
 
     def __post_init__(self) -> None:
         check_choice(self.source, get_args(StatementSource), "source")
         if (self.source == "file") != (self.file is not None):
-            raise ConfigError("the source 'file', and no other one, needs a file", "conflict", field="file")
+            raise ConfigError(
+                "the source 'file', and no other one, needs a file", "conflict", field="file"
+            )
         if self.relabel and self.source == "labels":
-            raise ConfigError("relabel needs statements of a text, not of labels", "conflict", field="relabel")
+            raise ConfigError(
+                "relabel needs statements of a text, not of labels", "conflict", field="relabel"
+            )
         check_within(self, "[1, inf)", "most")
         conventions_named(self.conventions)
 
@@ -252,7 +279,9 @@ class Statements:
         return {"statements": "\n\n".join(dict.fromkeys(found))}
 
     def relabelled(self, sample: Sample) -> Sample:
-        """Return the sample with the labels and the text of its statements if `relabel` is set, else as it is."""
+        """Return the sample with the labels and the text of its statements if `relabel` is set,
+        else as it is.
+        """
         if not self.relabel:
             return sample
         text = self.of_sample(sample)["statements"]
@@ -264,7 +293,10 @@ class Statements:
         found = [text for text in sections["statements"].split("\n\n") if text]
         if len(found) <= self.most:
             return found
-        return [found[place] for place in sorted(rng.choice(len(found), self.most, replace=False).tolist())]
+        return [
+            found[place]
+            for place in sorted(rng.choice(len(found), self.most, replace=False).tolist())
+        ]
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         found = self.all_of(sections, rng) if self.joined else sections["statements"].split("\n\n")
@@ -273,10 +305,11 @@ class Statements:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SectionOrStatement:
-    """Findings, impression, or one of the labeler's statements about them, drawn with these weights.
+    """Findings, impression, or one of the labeler's statements about them, drawn with these
+    weights.
 
-    Missing parts have no weight. For captions and other texts without these sections, one text is drawn uniformly in
-    place of findings and impression.
+    Missing parts have no weight. For captions and other texts without these sections, one text is
+    drawn uniformly in place of findings and impression.
     """
 
     findings: float = 0.4
@@ -296,7 +329,9 @@ class SectionOrStatement:
         weights = {"findings": self.findings, "impression": self.impression}
         named = {name: weights[name] for name in REPORT_SECTIONS if sections.get(name)}
         texts = [sections[name] for name in named] or choose_sections(sections, ())
-        weight_N = np.array(list(named.values()) or [sum(weights.values()) / max(1, len(texts))] * len(texts))
+        weight_N = np.array(
+            list(named.values()) or [sum(weights.values()) / max(1, len(texts))] * len(texts)
+        )
         whole = float(weight_N.sum())
         if not whole or rng.random() * (whole + self.statement) >= whole:
             found = statements_of("\n\n".join(texts), conventions_named(self.conventions))
@@ -309,16 +344,20 @@ class SectionOrStatement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextOrLabels:
-    """A text of the report, or of a sample without one the statements of its labels, in random order (CXR-CLIP).
+    """A text of the report, or of a sample without one the statements of its labels, in random
+    order (CXR-CLIP).
 
-    Images with labels only, such as CheXpert's or ChestX-ray14's, can thus be combined with a corpus of reports.
+    Images with labels only, such as CheXpert's or ChestX-ray14's, can thus be combined with a
+    corpus of reports.
     """
 
     text: RandomSentence | WholeText | RandomSection | SectionOrStatement
     """Policy for reports; it is applied to the labels' statements as well."""
     most_absent: int | None = None
-    """Maximum number of statements of absence of a sample; if there are more, this many are drawn. Texts of images that
-    have a label for every finding (ChestX-ray14) are nearly equal otherwise. None: all of them."""
+    """Maximum number of statements of absence of a sample; if there are more, this many are drawn.
+    Texts of images that have a label for every finding (ChestX-ray14) are nearly equal otherwise.
+    None: all of them.
+    """
 
     def __post_init__(self) -> None:
         if self.most_absent is not None:
@@ -336,7 +375,9 @@ class TextOrLabels:
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if set(sections) != {"labels", "absent labels"}:
             return self.text(sections, rng)
-        stated, absent = ([text for text in sections[name].split("\n\n") if text] for name in sections)
+        stated, absent = (
+            [text for text in sections[name].split("\n\n") if text] for name in sections
+        )
         absent = rng.permutation(absent)[: self.most_absent].tolist()
         return self.text({"labels": " ".join(rng.permutation([*stated, *absent]).tolist())}, rng)
 
@@ -346,5 +387,11 @@ def _joined(labels: Mapping[str, int]) -> str:
 
 
 def label_statements(labels: Mapping[str, int]) -> list[str]:
-    """Return the statement of each label, in their order; "No Finding" is one only if it is positive."""
-    return [statement(name, value) for name, value in labels.items() if name != "No Finding" or value == 1]
+    """Return the statement of each label, in their order; "No Finding" is one only if it is
+    positive.
+    """
+    return [
+        statement(name, value)
+        for name, value in labels.items()
+        if name != "No Finding" or value == 1
+    ]

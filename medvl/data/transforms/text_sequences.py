@@ -1,10 +1,12 @@
-"""Training sequences for text encoders: windows and pairs of segments of a document, with draws for masking.
+"""Training sequences for text encoders: windows and pairs of segments of a document, with draws for
+masking.
 
     [CLS] segment A [SEP]                   pairs "none"
     [CLS] segment A [SEP] segment B [SEP]   pairs "next" (BERT) and "order" (ALBERT)
 
-A sequence never has tokens of two documents, except for the wrong pairs of "next", whose segments attend to each other
-by design. `TextEncoder.pack` packs the sequences of a batch without padding, each with its own attention.
+A sequence never has tokens of two documents, except for the wrong pairs of "next", whose segments
+attend to each other by design. `TextEncoder.pack` packs the sequences of a batch without padding,
+each with its own attention.
 """
 
 import dataclasses
@@ -23,8 +25,10 @@ from medvl.errors import ConfigError
 from medvl.schema import Batch
 
 PairTask = Literal["none", "next", "order"]
-"""Second objective beside masked words: none; whether segment B follows A, or is of another document (NSP, Devlin et
-al.); or whether two consecutive segments are in order, or swapped (SOP, Lan et al.)."""
+"""Second objective beside masked words: none; whether segment B follows A, or is of another
+document (NSP, Devlin et al.); or whether two consecutive segments are in order, or swapped (SOP,
+Lan et al.).
+"""
 _SENTENCE = re.compile(r"(?:[.!?][)\]\"']*\s|\n)\s*(?=\S)")
 
 
@@ -83,11 +87,14 @@ class TextSequences:
         self.short_probability = short_probability
         if pairs != "none" and not tokenizer.has_pairs:
             message = (
-                f"{tokenizer.source} has no pairs of one [SEP] each; use a BERT or ALBERT vocabulary, or pairs 'none'"
+                f"{tokenizer.source} has no pairs of one [SEP] each; use a BERT or ALBERT "
+                f"vocabulary, or pairs 'none'"
             )
             raise ConfigError(message, "unsupported", field="pairs")
 
-    def __call__(self, key: str, document: str, text: str, other: Callable[[], str], rng: Any) -> TextSequence:
+    def __call__(
+        self, key: str, document: str, text: str, other: Callable[[], str], rng: Any
+    ) -> TextSequence:
         """Return a training sequence of a text; `other()` returns the text of another document."""
         ids, starts = self._encode(text)
         room = self.max_tokens - (2 if self.pairs == "none" else 3)
@@ -137,7 +144,9 @@ class TextSequences:
         )
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a whole text without special tokens, and where its sentences start."""
+        """Return the token ids of a whole text without special tokens, and where its sentences
+        start.
+        """
         ids, offsets = self.tokenizer.encode_whole(text)
         begins = [begin for begin, _ in offsets]
         starts = sorted({bisect_left(begins, match.end()) for match in _SENTENCE.finditer(text)})
@@ -147,7 +156,8 @@ class TextSequences:
 def _window(length: int, starts: Sequence[int], room: int, rng: Any) -> tuple[int, int]:
     """Return (begin, end) of at most `room` tokens: all, or from a random sentence.
 
-    Windows leave no room empty, and those of sentences longer than `room` follow one another, so that all tokens occur.
+    Windows leave no room empty, and those of sentences longer than `room` follow one another, so
+    that all tokens occur.
     """
     if length <= room:
         return 0, length
@@ -159,7 +169,9 @@ def _window(length: int, starts: Sequence[int], room: int, rng: Any) -> tuple[in
 
 
 def _middle(begin: int, end: int, starts: Sequence[int], rng: Any) -> int:
-    """Return where segment B begins: at a random sentence within the window, or anywhere if it has only one."""
+    """Return where segment B begins: at a random sentence within the window, or anywhere if it
+    has only one.
+    """
     inner = [start for start in starts if begin < start < end]
     return inner[int(rng.integers(len(inner)))] if inner else int(rng.integers(begin + 1, end))
 
@@ -195,21 +207,33 @@ class ConceptPairs:
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         if not tokenizer.has_pairs:
-            message = f"{tokenizer.source} has no [SEP] between two segments: use a BERT or ALBERT vocabulary"
+            message = (
+                f"{tokenizer.source} has no [SEP] between two segments: use a BERT or "
+                f"ALBERT vocabulary"
+            )
             raise ConfigError(message, "unsupported", field="tokenizer")
         self.tokenizer, self.max_tokens = tokenizer, min(max_tokens, tokenizer.max_tokens)
 
-    def __call__(self, key: str, document: str, text: str, other: Callable[[], str], rng: Any) -> ConceptPair:
-        """Return the pair of a sample. Raises ConfigError for a text that is not a fact of `medvl shards concepts`."""
+    def __call__(
+        self, key: str, document: str, text: str, other: Callable[[], str], rng: Any
+    ) -> ConceptPair:
+        """Return the pair of a sample. Raises ConfigError for a text that is not a fact of
+        `medvl shards concepts`.
+        """
         fact, *names = text.split("\n")
         if not names:
-            message = f"sample {key} is not a fact with names: make the shards with `medvl shards concepts`"
+            message = (
+                f"sample {key} is not a fact with names: make the shards with `medvl "
+                f"shards concepts`"
+            )
             raise ConfigError(message, "wrong_type", field="data.train")
         name = names[int(rng.integers(len(names)))]
         return ConceptPair(key, document, self._row(fact.split(SEGMENTS)), self._row([name]))
 
     def collate(self, rows: Sequence[ConceptPair]) -> Batch:
-        """Return the batch of some pairs: facts are its texts, names its second texts, concepts its studies."""
+        """Return the batch of some pairs: facts are its texts, names its second texts, concepts
+        its studies.
+        """
         facts, names = [row.fact for row in rows], [row.name for row in rows]
         return Batch(
             keys=[row.key for row in rows],
@@ -228,4 +252,8 @@ class ConceptPairs:
         ids = [self.tokenizer.cls_id]
         for segment in segments:
             ids += [*self.tokenizer.encode_whole(segment)[0], self.tokenizer.sep_id]
-        return ids if len(ids) <= self.max_tokens else [*ids[: self.max_tokens - 1], self.tokenizer.sep_id]
+        return (
+            ids
+            if len(ids) <= self.max_tokens
+            else [*ids[: self.max_tokens - 1], self.tokenizer.sep_id]
+        )

@@ -1,4 +1,6 @@
-"""Augmentation for dense tasks: flips, right-angle turns and rotations that image, masks, boxes and text share."""
+"""Augmentation for dense tasks: flips, right-angle turns and rotations that image, masks, boxes
+and text share.
+"""
 
 import dataclasses
 import functools
@@ -14,18 +16,21 @@ from medvl.data.reports.cleaning import names_place, names_side, swap_laterality
 from medvl.data.transforms.image import BuiltTransform, EvalTransform, Flip, Transformed, check_flip
 from medvl.schema import Sample
 
-_REFLECTIONS = np.array([[[-1, 0], [0, 1]], [[1, 0], [0, -1]], [[0, 1], [1, 0]], [[0, -1], [-1, 0]]], np.float32)
+_REFLECTIONS = np.array(
+    [[[-1, 0], [0, 1]], [[1, 0], [0, -1]], [[0, 1], [1, 0]], [[0, -1], [-1, 0]]], np.float32
+)
 """Horizontal, vertical, and about the two diagonals."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LViTAugmentation:
-    """LViT's augmentation: half of the images are reflected, half of the others rotated (arXiv 2206.14718, its code).
+    """LViT's augmentation: half of the images are reflected, half of the others rotated (arXiv
+    2206.14718, its code).
 
-    The released code turns an image by a random multiple of 90 degrees and then flips it about a random axis, which is
-    one of four reflections, and leaves the text as it is, also where it names a place: that is `flip="plain"`. By
-    default only a horizontal flip, with left and right exchanged in the text, is allowed for a text that names a place;
-    with `sideless`, none is.
+    The released code turns an image by a random multiple of 90 degrees and then flips it about a
+    random axis, which is one of four reflections, and leaves the text as it is, also where it names
+    a place: that is `flip="plain"`. By default only a horizontal flip, with left and right
+    exchanged in the text, is allowed for a text that names a place; with `sideless`, none is.
     """
 
     size: int = 224
@@ -33,7 +38,9 @@ class LViTAugmentation:
     """As in `EvalTransform`; a segmenter needs the value of its own transform."""
     flip: Flip = "swap_text"
     turns: bool = True
-    """Vertical flips and reflections about a diagonal too. A text that names a place excludes them, unless `plain`."""
+    """Vertical flips and reflections about a diagonal too. A text that names a place excludes
+    them, unless `plain`.
+    """
     rotation: float = 20.0
     """Maximum rotation in either direction, in degrees."""
 
@@ -79,7 +86,9 @@ class LViTAugmentation:
 
 
 def turn(square_HWC: np.ndarray, turn_22: np.ndarray) -> np.ndarray:
-    """Return a square image turned about its centre (`Transformed.turn_22`), black where it had no pixel."""
+    """Return a square image turned about its centre (`Transformed.turn_22`), black where it had
+    no pixel.
+    """
     if (turn_22 == np.eye(2)).all():
         return square_HWC
     size = len(square_HWC)
@@ -108,19 +117,26 @@ _REGIONS = ("boxes", "masks")
 
 
 def texts_and_names(sample: Sample) -> Iterator[str]:
-    """Yield the texts of a sample, and the names of its labels, boxes and masks, which may name a side too."""
+    """Yield the texts of a sample, and the names of its labels, boxes and masks, which may name
+    a side too.
+    """
     yield from sample.sections.values()
     regions = {entry["label"] for entry in _regions(sample)}
     yield from (name.replace("_", " ") for name in (*sample.labels, *sorted(regions)))
 
 
 def mirror_labels(sample: Sample) -> Sample:
-    """Return the sample with the names of its labels, boxes and masks as in the mirrored image; texts are kept."""
+    """Return the sample with the names of its labels, boxes and masks as in the mirrored image;
+    texts are kept.
+    """
     labels = {_mirror_name(name): value for name, value in sample.labels.items()}
     if not any(_mirror_name(entry["label"]) != entry["label"] for entry in _regions(sample)):
         return dataclasses.replace(sample, labels=labels)
     regions = {
-        kind: [{**entry, "label": _mirror_name(entry["label"])} if _is_named(entry) else entry for entry in entries]
+        kind: [
+            {**entry, "label": _mirror_name(entry["label"])} if _is_named(entry) else entry
+            for entry in entries
+        ]
         for kind in _REGIONS
         if isinstance(entries := sample.extra.get(kind), list)
     }
@@ -128,11 +144,15 @@ def mirror_labels(sample: Sample) -> Sample:
 
 
 def _regions(sample: Sample) -> list[Mapping[str, Any]]:
-    """Return the boxes and masks that have a name; malformed ones are reported where targets are made of them."""
+    """Return the boxes and masks that have a name; malformed ones are reported where targets are
+    made of them.
+    """
     found: list[Mapping[str, Any]] = []
     for kind in _REGIONS:
         entries = sample.extra.get(kind)
-        found += [entry for entry in entries if _is_named(entry)] if isinstance(entries, list) else []
+        found += (
+            [entry for entry in entries if _is_named(entry)] if isinstance(entries, list) else []
+        )
     return found
 
 

@@ -1,10 +1,11 @@
 """Adapters from the vision models of timm, torchvision and open_clip to `ImageEncoder`.
 
-An adapter turns the output of one kind of model into `VisionOutput`: one vector per image as the library pools it, and
-local vectors in row-major order over their grid. Adapters hold no tensors: the library's module keeps its parameter
-names, so that published files fit it.
+An adapter turns the output of one kind of model into `VisionOutput`: one vector per image as the
+library pools it, and local vectors in row-major order over their grid. Adapters hold no tensors:
+the library's module keeps its parameter names, so that published files fit it.
 
-Shape letters are those of `medvl.schema`; N is the number of tokens before the patches (class token, registers).
+Shape letters are those of `medvl.schema`; N is the number of tokens before the patches (class
+token, registers).
 """
 
 import abc
@@ -38,13 +39,15 @@ class VisionOutput(NamedTuple):
 class PatchSelection(nn.Module):
     """Module that keeps or replaces patches, in place of a vision Transformer's patch dropout.
 
-    It runs between the position embeddings and the first block. Its attributes are set for one forward pass only; it
-    has no state.
+    It runs between the position embeddings and the first block. Its attributes are set for one
+    forward pass only; it has no state.
 
     Attributes:
         keep_BK: the patches to keep; None keeps all.
-        replace_BKD: vectors that replace the patches of one image, whose prefix they all get; None: keep them.
-        recorded: a list that gets the embedded patches of each forward pass (B, P, D), before they are dropped.
+        replace_BKD: vectors that replace the patches of one image, whose prefix they all get; None:
+            keep them.
+        recorded: a list that gets the embedded patches of each forward pass (B, P, D), before they
+            are dropped.
     """
 
     def __init__(self, prefix: int) -> None:
@@ -98,12 +101,16 @@ class VisionAdapter(abc.ABC):
         """Return the names of all parameters by depth, stem or embeddings first."""
 
     def record_attention(self, net: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
-        """Return a context whose list gets, from each forward pass, the class token's attention to the patches, (B, P).
+        """Return a context whose list gets, from each forward pass, the class token's attention to
+        the patches, (B, P).
 
         Raises:
             ConfigError: "unsupported" unless `has_attention`.
         """
-        message = f"{type(net).__name__} has no attention of a class token: use a vision Transformer of timm"
+        message = (
+            f"{type(net).__name__} has no attention of a class token: use a vision "
+            f"Transformer of timm"
+        )
         raise ConfigError(message, "unsupported", field="output_attention")
 
     def embed(self, net: Any, image_BCHW: Tensor) -> Tensor:
@@ -114,8 +121,11 @@ class VisionAdapter(abc.ABC):
         """
         raise _no_blocks(net)
 
-    def encode_tokens(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor | None) -> Sequence[Tensor]:
-        """Return the states before each block and after the final norm; `attend_BQT` is True where a query may attend.
+    def encode_tokens(
+        self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Return the states before each block and after the final norm; `attend_BQT` is True where
+        a query may attend.
 
         Raises:
             ConfigError: as `embed`.
@@ -128,7 +138,9 @@ class VisionAdapter(abc.ABC):
         Raises:
             ConfigError: "unsupported" if this kind of model cannot be resized.
         """
-        raise ConfigError(f"{type(net).__name__} cannot be resized", "unsupported", field="image_size")
+        raise ConfigError(
+            f"{type(net).__name__} cannot be resized", "unsupported", field="image_size"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +155,9 @@ class VisionBackbone:
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
     block_prefix: str | None = None
-    """Prefix of the names of numbered blocks, for models that may be built with fewer blocks than published."""
+    """Prefix of the names of numbered blocks, for models that may be built with fewer blocks
+    than published.
+    """
     note: str = ""
     """Hint for the error if `pretrained=True` and no weights are pinned."""
     url: str | None = None
@@ -159,8 +173,14 @@ def flatten_map(map_BDHW: Tensor) -> tuple[Tensor, Size]:
 def check_level(level: int, levels: int, name: str) -> None:
     """Raise ConfigError ("out_of_range") unless -levels <= level <= -1."""
     if not -levels <= level <= -1:
-        allowed = "-1, because it has one grid of patches" if levels == 1 else f"between {-levels} and -1"
-        raise ConfigError(f"patch_level of {name} must be {allowed}; got {level}", "out_of_range", field="patch_level")
+        allowed = (
+            "-1, because it has one grid of patches" if levels == 1 else f"between {-levels} and -1"
+        )
+        raise ConfigError(
+            f"patch_level of {name} must be {allowed}; got {level}",
+            "out_of_range",
+            field="patch_level",
+        )
 
 
 def _no_blocks(net: Any) -> ConfigError:
@@ -174,10 +194,12 @@ def _no_blocks(net: Any) -> ConfigError:
 
 
 class InferenceMaxPool2d(nn.MaxPool2d):
-    """`nn.MaxPool2d` whose inference on the CPU runs in channels-last format: equal values, about three times as fast.
+    """`nn.MaxPool2d` whose inference on the CPU runs in channels-last format: equal values, about
+    three times as fast.
 
-    torch's kernel for contiguous maps is not vectorised (`aten/src/ATen/native/cpu/MaxPoolKernel.cpp`). With gradients,
-    on other devices, and where the model is exported or compiled, this is `nn.MaxPool2d`.
+    torch's kernel for contiguous maps is not vectorised
+    (`aten/src/ATen/native/cpu/MaxPoolKernel.cpp`). With gradients, on other devices, and where the
+    model is exported or compiled, this is `nn.MaxPool2d`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -213,10 +235,11 @@ _COLOURS = 3
 
 
 class PatchConv2d(nn.Conv2d):
-    """`nn.Conv2d` with a stride of its kernel: on a GPU, the product of patches and weight, equal up to rounding.
+    """`nn.Conv2d` with a stride of its kernel: on a GPU, the product of patches and weight, equal
+    up to rounding.
 
-    cuDNN's convolution of three channels takes 10 % of a compiled step of ViT-B/32 on an H200. Elsewhere this is
-    `nn.Conv2d`.
+    cuDNN's convolution of three channels takes 10 % of a compiled step of ViT-B/32 on an H200.
+    Elsewhere this is `nn.Conv2d`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -236,7 +259,9 @@ class PatchConv2d(nn.Conv2d):
 
 
 def speed_up_patch_embedding(net: nn.Module) -> None:
-    """Make the patch embeddings of a backbone `PatchConv2d`, in place; parameters and their names stay."""
+    """Make the patch embeddings of a backbone `PatchConv2d`, in place; parameters and their
+    names stay.
+    """
     for module in net.modules():
         if type(module) is nn.Conv2d and _embeds_patches(module):
             module.__class__ = PatchConv2d
@@ -244,5 +269,11 @@ def speed_up_patch_embedding(net: nn.Module) -> None:
 
 def _embeds_patches(conv: nn.Conv2d) -> bool:
     """Return whether a convolution takes an image's separate patches."""
-    separate = conv.stride == conv.kernel_size and conv.dilation == (1, 1) and conv.padding in ((0, 0), "valid")
-    return separate and conv.in_channels <= _COLOURS and conv.groups == 1 and min(conv.kernel_size) > 1
+    separate = (
+        conv.stride == conv.kernel_size
+        and conv.dilation == (1, 1)
+        and conv.padding in ((0, 0), "valid")
+    )
+    return (
+        separate and conv.in_channels <= _COLOURS and conv.groups == 1 and min(conv.kernel_size) > 1
+    )

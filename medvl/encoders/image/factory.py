@@ -1,10 +1,10 @@
 """Creation of image encoders by name.
 
-A name is a preset (`medvl.encoders.presets`), or the name of a timm, torchvision or open_clip model, looked up in this
-order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` select the library. `patches:SIDE` is the image source of
-ViLT: raw patches of SIDE pixels, without parameters; `pixelhop` with `pretrained=FOLDER` is a PixelHop++ that
-`medvl fit-pixelhop` fitted. Values of `pretrained` are described in
-`medvl.encoders.pretrained`.
+A name is a preset (`medvl.encoders.presets`), or the name of a timm, torchvision or open_clip
+model, looked up in this order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` select the
+library. `patches:SIDE` is the image source of ViLT: raw patches of SIDE pixels, without parameters;
+`pixelhop` with `pretrained=FOLDER` is a PixelHop++ that `medvl fit-pixelhop` fitted. Values of
+`pretrained` are described in `medvl.encoders.pretrained`.
 """
 
 import dataclasses
@@ -63,27 +63,36 @@ def create_image_encoder(
 
     Args:
         name: a preset, or a model of timm, torchvision or open_clip (see the module's docstring).
-        pretrained: weights to load (see `medvl.encoders.pretrained`). Random weights are drawn as the library does it,
-            from torch's global generator: seed it.
-        weights: name of a set of weights in the file, where it has several: `state_dict_ema`, `teacher`.
-        in_channels: 3, or 1 to sum the stem's weights over RGB and average `mean` and `std`. A grey image then gives
-            the same features as its RGB copy if the channels share their statistics.
-        image_size: side or (height, width), by default the preset's or the library's. Learnt positions are interpolated
-            to it, unless the file's have this size already, and reject other sizes; other backbones accept any size.
-        stretch: stretch images of another size to `image_size`, bilinearly on the device (GLoRIA and MGCA).
-        patch_level: stage of `patches_BPD` from the end: -1 the last, -2 the one before (GLoRIA, of a ResNet-50).
-            `pooled_BD` always belongs to the last. Vision Transformers have -1 only: the patches after the final norm.
+        pretrained: weights to load (see `medvl.encoders.pretrained`). Random weights are drawn as
+            the library does it, from torch's global generator: seed it.
+        weights: name of a set of weights in the file, where it has several: `state_dict_ema`,
+            `teacher`.
+        in_channels: 3, or 1 to sum the stem's weights over RGB and average `mean` and `std`. A grey
+            image then gives the same features as its RGB copy if the channels share their
+            statistics.
+        image_size: side or (height, width), by default the preset's or the library's. Learnt
+            positions are interpolated to it, unless the file's have this size already, and reject
+            other sizes; other backbones accept any size.
+        stretch: stretch images of another size to `image_size`, bilinearly on the device (GLoRIA
+            and MGCA).
+        patch_level: stage of `patches_BPD` from the end: -1 the last, -2 the one before (GLoRIA, of
+            a ResNet-50). `pooled_BD` always belongs to the last. Vision Transformers have -1 only:
+            the patches after the final norm.
         pool: "cls" or "avg" of the tokens; None for the model's own pooling.
         projection: project `pooled_BD` into the shared space (open_clip only).
-        mean, std: statistics of pixels in 0..1, one value or three. Default: the preset's or the library's.
-        arguments: arguments of the library's constructor (`depth=11`, `channels=(32, 64, 128, 256)`). A vision
-            Transformer or a ResNet with fewer blocks or stages than its published file loads the lower ones.
+        mean, std: statistics of pixels in 0..1, one value or three. Default: the preset's or the
+            library's.
+        arguments: arguments of the library's constructor (`depth=11`, `channels=(32, 64, 128,
+            256)`). A vision Transformer or a ResNet with fewer blocks or stages than its published
+            file loads the lower ones.
 
     Raises:
-        ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in the message) or out
-            of range ("out_of_range"), or image_size does not divide into patches ("mismatch").
-        WeightsError: the weights are not available ("not_found"), do not fit ("mismatch"), have values that are not
-            finite ("nonfinite"), or the file has several sets of them ("conflict").
+        ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in
+            the message) or out of range ("out_of_range"), or image_size does not divide into
+            patches ("mismatch").
+        WeightsError: the weights are not available ("not_found"), do not fit ("mismatch"), have
+            values that are not finite ("nonfinite"), or the file has several sets of them
+            ("conflict").
     """
     pretrained = with_set(pretrained, weights)
     library, model, preset = _resolve(name)
@@ -91,7 +100,9 @@ def create_image_encoder(
         arguments = pixelhop_arguments(pretrained)
         mean, std = arguments.pop("mean"), arguments.pop("std")
     if projection and library != "open_clip":
-        raise ConfigError(f"{name} has no projection: use an open_clip encoder", "unsupported", field="projection")
+        raise ConfigError(
+            f"{name} has no projection: use an open_clip encoder", "unsupported", field="projection"
+        )
     options = ImageOptions(
         name=name,
         in_channels=in_channels,
@@ -136,7 +147,13 @@ def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> li
 
 def _sides(image_size: int | Size | None, preset: ImagePreset | None) -> Size | None:
     size = image_size or (preset.image_size if preset else None)
-    return (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
+    return (
+        (size, size)
+        if isinstance(size, int)
+        else None
+        if size is None
+        else (int(size[0]), int(size[1]))
+    )
 
 
 def _statistics(values: float | Sequence[float] | None) -> Sequence[float] | None:
@@ -158,32 +175,48 @@ def _names(library: str) -> Sequence[str]:
 
 
 def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
-    """Return (library, model, preset) of a name, searching the presets first, then library by library."""
+    """Return (library, model, preset) of a name, searching the presets first, then library by
+    library.
+    """
     preset = IMAGE_PRESETS.get(name)
     library, separator, model = (preset.model if preset else name).partition(":")
     if preset is not None or name == _PIXELHOP or (library == _PATCHES and separator):
         return library, model, preset
     if separator and library not in _LIBRARIES:
-        raise ConfigError(f"{name!r}: expected library in {_LIBRARIES}, got {library!r}", "unknown_name", field="name")
+        raise ConfigError(
+            f"{name!r}: expected library in {_LIBRARIES}, got {library!r}",
+            "unknown_name",
+            field="name",
+        )
     for candidate in [library] if separator else _LIBRARIES:
         target = model if separator else name
         names = _names(candidate)
         is_known = target in names or target.partition(".")[0] in names  # timm: NAME.TAG
         if is_known or name == f"open_clip:{OPEN_CLIP_CUSTOM}":
             return candidate, target, None
-    known = dict.fromkeys([*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))])
+    known = dict.fromkeys(
+        [*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))]
+    )
     near = difflib.get_close_matches(model or name, known, n=4)
-    hint = f"did you mean {', '.join(near)}?" if near else f"the presets are {', '.join(IMAGE_PRESETS)}"
+    hint = (
+        f"did you mean {', '.join(near)}?"
+        if near
+        else f"the presets are {', '.join(IMAGE_PRESETS)}"
+    )
     raise ConfigError(f"unknown image encoder {name!r}: {hint}", "unknown_name", field="name")
 
 
-def _build(library: str, model: str, arguments: dict[str, Any], options: ImageOptions) -> VisionBackbone:
+def _build(
+    library: str, model: str, arguments: dict[str, Any], options: ImageOptions
+) -> VisionBackbone:
     vision = _build_plain(library, model, arguments, options)
     speed_up_patch_embedding(vision.net)
     return vision
 
 
-def _build_plain(library: str, model: str, arguments: dict[str, Any], options: ImageOptions) -> VisionBackbone:
+def _build_plain(
+    library: str, model: str, arguments: dict[str, Any], options: ImageOptions
+) -> VisionBackbone:
     if library == "timm":
         return build_timm(model, arguments)
     if library == "torchvision":
@@ -198,9 +231,14 @@ def _build_plain(library: str, model: str, arguments: dict[str, Any], options: I
 
 
 def _load(
-    vision: VisionBackbone, options: ImageOptions, preset: ImagePreset | None, pretrained: Pretrained
+    vision: VisionBackbone,
+    options: ImageOptions,
+    preset: ImagePreset | None,
+    pretrained: Pretrained,
 ) -> ImageEncoder:
-    """Load published weights before the model is adapted to the options, and medvl's own file after that."""
+    """Load published weights before the model is adapted to the options, and medvl's own file
+    after that.
+    """
     published = preset.weights if preset else None
     if pretrained is True and preset is None and vision.url is not None:
         source, tensors = vision.url, read_url(vision.url)
@@ -215,7 +253,9 @@ def _load(
     tower = "visual." if any(key.startswith("visual.") for key in tensors) else ""
     ignored_names = list(vision.ignored_heads)
     if vision.block_prefix is not None:
-        ignored_names += unused_blocks(vision.block_prefix, [name for name, _ in vision.net.named_parameters()])
+        ignored_names += unused_blocks(
+            vision.block_prefix, [name for name, _ in vision.net.named_parameters()]
+        )
     ignored_keys = list(_TEXT_KEYS if tower else ())
     if published and pretrained is True:
         ignored_keys += published.ignored_keys
@@ -225,14 +265,18 @@ def _load(
     except WeightsError:
         if options.image_size in (None, vision.image_size) or not vision.adapter.fixed_size:
             raise
-        vision = dataclasses.replace(vision, image_size=options.image_size)  # positions of this size already (M3AE)
+        vision = dataclasses.replace(
+            vision, image_size=options.image_size
+        )  # positions of this size already (M3AE)
         vision.adapter.resize(vision.net, vision.image_size)
         load_strictly(vision.net, tensors, keys, source)
     return ImageEncoder(vision, options)
 
 
 def _count_fitting(keys: Sequence[str], vision: VisionBackbone) -> int:
-    """Return how many keys are those of the model: alone, in medvl's file, or in that of a whole open_clip model."""
+    """Return how many keys are those of the model: alone, in medvl's file, or in that of a whole
+    open_clip model.
+    """
     names, heads = vision.net.state_dict().keys(), tuple(vision.ignored_heads)
     bare = [key.partition(".")[2] if key.startswith(_ROOTS) else key for key in keys]
     return sum(name in names or key.startswith(heads) for key, name in zip(keys, bare, strict=True))

@@ -1,4 +1,6 @@
-"""Image encoders from open_clip: its vision Transformer, its ResNet, and timm trunks with a head."""
+"""Image encoders from open_clip: its vision Transformer, its ResNet, and timm trunks with a
+head.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +26,9 @@ _SMALLEST_TEXT = {"layers": 1, "width": 64, "heads": 1, "vocab_size": 1, "contex
 
 
 class ClipTransformerAdapter(VisionAdapter):
-    """Adapter for `open_clip.VisionTransformer`: all patches after the final norm, and its own pooling."""
+    """Adapter for `open_clip.VisionTransformer`: all patches after the final norm, and its own
+    pooling.
+    """
 
     fixed_size = True
 
@@ -42,7 +46,9 @@ class ClipTransformerAdapter(VisionAdapter):
         check_level(level, 1, "open_clip's vision Transformer")
         if self.has_queries:  # an attentional pooler returns its queries, not patches
             result = net.forward_intermediates(image_BCHW, indices=1, output_fmt="NLC")
-            return VisionOutput(result["image_features"], None, result["image_intermediates"][-1], net.grid_size)
+            return VisionOutput(
+                result["image_features"], None, result["image_intermediates"][-1], net.grid_size
+            )
         pooled_BD, patches_BPD = net(image_BCHW)
         if net.final_ln_after_pool:
             patches_BPD = net.ln_post(patches_BPD)
@@ -50,11 +56,18 @@ class ClipTransformerAdapter(VisionAdapter):
         return VisionOutput(pooled_BD, None, patches_BPD, None if is_partial else net.grid_size)
 
     def layers(self, net: Any) -> list[list[str]]:
-        """Return the parameters of the embeddings, the blocks, and the final norm with the projection."""
-        blocks = [f"transformer.resblocks.{index}." for index in range(len(net.transformer.resblocks))]
+        """Return the parameters of the embeddings, the blocks, and the final norm with the
+        projection.
+        """
+        blocks = [
+            f"transformer.resblocks.{index}." for index in range(len(net.transformer.resblocks))
+        ]
         names = [name for name, _ in net.named_parameters()]
         return group_by_depth(
-            names, blocks, top=("ln_post", "proj", "attn_pool"), stem=("class_emb", "positional", "conv1")
+            names,
+            blocks,
+            top=("ln_post", "proj", "attn_pool"),
+            stem=("class_emb", "positional", "conv1"),
         )
 
     def resize(self, net: Any, size: Size) -> None:
@@ -65,7 +78,9 @@ class ClipTransformerAdapter(VisionAdapter):
 
 
 class ClipResNetAdapter(VisionAdapter):
-    """Adapter for `open_clip.ModifiedResNet`: four stages, with attention pooling if it is projected."""
+    """Adapter for `open_clip.ModifiedResNet`: four stages, with attention pooling if it is
+    projected.
+    """
 
     def __init__(self, net: Any, projection: bool) -> None:
         self.fixed_size = self.projection = projection  # only the attention pooling has positions
@@ -113,8 +128,12 @@ class ClipTimmAdapter(VisionAdapter):
         output = self.trunk.encode(net.trunk, image_BCHW, level)
         if not self.projection:
             return output
-        if hasattr(net.head, "pool") and output.grid is not None:  # a head with attention pooling over the map
-            return output._replace(pooled_BD=net.head(output.patches_BPD.transpose(1, 2).unflatten(2, output.grid)))
+        if (
+            hasattr(net.head, "pool") and output.grid is not None
+        ):  # a head with attention pooling over the map
+            return output._replace(
+                pooled_BD=net.head(output.patches_BPD.transpose(1, 2).unflatten(2, output.grid))
+            )
         return output._replace(pooled_BD=net.head(net.trunk.get_classifier()(output.pooled_BD)))
 
     def layers(self, net: Any) -> list[list[str]]:
@@ -129,11 +148,13 @@ class ClipTimmAdapter(VisionAdapter):
 
 
 def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -> VisionBackbone:
-    """Build the image encoder of an open_clip model, with random weights from torch's global generator.
+    """Build the image encoder of an open_clip model, with random weights from torch's global
+    generator.
 
     Args:
         name: open_clip's name of the model, or "custom" for a model that `arguments` describes.
-        arguments: fields of `open_clip.CLIPVisionCfg`, and `embed_dim`, that differ from the named model's.
+        arguments: fields of `open_clip.CLIPVisionCfg`, and `embed_dim`, that differ from the named
+            model's.
         projection: whether to project the pooled vector into the shared space.
 
     Raises:
@@ -142,20 +163,34 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
     import open_clip
     from open_clip.timm_model import TimmModel
 
-    config: Any = {"embed_dim": 512, "vision_cfg": {}} if name == OPEN_CLIP_CUSTOM else open_clip.get_model_config(name)
-    tower = config["vision_cfg"] | {key: value for key, value in arguments.items() if key != "embed_dim"}
+    config: Any = (
+        {"embed_dim": 512, "vision_cfg": {}}
+        if name == OPEN_CLIP_CUSTOM
+        else open_clip.get_model_config(name)
+    )
+    tower = config["vision_cfg"] | {
+        key: value for key, value in arguments.items() if key != "embed_dim"
+    }
     known = [field.name for field in dataclasses.fields(open_clip.CLIPVisionCfg)]
     unknown = sorted(set(tower) - set(known))
     if unknown:
-        message = f"open_clip has no image argument {', '.join(unknown)}; choose from {', '.join(known)}"
+        message = (
+            f"open_clip has no image argument {', '.join(unknown)}; choose from {', '.join(known)}"
+        )
         raise ConfigError(message, "unknown_name", field=unknown[0])
     embed_dim = int(arguments.get("embed_dim", config["embed_dim"]))
     tower["timm_model_pretrained"] = False
     quick_gelu = bool(config.get("quick_gelu", False))
-    try:  # open_clip's public interface builds whole models only, so the text encoder is as small as possible
-        net: Any = open_clip.CustomTextCLIP(embed_dim, tower, _SMALLEST_TEXT, quick_gelu=quick_gelu).visual
+    # open_clip's public interface builds whole models only, so the text encoder is as small as
+    # possible
+    try:
+        net: Any = open_clip.CustomTextCLIP(
+            embed_dim, tower, _SMALLEST_TEXT, quick_gelu=quick_gelu
+        ).visual
     except (TypeError, ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
-        raise ConfigError(f"open_clip cannot build {name} with {dict(arguments)}: {error}", "out_of_range") from error
+        raise ConfigError(
+            f"open_clip cannot build {name} with {dict(arguments)}: {error}", "out_of_range"
+        ) from error
     mean, std = _statistics(name)
     return VisionBackbone(
         net=net,
@@ -197,10 +232,14 @@ def _statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _resample(table_ND: nn.Parameter, old: Size, new: Size) -> nn.Parameter:
-    """Interpolate a position table (1 + old[0] * old[1], D) to another grid, bicubic with antialiasing."""
+    """Interpolate a position table (1 + old[0] * old[1], D) to another grid, bicubic with
+    antialiasing.
+    """
     from timm.layers import resample_abs_pos_embed
 
-    resampled = resample_abs_pos_embed(table_ND[None], new_size=list(new), old_size=list(old), num_prefix_tokens=1)
+    resampled = resample_abs_pos_embed(
+        table_ND[None], new_size=list(new), old_size=list(old), num_prefix_tokens=1
+    )
     return nn.Parameter(resampled[0].detach(), requires_grad=table_ND.requires_grad)
 
 

@@ -1,20 +1,25 @@
-"""PixelHop++ (Chen et al., arXiv 2002.03141): features by successive channel-wise Saab transforms, without gradients.
+"""PixelHop++ (Chen et al., arXiv 2002.03141): features by successive channel-wise Saab transforms,
+without gradients.
 
-A Saab transform (Kuo et al., arXiv 1810.02786) of the K pixels of a window is orthonormal: one constant DC kernel, and
-the K - 1 principal components of the window without its mean as AC kernels. A bias keeps all responses positive. The
-channel-wise transform applies one Saab transform to each channel of the unit before, so that channels form a tree. The
-energy of a node is its share of the variance of its window times its parent's energy: nodes above `cutoff` are
-transformed further, weaker ones are leaves, those below `discard` are dropped. Between the units the maps are pooled
-by maximum.
+A Saab transform (Kuo et al., arXiv 1810.02786) of the K pixels of a window is orthonormal: one
+constant DC kernel, and the K - 1 principal components of the window without its mean as AC kernels.
+A bias keeps all responses positive. The channel-wise transform applies one Saab transform to each
+channel of the unit before, so that channels form a tree. The energy of a node is its share of the
+variance of its window times its parent's energy: nodes above `cutoff` are transformed further,
+weaker ones are leaves, those below `discard` are dropped. Between the units the maps are pooled by
+maximum.
 
-BERTHop (arXiv 2108.04938) turns the channels of PixelHop++ into visual tokens by PCA. Its repository has no PixelHop++:
-it reads features that another project computed. Window 5 and three units are PixelHop++'s; thresholds, the number of
-tokens, their width and how maps of different units become tokens of one width are choices of this file: the Q nodes of
-all units with the highest energy, averaged to `cells` x `cells`, one PCA for each.
+BERTHop (arXiv 2108.04938) turns the channels of PixelHop++ into visual tokens by PCA. Its
+repository has no PixelHop++: it reads features that another project computed. Window 5 and three
+units are PixelHop++'s; thresholds, the number of tokens, their width and how maps of different
+units become tokens of one width are choices of this file: the Q nodes of all units with the highest
+energy, averaged to `cells` x `cells`, one PCA for each.
 
-Kernels are buffers: nothing of the encoder is trained. `medvl fit-pixelhop` fits it to shards (`pixelhop_fit`).
+Kernels are buffers: nothing of the encoder is trained. `medvl fit-pixelhop` fits it to shards
+(`pixelhop_fit`).
 
-K pixels of a window, N nodes of a unit, Q tokens, D their width, G cells; the other letters as in `medvl.schema`.
+K pixels of a window, N nodes of a unit, Q tokens, D their width, G cells; the other letters as in
+`medvl.schema`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.untrusted import parse_json
-from medvl.encoders.image.adapter import Size, VisionAdapter, VisionBackbone, VisionOutput, check_level
+from medvl.encoders.image.adapter import (
+    Size,
+    VisionAdapter,
+    VisionBackbone,
+    VisionOutput,
+    check_level,
+)
 from medvl.errors import ConfigError, WeightsError
 
 CONFIG = "config.json"
@@ -59,15 +70,19 @@ class SaabUnit(nn.Module):
     def forward(self, map_BCHW: Tensor) -> Tensor:
         """(B, N, H, W): the responses of all nodes."""
         padded = F.pad(map_BCHW, (self.window // 2,) * 4, mode="reflect")
-        return F.conv2d(padded[:, self.parent_N], self.kernel_N1HW, self.bias_N, groups=len(self.parent_N))
+        return F.conv2d(
+            padded[:, self.parent_N], self.kernel_N1HW, self.bias_N, groups=len(self.parent_N)
+        )
 
 
 class PixelHop(nn.Module):
-    """Fitted PixelHop++ with the projection to tokens; build it with `create_image_encoder("pixelhop", ...)`.
+    """Fitted PixelHop++ with the projection to tokens; build it with
+    `create_image_encoder("pixelhop", ...)`.
 
     Args:
         nodes: kept nodes of each unit.
-        intermediate: number of these nodes that the next unit transforms; they come first. The last unit has 0.
+        intermediate: number of these nodes that the next unit transforms; they come first. The last
+            unit has 0.
         tokens: Q.
         token_dim: D.
         cells: side of the grid to which a node's map is averaged before PCA.
@@ -90,10 +105,18 @@ class PixelHop(nn.Module):
         window: int = 5,
     ) -> None:
         super().__init__()
-        if not (len(nodes) == len(intermediate) and all(b <= a for a, b in zip(nodes, intermediate, strict=True))):
-            raise ValueError(f"expected intermediate nodes among the nodes of each unit, got {intermediate} of {nodes}")
+        if not (
+            len(nodes) == len(intermediate)
+            and all(b <= a for a, b in zip(nodes, intermediate, strict=True))
+        ):
+            raise ValueError(
+                f"expected intermediate nodes among the nodes of each unit, got {intermediate} "
+                f"of {nodes}"
+            )
         if window % 2 == 0 or not 0 < tokens <= sum(nodes) or not 0 < token_dim <= cells**2:
-            raise ValueError("expected an odd window, tokens up to the number of nodes, token_dim up to cells^2")
+            raise ValueError(
+                "expected an odd window, tokens up to the number of nodes, token_dim up to cells^2"
+            )
         self.intermediate, self.cells = tuple(intermediate), cells
         self.units = nn.ModuleList(SaabUnit(count, window) for count in nodes)
         self.register_buffer("node_Q", torch.arange(tokens))
@@ -110,18 +133,25 @@ class PixelHop(nn.Module):
 
     def cell_features(self, image_BCHW: Tensor) -> Tensor:
         """(B, nodes of all units, G): the averaged maps of every node."""
-        pooled = [F.adaptive_avg_pool2d(map_BNHW, self.cells).flatten(2) for map_BNHW in self.maps(image_BCHW)]
+        pooled = [
+            F.adaptive_avg_pool2d(map_BNHW, self.cells).flatten(2)
+            for map_BNHW in self.maps(image_BCHW)
+        ]
         return torch.cat(pooled, dim=1)
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        """(B, Q, D): the tokens, computed in float32 also under autocast: the bias is larger than most responses."""
+        """(B, Q, D): the tokens, computed in float32 also under autocast: the bias is larger
+        than most responses.
+        """
         with torch.autocast("cpu" if image_BCHW.is_meta else image_BCHW.device.type, enabled=False):
             chosen_BQG = self.cell_features(image_BCHW.float())[:, self.node_Q] - self.mean_QG
             return torch.einsum("bqg,qgd->bqd", chosen_BQG, self.components_QGD)
 
 
 class PixelHopAdapter(VisionAdapter):
-    """Adapter whose patches are tokens of frequencies, without a grid; the pooled vector has all of them."""
+    """Adapter whose patches are tokens of frequencies, without a grid; the pooled vector has all
+    of them.
+    """
 
     fixed_size = True
 
@@ -140,7 +170,8 @@ class PixelHopAdapter(VisionAdapter):
 
 
 def build_pixelhop(arguments: Mapping[str, Any]) -> VisionBackbone:
-    """Build an encoder with random kernels from torch's global generator, for weights that `medvl fit-pixelhop` wrote.
+    """Build an encoder with random kernels from torch's global generator, for weights that `medvl
+    fit-pixelhop` wrote.
 
     Raises:
         ConfigError: "out_of_range" for unknown arguments, or sizes that do not fit each other.
@@ -148,7 +179,9 @@ def build_pixelhop(arguments: Mapping[str, Any]) -> VisionBackbone:
     try:
         net = PixelHop(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"pixelhop cannot be built with {dict(arguments)}: {error}", "out_of_range") from error
+        raise ConfigError(
+            f"pixelhop cannot be built with {dict(arguments)}: {error}", "out_of_range"
+        ) from error
     return VisionBackbone(
         net=net,
         adapter=PixelHopAdapter(),
@@ -160,7 +193,8 @@ def build_pixelhop(arguments: Mapping[str, Any]) -> VisionBackbone:
 
 
 def pixelhop_arguments(folder: Path | str) -> dict[str, Any]:
-    """Return the arguments of `create_image_encoder` for a folder of `save_pixelhop`, without its name and image size.
+    """Return the arguments of `create_image_encoder` for a folder of `save_pixelhop`, without its
+    name and image size.
 
     A system gets them as `image_arguments`, and the folder as `image_weights`.
 
@@ -170,9 +204,14 @@ def pixelhop_arguments(folder: Path | str) -> dict[str, Any]:
     try:
         config = parse_json(path.read_bytes())["encoder"]
         names = ("nodes", "intermediate", "tokens", "token_dim", "cells", "window", "mean", "std")
-        return {name: tuple(value) if isinstance(value := config[name], list) else value for name in names}
+        return {
+            name: tuple(value) if isinstance(value := config[name], list) else value
+            for name in names
+        }
     except FileNotFoundError:
-        raise WeightsError(f"{path} does not exist: run medvl fit-pixelhop", "not_found", field="folder") from None
+        raise WeightsError(
+            f"{path} does not exist: run medvl fit-pixelhop", "not_found", field="folder"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         message = f"{path} is not the configuration of a fitted pixelhop ({type(error).__name__})"
         raise WeightsError(message, "malformed", field="folder") from error

@@ -1,7 +1,9 @@
-"""Fitting of PixelHop++ to images in bounded memory: one pass for each unit, and one for the tokens.
+"""Fitting of PixelHop++ to images in bounded memory: one pass for each unit, and one for the
+tokens.
 
-A pass accumulates covariances in float64, so that the result does not depend on the size of the batches and memory does
-not grow with the number of images. Letters as in `medvl.encoders.image.pixelhop`; C channels of a unit's input.
+A pass accumulates covariances in float64, so that the result does not depend on the size of the
+batches and memory does not grow with the number of images. Letters as in
+`medvl.encoders.image.pixelhop`; C channels of a unit's input.
 """
 
 import dataclasses
@@ -91,38 +93,52 @@ class Saab(NamedTuple):
     """Orthonormal rows; the first is constant."""
     variance_K: Tensor
     bias_K: Tensor
-    """Constant added to the responses: the bias that keeps them positive, less the response to the mean window."""
+    """Constant added to the responses: the bias that keeps them positive, less the response to
+    the mean window.
+    """
 
 
 def saab(mean_K: Tensor, covariance_KK: Tensor, longest: Tensor) -> Saab:
     """Return the Saab transform of windows with these statistics, float64.
 
-    The AC kernels are eigenvectors within the complement of the constant vector, with the largest entry positive.
+    The AC kernels are eigenvectors within the complement of the constant vector, with the largest
+    entry positive.
     """
     size = len(mean_K)
     constant_K = torch.full_like(mean_K, size**-0.5)
-    basis_KA = torch.linalg.qr(torch.cat([constant_K[:, None], torch.eye(size, dtype=mean_K.dtype)], dim=1)).Q[:, 1:]
+    basis_KA = torch.linalg.qr(
+        torch.cat([constant_K[:, None], torch.eye(size, dtype=mean_K.dtype)], dim=1)
+    ).Q[:, 1:]
     variance_A, vectors_AA = torch.linalg.eigh(basis_KA.T @ covariance_KK @ basis_KA)
     kernels_AK = (basis_KA @ vectors_AA).T.flip(0)
     peak_A = kernels_AK.gather(1, kernels_AK.abs().argmax(dim=1, keepdim=True)).sign()
     kernels_KK = torch.cat([constant_K[None], kernels_AK * peak_A])
-    variance_K = torch.cat([(constant_K @ covariance_KK @ constant_K)[None], variance_A.flip(0).clamp(min=0)])
+    variance_K = torch.cat(
+        [(constant_K @ covariance_KK @ constant_K)[None], variance_A.flip(0).clamp(min=0)]
+    )
     response_K = kernels_KK @ mean_K
     response_K[0] = 0  # the mean of the windows' means stays in the DC response
     return Saab(kernels_KK, variance_K, longest + response_K.abs().max() - response_K)
 
 
-def fit_pixelhop(images: Callable[[], Iterable[Tensor]], settings: PixelHopSettings) -> ImageEncoder:
+def fit_pixelhop(
+    images: Callable[[], Iterable[Tensor]], settings: PixelHopSettings
+) -> ImageEncoder:
     """Fit an encoder to images.
 
     Args:
-        images: called for every pass; yields batches (B, 1 or 3, H, W) of uint8 pixels of the size of the settings, the
-            same images each time.
+        images: called for every pass; yields batches (B, 1 or 3, H, W) of uint8 pixels of the size
+            of the settings, the same images each time.
         settings: sizes and thresholds.
 
-    Raises ConfigError ("out_of_range") if fewer nodes than tokens are kept, or no node can be transformed further.
+    Raises ConfigError ("out_of_range") if fewer nodes than tokens are kept, or no node can be
+    transformed further.
     """
-    options: dict[str, Any] = {"image_size": settings.image_size, "mean": settings.mean, "std": settings.std}
+    options: dict[str, Any] = {
+        "image_size": settings.image_size,
+        "mean": settings.mean,
+        "std": settings.std,
+    }
     units: list[SaabUnit] = []
     intermediate: list[int] = []
     energies_C = torch.ones(1, dtype=torch.float64)
@@ -136,14 +152,19 @@ def fit_pixelhop(images: Callable[[], Iterable[Tensor]], settings: PixelHopSetti
         units.append(unit)
         intermediate.append(further)
         if not further and not last:
-            message = f"no node of unit {number + 1} has an energy above {settings.cutoff:g}; lower the cutoff"
+            message = (
+                f"no node of unit {number + 1} has an energy above {settings.cutoff:g}; "
+                f"lower the cutoff"
+            )
             raise ConfigError(message, "out_of_range", field="cutoff")
     nodes = [len(unit.energy_N) for unit in units]
     if sum(nodes) < settings.tokens:
         message = f"{sum(nodes)} nodes are kept, fewer than {settings.tokens} tokens; lower discard"
         raise ConfigError(message, "out_of_range", field="tokens")
     sizes = {name: getattr(settings, name) for name in ("tokens", "token_dim", "cells", "window")}
-    encoder = create_image_encoder("pixelhop", nodes=nodes, intermediate=intermediate, **sizes, **options)
+    encoder = create_image_encoder(
+        "pixelhop", nodes=nodes, intermediate=intermediate, **sizes, **options
+    )
     net: Any = encoder.backbone
     for mine, fitted in zip(net.units, units, strict=True):
         mine.load_state_dict(fitted.state_dict())
@@ -177,7 +198,9 @@ def _fit_unit(
     """Return the unit, the number of its intermediate nodes, and their energies."""
     rows = list(zip(statistics.mean_CK, statistics.covariance_CKK, statistics.longest, strict=True))
     fitted = [saab(*row) for row in rows]
-    shares_CK = torch.stack([one.variance_K / one.variance_K.sum().clamp(min=1e-30) for one in fitted])
+    shares_CK = torch.stack(
+        [one.variance_K / one.variance_K.sum().clamp(min=1e-30) for one in fitted]
+    )
     energy_N = (energies_C[:, None] * shares_CK).flatten()
     kept_N = (energy_N >= settings.discard).nonzero().squeeze(1)
     kept_N = kept_N[energy_N[kept_N].argsort(descending=True, stable=True)]
@@ -192,7 +215,9 @@ def _fit_unit(
     return unit, further, energy_N[kept_N][:further]
 
 
-def _fit_tokens(net: Any, images: Callable[[], Iterable[Tensor]], settings: PixelHopSettings) -> None:
+def _fit_tokens(
+    net: Any, images: Callable[[], Iterable[Tensor]], settings: PixelHopSettings
+) -> None:
     """Choose the nodes of the tokens and fit their PCA, scaled to a mean variance of 1."""
     energy_N = torch.cat([unit.energy_N for unit in net.units])
     net.node_Q.copy_(energy_N.argsort(descending=True, stable=True)[: settings.tokens])
@@ -210,7 +235,9 @@ def _fit_tokens(net: Any, images: Callable[[], Iterable[Tensor]], settings: Pixe
 
 
 def save_pixelhop(encoder: ImageEncoder, folder: Path, fitted: Mapping[str, Any]) -> None:
-    """Write `model.safetensors` and `config.json`, with `fitted`: settings, images, and the hash of the shards."""
+    """Write `model.safetensors` and `config.json`, with `fitted`: settings, images, and the hash
+    of the shards.
+    """
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,8 @@ from medvl.errors import ConfigError
 class SixStageResNet(nn.Module):
     """`resnet256_6_2_1` of the authors' code, under its parameter names, without the classifier.
 
-    A 3x3 convolution, then stages of basic blocks that halve the side each; there is no max pooling.
+    A 3x3 convolution, then stages of basic blocks that halve the side each; there is no max
+    pooling.
 
     Args:
         channels: width of each stage; the stem has that of the first.
@@ -40,12 +41,20 @@ class SixStageResNet(nn.Module):
         super().__init__()
         from torchvision.models.resnet import BasicBlock
 
-        self.conv1, self.bn1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False), nn.BatchNorm2d(channels[0])
+        self.conv1, self.bn1 = (
+            nn.Conv2d(3, channels[0], 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels[0]),
+        )
         self.stages = [f"layer{number}" for number in range(1, len(channels) + 1)]
         width = channels[0]
         for stage, planes, depth in zip(self.stages, channels, layers, strict=True):
-            shortcut = nn.Sequential(nn.Conv2d(width, planes, 1, stride=2, bias=False), nn.BatchNorm2d(planes))
-            blocks = [BasicBlock(width, planes, 2, shortcut), *(BasicBlock(planes, planes) for _ in range(1, depth))]
+            shortcut = nn.Sequential(
+                nn.Conv2d(width, planes, 1, stride=2, bias=False), nn.BatchNorm2d(planes)
+            )
+            blocks = [
+                BasicBlock(width, planes, 2, shortcut),
+                *(BasicBlock(planes, planes) for _ in range(1, depth)),
+            ]
             self.add_module(stage, nn.Sequential(*blocks))
             width = planes
         for module in self.modules():
@@ -62,7 +71,9 @@ class SixStageResNet(nn.Module):
 
 
 class SixStageResNetAdapter(VisionAdapter):
-    """Adapter whose pooled vector has all cells of the last map's 2x2 averages: its width depends on the image size."""
+    """Adapter whose pooled vector has all cells of the last map's 2x2 averages: its width
+    depends on the image size.
+    """
 
     fixed_size = True
 
@@ -74,10 +85,14 @@ class SixStageResNetAdapter(VisionAdapter):
 
     def layers(self, net: Any) -> list[list[str]]:
         """Return the parameters of the stem and of each stage."""
-        return group_by_depth([name for name, _ in net.named_parameters()], [f"{stage}." for stage in net.stages])
+        return group_by_depth(
+            [name for name, _ in net.named_parameters()], [f"{stage}." for stage in net.stages]
+        )
 
     def resize(self, net: Any, size: Size) -> None:
-        """Accept any size that leaves the last map with 2x2 cells; ConfigError ("out_of_range") for smaller ones."""
+        """Accept any size that leaves the last map with 2x2 cells; ConfigError ("out_of_range")
+        for smaller ones.
+        """
         least = 2 ** (len(net.stages) + 1)
         if min(size) < least:
             message = f"image_size of resnet256 must be at least {least}, got {size}"
@@ -85,17 +100,21 @@ class SixStageResNetAdapter(VisionAdapter):
 
 
 def build_six_stage_resnet(arguments: Mapping[str, Any]) -> VisionBackbone:
-    """Build the network with random weights from torch's global generator, as the authors initialise it.
+    """Build the network with random weights from torch's global generator, as the authors
+    initialise it.
 
     Raises:
-        ConfigError: "out_of_range" for an unknown argument, or for unequal numbers of channels and layers.
+        ConfigError: "out_of_range" for an unknown argument, or for unequal numbers of channels and
+            layers.
     """
     try:
         net = SixStageResNet(**arguments)
     except (TypeError, ValueError) as error:
         message = f"resnet256 cannot be built with {dict(arguments)}: {error}"
         raise ConfigError(message, "out_of_range") from error
-    return VisionBackbone(net=net, adapter=SixStageResNetAdapter(), image_size=(256, 256), ignored_heads=("fc1.",))
+    return VisionBackbone(
+        net=net, adapter=SixStageResNetAdapter(), image_size=(256, 256), ignored_heads=("fc1.",)
+    )
 
 
 # The pixels of square patches as local features, without parameters.
@@ -111,7 +130,8 @@ _STATISTICS = (0.5, 0.5, 0.5)
 class RawPatches(nn.Module):
     """Cut images into patches; the numbers of a patch are in the order channel, row, column.
 
-    A linear layer on them equals a convolution whose weight is `linear.weight.view(D, C, side, side)`.
+    A linear layer on them equals a convolution whose weight is `linear.weight.view(D, C, side,
+    side)`.
     """
 
     def __init__(self, side: int) -> None:
@@ -120,10 +140,15 @@ class RawPatches(nn.Module):
         self.patch_drop = PatchSelection(prefix=0)
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, P, C * side * side). Raises ConfigError ("mismatch") unless whole patches cover the image."""
+        """Return (B, P, C * side * side). Raises ConfigError ("mismatch") unless whole patches
+        cover the image.
+        """
         height, width = image_BCHW.shape[2:]
         if height % self.side or width % self.side:
-            message = f"image_size must be a multiple of {self.side}, the side of a patch; got {(height, width)}"
+            message = (
+                f"image_size must be a multiple of {self.side}, the side of a patch; got "
+                f"{(height, width)}"
+            )
             raise ConfigError(message, "mismatch", field="image_size")
         cells = image_BCHW.unflatten(3, (-1, self.side)).unflatten(2, (-1, self.side))
         kept: Tensor = self.patch_drop(cells.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
@@ -152,13 +177,18 @@ def build_raw_patches(side: str, arguments: Mapping[str, Any]) -> VisionBackbone
     """Build the source of `patches:SIDE`.
 
     Raises:
-        ConfigError: "wrong_type" unless SIDE is a positive integer; "out_of_range" for any argument.
+        ConfigError: "wrong_type" unless SIDE is a positive integer; "out_of_range" for any
+            argument.
     """
     if not side.isdigit() or int(side) < 1:
-        message = f"expected patches:SIDE with the side in pixels, as in patches:32; got 'patches:{side}'"
+        message = (
+            f"expected patches:SIDE with the side in pixels, as in patches:32; got 'patches:{side}'"
+        )
         raise ConfigError(message, "wrong_type", field="name")
     if arguments:
-        raise ConfigError(f"patches:{side} takes no arguments, got {dict(arguments)}", "out_of_range")
+        raise ConfigError(
+            f"patches:{side} takes no arguments, got {dict(arguments)}", "out_of_range"
+        )
     size = 224 // int(side) * int(side) or int(side)
     return VisionBackbone(
         net=RawPatches(int(side)),

@@ -22,15 +22,19 @@ from medvl.errors import ConfigError
 
 
 class TimmAdapter(VisionAdapter):
-    """Adapter for feature maps (NCHW or NHWC), token sequences, and models that give their grid by stage only.
+    """Adapter for feature maps (NCHW or NHWC), token sequences, and models that give their grid by
+    stage only.
 
-    The first forward pass finds out which kind a model is; `ImageEncoder` runs one on the meta device when it is built.
+    The first forward pass finds out which kind a model is; `ImageEncoder` runs one on the meta
+    device when it is built.
     """
 
     def __init__(self, net: Any) -> None:
         from timm.models import Hiera
 
-        self.fixed_size = bool(net.pretrained_cfg.get("fixed_input_size")) and not getattr(net, "dynamic_img_size", 0)
+        self.fixed_size = bool(net.pretrained_cfg.get("fixed_input_size")) and not getattr(
+            net, "dynamic_img_size", 0
+        )
         self.patch_size = _whole_patches(net)
         self.prefix = int(getattr(net, "num_prefix_tokens", None) or 0)
         self.by_stage = False
@@ -41,7 +45,9 @@ class TimmAdapter(VisionAdapter):
         self.has_attention = _has_attention(net)
 
     def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
-        """Encode pixels. Transformers with one grid have level -1 only: all patches after the final norm."""
+        """Encode pixels. Transformers with one grid have level -1 only: all patches after the
+        final norm.
+        """
         if level != -1 or self.by_stage:
             return self._encode_stage(net, image_BCHW, level)
         features = net.forward_features(image_BCHW)
@@ -51,24 +57,34 @@ class TimmAdapter(VisionAdapter):
         if features.ndim == 4:
             is_channels_last = str(getattr(net, "output_fmt", "")).endswith("NHWC")
             map_BDHW = features.permute(0, 3, 1, 2) if is_channels_last else features
-            return VisionOutput(_vector(net.forward_head(features, pre_logits=True)), None, *flatten_map(map_BDHW))
+            return VisionOutput(
+                _vector(net.forward_head(features, pre_logits=True)), None, *flatten_map(map_BDHW)
+            )
         grid = self._grid(net, image_BCHW)
         is_partial = self.keep is not None and getattr(net, self.keep).is_partial
-        if not is_partial and (grid is None or self.prefix + grid[0] * grid[1] != features.shape[1]):
+        if not is_partial and (
+            grid is None or self.prefix + grid[0] * grid[1] != features.shape[1]
+        ):
             self.by_stage = True
             return self._encode_stage(net, image_BCHW, level)
         pooled_BD = net.forward_head(features, pre_logits=True)
         prefix_BND = features[:, : self.prefix] if self.prefix else None
-        return VisionOutput(pooled_BD, prefix_BND, features[:, self.prefix :], None if is_partial else grid)
+        return VisionOutput(
+            pooled_BD, prefix_BND, features[:, self.prefix :], None if is_partial else grid
+        )
 
     def embed(self, net: Any, image_BCHW: Tensor) -> Tensor:
         """See the base class."""
         if not is_vision_transformer(net):
             return super().embed(net, image_BCHW)
-        tokens_BTD: Tensor = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(image_BCHW))))
+        tokens_BTD: Tensor = net.norm_pre(
+            net.patch_drop(net._pos_embed(net.patch_embed(image_BCHW)))
+        )
         return tokens_BTD
 
-    def encode_tokens(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor | None) -> Sequence[Tensor]:
+    def encode_tokens(
+        self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor | None
+    ) -> Sequence[Tensor]:
         """See the base class."""
         if not is_vision_transformer(net):
             return super().encode_tokens(net, hidden_BTD, attend_BQT)
@@ -80,12 +96,16 @@ class TimmAdapter(VisionAdapter):
 
     @contextlib.contextmanager
     def record_attention(self, net: Any) -> Iterator[list[Tensor]]:
-        """Compute softmax(q k^T / sqrt(d)) of one query again, because fused attention returns no weights."""
+        """Compute softmax(q k^T / sqrt(d)) of one query again, because fused attention returns
+        no weights.
+        """
         if not self.has_attention:
             super().record_attention(net)
         recorded: list[Tensor] = []
         hook = net.blocks[-1].attn.register_forward_pre_hook(
-            lambda attention, inputs: recorded.append(_class_attention(attention, inputs[0])[:, self.prefix :])
+            lambda attention, inputs: recorded.append(
+                _class_attention(attention, inputs[0])[:, self.prefix :]
+            )
         )
         try:
             yield recorded
@@ -103,12 +123,16 @@ class TimmAdapter(VisionAdapter):
             matcher = net.group_matcher(coarse=True)
         except (AttributeError, AssertionError):
             stages = [f"{info['module']}." for info in net.feature_info]
-            return group_by_depth([name for name, _ in net.named_parameters()], stages, top=("norm.", "head."))
+            return group_by_depth(
+                [name for name, _ in net.named_parameters()], stages, top=("norm.", "head.")
+            )
         groups: Mapping[int, list[str]] = group_parameters(net, matcher)
         return [groups[index] for index in sorted(groups)]
 
     def resize(self, net: Any, size: Size) -> None:
-        """Change the input size with timm's `set_input_size`; ConfigError if the model has no such method."""
+        """Change the input size with timm's `set_input_size`; ConfigError if the model has no
+        such method.
+        """
         if not hasattr(net, "set_input_size"):
             super().resize(net, size)
         net.set_input_size(img_size=size)
@@ -123,8 +147,12 @@ class TimmAdapter(VisionAdapter):
         grids = {info["reduction"] for info in net.feature_info}
         check_level(level, len(net.feature_info) if len(grids) > 1 else 1, type(net).__name__)
         norm = self.by_stage and self.has_map_norm
-        features, maps = net.forward_intermediates(image_BCHW, indices=[level], norm=norm, output_fmt="NCHW")
-        return VisionOutput(_vector(net.forward_head(features, pre_logits=True)), None, *flatten_map(maps[0]))
+        features, maps = net.forward_intermediates(
+            image_BCHW, indices=[level], norm=norm, output_fmt="NCHW"
+        )
+        return VisionOutput(
+            _vector(net.forward_head(features, pre_logits=True)), None, *flatten_map(maps[0])
+        )
 
 
 def build_timm(name: str, arguments: Mapping[str, Any]) -> VisionBackbone:
@@ -138,18 +166,24 @@ def build_timm(name: str, arguments: Mapping[str, Any]) -> VisionBackbone:
     try:
         net: Any = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
     except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"timm cannot build {name} with {dict(arguments)}: {error}", "out_of_range") from error
+        raise ConfigError(
+            f"timm cannot build {name} with {dict(arguments)}: {error}", "out_of_range"
+        ) from error
     config = net.pretrained_cfg
     repository = config.get("hf_hub_id")
     return VisionBackbone(
         net=net,
         adapter=TimmAdapter(net),
-        image_size=_size(getattr(getattr(net, "patch_embed", None), "img_size", None) or config["input_size"][1:]),
+        image_size=_size(
+            getattr(getattr(net, "patch_embed", None), "img_size", None) or config["input_size"][1:]
+        ),
         ignored_heads=[f"{name}." for name in (*classifier_names(net), *_absent_stages(net))],
         mean=config["mean"],
         std=config["std"],
         block_prefix="blocks." if is_vision_transformer(net) else None,
-        note=f"timm's are in the repository {repository}: pass '{repository}@COMMIT'" if repository else "",
+        note=f"timm's are in the repository {repository}: pass '{repository}@COMMIT'"
+        if repository
+        else "",
     )
 
 
@@ -167,12 +201,20 @@ def classifier_names(net: Any) -> Sequence[str]:
 
 
 def _absent_stages(net: Any) -> list[str]:
-    """Return the stages of a ResNet that was built without blocks in them: `layers=(3, 4, 6, 0)`."""
-    return [name for name, stage in net.named_children() if name.startswith("layer") and not list(stage.parameters())]
+    """Return the stages of a ResNet that was built without blocks in them: `layers=(3, 4, 6,
+    0)`.
+    """
+    return [
+        name
+        for name, stage in net.named_children()
+        if name.startswith("layer") and not list(stage.parameters())
+    ]
 
 
 def _has_attention(net: Any) -> bool:
-    """Return whether `net` is a vision Transformer with a class token and plain attention in its last block."""
+    """Return whether `net` is a vision Transformer with a class token and plain attention in its
+    last block.
+    """
     from timm.layers import Attention
 
     if not is_vision_transformer(net) or net.cls_token is None or not len(net.blocks):
@@ -182,10 +224,16 @@ def _has_attention(net: Any) -> bool:
 
 @torch.no_grad()
 def _class_attention(attention: Any, tokens_BTD: Tensor) -> Tensor:
-    """Return (B, T) float32: the attention from the first token, averaged over heads, without dropout."""
+    """Return (B, T) float32: the attention from the first token, averaged over heads, without
+    dropout.
+    """
     width, qkv = attention.attn_dim, attention.qkv
     query_B1hd, key_BThd = (
-        norm(F.linear(x_BND, qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows]).unflatten(2, heads))
+        norm(
+            F.linear(
+                x_BND, qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows]
+            ).unflatten(2, heads)
+        )
         for norm, x_BND, rows, heads in (
             (attention.q_norm, tokens_BTD[:, :1], slice(0, width), (attention.num_heads, -1)),
             (attention.k_norm, tokens_BTD, slice(width, 2 * width), (attention.num_heads, -1)),
@@ -196,10 +244,18 @@ def _class_attention(attention: Any, tokens_BTD: Tensor) -> Tensor:
 
 
 def _whole_patches(net: Any) -> Size:
-    """Return the size of a patch if images must divide into patches; (1, 1) if the model pads or crops them."""
+    """Return the size of a patch if images must divide into patches; (1, 1) if the model pads or
+    crops them.
+    """
     embedding: Any = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
-    is_checked = getattr(embedding, "img_size", None) is not None or getattr(embedding, "is_linear", False)
-    return _size(embedding.patch_size) if is_checked and not getattr(embedding, "dynamic_img_pad", True) else (1, 1)
+    is_checked = getattr(embedding, "img_size", None) is not None or getattr(
+        embedding, "is_linear", False
+    )
+    return (
+        _size(embedding.patch_size)
+        if is_checked and not getattr(embedding, "dynamic_img_pad", True)
+        else (1, 1)
+    )
 
 
 def _size(size: Any) -> Size:

@@ -7,7 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from medvl.encoders.base import group_by_depth
-from medvl.encoders.image.adapter import Size, VisionAdapter, VisionBackbone, VisionOutput, check_level, flatten_map
+from medvl.encoders.image.adapter import (
+    Size,
+    VisionAdapter,
+    VisionBackbone,
+    VisionOutput,
+    check_level,
+    flatten_map,
+)
 from medvl.errors import ConfigError
 
 _PATCHES, _POOLED, _LEVEL = "patches", "pooled", "level"
@@ -37,13 +44,21 @@ FAMILIES: Mapping[str, Family] = {
     "MobileNetV2": Family(patches="features"),
     "MobileNetV3": Family(patches="features"),
     "EfficientNet": Family(patches="features"),
-    "ConvNeXt": Family(patches="features", pooled="classifier.1", levels=_STAGES, head="classifier.2."),
-    "DenseNet": Family(patches="relu", levels=[f"features.denseblock{index}" for index in range(1, 5)]),
+    "ConvNeXt": Family(
+        patches="features", pooled="classifier.1", levels=_STAGES, head="classifier.2."
+    ),
+    "DenseNet": Family(
+        patches="relu", levels=[f"features.denseblock{index}" for index in range(1, 5)]
+    ),
     "ResNet": Family(patches="layer4", levels=_RESNET_STAGES, head="fc."),
     "RegNet": Family(
-        patches="trunk_output", levels=[f"trunk_output.block{index}" for index in range(1, 5)], head="fc."
+        patches="trunk_output",
+        levels=[f"trunk_output.block{index}" for index in range(1, 5)],
+        head="fc.",
     ),
-    "ShuffleNetV2": Family(patches="conv5", pooled="mean", levels=("stage2", "stage3", "stage4", "conv5"), head="fc."),
+    "ShuffleNetV2": Family(
+        patches="conv5", pooled="mean", levels=("stage2", "stage3", "stage4", "conv5"), head="fc."
+    ),
     "SwinTransformer": Family(patches="permute", levels=_STAGES, channels_last=True, head="head."),
     "VisionTransformer": Family(patches="encoder.ln", pooled=None, levels=(), head="heads."),
 }
@@ -53,7 +68,9 @@ FAMILIES: Mapping[str, Family] = {
 class TorchvisionAdapter(VisionAdapter):
     """Adapter for a traced model that returns its named nodes."""
 
-    def __init__(self, family: Family, levels: Sequence[str], transformer_grid: Size | None) -> None:
+    def __init__(
+        self, family: Family, levels: Sequence[str], transformer_grid: Size | None
+    ) -> None:
         self.family, self.levels = family, levels
         self.transformer_grid = transformer_grid
         self.fixed_size = transformer_grid is not None
@@ -71,7 +88,9 @@ class TorchvisionAdapter(VisionAdapter):
             return VisionOutput(pooled_BD, None, *flatten_map(last))
         stage = nodes[f"{_LEVEL}{level}"]
         return VisionOutput(
-            pooled_BD, None, *flatten_map(stage.permute(0, 3, 1, 2) if self.family.channels_last else stage)
+            pooled_BD,
+            None,
+            *flatten_map(stage.permute(0, 3, 1, 2) if self.family.channels_last else stage),
         )
 
     def layers(self, net: Any) -> list[list[str]]:
@@ -84,29 +103,42 @@ class TorchvisionAdapter(VisionAdapter):
         return group_by_depth(names, blocks, top=["encoder.ln."])
 
 
-def build_torchvision(name: str, arguments: Mapping[str, Any], level: int, image_size: Size | None) -> VisionBackbone:
-    """Build a torchvision model without its classifier, with random weights from torch's global generator.
+def build_torchvision(
+    name: str, arguments: Mapping[str, Any], level: int, image_size: Size | None
+) -> VisionBackbone:
+    """Build a torchvision model without its classifier, with random weights from torch's global
+    generator.
 
     Vision Transformers are built for `image_size`, because their traced graph contains the size.
 
     Raises:
-        ConfigError: "out_of_range" if torchvision rejects an argument, "unsupported" if the model's class is not one of
-            `FAMILIES` or `image_size` is not square for a vision Transformer.
+        ConfigError: "out_of_range" if torchvision rejects an argument, "unsupported" if the model's
+            class is not one of `FAMILIES` or `image_size` is not square for a vision Transformer.
     """
     from torchvision import models
 
     if name.startswith("vit_") and image_size is not None:
         if image_size[0] != image_size[1]:
-            raise ConfigError(f"{name} needs square images, got {image_size}", "unsupported", field="image_size")
+            raise ConfigError(
+                f"{name} needs square images, got {image_size}", "unsupported", field="image_size"
+            )
         arguments = {**arguments, "image_size": image_size[0]}
     try:
         net = models.get_model(name, weights=None, **arguments)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"torchvision cannot build {name} with {dict(arguments)}: {error}", "out_of_range") from error
+        raise ConfigError(
+            f"torchvision cannot build {name} with {dict(arguments)}: {error}", "out_of_range"
+        ) from error
     family = FAMILIES.get(type(net).__name__)
     if family is None:
-        raise ConfigError(f"unsupported {name}: use timm's, or one of {', '.join(FAMILIES)}", "unsupported")
-    grid = (net.image_size // net.patch_size,) * 2 if isinstance(net, models.VisionTransformer) else None
+        raise ConfigError(
+            f"unsupported {name}: use timm's, or one of {', '.join(FAMILIES)}", "unsupported"
+        )
+    grid = (
+        (net.image_size // net.patch_size,) * 2
+        if isinstance(net, models.VisionTransformer)
+        else None
+    )
     levels = family.levels
     if levels is None:
         levels = [f"features.{child}" for child, _ in net.features.named_children()]

@@ -1,8 +1,9 @@
-"""Adapters from Hugging Face models, open_clip's text encoders and word vector tables to `TextEncoder`.
+"""Adapters from Hugging Face models, open_clip's text encoders and word vector tables to
+`TextEncoder`.
 
-An adapter splits a model into its embeddings, and its layers over any hidden states and attention mask, so that fusion
-models can put image tokens beside the text. Adapters hold no tensors: the library's module keeps its parameter names,
-so that published files fit it.
+An adapter splits a model into its embeddings, and its layers over any hidden states and attention
+mask, so that fusion models can put image tokens beside the text. Adapters hold no tensors: the
+library's module keeps its parameter names, so that published files fit it.
 """
 
 import abc
@@ -53,7 +54,8 @@ class MatrixHead(nn.Module):
 
 
 def text_projection(kind: str, width: int) -> tuple[nn.Module, int]:
-    """Return (head, width of its output) for a preset's `projection`, with torch's default initialisation.
+    """Return (head, width of its output) for a preset's `projection`, with torch's default
+    initialisation.
 
     Raises:
         ConfigError: "unknown_name".
@@ -63,24 +65,36 @@ def text_projection(kind: str, width: int) -> tuple[nn.Module, int]:
     if kind == "biomedclip":
         projected = 512
         middle = (width + projected) // 2
-        layers = nn.Linear(width, middle, bias=False), nn.GELU(), nn.Linear(middle, projected, bias=False)
+        layers = (
+            nn.Linear(width, middle, bias=False),
+            nn.GELU(),
+            nn.Linear(middle, projected, bias=False),
+        )
         return nn.Sequential(*layers), projected
     raise ConfigError(f"unknown projection head {kind!r}", "unknown_name", field="projection")
 
 
 def knowledge_head(width: int, out: int) -> nn.Sequential:
-    """Return BERT's pooler and the head behind it that KAD trains on knowledge, with torch's default initialisation.
+    """Return BERT's pooler and the head behind it that KAD trains on knowledge, with torch's
+    default initialisation.
 
     The released code draws the weights of the head from N(0, 1 / `width`).
     """
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, out))
+    return nn.Sequential(
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.GELU(),
+        nn.Linear(width, out),
+    )
 
 
 # Attention of open_clip's causal text Transformers on a GPU, without a mask in memory.
 
 
 class CausalAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` under a causal mask: on a GPU it tells the kernel, which then computes half the matrix.
+    """`nn.MultiheadAttention` under a causal mask: on a GPU it tells the kernel, which then
+    computes half the matrix.
 
     Elsewhere this is `nn.MultiheadAttention`. The mask must be the causal one.
     """
@@ -99,23 +113,35 @@ class CausalAttention(nn.MultiheadAttention):
         """See the base class."""
         is_causal = is_causal or (query.is_cuda and attn_mask is not None)
         return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
         )
 
 
 def speed_up_causal_attention(net: nn.Module) -> None:
-    """Make the attention of a causal Transformer `CausalAttention`, in place; parameters and their names stay."""
+    """Make the attention of a causal Transformer `CausalAttention`, in place; parameters and
+    their names stay.
+    """
     for module in net.modules():
         if type(module) is nn.MultiheadAttention:
             module.__class__ = CausalAttention
 
 
 class TextAdapter(abc.ABC):
-    """Adapter for one kind of model; operations that a kind does not support raise ConfigError ("unsupported")."""
+    """Adapter for one kind of model; operations that a kind does not support raise ConfigError
+    ("unsupported").
+    """
 
     padded_length: int | None = None
-    """Length to which every text is padded, for models that were trained with padding and attend to it; their states
-    have this length."""
+    """Length to which every text is padded, for models that were trained with padding and attend to
+    it; their states have this length.
+    """
     pools_last_position: bool = False
     """Whether pool="eos" takes the last position of `padded_length`, not the last real token."""
 
@@ -129,10 +155,14 @@ class TextAdapter(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
-        """Return all states, the input first; `attend_BQT` is True where a query may attend, with Q = 1 or T."""
+        """Return all states, the input first; `attend_BQT` is True where a query may attend,
+        with Q = 1 or T.
+        """
 
     def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
-        """Return the last states (B, T, D) of tokens after those in the cache, and add their keys and values to it."""
+        """Return the last states (B, T, D) of tokens after those in the cache, and add their
+        keys and values to it.
+        """
         raise _unsupported(net, "a cache of keys and values")
 
     def prepare_packing(self, net: Any) -> "type[Packing]":
@@ -144,7 +174,9 @@ class TextAdapter(abc.ABC):
         raise _unsupported(net, "packed texts")
 
     def first_token_attention(self, net: Any, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
-        """Return the last layer's attention from the first token, averaged over heads, (B, T), given its input."""
+        """Return the last layer's attention from the first token, averaged over heads, (B, T),
+        given its input.
+        """
         raise _unsupported(net, "attention weights")
 
     @abc.abstractmethod
@@ -164,7 +196,9 @@ class TextBackbone:
     max_tokens: int
     num_layers: int
     block_prefix: str | None = None
-    """Prefix of the names of numbered layers, for models that may be built with fewer layers than published."""
+    """Prefix of the names of numbered layers, for models that may be built with fewer layers
+    than published.
+    """
     projection: nn.Module | None = None
     projected_width: int = 0
     positions_start_after_padding: bool = False
@@ -172,7 +206,9 @@ class TextBackbone:
 
 
 class BertAdapter(TextAdapter):
-    """Adapter for BERT-like models: `embeddings`, then `encoder.layer`, whose layers return hidden states."""
+    """Adapter for BERT-like models: `embeddings`, then `encoder.layer`, whose layers return
+    hidden states.
+    """
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
         """Return the embeddings; `positions` may have `position_ids` and `token_type_ids`."""
@@ -199,7 +235,10 @@ class BertAdapter(TextAdapter):
 
     def prepare_packing(self, net: Any) -> "type[Packing]":
         """Register the packed attention function."""
-        from medvl.encoders.text.packing import Packing, use_packed_attention  # imports torch's compiler: seconds
+        from medvl.encoders.text.packing import (
+            Packing,
+            use_packed_attention,
+        )  # imports torch's compiler: seconds
 
         use_packed_attention(net)
         return Packing
@@ -212,15 +251,24 @@ class BertAdapter(TextAdapter):
         return states
 
     def first_token_attention(self, net: Any, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
-        """Return softmax(q k^T / sqrt(d)) of one query, recomputed, because fused attention returns no weights."""
+        """Return softmax(q k^T / sqrt(d)) of one query, recomputed, because fused attention
+        returns no weights.
+        """
         attention = self._last_attention(net)
         with _gathered(self._layers_in_order(net)[-1]):
             query_B1hd, key_BThd = (
                 projection(states_BTD).unflatten(2, (attention.num_attention_heads, -1))
-                for projection, states_BTD in ((attention.query, hidden_BTD[:, :1]), (attention.key, hidden_BTD))
+                for projection, states_BTD in (
+                    (attention.query, hidden_BTD[:, :1]),
+                    (attention.key, hidden_BTD),
+                )
             )
-        scores_BhT = (query_B1hd.float() * key_BThd.float()).sum(dim=3).transpose(1, 2) * attention.scaling
-        weights_BhT = scores_BhT.masked_fill(~mask_BT[:, None], torch.finfo(torch.float32).min).softmax(dim=2)
+        scores_BhT = (query_B1hd.float() * key_BThd.float()).sum(dim=3).transpose(
+            1, 2
+        ) * attention.scaling
+        weights_BhT = scores_BhT.masked_fill(
+            ~mask_BT[:, None], torch.finfo(torch.float32).min
+        ).softmax(dim=2)
         return weights_BhT.mean(dim=1).masked_fill(~mask_BT, 0.0)
 
     def layers(self, net: Any) -> list[list[str]]:
@@ -239,7 +287,9 @@ class BertAdapter(TextAdapter):
 
 @contextlib.contextmanager
 def _gathered(layer: Any) -> Iterator[None]:
-    """Gather a layer's weights outside of its forward pass, if `fully_shard` has divided them, without gradient."""
+    """Gather a layer's weights outside of its forward pass, if `fully_shard` has divided them,
+    without gradient.
+    """
     if not hasattr(layer, "unshard"):
         yield
         return
@@ -250,11 +300,15 @@ def _gathered(layer: Any) -> Iterator[None]:
 
 
 class AlbertAdapter(BertAdapter):
-    """Adapter for ALBERT: narrow embeddings, mapped to the width of layers that share their parameters."""
+    """Adapter for ALBERT: narrow embeddings, mapped to the width of layers that share their
+    parameters.
+    """
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
         """Return the embeddings, mapped to full width."""
-        hidden_BTD: Tensor = net.encoder.embedding_hidden_mapping_in(super().embed(net, ids_BT, **positions))
+        hidden_BTD: Tensor = net.encoder.embedding_hidden_mapping_in(
+            super().embed(net, ids_BT, **positions)
+        )
         return hidden_BTD
 
     def embed_vectors(self, net: Any, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
@@ -264,12 +318,17 @@ class AlbertAdapter(BertAdapter):
         return hidden_BTD
 
     def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
-        """Raise ConfigError: layers that share parameters would also share their places in the cache."""
+        """Raise ConfigError: layers that share parameters would also share their places in the
+        cache.
+        """
         return TextAdapter.encode_next(self, net, hidden_BTD, attend_BTK, cache)
 
     def layers(self, net: Any) -> list[list[str]]:
         """Return the parameters of the embeddings and of each group of shared layers."""
-        groups = [f"encoder.albert_layer_groups.{index}." for index in range(len(net.encoder.albert_layer_groups))]
+        groups = [
+            f"encoder.albert_layer_groups.{index}."
+            for index in range(len(net.encoder.albert_layer_groups))
+        ]
         return group_by_depth([name for name, _ in net.named_parameters()], groups)
 
     def _layers_in_order(self, net: Any) -> Sequence[nn.Module]:
@@ -284,7 +343,8 @@ class AlbertAdapter(BertAdapter):
 
 
 class FullModelAdapter(TextAdapter):
-    """Adapter for other Hugging Face encoders: `embed` returns the ids, `encode` runs the whole model on them.
+    """Adapter for other Hugging Face encoders: `embed` returns the ids, `encode` runs the whole
+    model on them.
 
     Other hidden states, and masks with a row for every query, are not supported.
     """
@@ -299,13 +359,19 @@ class FullModelAdapter(TextAdapter):
         """Return the hidden states of the whole model."""
         if hidden_BTD.is_floating_point() or attend_BQT.shape[1] != 1:
             raise _unsupported(net, "hidden states or a mask for every query")
-        output = net(input_ids=hidden_BTD, attention_mask=attend_BQT[:, 0].long(), output_hidden_states=True)
+        output = net(
+            input_ids=hidden_BTD, attention_mask=attend_BQT[:, 0].long(), output_hidden_states=True
+        )
         states: Sequence[Tensor] = output.hidden_states
         return states
 
     def layers(self, net: Any) -> list[list[str]]:
-        """Return the parameters of the embeddings, of each module in the longest module list, and of the rest."""
-        lists = {name: child for name, child in net.named_modules() if isinstance(child, nn.ModuleList)}
+        """Return the parameters of the embeddings, of each module in the longest module list,
+        and of the rest.
+        """
+        lists = {
+            name: child for name, child in net.named_modules() if isinstance(child, nn.ModuleList)
+        }
         longest = max(lists, key=lambda name: len(lists[name]))
         names = [name for name, _ in net.named_parameters()]
         blocks = [f"{longest}.{index}." for index in range(len(lists[longest]))]
@@ -319,23 +385,32 @@ class ClipAdapter(TextAdapter):
     def __init__(self, net: Any) -> None:
         if net.attn_mask is None:
             self.padded_length = int(net.context_length)
-            self.pools_last_position = net.pool_type == "last"  # SigLIP; MobileCLIP pools its end token
+            self.pools_last_position = (
+                net.pool_type == "last"
+            )  # SigLIP; MobileCLIP pools its end token
         else:
             speed_up_causal_attention(net)
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
-        """Return the embeddings; bidirectional models (SigLIP) get texts padded to full length, as in training."""
+        """Return the embeddings; bidirectional models (SigLIP) get texts padded to full length,
+        as in training.
+        """
         if positions:
             raise _unsupported(net, ", ".join(positions))
         if self.padded_length is not None:
-            ids_BT = nn.functional.pad(ids_BT, (0, self.padded_length - ids_BT.shape[1]), value=net.pad_id)
-        hidden_BTD: Tensor = net.token_embedding(ids_BT) + net.positional_embedding[: ids_BT.shape[1]]
+            ids_BT = nn.functional.pad(
+                ids_BT, (0, self.padded_length - ids_BT.shape[1]), value=net.pad_id
+            )
+        hidden_BTD: Tensor = (
+            net.token_embedding(ids_BT) + net.positional_embedding[: ids_BT.shape[1]]
+        )
         return hidden_BTD
 
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
         """Return the states after every block, the last one after the final norm.
 
-        Attention is causal in the model itself, so right padding needs no mask; masks per query are unsupported.
+        Attention is causal in the model itself, so right padding needs no mask; masks per query are
+        unsupported.
         """
         length = hidden_BTD.shape[1]
         if attend_BQT.shape[1] != 1:
@@ -346,9 +421,13 @@ class ClipAdapter(TextAdapter):
 
     def layers(self, net: Any) -> list[list[str]]:
         """Return the parameters of the embeddings, the blocks and the final norm."""
-        blocks = [f"transformer.resblocks.{index}." for index in range(len(net.transformer.resblocks))]
+        blocks = [
+            f"transformer.resblocks.{index}." for index in range(len(net.transformer.resblocks))
+        ]
         names = [name for name, _ in net.named_parameters()]
-        return group_by_depth(names, blocks, top=["ln_final."], stem=["token_embedding.", "positional_embedding"])
+        return group_by_depth(
+            names, blocks, top=["ln_final."], stem=["token_embedding.", "positional_embedding"]
+        )
 
 
 class StaticAdapter(TextAdapter):
@@ -371,4 +450,6 @@ class StaticAdapter(TextAdapter):
 
 
 def _unsupported(net: Any, feature: str) -> ConfigError:
-    return ConfigError(f"{type(net).__name__} does not support {feature}; use a BERT-like encoder", "unsupported")
+    return ConfigError(
+        f"{type(net).__name__} does not support {feature}; use a BERT-like encoder", "unsupported"
+    )

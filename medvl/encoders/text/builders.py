@@ -1,4 +1,5 @@
-"""Text backbones with random weights: Hugging Face encoders, open_clip's text encoders, word vector tables.
+"""Text backbones with random weights: Hugging Face encoders, open_clip's text encoders, word vector
+tables.
 
 Weights are initialised by the library, from torch's global generator.
 """
@@ -42,41 +43,57 @@ UNBOUNDED = 1_000_000
 
 
 def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return (model type, fields that differ from the type's defaults) of a Hugging Face folder's `config.json`.
+    """Return (model type, fields that differ from the type's defaults) of a Hugging Face folder's
+    `config.json`.
 
     Code in the folder is never run.
 
     Raises:
-        ConfigError: "not_found" if the file is missing, "malformed" if it does not describe a model of transformers.
+        ConfigError: "not_found" if the file is missing, "malformed" if it does not describe a model
+            of transformers.
     """
     import transformers
 
     path = folder / "config.json"
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-        model_type = "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])  # a plain BERT
+        model_type = (
+            "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])
+        )  # a plain BERT
         known = transformers.AutoConfig.for_model(model_type).to_dict()
     except FileNotFoundError:
-        raise ConfigError(f"{folder} has no config.json of Hugging Face", "not_found", field="name") from None
+        raise ConfigError(
+            f"{folder} has no config.json of Hugging Face", "not_found", field="name"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} describes no transformers model: {error}", "malformed", field="name") from None
+        raise ConfigError(
+            f"{path} describes no transformers model: {error}", "malformed", field="name"
+        ) from None
     fields = {
         key: value
         for key, value in content.items()
-        if key in known and key != "model_type" and isinstance(value, bool | int | float | str) and value != known[key]
+        if key in known
+        and key != "model_type"
+        and isinstance(value, bool | int | float | str)
+        and value != known[key]
     }
     fields.pop("dtype", None)
     return model_type, fields
 
 
 def parse_fields(text: str) -> dict[str, Any]:
-    """Return the fields of a name such as `hf:bert{"hidden_size": 192}`. Raises ConfigError if they are malformed."""
+    """Return the fields of a name such as `hf:bert{"hidden_size": 192}`. Raises ConfigError if
+    they are malformed.
+    """
     try:
         fields = parse_json(text)
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        message = "expected hf:TYPE with a JSON object of fields, such as hf:bert{" + '"hidden_size": 192}'
+        message = (
+            "expected hf:TYPE with a JSON object of fields, such as hf:bert{"
+            + '"hidden_size": 192}'
+        )
         raise ConfigError(message, "malformed", field="name")
     return fields
 
@@ -84,11 +101,12 @@ def parse_fields(text: str) -> dict[str, Any]:
 def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBackbone:
     """Build an encoder of transformers from its model type and the fields of its configuration.
 
-    Attention uses torch's `scaled_dot_product_attention`. BERT's pooler is not built, because no published system uses
-    it.
+    Attention uses torch's `scaled_dot_product_attention`. BERT's pooler is not built, because no
+    published system uses it.
 
     Raises:
-        ConfigError: "unknown_name" for the type or a field, "out_of_range" if transformers rejects the values.
+        ConfigError: "unknown_name" for the type or a field, "out_of_range" if transformers rejects
+            the values.
     """
     import transformers
 
@@ -96,31 +114,44 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
         known = transformers.AutoConfig.for_model(model_type).to_dict()
     except (KeyError, ValueError):
         near = difflib.get_close_matches(model_type, transformers.CONFIG_MAPPING, n=3)
-        hint = f"did you mean {', '.join(near)}?" if near else "give a type such as bert, or a local folder of a model"
-        message = f"transformers has no model type {model_type!r} and there is no such folder: {hint}"
+        hint = (
+            f"did you mean {', '.join(near)}?"
+            if near
+            else "give a type such as bert, or a local folder of a model"
+        )
+        message = (
+            f"transformers has no model type {model_type!r} and there is no such folder: {hint}"
+        )
         raise ConfigError(message, "unknown_name", field="name") from None
     _check_fields(f"hf:{model_type}", arguments, known)
     options = {"add_pooling_layer": False} if model_type in _WITH_POOLER else {}
     try:
         config = transformers.AutoConfig.for_model(model_type, **arguments)
         attention = "eager" if model_type in _EAGER_ONLY else "sdpa"
-        net: Any = transformers.AutoModel.from_config(config, attn_implementation=attention, **options)
+        net: Any = transformers.AutoModel.from_config(
+            config, attn_implementation=attention, **options
+        )
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise ConfigError(f"cannot build {model_type} with {dict(arguments)}: {error}", "out_of_range") from error
+        raise ConfigError(
+            f"cannot build {model_type} with {dict(arguments)}: {error}", "out_of_range"
+        ) from error
     adapter: TextAdapter = FullModelAdapter()
     if model_type in _BERT_LIKE:
         adapter = BertAdapter()
     elif model_type == "albert":
         adapter = AlbertAdapter()
     padding = config.pad_token_id or 0
-    positions_start_after_padding = hasattr(getattr(net, "embeddings", None), "padding_idx")  # RoBERTa-like models
+    positions_start_after_padding = hasattr(
+        getattr(net, "embeddings", None), "padding_idx"
+    )  # RoBERTa-like models
     return TextBackbone(
         net=net,
         adapter=adapter,
         width=config.hidden_size,
         vocab_size=config.vocab_size,
         pad_id=padding,
-        max_tokens=config.max_position_embeddings - (padding + 1 if positions_start_after_padding else 0),
+        max_tokens=config.max_position_embeddings
+        - (padding + 1 if positions_start_after_padding else 0),
         num_layers=config.num_hidden_layers,
         block_prefix="encoder.layer." if model_type in _BERT_LIKE else None,
         positions_start_after_padding=positions_start_after_padding,
@@ -132,17 +163,21 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
 
     Args:
         name: open_clip's name of the model, or "custom" for a model that `arguments` describes.
-        arguments: fields of `open_clip.CLIPTextCfg`, and `embed_dim`, that differ from the named model's; sizes may
-            also have Hugging Face's names.
+        arguments: fields of `open_clip.CLIPTextCfg`, and `embed_dim`, that differ from the named
+            model's; sizes may also have Hugging Face's names.
         projection: whether to keep the projection into the shared space.
 
     Raises:
-        ConfigError: "unknown_name" for the name or a field, "unsupported" if the text encoder is another library's
-            model, "out_of_range" if open_clip rejects the values.
+        ConfigError: "unknown_name" for the name or a field, "unsupported" if the text encoder is
+            another library's model, "out_of_range" if open_clip rejects the values.
     """
     import open_clip
 
-    config: Any = {"embed_dim": 512, "text_cfg": {}} if name == OPEN_CLIP_CUSTOM else open_clip.get_model_config(name)
+    config: Any = (
+        {"embed_dim": 512, "text_cfg": {}}
+        if name == OPEN_CLIP_CUSTOM
+        else open_clip.get_model_config(name)
+    )
     if config is None:
         near = difflib.get_close_matches(name, open_clip.list_models(), n=3)
         message = f"unknown open_clip model {name!r}: did you mean {', '.join(near) or 'another'}?"
@@ -153,13 +188,21 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
     tower = config["text_cfg"] | fields
     _check_fields(f"open_clip:{name}", tower, known)
     if tower.get("hf_model_name") or tower.get("embed_cls"):
-        message = f"the text encoder of {name} is not an open_clip Transformer: use a preset or hf:TYPE"
+        message = (
+            f"the text encoder of {name} is not an open_clip Transformer: use a preset or hf:TYPE"
+        )
         raise ConfigError(message, "unsupported")
     smallest = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
-    try:  # open_clip's public interface builds whole models only, so the image encoder is as small as possible
-        net: Any = open_clip.CustomTextCLIP(embed_dim, smallest, tower, quick_gelu=bool(config.get("quick_gelu"))).text
+    # open_clip's public interface builds whole models only, so the image encoder is as small as
+    # possible
+    try:
+        net: Any = open_clip.CustomTextCLIP(
+            embed_dim, smallest, tower, quick_gelu=bool(config.get("quick_gelu"))
+        ).text
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise ConfigError(f"cannot build text of {name} with {dict(arguments)}: {error}", "out_of_range") from error
+        raise ConfigError(
+            f"cannot build text of {name} with {dict(arguments)}: {error}", "out_of_range"
+        ) from error
     head = _take_projection(net) if projection else None
     net.text_projection = None
     return TextBackbone(
@@ -183,7 +226,9 @@ def uses_clip_tokenizer(name: str) -> bool:
 
 
 def uses_canonical_text(name: str) -> bool:
-    """Return whether an open_clip model was trained on lower-case texts without punctuation (SigLIP)."""
+    """Return whether an open_clip model was trained on lower-case texts without punctuation
+    (SigLIP).
+    """
     options = (_text_fields(name) or {}).get("tokenizer_kwargs") or {}
     return options.get("clean") == "canonicalize"
 
@@ -195,7 +240,9 @@ def _text_fields(name: str) -> Any:
 
 
 def build_static(vocab_size: int, pad_id: int, arguments: Mapping[str, Any]) -> TextBackbone:
-    """Build a table of word vectors. Raises ConfigError: "unknown_name" for an argument other than `dimension`."""
+    """Build a table of word vectors. Raises ConfigError: "unknown_name" for an argument other
+    than `dimension`.
+    """
     _check_fields("static", arguments, ["dimension"])
     dimension = int(arguments["dimension"])
     return TextBackbone(
@@ -219,5 +266,11 @@ def _check_fields(name: str, fields: Iterable[str], known: Iterable[str]) -> Non
     for field in fields:
         if field not in known:
             near = difflib.get_close_matches(field, known, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(sorted(known)[:12])}, ..."
-            raise ConfigError(f"unknown argument {field!r} of {name}: {hint}", "unknown_name", field=field)
+            hint = (
+                f"did you mean {', '.join(near)}?"
+                if near
+                else f"choose from {', '.join(sorted(known)[:12])}, ..."
+            )
+            raise ConfigError(
+                f"unknown argument {field!r} of {name}: {hint}", "unknown_name", field=field
+            )

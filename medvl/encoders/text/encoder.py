@@ -3,8 +3,8 @@
     encoder = create_text_encoder("bioclinicalbert")
     features = encoder(ids_BT, mask_BT)  # TextFeatures: pooled_BD, tokens_BTD, mask_BT
 
-Padding does not change any value: neither real tokens nor the pooled vector depend on ids behind the mask.
-Shape letters are those of `medvl.schema`; Q is the number of query positions.
+Padding does not change any value: neither real tokens nor the pooled vector depend on ids behind
+the mask. Shape letters are those of `medvl.schema`; Q is the number of query positions.
 """
 
 import dataclasses
@@ -43,7 +43,9 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ConfigError("layers is empty; use (-1,) for the last layer", "out_of_range", field="layers")
+            raise ConfigError(
+                "layers is empty; use (-1,) for the last layer", "out_of_range", field="layers"
+            )
         check_choice(self.reduce, get_args(Reduce), "reduce")
         check_choice(self.pool, get_args(Pool), "pool")
         check_within(self, "[1, inf)", "vocab_size")
@@ -52,13 +54,14 @@ class TextOptions:
 class TextEncoder(Encoder):
     """A language backbone with the interface of medvl; create it with `create_text_encoder`.
 
-    `backbone` is the library's module, with the library's parameter names; `projection` is the published model's head,
-    or None.
+    `backbone` is the library's module, with the library's parameter names; `projection` is the
+    published model's head, or None.
 
     Attributes:
         name: as given to `create_text_encoder`.
         feature_dim, token_dim: widths of `pooled_BD` and `tokens_BTD`.
-        vocab_size, pad_id, max_tokens: number of token ids, id of padding, and maximum length of a text.
+        vocab_size, pad_id, max_tokens: number of token ids, id of padding, and maximum length of a
+            text.
         num_layers: number of the backbone's layers.
         config: arguments that create the same encoder with random weights, JSON values only.
     """
@@ -70,7 +73,9 @@ class TextEncoder(Encoder):
         self.vocab_size, self.pad_id = language.vocab_size, language.pad_id
         self.max_tokens, self.num_layers = language.max_tokens, language.num_layers
         self.token_dim = language.width
-        self.feature_dim = language.width if language.projection is None else language.projected_width
+        self.feature_dim = (
+            language.width if language.projection is None else language.projected_width
+        )
         self.layers, self.reduce, self.pool = tuple(options.layers), options.reduce, options.pool
         states = self.num_layers + 1
         if not all(-states <= layer < states for layer in self.layers):
@@ -82,7 +87,8 @@ class TextEncoder(Encoder):
         self._packing: type[Packing] | None = None
 
     def pack(self, enabled: bool = True) -> None:
-        """Let `forward` encode the real tokens of a batch in one row, so that padding costs nothing.
+        """Let `forward` encode the real tokens of a batch in one row, so that padding costs
+        nothing.
 
         Values and gradients change only by rounding and by the random numbers of dropout. See
         `medvl.encoders.text.packing` for its cost and for the GPU kernel of its attention.
@@ -95,39 +101,57 @@ class TextEncoder(Encoder):
             self._packing = self._adapter.prepare_packing(self.backbone)
 
     def packing_of(self, mask_BT: Tensor | None) -> "Packing | None":
-        """Return the packing of texts, for layers above this encoder; None where it does not pack."""
-        return None if self._packing is None or mask_BT is None else self._packing.from_mask(mask_BT)
+        """Return the packing of texts, for layers above this encoder; None where it does not
+        pack.
+        """
+        return (
+            None if self._packing is None or mask_BT is None else self._packing.from_mask(mask_BT)
+        )
 
     def forward(
-        self, ids_BT: Tensor, mask_BT: Tensor, *, types_BT: Tensor | None = None, output_attention: bool = False
+        self,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        *,
+        types_BT: Tensor | None = None,
+        output_attention: bool = False,
     ) -> TextFeatures:
         """Encode a batch of texts.
 
         Args:
             ids_BT: int64 token ids, padded on the right.
             mask_BT: bool (or 0 and 1), True on real tokens. A text without tokens gives zeros.
-            types_BT: int64: 0 and 1 in the first and second text of a pair (`Tokenizer.pairs`); None: all 0.
-            output_attention: compute `attention_BT`, the last layer's attention from the first token to all tokens,
-                averaged over heads, without dropout, zero behind the mask; without gradient where weights are sharded.
+            types_BT: int64: 0 and 1 in the first and second text of a pair (`Tokenizer.pairs`);
+                None: all 0.
+            output_attention: compute `attention_BT`, the last layer's attention from the first
+                token to all tokens, averaged over heads, without dropout, zero behind the mask;
+                without gradient where weights are sharded.
 
         Returns:
-            `tokens_BTD`, the combination of `layers`, zero behind the mask; `pooled_BD`; the mask as bool; and
-            `attention_BT` if requested.
+            `tokens_BTD`, the combination of `layers`, zero behind the mask; `pooled_BD`; the mask
+            as bool; and `attention_BT` if requested.
 
         Raises:
-            ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes differ,
-                "unsupported" for the attention or the types of a backbone that is not BERT-like.
+            ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes
+                differ, "unsupported" for the attention or the types of a backbone that is not
+                BERT-like.
         """
         types = {} if types_BT is None else {"token_type_ids": types_BT}
         hidden_BTD = self.embed(ids_BT, mask_BT, **types)
         return self.features(hidden_BTD, mask_BT, output_attention=output_attention)
 
-    def features(self, hidden_BTD: Tensor, mask_BT: Tensor, *, output_attention: bool = False) -> TextFeatures:
-        """Encode a batch of embedded texts, the output of `embed` or `embed_vectors`; see `forward`."""
+    def features(
+        self, hidden_BTD: Tensor, mask_BT: Tensor, *, output_attention: bool = False
+    ) -> TextFeatures:
+        """Encode a batch of embedded texts, the output of `embed` or `embed_vectors`; see
+        `forward`.
+        """
         mask_BT = mask_BT.bool()
         packing = self.packing_of(mask_BT)
         if packing is not None and packing.tokens:  # transformers rejects a row without tokens
-            states = self._adapter.encode_packed(self.backbone, packing.pack(hidden_BTD)[None], packing)
+            states = self._adapter.encode_packed(
+                self.backbone, packing.pack(hidden_BTD)[None], packing
+            )
             combined_BTD = packing.unpack(self._combine_layers(states)[0])
         else:
             packing, states = None, self.encode(hidden_BTD, mask_BT)
@@ -144,10 +168,13 @@ class TextEncoder(Encoder):
             pooled_BD = self._pool_tokens(tokens_BTD, mask_BT)
         if self.projection is not None:
             pooled_BD = self.projection(pooled_BD)
-        return TextFeatures(pooled_BD=pooled_BD, tokens_BTD=tokens_BTD, mask_BT=mask_BT, attention_BT=attention_BT)
+        return TextFeatures(
+            pooled_BD=pooled_BD, tokens_BTD=tokens_BTD, mask_BT=mask_BT, attention_BT=attention_BT
+        )
 
     def embed(self, ids_BT: Tensor, mask_BT: Tensor, **positions: Tensor) -> Tensor:
-        """Return the backbone's embeddings (B, T, D) of tokens, positions and types, the input of its first layer.
+        """Return the backbone's embeddings (B, T, D) of tokens, positions and types, the input of
+        its first layer.
 
         Single-stream models concatenate image tokens to them and call `encode`.
 
@@ -156,24 +183,28 @@ class TextEncoder(Encoder):
             positions: `position_ids` and `token_type_ids` (B, T), for backbones that have them.
 
         Raises:
-            ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes differ,
-                "unsupported" if the backbone does not take `positions`.
+            ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes
+                differ, "unsupported" if the backbone does not take `positions`.
         """
         if ids_BT.shape != mask_BT.shape or ids_BT.ndim != 2:
             got = f"{tuple(ids_BT.shape)} and {tuple(mask_BT.shape)}"
             raise ConfigError(f"expected ids and mask of one shape (B, T), got {got}", "mismatch")
         if ids_BT.shape[1] > self.max_tokens:
             limit = f"at most {self.max_tokens} tokens for {self.name}, got {ids_BT.shape[1]}"
-            raise ConfigError(f"expected {limit}: set the tokenizer's max_tokens", "too_large", field="max_tokens")
+            raise ConfigError(
+                f"expected {limit}: set the tokenizer's max_tokens", "too_large", field="max_tokens"
+            )
         clean_BT = ids_BT.masked_fill(~mask_BT.bool(), self.pad_id)
         return self._adapter.embed(self.backbone, clean_BT, **positions)
 
     def embed_vectors(self, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
-        """Embed vectors in place of words: add position and type embeddings and normalise, as `embed` does.
+        """Embed vectors in place of words: add position and type embeddings and normalise, as
+        `embed` does.
 
         Args:
             vectors_BTD: tokens from elsewhere (cells of an image), as wide as the word embeddings.
-            positions: `position_ids` and `token_type_ids` (B, T). Default: token i has position i and type 0.
+            positions: `position_ids` and `token_type_ids` (B, T). Default: token i has position i
+                and type 0.
 
         Raises:
             ConfigError: "unsupported" if the backbone embeds words only.
@@ -185,12 +216,15 @@ class TextEncoder(Encoder):
 
         Args:
             hidden_BTD: output of `embed`, optionally concatenated with other tokens.
-            mask: bool, True where a position may be attended to: (B, T) for all queries, or (B, Q, T) with Q = T
-                (causal, sequence-to-sequence, and the other masks of fusion models). A query without any allowed
-                position attends to all of them; exclude it from pooling.
+            mask: bool, True where a position may be attended to: (B, T) for all queries, or (B, Q,
+                T) with Q = T (causal, sequence-to-sequence, and the other masks of fusion models).
+                A query without any allowed position attends to all of them; exclude it from
+                pooling.
         """
         if hidden_BTD.shape[0] == 0:  # transformers cannot split the heads of no rows
-            row_1TD = hidden_BTD.new_zeros(1, *hidden_BTD.shape[1:]) + hidden_BTD.sum()  # gradients exist, and are 0
+            row_1TD = (
+                hidden_BTD.new_zeros(1, *hidden_BTD.shape[1:]) + hidden_BTD.sum()
+            )  # gradients exist, and are 0
             return [state[:0] for state in self.encode(row_1TD, mask.new_ones(1, *mask.shape[1:]))]
         mask = mask.bool()
         attend_BQT = mask[:, None, :] if mask.ndim == 2 else mask
@@ -198,12 +232,13 @@ class TextEncoder(Encoder):
         return self._adapter.encode(self.backbone, hidden_BTD, attend_BQT)
 
     def encode_next(self, hidden_BTD: Tensor, mask_BTK: Tensor, cache: Any) -> Tensor:
-        """Return the last states (B, T, D) of new tokens, given a cache with the keys and values of earlier tokens.
+        """Return the last states (B, T, D) of new tokens, given a cache with the keys and values of
+        earlier tokens.
 
         Args:
             hidden_BTD: output of `embed` for the new tokens only.
-            mask_BTK: bool, True where a new token may attend: the tokens of the cache, then the new ones. No row may be
-                all False.
+            mask_BTK: bool, True where a new token may attend: the tokens of the cache, then the new
+                ones. No row may be all False.
             cache: a `transformers.DynamicCache`, empty at first; the new tokens are added to it.
 
         Raises:

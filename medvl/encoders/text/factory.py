@@ -1,10 +1,11 @@
 """Creation of text encoders by name.
 
-A name is a preset (`medvl.encoders.presets`); `hf:TYPE` for an encoder of transformers by model type (`hf:bert`,
-`hf:distilbert`, ...), also with fields of its configuration (`hf:bert{"hidden_size": 192}`); a local folder with a
-`config.json`, or `hf:FOLDER`; `open_clip:NAME` for the text encoder of an open_clip model; `static` for a table of word
-vectors. Values of `pretrained` are described in `medvl.encoders.pretrained`; for `static`
-it is a file in GloVe's or word2vec's format.
+A name is a preset (`medvl.encoders.presets`); `hf:TYPE` for an encoder of transformers by model
+type (`hf:bert`, `hf:distilbert`, ...), also with fields of its configuration
+(`hf:bert{"hidden_size": 192}`); a local folder with a `config.json`, or `hf:FOLDER`;
+`open_clip:NAME` for the text encoder of an open_clip model; `static` for a table of word vectors.
+Values of `pretrained` are described in `medvl.encoders.pretrained`; for `static` it is a file in
+GloVe's or word2vec's format.
 """
 
 import dataclasses
@@ -30,7 +31,13 @@ from medvl.encoders.pretrained import (
     with_set,
 )
 from medvl.encoders.text.adapters import ClipAdapter, MatrixHead, TextBackbone, text_projection
-from medvl.encoders.text.builders import build_hugging_face, build_open_clip, build_static, parse_fields, read_folder
+from medvl.encoders.text.builders import (
+    build_hugging_face,
+    build_open_clip,
+    build_static,
+    parse_fields,
+    read_folder,
+)
 from medvl.encoders.text.encoder import Pool, Reduce, TextEncoder, TextOptions
 from medvl.encoders.text.word_vectors import fill_word_vectors, read_dimension
 from medvl.errors import ConfigError, WeightsError
@@ -42,7 +49,9 @@ _HEADS = ("cls.", "lm_head.", "predictions.", "sop_classifier.", "classifier.")
 _IMAGE_KEYS = ("visual.", *CLIP_SCALARS)
 _PROJECTIONS = ("cls_projection_head.", "text.proj.", "text_projection", "text.text_projection")
 _NOT_BUILT = ("backbone.pooler.", "backbone.embeddings.position_ids")
-"""Pooler, which is not built (KAD's is in its text head), and the counter of positions of older transformers."""
+"""Pooler, which is not built (KAD's is in its text head), and the counter of positions of older
+transformers.
+"""
 _MEDVL_LAYOUT = (("backbone.", "backbone."), ("projection.", "projection."))
 
 
@@ -63,27 +72,31 @@ def create_text_encoder(
     """Create a text encoder by name.
 
     Args:
-        name: a preset, `hf:TYPE`, a local folder, `open_clip:NAME` or `static` (see the module's docstring).
-        pretrained: weights to load (see `medvl.encoders.pretrained`). Random weights are drawn as the library does it,
-            from torch's global generator: seed it.
-        weights: name of a set of weights in the file, where it has several: `state_dict_ema`, `teacher`.
+        name: a preset, `hf:TYPE`, a local folder, `open_clip:NAME` or `static` (see the module's
+            docstring).
+        pretrained: weights to load (see `medvl.encoders.pretrained`). Random weights are drawn as
+            the library does it, from torch's global generator: seed it.
+        weights: name of a set of weights in the file, where it has several: `state_dict_ema`,
+            `teacher`.
         vocab_size, pad_id: number of token ids, and id of padding. Default: the preset's.
-        layers: states that are combined into `tokens_BTD`: 0 the embeddings, 1 the first layer, -1 the last. GLoRIA
-            sums the last four, MedCLIP averages (1, 2, -1).
+        layers: states that are combined into `tokens_BTD`: 0 the embeddings, 1 the first layer, -1
+            the last. GLoRIA sums the last four, MedCLIP averages (1, 2, -1).
         reduce: "mean" or "sum" over `layers`.
-        pool: "cls", the first token; "mean" or "max" over real tokens; "eos", the last real token. Default: the
-            published model's own; else "eos" for open_clip and "cls" for all others.
-        projection: project `pooled_BD` with the published model's head (CXR-BERT, CLIP, BiomedCLIP).
+        pool: "cls", the first token; "mean" or "max" over real tokens; "eos", the last real token.
+            Default: the published model's own; else "eos" for open_clip and "cls" for all others.
+        projection: project `pooled_BD` with the published model's head (CXR-BERT, CLIP,
+            BiomedCLIP).
         vocabulary: word -> id, for `static` with a file: words in the file get their vectors.
-        arguments: sizes and other fields by Hugging Face's names (`num_hidden_layers=6`, `hidden_size=256`), for
-            open_clip too; `dimension` for `static`. An encoder with fewer layers than its published file loads the
-            lower ones.
+        arguments: sizes and other fields by Hugging Face's names (`num_hidden_layers=6`,
+            `hidden_size=256`), for open_clip too; `dimension` for `static`. An encoder with fewer
+            layers than its published file loads the lower ones.
 
     Raises:
-        ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in the message) or out
-            of range ("out_of_range").
-        WeightsError: the weights are not available ("not_found"), do not fit ("mismatch"), have values that are not
-            finite ("nonfinite"), or the file has several sets of them ("conflict").
+        ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in
+            the message) or out of range ("out_of_range").
+        WeightsError: the weights are not available ("not_found"), do not fit ("mismatch"), have
+            values that are not finite ("nonfinite"), or the file has several sets of them
+            ("conflict").
     """
     pretrained = with_set(pretrained, weights)
     family, model, preset, fields = _resolve(str(name))
@@ -101,11 +114,18 @@ def create_text_encoder(
     if family == "static":
         return _create_static(options, pretrained, vocabulary)
     if vocabulary is not None:
-        raise ConfigError("vocabulary is only used with name='static'", "conflict", field="vocabulary")
+        raise ConfigError(
+            "vocabulary is only used with name='static'", "conflict", field="vocabulary"
+        )
     language = _build(family, model, fields, options, preset)
     encoder = TextEncoder(language, options)
     if pretrained is not False:
-        _load(encoder, language, preset, folder if folder is not None and pretrained is True else pretrained)
+        _load(
+            encoder,
+            language,
+            preset,
+            folder if folder is not None and pretrained is True else pretrained,
+        )
     return encoder
 
 
@@ -120,7 +140,8 @@ def text_has_projection(name: str) -> bool:
 
 
 def text_encoder_fields(name: str) -> dict[str, Any]:
-    """Return the fields of the backbone's configuration that a name sets, without the defaults of its type.
+    """Return the fields of the backbone's configuration that a name sets, without the defaults of
+    its type.
 
     Raises:
         ConfigError: "unknown_name".
@@ -134,7 +155,9 @@ def list_text_encoders(pattern: str = "*") -> list[str]:
 
 
 def without_folder(name: str) -> str:
-    """Return the name of the same encoder that does not depend on a local folder: `hf:TYPE{FIELDS}` for one."""
+    """Return the name of the same encoder that does not depend on a local folder:
+    `hf:TYPE{FIELDS}` for one.
+    """
     folder = _folder(name)
     if folder is None:
         return name
@@ -164,13 +187,24 @@ def _resolve(name: str) -> tuple[str, str, TextPreset | None, dict[str, Any]]:
     if family in _FAMILIES and (separator or family == "static"):
         return family, model, None, {}
     near = difflib.get_close_matches(name, TEXT_PRESETS, n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else f"the presets are {', '.join(TEXT_PRESETS)}."
-    message = f"unknown text encoder {name!r}: {hint} Others: hf:TYPE, open_clip:NAME, static, or a local folder"
+    hint = (
+        f"did you mean {', '.join(near)}?"
+        if near
+        else f"the presets are {', '.join(TEXT_PRESETS)}."
+    )
+    message = (
+        f"unknown text encoder {name!r}: {hint} Others: hf:TYPE, open_clip:NAME, static, "
+        f"or a local folder"
+    )
     raise ConfigError(message, "unknown_name", field="name")
 
 
 def _build(
-    family: str, model: str, fields: Mapping[str, Any], options: TextOptions, preset: TextPreset | None
+    family: str,
+    model: str,
+    fields: Mapping[str, Any],
+    options: TextOptions,
+    preset: TextPreset | None,
 ) -> TextBackbone:
     arguments = {**fields, **options.arguments}
     if options.vocab_size is not None:
@@ -184,24 +218,38 @@ def _build(
     if not options.projection or language.projection is not None:
         return language
     if preset is None or preset.projection is None:
-        raise ConfigError(f"{options.name} has no projection over its text vector", "unsupported", field="projection")
+        raise ConfigError(
+            f"{options.name} has no projection over its text vector",
+            "unsupported",
+            field="projection",
+        )
     head, width = text_projection(preset.projection, language.width)
     return dataclasses.replace(language, projection=head, projected_width=width)
 
 
-def _create_static(options: TextOptions, pretrained: Pretrained, vocabulary: Mapping[str, int] | None) -> TextEncoder:
+def _create_static(
+    options: TextOptions, pretrained: Pretrained, vocabulary: Mapping[str, int] | None
+) -> TextEncoder:
     """Create a table of word vectors, filled from a file if one is given."""
     if options.projection:
         raise ConfigError("a static table has no projection", "unsupported", field="projection")
-    path = None if pretrained is False else locate_weights("static", pretrained, None, "load word vectors by path")
+    path = (
+        None
+        if pretrained is False
+        else locate_weights("static", pretrained, None, "load word vectors by path")
+    )
     arguments = dict(options.arguments)
     if path is not None:
         if vocabulary is None:
-            raise ConfigError("a file of word vectors needs a vocabulary", "missing", field="vocabulary")
+            raise ConfigError(
+                "a file of word vectors needs a vocabulary", "missing", field="vocabulary"
+            )
         arguments["dimension"] = read_dimension(path)
     vocab_size = options.vocab_size or (max(vocabulary.values()) + 1 if vocabulary else None)
     if vocab_size is None or "dimension" not in arguments:
-        raise ConfigError("a static table needs vocab_size and dimension, or a file and a vocabulary", "missing")
+        raise ConfigError(
+            "a static table needs vocab_size and dimension, or a file and a vocabulary", "missing"
+        )
     options = dataclasses.replace(options, vocab_size=vocab_size, arguments=arguments)
     language = build_static(vocab_size, options.pad_id or 0, arguments)
     if path is not None and vocabulary is not None:
@@ -210,35 +258,52 @@ def _create_static(options: TextOptions, pretrained: Pretrained, vocabulary: Map
     return TextEncoder(language, options)
 
 
-def _load(encoder: TextEncoder, language: TextBackbone, preset: TextPreset | None, pretrained: Pretrained) -> None:
+def _load(
+    encoder: TextEncoder, language: TextBackbone, preset: TextPreset | None, pretrained: Pretrained
+) -> None:
     """Load weights from a file of medvl, of Hugging Face, or of a whole open_clip model."""
     if preset is not None and language.positions_start_after_padding:
         published = preset.arguments["pad_token_id"]
         if encoder.pad_id != published:
             need = f"need pad_id {published} (positions count from it), got {encoder.pad_id}"
-            message = f"published weights of {encoder.name} {need}: use its own tokenizer, or random weights"
+            message = (
+                f"published weights of {encoder.name} {need}: use its own tokenizer, or "
+                f"random weights"
+            )
             raise ConfigError(message, "conflict", field="pad_id")
     published, note = (preset.weights, preset.note) if preset else (None, "")
     source, tensors = read_source(encoder.name, pretrained, published, note)
     names = [name for name, _ in language.net.named_parameters()]
     upper = [] if language.block_prefix is None else unused_blocks(language.block_prefix, names)
     keys = KeyMap(
-        layouts=_clip_layouts(language) if isinstance(language.adapter, ClipAdapter) else _bert_layouts(language),
-        ignored_keys=[*_HEADS, *_IMAGE_KEYS, *(() if language.projection is not None else _PROJECTIONS)],
+        layouts=_clip_layouts(language)
+        if isinstance(language.adapter, ClipAdapter)
+        else _bert_layouts(language),
+        ignored_keys=[
+            *_HEADS,
+            *_IMAGE_KEYS,
+            *(() if language.projection is not None else _PROJECTIONS),
+        ],
         ignored_names=[*_NOT_BUILT, *(f"backbone.{block}" for block in upper)],
     )
     try:
         load_strictly(encoder, tensors, keys, source)
     except WeightsError as error:
         folder = split_set(pretrained)[0]
-        if error.code != "mismatch" or preset is None or not (Path(folder) / "config.json").is_file():
+        if (
+            error.code != "mismatch"
+            or preset is None
+            or not (Path(folder) / "config.json").is_file()
+        ):
             raise
         advice = f"text_encoder {folder!r} takes its sizes from the folder of these weights"
         raise WeightsError(f"{error}; {advice}", error.code) from error
 
 
 def _bert_layouts(language: TextBackbone) -> list[Sequence[tuple[str, str]]]:
-    """Return the layouts of a file of medvl, an open_clip model, a Hugging Face model with heads, and one without."""
+    """Return the layouts of a file of medvl, an open_clip model, a Hugging Face model with
+    heads, and one without.
+    """
     prefix = f"{getattr(language.net, 'base_model_prefix', 'bert')}."
     return [
         _MEDVL_LAYOUT,
@@ -249,7 +314,9 @@ def _bert_layouts(language: TextBackbone) -> list[Sequence[tuple[str, str]]]:
 
 
 def _clip_layouts(language: TextBackbone) -> list[Sequence[tuple[str, str]]]:
-    """Return the layouts of a file of medvl, and the two in which open_clip stores a text encoder."""
+    """Return the layouts of a file of medvl, and the two in which open_clip stores a text
+    encoder.
+    """
     head = ("text_projection.", "projection.")  # a linear layer, or a bare matrix in the first CLIP
     if isinstance(language.projection, MatrixHead):
         head = ("text_projection", "projection.matrix")

@@ -1,16 +1,17 @@
 """Packed texts: the real tokens of a batch in one row, with attention within each text.
 
-Linear layers, norms and activations, nearly all of a BERT's arithmetic, then cost as much as the real tokens alone.
-Attention uses `torch.nn.attention.varlen` on a GPU of compute capability 8.0 or higher, in 16 bits and without
-attention dropout, which it does not support (set the encoder's `attention_probs_dropout_prob=0.0`, or use eval mode).
-Otherwise queries, keys and values are padded for attention, and its result is packed again.
+Linear layers, norms and activations, nearly all of a BERT's arithmetic, then cost as much as the
+real tokens alone. Attention uses `torch.nn.attention.varlen` on a GPU of compute capability 8.0 or
+higher, in 16 bits and without attention dropout, which it does not support (set the encoder's
+`attention_probs_dropout_prob=0.0`, or use eval mode). Otherwise queries, keys and values are padded
+for attention, and its result is packed again.
 
-The number of real tokens must be known on the host, so a GPU is synchronised: encode texts first in a step, while its
-queue is empty. On a CPU the row is filled up (`medvl.common.cpu_rows`). This module imports torch's compiler, which
-takes seconds: import it only to pack.
+The number of real tokens must be known on the host, so a GPU is synchronised: encode texts first in
+a step, while its queue is empty. On a CPU the row is filled up (`medvl.common.cpu_rows`). This
+module imports torch's compiler, which takes seconds: import it only to pack.
 
-N is the number of real tokens of a batch, and R that of rows, with the filling; the other letters are those of
-`medvl.schema`, with h heads of d dimensions.
+N is the number of real tokens of a batch, and R that of rows, with the filling; the other letters
+are those of `medvl.schema`, with h heads of d dimensions.
 """
 
 import dataclasses
@@ -37,7 +38,9 @@ class Packing:
     mask_BT: Tensor
     """bool, True on real tokens."""
     index_R: Tensor
-    """int64: index of each real token among all B * T positions, ascending; then the first one's again, as filling."""
+    """int64: index of each real token among all B * T positions, ascending; then the first one's
+    again, as filling.
+    """
     index_N: Tensor
     """int64: `index_R` without the filling."""
     offsets_B1: Tensor
@@ -51,10 +54,11 @@ class Packing:
     @classmethod
     @torch.compiler.disable
     def from_mask(cls, mask_BT: Tensor) -> Self:
-        """Return the packing of a mask, which need not be padded on the right; synchronises the device.
+        """Return the packing of a mask, which need not be padded on the right; synchronises the
+        device.
 
-        torch.compile cannot trace the number of real tokens. It is marked as dynamic, so that the encoder is compiled
-        once instead of for the first number and again for all others.
+        torch.compile cannot trace the number of real tokens. It is marked as dynamic, so that the
+        encoder is compiled once instead of for the first number and again for all others.
         """
         index_N = mask_BT.flatten().nonzero()[:, 0]
         end_B = mask_BT.sum(dim=1).cumsum(dim=0)
@@ -97,44 +101,77 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers; return (B, T, h, d), and None in place of weights.
 
-    With a `packing`, the inputs are one row of R tokens, each of which attends to its own text. Without one, this calls
-    transformers' own function for `scaled_dot_product_attention`.
+    With a `packing`, the inputs are one row of R tokens, each of which attends to its own text.
+    Without one, this calls transformers' own function for `scaled_dot_product_attention`.
     """
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
-            module, query_BhTd, key_BhTd, value_BhTd, attention_mask, dropout=dropout, scaling=scaling, **others
+            module,
+            query_BhTd,
+            key_BhTd,
+            value_BhTd,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **others,
         )
-    query_Rhd, key_Rhd, value_Rhd = (each[0].transpose(0, 1) for each in (query_BhTd, key_BhTd, value_BhTd))
+    query_Rhd, key_Rhd, value_Rhd = (
+        each[0].transpose(0, 1) for each in (query_BhTd, key_BhTd, value_BhTd)
+    )
     if _has_varlen(query_Rhd, dropout):
         return _attend_varlen(query_Rhd, key_Rhd, value_Rhd, packing, scaling)[None], None
     return _attend_padded(query_Rhd, key_Rhd, value_Rhd, packing, scaling, dropout)[None], None
 
 
 def _has_varlen(query_Rhd: Tensor, dropout: float) -> bool:
-    if not query_Rhd.is_cuda or dropout or query_Rhd.dtype not in _VARLEN_DTYPES or not len(query_Rhd):
+    if (
+        not query_Rhd.is_cuda
+        or dropout
+        or query_Rhd.dtype not in _VARLEN_DTYPES
+        or not len(query_Rhd)
+    ):
         return False
-    return query_Rhd.shape[2] % 8 == 0 and torch.cuda.get_device_capability(query_Rhd.device) >= _VARLEN_CAPABILITY
+    return (
+        query_Rhd.shape[2] % 8 == 0
+        and torch.cuda.get_device_capability(query_Rhd.device) >= _VARLEN_CAPABILITY
+    )
 
 
-def _attend_varlen(query_Rhd: Tensor, key_Rhd: Tensor, value_Rhd: Tensor, packing: Packing, scaling: float) -> Tensor:
+def _attend_varlen(
+    query_Rhd: Tensor, key_Rhd: Tensor, value_Rhd: Tensor, packing: Packing, scaling: float
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     start, longest = packing.offsets_B1, packing.mask_BT.shape[1]
-    attended = varlen_attn(query_Rhd, key_Rhd, value_Rhd, start, start, longest, longest, scale=scaling)
+    attended = varlen_attn(
+        query_Rhd, key_Rhd, value_Rhd, start, start, longest, longest, scale=scaling
+    )
     assert isinstance(attended, Tensor)  # a pair only if auxiliary outputs are requested
     return attended
 
 
 def _attend_padded(
-    query_Rhd: Tensor, key_Rhd: Tensor, value_Rhd: Tensor, packing: Packing, scaling: float, dropout: float
+    query_Rhd: Tensor,
+    key_Rhd: Tensor,
+    value_Rhd: Tensor,
+    packing: Packing,
+    scaling: float,
+    dropout: float,
 ) -> Tensor:
     query_BhTd, key_BhTd, value_BhTd = (
         packing.unpack(each).transpose(1, 2) for each in (query_Rhd, key_Rhd, value_Rhd)
     )
-    allowed_BT = packing.mask_BT | ~packing.mask_BT.any(dim=1, keepdim=True)  # a text without tokens would give NaN
+    allowed_BT = packing.mask_BT | ~packing.mask_BT.any(
+        dim=1, keepdim=True
+    )  # a text without tokens would give NaN
     attended_BhTd = F.scaled_dot_product_attention(
-        query_BhTd, key_BhTd, value_BhTd, attn_mask=allowed_BT[:, None, None, :], dropout_p=dropout, scale=scaling
+        query_BhTd,
+        key_BhTd,
+        value_BhTd,
+        attn_mask=allowed_BT[:, None, None, :],
+        dropout_p=dropout,
+        scale=scaling,
     )
     return packing.pack(attended_BhTd.transpose(1, 2))

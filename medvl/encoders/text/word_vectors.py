@@ -1,7 +1,7 @@
 """Readers of word vector files: GloVe text, word2vec text (with a header line) and word2vec binary.
 
-Dimension, number of words, and the length of a word and of a line are limited, so that a damaged file cannot exhaust
-memory.
+Dimension, number of words, and the length of a word and of a line are limited, so that a damaged
+file cannot exhaust memory.
 """
 
 import dataclasses
@@ -42,13 +42,15 @@ def read_dimension(path: Path) -> int:
 
 
 def fill_word_vectors(table: torch.Tensor, path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Copy the vectors of the words in `vocabulary` (word -> row) into `table` (V, D); return how many.
+    """Copy the vectors of the words in `vocabulary` (word -> row) into `table` (V, D); return how
+    many.
 
-    Rows of words that are not in the file become zero: a text's mean has the direction of that over the words it has.
+    Rows of words that are not in the file become zero: a text's mean has the direction of that over
+    the words it has.
 
     Raises:
-        WeightsError: "unreadable", "malformed" or "truncated" if the file cannot be read, "mismatch" if its vectors
-            do not have the width of the table.
+        WeightsError: "unreadable", "malformed" or "truncated" if the file cannot be read,
+            "mismatch" if its vectors do not have the width of the table.
     """
     filled: set[int] = set()
     with _open(path) as file, torch.no_grad():
@@ -58,12 +60,16 @@ def fill_word_vectors(table: torch.Tensor, path: Path, vocabulary: Mapping[str, 
             raise WeightsError(f"{path}: {got}", "mismatch")
         table.zero_()
         for word, vector in (
-            _read_binary(file, file_format, path) if file_format.binary else _read_text(file, file_format, path)
+            _read_binary(file, file_format, path)
+            if file_format.binary
+            else _read_text(file, file_format, path)
         ):
             row = vocabulary.get(word)
             if row is not None and row not in filled:
                 if not np.isfinite(vector).all():
-                    raise WeightsError(f"{path}: a vector has a number that is not finite", "malformed")
+                    raise WeightsError(
+                        f"{path}: a vector has a number that is not finite", "malformed"
+                    )
                 table[row] = torch.from_numpy(vector)
                 filled.add(row)
     return len(filled)
@@ -73,7 +79,9 @@ def _open(path: Path) -> BinaryIO:
     try:
         return ANYWHERE.open(path, WeightsError)
     except FileNotFoundError:
-        raise WeightsError(f"{path} does not exist: give a file of word vectors", "unreadable") from None
+        raise WeightsError(
+            f"{path} does not exist: give a file of word vectors", "unreadable"
+        ) from None
 
 
 def _read_format(file: BinaryIO, path: Path) -> _Format:
@@ -90,19 +98,28 @@ def _read_format(file: BinaryIO, path: Path) -> _Format:
         words, dimension, binary = None, len(fields) - 1, False
         file.seek(0)
     if not 1 <= dimension <= _MAX_DIMENSION or (words is not None and words > _MAX_WORDS):
-        raise WeightsError(f"{path} has no word vectors: its first line implies {dimension} dimensions", "malformed")
+        raise WeightsError(
+            f"{path} has no word vectors: its first line implies {dimension} dimensions",
+            "malformed",
+        )
     return _Format(dimension=dimension, words=words, binary=binary)
 
 
 def _read_line(file: BinaryIO, path: Path) -> bytes:
     line = file.readline(_MAX_LINE_BYTES)
     if len(line) == _MAX_LINE_BYTES:
-        raise WeightsError(f"{path} has no word vectors: a line exceeds {_MAX_LINE_BYTES} bytes", "malformed")
+        raise WeightsError(
+            f"{path} has no word vectors: a line exceeds {_MAX_LINE_BYTES} bytes", "malformed"
+        )
     return line
 
 
-def _read_text(file: BinaryIO, file_format: _Format, path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (word, vector). Words may contain spaces (in GloVe's larger files), so numbers are counted from the end."""
+def _read_text(
+    file: BinaryIO, file_format: _Format, path: Path
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (word, vector). Words may contain spaces (in GloVe's larger files), so numbers are
+    counted from the end.
+    """
     for number in range(_MAX_WORDS):
         line = _read_line(file, path)
         if not line:
@@ -120,7 +137,9 @@ def _read_text(file: BinaryIO, file_format: _Format, path: Path) -> Iterator[tup
         raise WeightsError(f"{path}: expected {file_format.words} words, got {number}", "truncated")
 
 
-def _read_binary(file: BinaryIO, file_format: _Format, path: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _read_binary(
+    file: BinaryIO, file_format: _Format, path: Path
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (word, vector) of a word2vec binary file."""
     for _ in range(file_format.words or 0):
         word = bytearray()
@@ -128,8 +147,12 @@ def _read_binary(file: BinaryIO, file_format: _Format, path: Path) -> Iterator[t
             if byte != b"\n":
                 word += byte
             if len(word) > _MAX_WORD_BYTES:
-                raise WeightsError(f"{path}: a word has more than {_MAX_WORD_BYTES} bytes", "malformed")
+                raise WeightsError(
+                    f"{path}: a word has more than {_MAX_WORD_BYTES} bytes", "malformed"
+                )
         content = file.read(4 * file_format.dimension)
         if len(content) != 4 * file_format.dimension:
-            raise WeightsError(f"{path}: expected {file_format.words} words, but the file ends early", "truncated")
+            raise WeightsError(
+                f"{path}: expected {file_format.words} words, but the file ends early", "truncated"
+            )
         yield word.decode("utf-8", errors="replace"), np.frombuffer(content, dtype="<f4").copy()

@@ -1,17 +1,21 @@
-"""Classification of change from a pair of images, evaluated against MS-CXR-T's labels: zero-shot, or by a linear probe.
+"""Classification of change from a pair of images, evaluated against MS-CXR-T's labels: zero-shot,
+or by a linear probe.
 
-Protocol "change", version 1 (the classes and the metric of Bannur et al., CVPR 2023; the prompts are medvl's):
+Protocol "change", version 1 (the classes and the metric of Bannur et al., CVPR 2023; the prompts
+are medvl's):
 
-* An item is an image with its prior image and a finding that is labelled improving, stable or worsening.
-* The score of a class is the mean similarity of the image with the sentences of that class about the finding. The
-  highest score is the prediction; a tie is wrong.
-* With `folds` the score of a class is the probability by a linear probe of the image's vector, which has not seen the
-  patient (`medvl.eval.change.evaluate`).
+* An item is an image with its prior image and a finding that is labelled improving, stable or
+  worsening.
+* The score of a class is the mean similarity of the image with the sentences of that class about
+  the finding. The highest score is the prediction; a tie is wrong.
+* With `folds` the score of a class is the probability by a linear probe of the image's vector,
+  which has not seen the patient (`medvl.eval.change.evaluate`).
 * The score of a class by a `ChangeClassifier` is its probability.
-* "macro_accuracy" of a finding is the mean of the three classes' accuracies (of those that occur), "accuracy" the share
-  of correct items; target "macro" is the mean over findings. Chance is 1/3 in macro accuracy.
-* A model that takes a prior image gets it unless `use_prior` is False; images whose prior image is missing are
-  counted, and scored without it.
+* "macro_accuracy" of a finding is the mean of the three classes' accuracies (of those that occur),
+  "accuracy" the share of correct items; target "macro" is the mean over findings. Chance is 1/3 in
+  macro accuracy.
+* A model that takes a prior image gets it unless `use_prior` is False; images whose prior image is
+  missing are counted, and scored without it.
 * Intervals: patients are resampled with all their images.
 
 Shape letters: N images, L findings, C classes of change, R resamples.
@@ -54,12 +58,18 @@ from medvl.schema import CHANGES, Batch, Embeddings, Sample
 
 
 def cross_validated_scores(
-    vector_ND: Tensor, truth_NL: NDArray[np.int64], patients: Sequence[str], *, folds: int, seed: int
+    vector_ND: Tensor,
+    truth_NL: NDArray[np.int64],
+    patients: Sequence[str],
+    *,
+    folds: int,
+    seed: int,
 ) -> Array:
     """Return (N, L, C): probabilities of each class, by probes that have not seen the patient.
 
-    One logistic regression per finding and class, against the other classes. To score a fold, probes with several
-    penalties are fitted to all folds but this and the next one, which chooses the penalty by its mean AUROC.
+    One logistic regression per finding and class, against the other classes. To score a fold,
+    probes with several penalties are fitted to all folds but this and the next one, which chooses
+    the penalty by its mean AUROC.
 
     Args:
         vector_ND: features of the images, from pairs of images where the model takes them.
@@ -72,7 +82,9 @@ def cross_validated_scores(
     """
     names, patient_N = np.unique(np.asarray(patients), return_inverse=True)
     if not 3 <= folds <= len(names):
-        message = f"expected from 3 folds to as many as there are patients ({len(names)}), got {folds}"
+        message = (
+            f"expected from 3 folds to as many as there are patients ({len(names)}), got {folds}"
+        )
         raise EvaluationError(message, "out_of_range", field="folds")
     fold_N = (np.random.default_rng(seed).permutation(len(names)) % folds)[patient_N]
     truth_NL1 = truth_NL[:, :, None]
@@ -83,7 +95,9 @@ def cross_validated_scores(
         test_N, valid_N = fold_N == fold, fold_N == (fold + 1) % folds
         train_N = ~(test_N | valid_N)
         standardize = Standardizer.fit(vector_ND[train_N])
-        train_x, valid_x, test_x = (standardize(vector_ND[rows_N]) for rows_N in (train_N, valid_N, test_N))
+        train_x, valid_x, test_x = (
+            standardize(vector_ND[rows_N]) for rows_N in (train_N, valid_N, test_N)
+        )
         probe = choose_probe(train_x, y_NK[train_N], valid_x, y_NK[valid_N]).probe
         scores_NK[test_N] = comparable_probabilities(probe, test_x, y_NK[train_N])
     return scores_NK.reshape(class_NLC.shape)
@@ -92,15 +106,29 @@ def cross_validated_scores(
 # Sentences about change: the prompts of `medvl.eval.change.evaluate`.
 
 _DEFAULT = {
-    "improving": ("{finding} is improving.", "{finding} has improved.", "{finding}, decreased since the prior study."),
-    "stable": ("{finding} is stable.", "{finding} is unchanged.", "{finding}, unchanged since the prior study."),
-    "worsening": ("{finding} is worsening.", "{finding} has worsened.", "{finding}, increased since the prior study."),
+    "improving": (
+        "{finding} is improving.",
+        "{finding} has improved.",
+        "{finding}, decreased since the prior study.",
+    ),
+    "stable": (
+        "{finding} is stable.",
+        "{finding} is unchanged.",
+        "{finding}, unchanged since the prior study.",
+    ),
+    "worsening": (
+        "{finding} is worsening.",
+        "{finding} has worsened.",
+        "{finding}, increased since the prior study.",
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChangePrompts:
-    """Templates of each class in `CHANGES`; `{finding}` is replaced by the finding's name in lower case."""
+    """Templates of each class in `CHANGES`; `{finding}` is replaced by the finding's name in
+    lower case.
+    """
 
     name: str
     templates: Mapping[str, tuple[str, ...]]
@@ -111,13 +139,19 @@ class ChangePrompts:
         return hashlib.sha256(json.dumps(self.templates, sort_keys=True).encode()).hexdigest()
 
     def sentences(self, finding: str) -> list[list[str]]:
-        """Return the sentences of each class about one finding, each starting with a capital letter."""
-        filled = [[t.replace("{finding}", spoken_name(finding)) for t in self.templates[change]] for change in CHANGES]
+        """Return the sentences of each class about one finding, each starting with a capital
+        letter.
+        """
+        filled = [
+            [t.replace("{finding}", spoken_name(finding)) for t in self.templates[change]]
+            for change in CHANGES
+        ]
         return [[text[:1].upper() + text[1:] for text in texts] for texts in filled]
 
 
 def load_change_prompts(path: Path | str | None = None) -> ChangePrompts:
-    """Return the default templates, or those of a JSON file: {"improving": [...], "stable": [...], "worsening": [...]}.
+    """Return the default templates, or those of a JSON file: {"improving": [...], "stable": [...],
+    "worsening": [...]}.
 
     Raises EvaluationError, naming the file, unless each class has templates with `{finding}`.
     """
@@ -125,19 +159,28 @@ def load_change_prompts(path: Path | str | None = None) -> ChangePrompts:
         return ChangePrompts("default", _DEFAULT)
     path = Path(path)
     try:
-        data = parse_json(read_text(path, EvaluationError, field="prompts", what="a JSON file of prompts"))
+        data = parse_json(
+            read_text(path, EvaluationError, field="prompts", what="a JSON file of prompts")
+        )
     except ValueError as error:
         message = f"{path} is not valid JSON: {error}"
         raise EvaluationError(message, "malformed", field="prompts") from error
     valid = isinstance(data, dict) and set(data) == set(CHANGES)
     if not valid or not all(_are_templates(templates) for templates in data.values()):
-        message = f"{path}: expected an object with lists of sentences with {{finding}} for {', '.join(CHANGES)}"
+        message = (
+            f"{path}: expected an object with lists of sentences with {{finding}} for "
+            f"{', '.join(CHANGES)}"
+        )
         raise EvaluationError(message, "malformed", field="prompts")
     return ChangePrompts(path.name, {change: tuple(data[change]) for change in CHANGES})
 
 
 def _are_templates(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(t, str) and "{finding}" in t for t in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(t, str) and "{finding}" in t for t in value)
+    )
 
 
 PROTOCOL, PROTOCOL_VERSION = "change", 1
@@ -159,15 +202,22 @@ class ChangeResult:
     """Index of the class in `CHANGES`; -1 without a label."""
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one JSON line per image: key, patient, subgroups, and scores and label of each labelled finding."""
-        for sample, scores_LC, truth_L in zip(self.samples, self.scores_NLC, self.truth_NL, strict=True):
+        """Yield one JSON line per image: key, patient, subgroups, and scores and label of each
+        labelled finding.
+        """
+        for sample, scores_LC, truth_L in zip(
+            self.samples, self.scores_NLC, self.truth_NL, strict=True
+        ):
             yield {
                 "key": sample.key,
                 "patient": sample.patient,
                 "subgroups": subgroups_of(sample),
                 "prior": sample.extra.get("prior"),
                 "findings": {
-                    name: {"label": CHANGES[truth], "scores": dict(zip(CHANGES, scores_C.tolist(), strict=True))}
+                    name: {
+                        "label": CHANGES[truth],
+                        "scores": dict(zip(CHANGES, scores_C.tolist(), strict=True)),
+                    }
                     for name, scores_C, truth in zip(self.findings, scores_LC, truth_L, strict=True)
                     if truth >= 0
                 },
@@ -188,19 +238,23 @@ def change_classification(
     """Evaluate change classification by the protocol of this module.
 
     Args:
-        model: a classifier of change, or a dual-encoder; one that takes prior images has `embed_with_prior`.
-        loader: images with `extra["change"]`, and for such a model their prior images (`Inputs.prior_image`).
-        prompts: sentences of each class; None for the default ones. A linear probe and a classifier read none.
-        use_prior: give the prior image to a dual-encoder that takes one; False measures what it adds. A classifier
-            reads what it was trained with.
-        folds: None for zero-shot classification; else the number of folds of patients of a linear probe.
+        model: a classifier of change, or a dual-encoder; one that takes prior images has
+            `embed_with_prior`.
+        loader: images with `extra["change"]`, and for such a model their prior images
+            (`Inputs.prior_image`).
+        prompts: sentences of each class; None for the default ones. A linear probe and a classifier
+            read none.
+        use_prior: give the prior image to a dual-encoder that takes one; False measures what it
+            adds. A classifier reads what it was trained with.
+        folds: None for zero-shot classification; else the number of folds of patients of a linear
+            probe.
         resamples, seed: number of the bootstrap resamples; seed of these and of the folds.
         checkpoint: the model's, whose hash is recorded.
 
     Findings that a classifier does not predict are left out.
 
-    Raises EvaluationError where labels of change or images are missing, a score is not finite, folds do not fit, or a
-    classifier predicts none of the findings.
+    Raises EvaluationError where labels of change or images are missing, a score is not finite,
+    folds do not fit, or a classifier predicts none of the findings.
     """
     prompts = prompts or load_change_prompts()
     by_key = samples_by_key(loader.source)
@@ -227,17 +281,21 @@ def change_classification(
             "images": len(samples),
             "without_prior": without_prior,
             "unreadable": unreadable,
-            "labels": {name: _counts(truth_N) for name, truth_N in zip(findings, truth_NL.T, strict=True)},
+            "labels": {
+                name: _counts(truth_N) for name, truth_N in zip(findings, truth_NL.T, strict=True)
+            },
         },
     )
     return ChangeResult(
-        results=results, findings=findings, samples=samples, positions=positions, scores_NLC=scores_NLC,
-        truth_NL=truth_NL,
+        results=results, findings=findings, samples=samples, positions=positions,
+        scores_NLC=scores_NLC, truth_NL=truth_NL,
     )  # fmt: skip
 
 
 def _labelled_findings(samples: Iterable[Sample]) -> tuple[str, ...]:
-    """Return the findings that have labels of change, sorted. Raises EvaluationError where there is none."""
+    """Return the findings that have labels of change, sorted. Raises EvaluationError where there
+    is none.
+    """
     findings = tuple(sorted({name for sample in samples for name in changes_of(sample)}))
     if not findings:
         message = "no image has a label of change; convert MS-CXR-T with `medvl shards ms-cxr-t`"
@@ -253,7 +311,13 @@ def _truth(sample: Sample, finding: str) -> int:
 
 def _counts(truth_N: NDArray[np.int64]) -> dict[str, int]:
     """Return the number of labels of each class."""
-    return dict(zip(CHANGES, np.bincount(truth_N[truth_N >= 0], minlength=len(CHANGES)).tolist(), strict=True))
+    return dict(
+        zip(
+            CHANGES,
+            np.bincount(truth_N[truth_N >= 0], minlength=len(CHANGES)).tolist(),
+            strict=True,
+        )
+    )
 
 
 def _vectors(images: Embeddings) -> torch.Tensor:
@@ -263,7 +327,9 @@ def _vectors(images: Embeddings) -> torch.Tensor:
 def _prompt_scorer(
     model: Model, prompts: ChangePrompts, findings: Sequence[str]
 ) -> Callable[[Embeddings], torch.Tensor]:
-    """Return a function from images to (N, L x C), their mean similarity with the sentences of each class."""
+    """Return a function from images to (N, L x C), their mean similarity with the sentences of
+    each class.
+    """
     sentences = [texts for finding in findings for texts in prompts.sentences(finding)]
     sizes = [len(texts) for texts in sentences]
     with torch.no_grad(), evaluating(model):
@@ -283,7 +349,9 @@ def _choose_scorer(
     use_prior: bool,
     folds: int | None,
 ) -> tuple[Scorer, tuple[str, ...], bool]:
-    """Return a function from a batch to scores or vectors, the findings, and whether prior images are read."""
+    """Return a function from a batch to scores or vectors, the findings, and whether prior
+    images are read.
+    """
     if not isinstance(model, ChangeClassifier):
         use_prior = use_prior and isinstance(model, SupportsPriors)
         of_images = _vectors if folds is not None else _prompt_scorer(model, prompts, findings)
@@ -298,7 +366,10 @@ def _choose_scorer(
 def _known_findings(model: ChangeClassifier, findings: Sequence[str]) -> tuple[str, ...]:
     known = tuple(finding for finding in findings if finding in model.config.findings)
     if not known:
-        message = f"the classifier predicts {', '.join(model.config.findings)}, the labels are of {', '.join(findings)}"
+        message = (
+            f"the classifier predicts {', '.join(model.config.findings)}, the labels are "
+            f"of {', '.join(findings)}"
+        )
         raise EvaluationError(message, "mismatch", field="checkpoint")
     return known
 
@@ -322,7 +393,9 @@ def _encode(
     by_key: Mapping[str, tuple[int, Sample]],
     score: Scorer,
 ) -> tuple[torch.Tensor, list[str], int, dict[str, int]]:
-    """Return (N, K) on the CPU and keys of the labelled images, how many lack a prior image, and unreadable images."""
+    """Return (N, K) on the CPU and keys of the labelled images, how many lack a prior image, and
+    unreadable images.
+    """
     batches, keys, without_prior = FullPass(loader), list[str](), 0
     parts: list[torch.Tensor] = []
     device = next(model.parameters()).device
@@ -352,7 +425,9 @@ def _embedded(
     return of_images(model.embed_with_prior(batch.image_BCHW, batch.prior_BCHW, batch.has_prior_B))
 
 
-def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Sequence[str]) -> MetricGroup:
+def change_metrics(
+    scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Sequence[str]
+) -> MetricGroup:
     """Return accuracy and macro accuracy of each finding, and their means over findings."""
     items, count, classes = scores_NLC.shape
     of_truth_NL1 = np.take_along_axis(scores_NLC, np.maximum(truth_NL, 0)[..., None], axis=2)
@@ -373,9 +448,13 @@ def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Seq
         drawn_RLC = (counts_NR.T @ class_NK).reshape(-1, count, classes)
         right_RLC = (counts_NR.T @ right_NK).reshape(-1, count, classes)
         within_RLC = np.where(drawn_RLC > 0, right_RLC / np.maximum(drawn_RLC, 1), np.nan)
-        macro_RL = np.stack([mean_over_labels(within_RLC[:, at], occurs_LC[at]) for at in range(count)], axis=1)
+        macro_RL = np.stack(
+            [mean_over_labels(within_RLC[:, at], occurs_LC[at]) for at in range(count)], axis=1
+        )
         drawn_RL = drawn_RLC.sum(axis=2)
-        accuracy_RL = np.where(drawn_RL > 0, right_RLC.sum(axis=2) / np.maximum(drawn_RL, 1), np.nan)
+        accuracy_RL = np.where(
+            drawn_RL > 0, right_RLC.sum(axis=2) / np.maximum(drawn_RL, 1), np.nan
+        )
         return np.concatenate(
             [
                 mean_over_labels(macro_RL, occurs_L)[:, None],
@@ -392,13 +471,19 @@ def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Seq
 class ChangeEval:
     """Accuracy of a `ChangeClassifier` during training, without intervals.
 
-    `ChangeEval(loader)(model)` returns "change/macro_accuracy" and "change/accuracy", means over findings.
+    `ChangeEval(loader)(model)` returns "change/macro_accuracy" and "change/accuracy", means over
+    findings.
     """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
     def __call__(self, model: ChangeClassifier) -> dict[str, float]:
-        """Return the metrics of the current model. Raises EvaluationError as `change_classification` does."""
+        """Return the metrics of the current model. Raises EvaluationError as
+        `change_classification` does.
+        """
         results = change_classification(model, self.loader, resamples=0).results
-        return {f"change/{metric}": results.row(metric, "macro").value for metric in ("macro_accuracy", "accuracy")}
+        return {
+            f"change/{metric}": results.row(metric, "macro").value
+            for metric in ("macro_accuracy", "accuracy")
+        }

@@ -1,4 +1,6 @@
-"""Page of a change classification: accuracy of each finding, confusion of the classes, and pairs of images."""
+"""Page of a change classification: accuracy of each finding, confusion of the classes, and pairs
+of images.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +27,8 @@ from medvl.schema import CHANGES
 
 _LIMITS = (
     "A research evaluation, not for clinical use. Labels are one reading of two images.",
-    "Zero-shot accuracy depends on the sentences of the prompts. They were not chosen on these images.",
+    "Zero-shot accuracy depends on the sentences of the prompts. They were not chosen on these "
+    "images.",
 )
 
 
@@ -44,8 +47,8 @@ def write_change_page(
         result: result of `change_classification`.
         path: path of the file; its folder is created if missing.
         header: display names of model and data, and the date.
-        pixels, prior_pixels: functions from the position of an image to its pixels and to those of its prior image;
-            None for no images.
+        pixels, prior_pixels: functions from the position of an image to its pixels and to those of
+            its prior image; None for no images.
         examples: pairs of each kind, correct and wrong.
     """
     results = result.results
@@ -102,13 +105,16 @@ def _accuracy_table(result: ChangeResult) -> Table:
         columns=["", "Macro accuracy", "Accuracy", *map(str.capitalize, CHANGES)],
         rows=rows,
         strong_rows=1,
-        caption="Macro accuracy is the mean of the accuracies of the three classes, with 95% intervals; the tick is "
+        caption="Macro accuracy is the mean of the accuracies of the three classes, with 95% "
+        "intervals; the tick is "
         "chance. On the right, the number of labels.",
     )
 
 
 def _predicted(result: ChangeResult) -> NDArray[np.int64]:
-    """Return the predicted class (N, L); -1 for a tie of the highest scores, which the metrics count as wrong."""
+    """Return the predicted class (N, L); -1 for a tie of the highest scores, which the metrics
+    count as wrong.
+    """
     highest_NL1 = result.scores_NLC.max(axis=2, keepdims=True)
     tied_NL = (result.scores_NLC == highest_NL1).sum(axis=2) > 1
     return np.where(tied_NL, -1, result.scores_NLC.argmax(axis=2))
@@ -126,7 +132,8 @@ def _confusion_table(result: ChangeResult) -> Table:
         title="Confusion",
         columns=["Label", *(f"Predicted {change}" for change in CHANGES), "Labels"],
         rows=rows,
-        caption="Share of the labels of each class that were predicted as each class, over all findings. A tie of the "
+        caption="Share of the labels of each class that were predicted as each class, over all "
+        "findings. A tie of the "
         "highest scores predicts none.",
     )
 
@@ -135,9 +142,14 @@ def _gallery(result: ChangeResult, pixels: Pixels, prior_pixels: Pixels, example
     predicted_NL = _predicted(result)
     labelled_NL = result.truth_NL >= 0
     strips = []
-    for title, chosen_NL in (("Correct", predicted_NL == result.truth_NL), ("Wrong", predicted_NL != result.truth_NL)):
+    for title, chosen_NL in (
+        ("Correct", predicted_NL == result.truth_NL),
+        ("Wrong", predicted_NL != result.truth_NL),
+    ):
         places = np.argwhere(chosen_NL & labelled_NL)
-        for row, column in places[np.linspace(0, len(places) - 1, min(examples, len(places))).astype(int)]:
+        for row, column in places[
+            np.linspace(0, len(places) - 1, min(examples, len(places))).astype(int)
+        ]:
             predicted = int(predicted_NL[row, column])
             shown = _pair(result, int(row), int(column), predicted, pixels, prior_pixels)
             strips.append(Strip(title=title, pictures=list(shown)))
@@ -145,12 +157,18 @@ def _gallery(result: ChangeResult, pixels: Pixels, prior_pixels: Pixels, example
         title="Pairs",
         kind="thumbnails",
         strips=strips,
-        caption="Prior image and current image, the label and the prediction, evenly spaced in the order of the data.",
+        caption="Prior image and current image, the label and the prediction, evenly spaced in "
+        "the order of the data.",
     )
 
 
 def _pair(
-    result: ChangeResult, row: int, column: int, predicted: int, pixels: Pixels, prior_pixels: Pixels
+    result: ChangeResult,
+    row: int,
+    column: int,
+    predicted: int,
+    pixels: Pixels,
+    prior_pixels: Pixels,
 ) -> Iterator[Picture]:
     finding, position = result.findings[column], result.positions[row]
     answer = f"predicted {CHANGES[predicted]}" if predicted >= 0 else "a tie"
@@ -160,4 +178,8 @@ def _pair(
         alternative=f"prior image of the image on its right ({finding})",
         lines=("prior image",),
     )
-    yield Picture(source=thumbnail_uri(pixels(position)), alternative=f"current image: {', '.join(lines)}", lines=lines)
+    yield Picture(
+        source=thumbnail_uri(pixels(position)),
+        alternative=f"current image: {', '.join(lines)}",
+        lines=lines,
+    )

@@ -1,18 +1,21 @@
 """Evaluation of a trained classifier.
 
-Protocol "classification", version 1: the rows of `medvl.eval.classification.scored_images` for the probabilities of
-a `Classifier`.
+Protocol "classification", version 1: the rows of `medvl.eval.classification.scored_images` for the
+probabilities of a `Classifier`.
 
-* Every readable image of the loader is scored once, in eval mode; a score depends on its image only, or on what the
-  model reads (`config["reads"]` of the results): its text, or both. Labels that were extracted from the text make the
-  scores of a model that reads it say little about the image.
-* AUROC and average precision per label and their means; Brier score and calibration error (`ECE_BINS` equal-width
-  bins); yes/no metrics at thresholds chosen only on validation images of other patients. For a classifier of one label
-  an image, also the accuracy of its likeliest label and the mean of this accuracy over labels, of the images with
-  exactly one label (published for MELINDA).
-* Labels that are neither 1 nor 0 are converted by one named policy, which should be that of training.
-* Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`. All rows share the
-  resamples.
+* Every readable image of the loader is scored once, in eval mode; a score depends on its image
+  only, or on what the model reads (`config["reads"]` of the results): its text, or both. Labels
+  that were extracted from the text make the scores of a model that reads it say little about the
+  image.
+* AUROC and average precision per label and their means; Brier score and calibration error
+  (`ECE_BINS` equal-width bins); yes/no metrics at thresholds chosen only on validation images of
+  other patients. For a classifier of one label an image, also the accuracy of its likeliest label
+  and the mean of this accuracy over labels, of the images with exactly one label (published for
+  MELINDA).
+* Labels that are neither 1 nor 0 are converted by one named policy, which should be that of
+  training.
+* Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`.
+  All rows share the resamples.
 """
 
 import dataclasses
@@ -78,7 +81,8 @@ def classify(
     Args:
         model: the classifier.
         loader: test images, opened for evaluation.
-        valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no metrics.
+        valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no
+            metrics.
         policy: conversion of uncertain and missing labels.
         threshold_rule: metric that thresholds maximise.
         bootstrap_unit: unit of resampling.
@@ -89,7 +93,8 @@ def classify(
         checkpoint: directory or file whose hash is recorded in the results.
 
     Raises:
-        EvaluationError: no label can be evaluated, the loader is incomplete, or scores are not finite.
+        EvaluationError: no label can be evaluated, the loader is incomplete, or scores are not
+            finite.
         SplitError: test and validation images share patients.
     """
     scoring.check_bootstrap_unit(bootstrap_unit)
@@ -98,7 +103,9 @@ def classify(
     test = dataclasses.replace(score_labels(model, loader, policy), smallest_class=smallest_class)
     thresholds = None
     if valid_loader is not None:
-        thresholds = scoring.choose_thresholds(score_labels(model, valid_loader, policy), test, threshold_rule)
+        thresholds = scoring.choose_thresholds(
+            score_labels(model, valid_loader, policy), test, threshold_rule
+        )
     results = scoring.evaluate_scores(
         test,
         [
@@ -123,12 +130,17 @@ def classify(
 
 
 def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) -> ScoredImages:
-    """Return every image of a loader with probabilities and labels under the policy. Raises `EvaluationError`."""
+    """Return every image of a loader with probabilities and labels under the policy. Raises
+    `EvaluationError`.
+    """
     source = loader.source
     label_of = match_labels(model.config.labels, source.label_names)
     names = tuple(label_of)
     if not names:
-        message = f"expected labels of the classifier in the data, got {', '.join(source.label_names) or 'none'}"
+        message = (
+            f"expected labels of the classifier in the data, got "
+            f"{', '.join(source.label_names) or 'none'}"
+        )
         raise EvaluationError(message, "mismatch", field="labels")
     batches = FullPass(loader)
 
@@ -138,9 +150,13 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
 
     with evaluating(model):
         parts = batches.compute(score)
-    scores_NL = column(parts, "probabilities").numpy()[:, [model.config.labels.index(name) for name in names]]
+    scores_NL = column(parts, "probabilities").numpy()[
+        :, [model.config.labels.index(name) for name in names]
+    ]
     if not np.isfinite(scores_NL).all():
-        raise EvaluationError("expected finite scores of the classifier; check its weights", "nonfinite")
+        raise EvaluationError(
+            "expected finite scores of the classifier; check its weights", "nonfinite"
+        )
     label_names = named_as(source.label_names, names)
     resolved = policy.resolve(column(parts, "labels").double().numpy(), label_names)
     by_key = samples_by_key(source)
@@ -153,8 +169,12 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
         positions=positions,
         counts={
             **scoring.image_counts(samples, batches.unreadable, resolved, names),
-            "classes_without_labels": [name for name in model.config.labels if name not in label_of],
-            "labels_without_classes": [name for name in source.label_names if name not in label_of.values()],
+            "classes_without_labels": [
+                name for name in model.config.labels if name not in label_of
+            ],
+            "labels_without_classes": [
+                name for name in source.label_names if name not in label_of.values()
+            ],
             "renamed_labels": renamed_labels(label_of),
         },
     )
@@ -167,9 +187,10 @@ def _accuracy_groups(model: ClassifierModel, test: ScoredImages) -> list[MetricG
 class ClassifyEval:
     """AUROC of a classifier during training, without intervals.
 
-    `ClassifyEval(loader)(model)` returns "classify/auroc_macro", "classify/auroc_macro_competition" if all five
-    competition findings can be evaluated, "classify/auroc/<label>" of each evaluable label, and for a classifier of one
-    label an image "classify/top1_accuracy" and "classify/top1_balanced_accuracy".
+    `ClassifyEval(loader)(model)` returns "classify/auroc_macro", "classify/auroc_macro_competition"
+    if all five competition findings can be evaluated, "classify/auroc/<label>" of each evaluable
+    label, and for a classifier of one label an image "classify/top1_accuracy" and
+    "classify/top1_balanced_accuracy".
     """
 
     def __init__(self, loader: Loader, *, policy: LabelPolicy | None = None) -> None:

@@ -30,17 +30,27 @@ _METRIC_NAMES: Mapping[str, str] = {
 }
 _RULES: Mapping[str, str] = {"f1": "F1", "mcc": "MCC", "youden": "sensitivity + specificity"}
 LIMITS = (
-    "For research, not for clinical use: the metrics compare scores with labels of these images and do not measure "
+    "For research, not for clinical use: the metrics compare scores with labels of these images "
+    "and do not measure "
     "clinical benefit.",
-    "Intervals are percentiles of a bootstrap over the units named above. They cover sampling variation only, not "
+    "Intervals are percentiles of a bootstrap over the units named above. They cover sampling "
+    "variation only, not "
     "label errors (labels may come from reports) or differences from other patient populations.",
     "The images on this page belong to the data set and remain under its terms of use.",
 )
 
 
-def sections(result: ClassificationResult, pixels: html.Pixels | None, examples: int) -> list[html.Section]:
-    """Return tables, curves and, with `pixels`, galleries with `examples` images of each kind per finding."""
-    curves = {name: curve for index, name in enumerate(result.images.names) if (curve := _curve(result, index))}
+def sections(
+    result: ClassificationResult, pixels: html.Pixels | None, examples: int
+) -> list[html.Section]:
+    """Return tables, curves and, with `pixels`, galleries with `examples` images of each kind
+    per finding.
+    """
+    curves = {
+        name: curve
+        for index, name in enumerate(result.images.names)
+        if (curve := _curve(result, index))
+    }
     parts: list[html.Section] = [_findings_table(result)]
     if curves:
         parts.append(_overlay(result, curves))
@@ -60,7 +70,9 @@ def write_classification_page(
     pixels: html.Pixels | None = None,
     examples: int = 3,
 ) -> Path:
-    """Write the page of a classifier as one HTML file and return its path; arguments as in `write_zero_shot_page`."""
+    """Write the page of a classifier as one HTML file and return its path; arguments as in
+    `write_zero_shot_page`.
+    """
     page = html.Page(
         title=f"Classification: {header.model}",
         subtitle=subtitle(result, header.data),
@@ -75,7 +87,10 @@ def write_classification_page(
 
 def subtitle(result: ClassificationResult, data: str) -> str:
     """Return the data and its number of images and patients, for `Page.subtitle`."""
-    return f"{data}, {len(result.images.samples):,} images of {len(set(result.images.patients)):,} patients"
+    return (
+        f"{data}, {len(result.images.samples):,} images of "
+        f"{len(set(result.images.patients)):,} patients"
+    )
 
 
 def headlines(result: ClassificationResult) -> list[tuple[str, str, str]]:
@@ -88,7 +103,9 @@ def headlines(result: ClassificationResult) -> list[tuple[str, str, str]]:
         ("top1_accuracy", "one class", "Top-1 accuracy, images of one class"),
     )
     return [
-        headline(title, rows[metric, target, ""]) for metric, target, title in names if (metric, target, "") in rows
+        headline(title, rows[metric, target, ""])
+        for metric, target, title in names
+        if (metric, target, "") in rows
     ]
 
 
@@ -98,11 +115,14 @@ def facts(
     """Return the facts of `extra` and those common to all classifiers, for `Page.facts`."""
     config, details = result.results.config, result.results.details
     policy = ", ".join(
-        f"{rule.replace('_', ' ')}: {choice.replace('_', ' ')}" for rule, choice in config["policy"].items()
+        f"{rule.replace('_', ' ')}: {choice.replace('_', ' ')}"
+        for rule, choice in config["policy"].items()
     )
     thresholds = "none (no validation images)"
     if result.thresholds is not None:
-        thresholds = f"maximum of {_RULES[config['threshold_rule']]} on validation images of other patients"
+        thresholds = (
+            f"maximum of {_RULES[config['threshold_rule']]} on validation images of other patients"
+        )
     left_out = sum(details["unreadable"].values())
     shown = [
         *extra,
@@ -113,7 +133,12 @@ def facts(
     ]
     shown += [("Means", note) for note in notes_on_means(details)]
     if details["no_finding_contradictions"]:
-        shown.append(("Labels", f"{details['no_finding_contradictions']} images have both No Finding and a finding"))
+        shown.append(
+            (
+                "Labels",
+                f"{details['no_finding_contradictions']} images have both No Finding and a finding",
+            )
+        )
     return header_facts(result.results, header, units=f"{config['bootstrap_unit']}s", extra=shown)
 
 
@@ -134,7 +159,9 @@ def _findings_table(result: ClassificationResult) -> tables.Table:
     lines: list[list[tables.Cell | str]] = []
     for target, label in targets.items():
         auroc = rows["auroc", target, ""]
-        prevalence = auroc.n_positive / auroc.n if auroc.n_positive is not None and auroc.n else None
+        prevalence = (
+            auroc.n_positive / auroc.n if auroc.n_positive is not None and auroc.n else None
+        )
         sizes = ["", "", f"{auroc.n:,}", ""]
         if prevalence is not None:
             sizes = [
@@ -143,22 +170,38 @@ def _findings_table(result: ClassificationResult) -> tables.Table:
                 f"{auroc.n:,}",
                 f"{counts[target]['left_out']:,}",
             ]
-        precision = tables.metric_cell(rows["average_precision", target, ""], reference=prevalence, bar=True)
+        precision = tables.metric_cell(
+            rows["average_precision", target, ""], reference=prevalence, bar=True
+        )
         lines.append([label, tables.metric_cell(auroc, reference=0.5, bar=True), precision, *sizes])
     return tables.Table(
         title="Summary by finding",
-        columns=["", "AUROC", "Average precision", "Positive", "Prevalence", "Evaluated", "Left out"],
+        columns=[
+            "",
+            "AUROC",
+            "Average precision",
+            "Positive",
+            "Prevalence",
+            "Evaluated",
+            "Left out",
+        ],
         rows=lines,
         strong_rows=sum(target in _MEANS for target in targets),
-        caption="With 95% intervals. The ends of a column's bars are below its title. The tick in a bar is chance "
-        "level: 0.5 for AUROC, the prevalence for average precision. Left out: uncertain or missing labels, by the "
+        caption="With 95% intervals. The ends of a column's bars are below its title. The tick "
+        "in a bar is chance "
+        "level: 0.5 for AUROC, the prevalence for average precision. Left out: uncertain or "
+        "missing labels, by the "
         "policy.",
     )
 
 
 def _decisions(result: ClassificationResult) -> list[tables.Table]:
     rows = _rows(result)
-    metrics = [metric for metric in (*CALIBRATION_METRICS, *DECISION_METRICS) if (metric, "macro", "") in rows]
+    metrics = [
+        metric
+        for metric in (*CALIBRATION_METRICS, *DECISION_METRICS)
+        if (metric, "macro", "") in rows
+    ]
     if not metrics:
         return []
     thresholds = result.thresholds or {}
@@ -167,15 +210,27 @@ def _decisions(result: ClassificationResult) -> list[tables.Table]:
     for target, label in _targets(result, metrics[0]).items():
         threshold = thresholds.get(target, float("nan"))
         shown = [] if not decided else ["" if np.isnan(threshold) else f"{threshold:.3f}"]
-        lines.append([label, *shown, *(tables.metric_cell(rows.get((metric, target, ""))) for metric in metrics)])
+        lines.append(
+            [
+                label,
+                *shown,
+                *(tables.metric_cell(rows.get((metric, target, ""))) for metric in metrics),
+            ]
+        )
     return [
         tables.Table(
             title="Calibration and decisions" if decided else "Calibration",
-            columns=["", *(["Threshold"] if decided else []), *(_METRIC_NAMES[metric] for metric in metrics)],
+            columns=[
+                "",
+                *(["Threshold"] if decided else []),
+                *(_METRIC_NAMES[metric] for metric in metrics),
+            ],
             rows=lines,
             strong_rows=1,
             caption=f"Calibration error over {ECE_BINS} bins of equal width."
-            + (" Thresholds were chosen on validation images of other patients." if decided else ""),
+            + (
+                " Thresholds were chosen on validation images of other patients." if decided else ""
+            ),
         )
     ]
 
@@ -199,14 +254,16 @@ def _overlay(result: ClassificationResult, curves: Mapping[str, RocCurve]) -> ht
     picture = html.plot_picture(
         plots.roc_overlay("roc-all", named),
         alternative=f"ROC curves of {len(order)} findings in one square. Highest: {best}, AUROC "
-        f"{format_value(rows['auroc', best, ''])}; lowest: {worst}, {format_value(rows['auroc', worst, ''])}.",
+        f"{format_value(rows['auroc', best, ''])}; lowest: {worst}, "
+        f"{format_value(rows['auroc', worst, ''])}.",
         lines=["ROC curves of all findings", "in the order of their AUROC, which follows the name"],
     )
     return html.Pictures(
         title="ROC curves",
         kind="wide",
         strips=[html.Strip(title="", pictures=[picture])],
-        caption="All findings in one plot; the diagonal is chance. Bands of each finding are in its own plot below.",
+        caption="All findings in one plot; the diagonal is chance. Bands of each finding are in "
+        "its own plot below.",
     )
 
 
@@ -223,7 +280,8 @@ def _plots(result: ClassificationResult, curves: Mapping[str, RocCurve]) -> html
     return html.Pictures(
         title="Curves by finding",
         strips=strips,
-        caption="ROC curve with pointwise 95% band; normalised histograms of the scores of positive and negative "
+        caption="ROC curve with pointwise 95% band; normalised histograms of the scores of "
+        "positive and negative "
         "images; fraction of positives in bins of about equal size, with Wilson's 95% interval.",
     )
 
@@ -238,15 +296,20 @@ def _plots_of(result: ClassificationResult, index: int, curve: RocCurve) -> list
     pictures = [
         html.plot_picture(
             plots.roc_plot(f"roc-{html.slug(name)}", curve),
-            alternative=f"ROC curve of {name}: true positive rate {at_tenth:.2f} at a false positive rate of 0.1, "
+            alternative=f"ROC curve of {name}: true positive rate {at_tenth:.2f} at a false "
+            f"positive rate of 0.1, "
             f"AUROC {format_value(_rows(result)['auroc', name, ''])}.",
             lines=["ROC curve", f"sensitivity {at_tenth:.2f} at specificity 0.9"],
         ),
         html.plot_picture(
             plots.score_plot(f"scores-{html.slug(name)}", scores_N, labels_N, threshold),
-            alternative=f"Histograms of the scores for {name}: the median is {positive:.3f} of the positive images and "
+            alternative=f"Histograms of the scores for {name}: the median is {positive:.3f} of "
+            f"the positive images and "
             f"{negative:.3f} of the negative ones.{cut}",
-            lines=["Scores", f"median {positive:.3f} of positive, {negative:.3f} of negative images"],
+            lines=[
+                "Scores",
+                f"median {positive:.3f} of positive, {negative:.3f} of negative images",
+            ],
         ),
     ]
     if result.gives_probabilities:
@@ -255,9 +318,13 @@ def _plots_of(result: ClassificationResult, index: int, curve: RocCurve) -> list
         pictures.append(
             html.plot_picture(
                 plots.calibration_plot(f"calibration-{html.slug(name)}", bins),
-                alternative=f"Calibration of {name}: of the images with the highest probabilities, {predicted:.2f} on "
+                alternative=f"Calibration of {name}: of the images with the highest "
+                f"probabilities, {predicted:.2f} on "
                 f"average, {observed:.0%} are positive.",
-                lines=["Calibration", f"highest bin: probability {predicted:.2f}, {observed:.0%} positive"],
+                lines=[
+                    "Calibration",
+                    f"highest bin: probability {predicted:.2f}, {observed:.0%} positive",
+                ],
             )
         )
     return pictures
@@ -265,7 +332,11 @@ def _plots_of(result: ClassificationResult, index: int, curve: RocCurve) -> list
 
 def _subgroups(result: ClassificationResult) -> list[tables.Table]:
     rows = _rows(result)
-    groups = list(dict.fromkeys(row.subgroup for row in result.results.rows if row.subgroup and row.metric == "auroc"))
+    groups = list(
+        dict.fromkeys(
+            row.subgroup for row in result.results.rows if row.subgroup and row.metric == "auroc"
+        )
+    )
     if not groups:
         return []
     lines: list[list[tables.Cell | str]] = []
@@ -279,7 +350,8 @@ def _subgroups(result: ClassificationResult) -> list[tables.Table]:
             columns=["AUROC", *groups],
             rows=lines,
             strong_rows=int(any(("auroc", "macro", group) in rows for group in groups)),
-            caption=f"A cell needs {result.results.config['smallest_subgroup']} positive and as many negative images. "
+            caption=f"A cell needs {result.results.config['smallest_subgroup']} positive and as "
+            f"many negative images. "
             "Means are over the findings with a value in every group of the attribute.",
         ),
         *_gaps(result),
@@ -292,7 +364,8 @@ def _gaps(result: ClassificationResult) -> list[tables.Table]:
         return []
     order = sorted(gaps, key=lambda row: row.target != "macro")
     lines: list[Sequence[tables.Cell | str]] = [
-        ["Mean" if row.target == "macro" else row.target, row.subgroup, tables.metric_cell(row)] for row in order
+        ["Mean" if row.target == "macro" else row.target, row.subgroup, tables.metric_cell(row)]
+        for row in order
     ]
     return [
         tables.Table(
@@ -300,8 +373,10 @@ def _gaps(result: ClassificationResult) -> list[tables.Table]:
             columns=["", "Best - worst", "AUROC"],
             rows=lines,
             strong_rows=sum(row.target == "macro" for row in gaps),
-            caption="AUROC of the best group minus that of the worst, both chosen on these images: with more than two "
-            "groups the gap is biased upwards. If the interval includes zero, the groups are not distinguished.",
+            caption="AUROC of the best group minus that of the worst, both chosen on these "
+            "images: with more than two "
+            "groups the gap is biased upwards. If the interval includes zero, the groups are "
+            "not distinguished.",
         )
     ]
 
@@ -320,13 +395,21 @@ def _gallery(result: ClassificationResult, pixels: html.Pixels, examples: int) -
             "lowest scores, positive": positive[::-1][:examples],
         }
         for kind, rows_N in kinds.items():
-            pictures = [_thumbnail(result, int(row), index, pixels, kind.rpartition(",")[0]) for row in rows_N]
-            strips.append(html.Strip(title=name, note=kind, pictures=[picture for picture in pictures if picture]))
+            pictures = [
+                _thumbnail(result, int(row), index, pixels, kind.rpartition(",")[0])
+                for row in rows_N
+            ]
+            strips.append(
+                html.Strip(
+                    title=name, note=kind, pictures=[picture for picture in pictures if picture]
+                )
+            )
     return html.Pictures(
         title="Images",
         kind="thumbnails",
         strips=strips,
-        caption="Images with the highest scores among positives and among negatives, and with the lowest scores among "
+        caption="Images with the highest scores among positives and among negatives, and with "
+        "the lowest scores among "
         "positives: score, label, key (a hash).",
     )
 
@@ -344,5 +427,8 @@ def _thumbnail(
     view = f", {sample.view}" if sample.view else ""
     lines = (f"{images.scores_NL[row, label]:.3f}, {value}", f"{sample.key[:16]}{view}")
     seen = f"{sample.view} view" if sample.view else "image"
-    alternative = f"{seen}, {value} for {images.names[label]}, score {lines[0].partition(',')[0]} (one of the {kind})"
+    alternative = (
+        f"{seen}, {value} for {images.names[label]}, score "
+        f"{lines[0].partition(',')[0]} (one of the {kind})"
+    )
     return html.Picture(source=html.thumbnail_uri(image), alternative=alternative, lines=lines)

@@ -1,7 +1,8 @@
-"""Metrics of labelled images with a score per class, shared by zero-shot prompts, linear probes and classifiers.
+"""Metrics of labelled images with a score per class, shared by zero-shot prompts, linear probes and
+classifiers.
 
-The rows are AUROC and average precision, calibration if scores are probabilities, yes/no metrics at thresholds chosen
-on validation images of other patients, and subgroups with their gaps.
+The rows are AUROC and average precision, calibration if scores are probabilities, yes/no metrics at
+thresholds chosen on validation images of other patients, and subgroups with their gaps.
 
 Shape letters: N images, L classes.
 """
@@ -47,7 +48,9 @@ PER_CLASS: Mapping[str, int] = {
     "Edema": POSITIVE,
     "Pleural Effusion": POSITIVE,
 }
-"""Values of uncertain labels under "per_class" (as in GLoRIA and PTUnifier); other classes are left out."""
+"""Values of uncertain labels under "per_class" (as in GLoRIA and PTUnifier); other classes are
+left out.
+"""
 
 NO_FINDING = "No Finding"
 _NOT_A_PATHOLOGY = (NO_FINDING, "Support Devices")
@@ -60,7 +63,9 @@ class ResolvedLabels:
     labels_NL: Array
     """1, 0 or NaN (left out)."""
     counts: Mapping[str, Mapping[str, int]]
-    """Label -> counts: positive, negative, left_out (their sum is all images); uncertain, missing (of the table)."""
+    """Label -> counts: positive, negative, left_out (their sum is all images); uncertain,
+    missing (of the table).
+    """
     contradictions: int
     """Number of images labelled No Finding and with a positive pathology; their labels are kept."""
 
@@ -73,26 +78,35 @@ class LabelPolicy:
     """
 
     no_finding: NoFinding = "implied"
-    """"implied" fills missing labels by logic: No Finding is 0 if a pathology is positive, and pathologies are 0 if
-    No Finding is positive (Support Devices are not a pathology). "labelled" uses the table unchanged."""
+    """"implied" fills missing labels by logic: No Finding is 0 if a pathology is positive, and
+    pathologies are 0 if No Finding is positive (Support Devices are not a pathology). "labelled"
+    uses the table unchanged.
+    """
     uncertain: Uncertain = "ignore"
     """"ignore" leaves the label out; "zeros", "ones", or "per_class" as in `PER_CLASS`."""
     missing: Missing = "negative"
     """A finding that is not mentioned counts as "negative", or the label is left out ("ignore")."""
 
     def __post_init__(self) -> None:
-        for field, allowed in (("no_finding", NoFinding), ("uncertain", Uncertain), ("missing", Missing)):
+        for field, allowed in (
+            ("no_finding", NoFinding),
+            ("uncertain", Uncertain),
+            ("missing", Missing),
+        ):
             check_choice(getattr(self, field), get_args(allowed), field, error=EvaluationError)
 
     @property
     def name(self) -> str:
         """The three rules in one line, for tables and pages."""
-        return f"uncertain: {self.uncertain}, missing: {self.missing}, no finding: {self.no_finding}"
+        return (
+            f"uncertain: {self.uncertain}, missing: {self.missing}, no finding: {self.no_finding}"
+        )
 
     def resolve(self, labels_NL: ArrayLike, names: Sequence[str]) -> ResolvedLabels:
         """Convert labels of 1, 0, -1 or NaN to 1, 0 or NaN, and count the conversions per column.
 
-        Pass all columns of the table, also those that are not evaluated: the No Finding rule reads them.
+        Pass all columns of the table, also those that are not evaluated: the No Finding rule reads
+        them.
 
         Args:
             labels_NL: label table.
@@ -102,7 +116,9 @@ class LabelPolicy:
         """
         table_NL = np.array(labels_NL, dtype=np.float64)  # a copy
         if table_NL.ndim != 2 or table_NL.shape[1] != len(names):
-            message = f"expected one column for each of {len(names)} names, got shape {table_NL.shape}"
+            message = (
+                f"expected one column for each of {len(names)} names, got shape {table_NL.shape}"
+            )
             raise EvaluationError(message, "mismatch", field="labels")
         missing_NL, uncertain_NL = np.isnan(table_NL), table_NL == UNCERTAIN
         if not (missing_NL | uncertain_NL | (table_NL == POSITIVE) | (table_NL == NEGATIVE)).all():
@@ -112,7 +128,9 @@ class LabelPolicy:
         resolved_NL, contradictions = table_NL.copy(), 0
         known = named_as(names, FINDINGS)
         if NO_FINDING in known:
-            contradictions = _imply_no_finding(resolved_NL, known, fill=self.no_finding == "implied")
+            contradictions = _imply_no_finding(
+                resolved_NL, known, fill=self.no_finding == "implied"
+            )
         for column, name in enumerate(known):
             resolved_NL[uncertain_NL[:, column], column] = self._value_of_uncertain(name)
         if self.missing == "negative":
@@ -134,12 +152,19 @@ class LabelPolicy:
         return self.resolve(labels_NL, names).labels_NL
 
     def _value_of_uncertain(self, name: str) -> float:
-        table = {"ignore": np.nan, "zeros": NEGATIVE, "ones": POSITIVE, "per_class": PER_CLASS.get(name, np.nan)}
+        table = {
+            "ignore": np.nan,
+            "zeros": NEGATIVE,
+            "ones": POSITIVE,
+            "per_class": PER_CLASS.get(name, np.nan),
+        }
         return float(table[self.uncertain])
 
 
 def _imply_no_finding(labels_NL: Array, names: Sequence[str], *, fill: bool) -> int:
-    """Fill labels implied by No Finding and by pathologies in place; return the number of contradictions."""
+    """Fill labels implied by No Finding and by pathologies in place; return the number of
+    contradictions.
+    """
     none_N = labels_NL[:, names.index(NO_FINDING)]  # a view
     pathologies = [column for column, name in enumerate(names) if name not in _NOT_A_PATHOLOGY]
     any_N = (labels_NL[:, pathologies] == POSITIVE).any(axis=1)
@@ -152,7 +177,9 @@ def _imply_no_finding(labels_NL: Array, names: Sequence[str], *, fill: bool) -> 
 
 
 FEW = 10
-"""Patients with a positive, or with a negative image, below which results name a class in a warning."""
+"""Patients with a positive, or with a negative image, below which results name a class in a
+warning.
+"""
 BootstrapUnit = Literal["patient", "image"]
 ThresholdRule = Literal["f1", "mcc", "youden"]
 
@@ -192,12 +219,22 @@ class ScoredImages:
         Raises `EvaluationError` if no class can be evaluated.
         """
         if not self.evaluable:
-            message = f"expected positive and negative images of a class, got none for {', '.join(self.names)}"
+            message = (
+                f"expected positive and negative images of a class, got none for "
+                f"{', '.join(self.names)}"
+            )
             raise EvaluationError(message, "empty", field="labels")
         fewest_L = np.minimum((self.labels_NL == 1).sum(axis=0), (self.labels_NL == 0).sum(axis=0))
-        enough = [name for name, fewest in zip(self.names, fewest_L, strict=True) if fewest >= self.smallest_class]
+        enough = [
+            name
+            for name, fewest in zip(self.names, fewest_L, strict=True)
+            if fewest >= self.smallest_class
+        ]
         if not enough:
-            message = f"no class has {self.smallest_class} positive and as many negative images; lower smallest_class"
+            message = (
+                f"no class has {self.smallest_class} positive and as many negative "
+                f"images; lower smallest_class"
+            )
             raise EvaluationError(message, "empty", field="smallest_class")
         means = {"macro": enough}
         if set(COMPETITION_FINDINGS) <= set(enough):
@@ -205,14 +242,24 @@ class ScoredImages:
         return means
 
     def details_of_means(self) -> dict[str, Any]:
-        """Return the classes of each mean, those left out with the reason, and those of few patients, as JSON."""
+        """Return the classes of each mean, those left out with the reason, and those of few
+        patients, as JSON.
+        """
         means = self.means
-        left_out = dict.fromkeys(self.counts.get("classes_without_labels", ()), "no label of the data")
+        left_out = dict.fromkeys(
+            self.counts.get("classes_without_labels", ()), "no label of the data"
+        )
         left_out |= dict.fromkeys(self.counts.get("labels_without_prompts", ()), "no prompts")
-        left_out |= dict.fromkeys(self.counts.get("labels_without_classes", ()), "no label of the model")
+        left_out |= dict.fromkeys(
+            self.counts.get("labels_without_classes", ()), "no label of the model"
+        )
         for name, label_N in zip(self.names, self.labels_NL.T, strict=True):
             if name not in means["macro"]:
-                lacking = [kind for kind, value in (("positive", 1), ("negative", 0)) if not (label_N == value).any()]
+                lacking = [
+                    kind
+                    for kind, value in (("positive", 1), ("negative", 0))
+                    if not (label_N == value).any()
+                ]
                 fewer = f"fewer than {self.smallest_class} positive or negative images"
                 left_out[name] = f"no {lacking[0]} images" if lacking else fewer
         columns = [self.names.index(name) for name in means["macro"]]
@@ -245,9 +292,13 @@ class ClassificationResult:
         return "\n\n".join([format_table(rows), *notes_on_means(self.results.details)])
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield key, patient, subgroups, scores and labels (NaN: left out) of each image, for `write_results`."""
+        """Yield key, patient, subgroups, scores and labels (NaN: left out) of each image, for
+        `write_results`.
+        """
         images = self.images
-        rows = zip(images.samples, images.scores_NL.tolist(), images.labels_NL.tolist(), strict=True)
+        rows = zip(
+            images.samples, images.scores_NL.tolist(), images.labels_NL.tolist(), strict=True
+        )
         for sample, scores, labels in rows:
             yield {
                 "key": sample.key,
@@ -258,22 +309,30 @@ class ClassificationResult:
             }
 
 
-def few_patients(names: Sequence[str], labels_NL: Array, patients: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return class -> patients with a positive and with a negative image, for classes with fewer than `FEW` of a kind.
+def few_patients(
+    names: Sequence[str], labels_NL: Array, patients: Sequence[str]
+) -> dict[str, dict[str, int]]:
+    """Return class -> patients with a positive and with a negative image, for classes with fewer
+    than `FEW` of a kind.
 
     Resamples of so few patients, which differ little, give intervals that are too narrow.
     """
     patient_N = np.array(patients)
     few = {}
     for name, label_N in zip(names, labels_NL.T, strict=True):
-        counts = {kind: len(set(patient_N[label_N == value])) for kind, value in (("positive", 1), ("negative", 0))}
+        counts = {
+            kind: len(set(patient_N[label_N == value]))
+            for kind, value in (("positive", 1), ("negative", 0))
+        }
         if min(counts.values()) < FEW:
             few[name] = counts
     return few
 
 
 def notes_on_means(details: Mapping[str, Any]) -> list[str]:
-    """Return sentences on the classes that the means leave out, that have few patients, and that the data rename."""
+    """Return sentences on the classes that the means leave out, that have few patients, and that
+    the data rename.
+    """
     reasons: dict[str, list[str]] = {}
     for name, reason in details.get("left_out_of_means", {}).items():
         reasons.setdefault(reason, []).append(name)
@@ -284,25 +343,36 @@ def notes_on_means(details: Mapping[str, Any]) -> list[str]:
     few = details.get("few_patients", {})
     if few:
         counts = "; ".join(
-            f"{name} ({each['positive']} with, {each['negative']} without)" for name, each in few.items()
+            f"{name} ({each['positive']} with, {each['negative']} without)"
+            for name, each in few.items()
         )
-        notes.append(f"Warning: few patients of a kind, so that values and intervals are unreliable: {counts}. "
+        notes.append(f"Warning: few patients of a kind, so that values and intervals are "
+                     f"unreliable: {counts}. "
                      f"Leave them out of the means with --smallest-class {FEW}.")  # fmt: skip
     renamed = details.get("renamed_labels", {})
     if renamed:
-        notes.append(f"Labels read as classes: {', '.join(f'{label} as {name}' for name, label in renamed.items())}.")
+        notes.append(
+            f"Labels read as classes: "
+            f"{', '.join(f'{label} as {name}' for name, label in renamed.items())}."
+        )
     return notes
 
 
 def check_bootstrap_unit(unit: str) -> None:
     """Raise `EvaluationError` unless `unit` names a bootstrap unit."""
     if unit not in get_args(BootstrapUnit):
-        message = f"expected bootstrap_unit to be one of {', '.join(get_args(BootstrapUnit))}, got {unit!r}"
+        message = (
+            f"expected bootstrap_unit to be one of {', '.join(get_args(BootstrapUnit))}, "
+            f"got {unit!r}"
+        )
         raise EvaluationError(message, "unknown_name", field="bootstrap_unit")
 
 
 def image_counts(
-    samples: Sequence[Sample], unreadable: Mapping[str, int], resolved: ResolvedLabels, names: Sequence[str]
+    samples: Sequence[Sample],
+    unreadable: Mapping[str, int],
+    resolved: ResolvedLabels,
+    names: Sequence[str],
 ) -> dict[str, Any]:
     """Return the counts of images and labels, for `ScoredImages.counts`."""
     return {
@@ -314,34 +384,52 @@ def image_counts(
     }
 
 
-def choose_thresholds(valid: ScoredImages, test: ScoredImages, rule: ThresholdRule) -> dict[str, float]:
-    """Return class -> the best threshold by `rule` on the validation images; NaN where these have a single class.
+def choose_thresholds(
+    valid: ScoredImages, test: ScoredImages, rule: ThresholdRule
+) -> dict[str, float]:
+    """Return class -> the best threshold by `rule` on the validation images; NaN where these have a
+    single class.
 
     Raises SplitError if the two sets share a patient.
     """
     check_disjoint_patients(valid.patients, test.patients)
     columns = zip(valid.names, valid.scores_NL.T, valid.labels_NL.T, strict=True)
-    thresholds = {name: choose_threshold(scores_N, labels_N, rule) for name, scores_N, labels_N in columns}
+    thresholds = {
+        name: choose_threshold(scores_N, labels_N, rule) for name, scores_N, labels_N in columns
+    }
     return {name: thresholds.get(name, float("nan")) for name in test.names}
 
 
 def ranking_groups(test: ScoredImages) -> list[MetricGroup]:
     """Return AUROC and average precision of every class, and their means."""
     columns = test.scores_NL, test.labels_NL, test.names
-    return [ranking_metrics(metric, *columns, means=test.means) for metric in ("auroc", "average_precision")]
+    return [
+        ranking_metrics(metric, *columns, means=test.means)
+        for metric in ("auroc", "average_precision")
+    ]
 
 
 def decision_groups(
     test: ScoredImages, thresholds: Mapping[str, float] | None, *, probabilities: bool
 ) -> list[MetricGroup]:
-    """Return calibration if scores are probabilities, and yes/no metrics if there are thresholds."""
-    groups = [calibration_metrics(test.scores_NL, test.labels_NL, test.names)] if probabilities else []
-    decided = [index for index, name in enumerate(test.names) if thresholds and not np.isnan(thresholds[name])]
+    """Return calibration if scores are probabilities, and yes/no metrics if there are
+    thresholds.
+    """
+    groups = (
+        [calibration_metrics(test.scores_NL, test.labels_NL, test.names)] if probabilities else []
+    )
+    decided = [
+        index
+        for index, name in enumerate(test.names)
+        if thresholds and not np.isnan(thresholds[name])
+    ]
     if thresholds and decided:
         names = [test.names[index] for index in decided]
         predicted_NL = test.scores_NL[:, decided] >= np.array([thresholds[name] for name in names])
         mean_of = test.means["macro"] if test.smallest_class > 1 else None
-        groups.append(decision_metrics(predicted_NL, test.labels_NL[:, decided], names, mean_of=mean_of))
+        groups.append(
+            decision_metrics(predicted_NL, test.labels_NL[:, decided], names, mean_of=mean_of)
+        )
     return groups
 
 
@@ -362,8 +450,8 @@ def evaluate_scores(
         metric_groups: metrics of all images.
         thresholds: threshold per class, recorded in the details.
         protocol: name and version.
-        config: settings, with `bootstrap_unit`, `resamples`, `seed` and `smallest_subgroup`; the smallest class of the
-            means is that of `test`.
+        config: settings, with `bootstrap_unit`, `resamples`, `seed` and `smallest_subgroup`; the
+            smallest class of the means is that of `test`.
         inputs: hashes of the inputs.
         details: further details.
     """

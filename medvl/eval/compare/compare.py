@@ -1,14 +1,15 @@
 """Comparison of several runs of one evaluation, with paired differences from the first.
 
-Runs can be compared if they used the same protocol and the same data: the hashes of all inputs except their own weights
-must agree, unless `force` is set. Differing settings are noted.
+Runs can be compared if they used the same protocol and the same data: the hashes of all inputs
+except their own weights must agree, unless `force` is set. Differing settings are noted.
 
 Differences are paired: both runs are evaluated on the same resamples of the same items
-(`medvl.eval.compare.readers`), which removes the variation between items that both share. A paired interval can
-exclude 0 where two separate intervals overlap. If the predictions name patients, patients are resampled.
+(`medvl.eval.compare.readers`), which removes the variation between items that both share. A paired
+interval can exclude 0 where two separate intervals overlap. If the predictions name patients,
+patients are resampled.
 
-If the predictions name the subgroups of their items (view, sex, age, ...), every metric that they determine is also
-compared within each subgroup, whatever the task.
+If the predictions name the subgroups of their items (view, sex, age, ...), every metric that they
+determine is also compared within each subgroup, whatever the task.
 
 Shape letters: R resamples, K rows.
 """
@@ -38,8 +39,12 @@ from medvl.eval.generation.evaluate import IMAGES_OF
 from medvl.models.weights import CONFIG, find_checkpoint
 
 _RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary", "generator", "other"})
-"""Inputs that may differ between runs, beside generated images ("images, guidance 3"); all others must agree."""
-_IGNORED_SETTINGS = frozenset({"resamples", "seed", "autocast"})  # settings that do not change values beyond rounding
+"""Inputs that may differ between runs, beside generated images ("images, guidance 3"); all
+others must agree.
+"""
+_IGNORED_SETTINGS = frozenset(
+    {"resamples", "seed", "autocast"}
+)  # settings that do not change values beyond rounding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +62,9 @@ class Comparison:
 
     runs: tuple[Run, ...]
     rows: tuple[str, ...]
-    """Names of all rows: means first, then in the order of the first run that has them, subgroups last."""
+    """Names of all rows: means first, then in the order of the first run that has them,
+    subgroups last.
+    """
     differences: tuple[Mapping[str, MetricRow], ...]
     """Row name -> difference for each run except the first; empty if its items cannot be paired."""
     curves: Mapping[str, Mapping[str, RocCurve]]
@@ -83,7 +90,9 @@ class Comparison:
             "rows": [
                 {
                     "name": name,
-                    "values": [_numbers(self.value(number, name)) for number in range(len(self.runs))],
+                    "values": [
+                        _numbers(self.value(number, name)) for number in range(len(self.runs))
+                    ],
                     "differences": [_numbers(of_run.get(name)) for of_run in self.differences],
                 }
                 for name in self.rows
@@ -92,13 +101,14 @@ class Comparison:
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, list[Run]]:
-    """Find the evaluations of each protocol in results.json files, folders of evaluations, checkpoints or runs.
+    """Find the evaluations of each protocol in results.json files, folders of evaluations,
+    checkpoints or runs.
 
-    A checkpoint or run stands for all evaluations in its folder (`medvl.eval.core.results`). Runs are named by the
-    parts of their paths that differ.
+    A checkpoint or run stands for all evaluations in its folder (`medvl.eval.core.results`). Runs
+    are named by the parts of their paths that differ.
 
-    Raises EvaluationError if a path has no evaluation, if two paths lead to the same results.json, or if the results
-    in the folder of a checkpoint are of other weights.
+    Raises EvaluationError if a path has no evaluation, if two paths lead to the same results.json,
+    or if the results in the folder of a checkpoint are of other weights.
     """
     by_protocol: dict[str, list[tuple[Path, Results]]] = {}
     given: dict[Path, Path] = {}
@@ -106,7 +116,10 @@ def find_runs(paths: Sequence[Path]) -> dict[str, list[Run]]:
         for folder, results in _evaluations(path):
             file = (folder / "results.json").resolve()
             if file in given:
-                message = f"{given[file]} and {path} lead to the same results, {file}; give different evaluations"
+                message = (
+                    f"{given[file]} and {path} lead to the same results, {file}; give "
+                    f"different evaluations"
+                )
                 raise EvaluationError(message, "conflict", field="runs")
             given[file] = path
             by_protocol.setdefault(results.protocol, []).append((folder, results))
@@ -122,12 +135,17 @@ def _evaluations(path: Path) -> list[tuple[Path, Results]]:
     if (path / "results.json").is_file():
         return [(path, read_results(path))]
     if not path.exists() and not str(path).startswith(HUB_PREFIX):
-        raise EvaluationError(f"{path} does not exist; give a run or an evaluation", "not_found", field="runs")
+        raise EvaluationError(
+            f"{path} does not exist; give a run or an evaluation", "not_found", field="runs"
+        )
     if path.is_file() and not evaluations_of(path).is_dir():
         return [(path.parent, read_results(path.parent))]
     known = path.is_file() or (find_checkpoint(path) / CONFIG).is_file()
     places = [evaluations_of(path)] if known else []
-    places += [path, *(base / EVALUATIONS for base in (path, path.parent))]  # the last two: of earlier versions
+    places += [
+        path,
+        *(base / EVALUATIONS for base in (path, path.parent)),
+    ]  # the last two: of earlier versions
     for place in dict.fromkeys(places):
         folders = sorted(file.parent for file in place.glob("*/results.json"))
         if folders:
@@ -143,7 +161,9 @@ def _evaluations(path: Path) -> list[tuple[Path, Results]]:
 
 
 def _check_weights(path: Path, entries: Sequence[tuple[Path, Results]]) -> None:
-    """Raise EvaluationError if results are of other weights than those of the checkpoint in whose folder they lie."""
+    """Raise EvaluationError if results are of other weights than those of the checkpoint in
+    whose folder they lie.
+    """
     try:
         expected = checkpoint_sha256(path)
     except EvaluationError:
@@ -152,21 +172,34 @@ def _check_weights(path: Path, entries: Sequence[tuple[Path, Results]]) -> None:
         known = [results.inputs.get("checkpoint"), results.inputs.get("predictions")]
         known += results.config.get("ensemble") or []
         if any(known) and expected not in known:
-            message = f"the results in {folder} are of other weights than {path}; evaluate {path} again with --replace"
+            message = (
+                f"the results in {folder} are of other weights than {path}; evaluate "
+                f"{path} again with --replace"
+            )
             raise EvaluationError(message, "mismatch", field="runs")
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return a short unique name per folder: its path without the common leading and trailing parts."""
+    """Return a short unique name per folder: its path without the common leading and trailing
+    parts.
+    """
     parts = [folder.resolve().parts for folder in folders]
     shortest = min(map(len, parts))
     first = next((n for n in range(shortest) if len({each[n] for each in parts}) > 1), shortest)
-    last = next((n for n in range(shortest - first) if len({each[-1 - n] for each in parts}) > 1), 0)
+    last = next(
+        (n for n in range(shortest - first) if len({each[-1 - n] for each in parts}) > 1), 0
+    )
     names = ["/".join(each[first : len(each) - last]) or each[-1] for each in parts]
-    return names if len(set(names)) == len(names) else [f"{number} {name}" for number, name in enumerate(names, 1)]
+    return (
+        names
+        if len(set(names)) == len(names)
+        else [f"{number} {name}" for number, name in enumerate(names, 1)]
+    )
 
 
-def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, seed: int = 0) -> Comparison:
+def compare(
+    runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, seed: int = 0
+) -> Comparison:
     """Compare evaluations of one protocol with the first.
 
     Args:
@@ -176,14 +209,17 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
         seed: seed of the paired bootstrap.
 
     Raises:
-        EvaluationError: protocols or inputs differ and `force` is not set, or predictions do not belong to their
-            results.
+        EvaluationError: protocols or inputs differ and `force` is not set, or predictions do not
+            belong to their results.
     """
     if not runs:
         raise EvaluationError("expected at least one run, got none", "empty", field="runs")
     notes = _disagreements(runs)
     if notes and not force:
-        message = f"these runs cannot be compared: {'; '.join(notes)}; evaluate them on the same inputs, or use --force"
+        message = (
+            f"these runs cannot be compared: {'; '.join(notes)}; evaluate them on the "
+            f"same inputs, or use --force"
+        )
         raise EvaluationError(message, "mismatch", field="runs")
     notes += _settings(runs)
     items = [read_items(run.folder, run.results) for run in runs]
@@ -195,7 +231,10 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
     differences: list[Mapping[str, MetricRow]] = []
     for run, own_items in zip(runs[1:], items[1:], strict=True):
         other_means = _means_that_differ(runs[0], run)
-        notes += [f"{target} of {run.name} is over other classes than of {runs[0].name}" for target in other_means]
+        notes += [
+            f"{target} of {run.name} is over other classes than of {runs[0].name}"
+            for target in other_means
+        ]
         paired = _paired(items[0], own_items, resamples, seed, without=other_means)
         if isinstance(paired, str):
             notes.append(f"{run.name} is not paired with {runs[0].name}: {paired}")
@@ -213,7 +252,9 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
 
 
 def _unit_notes(items: Items, reader: Reader) -> list[str]:
-    """Return a note where the items name no patients, or another group than the current version resamples."""
+    """Return a note where the items name no patients, or another group than the current version
+    resamples.
+    """
     if items.unit == reader.group:
         return []
     whole = f"each {items.unit} is resampled with all its items"
@@ -243,7 +284,8 @@ def _disagreements(runs: Sequence[Run]) -> list[str]:
         other = run.results
         if (other.protocol, other.protocol_version) != (first.protocol, first.protocol_version):
             notes.append(
-                f"{run.name} has protocol {other.protocol} version {other.protocol_version}, {runs[0].name} has "
+                f"{run.name} has protocol {other.protocol} version {other.protocol_version}, "
+                f"{runs[0].name} has "
                 f"{first.protocol} version {first.protocol_version}"
             )
         names = sorted({*first.inputs, *other.inputs} - _RUN_INPUTS)
@@ -257,29 +299,44 @@ def _disagreements(runs: Sequence[Run]) -> list[str]:
 def _settings(runs: Sequence[Run]) -> list[str]:
     first = runs[0].results.config
     names = sorted({name for run in runs for name in run.results.config} - _IGNORED_SETTINGS)
-    differing = [name for name in names if any(run.results.config.get(name) != first.get(name) for run in runs)]
+    differing = [
+        name
+        for name in names
+        if any(run.results.config.get(name) != first.get(name) for run in runs)
+    ]
 
     def shown(value: object) -> str:
         return "other settings" if isinstance(value, Mapping) else str(value)
 
     return [
-        f"{name}: " + ", ".join(f"{shown(run.results.config.get(name))} ({run.name})" for run in runs)
+        f"{name}: "
+        + ", ".join(f"{shown(run.results.config.get(name))} ({run.name})" for run in runs)
         for name in differing
     ]
 
 
 def _means_that_differ(first: Run, other: Run) -> list[str]:
-    """Return the targets of means that are over other classes in the other run, so that they have no difference."""
+    """Return the targets of means that are over other classes in the other run, so that they
+    have no difference.
+    """
     means, others = (run.results.details.get("means") or {} for run in (first, other))
-    return [target for target in means if target in others and set(means[target]) != set(others[target])]
+    return [
+        target for target in means if target in others and set(means[target]) != set(others[target])
+    ]
 
 
 def _paired(
-    first: Items | None, other: Items | None, resamples: int, seed: int, *, without: Sequence[str] = ()
+    first: Items | None,
+    other: Items | None,
+    resamples: int,
+    seed: int,
+    *,
+    without: Sequence[str] = (),
 ) -> dict[str, MetricRow] | str:
     """Return row name -> other minus first, or the reason why the runs cannot be paired.
 
-    Rows of the targets in `without` have no difference, except in subgroups, whose classes are their own.
+    Rows of the targets in `without` have no difference, except in subgroups, whose classes are
+    their own.
     """
     if first is None or other is None:
         return "one of them has no predictions, or those of an earlier version"
@@ -294,7 +351,9 @@ def _paired(
         of_first, of_other = first.statistic(counts_NR), other.statistic(counts_NR)
         return np.asarray(of_other[:, columns[1]] - of_first[:, columns[0]])
 
-    estimate = bootstrap(statistic, len(first.names), resamples=resamples, seed=seed, groups=first.groups)
+    estimate = bootstrap(
+        statistic, len(first.names), resamples=resamples, seed=seed, groups=first.groups
+    )
     values = zip(common, estimate.value_K, estimate.low_K, estimate.high_K, strict=True)
     return {
         name: dataclasses.replace(known[name], value=float(value), low=float(low), high=float(high))
@@ -303,4 +362,6 @@ def _paired(
 
 
 def _numbers(row: MetricRow | None) -> dict[str, Any] | None:
-    return None if row is None else {"value": row.value, "low": row.low, "high": row.high, "n": row.n}
+    return (
+        None if row is None else {"value": row.value, "low": row.low, "high": row.high, "n": row.n}
+    )

@@ -13,7 +13,17 @@ from medvl.eval.compare.compare import Comparison, row_order
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import format_table, format_value, to_json
 from medvl.eval.html import plots
-from medvl.eval.html.page import Page, Pictures, Section, Strip, dated, headline, plot_picture, slug, write_page
+from medvl.eval.html.page import (
+    Page,
+    Pictures,
+    Section,
+    Strip,
+    dated,
+    headline,
+    plot_picture,
+    slug,
+    write_page,
+)
 from medvl.eval.html.tables import Cell, Table, metric_cell
 
 _METRICS = {
@@ -32,29 +42,42 @@ _TARGETS = {
     "one class": "images of one class",
 }
 _LIMITS = (
-    "Differences are the named run minus the first, on the same resamples of the same items, with 95% intervals. An "
+    "Differences are the named run minus the first, on the same resamples of the same items, "
+    "with 95% intervals. An "
     "arrow marks intervals that exclude 0. With many rows, some intervals exclude 0 by chance.",
-    "Paired intervals cover the sampling of test patients. They do not cover the variation of training: another seed "
+    "Paired intervals cover the sampling of test patients. They do not cover the variation of "
+    "training: another seed "
     "gives other weights.",
 )
 
 
-def write_comparison(comparisons: Sequence[Comparison], folder: str | Path, *, date: str | None = None) -> list[Path]:
-    """Write `comparison.json` and `index.html` into a folder, created if missing, and return their paths."""
+def write_comparison(
+    comparisons: Sequence[Comparison], folder: str | Path, *, date: str | None = None
+) -> list[Path]:
+    """Write `comparison.json` and `index.html` into a folder, created if missing, and return
+    their paths.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = [comparison.as_json() for comparison in comparisons]
-    written = write_atomic(folder / "comparison.json", json.dumps(to_json(content), indent=2, allow_nan=False) + "\n")
+    written = write_atomic(
+        folder / "comparison.json", json.dumps(to_json(content), indent=2, allow_nan=False) + "\n"
+    )
     names = list(dict.fromkeys(run.name for comparison in comparisons for run in comparison.runs))
     facts = [("Compared with", comparisons[0].runs[0].name)] if len(names) > 1 else []
     for comparison in comparisons:
         for run in comparison.runs:
             weights = run.results.inputs.get("checkpoint")
-            facts.append((run.name, f"{comparison.protocol}{f', checkpoint sha256 {weights[:12]}' if weights else ''}"))
+            checkpoint = f", checkpoint sha256 {weights[:12]}" if weights else ""
+            facts.append((run.name, f"{comparison.protocol}{checkpoint}"))
         facts += [(f"{_name(comparison)} differs", note) for note in comparison.notes]
-    targets = {row.target for comparison in comparisons for row in _rows(comparison) if row_order(row) == 1}
+    targets = {
+        row.target for comparison in comparisons for row in _rows(comparison) if row_order(row) == 1
+    }
     findings = [name for comparison in comparisons for name in comparison.curves] or sorted(targets)
-    prefixes = {one.protocol: f"{_name(one)}: " if len(comparisons) > 1 else "" for one in comparisons}
+    prefixes = {
+        one.protocol: f"{_name(one)}: " if len(comparisons) > 1 else "" for one in comparisons
+    }
     page = Page(
         title="Comparison of runs",
         subtitle=", ".join(names),
@@ -75,10 +98,11 @@ def write_comparison(comparisons: Sequence[Comparison], folder: str | Path, *, d
 
 
 def format_comparison(comparison: Comparison) -> str:
-    """Return every row with the values of all runs and their differences from the first, and notes, as text.
+    """Return every row with the values of all runs and their differences from the first, and notes,
+    as text.
 
-    Means come first, then classes, then subgroups, each in a table of their own: in the columns of a narrow screen, the
-    differences of the means are near their values.
+    Means come first, then classes, then subgroups, each in a table of their own: in the columns of
+    a narrow screen, the differences of the means are near their values.
     """
     by_kind: dict[int, list[MetricRow]] = {0: [], 1: [], 2: []}
     for known in _rows(comparison):
@@ -87,27 +111,43 @@ def format_comparison(comparison: Comparison) -> str:
             rows.append(_renamed(comparison.value(number, known.name), known.name, run.name))
             if number and known.name in comparison.differences[number - 1]:
                 rows.append(
-                    _renamed(comparison.differences[number - 1][known.name], known.name, f"{run.name} difference")
+                    _renamed(
+                        comparison.differences[number - 1][known.name],
+                        known.name,
+                        f"{run.name} difference",
+                    )
                 )
     return "\n\n".join(
-        [comparison.protocol, *(format_table(rows) for rows in by_kind.values() if rows), *comparison.notes]
+        [
+            comparison.protocol,
+            *(format_table(rows) for rows in by_kind.values() if rows),
+            *comparison.notes,
+        ]
     )
 
 
 def _renamed(row: MetricRow | None, name: str, column: str) -> MetricRow:
     """Return a row whose metric is the name of a run, for a table with one column per run."""
     blank = MetricRow(metric=column, target=name)
-    return blank if row is None else dataclasses.replace(row, metric=column, target=name, subgroup="", n_positive=None)
+    return (
+        blank
+        if row is None
+        else dataclasses.replace(row, metric=column, target=name, subgroup="", n_positive=None)
+    )
 
 
 def _rows(comparison: Comparison) -> list[MetricRow]:
-    """Return one row of each name, of the first run that has it, in the order of `comparison.rows`."""
+    """Return one row of each name, of the first run that has it, in the order of
+    `comparison.rows`.
+    """
     known = {row.name: row for run in reversed(comparison.runs) for row in run.results.rows}
     return [known[name] for name in comparison.rows]
 
 
 def _main_rows(comparison: Comparison) -> list[MetricRow]:
-    """Return the rows of the summary: means over classes, or all rows of a protocol without means."""
+    """Return the rows of the summary: means over classes, or all rows of a protocol without
+    means.
+    """
     rows = [row for row in _rows(comparison) if not row.subgroup]
     return [row for row in rows if row_order(row) == 0] or rows
 
@@ -118,7 +158,10 @@ def _headlines(comparison: Comparison) -> list[tuple[str, str, str]]:
         return []
     label = _label(row)
     return [
-        headline(f"{label}, {run.name}", comparison.value(n, row.name) or MetricRow(metric=row.metric, target=""))
+        headline(
+            f"{label}, {run.name}",
+            comparison.value(n, row.name) or MetricRow(metric=row.metric, target=""),
+        )
         for n, run in enumerate(comparison.runs)
     ]
 
@@ -129,7 +172,9 @@ def _label(row: MetricRow) -> str:
 
 
 def _sections(comparison: Comparison, prefix: str) -> Iterator[Section]:
-    """Yield the plots, then a table for each metric: means and classes, subgroups, and baselines and variants."""
+    """Yield the plots, then a table for each metric: means and classes, subgroups, and baselines
+    and variants.
+    """
     rows = _rows(comparison)
     whole, parts = [row for row in rows if not row.subgroup], [row for row in rows if row.subgroup]
     yield from _difference_plots(comparison, whole, parts, prefix)
@@ -147,39 +192,71 @@ def _sections(comparison: Comparison, prefix: str) -> Iterator[Section]:
 
 
 def _of_items(row: MetricRow) -> bool:
-    """Return whether a row is of some of the items, such as "sex: F", and not of a baseline or of other inputs."""
+    """Return whether a row is of some of the items, such as "sex: F", and not of a baseline or
+    of other inputs.
+    """
     return ": " in row.subgroup and not row.subgroup.startswith("baseline: ")
 
 
 def _summary(comparison: Comparison) -> Iterator[Table]:
-    """Yield the table of the metrics that are fractions, and one for each other metric, which has another axis."""
+    """Yield the table of the metrics that are fractions, and one for each other metric, which
+    has another axis.
+    """
     rows = _main_rows(comparison)
     named = "Means over classes" if row_order(rows[0]) == 0 else "All metrics"
-    caption = f"{named}, with 95% intervals. The bars of the runs have one axis, those of the differences another. "
+    caption = (
+        f"{named}, with 95% intervals. The bars of the runs have one axis, those of the "
+        f"differences another. "
+    )
     scales: dict[str, list[MetricRow]] = {}
     for row in rows:
-        scales.setdefault("" if _is_fraction(comparison, row.metric) else row.metric, []).append(row)
+        scales.setdefault("" if _is_fraction(comparison, row.metric) else row.metric, []).append(
+            row
+        )
     for metric, of_scale in scales.items():
         part = f", {_metric(metric).lower()}" if metric and len(scales) > 1 else ""
-        yield _table(comparison, of_scale, f"Summary: {_name(comparison).lower()}{part}", caption, full_names=True)
+        yield _table(
+            comparison,
+            of_scale,
+            f"Summary: {_name(comparison).lower()}{part}",
+            caption,
+            full_names=True,
+        )
 
 
 def _is_fraction(comparison: Comparison, metric: str) -> bool:
     """Return whether all values of a metric, with their intervals, are between -1 and 1."""
-    known = [row for run in comparison.runs for row in run.results.rows if row.metric == metric and not row.subgroup]
-    numbers = [number for row in known for number in (row.low, row.value, row.high) if not math.isnan(number)]
+    known = [
+        row
+        for run in comparison.runs
+        for row in run.results.rows
+        if row.metric == metric and not row.subgroup
+    ]
+    numbers = [
+        number
+        for row in known
+        for number in (row.low, row.value, row.high)
+        if not math.isnan(number)
+    ]
     return all(-1 <= number <= 1 for number in numbers)
 
 
 def _table(
-    comparison: Comparison, rows: Sequence[MetricRow], title: str, caption: str, *, full_names: bool = False
+    comparison: Comparison,
+    rows: Sequence[MetricRow],
+    title: str,
+    caption: str,
+    *,
+    full_names: bool = False,
 ) -> Table:
     runs, parts = range(len(comparison.runs)), any(row.subgroup for row in rows)
     paired = [n for n in runs[1:] if any(row.name in comparison.differences[n - 1] for row in rows)]
     lines: list[Sequence[Cell | str]] = []
     for row in rows:
         values = [metric_cell(comparison.value(number, row.name), bar=True) for number in runs]
-        differences = [_difference(comparison.differences[number - 1].get(row.name)) for number in paired]
+        differences = [
+            _difference(comparison.differences[number - 1].get(row.name)) for number in paired
+        ]
         name = (
             _label(row)
             if full_names
@@ -187,7 +264,9 @@ def _table(
             if row_order(row) == 0
             else row.target
         )
-        lines.append([name, *([row.subgroup] if parts else []), *values, *differences, f"{row.n:,}"])
+        lines.append(
+            [name, *([row.subgroup] if parts else []), *values, *differences, f"{row.n:,}"]
+        )
     first, shift = comparison.runs[0].name, int(parts)
     return Table(
         title=title[:1].upper() + title[1:],
@@ -208,39 +287,66 @@ def _table(
 def _difference_plots(
     comparison: Comparison, whole: Sequence[MetricRow], parts: Sequence[MetricRow], prefix: str
 ) -> Iterator[Pictures]:
-    """Yield the paired differences of the first metric by class, and of its first mean by subgroup."""
+    """Yield the paired differences of the first metric by class, and of its first mean by
+    subgroup.
+    """
     metric, target = (whole[0].metric, whole[0].target) if whole else ("", "")
     for title, rows in (
         ("by class", [row for row in whole if row.metric == metric]),
-        ("by subgroup", [row for row in parts if (row.metric, row.target) == (metric, target) and _of_items(row)]),
+        (
+            "by subgroup",
+            [
+                row
+                for row in parts
+                if (row.metric, row.target) == (metric, target) and _of_items(row)
+            ],
+        ),
     ):
-        known = [row for row in rows if any(row.name in of_run for of_run in comparison.differences)]
+        known = [
+            row for row in rows if any(row.name in of_run for of_run in comparison.differences)
+        ]
         if known:
             yield _difference_plot(comparison, known, title, prefix)
 
 
-def _difference_plot(comparison: Comparison, rows: Sequence[MetricRow], title: str, prefix: str) -> Pictures:
+def _difference_plot(
+    comparison: Comparison, rows: Sequence[MetricRow], title: str, prefix: str
+) -> Pictures:
     first, others = comparison.runs[0].name, comparison.runs[1:]
     metric = _metric(rows[0].metric)
     systems, summaries = [], []
     for number, run in enumerate(others):
-        found = [comparison.differences[number].get(row.name) or MetricRow(metric=metric, target="") for row in rows]
+        found = [
+            comparison.differences[number].get(row.name) or MetricRow(metric=metric, target="")
+            for row in rows
+        ]
         value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in found]).T
         color = plots.LINE_COLORS[number % len(plots.LINE_COLORS)]
-        systems.append(plots.Series(name=run.name, value_K=value_K, low_K=low_K, high_K=high_K, color=color))
+        systems.append(
+            plots.Series(name=run.name, value_K=value_K, low_K=low_K, high_K=high_K, color=color)
+        )
         higher, lower = int((low_K > 0).sum()), int((high_K < 0).sum())
         summaries.append(
-            f"{run.name} is higher in {higher} and lower in {lower} of {len(rows)} rows, by intervals without 0"
+            f"{run.name} is higher in {higher} and lower in {lower} of {len(rows)} rows, by "
+            f"intervals without 0"
         )
     names = [row.subgroup or _TARGETS.get(row.target, row.target) for row in rows]
     name = slug(f"differences {comparison.protocol} {title}")
-    plot = plots.interval_plot(name, names, systems, axis=f"{metric}: difference from {first}", line=0.0)
-    alternative = f"Paired differences in {metric} from {first}, {title}, with 95% intervals: {'; '.join(summaries)}."
+    plot = plots.interval_plot(
+        name, names, systems, axis=f"{metric}: difference from {first}", line=0.0
+    )
+    alternative = (
+        f"Paired differences in {metric} from {first}, {title}, with 95% intervals: "
+        f"{'; '.join(summaries)}."
+    )
     return Pictures(
         title=f"{prefix}Differences {title}",
         kind="wide",
-        strips=[Strip(title="", pictures=[plot_picture(plot, alternative=alternative, lines=summaries)])],
-        caption=f"Each run minus {first}, on the same resamples: right of the line, the run has the higher value.",
+        strips=[
+            Strip(title="", pictures=[plot_picture(plot, alternative=alternative, lines=summaries)])
+        ],
+        caption=f"Each run minus {first}, on the same resamples: right of the line, the run has "
+        f"the higher value.",
     )
 
 
@@ -254,7 +360,9 @@ def _roc_curves(comparison: Comparison, prefix: str) -> Pictures:
         aurocs = ", ".join(f"{run} {values[run]}" for run in curves)
         plot = plots.roc_overlay(f"roc-{comparison.protocol}-{slug(name)}", labelled, beside=False)
         picture = plot_picture(
-            plot, alternative=f"ROC curves of the runs for {name}; AUROC: {aurocs}.", lines=[f"AUROC: {aurocs}"]
+            plot,
+            alternative=f"ROC curves of the runs for {name}; AUROC: {aurocs}.",
+            lines=[f"AUROC: {aurocs}"],
         )
         strips.append(Strip(title=name, pictures=[picture]))
     return Pictures(

@@ -1,8 +1,9 @@
 """Metric groups of each protocol, recomputed from the lines of its `predictions.jsonl`.
 
-A reader gives the rows that the lines determine: means and other metrics of any items, which can be restricted to some
-of them, and scores and labels of classes, whose AUROC has rules of its own for small subgroups. Rows that need more
-(gains of a retrieval, calibration, text overlap of baselines) have no paired difference.
+A reader gives the rows that the lines determine: means and other metrics of any items, which can be
+restricted to some of them, and scores and labels of classes, whose AUROC has rules of its own for
+small subgroups. Rows that need more (gains of a retrieval, calibration, text overlap of baselines)
+have no paired difference.
 
 Shape letters: N items, L classes, M texts.
 """
@@ -106,8 +107,12 @@ def _classes(lines: Lines, results: Results) -> Ranked:
 
 
 def _probe(lines: Lines, results: Results) -> Ranked:
-    """Return the scores of the first run of the largest fraction; it is the only run if that is the full set."""
-    return _classes(lines, results)._replace(suffix="@100%" if max(results.config["fractions"]) == 1 else "")
+    """Return the scores of the first run of the largest fraction; it is the only run if that is
+    the full set.
+    """
+    return _classes(lines, results)._replace(
+        suffix="@100%" if max(results.config["fractions"]) == 1 else ""
+    )
 
 
 def _robust_findings(lines: Lines, results: Results) -> Ranked | None:
@@ -115,29 +120,49 @@ def _robust_findings(lines: Lines, results: Results) -> Ranked | None:
         return None
     labels = list(lines[0]["labels"])
     names = [name for name in lines[0]["findings"] if name in labels]
-    labels_NL = LabelPolicy(**results.config["policy"]).resolve(_table(lines, "labels", labels), labels).labels_NL
-    return Ranked(names, _table(lines, "findings", names), labels_NL[:, [labels.index(name) for name in names]])
+    labels_NL = (
+        LabelPolicy(**results.config["policy"])
+        .resolve(_table(lines, "labels", labels), labels)
+        .labels_NL
+    )
+    return Ranked(
+        names,
+        _table(lines, "findings", names),
+        labels_NL[:, [labels.index(name) for name in names]],
+    )
 
 
 def _robust_texts(lines: Lines, results: Results) -> list[MetricGroup]:
     if "texts" not in lines[0]:
         return []
-    return matching_groups(np.array([[_number(value) for value in line["texts"]] for line in lines]), decides=False)
+    return matching_groups(
+        np.array([[_number(value) for value in line["texts"]] for line in lines]), decides=False
+    )
 
 
 def _grounding(lines: Lines, results: Results) -> list[MetricGroup]:
     labels = [line["label"] for line in lines]
     metrics = [field for field in lines[0] if field not in _NAMES]
-    return [label_mean_metrics(name, np.array([_number(line[name]) for line in lines]), labels) for name in metrics]
+    return [
+        label_mean_metrics(name, np.array([_number(line[name]) for line in lines]), labels)
+        for name in metrics
+    ]
 
 
 def _retrieval(lines: Lines, results: Results) -> list[MetricGroup]:
-    """Return the metrics of images, and of the texts of these images, each drawn with its first image."""
+    """Return the metrics of images, and of the texts of these images, each drawn with its first
+    image.
+    """
     _, first_M = np.unique([line["text"] for line in lines], return_index=True)
-    image_rank_N, text_rank_N = (np.array([int(line[field]) for line in lines]) for field in ("rank", "text_rank"))
+    image_rank_N, text_rank_N = (
+        np.array([int(line[field]) for line in lines]) for field in ("rank", "text_rank")
+    )
     ks: list[int] = results.config["ks"]
     of_texts = rank_groups(text_rank_N[first_M], ks, "text_to_image")
-    return [*rank_groups(image_rank_N, ks, "image_to_text"), *(at_items(group, first_M) for group in of_texts)]
+    return [
+        *rank_groups(image_rank_N, ks, "image_to_text"),
+        *(at_items(group, first_M) for group in of_texts),
+    ]
 
 
 def at_items(group: MetricGroup, index_M: Sequence[int] | np.ndarray) -> MetricGroup:
@@ -154,16 +179,23 @@ def at_items(group: MetricGroup, index_M: Sequence[int] | np.ndarray) -> MetricG
 
 def _answers(lines: Lines, results: Results) -> list[MetricGroup]:
     credit_N, floor_N = (
-        np.array([_number(line.get(f"{system}_credit")) for line in lines]) for system in (MODEL, QUESTION_ONLY)
+        np.array([_number(line.get(f"{system}_credit")) for line in lines])
+        for system in (MODEL, QUESTION_ONLY)
     )
     types = type_masks(np.array([bool(line["closed"]) for line in lines]))
     masks = types | attribute_masks([Question.from_json(line) for line in lines])
     groups = [masked_means(ACCURACY, credit_N, masks)]
-    return groups if np.isnan(floor_N).all() else [*groups, masked_means(GAIN, credit_N - floor_N, types)]
+    return (
+        groups
+        if np.isnan(floor_N).all()
+        else [*groups, masked_means(GAIN, credit_N - floor_N, types)]
+    )
 
 
 def _matching(lines: Lines, results: Results) -> list[MetricGroup]:
-    scores_N3 = np.array([[_number(line["scores"].get(name)) for name in COLUMNS] for line in lines])
+    scores_N3 = np.array(
+        [[_number(line["scores"].get(name)) for name in COLUMNS] for line in lines]
+    )
     return matching_groups(scores_N3, decides=any(row.metric == "accuracy" for row in results.rows))
 
 
@@ -176,8 +208,16 @@ def _reports(lines: Lines, results: Results) -> list[MetricGroup]:
     texts = [(line["generated"], line["reference"]) for line in lines]
     groups = [
         bleu_metrics([(words(generated), words(reference)) for generated, reference in texts]),
-        *(mean_metrics(name, np.array([[_number(line[name])] for line in lines]), [REPORT]) for name in MEANS),
-        *stop_metrics([(words_and_stops(generated), words_and_stops(reference)) for generated, reference in texts]),
+        *(
+            mean_metrics(name, np.array([[_number(line[name])] for line in lines]), [REPORT])
+            for name in MEANS
+        ),
+        *stop_metrics(
+            [
+                (words_and_stops(generated), words_and_stops(reference))
+                for generated, reference in texts
+            ]
+        ),
         clinical_metrics(generated_NL, reference_NL),
     ]
     if all(line.get("labels") is not None for line in lines):
@@ -193,14 +233,19 @@ def _segmentation(lines: Lines, results: Results) -> list[MetricGroup]:
 
 
 def _detection(lines: Lines, results: Results) -> list[MetricGroup]:
-    """Return the metrics of the images in the order of the data, which decides between equal scores."""
+    """Return the metrics of the images in the order of the data, which decides between equal
+    scores.
+    """
     order_N = np.argsort([line["position"] for line in lines])
     labels, convention = results.config["labels"], dict(results.config["convention"])
     convention.pop("name")
     thresholds = results.details["thresholds"]
     known = None if thresholds is None else {label: _number(thresholds[label]) for label in labels}
     images = [read_detections(lines[index], labels) for index in order_N]
-    return [at_items(group, order_N) for group in detection_groups(images, labels, APConvention(**convention), known)]
+    return [
+        at_items(group, order_N)
+        for group in detection_groups(images, labels, APConvention(**convention), known)
+    ]
 
 
 def _change(lines: Lines, results: Results) -> list[MetricGroup]:
@@ -216,9 +261,15 @@ def _change(lines: Lines, results: Results) -> list[MetricGroup]:
 
 
 def _hidden_words(lines: Lines, results: Results) -> list[MetricGroup]:
-    """Return accuracy and negative log-likelihood of masked prediction, of all words and by kind."""
+    """Return accuracy and negative log-likelihood of masked prediction, of all words and by
+    kind.
+    """
     kinds = [line["kind"] for line in lines]
-    metrics = {field: field.replace("right", "accuracy") for field in lines[0] if field.startswith("right@")}
+    metrics = {
+        field: field.replace("right", "accuracy")
+        for field in lines[0]
+        if field.startswith("right@")
+    }
     return [
         label_mean_metrics(metric, np.array([_number(line[field]) for line in lines]), kinds)
         for field, metric in {**metrics, "nll": "nll"}.items()
@@ -232,13 +283,17 @@ def _class_precision(lines: Lines, results: Results) -> list[MetricGroup]:
         rows_Q = np.array([row for row, line in enumerate(lines) if line["direction"] == direction])
         for k in results.config["ks"]:
             found = [lines[row]["precision"][str(k)] for row in rows_Q]
-            values_QL = np.array([[_number(of_query.get(name)) for name in names] for of_query in found])
+            values_QL = np.array(
+                [[_number(of_query.get(name)) for name in names] for of_query in found]
+            )
             groups.append(at_items(precision_metrics(k, values_QL, names, direction), rows_Q))
     return groups
 
 
 def _generated(lines: Lines, results: Results) -> list[MetricGroup]:
-    """Return the AUROC of the prompted findings and the share of possible copies, for each folder of images."""
+    """Return the AUROC of the prompted findings and the share of possible copies, for each
+    folder of images.
+    """
     names, groups = list(lines[0]["logits"]), []
     stated_NL, logits_NL = (_table(lines, field, names) for field in ("stated", "logits"))
     near_NK = np.array([[space in line["too_near"] for space in SPACES] for line in lines])
@@ -246,8 +301,12 @@ def _generated(lines: Lines, results: Results) -> list[MetricGroup]:
     like = stated_NL[set_N == next(iter(results.details["images"]))]
     for name in dict.fromkeys(set_N.tolist()):
         rows_N = np.flatnonzero(set_N == name)
-        findings = findings_metrics(logits_NL[rows_N], stated_NL[rows_N], names, like=like, name=name)
-        groups += [at_items(group, rows_N) for group in (findings, too_near_metrics(near_NK[rows_N], name))]
+        findings = findings_metrics(
+            logits_NL[rows_N], stated_NL[rows_N], names, like=like, name=name
+        )
+        groups += [
+            at_items(group, rows_N) for group in (findings, too_near_metrics(near_NK[rows_N], name))
+        ]
     return groups
 
 
@@ -258,7 +317,9 @@ def _text_tasks(lines: Lines, results: Results) -> list[MetricGroup]:
         rows_N = np.array([row for row, line in enumerate(lines) if line["task"] == name])
         task, truth = TASKS[name], [_tuple(lines[row]["label"]) for row in rows_N]
         by_seed = zip(*(lines[row]["predictions"] for row in rows_N), strict=True)
-        metrics = [summed_metric(task, truth, [_tuple(value) for value in of_seed]) for of_seed in by_seed]
+        metrics = [
+            summed_metric(task, truth, [_tuple(value) for value in of_seed]) for of_seed in by_seed
+        ]
         row = MetricRow(metric=task.metric, target=name, n=len(rows_N))
         groups.append(at_items(mean_over_seeds(metrics, row), rows_N))
     return groups
@@ -299,9 +360,14 @@ READERS: Mapping[str, Reader] = {
     "detection": Reader(needs=("true",), metric_groups=_detection),
     "change": Reader(needs=("patient",), metric_groups=_change),
     "text_tasks": Reader(
-        item=("task", "key"), group="document", needs=("label", "document"), metric_groups=_text_tasks
+        item=("task", "key"),
+        group="document",
+        needs=("label", "document"),
+        metric_groups=_text_tasks,
     ),
-    "image_generation": Reader(item=("set", "file"), needs=("set", "stated"), metric_groups=_generated),
+    "image_generation": Reader(
+        item=("set", "file"), needs=("set", "stated"), metric_groups=_generated
+    ),
     "masked_prediction": Reader(item=("item",), metric_groups=_hidden_words),
 }
 """Protocol -> reader of its lines."""
@@ -319,8 +385,12 @@ READERS: Mapping[str, Reader] = {
 # Shape letters: N items, R resamples, K rows.
 
 SMALLEST_SUBGROUP = 10
-"""Minimum number of items of a subgroup, unless the settings of the evaluation have `smallest_subgroup`."""
-_TOLERANCE = 1e-6  # largest difference between a row of results.json and the same row from its predictions
+"""Minimum number of items of a subgroup, unless the settings of the evaluation have
+`smallest_subgroup`.
+"""
+_TOLERANCE = (
+    1e-6  # largest difference between a row of results.json and the same row from its predictions
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -329,14 +399,18 @@ class Items:
 
     names: tuple[tuple[Any, ...], ...]
     unit: str | None
-    """Field of the bootstrap group, such as "patient"; None if the lines have none and items are resampled."""
+    """Field of the bootstrap group, such as "patient"; None if the lines have none and items are
+    resampled.
+    """
     groups: tuple[Any, ...] | None
     """Bootstrap group of each item; None without a `unit`."""
     metric_groups: tuple[MetricGroup, ...]
     scores: tuple[tuple[str, Array, Array], ...] = ()
     """(class, scores_N, labels_N) of each class, for ROC curves."""
     references: tuple[Any, ...] = ()
-    """Reference of each item, of protocols whose runs choose it, such as the sections of a report; empty for others."""
+    """Reference of each item, of protocols whose runs choose it, such as the sections of a
+    report; empty for others.
+    """
 
     @property
     def rows(self) -> list[str]:
@@ -346,7 +420,9 @@ class Items:
     @property
     def without_subgroups(self) -> tuple[MetricGroup, ...]:
         """Metrics over all items."""
-        return tuple(group for group in self.metric_groups if not any(row.subgroup for row in group.rows))
+        return tuple(
+            group for group in self.metric_groups if not any(row.subgroup for row in group.rows)
+        )
 
     def statistic(self, counts_NR: Array) -> Array:
         """Return values_RK with columns as in `rows`."""
@@ -356,19 +432,26 @@ class Items:
 def read_items(folder: Path, results: Results) -> Items | None:
     """Read the items of an evaluation.
 
-    None if it has no predictions, its protocol has no reader, or the predictions are of an earlier version.
+    None if it has no predictions, its protocol has no reader, or the predictions are of an earlier
+    version.
 
-    Raises EvaluationError if the lines are malformed, an item is repeated, or the values differ from the results.
+    Raises EvaluationError if the lines are malformed, an item is repeated, or the values differ
+    from the results.
     """
     path, reader = folder / "predictions.jsonl", READERS.get(results.protocol)
     if reader is None or not path.is_file():
         return None
     try:
-        lines = [parse_json(line) for line in read_text(path, EvaluationError).split("\n") if line.strip()]
+        lines = [
+            parse_json(line)
+            for line in read_text(path, EvaluationError).split("\n")
+            if line.strip()
+        ]
         if any(field not in line for line in lines for field in reader.needs):
             return None
         named = sorted(
-            ((tuple(line[field] for field in reader.item), line) for line in lines), key=lambda pair: pair[0]
+            ((tuple(line[field] for field in reader.item), line) for line in lines),
+            key=lambda pair: pair[0],
         )
         names, lines = tuple(name for name, _ in named), [line for _, line in named]
         fields = [field for field in (reader.group, reader.earlier_group) if field is not None]
@@ -377,27 +460,45 @@ def read_items(folder: Path, results: Results) -> Items | None:
         ranked = reader.ranked(lines, results)
         scores = () if ranked is None else tuple(ranked.columns())
         references = tuple(line[reader.reference] for line in lines) if reader.reference else ()
-        items = Items(names, unit, groups, tuple(_metric_groups(reader, lines, results, ranked)), scores, references)
+        items = Items(
+            names,
+            unit,
+            groups,
+            tuple(_metric_groups(reader, lines, results, ranked)),
+            scores,
+            references,
+        )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = f"{path} is not a predictions file of {results.protocol} ({type(error).__name__})"
         raise EvaluationError(message, "malformed") from error
     if not names or len(set(names)) != len(names):
-        raise EvaluationError(f"expected each item once in {path}, got none or duplicates; evaluate again", "malformed")
+        raise EvaluationError(
+            f"expected each item once in {path}, got none or duplicates; evaluate again",
+            "malformed",
+        )
     _check(items, results, path)
     return items
 
 
 def with_subgroups(results: Results, items: Items | None, *, resamples: int, seed: int) -> Results:
-    """Return the results with the rows of subgroups that their items determine and the results do not have."""
+    """Return the results with the rows of subgroups that their items determine and the results
+    do not have.
+    """
     if items is None:
         return results
     known = {row.name for row in results.rows}
     missing = [
         _columns(group, chosen)
         for group in items.metric_groups
-        if (chosen := [n for n, row in enumerate(group.rows) if row.subgroup and row.name not in known])
+        if (
+            chosen := [
+                n for n, row in enumerate(group.rows) if row.subgroup and row.name not in known
+            ]
+        )
     ]
-    further = measure(missing, len(items.names), resamples=resamples, seed=seed, groups=items.groups)
+    further = measure(
+        missing, len(items.names), resamples=resamples, seed=seed, groups=items.groups
+    )
     return dataclasses.replace(results, rows=(*results.rows, *further))
 
 
@@ -417,11 +518,15 @@ def _metric_groups(
 
 
 def _within(group: MetricGroup, rows: Sequence[int], subgroup: str, smallest: int) -> MetricGroup:
-    """Return a group over the items of a subgroup for all items, without the rows of too few of them."""
+    """Return a group over the items of a subgroup for all items, without the rows of too few of
+    them.
+    """
     kept = [
         number
         for number, row in enumerate(group.rows)
-        if not row.subgroup and row.n >= smallest and (row.n_positive is None or row.n_positive >= smallest)
+        if not row.subgroup
+        and row.n >= smallest
+        and (row.n_positive is None or row.n_positive >= smallest)
     ]
 
     named = [dataclasses.replace(row, subgroup=subgroup) for row in group.rows]
@@ -429,7 +534,9 @@ def _within(group: MetricGroup, rows: Sequence[int], subgroup: str, smallest: in
 
 
 def _columns(group: MetricGroup, chosen: Sequence[int]) -> MetricGroup:
-    return MetricGroup([group.rows[n] for n in chosen], lambda counts_NR: group.statistic(counts_NR)[:, chosen])
+    return MetricGroup(
+        [group.rows[n] for n in chosen], lambda counts_NR: group.statistic(counts_NR)[:, chosen]
+    )
 
 
 def _ranking(
@@ -437,7 +544,8 @@ def _ranking(
 ) -> Iterator[MetricGroup]:
     """Yield AUROC and average precision of every class, their means, and AUROC in subgroups.
 
-    The means are over the classes that the results name (`known`), in earlier versions all with both kinds.
+    The means are over the classes that the results name (`known`), in earlier versions all with
+    both kinds.
     """
     names, scores_NL, labels_NL, suffix = ranked
     means = {"macro": [], **(means_over(names, labels_NL) if known is None else known)}
@@ -451,9 +559,16 @@ def _ranking(
 def _check(items: Items, results: Results, path: Path) -> None:
     """Raise EvaluationError unless the rows of the predictions equal those of the results."""
     expected = {row.name: row.value for row in results.rows}
-    values = zip(items.rows, items.statistic(np.ones((len(items.names), 1)))[0].tolist(), strict=True)
+    values = zip(
+        items.rows, items.statistic(np.ones((len(items.names), 1)))[0].tolist(), strict=True
+    )
     for name, value in values:
         known = expected.get(name, value)
-        if not math.isclose(known, value, abs_tol=_TOLERANCE) and not (math.isnan(known) and math.isnan(value)):
-            message = f"{path} gives {value:.6f} for {name}, but results.json has {known:.6f}; evaluate again"
+        if not math.isclose(known, value, abs_tol=_TOLERANCE) and not (
+            math.isnan(known) and math.isnan(value)
+        ):
+            message = (
+                f"{path} gives {value:.6f} for {name}, but results.json has {known:.6f}; "
+                f"evaluate again"
+            )
             raise EvaluationError(message, "mismatch")

@@ -1,19 +1,20 @@
 """Exact bootstrap intervals, vectorised over resamples.
 
-A resample draws N items with replacement and is stored as counts per item, not as a copy of the data: a statistic takes
-`counts_NR` (how often resample r drew item n) and returns its values for all resamples at once. A column of ones gives
-the plain value.
+A resample draws N items with replacement and is stored as counts per item, not as a copy of the
+data: a statistic takes `counts_NR` (how often resample r drew item n) and returns its values for
+all resamples at once. A column of ones gives the plain value.
 
 Rules for every metric:
 
 * Intervals are percentiles of the resampled values with linear interpolation.
 * With `groups` (patients), whole groups are drawn with all their items; otherwise items are drawn.
 * A single item or group has no interval (NaN): its resamples are all the same.
-* A label with a single class has no value (NaN). Resamples without both classes are left out of the label's interval;
-  if fewer than half of the resamples remain, the interval is NaN.
-* A mean over labels is taken within each resample, always over the same labels: those defined in all data. Resamples
-  in which one of them is undefined are left out of the interval of the mean, which would otherwise mix means over
-  different labels. All labels share the resampled images, so that the interval includes their dependence.
+* A label with a single class has no value (NaN). Resamples without both classes are left out of the
+  label's interval; if fewer than half of the resamples remain, the interval is NaN.
+* A mean over labels is taken within each resample, always over the same labels: those defined in
+  all data. Resamples in which one of them is undefined are left out of the interval of the mean,
+  which would otherwise mix means over different labels. All labels share the resampled images, so
+  that the interval includes their dependence.
 
 Shape letters: N items, R resamples, L labels, U groups (units), K values of a statistic.
 """
@@ -30,7 +31,9 @@ from medvl.eval.core.metrics import Array, RankedColumn, as_array, check_scores
 Statistic = Callable[[Array], Array]
 """Function from counts_NR to values_RK."""
 
-_CHUNK_ELEMENTS = 2_000_000  # elements of counts_NR at a time (16 MB): memory is independent of the resamples
+_CHUNK_ELEMENTS = (
+    2_000_000  # elements of counts_NR at a time (16 MB): memory is independent of the resamples
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,21 +61,28 @@ def bootstrap(
         n: number of items.
         resamples: number of resamples; with 0 the intervals are NaN.
         seed: seed of the resampling.
-        groups: group (patient) of each item, to resample groups instead of items; a single one has no interval (NaN).
+        groups: group (patient) of each item, to resample groups instead of items; a single one has
+            no interval (NaN).
         level: confidence level.
 
     Raises EvaluationError if `n`, `resamples`, `level` or the number of groups is out of range.
     """
     if n < 1 or resamples < 0 or not 0 < level < 1:
-        message = f"expected n >= 1, resamples >= 0 and 0 < level < 1, got {n}, {resamples} and {level}"
+        message = (
+            f"expected n >= 1, resamples >= 0 and 0 < level < 1, got {n}, {resamples} and {level}"
+        )
         raise EvaluationError(
-            message, "out_of_range", field="n" if n < 1 else "resamples" if resamples < 0 else "level"
+            message,
+            "out_of_range",
+            field="n" if n < 1 else "resamples" if resamples < 0 else "level",
         )
     value_K = statistic(np.ones((n, 1)))[0]
     if resamples == 0 or count_units(n, groups) < 2:
         empty_K = np.full_like(value_K, np.nan)
         return Estimate(value_K, empty_K, empty_K.copy())
-    values_RK = np.concatenate([statistic(counts_NR) for counts_NR in resample_counts(n, resamples, seed, groups)])
+    values_RK = np.concatenate(
+        [statistic(counts_NR) for counts_NR in resample_counts(n, resamples, seed, groups)]
+    )
     low_K, high_K = percentile_interval(values_RK, level)
     return Estimate(value_K, low_K, high_K)
 
@@ -82,8 +92,12 @@ def bootstrap_indices(n: int, resamples: int = 1000, seed: int = 0) -> NDArray[n
     return np.concatenate(list(_index_chunks(n, resamples, seed)))
 
 
-def resample_counts(n: int, resamples: int, seed: int, groups: Sequence[Hashable] | None = None) -> Iterator[Array]:
-    """Yield counts_NR, how often each item is drawn, for chunks of resamples; the draws do not depend on the chunks."""
+def resample_counts(
+    n: int, resamples: int, seed: int, groups: Sequence[Hashable] | None = None
+) -> Iterator[Array]:
+    """Yield counts_NR, how often each item is drawn, for chunks of resamples; the draws do not
+    depend on the chunks.
+    """
     group_of_N = None if groups is None else _group_numbers(groups, n)
     units = n if group_of_N is None else int(group_of_N.max()) + 1
     for indices_RU in _index_chunks(units, resamples, seed, widest=n):
@@ -99,7 +113,9 @@ def count_units(n: int, groups: Sequence[Hashable] | None) -> int:
     return n if groups is None else int(_group_numbers(groups, n).max()) + 1
 
 
-def _index_chunks(n: int, resamples: int, seed: int, widest: int = 0) -> Iterator[NDArray[np.int64]]:
+def _index_chunks(
+    n: int, resamples: int, seed: int, widest: int = 0
+) -> Iterator[NDArray[np.int64]]:
     rng = np.random.default_rng(seed)
     chunk = max(1, _CHUNK_ELEMENTS // max(n, widest))
     for start in range(0, resamples, chunk):
@@ -132,20 +148,26 @@ def bootstrap_metric(
     seed: int = 0,
     groups: Sequence[Hashable] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Return (value_K, low_K, high_K) of any function of arrays with the same first axis; K = 1 for a scalar.
+    """Return (value_K, low_K, high_K) of any function of arrays with the same first axis; K = 1 for
+    a scalar.
 
-    The function is called once per resample on copies of the drawn rows, in their original order. Raises
-    `EvaluationError` if the arrays have different lengths.
+    The function is called once per resample on copies of the drawn rows, in their original order.
+    Raises `EvaluationError` if the arrays have different lengths.
     """
     columns = [as_array(array) for array in arrays]
     lengths = {len(column) for column in columns}
     if len(lengths) != 1:
-        raise EvaluationError(f"expected arrays of the same length, got {sorted(lengths)}", "mismatch", field="arrays")
+        raise EvaluationError(
+            f"expected arrays of the same length, got {sorted(lengths)}", "mismatch", field="arrays"
+        )
     n = lengths.pop()
 
     def statistic(counts_NR: Array) -> Array:
         draws = (np.repeat(np.arange(n), counts_N.astype(np.int64)) for counts_N in counts_NR.T)
-        return np.array([np.atleast_1d(function(*(column[drawn] for column in columns))) for drawn in draws], float)
+        return np.array(
+            [np.atleast_1d(function(*(column[drawn] for column in columns))) for drawn in draws],
+            float,
+        )
 
     estimate = bootstrap(statistic, n, resamples=resamples, seed=seed, groups=groups)
     return estimate.value_K, estimate.low_K, estimate.high_K
@@ -160,12 +182,15 @@ def bootstrap_auroc(
 ) -> tuple[Array, Array, Array]:
     """Return the area under the ROC curve per label with 95 % intervals: (auroc_L, low_L, high_L).
 
-    Scores and labels are arrays or tensors. Labels are 1, 0 or NaN (left out); equal scores count one half. All labels
-    share the same resamples of the N rows. See the rules of this module for labels with a single class. Raises
-    `EvaluationError` on other label values or scores that are not finite.
+    Scores and labels are arrays or tensors. Labels are 1, 0 or NaN (left out); equal scores count
+    one half. All labels share the same resamples of the N rows. See the rules of this module for
+    labels with a single class. Raises `EvaluationError` on other label values or scores that are
+    not finite.
     """
     columns = ranked_columns(scores_NL, labels_NL)
-    return _bootstrap_columns([column.auroc_R for column in columns], columns[0].n, resamples, seed, groups)
+    return _bootstrap_columns(
+        [column.auroc_R for column in columns], columns[0].n, resamples, seed, groups
+    )
 
 
 def bootstrap_average_precision(
@@ -177,15 +202,21 @@ def bootstrap_average_precision(
 ) -> tuple[Array, Array, Array]:
     """Return the average precision per label with 95 % intervals, like `bootstrap_auroc`.
 
-    Average precision is the sum over recall steps of the precision at the step, without interpolation; equal scores
-    form one step.
+    Average precision is the sum over recall steps of the precision at the step, without
+    interpolation; equal scores form one step.
     """
     columns = ranked_columns(scores_NL, labels_NL)
-    return _bootstrap_columns([column.average_precision_R for column in columns], columns[0].n, resamples, seed, groups)
+    return _bootstrap_columns(
+        [column.average_precision_R for column in columns], columns[0].n, resamples, seed, groups
+    )
 
 
 def _bootstrap_columns(
-    columns: Sequence[Statistic], n: int, resamples: int, seed: int, groups: Sequence[Hashable] | None
+    columns: Sequence[Statistic],
+    n: int,
+    resamples: int,
+    seed: int,
+    groups: Sequence[Hashable] | None,
 ) -> tuple[Array, Array, Array]:
     def statistic(counts_NR: Array) -> Array:
         return np.stack([column(counts_NR) for column in columns], axis=1)
@@ -197,11 +228,15 @@ def _bootstrap_columns(
 def ranked_columns(scores_NL: ArrayLike, labels_NL: ArrayLike) -> list[RankedColumn]:
     """Return one sorted column per label, after checking shapes, scores and label values."""
     scores, labels = check_scores(scores_NL, labels_NL)
-    return [RankedColumn(scores_N, labels_N) for scores_N, labels_N in zip(scores.T, labels.T, strict=True)]
+    return [
+        RankedColumn(scores_N, labels_N)
+        for scores_N, labels_N in zip(scores.T, labels.T, strict=True)
+    ]
 
 
 def mean_over_labels(values_RL: Array, fixed_L: NDArray[np.bool_]) -> Array:
-    """Return values_R, the mean over a fixed set of labels; NaN in a resample in which one of them is undefined.
+    """Return values_R, the mean over a fixed set of labels; NaN in a resample in which one of them
+    is undefined.
 
     Args:
         values_RL: values of all labels.
@@ -214,7 +249,9 @@ def mean_over_labels(values_RL: Array, fixed_L: NDArray[np.bool_]) -> Array:
 
 
 def defined_labels(statistic: Statistic, n: int) -> NDArray[np.bool_]:
-    """Return whether each value of a statistic of `n` items is defined on all data, each item once."""
+    """Return whether each value of a statistic of `n` items is defined on all data, each item
+    once.
+    """
     return np.asarray(~np.isnan(statistic(np.ones((n, 1)))[0]))
 
 
@@ -223,12 +260,16 @@ def defined_labels(statistic: Statistic, n: int) -> NDArray[np.bool_]:
 # Shape letters: N items, R resamples, G grid points, Q bins.
 
 _MAX_THRESHOLDS = 512
-"""Maximum number of thresholds of the ROC band, whose cost grows with them; more are not visible in a plot."""
+"""Maximum number of thresholds of the ROC band, whose cost grows with them; more are not visible
+in a plot.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RocCurve:
-    """Corners of the ROC curve of one label, and the pointwise band of its true positive rate on a grid."""
+    """Corners of the ROC curve of one label, and the pointwise band of its true positive rate on
+    a grid.
+    """
 
     false_positive_rate: Array
     true_positive_rate: Array
@@ -246,11 +287,13 @@ def roc_curve(
     groups: Sequence[Hashable] | None = None,
     grid_points: int = 101,
 ) -> RocCurve | None:
-    """Return the ROC curve with a 95 % band at fixed false positive rates; None if a class is absent.
+    """Return the ROC curve with a 95 % band at fixed false positive rates; None if a class is
+    absent.
 
-    `labels_N` are 1, 0 or NaN (left out). The band uses the resamples of `bootstrap` with the same seed and groups;
-    with more than 512 distinct scores it uses 512 quantiles of them, while the curve keeps every corner. It is NaN if
-    fewer than half of the resamples have both classes, and for a single group.
+    `labels_N` are 1, 0 or NaN (left out). The band uses the resamples of `bootstrap` with the same
+    seed and groups; with more than 512 distinct scores it uses 512 quantiles of them, while the
+    curve keeps every corner. It is NaN if fewer than half of the resamples have both classes, and
+    for a single group.
     """
     known = ~np.isnan(labels_N)
     if len(np.unique(labels_N[known])) < 2:
@@ -278,7 +321,9 @@ def roc_curve(
 
 
 def _rates(positive_NR: Array, negative_NR: Array, ends: NDArray[np.int64]) -> tuple[Array, Array]:
-    """Return false and true positive rates, from (0, 0) to (1, 1), at the ends of runs of equal scores."""
+    """Return false and true positive rates, from (0, 0) to (1, 1), at the ends of runs of equal
+    scores.
+    """
 
     def rate(weights_NR: Array) -> Array:
         sums_NR = np.cumsum(weights_NR, axis=0)
@@ -290,7 +335,9 @@ def _rates(positive_NR: Array, negative_NR: Array, ends: NDArray[np.int64]) -> t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CalibrationBins:
-    """Mean probability and fraction of positives (with Wilson intervals) in bins of about equal size."""
+    """Mean probability and fraction of positives (with Wilson intervals) in bins of about equal
+    size.
+    """
 
     probability_Q: Array
     observed_Q: Array
@@ -300,7 +347,9 @@ class CalibrationBins:
 
 
 def calibration_bins(probability_N: Array, labels_N: Array, bins: int = 10) -> CalibrationBins:
-    """Return the calibration curve; NaN labels are left out. Equal probabilities share a bin, so bins may be fewer."""
+    """Return the calibration curve; NaN labels are left out. Equal probabilities share a bin, so
+    bins may be fewer.
+    """
     known = ~np.isnan(labels_N)
     probability, positive = probability_N[known], labels_N[known]
     inner_edges = np.unique(np.quantile(probability, np.linspace(0, 1, bins + 1)[1:-1]))

@@ -25,7 +25,9 @@ class SupportsSimilarity(Protocol):
     """A model with a similarity of images and texts."""
 
     def similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
-        """Return similarity_NM without temperature: the cosine, or a similarity with a local term."""
+        """Return similarity_NM without temperature: the cosine, or a similarity with a local
+        term.
+        """
 
 
 class Model(SupportsSimilarity, Protocol):
@@ -85,16 +87,19 @@ Values = Mapping[str, Tensor | list[str]]
 class FullPass:
     """Pass over the batches of a loader; checks that every sample of the source comes exactly once.
 
-    Iterating reads a loader of one rank. `compute` also reads loaders of several ranks, which take whole batches in
-    turn: a batch has the same samples on any number of ranks, so the values are the same.
+    Iterating reads a loader of one rank. `compute` also reads loaders of several ranks, which take
+    whole batches in turn: a batch has the same samples on any number of ranks, so the values are
+    the same.
 
-    Raises SplitError where images of the source are synthetic, unless `synthetic` allows them: a probe may be trained
-    on synthetic images, but no test set may be synthetic. After the last batch both raise `EvaluationError` if a sample
-    came twice, was neither yielded nor skipped, or if there was no sample at all.
+    Raises SplitError where images of the source are synthetic, unless `synthetic` allows them: a
+    probe may be trained on synthetic images, but no test set may be synthetic. After the last batch
+    both raise `EvaluationError` if a sample came twice, was neither yielded nor skipped, or if
+    there was no sample at all.
 
     Attributes:
         keys: keys of all samples yielded, in the order of the loader.
-        unreadable: counts of samples that the loader skipped, by reason; with `keys` they cover the whole source.
+        unreadable: counts of samples that the loader skipped, by reason; with `keys` they cover the
+            whole source.
     """
 
     def __init__(self, loader: Loader, *, synthetic: bool = False) -> None:
@@ -118,7 +123,8 @@ class FullPass:
         self._check(len(self._loader.source))
 
     def compute(self, function: Callable[[Batch], Values]) -> list[Values]:
-        """Return the values of every batch, in the order of the loader, on all ranks; tensors are on the CPU.
+        """Return the values of every batch, in the order of the loader, on all ranks; tensors are
+        on the CPU.
 
         Collective call where the loader is one of several ranks.
         """
@@ -130,7 +136,9 @@ class FullPass:
             number = loader.last_batch * self._world + self._rank
             own.append(_pack(number, batch.keys, _on_cpu(function(batch))))
         skipped = Counter(self._loader.skipped) - before
-        counts = [json.loads(data) for data in exchange_bytes(json.dumps([len(own), skipped]).encode())]
+        counts = [
+            json.loads(data) for data in exchange_bytes(json.dumps([len(own), skipped]).encode())
+        ]
         self.unreadable = dict(sum((Counter(reasons) for _, reasons in counts), Counter[str]()))
         gathered = {}
         for turn in range(max(batches for batches, _ in counts)):  # a batch of each rank at a time
@@ -147,10 +155,16 @@ class FullPass:
         yielded, skipped = len(self.keys), sum(self.unreadable.values())
         duplicates = yielded - len(set(self.keys))
         if duplicates:
-            message = f"expected every image once, got {duplicates} more than once; open the loader with train=False"
+            message = (
+                f"expected every image once, got {duplicates} more than once; open the "
+                f"loader with train=False"
+            )
             raise EvaluationError(message, "mismatch")
         if yielded + skipped != expected:
-            message = f"expected {expected} images, got {yielded} and {skipped} skipped; use train=False and one rank"
+            message = (
+                f"expected {expected} images, got {yielded} and {skipped} skipped; use "
+                f"train=False and one rank"
+            )
             raise EvaluationError(message, "mismatch")
         if not yielded:
             raise EvaluationError("expected images to evaluate, got none", "empty")
@@ -162,12 +176,18 @@ def column(parts: Iterable[Values], name: str) -> Tensor:
 
 
 def _on_cpu(values: Values) -> Values:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+    return {
+        name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()
+    }
 
 
 def _pack(number: int, keys: Sequence[str], values: Values) -> bytes:
-    """Return the values of a batch as the bytes of safetensors, with keys and texts in their header."""
-    tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
+    """Return the values of a batch as the bytes of safetensors, with keys and texts in their
+    header.
+    """
+    tensors = {
+        name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)
+    }
     texts = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     return safetensors.torch.save(tensors, {"batch": json.dumps([number, list(keys), texts])})
 
@@ -179,7 +199,9 @@ def _unpack(data: bytes) -> tuple[int, list[str], Values]:
 
 
 def samples_by_key(source: Source) -> dict[str, tuple[int, Sample]]:
-    """Return position and sample by key, without samples that cannot be read (the loader counts them)."""
+    """Return position and sample by key, without samples that cannot be read (the loader counts
+    them).
+    """
     samples = {}
     for position in range(len(source)):
         try:
@@ -194,16 +216,23 @@ def check_disjoint_patients(valid: Iterable[str], test: Iterable[str]) -> None:
     """Raise SplitError if a patient of the validation images is also in the test images."""
     shared = len({*valid} & {*test})
     if shared:
-        message = f"{shared} patients are in both validation and test; use splits that are disjoint by patient"
+        message = (
+            f"{shared} patients are in both validation and test; use splits that are "
+            f"disjoint by patient"
+        )
         raise SplitError(message, "leak")
 
 
 def input_hashes(checkpoint: str | Path | None, **loaders: Loader | None) -> dict[str, str | None]:
-    """Return the hashes of the checkpoint and, by name, of the source of each loader, for `Results.inputs`.
+    """Return the hashes of the checkpoint and, by name, of the source of each loader, for
+    `Results.inputs`.
 
     Missing inputs are None. Raises `EvaluationError` if the checkpoint does not exist.
     """
     return {
         "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
-        **{name: None if loader is None else loader.source.fingerprint for name, loader in loaders.items()},
+        **{
+            name: None if loader is None else loader.source.fingerprint
+            for name, loader in loaders.items()
+        },
     }

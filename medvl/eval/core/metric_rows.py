@@ -1,7 +1,8 @@
 """Metric rows and the metric groups that evaluators are composed of.
 
-A metric group is a list of rows without values and one statistic that computes all of them. `measure` evaluates all
-groups of an evaluation under one bootstrap, so that every row uses the same resamples.
+A metric group is a list of rows without values and one statistic that computes all of them.
+`measure` evaluates all groups of an evaluation under one bootstrap, so that every row uses the same
+resamples.
 
 Shape letters: N items, R resamples, L labels, K rows.
 """
@@ -13,14 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.views import frontal_or_lateral
-from medvl.eval.core.bootstrap import Statistic, bootstrap, defined_labels, mean_over_labels, ranked_columns
-from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, Array, DecisionColumn, ProbabilityColumn
+from medvl.eval.core.bootstrap import (
+    Statistic,
+    bootstrap,
+    defined_labels,
+    mean_over_labels,
+    ranked_columns,
+)
+from medvl.eval.core.metrics import (
+    CALIBRATION_METRICS,
+    DECISION_METRICS,
+    Array,
+    DecisionColumn,
+    ProbabilityColumn,
+)
 from medvl.schema import Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MetricRow:
-    """One metric value with its 95 % interval; NaN if undefined in the data (see `n` and `n_positive`)."""
+    """One metric value with its 95 % interval; NaN if undefined in the data (see `n` and
+    `n_positive`).
+    """
 
     metric: str
     """auroc, average_precision, f1, recall@5, ..."""
@@ -44,7 +59,9 @@ class MetricRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetricGroup:
-    """Metric rows and the statistic (counts_NR -> values_RK) that computes their values, in order."""
+    """Metric rows and the statistic (counts_NR -> values_RK) that computes their values, in
+    order.
+    """
 
     rows: Sequence[MetricRow]
     statistic: Statistic
@@ -91,18 +108,27 @@ def ranking_metrics(
     means: Mapping[str, Sequence[str]] | None = None,
     subgroup: str = "",
 ) -> MetricGroup:
-    """Return AUROC ("auroc") or average precision ("average_precision") per label, and means over sets of labels.
+    """Return AUROC ("auroc") or average precision ("average_precision") per label, and means over
+    sets of labels.
 
-    `means` maps the target of a mean ("macro") to its labels, of which those with both kinds are in the mean.
+    `means` maps the target of a mean ("macro") to its labels, of which those with both kinds are in
+    the mean.
     """
     columns = ranked_columns(scores_NL, labels_NL)
-    statistics = [{"auroc": c.auroc_R, "average_precision": c.average_precision_R}[metric] for c in columns]
+    statistics = [
+        {"auroc": c.auroc_R, "average_precision": c.average_precision_R}[metric] for c in columns
+    ]
     means = means or {}
     both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
     members = [both_L & np.isin(names, list(labels)) for labels in means.values()]
     labelled = _count_labelled(labels_NL)
-    rows = [label_row(metric, name, labels_N, subgroup) for name, labels_N in zip(names, labels_NL.T, strict=True)]
-    rows += [MetricRow(metric=metric, target=target, subgroup=subgroup, n=labelled) for target in means]
+    rows = [
+        label_row(metric, name, labels_N, subgroup)
+        for name, labels_N in zip(names, labels_NL.T, strict=True)
+    ]
+    rows += [
+        MetricRow(metric=metric, target=target, subgroup=subgroup, n=labelled) for target in means
+    ]
 
     def statistic(counts_NR: Array) -> Array:
         values_RL = np.stack([column(counts_NR) for column in statistics], axis=1)
@@ -113,17 +139,29 @@ def ranking_metrics(
 
 
 def decision_metrics(
-    predicted_NL: NDArray[np.bool_], labels_NL: Array, names: Sequence[str], *, mean_of: Sequence[str] | None = None
+    predicted_NL: NDArray[np.bool_],
+    labels_NL: Array,
+    names: Sequence[str],
+    *,
+    mean_of: Sequence[str] | None = None,
 ) -> MetricGroup:
-    """Return `DECISION_METRICS` per label, and their means over labels (of `mean_of`) as target "macro"."""
+    """Return `DECISION_METRICS` per label, and their means over labels (of `mean_of`) as target
+    "macro".
+    """
     columns = [DecisionColumn(*pair) for pair in zip(predicted_NL.T, labels_NL.T, strict=True)]
-    return _multi_metric_group(DECISION_METRICS, [column.metrics_RK for column in columns], labels_NL, names, mean_of)
+    return _multi_metric_group(
+        DECISION_METRICS, [column.metrics_RK for column in columns], labels_NL, names, mean_of
+    )
 
 
-def calibration_metrics(probability_NL: Array, labels_NL: Array, names: Sequence[str]) -> MetricGroup:
+def calibration_metrics(
+    probability_NL: Array, labels_NL: Array, names: Sequence[str]
+) -> MetricGroup:
     """Return `CALIBRATION_METRICS` per label, and their means over labels as target "macro"."""
     columns = [ProbabilityColumn(*pair) for pair in zip(probability_NL.T, labels_NL.T, strict=True)]
-    return _multi_metric_group(CALIBRATION_METRICS, [column.metrics_RK for column in columns], labels_NL, names)
+    return _multi_metric_group(
+        CALIBRATION_METRICS, [column.metrics_RK for column in columns], labels_NL, names
+    )
 
 
 def _multi_metric_group(
@@ -134,8 +172,14 @@ def _multi_metric_group(
     mean_of: Sequence[str] | None = None,
 ) -> MetricGroup:
     columns_of_labels = list(zip(names, labels_NL.T, strict=True))
-    rows = [label_row(metric, name, labels_N) for metric in metrics for name, labels_N in columns_of_labels]
-    rows += [MetricRow(metric=metric, target="macro", n=_count_labelled(labels_NL)) for metric in metrics]
+    rows = [
+        label_row(metric, name, labels_N)
+        for metric in metrics
+        for name, labels_N in columns_of_labels
+    ]
+    rows += [
+        MetricRow(metric=metric, target="macro", n=_count_labelled(labels_NL)) for metric in metrics
+    ]
 
     def of_labels(counts_NR: Array) -> Array:
         return np.stack([column(counts_NR) for column in columns]).transpose(2, 1, 0)
@@ -151,8 +195,12 @@ def _multi_metric_group(
     return MetricGroup(rows, statistic)
 
 
-def mean_metrics(metric: str, values_NK: Array, targets: Sequence[str], *, subgroup: str = "") -> MetricGroup:
-    """Return the mean of each column over its items, NaN items left out: accuracy, recall at k, ..."""
+def mean_metrics(
+    metric: str, values_NK: Array, targets: Sequence[str], *, subgroup: str = ""
+) -> MetricGroup:
+    """Return the mean of each column over its items, NaN items left out: accuracy, recall at k,
+    ...
+    """
     known_NK = (~np.isnan(values_NK)).astype(np.float64)
     filled_NK = np.nan_to_num(values_NK)
     counts = known_NK.sum(axis=0).astype(int).tolist()
@@ -187,19 +235,25 @@ def median_metric(metric: str, values_N: Array, target: str) -> MetricGroup:
 def top1_metrics(scores_NL: Array, labels_NL: Array) -> MetricGroup:
     """Return top-1 accuracy over the images with exactly one positive and no unknown label.
 
-    "top1_accuracy" is the fraction of images whose class scores highest; "top1_balanced_accuracy" is the mean of this
-    fraction over the classes that occur. A tie for the highest score counts as wrong.
+    "top1_accuracy" is the fraction of images whose class scores highest; "top1_balanced_accuracy"
+    is the mean of this fraction over the classes that occur. A tie for the highest score counts as
+    wrong.
     """
     exclusive_N = (labels_NL == 1).sum(axis=1) == 1
     exclusive_N &= ~np.isnan(labels_NL).any(axis=1)
     truth_N = np.argmax(labels_NL == 1, axis=1)
     of_truth_N = np.take_along_axis(scores_NL, truth_N[:, None], axis=1)
     right_N = (scores_NL >= of_truth_N).sum(axis=1) == 1
-    class_NL = exclusive_N[:, None] * (truth_N[:, None] == np.arange(labels_NL.shape[1])).astype(np.float64)
+    class_NL = exclusive_N[:, None] * (truth_N[:, None] == np.arange(labels_NL.shape[1])).astype(
+        np.float64
+    )
     right_NL = class_NL * right_N[:, None]
     occurs_L = class_NL.any(axis=0)
     n = int(exclusive_N.sum())
-    rows = [MetricRow(metric=f"top1_{kind}", target="one class", n=n) for kind in ("accuracy", "balanced_accuracy")]
+    rows = [
+        MetricRow(metric=f"top1_{kind}", target="one class", n=n)
+        for kind in ("accuracy", "balanced_accuracy")
+    ]
 
     def statistic(counts_NR: Array) -> Array:
         drawn_RL, right_RL = counts_NR.T @ class_NL, counts_NR.T @ right_NL
@@ -227,10 +281,14 @@ def _count_labelled(labels_NL: Array) -> int:
 
 
 def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> MetricGroup:
-    """Return the mean over items ("overall"), over the labels' means ("macro"), and of each label, ignoring NaN."""
+    """Return the mean over items ("overall"), over the labels' means ("macro"), and of each
+    label, ignoring NaN.
+    """
     names = sorted(set(labels))
     of_label_NL = np.array(labels)[:, None] == np.array(names)
-    values_NK = np.concatenate([value_N[:, None], np.where(of_label_NL, value_N[:, None], np.nan)], axis=1)
+    values_NK = np.concatenate(
+        [value_N[:, None], np.where(of_label_NL, value_N[:, None], np.nan)], axis=1
+    )
     means = mean_metrics(metric, values_NK, ["overall", *names])
     overall, *of_labels = means.rows
     fixed_L = defined_labels(means.statistic, len(value_N))[1:]
@@ -240,7 +298,9 @@ def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> Me
         macro_R1 = mean_over_labels(values_RK[:, 1:], fixed_L)[:, None]
         return np.concatenate([values_RK[:, :1], macro_R1, values_RK[:, 1:]], axis=1)
 
-    return MetricGroup([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)
+    return MetricGroup(
+        [overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic
+    )
 
 
 # AUROC within subgroups, and gaps between them.
@@ -261,31 +321,47 @@ Masks = Mapping[str, Mapping[str, NDArray[np.bool_]]]
 def subgroup_metrics(
     scores_NL: Array, labels_NL: Array, names: Sequence[str], masks_of: Masks, smallest: int
 ) -> tuple[list[MetricGroup], dict[str, list[str]]]:
-    """Return the AUROC of every group and the gaps, and attribute -> labels in the mean of its groups.
+    """Return the AUROC of every group and the gaps, and attribute -> labels in the mean of its
+    groups.
 
     An empty list of labels means that the attribute has no mean.
     """
     metric_groups: list[MetricGroup] = []
     labels_in_mean = {}
     for attribute, masks in masks_of.items():
-        labels_by_group = {group: np.where(mask_N[:, None], labels_NL, np.nan) for group, mask_N in masks.items()}
+        labels_by_group = {
+            group: np.where(mask_N[:, None], labels_NL, np.nan) for group, mask_N in masks.items()
+        }
         enough = {group: _enough_L(labels, smallest) for group, labels in labels_by_group.items()}
         reported_L = np.any(list(enough.values()), axis=0)
         everywhere_L = np.all(list(enough.values()), axis=0)
-        labels_in_mean[attribute] = [name for name, kept in zip(names, everywhere_L, strict=True) if kept]
+        labels_in_mean[attribute] = [
+            name for name, kept in zip(names, everywhere_L, strict=True) if kept
+        ]
         means = {"macro": labels_in_mean[attribute]} if everywhere_L.any() else {}
         for group, group_labels_NL in labels_by_group.items():
             subgroup = f"{attribute}: {group}"
             kept = np.flatnonzero(enough[group]).tolist()
             small = np.flatnonzero(reported_L & ~enough[group]).tolist()
             if kept:
-                columns = scores_NL[:, kept], group_labels_NL[:, kept], [names[index] for index in kept]
-                metric_groups.append(ranking_metrics("auroc", *columns, means=means, subgroup=subgroup))
+                columns = (
+                    scores_NL[:, kept],
+                    group_labels_NL[:, kept],
+                    [names[index] for index in kept],
+                )
+                metric_groups.append(
+                    ranking_metrics("auroc", *columns, means=means, subgroup=subgroup)
+                )
             if small:
-                rows = [label_row("auroc", names[index], group_labels_NL[:, index], subgroup) for index in small]
+                rows = [
+                    label_row("auroc", names[index], group_labels_NL[:, index], subgroup)
+                    for index in small
+                ]
                 metric_groups.append(undefined_metrics(rows))
         targets = {
-            name: [index] for index, name in enumerate(names) if sum(kept[index] for kept in enough.values()) > 1
+            name: [index]
+            for index, name in enumerate(names)
+            if sum(kept[index] for kept in enough.values()) > 1
         }
         if means:
             targets["macro"] = np.flatnonzero(everywhere_L).tolist()
@@ -304,17 +380,30 @@ def _gap_metric(
     labels_by_group: Mapping[str, Array],
     enough: Mapping[str, NDArray[np.bool_]],
 ) -> MetricGroup:
-    """Return the gap of one label, or of the mean over several, between the groups with enough images of all."""
+    """Return the gap of one label, or of the mean over several, between the groups with enough
+    images of all.
+    """
 
     def mean_of(labels_NL: Array) -> Callable[[Array], Array]:
         ranked = ranked_columns(scores_NL[:, columns], labels_NL[:, columns])
         all_L = np.ones(len(ranked), dtype=np.bool_)
-        return lambda counts_NR: mean_over_labels(np.stack([c.auroc_R(counts_NR) for c in ranked], axis=1), all_L)
+        return lambda counts_NR: mean_over_labels(
+            np.stack([c.auroc_R(counts_NR) for c in ranked], axis=1), all_L
+        )
 
-    groups = {group: mean_of(labels) for group, labels in labels_by_group.items() if enough[group][columns].all()}
-    values = {group: float(statistic(np.ones((len(scores_NL), 1)))[0]) for group, statistic in groups.items()}
+    groups = {
+        group: mean_of(labels)
+        for group, labels in labels_by_group.items()
+        if enough[group][columns].all()
+    }
+    values = {
+        group: float(statistic(np.ones((len(scores_NL), 1)))[0])
+        for group, statistic in groups.items()
+    }
     best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
-    both_NL = np.concatenate([labels_by_group[best][:, columns], labels_by_group[worst][:, columns]])
+    both_NL = np.concatenate(
+        [labels_by_group[best][:, columns], labels_by_group[worst][:, columns]]
+    )
     row = MetricRow(
         metric="auroc_gap",
         target=target,
@@ -322,7 +411,9 @@ def _gap_metric(
         n=int((~np.isnan(both_NL).all(axis=1)).sum()),
         n_positive=int((both_NL == 1).sum()) if len(columns) == 1 else None,
     )
-    return MetricGroup([row], lambda counts_NR: (groups[best](counts_NR) - groups[worst](counts_NR))[:, None])
+    return MetricGroup(
+        [row], lambda counts_NR: (groups[best](counts_NR) - groups[worst](counts_NR))[:, None]
+    )
 
 
 def _enough_L(labels_NL: Array, smallest: int) -> NDArray[np.bool_]:
@@ -364,9 +455,13 @@ def subgroups_of(sample: Sample) -> dict[str, str]:
 
 
 def subgroup_masks(groups: Sequence[Mapping[str, str]]) -> dict[str, dict[str, NDArray[np.bool_]]]:
-    """Return attribute -> group -> mask_N of items, for the attributes that split them into two or more groups."""
+    """Return attribute -> group -> mask_N of items, for the attributes that split them into two
+    or more groups.
+    """
     result = {}
-    for attribute in dict.fromkeys([*ATTRIBUTES, *(name for of_item in groups for name in of_item)]):
+    for attribute in dict.fromkeys(
+        [*ATTRIBUTES, *(name for of_item in groups for name in of_item)]
+    ):
         of_item_N = np.array([of_item.get(attribute, "") for of_item in groups])
         names = sorted(set(of_item_N.tolist()) - {""}, key=_age_order)
         if len(names) > 1:

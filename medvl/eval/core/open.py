@@ -1,4 +1,6 @@
-"""Models and data loaders for an evaluation: checkpoints loaded onto a device, shards without training patients."""
+"""Models and data loaders for an evaluation: checkpoints loaded onto a device, shards without
+training patients.
+"""
 
 import dataclasses
 import logging
@@ -40,7 +42,8 @@ def resolve_device(device: str) -> str:
 def load_model(checkpoint: Path, device: str = "auto") -> System:
     """Load the model of a checkpoint, in eval mode, onto a device. Raises CheckpointError.
 
-    On a CPU convolutions compute in `channels_last`, which is up to twice as fast there and equal up to rounding.
+    On a CPU convolutions compute in `channels_last`, which is up to twice as fast there and equal
+    up to rounding.
     """
     where = resolve_device(device)
     model = load(checkpoint).to(where)
@@ -54,8 +57,8 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
 
     Raises:
         CheckpointError: a checkpoint cannot be loaded.
-        ConfigError: a model is not a dual-encoder, or uses another image transform than the first, or one was trained
-            in colour and one in grey, so that they cannot share a loader.
+        ConfigError: a model is not a dual-encoder, or uses another image transform than the first,
+            or one was trained in colour and one in grey, so that they cannot share a loader.
     """
     models: list[DualEncoder] = []
     for checkpoint in checkpoints:
@@ -65,36 +68,51 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
         models.append(model)
         first, color = models[0].transform, model.transform.trained_color
         if model.transform != first or bool(color) != bool(first.trained_color):
-            message = f"{checkpoint} and {checkpoints[0]} have different image transforms; evaluate them separately"
+            message = (
+                f"{checkpoint} and {checkpoints[0]} have different image transforms; "
+                f"evaluate them separately"
+            )
             raise ConfigError(message, "mismatch", field="checkpoint")
     return models
 
 
-def unsupported_model(checkpoint: Path, model: System, advice: str, *, field: str = "checkpoint") -> ConfigError:
+def unsupported_model(
+    checkpoint: Path, model: System, advice: str, *, field: str = "checkpoint"
+) -> ConfigError:
     """Return the error for a checkpoint of a system that an evaluation does not support."""
-    return ConfigError(f"{checkpoint} is a {model.name}, which this evaluation does not support; {advice}",
+    return ConfigError(f"{checkpoint} is a {model.name}, which this evaluation does not "
+                       f"support; {advice}",
                        "unsupported", field=field)  # fmt: skip
 
 
-def open_source(data: str | Location, checkpoints: Sequence[Path] = (), *, synthetic: bool = False) -> ShardSource:
-    """Open shards for evaluating checkpoints, with their regions for those that were trained with regions.
+def open_source(
+    data: str | Location, checkpoints: Sequence[Path] = (), *, synthetic: bool = False
+) -> ShardSource:
+    """Open shards for evaluating checkpoints, with their regions for those that were trained with
+    regions.
 
     Args:
-        data: folder of shards, or its address; or webdataset tars (with braces, ending in .tar), which are converted to
-            shards in the folder of the cache, once.
+        data: folder of shards, or its address; or webdataset tars (with braces, ending in .tar),
+            which are converted to shards in the folder of the cache, once.
         checkpoints: folders of the checkpoints.
         synthetic: allow synthetic images, for training a probe.
 
     Raises:
         CheckpointError: a checkpoint is missing or damaged.
         ConfigError: the checkpoints were trained with regions of different detectors.
-        ShardError: the folder is missing or damaged, or has no regions of the checkpoint's detector.
-        SplitError: a checkpoint, or one that its training started from, was trained on a patient of the folder; or the
-            images are synthetic.
+        ShardError: the folder is missing or damaged, or has no regions of the checkpoint's
+            detector.
+        SplitError: a checkpoint, or one that its training started from, was trained on a patient of
+            the folder; or the images are synthetic.
     """
-    detectors = {detector for checkpoint in checkpoints if (detector := detector_of(checkpoint)) is not None}
+    detectors = {
+        detector for checkpoint in checkpoints if (detector := detector_of(checkpoint)) is not None
+    }
     if len(detectors) > 1:
-        message = "the checkpoints were trained with regions of different detectors; evaluate them separately"
+        message = (
+            "the checkpoints were trained with regions of different detectors; evaluate "
+            "them separately"
+        )
         raise ConfigError(message, "mismatch", field="checkpoint")
     if is_tar_pattern(data):
         data = cached_shards(str(data))
@@ -107,11 +125,12 @@ def open_source(data: str | Location, checkpoints: Sequence[Path] = (), *, synth
 
 
 def refuse_training_patients(checkpoint: Path, source: ShardSource) -> None:
-    """Raise SplitError if the checkpoint, or one that its run started from, was trained on a patient of the shards.
+    """Raise SplitError if the checkpoint, or one that its run started from, was trained on a
+    patient of the shards.
 
-    Checkpoints without a manifest cannot be checked. Patients hashed with another salt cannot be compared, which is
-    logged as a warning. A corpus that splits questions instead of images shares images between its splits by design
-    (see the data cards), so it is not compared with itself.
+    Checkpoints without a manifest cannot be checked. Patients hashed with another salt cannot be
+    compared, which is logged as a warning. A corpus that splits questions instead of images shares
+    images between its splits by design (see the data cards), so it is not compared with itself.
     """
     for training in train_manifests(checkpoint):
         if source.manifest.split == MIXED and training.corpus == source.manifest.corpus:
@@ -121,10 +140,13 @@ def refuse_training_patients(checkpoint: Path, source: ShardSource) -> None:
                 check_against(training, source.manifest)
             except SplitError as error:
                 advice = "evaluate it on other patients, such as those of the test split"
-                raise error.prefixed(f"{checkpoint} was trained on patients of {source.folder}: {advice}. ") from None
+                raise error.prefixed(
+                    f"{checkpoint} was trained on patients of {source.folder}: {advice}. "
+                ) from None
             continue
         _log.warning(
-            "%s was trained on %s/%s, whose patients were hashed with another salt than those of %s: shared patients "
+            "%s was trained on %s/%s, whose patients were hashed with another salt than those "
+            "of %s: shared patients "
             "would not be noticed; convert both with one --salt-file",
             *(checkpoint, training.corpus, training.split, source.folder),
         )
@@ -152,9 +174,10 @@ def open_for_evaluation(
         batch: samples per batch.
         workers: loader processes; 0 loads in this process.
         sections: report sections that make up the text; empty for the whole text.
-        inputs: optional parts of the batches, such as prior images. Regions are read from a source that has them.
-        ranks: rank and number of ranks that take whole batches in turn; `FullPass.compute` brings the results together.
-            By default this process reads everything, also in a process group.
+        inputs: optional parts of the batches, such as prior images. Regions are read from a source
+            that has them.
+        ranks: rank and number of ranks that take whole batches in turn; `FullPass.compute` brings
+            the results together. By default this process reads everything, also in a process group.
     """
     inputs = dataclasses.replace(inputs or Inputs(), regions=region_manifest_of(source) is not None)
     return open_loader(
@@ -177,8 +200,12 @@ def open_for_evaluation(
 _TEXT_BATCH = 256
 
 
-def encode_batch(model: Model, batch: Batch, device: torch.device, autocast: torch.dtype | None) -> Embeddings:
-    """Return the embeddings of a batch of images on `device`; `autocast` applies to the encoder only."""
+def encode_batch(
+    model: Model, batch: Batch, device: torch.device, autocast: torch.dtype | None
+) -> Embeddings:
+    """Return the embeddings of a batch of images on `device`; `autocast` applies to the encoder
+    only.
+    """
     image_BCHW = batch.image_BCHW.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         return model.embed_images(image_BCHW)
@@ -187,14 +214,17 @@ def encode_batch(model: Model, batch: Batch, device: torch.device, autocast: tor
 def embed_texts(
     model: Model, texts: Sequence[str], embed: Callable[[Sequence[str]], Embeddings] | None = None
 ) -> Embeddings:
-    """Return the embeddings of any number of texts, encoded in chunks by `embed`, by default the model's own.
+    """Return the embeddings of any number of texts, encoded in chunks by `embed`, by default the
+    model's own.
 
     Raises EvaluationError where there is no text.
     """
     if not texts:
         raise EvaluationError("expected at least one text, got none", "empty", field="texts")
     embed = embed or model.embed_texts
-    return concatenate([embed(texts[start : start + _TEXT_BATCH]) for start in range(0, len(texts), _TEXT_BATCH)])
+    return concatenate(
+        [embed(texts[start : start + _TEXT_BATCH]) for start in range(0, len(texts), _TEXT_BATCH)]
+    )
 
 
 def concatenate(parts: Sequence[Embeddings]) -> Embeddings:
@@ -206,7 +236,9 @@ def concatenate(parts: Sequence[Embeddings]) -> Embeddings:
     longest = max(local_NPE.shape[1] for local_NPE in locals_)
     local_NPE = torch.cat([F.pad(local, (0, 0, 0, longest - local.shape[1])) for local in locals_])
     masks = [
-        torch.ones(local.shape[:2], dtype=torch.bool, device=local.device) if part.mask_NP is None else part.mask_NP
+        torch.ones(local.shape[:2], dtype=torch.bool, device=local.device)
+        if part.mask_NP is None
+        else part.mask_NP
         for part, local in zip(parts, locals_, strict=True)
     ]
     mask_NP = torch.cat([F.pad(mask, (0, longest - mask.shape[1])) for mask in masks])

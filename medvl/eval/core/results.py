@@ -1,8 +1,8 @@
 """Results of an evaluation: `results.json`, `predictions.jsonl` and a table in plain text.
 
-`results.json` holds the protocol and its version, the metric rows with their intervals, the settings, the hashes of all
-inputs, and package versions. Undefined values are null. It contains no time, so that the same evaluation writes the
-same bytes.
+`results.json` holds the protocol and its version, the metric rows with their intervals, the
+settings, the hashes of all inputs, and package versions. Undefined values are null. It contains no
+time, so that the same evaluation writes the same bytes.
 """
 
 import dataclasses
@@ -29,7 +29,15 @@ from medvl.eval.core.metric_rows import MetricRow
 from medvl.models.weights import BEST, LAST, find_checkpoint, weight_files, weights_sha256
 
 RESULTS_VERSION = 1
-SUMMARY_TARGETS = ("macro_competition", "macro", "micro", "overall", "macro of five", "micro of five", "one class")
+SUMMARY_TARGETS = (
+    "macro_competition",
+    "macro",
+    "micro",
+    "overall",
+    "macro of five",
+    "micro of five",
+    "one class",
+)
 """Targets that are means over others; they come first in tables."""
 _MODEL_INPUTS = ("checkpoint", "predictions", "generator", "encoder")
 """Inputs that name the evaluated model."""
@@ -41,7 +49,8 @@ _PACKAGES = ("numpy", "open_clip_torch", "timm", "torch", "transformers")
 def package_versions() -> dict[str, str]:
     """Return the versions of medvl, Python and the packages that affect the output of a model.
 
-    In a git checkout, medvl's ends with the commit: "0.1.0+94f9283", or "0.1.0+94f9283.changed" with other files.
+    In a git checkout, medvl's ends with the commit: "0.1.0+94f9283", or "0.1.0+94f9283.changed"
+    with other files.
     """
     installed = {}
     for package in _PACKAGES:
@@ -56,14 +65,22 @@ def package_versions() -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str | None:
-    """Return the commit of the checkout that medvl is imported from; None elsewhere, and where git does not answer."""
+    """Return the commit of the checkout that medvl is imported from; None elsewhere, and where
+    git does not answer.
+    """
     package = Path(medvl.__file__).parent
-    if not (package.parent / ".git").exists():  # not that of a project whose environment medvl is installed in
+    if not (
+        package.parent / ".git"
+    ).exists():  # not that of a project whose environment medvl is installed in
         return None
     git = ("git", "-C", str(package))
     try:
-        head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True).returncode
+        head = subprocess.run(
+            [*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            [*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True
+        ).returncode
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{head.stdout.strip()}.changed" if changed else head.stdout.strip()
@@ -90,7 +107,9 @@ class Results:
             if (row.metric, row.target, row.subgroup) == (metric, target, subgroup):
                 return row
         wanted = MetricRow(metric=metric, target=target, subgroup=subgroup).name
-        raise EvaluationError(f"no row {wanted!r} in the results of {self.protocol}", "not_found", field="metric")
+        raise EvaluationError(
+            f"no row {wanted!r} in the results of {self.protocol}", "not_found", field="metric"
+        )
 
 
 def write_results(
@@ -100,10 +119,12 @@ def write_results(
     *,
     replace: bool = False,
 ) -> list[Path]:
-    """Write `results.json`, and `predictions.jsonl` if predictions are given, and return their paths.
+    """Write `results.json`, and `predictions.jsonl` if predictions are given, and return their
+    paths.
 
-    Each file is written atomically (a temporary file and a rename), the results last. Results of the same checkpoint
-    are replaced; those of another one only with `replace`, else EvaluationError "exists" is raised.
+    Each file is written atomically (a temporary file and a rename), the results last. Results of
+    the same checkpoint are replaced; those of another one only with `replace`, else EvaluationError
+    "exists" is raised.
     """
     folder = Path(folder)
     if not replace:
@@ -126,7 +147,9 @@ def write_results(
 
 
 def check_replaceable(folder: Path, inputs: Mapping[str, str | None]) -> None:
-    """Raise EvaluationError "exists" if the folder holds results of another model than that of `inputs`."""
+    """Raise EvaluationError "exists" if the folder holds results of another model than that of
+    `inputs`.
+    """
     path = folder / "results.json"
     if not path.is_file():
         return
@@ -135,16 +158,19 @@ def check_replaceable(folder: Path, inputs: Mapping[str, str | None]) -> None:
         known, new = earlier.get(name), inputs.get(name)
         if known is not None and known != new:
             message = (
-                f"{path} holds results of another {name} ({_short(known)}) than this evaluation ({_short(new)}); give "
+                f"{path} holds results of another {name} ({_short(known)}) than this evaluation "
+                f"({_short(new)}); give "
                 "another folder (--out), or replace them (--replace)"
             )
             raise EvaluationError(message, "exists", field="out")
 
 
 def folder_for_data(folder: Path, inputs: Mapping[str, str | None]) -> Path:
-    """Return the folder for results: `folder`, or `folder-HASH` where it holds results on other data.
+    """Return the folder for results: `folder`, or `folder-HASH` where it holds results on other
+    data.
 
-    HASH is the first eight digits of the hash of the data, so that a later evaluation on them has the same folder.
+    HASH is the first eight digits of the hash of the data, so that a later evaluation on them has
+    the same folder.
     """
     path = folder / "results.json"
     earlier = read_results(path).inputs if path.is_file() else {}
@@ -171,16 +197,23 @@ def to_json(value: Any) -> Any:
 
 
 def read_results(path: str | Path) -> Results:
-    """Read results from `results.json` or from its folder. Raises `EvaluationError` naming the file."""
+    """Read results from `results.json` or from its folder. Raises `EvaluationError` naming the
+    file.
+    """
     path = Path(path)
     path = path / "results.json" if path.is_dir() else path
     if not path.is_file():
-        raise EvaluationError(f"{path} does not exist; give a results.json or the folder of an evaluation", "not_found")
+        raise EvaluationError(
+            f"{path} does not exist; give a results.json or the folder of an evaluation",
+            "not_found",
+        )
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
         version = data["results_version"]
         if version != RESULTS_VERSION:
-            message = f"expected version {RESULTS_VERSION} of the results format, got {version} in {path}"
+            message = (
+                f"expected version {RESULTS_VERSION} of the results format, got {version} in {path}"
+            )
             raise EvaluationError(message, "version")
         return Results(
             protocol=data["protocol"]["name"],
@@ -195,14 +228,17 @@ def read_results(path: str | Path) -> Results:
 
 def _read_row(row: dict[str, Any]) -> MetricRow:
     row = {key: value for key, value in row.items() if key != "name"}
-    numbers = {key: math.nan if row[key] is None else float(row[key]) for key in ("value", "low", "high")}
+    numbers = {
+        key: math.nan if row[key] is None else float(row[key]) for key in ("value", "low", "high")
+    }
     return MetricRow(**{**row, **numbers})
 
 
 def checkpoint_sha256(checkpoint: str | Path) -> str:
     """Return the sha256 of the weights in a checkpoint directory, or of the given file.
 
-    Of weights in several parts it is the hash of their hashes. Raises `EvaluationError` if there are no weights.
+    Of weights in several parts it is the hash of their hashes. Raises `EvaluationError` if there
+    are no weights.
     """
     path = find_checkpoint(checkpoint)
     files = weight_files(path) if path.is_dir() else [path]
@@ -213,7 +249,9 @@ def checkpoint_sha256(checkpoint: str | Path) -> str:
 
 
 def format_value(row: MetricRow | None) -> str:
-    """Return text such as "0.873 [0.812, 0.921]", without brackets if there is no interval; "-" if no value."""
+    """Return text such as "0.873 [0.812, 0.921]", without brackets if there is no interval; "-"
+    if no value.
+    """
     if row is None or math.isnan(row.value):
         return "-"
     digits = 1 if abs(row.value) >= 10 else 3
@@ -224,18 +262,22 @@ def format_value(row: MetricRow | None) -> str:
 def format_table(rows: Sequence[MetricRow], width: int = 120) -> str:
     """Return rows as aligned plain text: one line per target (and subgroup), one column per metric.
 
-    Means over targets come first. Metrics that do not fit into `width` characters go into further tables below, after
-    an empty line; each table leaves out the lines without a value in it.
+    Means over targets come first. Metrics that do not fit into `width` characters go into further
+    tables below, after an empty line; each table leaves out the lines without a value in it.
     """
     lines: dict[tuple[str, str], dict[str, MetricRow]] = {}
-    for row in sorted(rows, key=lambda row: bool(row.subgroup) or row.target not in SUMMARY_TARGETS):
+    for row in sorted(
+        rows, key=lambda row: bool(row.subgroup) or row.target not in SUMMARY_TARGETS
+    ):
         lines.setdefault((row.target, row.subgroup), {})[row.metric] = row
     names = [f"{target} ({subgroup})" if subgroup else target for target, subgroup in lines]
     first = [next(iter(by_metric.values())) for by_metric in lines.values()]
     leading = [
         _align(["", *names], left=True),
         _align(["n", *(str(row.n) for row in first)]),
-        _align(["positive", *("" if row.n_positive is None else str(row.n_positive) for row in first)]),
+        _align(
+            ["positive", *("" if row.n_positive is None else str(row.n_positive) for row in first)]
+        ),
     ]
     if all(row.n_positive is None for row in first):
         leading.pop()
@@ -288,16 +330,20 @@ class PageHeader:
 
 
 WritePage = Callable[[Path, PageHeader], Path]
-"""A writer of the HTML page that returns its path, with the result and its own options already bound."""
+"""A writer of the HTML page that returns its path, with the result and its own options already
+bound.
+"""
 
 
 def default_folder(checkpoint: Path | str, task: str) -> Path:
-    """Return the folder of a task's results for a checkpoint, a run (its best checkpoint) or a file of predictions.
+    """Return the folder of a task's results for a checkpoint, a run (its best checkpoint) or a file
+    of predictions.
 
     Raises ConfigError where the folder, or one between it and that of the checkpoint, is a link.
     """
     folder = evaluations_of(checkpoint) / task
-    # A checkpoint that somebody else made may bring links along; results would be written where they lead.
+    # A checkpoint that somebody else made may bring links along; results would be written where
+    # they lead.
     within = folder.parts[::-1].index(EVALUATIONS) + 1
     for path in [folder, *folder.parents][:within]:
         refuse_links(path.parent, path.name)
@@ -305,24 +351,34 @@ def default_folder(checkpoint: Path | str, task: str) -> Path:
 
 
 def evaluations_of(checkpoint: Path | str) -> Path:
-    """Return the folder with the evaluations of a checkpoint or of a file of predictions (see the module)."""
+    """Return the folder with the evaluations of a checkpoint or of a file of predictions (see
+    the module).
+    """
     folder = find_checkpoint(checkpoint)
     if folder.is_file():
         return folder.parent / EVALUATIONS / folder.name
     real = folder.resolve()
     if real.parent.name == _CHECKPOINTS and _STEP.fullmatch(real.name):
         run = real.parent.parent
-        shown = next((parent for parent in folder.absolute().parents if parent.resolve() == run), run)
+        shown = next(
+            (parent for parent in folder.absolute().parents if parent.resolve() == run), run
+        )
         return _as_given(shown, folder) / EVALUATIONS / real.name
-    if folder.name in (BEST, LAST) and (folder.parent / _CHECKPOINTS).is_dir():  # a copy instead of a link
+    if (
+        folder.name in (BEST, LAST) and (folder.parent / _CHECKPOINTS).is_dir()
+    ):  # a copy instead of a link
         return folder.parent / EVALUATIONS / _step_of_copy(folder)
     return folder / EVALUATIONS
 
 
 def _as_given(run: Path, checkpoint: Path) -> Path:
-    """Return the folder of a run as a relative path if the checkpoint's is relative and below the current folder."""
+    """Return the folder of a run as a relative path if the checkpoint's is relative and below
+    the current folder.
+    """
     here = Path.cwd()
-    return run.relative_to(here) if not checkpoint.is_absolute() and run.is_relative_to(here) else run
+    return (
+        run.relative_to(here) if not checkpoint.is_absolute() and run.is_relative_to(here) else run
+    )
 
 
 def _step_of_copy(folder: Path) -> str:
@@ -333,8 +389,12 @@ def _step_of_copy(folder: Path) -> str:
 
 
 def check_output(folder: Path) -> None:
-    """Raise EvaluationError "unreadable" if the folder cannot be written, before an evaluation takes its time."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    """Raise EvaluationError "unreadable" if the folder cannot be written, before an evaluation
+    takes its time.
+    """
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "no folder" if not existing.is_dir() else "read-only"
         raise _unwritable(folder, f"{existing} is {reason}")
@@ -366,7 +426,8 @@ def publish(
         data: manifest of the evaluated shards, or a name, for the page.
         replace: also replace results of another checkpoint.
 
-    Raises EvaluationError where the folder holds results of another checkpoint, or cannot be written.
+    Raises EvaluationError where the folder holds results of another checkpoint, or cannot be
+    written.
     """
     try:
         return _write(results, folder, predictions, write_page, model, data, replace)

@@ -1,4 +1,6 @@
-"""Shared parts of the detection and segmentation evaluations: pass over annotated images, and mean over labels."""
+"""Shared parts of the detection and segmentation evaluations: pass over annotated images, and
+mean over labels.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -54,22 +56,27 @@ def evaluate_images(
     kind: Kind,
     evaluate: Callable[[Batch, Sequence[AnnotatedImage]], Iterator[EvaluatedImage]],
 ) -> tuple[list[EvaluatedImage], dict[str, Any]]:
-    """Evaluate every annotated image of a loader once, in eval mode; also return the counts for `Results.details`.
+    """Evaluate every annotated image of a loader once, in eval mode; also return the counts for
+    `Results.details`.
 
     Args:
         model: a detector or a segmenter.
         loader: loader opened for evaluation.
         kind: the annotation that is needed; images without it are left out and counted.
-        evaluate: function from a batch of annotated images and these images to one result per image.
+        evaluate: function from a batch of annotated images and these images to one result per
+            image.
 
-    Raises EvaluationError if there is no annotated image, or the loader does not give every sample once.
+    Raises EvaluationError if there is no annotated image, or the loader does not give every sample
+    once.
     """
     samples = samples_by_key(loader.source)
     batches = FullPass(loader)
     results: list[EvaluatedImage] = []
     with evaluating(model):
         for batch in batches:
-            rows = [row for row, key in enumerate(batch.keys) if is_annotated(samples[key][1], kind)]
+            rows = [
+                row for row, key in enumerate(batch.keys) if is_annotated(samples[key][1], kind)
+            ]
             if not rows:
                 continue
             images = [
@@ -78,7 +85,9 @@ def evaluate_images(
             ]
             results += evaluate(batch.rows(rows).to(model.device, non_blocking=True), images)
     if not results:
-        raise EvaluationError(f"no sample has {kind}, not even an empty list of them: use annotated shards", "empty")
+        raise EvaluationError(
+            f"no sample has {kind}, not even an empty list of them: use annotated shards", "empty"
+        )
     counts = {
         "images": len(results),
         "not_annotated": len(batches.keys) - len(results),
@@ -88,7 +97,9 @@ def evaluate_images(
 
 
 def with_macro(group: MetricGroup, n: int) -> MetricGroup:
-    """Append the mean over labels to a group of `n` items whose rows are one metric's labels, if there are several."""
+    """Append the mean over labels to a group of `n` items whose rows are one metric's labels, if
+    there are several.
+    """
     if len(group.rows) < 2:
         return group
     fixed_L = defined_labels(group.statistic, n)
@@ -97,7 +108,10 @@ def with_macro(group: MetricGroup, n: int) -> MetricGroup:
         values_RL = group.statistic(counts_NR)
         return np.concatenate([values_RL, mean_over_labels(values_RL, fixed_L)[:, None]], axis=1)
 
-    return MetricGroup([*group.rows, dataclasses.replace(group.rows[0], target="macro", n_positive=None)], statistic)
+    return MetricGroup(
+        [*group.rows, dataclasses.replace(group.rows[0], target="macro", n_positive=None)],
+        statistic,
+    )
 
 
 def headline_target(labels: Sequence[str]) -> str:

@@ -2,19 +2,23 @@
 
 Protocol "detection", version 1:
 
-* Every image annotated with boxes is evaluated, also with none: a detection in a normal image is a false positive.
-  (Published code of several systems leaves out images without boxes, and images without a detection together with
-  their boxes; "ap_rsna_boxed" shows what that would report.)
-* "ap_rsna" and "ap_coco" are average precisions over all detections by score (`box_metrics`), averaged over the
-  overlap thresholds of the RSNA challenge (0.40 to 0.75) and of COCO (0.50 to 0.95); "ap@0.5" uses one threshold.
-  Edges, ties and interpolation follow a named convention (`box_metrics.AP_CONVENTIONS`): medvl's, in which equal scores
-  are one step, or that of COCO or Pascal VOC, in which the order of images decides between equal scores.
-* "challenge_score" is that of the RSNA challenge, and "left_empty" the share of images without a box that have no
-  detection. Both need a score threshold, which is chosen only on validation images of other patients.
-* Boxes are compared in pixels of the published image. Boxes outside of the model's crop count as missed.
+* Every image annotated with boxes is evaluated, also with none: a detection in a normal image is a
+  false positive. (Published code of several systems leaves out images without boxes, and images
+  without a detection together with their boxes; "ap_rsna_boxed" shows what that would report.)
+* "ap_rsna" and "ap_coco" are average precisions over all detections by score (`box_metrics`),
+  averaged over the overlap thresholds of the RSNA challenge (0.40 to 0.75) and of COCO (0.50 to
+  0.95); "ap@0.5" uses one threshold. Edges, ties and interpolation follow a named convention
+  (`box_metrics.AP_CONVENTIONS`): medvl's, in which equal scores are one step, or that of COCO or
+  Pascal VOC, in which the order of images decides between equal scores.
+* "challenge_score" is that of the RSNA challenge, and "left_empty" the share of images without a
+  box that have no detection. Both need a score threshold, which is chosen only on validation images
+  of other patients.
+* Boxes are compared in pixels of the published image. Boxes outside of the model's crop count as
+  missed.
 * Intervals: the bootstrap resamples patients, with all their images. All rows share the resamples.
 
-Shape letters: N images, L labels, T overlap thresholds, R resamples, K detections per label (fixed, padded).
+Shape letters: N images, L labels, T overlap thresholds, R resamples, K detections per label (fixed,
+padded).
 """
 
 import dataclasses
@@ -33,7 +37,13 @@ from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, me
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.dense import metrics
-from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
+from medvl.eval.dense.annotated_images import (
+    AnnotatedImage,
+    DenseModel,
+    evaluate_images,
+    headline_target,
+    with_macro,
+)
 from medvl.eval.dense.metrics import (
     APConvention,
     APConventionName,
@@ -50,7 +60,9 @@ class DetectorModel(DenseModel, Protocol):
     """A detector such as `medvl.models.Detector`."""
 
     def detect(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return (L, K, 5) per image: edges in pixels of the published image and a score, -inf for padding."""
+        """Return (L, K, 5) per image: edges in pixels of the published image and a score, -inf
+        for padding.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +73,8 @@ class DetectedImage(AnnotatedImage):
     """By label."""
 
     def as_json(self, labels: Sequence[str]) -> dict[str, Any]:
-        """Return one line of the predictions file: detected boxes by decreasing score, and the annotated ones ("true").
+        """Return one line of the predictions file: detected boxes by decreasing score, and the
+        annotated ones ("true").
 
         Boxes are in pixels of the published image. `read_detections` reads the line.
         """
@@ -69,10 +82,20 @@ class DetectedImage(AnnotatedImage):
         boxes = [
             {**_box(label, edges), "score": score}
             for label, detected in by_label
-            for edges, score in zip(detected.boxes_D4.tolist(), detected.scores_D.tolist(), strict=True)
+            for edges, score in zip(
+                detected.boxes_D4.tolist(), detected.scores_D.tolist(), strict=True
+            )
         ]
-        truth = [_box(label, edges) for label, detected in by_label for edges in detected.truth_G4.tolist()]
-        names = {"key": self.sample.key, "patient": self.sample.patient, "subgroups": subgroups_of(self.sample)}
+        truth = [
+            _box(label, edges)
+            for label, detected in by_label
+            for edges in detected.truth_G4.tolist()
+        ]
+        names = {
+            "key": self.sample.key,
+            "patient": self.sample.patient,
+            "subgroups": subgroups_of(self.sample),
+        }
         return {**names, "position": self.position, "boxes": boxes, "true": truth}
 
 
@@ -82,16 +105,26 @@ def _box(label: str, edges: Sequence[float]) -> dict[str, Any]:
 
 
 def read_detections(line: Mapping[str, Any], labels: Sequence[str]) -> tuple[ImageDetections, ...]:
-    """Return the detections and annotated boxes of each label from a line of `DetectionResult.predictions`."""
+    """Return the detections and annotated boxes of each label from a line of
+    `DetectionResult.predictions`.
+    """
 
     def boxes_N4(field: str, label: str) -> Array:
         boxes = [box for box in line[field] if box["label"] == label]
-        sides_N4 = np.array([[box[side] for side in ("x", "y", "width", "height")] for box in boxes]).reshape(-1, 4)
-        return np.concatenate([sides_N4[:, :2], sides_N4[:, :2] + sides_N4[:, 2:]], axis=1).astype(np.float64)
+        sides_N4 = np.array(
+            [[box[side] for side in ("x", "y", "width", "height")] for box in boxes]
+        ).reshape(-1, 4)
+        return np.concatenate([sides_N4[:, :2], sides_N4[:, :2] + sides_N4[:, 2:]], axis=1).astype(
+            np.float64
+        )
 
-    scores = {label: [box["score"] for box in line["boxes"] if box["label"] == label] for label in labels}
+    scores = {
+        label: [box["score"] for box in line["boxes"] if box["label"] == label] for label in labels
+    }
     return tuple(
-        ImageDetections(boxes_N4("boxes", label), np.array(scores[label], np.float64), boxes_N4("true", label))
+        ImageDetections(
+            boxes_N4("boxes", label), np.array(scores[label], np.float64), boxes_N4("true", label)
+        )
         for label in labels
     )
 
@@ -126,15 +159,15 @@ def box_detection(
     Args:
         model: its labels are evaluated.
         loader: over samples with boxes, or with empty lists of them.
-        valid_loader: over images of other patients, for choosing score thresholds; None omits the metrics at a
-            threshold.
+        valid_loader: over images of other patients, for choosing score thresholds; None omits the
+            metrics at a threshold.
         convention: convention of average precision; the metrics at a threshold do not depend on it.
         resamples, seed: number and seed of the bootstrap resamples.
         checkpoint: its hash goes into the results.
 
     Raises:
-        EvaluationError: no image is annotated, the loader is incomplete, a detection is not finite, or the convention
-            is unknown.
+        EvaluationError: no image is annotated, the loader is incomplete, a detection is not finite,
+            or the convention is unknown.
         SplitError: test and validation images share patients.
     """
     rules = metrics.ap_convention(convention)
@@ -146,7 +179,9 @@ def box_detection(
     thresholds = None
     if valid_loader is not None:
         valid, _ = detect_images(model, valid_loader)
-        check_disjoint_patients((i.sample.patient for i in valid), (i.sample.patient for i in images))
+        check_disjoint_patients(
+            (i.sample.patient for i in valid), (i.sample.patient for i in images)
+        )
         thresholds = {
             label: metrics.choose_score_threshold(one)
             for label, one in match_by_label([image.detections for image in valid], labels).items()
@@ -165,20 +200,29 @@ def box_detection(
             "seed": seed,
         },
         inputs=inputs,
-        details=counts | {"patients": len(set(patients)), **_box_counts(matched), "thresholds": thresholds},
+        details=counts
+        | {"patients": len(set(patients)), **_box_counts(matched), "thresholds": thresholds},
     )
-    return DetectionResult(results=results, labels=labels, images=tuple(images), thresholds=thresholds)
+    return DetectionResult(
+        results=results, labels=labels, images=tuple(images), thresholds=thresholds
+    )
 
 
 def _box_counts(matched: Mapping[str, MatchedDetections]) -> dict[str, Any]:
     return {
         "boxes": {label: int(one.boxes_N.sum()) for label, one in matched.items()},
-        "images_without_box": {label: int((one.boxes_N == 0).sum()) for label, one in matched.items()},
+        "images_without_box": {
+            label: int((one.boxes_N == 0).sum()) for label, one in matched.items()
+        },
     }
 
 
-def detect_images(model: DetectorModel, loader: Loader) -> tuple[list[DetectedImage], dict[str, Any]]:
-    """Return every annotated image of a loader with its detections and boxes, and counts. Raises `EvaluationError`."""
+def detect_images(
+    model: DetectorModel, loader: Loader
+) -> tuple[list[DetectedImage], dict[str, Any]]:
+    """Return every annotated image of a loader with its detections and boxes, and counts. Raises
+    `EvaluationError`.
+    """
     labels = model.config.labels
 
     def evaluate(batch: Batch, images: Sequence[AnnotatedImage]) -> Iterator[DetectedImage]:
@@ -187,9 +231,12 @@ def detect_images(model: DetectorModel, loader: Loader) -> tuple[list[DetectedIm
         for image, output_LK5, size in zip(images, outputs, sizes, strict=True):
             truth_N5 = boxes_of(image.sample, labels, size)
             by_label = [
-                _detections(output_K5, truth_N5[truth_N5[:, 4] == index]) for index, output_K5 in enumerate(output_LK5)
+                _detections(output_K5, truth_N5[truth_N5[:, 4] == index])
+                for index, output_K5 in enumerate(output_LK5)
             ]
-            yield DetectedImage(position=image.position, sample=image.sample, detections=tuple(by_label))
+            yield DetectedImage(
+                position=image.position, sample=image.sample, detections=tuple(by_label)
+            )
 
     return evaluate_images(model, loader, "boxes", evaluate)
 
@@ -217,7 +264,9 @@ def detection_groups(
     convention: APConvention,
     thresholds: Mapping[str, float] | None,
 ) -> list[MetricGroup]:
-    """Return the average precisions of detections by image and label, and with thresholds the metrics at these."""
+    """Return the average precisions of detections by image and label, and with thresholds the
+    metrics at these.
+    """
     groups = [precision_group(match_by_label(images, labels, convention))]
     if thresholds is not None:
         groups += threshold_groups(match_by_label(images, labels), thresholds)
@@ -225,7 +274,8 @@ def detection_groups(
 
 
 def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
-    """Return the average precisions of every label, and their means over labels if there are several.
+    """Return the average precisions of every label, and their means over labels if there are
+    several.
 
     A label without a box has no average precision and is left out of the mean.
     """
@@ -245,7 +295,9 @@ def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
     def statistic(counts_NR: Array) -> Array:
         values_LRM = np.stack([of_label(label, counts_NR) for label in matched])
         if len(matched) > 1:
-            means_MR = [mean_over_labels(values_RL, boxed_L) for values_RL in values_LRM.transpose(2, 1, 0)]
+            means_MR = [
+                mean_over_labels(values_RL, boxed_L) for values_RL in values_LRM.transpose(2, 1, 0)
+            ]
             values_LRM = np.concatenate([values_LRM, np.stack(means_MR, axis=1)[None]])
         return values_LRM.transpose(1, 2, 0).reshape(counts_NR.shape[1], -1)
 
@@ -260,22 +312,33 @@ def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
     return MetricGroup(rows, statistic)
 
 
-def threshold_groups(matched: Mapping[str, MatchedDetections], thresholds: Mapping[str, float]) -> list[MetricGroup]:
+def threshold_groups(
+    matched: Mapping[str, MatchedDetections], thresholds: Mapping[str, float]
+) -> list[MetricGroup]:
     """Return "challenge_score" and "left_empty" of the labels that have a score threshold."""
     used = {label: one for label, one in matched.items() if not np.isnan(thresholds[label])}
     if not used:
         return []
-    scores_NL = np.stack([metrics.challenge_scores(one, thresholds[label]) for label, one in used.items()], axis=1)
-    detected_NL = np.stack([(one.scores_ND >= thresholds[label]).any(axis=1) for label, one in used.items()], axis=1)
+    scores_NL = np.stack(
+        [metrics.challenge_scores(one, thresholds[label]) for label, one in used.items()], axis=1
+    )
+    detected_NL = np.stack(
+        [(one.scores_ND >= thresholds[label]).any(axis=1) for label, one in used.items()], axis=1
+    )
     boxed_NL = np.stack([one.boxes_N > 0 for one in used.values()], axis=1)
     return [
         with_macro(mean_metrics("challenge_score", scores_NL, list(used)), len(scores_NL)),
-        with_macro(mean_metrics("left_empty", np.where(boxed_NL, np.nan, ~detected_NL), list(used)), len(boxed_NL)),
+        with_macro(
+            mean_metrics("left_empty", np.where(boxed_NL, np.nan, ~detected_NL), list(used)),
+            len(boxed_NL),
+        ),
     ]
 
 
 class DetectionEval:
-    """Average precisions of a detector during training: "detection/ap_rsna", "detection/ap@0.5", ..."""
+    """Average precisions of a detector during training: "detection/ap_rsna", "detection/ap@0.5",
+    ...
+    """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -283,7 +346,9 @@ class DetectionEval:
     def __call__(self, model: DetectorModel) -> dict[str, float]:
         """Return the metrics, means over labels, without intervals. Raises `EvaluationError`."""
         images, _ = detect_images(model, self.loader)
-        group = precision_group(match_by_label([image.detections for image in images], model.config.labels))
+        group = precision_group(
+            match_by_label([image.detections for image in images], model.config.labels)
+        )
         rows = measure([group], len(images), resamples=0)
         target = headline_target(model.config.labels)
         return {f"detection/{row.metric}": row.value for row in rows if row.target == target}

@@ -31,9 +31,11 @@ SIDE = 384
 """Longer side of a picture, in pixels."""
 TRUTH_COLOR, PREDICTION_COLOR = (34, 211, 238), (251, 146, 60)
 LIMITS = (
-    "A research evaluation, not for clinical use: a small decoder on an encoder that was not trained for this task, so "
+    "A research evaluation, not for clinical use: a small decoder on an encoder that was not "
+    "trained for this task, so "
     "the numbers compare encoders and are not the best that could be reached.",
-    "Intervals are percentiles of a bootstrap over patients. They include sampling error, not disagreement between the "
+    "Intervals are percentiles of a bootstrap over patients. They include sampling error, not "
+    "disagreement between the "
     "annotators of the boxes or masks.",
     "Images on this page belong to the data set and stay under its terms of use.",
 )
@@ -53,7 +55,9 @@ def write_dense_page(
     pictures: Pictures | None,
     tables: Sequence[Table] = (),
 ) -> Path:
-    """Write a page with a table of the metrics in `names` (metric -> title), `tables` and pictures; return its path."""
+    """Write a page with a table of the metrics in `names` (metric -> title), `tables` and
+    pictures; return its path.
+    """
     metrics = {row.metric for row in results.rows}
     names = {metric: name for metric, name in names.items() if metric in metrics}
     sections: list[Section] = [_table(results, labels, names, caption), *tables]
@@ -72,7 +76,9 @@ def write_dense_page(
     return write_page(page, path)
 
 
-def _table(results: Results, labels: Sequence[str], names: Mapping[str, str], caption: str) -> Table:
+def _table(
+    results: Results, labels: Sequence[str], names: Mapping[str, str], caption: str
+) -> Table:
     rows = {(row.metric, row.target): row for row in results.rows if not row.subgroup}
     targets = [*labels, "macro"] if len(labels) > 1 else list(labels)
     lines: list[Sequence[Cell | str]] = [
@@ -82,12 +88,19 @@ def _table(results: Results, labels: Sequence[str], names: Mapping[str, str], ca
         ]
         for target in targets
     ]
-    return Table(title="Summary by label", columns=["", *names.values()], rows=lines, caption=caption)
+    return Table(
+        title="Summary by label", columns=["", *names.values()], rows=lines, caption=caption
+    )
 
 
-def dense_facts(results: Results, header: PageHeader, extra: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def dense_facts(
+    results: Results, header: PageHeader, extra: Sequence[tuple[str, str]]
+) -> list[tuple[str, str]]:
     """Return the header's facts: `extra`, and how many images were left out."""
-    not_annotated, unreadable = results.details["not_annotated"], sum(results.details["unreadable"].values())
+    not_annotated, unreadable = (
+        results.details["not_annotated"],
+        sum(results.details["unreadable"].values()),
+    )
     left_out = ("Left out", f"{not_annotated:,} images without annotation, {unreadable} unreadable")
     return header_facts(results, header, units="patients", extra=[*extra, left_out])
 
@@ -117,20 +130,29 @@ _BOX_METRICS = {
 
 
 def write_detection_page(
-    result: DetectionResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 6
+    result: DetectionResult,
+    path: str | Path,
+    header: PageHeader,
+    *,
+    pixels: Pixels | None = None,
+    examples: int = 6,
 ) -> Path:
     """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
-    `result` is from `box_detection`; `examples` is the number of random images with boxes, and without.
+    `result` is from `box_detection`; `examples` is the number of random images with boxes, and
+    without.
     """
     details = result.results.details
-    thresholds = ", ".join(f"{label} {value:.3f}" for label, value in (details["thresholds"] or {}).items())
+    thresholds = ", ".join(
+        f"{label} {value:.3f}" for label, value in (details["thresholds"] or {}).items()
+    )
     return write_dense_page(
         result.results,
         result.labels,
         path,
         title=f"Detection: {header.model}",
-        subtitle=f"{header.data}: {sum(details['boxes'].values()):,} boxes in {details['images']:,} images",
+        subtitle=f"{header.data}: {sum(details['boxes'].values()):,} boxes in "
+        f"{details['images']:,} images",
         names=_BOX_METRICS,
         headlines=("ap_rsna", "ap_coco", "challenge_score"),
         facts=dense_facts(
@@ -141,9 +163,12 @@ def write_detection_page(
                 ("Average precision", _convention(result.results.config["convention"])),
             ],
         ),
-        caption="With 95% intervals. All images count: a detection in a normal image is a false positive. The last "
-        "column leaves out images without boxes, as several published codes do, for comparison only. The RSNA score is "
-        "the challenge's precision of an image, averaged; it and the share of normal images without a detection are "
+        caption="With 95% intervals. All images count: a detection in a normal image is a false "
+        "positive. The last "
+        "column leaves out images without boxes, as several published codes do, for comparison "
+        "only. The RSNA score is "
+        "the challenge's precision of an image, averaged; it and the share of normal images "
+        "without a detection are "
         "computed at the score threshold.",
         pictures=None if pixels is None else _detections(result, pixels, examples),
     )
@@ -153,14 +178,18 @@ def _convention(convention: Mapping[str, Any]) -> str:
     recalls = convention["recalls"]
     parts = [
         "widths are right - left" + (" + 1" if convention["edge_pixels"] else ""),
-        "equal scores are one step" if convention["ties"] == "one_step" else "equal scores are steps in order",
+        "equal scores are one step"
+        if convention["ties"] == "one_step"
+        else "equal scores are steps in order",
         "area under the curve" if recalls == "all" else f"mean over {recalls} recalls",
     ]
     return f"convention {convention['name']}: {', '.join(parts)}"
 
 
 def _detections(result: DetectionResult, pixels: Pixels, examples: int) -> Pictures:
-    boxed = np.array([any(len(one.truth_G4) for one in image.detections) for image in result.images], np.bool_)
+    boxed = np.array(
+        [any(len(one.truth_G4) for one in image.detections) for image in result.images], np.bool_
+    )
     rng = np.random.default_rng(result.results.config["seed"])
     strips = []
     for title, value in (("With boxes", True), ("Without boxes", False)):
@@ -168,7 +197,11 @@ def _detections(result: DetectionResult, pixels: Pixels, examples: int) -> Pictu
         images = [result.images[row] for row in rng.permutation(rows)[:examples].tolist()]
         pictures = [_detection(result, image, pixels(image.position)) for image in images]
         if pictures:
-            strips.append(Strip(title=title, note=f"{len(pictures)} of {len(rows):,}, random", pictures=pictures))
+            strips.append(
+                Strip(
+                    title=title, note=f"{len(pictures)} of {len(rows):,}, random", pictures=pictures
+                )
+            )
     return Pictures(
         title="Detections",
         strips=strips,
@@ -181,15 +214,25 @@ def _detection(result: DetectionResult, image: DetectedImage, pixels: NDArray[np
     for label, one in zip(result.labels, image.detections, strict=True):
         threshold = (result.thresholds or {}).get(label, np.nan)
         scores_D = one.scores_D
-        lowest = np.sort(scores_D)[-_SHOWN_WITHOUT_THRESHOLD:].min(initial=1) if np.isnan(threshold) else threshold
-        kept += [(box, score) for box, score in zip(one.boxes_D4, scores_D, strict=True) if score >= lowest]
+        lowest = (
+            np.sort(scores_D)[-_SHOWN_WITHOUT_THRESHOLD:].min(initial=1)
+            if np.isnan(threshold)
+            else threshold
+        )
+        kept += [
+            (box, score)
+            for box, score in zip(one.boxes_D4, scores_D, strict=True)
+            if score >= lowest
+        ]
     truth = [box for one in image.detections for box in one.truth_G4]
     lines = [f"{len(truth)} in the data set, {len(kept)} detected"]
     if kept:
         lines.append("scores " + ", ".join(f"{score:.2f}" for _, score in kept))
     drawn_HWC = draw_boxes(pixels, published_size(image.sample), truth, [box for box, _ in kept])
     return Picture(
-        source=thumbnail_uri(drawn_HWC, SIDE), alternative=f"radiograph with boxes: {'; '.join(lines)}", lines=lines
+        source=thumbnail_uri(drawn_HWC, SIDE),
+        alternative=f"radiograph with boxes: {'; '.join(lines)}",
+        lines=lines,
     )
 
 
@@ -199,11 +242,13 @@ def draw_boxes(
     truth: Sequence[NDArray[np.float64]],
     predicted: Sequence[NDArray[np.float64]],
 ) -> NDArray[np.uint8]:
-    """Return the image (H, W, 3) at the size of a picture, with the outlines of annotated and predicted boxes.
+    """Return the image (H, W, 3) at the size of a picture, with the outlines of annotated and
+    predicted boxes.
 
     Args:
         pixels: (H, W) or (H, W, 3), stored at any size.
-        size: (height, width) of the published image, in whose pixels the boxes are: left, top, right, bottom.
+        size: (height, width) of the published image, in whose pixels the boxes are: left, top,
+            right, bottom.
         truth, predicted: boxes.
     """
     import cv2
@@ -212,7 +257,10 @@ def draw_boxes(
     down, across = drawn_HWC.shape[0] / size[0], drawn_HWC.shape[1] / size[1]
     for boxes, color in ((truth, TRUTH_COLOR), (predicted, PREDICTION_COLOR)):
         for left, top, right, bottom in boxes:
-            corners = (round(left * across), round(top * down)), (round(right * across) - 1, round(bottom * down) - 1)
+            corners = (
+                (round(left * across), round(top * down)),
+                (round(right * across) - 1, round(bottom * down) - 1),
+            )
             cv2.rectangle(drawn_HWC, *corners, color, 2, cv2.LINE_AA)
     return drawn_HWC
 
@@ -236,7 +284,11 @@ _EMPTY = {
 
 
 def write_segmentation_page(
-    result: SegmentationResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None
+    result: SegmentationResult,
+    path: str | Path,
+    header: PageHeader,
+    *,
+    pixels: Pixels | None = None,
 ) -> Path:
     """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
@@ -249,7 +301,10 @@ def write_segmentation_page(
     ]
     facts = [
         ("Empty masks", _EMPTY[config["empty"]]),
-        ("Empty predictions", ", ".join(f"Dice {value:.3f}" for value in details["empty_prediction_dice"].values())),
+        (
+            "Empty predictions",
+            ", ".join(f"Dice {value:.3f}" for value in details["empty_prediction_dice"].values()),
+        ),
         ("Thresholds", f"{', '.join(thresholds)}; {config['threshold_source']}"),
         ("Masks", "the union of boxes" if details["masks_are_boxes"] else "those of the data set"),
     ]
@@ -258,12 +313,15 @@ def write_segmentation_page(
         result.labels,
         path,
         title=f"Segmentation: {header.model}",
-        subtitle=f"{header.data}: {sum(details['images_with_mask'].values()):,} masks in {details['images']:,} images",
+        subtitle=f"{header.data}: {sum(details['images_with_mask'].values()):,} masks in "
+        f"{details['images']:,} images",
         names=_MASK_METRICS,
         headlines=("dice", "dice_masked", "left_empty"),
         facts=dense_facts(result.results, header, facts),
-        caption="With 95% intervals. Dice and IoU are over all images that the rule for empty masks includes; also "
-        "shown are the Dice of images with a mask alone, the share of the other images whose prediction is empty, and "
+        caption="With 95% intervals. Dice and IoU are over all images that the rule for empty "
+        "masks includes; also "
+        "shown are the Dice of images with a mask alone, the share of the other images whose "
+        "prediction is empty, and "
         "both metrics over the pixels of all images together.",
         tables=_texts(result),
         pictures=None if pixels is None else _segmentations(result, pixels),
@@ -276,7 +334,8 @@ def _texts(result: SegmentationResult) -> list[Table]:
     names = dict.fromkeys(subgroup for _, subgroup, _ in rows if subgroup)
     target = headline_target(result.labels)
     lines: list[Sequence[Cell | str]] = [
-        [name, *(metric_cell(rows[metric, name, target]) for metric in ("dice", "dice_gain"))] for name in names
+        [name, *(metric_cell(rows[metric, name, target]) for metric in ("dice", "dice_gain"))]
+        for name in names
     ]
     if not lines:
         return []
@@ -286,7 +345,8 @@ def _texts(result: SegmentationResult) -> list[Table]:
             title="With other texts",
             columns=["", "Dice", "The image's own text is better by"],
             rows=[own, *lines],
-            caption="The same images and thresholds. The difference is taken image by image. A text that names the "
+            caption="The same images and thresholds. The difference is taken image by image. A "
+            "text that names the "
             "place of a finding contains a part of the answer.",
         )
     ]
@@ -297,19 +357,31 @@ def _segmentations(result: SegmentationResult, pixels: Pixels) -> Pictures:
     shown = [(row, image) for row, image in enumerate(result.images) if image.map_LHW is not None]
     for index, label in enumerate(result.labels):
         for title, value in (("with a mask", True), ("without a mask", False)):
-            chosen = [(row, image) for row, image in shown if bool(image.areas[index].truth_N.any()) == value]
-            pictures = [_segmentation(result, row, image, index, pixels(image.position)) for row, image in chosen]
+            chosen = [
+                (row, image)
+                for row, image in shown
+                if bool(image.areas[index].truth_N.any()) == value
+            ]
+            pictures = [
+                _segmentation(result, row, image, index, pixels(image.position))
+                for row, image in chosen
+            ]
             if pictures:
                 strips.append(Strip(title=f"{label}, {title}", note="random", pictures=pictures))
     return Pictures(
         title="Predicted masks",
         strips=strips,
-        caption="Orange: the predicted mask at the threshold. Blue: the outline of the data set's mask.",
+        caption="Orange: the predicted mask at the threshold. Blue: the outline of the data "
+        "set's mask.",
     )
 
 
 def _segmentation(
-    result: SegmentationResult, row: int, image: SegmentedImage, index: int, pixels: NDArray[np.uint8]
+    result: SegmentationResult,
+    row: int,
+    image: SegmentedImage,
+    index: int,
+    pixels: NDArray[np.uint8],
 ) -> Picture:
     assert image.map_LHW is not None
     label, dice = result.labels[index], result.dice_NL[row, index]
@@ -330,7 +402,8 @@ def _segmentation(
 def draw_masks(
     pixels: NDArray[np.uint8], truth_HW: NDArray[np.bool_], predicted_HW: NDArray[np.bool_]
 ) -> NDArray[np.uint8]:
-    """Return the image (H, W, 3) at the size of a picture, with the predicted mask and the annotated mask's outline.
+    """Return the image (H, W, 3) at the size of a picture, with the predicted mask and the
+    annotated mask's outline.
 
     Args:
         pixels: (H, W) or (H, W, 3), stored at any size.
@@ -347,4 +420,6 @@ def draw_masks(
     tinted_HWC = 0.55 * drawn_HWC + 0.45 * np.array(PREDICTION_COLOR)
     drawn_HWC = np.where(predicted[:, :, None] > 0, tinted_HWC, drawn_HWC).round().astype(np.uint8)
     outlines, _ = cv2.findContours(truth, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
-    return np.asarray(cv2.drawContours(np.ascontiguousarray(drawn_HWC), outlines, -1, TRUTH_COLOR, 2, cv2.LINE_AA))
+    return np.asarray(
+        cv2.drawContours(np.ascontiguousarray(drawn_HWC), outlines, -1, TRUTH_COLOR, 2, cv2.LINE_AA)
+    )

@@ -2,17 +2,18 @@
 
 Protocol "segmentation", version 2:
 
-* Every image annotated with masks is evaluated. A named rule (`mask_metrics`) gives the value of empty masks;
-  "dice_masked" is the Dice of images with a mask alone, and "left_empty" the share of images without one whose
-  prediction is empty.
+* Every image annotated with masks is evaluated. A named rule (`mask_metrics`) gives the value of
+  empty masks; "dice_masked" is the Dice of images with a mask alone, and "left_empty" the share of
+  images without one whose prediction is empty.
 * Masks are compared in pixels of the published image; if `side` is set, of that image downsampled.
-* The probability threshold, and the minimum share of the image below which a mask counts as empty, are chosen only on
-  validation images of other patients. Without them they are 0.5 and 0.
+* The probability threshold, and the minimum share of the image below which a mask counts as empty,
+  are chosen only on validation images of other patients. Without them they are 0.5 and 0.
 * Pixels outside of the model's crop are not in a predicted mask.
 * "pixel_auroc" is the AUROC of the pixels of an image with a mask, without a threshold.
 * "dice_pooled" and "iou_pooled" count the pixels of all images together.
-* For a model that reads text, the Dice without the texts, or with those of other images, is a subgroup, and "dice_gain"
-  how much higher Dice is with the images' own texts; thresholds stay those chosen with the own texts.
+* For a model that reads text, the Dice without the texts, or with those of other images, is a
+  subgroup, and "dice_gain" how much higher Dice is with the images' own texts; thresholds stay
+  those chosen with the own texts.
 * For a corpus with boxes and no masks (RSNA), the mask is the union of the boxes.
 * Intervals: the bootstrap resamples patients, with all their images. All rows share the resamples.
 
@@ -34,7 +35,13 @@ from medvl.eval.core.full_pass import Loader, check_disjoint_patients, input_has
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.results import Results
 from medvl.eval.dense import metrics
-from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
+from medvl.eval.dense.annotated_images import (
+    AnnotatedImage,
+    DenseModel,
+    evaluate_images,
+    headline_target,
+    with_macro,
+)
 from medvl.eval.dense.metrics import THRESHOLDS, EmptyRule, MaskAreas, MaskThreshold, dice
 from medvl.schema import Batch
 
@@ -76,13 +83,15 @@ class SegmentationResult:
     """Under the rule for empty masks; NaN for images that it skips."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield per image its Dice, and the shares of its pixels in the predicted mask, the annotated one, and both.
+        """Yield per image its Dice, and the shares of its pixels in the predicted mask, the
+        annotated one, and both.
 
         `read_areas` reads the areas of the masks from these lines.
         """
         for image, dice_L in zip(self.images, self.dice_NL.tolist(), strict=True):
             areas = {
-                label: _at(areas, self.thresholds[label]) for label, areas in zip(self.labels, image.areas, strict=True)
+                label: _at(areas, self.thresholds[label])
+                for label, areas in zip(self.labels, image.areas, strict=True)
             }
             yield {
                 "key": image.sample.key,
@@ -91,9 +100,17 @@ class SegmentationResult:
                 "pixels": int(image.areas[0].pixels_N.item()),
                 "dice": dict(zip(self.labels, dice_L, strict=True)),
                 "pixel_auroc": dict(zip(self.labels, image.pixel_auroc_L.tolist(), strict=True)),
-                "marked": {label: one.predicted_NT.item() / one.pixels_N.item() for label, one in areas.items()},
-                "true": {label: one.truth_N.item() / one.pixels_N.item() for label, one in areas.items()},
-                "both": {label: one.intersection_NT.item() / one.pixels_N.item() for label, one in areas.items()},
+                "marked": {
+                    label: one.predicted_NT.item() / one.pixels_N.item()
+                    for label, one in areas.items()
+                },
+                "true": {
+                    label: one.truth_N.item() / one.pixels_N.item() for label, one in areas.items()
+                },
+                "both": {
+                    label: one.intersection_NT.item() / one.pixels_N.item()
+                    for label, one in areas.items()
+                },
             }
 
 
@@ -116,31 +133,48 @@ def mask_segmentation(
         model: its labels are evaluated.
         loader: over samples with masks or boxes, or with empty lists of them.
         valid_loader: over images of other patients, for choosing thresholds.
-        other_texts: name -> loader over the same images with other texts, for models that read text.
+        other_texts: name -> loader over the same images with other texts, for models that read
+            text.
         empty: the rule for images without a mask.
-        side: maximum of the longer side of the images on which masks are compared; None: the published size.
+        side: maximum of the longer side of the images on which masks are compared; None: the
+            published size.
         resamples, seed: number and seed of the bootstrap resamples.
-        keep_maps: number of images with a mask, and of images without, whose maps are kept for the page (random).
+        keep_maps: number of images with a mask, and of images without, whose maps are kept for the
+            page (random).
         checkpoint: its hash goes into the results.
 
     Raises:
-        EvaluationError: no image is annotated, the loader is incomplete, or the maps are not finite.
+        EvaluationError: no image is annotated, the loader is incomplete, or the maps are not
+            finite.
         SplitError: test and validation images share patients.
     """
-    inputs, labels = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader), model.config.labels
+    inputs, labels = (
+        input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader),
+        model.config.labels,
+    )
     images, counts = segment_images(model, loader, side, _sample_keys(loader, keep_maps, seed))
     thresholds = dict.fromkeys(labels, _DEFAULT_THRESHOLD)
     if valid_loader is not None:
         valid, _ = segment_images(model, valid_loader, side)
-        check_disjoint_patients((image.sample.patient for image in valid), (image.sample.patient for image in images))
+        check_disjoint_patients(
+            (image.sample.patient for image in valid), (image.sample.patient for image in images)
+        )
         thresholds = _choose_thresholds(_by_label(valid, labels), empty)
     areas = _at_thresholds(images, thresholds)
     patients = [image.sample.patient for image in images]
     source = "fixed" if valid_loader is None else "chosen on validation images"
-    config = {"empty": empty, "side": side, "threshold_source": source, "resamples": resamples, "seed": seed}
+    config = {
+        "empty": empty,
+        "side": side,
+        "threshold_source": source,
+        "resamples": resamples,
+        "seed": seed,
+    }
     groups = segmentation_groups(areas, np.stack([image.pixel_auroc_L for image in images]), empty)
     for name, other in (other_texts or {}).items():
-        groups += _text_groups(name, areas, _at_thresholds(segment_images(model, other, side)[0], thresholds), empty)
+        groups += _text_groups(
+            name, areas, _at_thresholds(segment_images(model, other, side)[0], thresholds), empty
+        )
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
@@ -161,7 +195,8 @@ def mask_segmentation(
 def segment_images(
     model: SegmenterModel, loader: Loader, side: int | None = None, shown: Collection[str] = ()
 ) -> tuple[list[SegmentedImage], dict[str, Any]]:
-    """Return every annotated image of a loader with its areas at all thresholds, and counts; maps for keys in `shown`.
+    """Return every annotated image of a loader with its areas at all thresholds, and counts; maps
+    for keys in `shown`.
 
     Raises `EvaluationError`.
     """
@@ -172,29 +207,36 @@ def segment_images(
         for image, tensor, size in zip(images, model.maps(batch, sizes), sizes, strict=True):
             map_LHW, stride = tensor.cpu().numpy(), -(-max(size) // _STORED_SIDE)
             pairs = [
-                (map_HW, mask_at(image.sample, label, size)) for label, map_HW in zip(labels, map_LHW, strict=True)
+                (map_HW, mask_at(image.sample, label, size))
+                for label, map_HW in zip(labels, map_LHW, strict=True)
             ]
             yield SegmentedImage(
                 position=image.position,
                 sample=image.sample,
                 areas=tuple(metrics.mask_areas(*pair, THRESHOLDS) for pair in pairs),
                 pixel_auroc_L=np.array([metrics.pixel_auroc(*pair) for pair in pairs]),
-                map_LHW=map_LHW[:, ::stride, ::stride].copy() if image.sample.key in shown else None,
+                map_LHW=map_LHW[:, ::stride, ::stride].copy()
+                if image.sample.key in shown
+                else None,
             )
 
     return evaluate_images(model, loader, "masks", evaluate)
 
 
 def mask_groups(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> list[MetricGroup]:
-    """Return "dice", "iou", "dice_masked", "left_empty", "dice_pooled" and "iou_pooled" of every label, each with its
-    mean over labels."""
+    """Return "dice", "iou", "dice_masked", "left_empty", "dice_pooled" and "iou_pooled" of every
+    label, each with its mean over labels.
+    """
     columns = {
         "dice": [dice(one, empty) for one in areas.values()],
         "iou": [metrics.iou(one, empty) for one in areas.values()],
         "dice_masked": [dice(one, "skip_empty") for one in areas.values()],
         "left_empty": [metrics.left_empty(one) for one in areas.values()],
     }
-    means = [mean_metrics(metric, np.concatenate(values, axis=1), list(areas)) for metric, values in columns.items()]
+    means = [
+        mean_metrics(metric, np.concatenate(values, axis=1), list(areas))
+        for metric, values in columns.items()
+    ]
     images = len(next(iter(areas.values())).pixels_N)
     return [with_macro(group, images) for group in [*means, *metrics.pooled_metrics(areas)]]
 
@@ -216,7 +258,10 @@ def read_areas(lines: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dic
 
     return {
         label: MaskAreas(
-            areas_N("both", label)[:, None], areas_N("marked", label)[:, None], areas_N("true", label), pixels_N
+            areas_N("both", label)[:, None],
+            areas_N("marked", label)[:, None],
+            areas_N("true", label),
+            pixels_N,
         )
         for label in labels
     }
@@ -225,8 +270,13 @@ def read_areas(lines: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dic
 def _text_groups(
     name: str, areas: Mapping[str, MaskAreas], others: Mapping[str, MaskAreas], empty: EmptyRule
 ) -> list[MetricGroup]:
-    """Return Dice with other texts, and how much higher it is with the images' own, as subgroup `name`."""
-    own_NL, other_NL = (np.concatenate([dice(one, empty) for one in each.values()], axis=1) for each in (areas, others))
+    """Return Dice with other texts, and how much higher it is with the images' own, as subgroup
+    `name`.
+    """
+    own_NL, other_NL = (
+        np.concatenate([dice(one, empty) for one in each.values()], axis=1)
+        for each in (areas, others)
+    )
     columns = {"dice": other_NL, "dice_gain": own_NL - other_NL}
     return [
         with_macro(mean_metrics(metric, values_NL, list(areas), subgroup=name), len(values_NL))
@@ -234,10 +284,19 @@ def _text_groups(
     ]
 
 
-def _choose_thresholds(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> dict[str, MaskThreshold]:
-    """Return the best threshold of each label; the default one if the rule leaves no image of a label."""
-    chosen = {label: metrics.choose_mask_threshold(one, THRESHOLDS, empty) for label, one in areas.items()}
-    return {label: _DEFAULT_THRESHOLD if np.isnan(one.threshold) else one for label, one in chosen.items()}
+def _choose_thresholds(
+    areas: Mapping[str, MaskAreas], empty: EmptyRule
+) -> dict[str, MaskThreshold]:
+    """Return the best threshold of each label; the default one if the rule leaves no image of a
+    label.
+    """
+    chosen = {
+        label: metrics.choose_mask_threshold(one, THRESHOLDS, empty) for label, one in areas.items()
+    }
+    return {
+        label: _DEFAULT_THRESHOLD if np.isnan(one.threshold) else one
+        for label, one in chosen.items()
+    }
 
 
 def _details(
@@ -249,24 +308,36 @@ def _details(
     return {
         "patients": len({image.sample.patient for image in images}),
         "images_with_mask": {label: int((one.truth_N > 0).sum()) for label, one in areas.items()},
-        "empty_prediction_dice": {label: _empty_prediction_dice(one, empty) for label, one in areas.items()},
+        "empty_prediction_dice": {
+            label: _empty_prediction_dice(one, empty) for label, one in areas.items()
+        },
         "masks_are_boxes": all("masks" not in image.sample.extra for image in images),
         "mask_thresholds": {label: dataclasses.asdict(one) for label, one in thresholds.items()},
     }
 
 
 def _empty_prediction_dice(areas: MaskAreas, empty: EmptyRule) -> float:
-    """Return the mean Dice of predicting nothing: high if most images are normal, unless these are skipped."""
+    """Return the mean Dice of predicting nothing: high if most images are normal, unless these
+    are skipped.
+    """
     return 0.0 if empty == "skip_empty" else float((areas.truth_N == 0).mean())
 
 
 def _by_label(images: Sequence[SegmentedImage], labels: Sequence[str]) -> dict[str, MaskAreas]:
-    return {label: metrics.stack([image.areas[index] for image in images]) for index, label in enumerate(labels)}
+    return {
+        label: metrics.stack([image.areas[index] for image in images])
+        for index, label in enumerate(labels)
+    }
 
 
-def _at_thresholds(images: Sequence[SegmentedImage], thresholds: Mapping[str, MaskThreshold]) -> dict[str, MaskAreas]:
+def _at_thresholds(
+    images: Sequence[SegmentedImage], thresholds: Mapping[str, MaskThreshold]
+) -> dict[str, MaskAreas]:
     """Return label -> areas of all images at the label's threshold."""
-    return {label: _at(one, thresholds[label]) for label, one in _by_label(images, list(thresholds)).items()}
+    return {
+        label: _at(one, thresholds[label])
+        for label, one in _by_label(images, list(thresholds)).items()
+    }
 
 
 def _at(areas: MaskAreas, threshold: MaskThreshold) -> MaskAreas:
@@ -280,17 +351,28 @@ def _limit_side(size: tuple[int, int], side: int | None) -> tuple[int, int]:
 
 def _sample_keys(loader: Loader, count: int, seed: int) -> set[str]:
     """Return the keys of `count` random images with a mask and of `count` without."""
-    samples = [sample for _, sample in samples_by_key(loader.source).values() if is_annotated(sample, "masks")]
-    with_mask = np.array([bool(annotated_labels([sample], "masks")) for sample in samples], np.bool_)
+    samples = [
+        sample
+        for _, sample in samples_by_key(loader.source).values()
+        if is_annotated(sample, "masks")
+    ]
+    with_mask = np.array(
+        [bool(annotated_labels([sample], "masks")) for sample in samples], np.bool_
+    )
     rng = np.random.default_rng(seed)
-    chosen = [rng.permutation(np.flatnonzero(with_mask == value))[:count].tolist() for value in (True, False)]
+    chosen = [
+        rng.permutation(np.flatnonzero(with_mask == value))[:count].tolist()
+        for value in (True, False)
+    ]
     return {samples[row].key for rows in chosen for row in rows}
 
 
 class SegmentationEval:
-    """Dice of a segmenter during training: "segmentation/dice" under the rule, "segmentation/dice_masked", ...
+    """Dice of a segmenter during training: "segmentation/dice" under the rule,
+    "segmentation/dice_masked", ...
 
-    Thresholds are the best ones on these same validation images, whose longer side is limited to 256 pixels.
+    Thresholds are the best ones on these same validation images, whose longer side is limited to
+    256 pixels.
     """
 
     def __init__(self, loader: Loader, *, empty: EmptyRule = "one_if_both_empty") -> None:

@@ -1,1 +1,3 @@
-"""Evaluation of generated images: findings, fidelity, diversity, alignment, memorisation and use as training data."""
+"""Evaluation of generated images: findings, fidelity, diversity, alignment, memorisation and use
+as training data.
+"""

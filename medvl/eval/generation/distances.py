@@ -1,8 +1,9 @@
 """Distances between two sets of features: Frechet distance and kernel distance, with intervals.
 
-Both depend on the features and, the Frechet distance strongly, on the number of images: its bias falls with 1 / N and
-is positive, so that it compares only with distances of equal counts. `matched_draws` therefore compares generated with
-real images, and real with other real images, at the same counts.
+Both depend on the features and, the Frechet distance strongly, on the number of images: its bias
+falls with 1 / N and is positive, so that it compares only with distances of equal counts.
+`matched_draws` therefore compares generated with real images, and real with other real images, at
+the same counts.
 
 Shape letters: N, M images, D feature dim, B blocks.
 """
@@ -45,18 +46,22 @@ class FeatureSet:
 
     def rows(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> "FeatureSet":
         """Return some of the images."""
-        return FeatureSet(x_ND=self.x_ND[index], groups=[self.groups[i] for i in np.arange(len(self))[index]])
+        return FeatureSet(
+            x_ND=self.x_ND[index], groups=[self.groups[i] for i in np.arange(len(self))[index]]
+        )
 
 
 def frechet_distance(x_ND: Array, y_MD: Array) -> float:
-    """Return |mean x - mean y|^2 + tr(Cx + Cy - 2 (Cx Cy)^1/2), the squared Frechet distance of two Gaussians.
+    """Return |mean x - mean y|^2 + tr(Cx + Cy - 2 (Cx Cy)^1/2), the squared Frechet distance of two
+    Gaussians.
 
-    The covariances have the denominator N - 1. With QR decompositions Rx, Ry of the centred features, the trace of the
-    root is the sum of the singular values of Rx Ry^T: no root of a matrix is taken, also with fewer images than
-    features. Heusel et al., arXiv 1706.08500, equation 6 ("FID" with Inception's features).
+    The covariances have the denominator N - 1. With QR decompositions Rx, Ry of the centred
+    features, the trace of the root is the sum of the singular values of Rx Ry^T: no root of a
+    matrix is taken, also with fewer images than features. Heusel et al., arXiv 1706.08500, equation
+    6 ("FID" with Inception's features).
 
-    Features of any precision are computed in float64. Raises EvaluationError with fewer than two images, or other than
-    equal feature dims.
+    Features of any precision are computed in float64. Raises EvaluationError with fewer than two
+    images, or other than equal feature dims.
     """
     x_ND, y_MD = _in_float64(x_ND, y_MD)
     parts: list[Array] = []
@@ -69,11 +74,12 @@ def frechet_distance(x_ND: Array, y_MD: Array) -> float:
 
 
 def kernel_distance(x_ND: Array, y_MD: Array) -> float:
-    """Return the unbiased estimate of the squared maximum mean discrepancy over all pairs; it may be below 0.
+    """Return the unbiased estimate of the squared maximum mean discrepancy over all pairs; it may
+    be below 0.
 
-    The kernel is (x . y / D + 1)^3, as in Binkowski et al., arXiv 1801.01401, section 3.1 ("KID" with Inception's
-    features); the estimator is that of Gretton et al., JMLR 2012, equation 3. Precision and errors as for
-    `frechet_distance`.
+    The kernel is (x . y / D + 1)^3, as in Binkowski et al., arXiv 1801.01401, section 3.1 ("KID"
+    with Inception's features); the estimator is that of Gretton et al., JMLR 2012, equation 3.
+    Precision and errors as for `frechet_distance`.
     """
     x_ND, y_MD = _in_float64(x_ND, y_MD)
     within = 0.0
@@ -83,10 +89,14 @@ def kernel_distance(x_ND: Array, y_MD: Array) -> float:
     return within - 2 * _kernel_sum(x_ND, y_MD) / (len(x_ND) * len(y_MD))
 
 
-def kernel_distance_subsets(x_ND: Array, y_MD: Array, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Array:
-    """Return `kernel_distance` of random subsets of `size` images of both sets, as it is usually reported.
+def kernel_distance_subsets(
+    x_ND: Array, y_MD: Array, *, subsets: int = 100, size: int = 1000, seed: int = 0
+) -> Array:
+    """Return `kernel_distance` of random subsets of `size` images of both sets, as it is usually
+    reported.
 
-    A subset has at most half of the smaller set: subsets that are the whole set would all be the same.
+    A subset has at most half of the smaller set: subsets that are the whole set would all be the
+    same.
     """
     size = subset_size(len(x_ND), len(y_MD), size)
     rng = np.random.default_rng(seed)
@@ -94,8 +104,9 @@ def kernel_distance_subsets(x_ND: Array, y_MD: Array, *, subsets: int = 100, siz
 
 
 def subset_size(n: int, m: int, size: int) -> int:
-    """Return the size of the subsets of a kernel distance: `size`, or half of the smaller set. Raises EvaluationError
-    below four images."""
+    """Return the size of the subsets of a kernel distance: `size`, or half of the smaller set.
+    Raises EvaluationError below four images.
+    """
     if min(n, m) < 4:
         message = f"expected four or more images of each set for a kernel distance, got {n} and {m}"
         raise EvaluationError(message, "empty", field="generated" if n < m else "data")
@@ -103,12 +114,18 @@ def subset_size(n: int, m: int, size: int) -> int:
 
 
 def jackknife(
-    statistic: Callable[[Array, Array], float], x: FeatureSet, y: FeatureSet, *, seed: int = 0, blocks: int = BLOCKS
+    statistic: Callable[[Array, Array], float],
+    x: FeatureSet,
+    y: FeatureSet,
+    *,
+    seed: int = 0,
+    blocks: int = BLOCKS,
 ) -> Interval:
     """Return a distance of two sets with a 95 % interval by the delete-a-group jackknife.
 
-    Patients are divided into blocks at random; those in both sets are left out of both at once. Unlike the bootstrap,
-    nothing is drawn twice, which would move these distances. Efron and Tibshirani, 1993, section 11.5.
+    Patients are divided into blocks at random; those in both sets are left out of both at once.
+    Unlike the bootstrap, nothing is drawn twice, which would move these distances. Efron and
+    Tibshirani, 1993, section 11.5.
     """
     value = statistic(x.x_ND, y.x_ND)
     block_of = _blocks([*x.groups, *y.groups], blocks, seed)
@@ -126,11 +143,12 @@ def jackknife(
 def matched_draws(
     sets: Mapping[str, FeatureSet], real: FeatureSet, *, draws: int = 20, seed: int = 0
 ) -> tuple[int, Iterator[dict[str, tuple[Array, Array]]]]:
-    """Return a number of images, and draws of that many images of each set together with as many real ones.
+    """Return a number of images, and draws of that many images of each set together with as many
+    real ones.
 
-    In each draw the patients of the real images are divided into two halves at random. The second half is the
-    reference of every set, and the first half is the set "real": what a perfect generator would get at this number.
-    The number is the size of the smallest set or half.
+    In each draw the patients of the real images are divided into two halves at random. The second
+    half is the reference of every set, and the first half is the set "real": what a perfect
+    generator would get at this number. The number is the size of the smallest set or half.
     """
     halves = [_halves(real.groups, np.random.default_rng((seed, draw))) for draw in range(draws)]
     count = min([*map(len, sets.values()), *(len(part) for pair in halves for part in pair)])
@@ -139,16 +157,23 @@ def matched_draws(
         for draw, (first, second) in enumerate(halves):
             rng = np.random.default_rng((seed, draw, 1))
             reference_ND = real.x_ND[rng.permutation(second)[:count]]
-            drawn = {name: each.x_ND[rng.permutation(len(each))[:count]] for name, each in sets.items()}
+            drawn = {
+                name: each.x_ND[rng.permutation(len(each))[:count]] for name, each in sets.items()
+            }
             yield {
                 name: (x_ND, reference_ND)
-                for name, x_ND in {**drawn, "real": real.x_ND[rng.permutation(first)[:count]]}.items()
+                for name, x_ND in {
+                    **drawn,
+                    "real": real.x_ND[rng.permutation(first)[:count]],
+                }.items()
             }
 
     return count, generate()
 
 
-def _halves(groups: Sequence[Hashable], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _halves(
+    groups: Sequence[Hashable], rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     block_of = _blocks(groups, 2, int(rng.integers(2**31)))
     side_N = np.array([block_of[group] for group in groups])
     return np.flatnonzero(side_N == 0), np.flatnonzero(side_N == 1)
@@ -168,13 +193,18 @@ def _subsets(rng: np.random.Generator, size: int, *parts: Array) -> list[Array]:
 def _kernel_sum(x_ND: Array, y_MD: Array) -> float:
     """Return the sum of the kernel over all pairs, in blocks of rows."""
     starts = range(0, len(x_ND), _ROWS)
-    return sum(float(((x_ND[i : i + _ROWS] @ y_MD.T / x_ND.shape[1] + 1) ** 3).sum()) for i in starts)
+    return sum(
+        float(((x_ND[i : i + _ROWS] @ y_MD.T / x_ND.shape[1] + 1) ** 3).sum()) for i in starts
+    )
 
 
 def _in_float64(x_ND: Array, y_MD: Array) -> tuple[Array, Array]:
     """Return the features in float64: the kernel distance is a small difference of large sums."""
     if min(len(x_ND), len(y_MD)) < 2 or x_ND.shape[1] != y_MD.shape[1]:
-        message = f"expected two or more images of each set and equal features, got {x_ND.shape} and {y_MD.shape}"
+        message = (
+            f"expected two or more images of each set and equal features, got "
+            f"{x_ND.shape} and {y_MD.shape}"
+        )
         raise EvaluationError(message, "mismatch", field="features")
     return np.asarray(x_ND, np.float64), np.asarray(y_MD, np.float64)
 
@@ -198,8 +228,9 @@ class Manifolds:
     precision_M: Array
     """1 where a generated image is within the manifold of the real images."""
     density_M: Array
-    """Number of neighbourhoods of real images that a generated image is in, divided by k; above 1 where they are
-    dense."""
+    """Number of neighbourhoods of real images that a generated image is in, divided by k; above 1
+    where they are dense.
+    """
     recall_N: Array
     """1 where a real image is within the manifold of the generated images."""
     coverage_N: Array
@@ -207,18 +238,25 @@ class Manifolds:
 
     def means(self) -> dict[str, float]:
         """Return the four metrics."""
-        return {field.name[:-2]: float(getattr(self, field.name).mean()) for field in dataclasses.fields(self)}
+        return {
+            field.name[:-2]: float(getattr(self, field.name).mean())
+            for field in dataclasses.fields(self)
+        }
 
 
 def manifolds(real_ND: Array, generated_MD: Array, *, k: int = 5) -> Manifolds:
-    """Return precision and recall (Kynkaanniemi et al., arXiv 1904.06991), density and coverage (Naeem et al.,
-    arXiv 2002.09797) for each image.
+    """Return precision and recall (Kynkaanniemi et al., arXiv 1904.06991), density and coverage
+    (Naeem et al., arXiv 2002.09797) for each image.
 
-    The manifold of a set is the union of balls around its images, with the distance to the k-th nearest other image of
-    the set as radius. Raises EvaluationError unless both sets have more than k images.
+    The manifold of a set is the union of balls around its images, with the distance to the k-th
+    nearest other image of the set as radius. Raises EvaluationError unless both sets have more than
+    k images.
     """
     if k < 1 or min(len(real_ND), len(generated_MD)) <= k:
-        message = f"expected more than k = {k} images of each set, got {len(real_ND)} and {len(generated_MD)}"
+        message = (
+            f"expected more than k = {k} images of each set, got {len(real_ND)} and "
+            f"{len(generated_MD)}"
+        )
         raise EvaluationError(message, "out_of_range", field="k")
     real, generated = (torch.from_numpy(x).double() for x in (real_ND, generated_MD))
     real_radius_N, generated_radius_M = (_radius(x, k) for x in (real, generated))
@@ -261,14 +299,20 @@ class NearestImages:
         self._position_QK = torch.empty(len(query_QD), 0, dtype=torch.int64)
 
     def add(self, image_ND: Tensor) -> None:
-        """Compare the queries with the next images; their positions continue those of the images before."""
+        """Compare the queries with the next images; their positions continue those of the images
+        before.
+        """
         rows = max(1, min(_BLOCK, _ELEMENTS // max(len(self._query_QD), 1)))
         for part_ND in image_ND.float().split(rows):
             cross_QN = (self._query_QD @ part_ND.T).double()
-            squared_QN = self._squared_Q[:, None] + part_ND.double().square().sum(dim=1) - 2 * cross_QN
+            squared_QN = (
+                self._squared_Q[:, None] + part_ND.double().square().sum(dim=1) - 2 * cross_QN
+            )
             position_N = torch.arange(self._seen, self._seen + len(part_ND))
             distance_QK = torch.cat([self._distance_QK, squared_QN.clamp(min=0).sqrt()], dim=1)
-            position_QK = torch.cat([self._position_QK, position_N.expand(len(cross_QN), -1)], dim=1)
+            position_QK = torch.cat(
+                [self._position_QK, position_N.expand(len(cross_QN), -1)], dim=1
+            )
             kept = min(self.neighbours, distance_QK.shape[1])
             self._distance_QK, order_QK = distance_QK.topk(kept, dim=1, largest=False)
             self._position_QK = position_QK.gather(1, order_QK)

@@ -2,22 +2,26 @@
 
 Protocol "image_generation", version 2:
 
-* Real images are made square and shrunk like those of the generator, so that frame and resolution do not differ.
-* Prompted findings: a classifier that was trained on real images scores the generated ones; "auroc" compares the scores
-  with the findings that the prompts state (`medvl.data.reports.labeler`). Beside it are the real images of the same
-  prompts, reconstructions of them if given, and shuffled prompts.
-* "negation_auroc" compares prompts that assert a finding with prompts that deny it, and "side_auroc" a finding on the
-  left with the same on the right (`findings.prompted_sides`).
-* Frechet and kernel distance, precision, recall, density and coverage are of named features, over all images and at one
-  number of images, at which "real" is the distance of real test images from other patients' real test images.
-* Diversity: similarity of images of one text. Alignment: similarity with the own prompt under a dual-encoder that was
-  trained apart from the generator, and retrieval of the prompt.
-* Memorisation: distance to the nearest of all training images, with the real test images as reference.
+* Real images are made square and shrunk like those of the generator, so that frame and resolution
+  do not differ.
+* Prompted findings: a classifier that was trained on real images scores the generated ones; "auroc"
+  compares the scores with the findings that the prompts state (`medvl.data.reports.labeler`).
+  Beside it are the real images of the same prompts, reconstructions of them if given, and shuffled
+  prompts.
+* "negation_auroc" compares prompts that assert a finding with prompts that deny it, and
+  "side_auroc" a finding on the left with the same on the right (`findings.prompted_sides`).
+* Frechet and kernel distance, precision, recall, density and coverage are of named features, over
+  all images and at one number of images, at which "real" is the distance of real test images from
+  other patients' real test images.
+* Diversity: similarity of images of one text. Alignment: similarity with the own prompt under a
+  dual-encoder that was trained apart from the generator, and retrieval of the prompt.
+* Memorisation: distance to the nearest of all training images, with the real test images as
+  reference.
 * Use: linear probes trained on real, on synthetic and on both, evaluated on the real test images.
-* Each folder of images, such as one for each guidance, is a subgroup of the rows; the first folder is the main one. No
-  setting is chosen here: choose it on prompts of validation patients.
-* Intervals: patients of the prompts are resampled with all their images; distances of features have an interval of the
-  delete-a-group jackknife.
+* Each folder of images, such as one for each guidance, is a subgroup of the rows; the first folder
+  is the main one. No setting is chosen here: choose it on prompts of validation patients.
+* Intervals: patients of the prompts are resampled with all their images; distances of features have
+  an interval of the delete-a-group jackknife.
 
 Letters: N images, L findings.
 """
@@ -57,7 +61,14 @@ from medvl.eval.generation.findings import (
     shuffled_findings,
     stated_labels,
 )
-from medvl.eval.generation.inputs import GeneratedSource, ImageSet, LoaderOptions, RealData, read_set, real_of_prompts
+from medvl.eval.generation.inputs import (
+    GeneratedSource,
+    ImageSet,
+    LoaderOptions,
+    RealData,
+    read_set,
+    real_of_prompts,
+)
 from medvl.eval.generation.memorisation import (
     PIXEL_SIZE,
     SPACES,
@@ -129,7 +140,10 @@ class GenerationResult:
     def row(self, metric: str, target: str, subgroup: str | None = None) -> MetricRow | None:
         """Return a row of a set, by default the main folder; None if there is none."""
         wanted = (metric, target, self.main.name if subgroup is None else subgroup)
-        return next((row for row in self.results.rows if (row.metric, row.target, row.subgroup) == wanted), None)
+        return next(
+            (row for row in self.results.rows if (row.metric, row.target, row.subgroup) == wanted),
+            None,
+        )
 
     def table(self) -> str:
         """Return the means of all sets as plain text."""
@@ -142,42 +156,77 @@ class GenerationResult:
             ("negation_auroc", negated): "asserted/negated, AUROC",
             ("side_auroc", "macro"): "left/right, AUROC",
             ("kernel_distance", ALL): "kernel distance",
-            **{(metric, ALL): metric.replace("_", " ") for metric in ("frechet_distance", "precision", "recall")},
+            **{
+                (metric, ALL): metric.replace("_", " ")
+                for metric in ("frechet_distance", "precision", "recall")
+            },
             **{(metric, ALL): metric for metric in ("density", "coverage")},
             ("ms_ssim", "same text"): "MS-SSIM within a prompt",
             **{
-                ("recall@5", row.target): f"recall@5 of {row.target}" for row in self.results.rows if "@5" in row.metric
+                ("recall@5", row.target): f"recall@5 of {row.target}"
+                for row in self.results.rows
+                if "@5" in row.metric
             },
             **{("too_near", space): f"too near to training, {space}" for space in SPACES},
         }
         used = [row for row in self.results.rows if row.metric.startswith("use_auroc@")]
-        parts = [shown, {(row.metric, mean): row.metric.replace("_", " ") for row in used if row.target == mean}]
+        parts = [
+            shown,
+            {
+                (row.metric, mean): row.metric.replace("_", " ")
+                for row in used
+                if row.target == mean
+            },
+        ]
         tables = [self._by_set(part) for part in parts if part]
         return "\n\n".join([*tables, self._note(), *describe_copies(self.results.rows)])
 
     def _by_set(self, shown: Mapping[tuple[str, str], str]) -> str:
-        """Return a table with a line for each (metric, target), under other names, and a column for each set."""
+        """Return a table with a line for each (metric, target), under other names, and a column
+        for each set.
+        """
         named = [(shown.get((row.metric, row.target)), row) for row in self.results.rows]
-        lines = [dataclasses.replace(row, target=name, metric=row.subgroup, subgroup="") for name, row in named if name]
+        lines = [
+            dataclasses.replace(row, target=name, metric=row.subgroup, subgroup="")
+            for name, row in named
+            if name
+        ]
         order = list(shown.values())
         return format_table(sorted(lines, key=lambda row: order.index(row.target)))
 
     def _note(self) -> str:
-        """Return the features of the distances, and the distance of real images from other real ones."""
-        config, inputs, dim = self.results.config, self.results.inputs, self.results.details["feature_dim"]
-        halves = next(row for row in self.results.rows if row.metric == "frechet_distance" and row.subgroup == "real")
+        """Return the features of the distances, and the distance of real images from other real
+        ones.
+        """
+        config, inputs, dim = (
+            self.results.config,
+            self.results.inputs,
+            self.results.details["feature_dim"],
+        )
+        halves = next(
+            row
+            for row in self.results.rows
+            if row.metric == "frechet_distance" and row.subgroup == "real"
+        )
         return (
-            f"Distances are of {dim} features of {config['features']} (sha256 {str(inputs['features'])[:12]}).\n"
-            f"Frechet distance of real test images from other real ones at {halves.target}: {format_value(halves)}.\n"
+            f"Distances are of {dim} features of {config['features']} (sha256 "
+            f"{str(inputs['features'])[:12]}).\n"
+            f"Frechet distance of real test images from other real ones at {halves.target}: "
+            f"{format_value(halves)}.\n"
             "It is biased upwards, more for fewer images: compare at equal numbers, on the page."
         )
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one line per generated image: its prompt's key and findings, scores, the nearest training images."""
+        """Yield one line per generated image: its prompt's key and findings, scores, the nearest
+        training images.
+        """
         policy, names = LabelPolicy(**self.results.config["policy"]), self.classifier.names
         for images in self.generated:
             stated_NL = stated_labels(images, names, policy).tolist()
-            logits_NL, near = self.classifier.logits(images.scored.x_ND), self.memorisation.too_near(images.name)
+            logits_NL, near = (
+                self.classifier.logits(images.scored.x_ND),
+                self.memorisation.too_near(images.name),
+            )
             nearest, aligned = self.memorisation.sets[images.name], self.aligned.get(images.name)
             for row, position in enumerate(images.scored.positions):
                 source = images.source.images.rows[position]
@@ -211,7 +260,9 @@ class GenerationModels:
     judge: ProbedEncoder
     """Image encoder of the classifier of findings."""
     classifier: FindingClassifier | None = None
-    """Classifier on the features of `judge`; None: a linear probe, fitted to the real training images."""
+    """Classifier on the features of `judge`; None: a linear probe, fitted to the real training
+    images.
+    """
     features: ProbedEncoder | None = None
     """Image encoder of the distances; None: `judge`."""
     aligner: DualEncoder | None = None
@@ -237,8 +288,15 @@ class GenerationOptions:
     def stored(self) -> dict[str, Any]:
         """Return the settings as results record them."""
         resampling = dataclasses.asdict(self.resampling)
-        parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("policy", "fidelity", "use")}
-        return {**parts, **resampling, "pixel_size": self.pixel_size, "conventions": self.conventions}
+        parts = {
+            name: dataclasses.asdict(getattr(self, name)) for name in ("policy", "fidelity", "use")
+        }
+        return {
+            **parts,
+            **resampling,
+            "pixel_size": self.pixel_size,
+            "conventions": self.conventions,
+        }
 
 
 def evaluate_generation(
@@ -256,11 +314,14 @@ def evaluate_generation(
     """Evaluate generated images by the protocol of this module.
 
     Args:
-        folders: generated images of one generator, such as one folder for each guidance; the first is the main one.
+        folders: generated images of one generator, such as one folder for each guidance; the first
+            is the main one.
         real: shards of other patients for training, validation and test.
         models: models of the evaluation.
-        reconstructed: real images that went through the generator's autoencoder, with the keys of the real ones.
-        synthetic_train: images generated from training texts, to train classifiers with; None omits this part.
+        reconstructed: real images that went through the generator's autoencoder, with the keys of
+            the real ones.
+        synthetic_train: images generated from training texts, to train classifiers with; None omits
+            this part.
         options, loading: settings.
         inputs, details: further hashes and facts for the results.
 
@@ -276,7 +337,9 @@ def evaluate_generation(
     sets = _read_sets(folders, reconstructed, real, patients, models, loading, options.conventions)
     aligned = _align(sets, models.aligner, loading)
     features, size = loading.features(encoder, real.all_train), options.pixel_size
-    found = search_copies(sets.generated, sets.tested, real.all_train, features, loading, pixel_size=size)
+    found = search_copies(
+        sets.generated, sets.tested, real.all_train, features, loading, pixel_size=size
+    )
     rows = [
         *_finding_rows(sets, classifier, models.judge, options),
         *_fidelity_rows(sets, options),
@@ -284,13 +347,22 @@ def evaluate_generation(
         *_memorisation_rows(sets, found, options),
     ]
     if synthetic_train is not None:
-        made = loading.features(models.judge, GeneratedSource(synthetic_train, patients, options.conventions))
-        rows += use_rows(train, made, valid, sets.tested.scored, options.policy, options.use, options.resampling)
+        made = loading.features(
+            models.judge, GeneratedSource(synthetic_train, patients, options.conventions)
+        )
+        rows += use_rows(
+            train, made, valid, sets.tested.scored, options.policy, options.use, options.resampling
+        )
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=tuple(rows),
-        config={"classifier": models.judge.name, "features": encoder.name, **real.framing, **options.stored()},
+        config={
+            "classifier": models.judge.name,
+            "features": encoder.name,
+            **real.framing,
+            **options.stored(),
+        },
         inputs={**_input_hashes(sets.generated, real, models.judge, encoder), **(inputs or {})},
         details={**_details(sets, real, classifier, found, options), **(details or {})},
     )
@@ -322,7 +394,10 @@ def _read_sets(
 def _names(folders: Sequence[GeneratedImages]) -> list[str]:
     names = [f"guidance {images.generation.guidance:g}" for images in folders]
     if not names or len(set(names)) < len(names):
-        message = f"expected folders of different guidance, got {', '.join(names) or 'none'}; evaluate others apart"
+        message = (
+            f"expected folders of different guidance, got {', '.join(names) or 'none'}; "
+            f"evaluate others apart"
+        )
         raise ConfigError(message, "conflict", field="generated")
     if len({(images.generation.generator, images.generation.image_size) for images in folders}) > 1:
         message = "the folders are of different generators or image sizes; evaluate them apart"
@@ -341,9 +416,14 @@ def _all_patients(real: RealData) -> dict[str, str]:
 
 
 def _finding_rows(
-    sets: ImageSets, classifier: FindingClassifier, encoder: ProbedEncoder, options: GenerationOptions
+    sets: ImageSets,
+    classifier: FindingClassifier,
+    encoder: ProbedEncoder,
+    options: GenerationOptions,
 ) -> list[MetricRow]:
-    """Return prompted findings, negations and sides of all sets, and the shuffled prompts of the main one."""
+    """Return prompted findings, negations and sides of all sets, and the shuffled prompts of the
+    main one.
+    """
     rows: list[MetricRow] = []
     rules = conventions_named(options.conventions)
     like = stated_labels(sets.generated[0], classifier.names, options.policy)
@@ -353,7 +433,9 @@ def _finding_rows(
         rows += prompted_findings(each, classifier, options.policy, options.resampling, like=like)
         rows += negated_findings(each, classifier, options.resampling)
         rows += prompted_sides(each, classifier, encoder, options.resampling, rules)
-    rows += shuffled_findings(sets.generated[0], classifier, options.policy, options.resampling.seed)
+    rows += shuffled_findings(
+        sets.generated[0], classifier, options.policy, options.resampling.seed
+    )
     return rows
 
 
@@ -369,22 +451,34 @@ def _fidelity_rows(sets: ImageSets, options: GenerationOptions) -> list[MetricRo
     ]
 
 
-def _memorisation_rows(sets: ImageSets, found: Memorisation, options: GenerationOptions) -> list[MetricRow]:
+def _memorisation_rows(
+    sets: ImageSets, found: Memorisation, options: GenerationOptions
+) -> list[MetricRow]:
     """Return shares and distances of all folders, and the distances of the real test images."""
-    rows = [row for each in sets.generated for row in memorisation_rows(each, found, options.resampling)]
+    rows = [
+        row for each in sets.generated for row in memorisation_rows(each, found, options.resampling)
+    ]
     return [*rows, *real_distance_rows(sets.tested, found, options.resampling)]
 
 
-def _align(sets: ImageSets, model: DualEncoder | None, loading: LoaderOptions) -> dict[str, Aligned]:
+def _align(
+    sets: ImageSets, model: DualEncoder | None, loading: LoaderOptions
+) -> dict[str, Aligned]:
     if model is None:
         return {}
     prompts = list(dict.fromkeys(prompt for each in sets.prompted for prompt in each.prompts))
     return {each.name: align(each, model, prompts, loading) for each in sets.prompted}
 
 
-def _alignment_rows(sets: ImageSets, aligned: Mapping[str, Aligned], options: GenerationOptions) -> list[MetricRow]:
+def _alignment_rows(
+    sets: ImageSets, aligned: Mapping[str, Aligned], options: GenerationOptions
+) -> list[MetricRow]:
     known = [each for each in sets.prompted if each.name in aligned]
-    return [row for each in known for row in alignment_rows(each, aligned[each.name], options.resampling)]
+    return [
+        row
+        for each in known
+        for row in alignment_rows(each, aligned[each.name], options.resampling)
+    ]
 
 
 def _input_hashes(
@@ -402,11 +496,19 @@ def _input_hashes(
 
 
 def _details(
-    sets: ImageSets, real: RealData, classifier: FindingClassifier, found: Memorisation, options: GenerationOptions
+    sets: ImageSets,
+    real: RealData,
+    classifier: FindingClassifier,
+    found: Memorisation,
+    options: GenerationOptions,
 ) -> dict[str, Any]:
     generated, tested = sets.generated, sets.tested
     main = generated[0].source.images
-    shards = {shard["sha256"] for manifest in main.train_manifests() for shard in manifest.get("shards", ())}
+    shards = {
+        shard["sha256"]
+        for manifest in main.train_manifests()
+        for shard in manifest.get("shards", ())
+    }
     return {
         "images": {each.name: len(each.prompts) for each in generated},
         "unreadable": {each.name: dict(each.scored.unreadable) for each in generated},
@@ -418,10 +520,16 @@ def _details(
         "training_shards_not_given": len(shards - real.shards),
         "generator_training_unknown": not shards,
         "feature_dim": tested.features.x_ND.shape[1],
-        "classifier": {**classifier.details, "auroc_on_test": auroc_on(classifier, tested.scored, options.policy)},
+        "classifier": {
+            **classifier.details,
+            "auroc_on_test": auroc_on(classifier, tested.scored, options.policy),
+        },
         "too_near_below": dict(found.limit),
         "nearest": {
-            space: {each.name: float(np.min(found.sets[each.name].distance[space])) for each in generated}
+            space: {
+                each.name: float(np.min(found.sets[each.name].distance[space]))
+                for each in generated
+            }
             | {"real": float(np.min(found.real.distance[space]))}
             for space in SPACES
         },

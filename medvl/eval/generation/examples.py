@@ -1,4 +1,6 @@
-"""Example images for the page: prompts beside real and generated images, and nearest training images."""
+"""Example images for the page: prompts beside real and generated images, and nearest training
+images.
+"""
 
 from typing import Any
 
@@ -15,12 +17,16 @@ _SHOWN = 2  # findings of a prompt with a bar
 
 
 def prompt_examples(result: GenerationResult, examples: int) -> Cards:
-    """Return cards of images whose prompts assert findings, best and worst of their findings by the classifier."""
+    """Return cards of images whose prompts assert findings, best and worst of their findings by
+    the classifier.
+    """
     main, names = result.main, result.classifier.names
     logits_NL = result.classifier.logits(main.scored.x_ND)
     rank_NL = logits_NL.argsort(axis=0).argsort(axis=0) / max(len(logits_NL) - 1, 1)
     asserted_NL = np.stack([main.labels_NL[:, FINDINGS.index(name)] == 1 for name in names], axis=1)
-    asserted_NL[:, [place for place, name in enumerate(names) if name in ("No Finding", "Support Devices")]] = False
+    asserted_NL[
+        :, [place for place, name in enumerate(names) if name in ("No Finding", "Support Devices")]
+    ] = False
     score_N = np.where(asserted_NL, rank_NL, np.nan)
     stated = np.flatnonzero(asserted_NL.any(axis=1))
     mean_N = np.array([np.nanmean(score_N[row]) for row in stated])
@@ -30,7 +36,11 @@ def prompt_examples(result: GenerationResult, examples: int) -> Cards:
     half = (count + 1) // 2
     middle = first[(len(first) - half) // 2 :][:half]
     decks = [
-        Deck(title=title, cards=[_prompt_card(result, row, rank_NL, asserted_NL) for row in rows], good=good)
+        Deck(
+            title=title,
+            cards=[_prompt_card(result, row, rank_NL, asserted_NL) for row in rows],
+            good=good,
+        )
         for title, rows, good in (
             ("As the classifier reads them: findings most clearly shown", first[:count], True),
             ("Least clearly shown", first[::-1][:count], False),
@@ -39,7 +49,8 @@ def prompt_examples(result: GenerationResult, examples: int) -> Cards:
         if len(rows)
     ]
     caption = (
-        "Each prompt with its real image, if there is one, and the generated image. Bars: share of the generated "
+        "Each prompt with its real image, if there is one, and the generated image. Bars: share "
+        "of the generated "
         "images that the classifier scores lower for a finding of the prompt."
     )
     return Cards(title="Prompts and images", decks=decks, caption=caption)
@@ -71,7 +82,10 @@ def _prompt_card(result: GenerationResult, row: int, rank_NL: Any, asserted_NL: 
     return Card(
         title=main.prompts[row],
         pictures=pictures,
-        choices=[Choice(text=names[place], score=float(rank_NL[row, place]), right=False) for place in shown],
+        choices=[
+            Choice(text=names[place], score=float(rank_NL[row, place]), right=False)
+            for place in shown
+        ],
         lines=[],
         tags=[],
     )
@@ -91,7 +105,11 @@ def _place_of(result: GenerationResult, images: ImageSet, row: int) -> int | Non
 
 def _picture(images: ImageSet, row: int, label: str) -> Picture:
     pixels = images.source.pixels(images.scored.positions[row])
-    return Picture(source=thumbnail_uri(pixels, _SIZE), alternative=f"{label} image of the prompt", lines=[label])
+    return Picture(
+        source=thumbnail_uri(pixels, _SIZE),
+        alternative=f"{label} image of the prompt",
+        lines=[label],
+    )
 
 
 def nearest_examples(result: GenerationResult, examples: int) -> Cards:
@@ -104,8 +122,10 @@ def nearest_examples(result: GenerationResult, examples: int) -> Cards:
         cards = [_nearest_card(result, int(row), space) for row in order]
         decks.append(Deck(title=f"Nearest by {space}", cards=cards, good=True))
     caption = (
-        "The generated images that are nearest to a training image, with that image and the training image nearest by "
-        f"the other distance. Too near: below {found.limit['pixels']:.3g} in pixels, {found.limit['features']:.3g} in "
+        "The generated images that are nearest to a training image, with that image and the "
+        "training image nearest by "
+        f"the other distance. Too near: below {found.limit['pixels']:.3g} in pixels, "
+        f"{found.limit['features']:.3g} in "
         "features."
     )
     return Cards(title="Nearest training images", decks=decks, caption=caption)
@@ -119,6 +139,11 @@ def _nearest_card(result: GenerationResult, row: int, space: str) -> Card:
         place = int(nearest.position[name][row])
         source = thumbnail_uri(result.train_source.pixels(place), _SIZE)
         alternative = f"training image, nearest by {name}"
-        pictures.append(Picture(source=source, alternative=alternative, lines=[f"training, by {name}"]))
-    lines = [(name, f"{nearest.distance[name][row]:.3g}{', too near' if near[name][row] else ''}") for name in SPACES]
+        pictures.append(
+            Picture(source=source, alternative=alternative, lines=[f"training, by {name}"])
+        )
+    lines = [
+        (name, f"{nearest.distance[name][row]:.3g}{', too near' if near[name][row] else ''}")
+        for name in SPACES
+    ]
     return Card(title=main.prompts[row], pictures=pictures, choices=[], lines=lines, tags=[])

@@ -33,24 +33,34 @@ _C1, _C2 = 0.01**2, 0.03**2
 
 
 def ms_ssim(x_PHW: Tensor, y_PHW: Tensor) -> Tensor:
-    """Return the multi-scale structural similarity of pairs of grey images in [0, 1], float64 (P,); 1 if equal.
+    """Return the multi-scale structural similarity of pairs of grey images in [0, 1], float64 (P,);
+    1 if equal.
 
-    Wang et al., 2003: Gaussian window of 11 pixels, five scales. Images below 176 pixels have fewer scales, those at
-    which the window fits; their weights are scaled to the sum 1, and such values compare only with those of the same
-    image size. Negative contrast terms count as 0.
+    Wang et al., 2003: Gaussian window of 11 pixels, five scales. Images below 176 pixels have fewer
+    scales, those at which the window fits; their weights are scaled to the sum 1, and such values
+    compare only with those of the same image size. Negative contrast terms count as 0.
 
     Raises EvaluationError for images below 11 pixels or of different shapes.
     """
     side = min(x_PHW.shape[1:], default=0)
     if x_PHW.shape != y_PHW.shape or x_PHW.ndim != 3 or side < _WINDOW:
-        message = f"expected pairs of images (P, H, W) of {_WINDOW} pixels or more, got {tuple(x_PHW.shape)}"
+        message = (
+            f"expected pairs of images (P, H, W) of {_WINDOW} pixels or more, got "
+            f"{tuple(x_PHW.shape)}"
+        )
         raise EvaluationError(message, "mismatch", field="images")
     weights = torch.tensor(_WEIGHTS[: int(math.log2(side / _WINDOW)) + 1], dtype=torch.float64)
     weights = weights / weights.sum()
-    x, y, result_P = x_PHW.double()[:, None], y_PHW.double()[:, None], torch.ones(len(x_PHW), dtype=torch.float64)
+    x, y, result_P = (
+        x_PHW.double()[:, None],
+        y_PHW.double()[:, None],
+        torch.ones(len(x_PHW), dtype=torch.float64),
+    )
     for scale, weight in enumerate(weights):
         luminance, contrast = _ssim_terms(x, y)
-        term_P = (luminance * contrast if scale == len(weights) - 1 else contrast).flatten(1).mean(dim=1)
+        term_P = (
+            (luminance * contrast if scale == len(weights) - 1 else contrast).flatten(1).mean(dim=1)
+        )
         result_P = result_P * term_P.clamp(min=0) ** weight
         x, y = F.avg_pool2d(x, 2), F.avg_pool2d(y, 2)
     return result_P
@@ -59,7 +69,11 @@ def ms_ssim(x_PHW: Tensor, y_PHW: Tensor) -> Tensor:
 def _ssim_terms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maps of luminance, and of contrast and structure, of images (P, 1, H, W)."""
     mean_x, mean_y = _blur(x), _blur(y)
-    var_x, var_y, cov = _blur(x * x) - mean_x**2, _blur(y * y) - mean_y**2, _blur(x * y) - mean_x * mean_y
+    var_x, var_y, cov = (
+        _blur(x * x) - mean_x**2,
+        _blur(y * y) - mean_y**2,
+        _blur(x * y) - mean_x * mean_y,
+    )
     luminance = (2 * mean_x * mean_y + _C1) / (mean_x**2 + mean_y**2 + _C1)
     return luminance, (2 * cov + _C2) / (var_x + var_y + _C2)
 
@@ -74,7 +88,8 @@ def _blur(x: Tensor) -> Tensor:
 def pairs_within(
     groups: Sequence[Hashable], apart: Sequence[Hashable], *, per_group: int = 6, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Return (P, 2) pairs of rows of one group that differ in `apart` (seed or patient), at most `per_group` a group.
+    """Return (P, 2) pairs of rows of one group that differ in `apart` (seed or patient), at most
+    `per_group` a group.
 
     Pairs are drawn at random where a group has more.
     """
@@ -84,15 +99,27 @@ def pairs_within(
         members.setdefault(group, []).append(row)
     found: list[tuple[int, int]] = []
     for rows in members.values():
-        rows = rng.permutation(rows)[: 4 * per_group].tolist() if len(rows) > 4 * per_group else rows
-        pairs = [pair for pair in itertools.combinations(rows, 2) if apart[pair[0]] != apart[pair[1]]]
-        chosen = rng.permutation(len(pairs))[:per_group].tolist() if len(pairs) > per_group else range(len(pairs))
+        rows = (
+            rng.permutation(rows)[: 4 * per_group].tolist() if len(rows) > 4 * per_group else rows
+        )
+        pairs = [
+            pair for pair in itertools.combinations(rows, 2) if apart[pair[0]] != apart[pair[1]]
+        ]
+        chosen = (
+            rng.permutation(len(pairs))[:per_group].tolist()
+            if len(pairs) > per_group
+            else range(len(pairs))
+        )
         found += [pairs[place] for place in chosen]
     return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
-def pairs_across(groups: Sequence[Hashable], apart: Sequence[Hashable], count: int, seed: int = 0) -> NDArray[np.int64]:
-    """Return at most `count` random (P, 2) pairs of rows that differ in the group and in `apart`."""
+def pairs_across(
+    groups: Sequence[Hashable], apart: Sequence[Hashable], count: int, seed: int = 0
+) -> NDArray[np.int64]:
+    """Return at most `count` random (P, 2) pairs of rows that differ in the group and in
+    `apart`.
+    """
     rng = np.random.default_rng(seed)
     drawn = rng.integers(len(groups), size=(4 * count, 2)).tolist()
     differ = [(a, b) for a, b in drawn if groups[a] != groups[b] and apart[a] != apart[b]]
@@ -129,17 +156,25 @@ _DISTANCES: Mapping[str, Callable[[Array, Array], float]] = {
 }
 
 
-def distance_rows(sets: Sequence[ImageSet], real: ImageSet, options: FidelityOptions) -> tuple[MetricRow, ...]:
-    """Return Frechet and kernel distance of each set from the real test images, with intervals of the jackknife.
+def distance_rows(
+    sets: Sequence[ImageSet], real: ImageSet, options: FidelityOptions
+) -> tuple[MetricRow, ...]:
+    """Return Frechet and kernel distance of each set from the real test images, with intervals of
+    the jackknife.
 
-    "kernel_distance_subsets" is the mean over subsets, with the 2.5th and 97.5th percentile of the subsets.
+    "kernel_distance_subsets" is the mean over subsets, with the 2.5th and 97.5th percentile of the
+    subsets.
     """
     rows = []
     for images in sets:
         row = MetricRow(metric="", target=ALL, subgroup=images.name, n=len(images.prompts))
         for name, distance in _DISTANCES.items():
-            value, low, high = distances.jackknife(distance, images.feature_set, real.feature_set, seed=options.seed)
-            low = float(np.fmax(low, 0)) if name == "frechet_distance" and not np.isnan(low) else low
+            value, low, high = distances.jackknife(
+                distance, images.feature_set, real.feature_set, seed=options.seed
+            )
+            low = (
+                float(np.fmax(low, 0)) if name == "frechet_distance" and not np.isnan(low) else low
+            )
             rows.append(dataclasses.replace(row, metric=name, value=value, low=low, high=high))
         values_S = distances.kernel_distance_subsets(
             images.feature_set.x_ND,
@@ -150,7 +185,11 @@ def distance_rows(sets: Sequence[ImageSet], real: ImageSet, options: FidelityOpt
         )
         low, high = np.quantile(values_S, (0.025, 0.975)).tolist()
         mean = float(values_S.mean())
-        rows.append(dataclasses.replace(row, metric="kernel_distance_subsets", value=mean, low=low, high=high))
+        rows.append(
+            dataclasses.replace(
+                row, metric="kernel_distance_subsets", value=mean, low=low, high=high
+            )
+        )
     return tuple(rows)
 
 
@@ -159,8 +198,8 @@ def manifold_rows(
 ) -> tuple[MetricRow, ...]:
     """Return precision, density, recall and coverage of each set, all images used.
 
-    Intervals resample the images that each is a mean over: the generated ones, or the real ones for recall and
-    coverage; the manifolds stay as they are.
+    Intervals resample the images that each is a mean over: the generated ones, or the real ones for
+    recall and coverage; the manifolds stay as they are.
     """
     rows: list[MetricRow] = []
     for images in sets:
@@ -177,22 +216,32 @@ def manifold_rows(
     return tuple(rows)
 
 
-def matched_rows(sets: Sequence[ImageSet], real: ImageSet, options: FidelityOptions) -> tuple[MetricRow, ...]:
-    """Return all distances at one number of images, with that of real images from other real ones beside.
+def matched_rows(
+    sets: Sequence[ImageSet], real: ImageSet, options: FidelityOptions
+) -> tuple[MetricRow, ...]:
+    """Return all distances at one number of images, with that of real images from other real ones
+    beside.
 
-    Values are means over the draws of `distances.matched_draws`; intervals are the 2.5th and 97.5th percentile of the
-    draws, which share images.
+    Values are means over the draws of `distances.matched_draws`; intervals are the 2.5th and 97.5th
+    percentile of the draws, which share images.
     """
     features = {images.name: images.feature_set for images in sets}
-    count, draws = distances.matched_draws(features, real.feature_set, draws=options.draws, seed=options.seed)
+    count, draws = distances.matched_draws(
+        features, real.feature_set, draws=options.draws, seed=options.seed
+    )
     if count <= options.k:
-        message = f"expected more than {2 * options.k} real and {options.k} generated images, got halves of {count}"
+        message = (
+            f"expected more than {2 * options.k} real and {options.k} generated images, "
+            f"got halves of {count}"
+        )
         raise EvaluationError(message, "empty", field="data")
     values: dict[tuple[str, str], list[float]] = {}
     for draw in draws:
         for name, (x_ND, reference_ND) in draw.items():
             found = manifolds(reference_ND, x_ND, k=options.k).means()
-            found |= {metric: distance(x_ND, reference_ND) for metric, distance in _DISTANCES.items()}
+            found |= {
+                metric: distance(x_ND, reference_ND) for metric, distance in _DISTANCES.items()
+            }
             for metric in _MATCHED:
                 values.setdefault((metric, name), []).append(found[metric])
     return tuple(
@@ -210,11 +259,12 @@ def matched_rows(sets: Sequence[ImageSet], real: ImageSet, options: FidelityOpti
 
 
 def diversity_rows(images: ImageSet, resampling: Resampling) -> tuple[MetricRow, ...]:
-    """Return MS-SSIM and feature distance of pairs of images with one text, and of pairs with different texts.
+    """Return MS-SSIM and feature distance of pairs of images with one text, and of pairs with
+    different texts.
 
-    Pairs of generated images differ in the seed, those of real images in the patient. A high MS-SSIM, or a small
-    distance, within a prompt means little diversity; real images with equal texts are the reference. Empty where no
-    text has two images.
+    Pairs of generated images differ in the seed, those of real images in the patient. A high
+    MS-SSIM, or a small distance, within a prompt means little diversity; real images with equal
+    texts are the reference. Empty where no text has two images.
     """
     texts = [prompt.lower() for prompt in images.prompts]
     generated = all("seed" in sample.extra for sample in images.scored.samples)
@@ -256,10 +306,17 @@ def _structural(images: ImageSet, pairs_P2: NDArray[np.int64]) -> Array:
         chosen = [[read(row) for row in pair] for pair in pairs_P2[start : start + 64].tolist()]
         side = min(len(square) for pair in chosen for square in pair)
         first, second = (
-            np.stack([cv2.resize(square, (side, side), interpolation=cv2.INTER_AREA) for square in column])
+            np.stack(
+                [
+                    cv2.resize(square, (side, side), interpolation=cv2.INTER_AREA)
+                    for square in column
+                ]
+            )
             for column in zip(*chosen, strict=True)
         )
-        values.append(ms_ssim(torch.from_numpy(first) / 255, torch.from_numpy(second) / 255).numpy())
+        values.append(
+            ms_ssim(torch.from_numpy(first) / 255, torch.from_numpy(second) / 255).numpy()
+        )
     return np.concatenate(values)
 
 

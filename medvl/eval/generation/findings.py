@@ -23,7 +23,14 @@ from medvl.data.splits import check_disjoint
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.classification.scored_images import LabelPolicy
 from medvl.eval.core.bootstrap import bootstrap_auroc
-from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, median_metric, ranking_metrics
+from medvl.eval.core.metric_rows import (
+    MetricGroup,
+    MetricRow,
+    mean_metrics,
+    measure,
+    median_metric,
+    ranking_metrics,
+)
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.open import concatenate, embed_texts, encode_batch, open_for_evaluation
 from medvl.eval.generation.inputs import ImageSet, LoaderOptions
@@ -59,7 +66,8 @@ class FindingClassifier:
 
 
 def classifier_of(model: System) -> FindingClassifier | None:
-    """Return the linear head of a fine-tuned classifier; None for other systems, whose encoder needs a probe.
+    """Return the linear head of a fine-tuned classifier; None for other systems, whose encoder
+    needs a probe.
 
     Raises EvaluationError if none of its labels is one of `FINDINGS`.
     """
@@ -68,20 +76,28 @@ def classifier_of(model: System) -> FindingClassifier | None:
     labels = model.config.labels
     names = tuple(name for name in FINDINGS if name in labels)
     if not names:
-        message = f"the classifier has none of the findings {', '.join(FINDINGS)}, which prompts are read for"
+        message = (
+            f"the classifier has none of the findings {', '.join(FINDINGS)}, which "
+            f"prompts are read for"
+        )
         raise EvaluationError(message, "mismatch", field="classifier")
     columns = [labels.index(name) for name in names]
     head = model.label_head
     with torch.no_grad():
         probe = LinearProbe(head.weight[columns].double().cpu(), head.bias[columns].double().cpu())
-    return FindingClassifier(names=names, probe=probe, standardize=None, details={"kind": "fine-tuned classifier"})
+    return FindingClassifier(
+        names=names, probe=probe, standardize=None, details={"kind": "fine-tuned classifier"}
+    )
 
 
-def fit_classifier(train: FeatureTable, valid: FeatureTable, policy: LabelPolicy) -> FindingClassifier:
-    """Fit a linear probe for the findings of the training shards; its penalty is chosen on the validation images.
+def fit_classifier(
+    train: FeatureTable, valid: FeatureTable, policy: LabelPolicy
+) -> FindingClassifier:
+    """Fit a linear probe for the findings of the training shards; its penalty is chosen on the
+    validation images.
 
-    Raises EvaluationError if the shards have no label of `FINDINGS` with positives and negatives, SplitError if they
-    share a patient.
+    Raises EvaluationError if the shards have no label of `FINDINGS` with positives and negatives,
+    SplitError if they share a patient.
     """
     check_disjoint({"train": train.patients, "validation": valid.patients}, "the classifier")
     names = findings_of(train, policy)
@@ -99,39 +115,57 @@ def fit_classifier(train: FeatureTable, valid: FeatureTable, policy: LabelPolicy
         "validation_auroc": chosen.auroc,
         "converged": chosen.probe.converged,
     }
-    return FindingClassifier(names=names, probe=chosen.probe, standardize=standardize, details=details)
+    return FindingClassifier(
+        names=names, probe=chosen.probe, standardize=standardize, details=details
+    )
 
 
 def findings_of(table: FeatureTable, policy: LabelPolicy) -> tuple[str, ...]:
-    """Return the findings with positives and negatives. Raises EvaluationError if there are none."""
+    """Return the findings with positives and negatives. Raises EvaluationError if there are
+    none.
+    """
     present = list(match_labels(FINDINGS, table.label_names))
     labels_NL = labels_of(table, present, policy) if present else np.zeros((1, 0))
     both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
     names = tuple(name for name, both in zip(present, both_L, strict=True) if both)
     if not names:
-        message = f"expected training labels of one of {', '.join(FINDINGS)} with both classes, got none"
+        message = (
+            f"expected training labels of one of {', '.join(FINDINGS)} with both classes, got none"
+        )
         raise EvaluationError(message, "empty", field="train")
     return names
 
 
-def labels_of(table: FeatureTable, names: tuple[str, ...] | list[str], policy: LabelPolicy) -> Array:
-    """Return the labels under the policy, in the columns of `names`; NaN for a name that the table lacks."""
+def labels_of(
+    table: FeatureTable, names: tuple[str, ...] | list[str], policy: LabelPolicy
+) -> Array:
+    """Return the labels under the policy, in the columns of `names`; NaN for a name that the
+    table lacks.
+    """
     known = named_as(table.label_names, FINDINGS)
     return columns_of(policy.apply(table.labels_NL, known), known, names)
 
 
-def columns_of(labels_NL: Array, present: tuple[str, ...], names: tuple[str, ...] | list[str]) -> Array:
+def columns_of(
+    labels_NL: Array, present: tuple[str, ...], names: tuple[str, ...] | list[str]
+) -> Array:
     """Return the columns of some names; NaN for a name that is not present."""
     empty_N = np.full(len(labels_NL), np.nan)
     columns = [labels_NL[:, present.index(name)] if name in present else empty_N for name in names]
     return np.stack(columns, axis=1) if columns else np.zeros((len(labels_NL), 0))
 
 
-def auroc_on(classifier: FindingClassifier, table: FeatureTable, policy: LabelPolicy) -> dict[str, float]:
+def auroc_on(
+    classifier: FindingClassifier, table: FeatureTable, policy: LabelPolicy
+) -> dict[str, float]:
     """Return the AUROC of each finding on real images; undefined ones are left out."""
     labels_NL = labels_of(table, classifier.names, policy)
     auroc_L, _, _ = bootstrap_auroc(classifier.logits(table.x_ND), labels_NL, resamples=0)
-    return {name: value for name, value in zip(classifier.names, auroc_L.tolist(), strict=True) if not np.isnan(value)}
+    return {
+        name: value
+        for name, value in zip(classifier.names, auroc_L.tolist(), strict=True)
+        if not np.isnan(value)
+    }
 
 
 _SHUFFLES = 200
@@ -142,14 +176,20 @@ _BATCH = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Resampling:
-    """Settings of the bootstrap; patients, or prompts without one, are resampled with all their images."""
+    """Settings of the bootstrap; patients, or prompts without one, are resampled with all their
+    images.
+    """
 
     resamples: int = 1000
     seed: int = 0
 
-    def measure(self, groups: Sequence[MetricGroup], patients: Sequence[str]) -> tuple[MetricRow, ...]:
+    def measure(
+        self, groups: Sequence[MetricGroup], patients: Sequence[str]
+    ) -> tuple[MetricRow, ...]:
         """Return the rows of all groups with intervals."""
-        return measure(groups, len(patients), resamples=self.resamples, seed=self.seed, groups=list(patients))
+        return measure(
+            groups, len(patients), resamples=self.resamples, seed=self.seed, groups=list(patients)
+        )
 
 
 def renamed(group: MetricGroup, metric: str, subgroup: str) -> MetricGroup:
@@ -159,7 +199,9 @@ def renamed(group: MetricGroup, metric: str, subgroup: str) -> MetricGroup:
 
 
 def means_over(names: Sequence[str], labels_NL: Array) -> dict[str, list[str]]:
-    """Return the means over findings with positives and negatives: all, and the five of the CheXpert competition."""
+    """Return the means over findings with positives and negatives: all, and the five of the
+    CheXpert competition.
+    """
     both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
     evaluable = [name for name, both in zip(names, both_L, strict=True) if both]
     means = {"macro": evaluable} if evaluable else {}
@@ -174,14 +216,23 @@ def stated_labels(images: ImageSet, names: Sequence[str], policy: LabelPolicy) -
 
 
 def prompted_findings(
-    images: ImageSet, classifier: FindingClassifier, policy: LabelPolicy, resampling: Resampling, *, like: Array
+    images: ImageSet,
+    classifier: FindingClassifier,
+    policy: LabelPolicy,
+    resampling: Resampling,
+    *,
+    like: Array,
 ) -> tuple[MetricRow, ...]:
-    """Return the AUROC of the classifier's score of the images against the findings that their prompts state.
+    """Return the AUROC of the classifier's score of the images against the findings that their
+    prompts state.
 
-    Means are over the findings with both classes in `like`, the labels of the generated images, so that those of
-    generated and real images compare. Rows have the name of the set as subgroup.
+    Means are over the findings with both classes in `like`, the labels of the generated images, so
+    that those of generated and real images compare. Rows have the name of the set as subgroup.
     """
-    labels_NL, logits_NL = stated_labels(images, classifier.names, policy), classifier.logits(images.scored.x_ND)
+    labels_NL, logits_NL = (
+        stated_labels(images, classifier.names, policy),
+        classifier.logits(images.scored.x_ND),
+    )
     group = findings_metrics(logits_NL, labels_NL, classifier.names, like=like, name=images.name)
     return resampling.measure([group], images.patients)
 
@@ -190,18 +241,30 @@ def findings_metrics(
     logits_NL: Array, labels_NL: Array, names: Sequence[str], *, like: Array, name: str
 ) -> MetricGroup:
     """Return the AUROC of each finding of a set of images, and the means of `prompted_findings`."""
-    return renamed(ranking_metrics("auroc", logits_NL, labels_NL, names, means=means_over(names, like)), "auroc", name)
+    return renamed(
+        ranking_metrics("auroc", logits_NL, labels_NL, names, means=means_over(names, like)),
+        "auroc",
+        name,
+    )
 
 
 def shuffled_findings(
     images: ImageSet, classifier: FindingClassifier, policy: LabelPolicy, seed: int = 0
 ) -> tuple[MetricRow, ...]:
-    """Return `prompted_findings` of images against other images' prompts: the mean over 200 permutations of them.
+    """Return `prompted_findings` of images against other images' prompts: the mean over 200
+    permutations of them.
 
-    The interval holds 95 % of the permutations: the values of images that are unrelated to their prompts.
+    The interval holds 95 % of the permutations: the values of images that are unrelated to their
+    prompts.
     """
-    labels_NL, logits_NL = stated_labels(images, classifier.names, policy), classifier.logits(images.scored.x_ND)
-    means, keys = means_over(classifier.names, labels_NL), [sample.extra["prompt_key"] for sample in _samples(images)]
+    labels_NL, logits_NL = (
+        stated_labels(images, classifier.names, policy),
+        classifier.logits(images.scored.x_ND),
+    )
+    means, keys = (
+        means_over(classifier.names, labels_NL),
+        [sample.extra["prompt_key"] for sample in _samples(images)],
+    )
     of_key = {key: row for row, key in reversed(list(enumerate(keys)))}
     distinct = list(of_key)
     values = []
@@ -212,8 +275,15 @@ def shuffled_findings(
         rows = [of_key[other[key]] for key in keys]
         group = ranking_metrics("auroc", logits_NL, labels_NL[rows], classifier.names, means=means)
         values.append(group.statistic(np.ones((len(keys), 1)))[0])
-    named = renamed(ranking_metrics("auroc", logits_NL, labels_NL, classifier.names, means=means), "auroc", SHUFFLED)
-    return tuple(_of_permutations(row, column) for row, column in zip(named.rows, np.array(values).T, strict=True))
+    named = renamed(
+        ranking_metrics("auroc", logits_NL, labels_NL, classifier.names, means=means),
+        "auroc",
+        SHUFFLED,
+    )
+    return tuple(
+        _of_permutations(row, column)
+        for row, column in zip(named.rows, np.array(values).T, strict=True)
+    )
 
 
 def _of_permutations(row: MetricRow, values_P: Array) -> MetricRow:
@@ -224,7 +294,9 @@ def _of_permutations(row: MetricRow, values_P: Array) -> MetricRow:
     return dataclasses.replace(row, value=float(known_P.mean()), low=low, high=high)
 
 
-def negated_findings(images: ImageSet, classifier: FindingClassifier, resampling: Resampling) -> tuple[MetricRow, ...]:
+def negated_findings(
+    images: ImageSet, classifier: FindingClassifier, resampling: Resampling
+) -> tuple[MetricRow, ...]:
     """Return the AUROC among images whose prompts name a finding: asserted against negated ones.
 
     Empty where no finding is asserted by one prompt and negated by another.
@@ -242,14 +314,20 @@ def negated_findings(images: ImageSet, classifier: FindingClassifier, resampling
 
 
 def sides_of(prompt: str, conventions: Conventions = CHEXPERT) -> dict[str, str]:
-    """Return finding -> "left" or "right" of the findings that a text places on one side of the patient only."""
+    """Return finding -> "left" or "right" of the findings that a text places on one side of the
+    patient only.
+    """
     found: dict[str, set[str]] = {}
     mentions = find_mentions(prompt, conventions)
     for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True):
         if mention.value == POSITIVE:
             found.setdefault(mention.finding, set()).update(sides or ["unknown"])
     known = {finding: sides - {"unknown"} for finding, sides in found.items()}
-    return {finding: side for finding, sides in known.items() if len(sides) == 1 and (side := min(sides)) in _SIDES}
+    return {
+        finding: side
+        for finding, sides in known.items()
+        if len(sides) == 1 and (side := min(sides)) in _SIDES
+    }
 
 
 _SIDES = ("left", "right")
@@ -264,13 +342,16 @@ def prompted_sides(
 ) -> tuple[MetricRow, ...]:
     """Return the AUROC of prompts with a finding on the left against the same finding on the right.
 
-    The score of an image is the classifier's logit of the image's half with the patient's left, beside its own mirror
-    image, minus that of the other half beside its mirror image: it needs no classifier of sides. Frontal images are
-    displayed with the patient's left on the right. Empty where no finding has prompts of both sides.
+    The score of an image is the classifier's logit of the image's half with the patient's left,
+    beside its own mirror image, minus that of the other half beside its mirror image: it needs no
+    classifier of sides. Frontal images are displayed with the patient's left on the right. Empty
+    where no finding has prompts of both sides.
     """
     sides = [sides_of(prompt, conventions) for prompt in images.prompts]
     values = {"left": 1.0, "right": 0.0}
-    labels_NL = np.array([[values.get(of.get(name, ""), np.nan) for name in classifier.names] for of in sides])
+    labels_NL = np.array(
+        [[values.get(of.get(name, ""), np.nan) for name in classifier.names] for of in sides]
+    )
     means = means_over(classifier.names, labels_NL)
     if not means:
         return ()
@@ -279,7 +360,9 @@ def prompted_sides(
     scores_NL[rows] = side_scores(images, rows, classifier, encoder)
     names = means["macro"]
     columns = [classifier.names.index(name) for name in names]
-    group = ranking_metrics("auroc", scores_NL[:, columns], labels_NL[:, columns], names, means={"macro": names})
+    group = ranking_metrics(
+        "auroc", scores_NL[:, columns], labels_NL[:, columns], names, means={"macro": names}
+    )
     return resampling.measure([renamed(group, "side_auroc", images.name)], images.patients)
 
 
@@ -287,23 +370,34 @@ def prompted_sides(
 def side_scores(
     images: ImageSet, rows: NDArray[np.int64], classifier: FindingClassifier, encoder: ProbedEncoder
 ) -> Array:
-    """Return (len(rows), L): logits of the patient's left half, doubled, minus those of the right half, doubled."""
+    """Return (len(rows), L): logits of the patient's left half, doubled, minus those of the
+    right half, doubled.
+    """
     transform, rng = encoder.transform.build(), np.random.default_rng(0)
     color = color_for(images.source, encoder.transform)
     device, parts = next(encoder.module.parameters()).device, []
     with evaluating(encoder.module):
         for start in range(0, len(rows), _BATCH):
             chosen = [images.scored.positions[row] for row in rows[start : start + _BATCH].tolist()]
-            squares = [transform(images.source.pixels(position, color), rng).image_HWC for position in chosen]
+            squares = [
+                transform(images.source.pixels(position, color), rng).image_HWC
+                for position in chosen
+            ]
             halves = [np.stack([double(square, side) for square in squares]) for side in _SIDES]
-            pixels = [torch.from_numpy(half.transpose(0, 3, 1, 2).copy()).to(device) for half in halves]
-            left, right = (classifier.logits(encoder.module(each).pooled_BD.float().cpu()) for each in pixels)
+            pixels = [
+                torch.from_numpy(half.transpose(0, 3, 1, 2).copy()).to(device) for half in halves
+            ]
+            left, right = (
+                classifier.logits(encoder.module(each).pooled_BD.float().cpu()) for each in pixels
+            )
             parts.append(left - right)
     return np.concatenate(parts)
 
 
 def double(image_HWC: NDArray[np.uint8], side: str) -> NDArray[np.uint8]:
-    """Return one half of a frontal image, of the patient's left or right, beside its mirror image."""
+    """Return one half of a frontal image, of the patient's left or right, beside its mirror
+    image.
+    """
     half = image_HWC.shape[1] // 2
     kept = image_HWC[:, -half:] if side == "left" else image_HWC[:, :half]
     mirrored = kept[:, ::-1]
@@ -314,7 +408,9 @@ def double(image_HWC: NDArray[np.uint8], side: str) -> NDArray[np.uint8]:
 
 def _samples(images: ImageSet) -> Sequence[Any]:
     if not all("prompt_key" in sample.extra for sample in images.scored.samples):
-        raise EvaluationError("only generated images have prompts that can be shuffled", "unsupported", field="data")
+        raise EvaluationError(
+            "only generated images have prompts that can be shuffled", "unsupported", field="data"
+        )
     return images.scored.samples
 
 
@@ -331,16 +427,23 @@ _SMALLEST = 256  # elements; smaller tensors may be equal by chance, such as zer
 def check_separate(aligner: Path, generator: Path) -> float:
     """Return the share of the aligner's text weights that the generator has too.
 
-    Matrices are compared by value, not by name. Some may be equal because both started from the same published
-    encoder and left a part of it frozen. Raises ConfigError where all are: the generator reads its prompts with the
-    aligner's own text encoder, which would favour it.
+    Matrices are compared by value, not by name. Some may be equal because both started from the
+    same published encoder and left a part of it frozen. Raises ConfigError where all are: the
+    generator reads its prompts with the aligner's own text encoder, which would favour it.
     """
     own = _matrices(aligner, _TEXT_TOWER)
     theirs = _matrices(generator, "")
-    shared = {name for name, tensor in own.items() if any(torch.equal(tensor, other) for other in theirs.of(tensor))}
+    shared = {
+        name
+        for name, tensor in own.items()
+        if any(torch.equal(tensor, other) for other in theirs.of(tensor))
+    }
     total = sum(tensor.numel() for tensor in own.values())
     if total and len(shared) == len(own):
-        message = f"the generator reads prompts with the text encoder of {aligner}; give a model trained apart from it"
+        message = (
+            f"the generator reads prompts with the text encoder of {aligner}; give a "
+            f"model trained apart from it"
+        )
         raise ConfigError(message, "conflict", field="aligner")
     return sum(own[name].numel() for name in shared) / total if total else 0.0
 
@@ -380,9 +483,13 @@ class Aligned:
 
 
 @torch.no_grad()
-def align(images: ImageSet, model: DualEncoder, prompts: Sequence[str], loading: LoaderOptions) -> Aligned:
+def align(
+    images: ImageSet, model: DualEncoder, prompts: Sequence[str], loading: LoaderOptions
+) -> Aligned:
     """Compare every image with some distinct prompts, its own among them."""
-    loader = open_for_evaluation(images.source, model.transform, batch=loading.batch, workers=loading.workers)
+    loader = open_for_evaluation(
+        images.source, model.transform, batch=loading.batch, workers=loading.workers
+    )
     device, keys, parts = next(model.parameters()).device, list[str](), []
     with evaluating(model):
         texts = embed_texts(model, list(prompts))
@@ -391,13 +498,20 @@ def align(images: ImageSet, model: DualEncoder, prompts: Sequence[str], loading:
             embedded = encode_batch(model, batch, device, None)
             parts.append(model.similarity(concatenate([embedded]), texts).double().cpu())
     row_of = {key: row for row, key in enumerate(keys)}
-    similarity_NM = torch.cat(parts).numpy()[[row_of[sample.key] for sample in images.scored.samples]]
+    similarity_NM = torch.cat(parts).numpy()[
+        [row_of[sample.key] for sample in images.scored.samples]
+    ]
     column_of = {prompt: column for column, prompt in enumerate(prompts)}
     own = np.array([column_of[prompt] for prompt in images.prompts])
     own_N = similarity_NM[np.arange(len(own)), own]
-    above_N, ties_N = (similarity_NM > own_N[:, None]).sum(axis=1), (similarity_NM == own_N[:, None]).sum(axis=1) - 1
+    above_N, ties_N = (
+        (similarity_NM > own_N[:, None]).sum(axis=1),
+        (similarity_NM == own_N[:, None]).sum(axis=1) - 1,
+    )
     others = len(prompts) - 1
-    other_N = (similarity_NM.sum(axis=1) - own_N) / others if others else np.full(len(own_N), np.nan)
+    other_N = (
+        (similarity_NM.sum(axis=1) - own_N) / others if others else np.full(len(own_N), np.nan)
+    )
     return Aligned(
         own_N=own_N,
         other_N=other_N,
@@ -406,7 +520,9 @@ def align(images: ImageSet, model: DualEncoder, prompts: Sequence[str], loading:
     )
 
 
-def alignment_rows(images: ImageSet, found: Aligned, resampling: Resampling) -> tuple[MetricRow, ...]:
+def alignment_rows(
+    images: ImageSet, found: Aligned, resampling: Resampling
+) -> tuple[MetricRow, ...]:
     """Return the mean similarity with own and other prompts, and retrieval of the own prompt."""
     target = f"{found.prompts} prompts"
     columns: Mapping[str, Any] = {
@@ -415,7 +531,8 @@ def alignment_rows(images: ImageSet, found: Aligned, resampling: Resampling) -> 
         **{f"recall@{k}": (found.rank_N <= k).astype(np.float64) for k in RANKS},
     }
     groups = [
-        mean_metrics(metric, value_N[:, None], [target], subgroup=images.name) for metric, value_N in columns.items()
+        mean_metrics(metric, value_N[:, None], [target], subgroup=images.name)
+        for metric, value_N in columns.items()
     ]
     median = median_metric("median_rank", found.rank_N, target)
     groups.append(renamed(median, "median_rank", images.name))

@@ -47,7 +47,9 @@ class FramedSource(SourceView):
         self._transform = EvalTransform(size=size, fit=fit)
 
     def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
-        """Return uint8 (size, size), or (size, size, 3) with `color`. Raises ImageError or ShardError."""
+        """Return uint8 (size, size), or (size, size, 3) with `color`. Raises ImageError or
+        ShardError.
+        """
         pixels = self.source.pixels(position, color)
         image_HWC = self._transform.build()(pixels, np.random.default_rng(0)).image_HWC
         return image_HWC[:, :, 0] if image_HWC.shape[2] == 1 else image_HWC
@@ -61,13 +63,20 @@ class GeneratedSource(FileSource):
         patients: patient of each key of a real sample; a prompt of none of them is its own patient.
         conventions: what the labeler takes as present and as uncertain in a prompt.
 
-    The fingerprint covers the pixels and the prompts. Pixels are compared with their hash when they are read.
+    The fingerprint covers the pixels and the prompts. Pixels are compared with their hash when they
+    are read.
     """
 
     def __init__(
-        self, images: GeneratedImages, patients: Mapping[str, str], conventions: ConventionsName = "chexpert"
+        self,
+        images: GeneratedImages,
+        patients: Mapping[str, str],
+        conventions: ConventionsName = "chexpert",
     ) -> None:
-        rows = [(row, patients.get(row.source_key or "", f"prompt {row.prompt_key}")) for row in images.rows]
+        rows = [
+            (row, patients.get(row.source_key or "", f"prompt {row.prompt_key}"))
+            for row in images.rows
+        ]
         samples = [
             generated_sample(images, number, patient=patient, conventions=conventions)
             for number, (_, patient) in enumerate(rows)
@@ -97,7 +106,9 @@ class LoaderOptions:
 
     def features(self, encoder: ProbedEncoder, source: Any) -> FeatureTable:
         """Return the features of every image of a source, from the cache if present."""
-        loader = open_for_evaluation(source, encoder.transform, batch=self.batch, workers=self.workers)
+        loader = open_for_evaluation(
+            source, encoder.transform, batch=self.batch, workers=self.workers
+        )
         return encode_features(encoder, loader, cache=self.cache)
 
     def pixels(self, source: Any, size: int) -> "PixelBatches":
@@ -106,9 +117,11 @@ class LoaderOptions:
 
 
 class PixelBatches:
-    """Images of a source as float32 (B, size * size) vectors in [-1, 1], squashed to a square of `size` pixels.
+    """Images of a source as float32 (B, size * size) vectors in [-1, 1], squashed to a square of
+    `size` pixels.
 
-    After an iteration, `positions` has the place of each image in the source: unreadable ones are skipped.
+    After an iteration, `positions` has the place of each image in the source: unreadable ones are
+    skipped.
     """
 
     def __init__(self, source: Any, size: int, options: LoaderOptions) -> None:
@@ -117,8 +130,12 @@ class PixelBatches:
 
     def __iter__(self) -> Any:
         transform = EvalTransform(size=self._size, fit="squash")
-        loader = open_for_evaluation(self._source, transform, batch=self._options.batch, workers=self._options.workers)
-        place = {self._source.sample(position).key: position for position in range(len(self._source))}
+        loader = open_for_evaluation(
+            self._source, transform, batch=self._options.batch, workers=self._options.workers
+        )
+        place = {
+            self._source.sample(position).key: position for position in range(len(self._source))
+        }
         self.positions = []
         for batch in loader:
             self.positions += [place[key] for key in batch.keys]
@@ -131,7 +148,9 @@ class PixelBatches:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RealData:
-    """Real shards: the classifier's and the generator's training images, validation and test images."""
+    """Real shards: the classifier's and the generator's training images, validation and test
+    images.
+    """
 
     train: FramedSource
     valid: FramedSource
@@ -158,16 +177,18 @@ class RealData:
         """Open the shards.
 
         Args:
-            train, valid, test: folders of shards of different patients. Without `valid`, the images of a tenth of the
-                training patients take its place in `valid` and are left out of `train`, but not of `all_train`.
-            folders: the generated images, the main ones first: their size, and their generators, which must have been
-                trained on other patients than those of the test.
-            fit: how the generator's training images were made square; default: as recorded by the generator, or crop.
+            train, valid, test: folders of shards of different patients. Without `valid`, the images
+                of a tenth of the training patients take its place in `valid` and are left out of
+                `train`, but not of `all_train`.
+            folders: the generated images, the main ones first: their size, and their generators,
+                which must have been trained on other patients than those of the test.
+            fit: how the generator's training images were made square; default: as recorded by the
+                generator, or crop.
             views: keep only images of these views; not in `all_train`.
             checkpoints: the models of the evaluation, and the generator if it is there.
 
-        Raises SplitError where a model or a generator was trained on a test patient, the sets share a patient, or
-        images are synthetic; EvaluationError where no image has one of the views.
+        Raises SplitError where a model or a generator was trained on a test patient, the sets share
+        a patient, or images are synthetic; EvaluationError where no image has one of the views.
         """
         generation = folders[0].generation
         chosen_fit: Fit = fit or generation.config.get("fit", "crop")
@@ -204,19 +225,26 @@ def _hold_out(source: ShardSource | ConcatSource) -> tuple[Any, Any]:
     return Subset(source, np.setdiff1d(np.arange(len(source)), held_out)), Subset(source, held_out)
 
 
-def _of_views(source: ShardSource | ConcatSource | Subset, views: Sequence[str]) -> ShardSource | ConcatSource | Subset:
+def _of_views(
+    source: ShardSource | ConcatSource | Subset, views: Sequence[str]
+) -> ShardSource | ConcatSource | Subset:
     if not views:
         return source
     positions = [place for place in range(len(source)) if source.sample(place).view in views]
     if not positions:
-        message = f"{source.folder} has no image of the views {', '.join(views)}; give others, or none for all"
+        message = (
+            f"{source.folder} has no image of the views {', '.join(views)}; give others, "
+            f"or none for all"
+        )
         raise EvaluationError(message, "empty", field="views")
     return Subset(source, positions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSet:
-    """Images of one kind with their features and prompts: generated, reconstructed, or the real ones of the prompts."""
+    """Images of one kind with their features and prompts: generated, reconstructed, or the real
+    ones of the prompts.
+    """
 
     name: str
     """Name in the results, such as "guidance 3" or "real"."""
@@ -240,7 +268,9 @@ class ImageSet:
         """Features in float64, with the patients."""
         return FeatureSet(x_ND=self.features.x_ND.double().numpy(), groups=self.features.patients)
 
-    def take(self, rows: NDArray[np.int64], name: str, prompts: Sequence[str], labels_NL: Array) -> "ImageSet":
+    def take(
+        self, rows: NDArray[np.int64], name: str, prompts: Sequence[str], labels_NL: Array
+    ) -> "ImageSet":
         """Return some images under other prompts, with the labels of these."""
         return ImageSet(
             name=name,
@@ -264,7 +294,11 @@ def _take(table: FeatureTable, rows: NDArray[np.int64]) -> FeatureTable:
 
 
 def read_set(
-    name: str, source: Any, classifier: ProbedEncoder, encoder: ProbedEncoder, options: LoaderOptions
+    name: str,
+    source: Any,
+    classifier: ProbedEncoder,
+    encoder: ProbedEncoder,
+    options: LoaderOptions,
 ) -> ImageSet:
     """Return the images of a source with the features of both encoders, which may be one.
 
@@ -273,7 +307,9 @@ def read_set(
     scored = options.features(classifier, source)
     features = scored if encoder is classifier else options.features(encoder, source)
     if scored.positions != features.positions:
-        message = f"the two encoders could not read the same images of {getattr(source, 'folder', name)}"
+        message = (
+            f"the two encoders could not read the same images of {getattr(source, 'folder', name)}"
+        )
         raise EvaluationError(message, "mismatch", field="features")
     generated = isinstance(source, GeneratedSource)
     prompts = source.prompts if generated else [""] * len(source)
@@ -288,7 +324,8 @@ def read_set(
 
 
 def real_of_prompts(generated: ImageSet, real: ImageSet) -> ImageSet | None:
-    """Return the real images whose texts are the prompts, each once, with prompts and labels of the prompts.
+    """Return the real images whose texts are the prompts, each once, with prompts and labels of the
+    prompts.
 
     None where no prompt is the text of one of the real images.
     """
@@ -302,4 +339,9 @@ def real_of_prompts(generated: ImageSet, real: ImageSet) -> ImageSet | None:
     if not rows:
         return None
     prompts = list(found.values())
-    return real.take(np.array(rows), "real", [generated.prompts[row] for row in prompts], generated.labels_NL[prompts])
+    return real.take(
+        np.array(rows),
+        "real",
+        [generated.prompts[row] for row in prompts],
+        generated.labels_NL[prompts],
+    )

@@ -1,8 +1,9 @@
 """Search for copies of training images among generated images.
 
-Each image is compared with all training images, not only with the image of its own prompt: a copy of another patient's
-image is a copy too. Real test images, of other patients, are the reference: they are not copies, so that a generated
-image that is nearer to a training image than 99 % of them is suspicious, and more than 1 % of such images are too many.
+Each image is compared with all training images, not only with the image of its own prompt: a copy
+of another patient's image is a copy too. Real test images, of other patients, are the reference:
+they are not copies, so that a generated image that is nearer to a training image than 99 % of them
+is suspicious, and more than 1 % of such images are too many.
 
 Shape letters: Q queries, K neighbours, N training images, D dim.
 """
@@ -27,12 +28,16 @@ from medvl.eval.generation.inputs import ImageSet, LoaderOptions
 from medvl.eval.probing.features import FeatureTable, Standardizer
 
 QUANTILE = 0.01
-"""Share of the real test images that are as near to a training image as those that count as too near."""
+"""Share of the real test images that are as near to a training image as those that count as too
+near.
+"""
 NEIGHBOURS = 10
 PIXEL_SIZE = 64
 SPACES = ("pixels", "pixels, relative", "features", "features, relative")
-"""Distances: L2 of pixels in [-1, 1] and of standardised features; relative ones are divided by the mean distance of
-the 2nd to 10th nearest training images, so that a blurred image, which is near to many, is not taken for a copy."""
+"""Distances: L2 of pixels in [-1, 1] and of standardised features; relative ones are divided by the
+mean distance of the 2nd to 10th nearest training images, so that a blurred image, which is near to
+many, is not taken for a copy.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +52,9 @@ class Nearest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Memorisation:
-    """Nearest training images of the test images and of each generated set, and the limits from the former."""
+    """Nearest training images of the test images and of each generated set, and the limits from
+    the former.
+    """
 
     real: Nearest
     sets: Mapping[str, Nearest]
@@ -55,8 +62,12 @@ class Memorisation:
     """Distance below which an image counts as too near, by space."""
 
     def too_near(self, name: str) -> Mapping[str, NDArray[np.bool_]]:
-        """Return for each space which images of a set are nearer than 99 % of the real test images."""
-        return {space: self.sets[name].distance[space] < limit for space, limit in self.limit.items()}
+        """Return for each space which images of a set are nearer than 99 % of the real test
+        images.
+        """
+        return {
+            space: self.sets[name].distance[space] < limit for space, limit in self.limit.items()
+        }
 
 
 def search_copies(
@@ -82,15 +93,21 @@ def search_copies(
     """
     queries = [*sets, real]
     standardize = Standardizer.fit(train_features.x_ND)
-    in_features = NearestImages(torch.cat([standardize(each.features.x_ND) for each in queries]).float(), NEIGHBOURS)
+    in_features = NearestImages(
+        torch.cat([standardize(each.features.x_ND) for each in queries]).float(), NEIGHBOURS
+    )
     for part_ND in train_features.x_ND.split(8192):
         in_features.add(standardize(part_ND).float())
-    in_pixels = NearestImages(torch.cat([_pixels(each, options, pixel_size) for each in queries]), NEIGHBOURS)
+    in_pixels = NearestImages(
+        torch.cat([_pixels(each, options, pixel_size) for each in queries]), NEIGHBOURS
+    )
     batches = options.pixels(train_source, pixel_size)
     for batch_BD in batches:
         in_pixels.add(batch_BD)
     if in_pixels.distance_QK.shape[1] < NEIGHBOURS:
-        message = f"expected {NEIGHBOURS} or more training images, got {len(train_features.positions)}"
+        message = (
+            f"expected {NEIGHBOURS} or more training images, got {len(train_features.positions)}"
+        )
         raise EvaluationError(message, "empty", field="train")
     places = {"pixels": np.array(batches.positions), "features": np.array(train_features.positions)}
     ends = np.cumsum([0, *(len(each.prompts) for each in queries)])
@@ -103,32 +120,44 @@ def search_copies(
     return Memorisation(real=found[-1], sets=dict(zip(names, found[:-1], strict=True)), limit=limit)
 
 
-def memorisation_rows(images: ImageSet, found: Memorisation, resampling: Resampling) -> tuple[MetricRow, ...]:
-    """Return the share of generated images that are too near to a training image, and the median distances.
+def memorisation_rows(
+    images: ImageSet, found: Memorisation, resampling: Resampling
+) -> tuple[MetricRow, ...]:
+    """Return the share of generated images that are too near to a training image, and the median
+    distances.
 
-    "too_near" is 0.01 for real test images by definition; "nearer_than_all" is the share that is nearer than every real
-    test image.
+    "too_near" is 0.01 for real test images by definition; "nearer_than_all" is the share that is
+    nearer than every real test image.
     """
     nearest, near = found.sets[images.name], found.too_near(images.name)
     least = [nearest.distance[space] < found.real.distance[space].min() for space in SPACES]
     groups: list[MetricGroup] = [
         too_near_metrics(np.stack([near[space] for space in SPACES], axis=1), images.name),
-        mean_metrics("nearer_than_all", np.stack(least, axis=1).astype(np.float64), SPACES, subgroup=images.name),
+        mean_metrics(
+            "nearer_than_all",
+            np.stack(least, axis=1).astype(np.float64),
+            SPACES,
+            subgroup=images.name,
+        ),
         *(distance_median(nearest.distance[space], space, images.name) for space in SPACES),
     ]
     return resampling.measure(groups, images.patients)
 
 
 def too_near_metrics(near_NK: NDArray[np.bool_], name: str) -> MetricGroup:
-    """Return the share of the images of a set that are too near to a training image, by space (`SPACES`)."""
+    """Return the share of the images of a set that are too near to a training image, by space
+    (`SPACES`).
+    """
     return mean_metrics("too_near", near_NK.astype(np.float64), SPACES, subgroup=name)
 
 
 def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
-    """Return a sentence on each set with a larger share of images near to a training image than real test images.
+    """Return a sentence on each set with a larger share of images near to a training image than
+    real test images.
 
-    The lower end of the interval of the share is above the 1 % of real images. Where this holds for no relative
-    distance, the sentence names the other cause: blurred images are near to many training images.
+    The lower end of the interval of the share is above the 1 % of real images. Where this holds for
+    no relative distance, the sentence names the other cause: blurred images are near to many
+    training images.
     """
     found: dict[str, list[MetricRow]] = {}
     for row in rows:
@@ -138,18 +167,25 @@ def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
     for name, near in found.items():
         sure = any(row.target.endswith("relative") for row in near)
         shares = ", ".join(f"{row.target} {format_value(row)}" for row in near)
-        doubt = ", but not by relative distances: blurred images, or copies of images that occur several times"
+        doubt = (
+            ", but not by relative distances: blurred images, or copies of images that "
+            "occur several times"
+        )
         sentences.append(
-            f"{'Memorisation' if sure else 'Near to training images'}, {name}: {shares}, where real images have "
+            f"{'Memorisation' if sure else 'Near to training images'}, {name}: {shares}, where "
+            f"real images have "
             f"{QUANTILE}{'' if sure else doubt}."
         )
     return sentences
 
 
-def real_distance_rows(real: ImageSet, found: Memorisation, resampling: Resampling) -> tuple[MetricRow, ...]:
+def real_distance_rows(
+    real: ImageSet, found: Memorisation, resampling: Resampling
+) -> tuple[MetricRow, ...]:
     """Return the median distances of the real test images."""
     return resampling.measure(
-        [distance_median(found.real.distance[space], space, "real") for space in SPACES], real.patients
+        [distance_median(found.real.distance[space], space, "real") for space in SPACES],
+        real.patients,
     )
 
 
@@ -164,11 +200,15 @@ def _pixels(images: ImageSet, options: LoaderOptions, size: int) -> Tensor:
     place = {position: row for row, position in enumerate(batches.positions)}
     missing = [position for position in images.scored.positions if position not in place]
     if missing:
-        raise EvaluationError(f"{len(missing)} images of {images.name} could not be read again", "unreadable")
+        raise EvaluationError(
+            f"{len(missing)} images of {images.name} could not be read again", "unreadable"
+        )
     return vectors_ND[[place[position] for position in images.scored.positions]]
 
 
-def _nearest(spaces: Mapping[str, NearestImages], places: Mapping[str, NDArray[np.int64]], rows: slice) -> Nearest:
+def _nearest(
+    spaces: Mapping[str, NearestImages], places: Mapping[str, NDArray[np.int64]], rows: slice
+) -> Nearest:
     distance, position = {}, {}
     for name, search in spaces.items():
         distance_QK = search.distance_QK[rows]

@@ -1,4 +1,5 @@
-"""Use of generated images as training data: classifiers trained on real images, on synthetic ones, and on both.
+"""Use of generated images as training data: classifiers trained on real images, on synthetic ones,
+and on both.
 
 Shape letters: N images, D feature dim, L labels, S runs, K rows, R resamples.
 """
@@ -30,9 +31,18 @@ class UseOptions:
     seeds: int = 5
 
     def __post_init__(self) -> None:
-        if not self.fractions or self.seeds < 1 or not all(0 < fraction <= 1 for fraction in self.fractions):
-            message = f"expected fractions in (0, 1] and seeds of 1 or more, got {self.fractions} and {self.seeds}"
-            raise EvaluationError(message, "out_of_range", field="seeds" if self.seeds < 1 else "fractions")
+        if (
+            not self.fractions
+            or self.seeds < 1
+            or not all(0 < fraction <= 1 for fraction in self.fractions)
+        ):
+            message = (
+                f"expected fractions in (0, 1] and seeds of 1 or more, got "
+                f"{self.fractions} and {self.seeds}"
+            )
+            raise EvaluationError(
+                message, "out_of_range", field="seeds" if self.seeds < 1 else "fractions"
+            )
 
 
 def use_rows(
@@ -46,23 +56,31 @@ def use_rows(
 ) -> tuple[MetricRow, ...]:
     """Return the AUROC on real test images of linear probes on real, on synthetic, and on both.
 
-    Features are standardised by the real training images. The penalty is chosen on the real validation images. Real
-    patients are drawn as in the linear probe, nested by seed; all synthetic images are used with each. "use_auroc@1%"
-    is the mean over runs, "use_auroc_sd@1%" their standard deviation, and "both minus real" the difference of the runs
-    of equal patients, with an interval over test patients.
+    Features are standardised by the real training images. The penalty is chosen on the real
+    validation images. Real patients are drawn as in the linear probe, nested by seed; all synthetic
+    images are used with each. "use_auroc@1%" is the mean over runs, "use_auroc_sd@1%" their
+    standard deviation, and "both minus real" the difference of the runs of equal patients, with an
+    interval over test patients.
 
-    Raises SplitError if a prompt of the synthetic images is the text of a test or validation patient.
+    Raises SplitError if a prompt of the synthetic images is the text of a test or validation
+    patient.
     """
     for table, name in ((test, "test"), (valid, "validation")):
         shared = set(synthetic.patients) & set(table.patients)
         if shared:
             message = (
-                f"{len(shared)} {name} patients have a prompt of the synthetic training images; generate them from"
+                f"{len(shared)} {name} patients have a prompt of the synthetic training "
+                f"images; generate them from"
             )
             raise SplitError(f"{message} training texts", "leak", field="synthetic_train")
     names, standardize = findings_of(train, policy), Standardizer.fit(train.x_ND)
     x, y = {}, {}
-    for key, table in {"train": train, "synthetic": synthetic, "valid": valid, "test": test}.items():
+    for key, table in {
+        "train": train,
+        "synthetic": synthetic,
+        "valid": valid,
+        "test": test,
+    }.items():
         x[key], y[key] = standardize(table.x_ND), labels_of(table, names, policy)
 
     def scores(x_ND: Tensor, y_NL: Array) -> Array:
@@ -80,15 +98,24 @@ def use_rows(
         groups.append(_over_runs(real, both, names, y["test"], suffix(fraction)))
     alone = scores(x["synthetic"], y["synthetic"])
     only = ranking_metrics("auroc", alone, y["test"], names, means=means_over(names, y["test"]))
-    rows = [dataclasses.replace(row, metric="use_auroc@0%", subgroup=SYNTHETIC) for row in only.rows]
+    rows = [
+        dataclasses.replace(row, metric="use_auroc@0%", subgroup=SYNTHETIC) for row in only.rows
+    ]
     return resampling.measure([*groups, MetricGroup(rows, only.statistic)], test.patients)
 
 
 def _over_runs(
-    real: Sequence[Array], both: Sequence[Array], names: Sequence[str], labels_NL: Array, ending: str
+    real: Sequence[Array],
+    both: Sequence[Array],
+    names: Sequence[str],
+    labels_NL: Array,
+    ending: str,
 ) -> MetricGroup:
     means = means_over(names, labels_NL)
-    parts = [[ranking_metrics("auroc", each, labels_NL, names, means=means) for each in runs] for runs in (real, both)]
+    parts = [
+        [ranking_metrics("auroc", each, labels_NL, names, means=means) for each in runs]
+        for runs in (real, both)
+    ]
     plain = parts[0][0].rows
     kinds = [("use_auroc", REAL), ("use_auroc", BOTH), ("use_auroc_gain", GAIN)]
     if len(real) > 1:
@@ -100,7 +127,9 @@ def _over_runs(
     ]
 
     def statistic(counts_NR: Array) -> Array:
-        real_SRK, both_SRK = (np.stack([part.statistic(counts_NR) for part in runs]) for runs in parts)
+        real_SRK, both_SRK = (
+            np.stack([part.statistic(counts_NR) for part in runs]) for runs in parts
+        )
         values = [real_SRK.mean(axis=0), both_SRK.mean(axis=0), (both_SRK - real_SRK).mean(axis=0)]
         if len(real) > 1:
             values += [real_SRK.std(axis=0, ddof=1), both_SRK.std(axis=0, ddof=1)]

@@ -2,15 +2,18 @@
 
 Protocol "grounding", version 1:
 
-* An item is an image and one of its phrases; the target region is the union of the phrase's boxes. Images without
-  phrases are left out and counted.
-* The map is the model's own attention, or the cosine similarity of the phrase with each patch (`heatmaps`). `metrics`
-  compares it with the boxes in pixels of the stored image; its rules define the treatment of pixels outside of the
-  model's crop, of ties and of constant maps. `protocols` has the settings of papers by name.
-* A map depends only on its own image and phrase. Its maximum is the center of a cell of the model's grid, or between it
-  and the border: the pointing game of a coarse grid (4 x 4 cells) misses small boxes.
+* An item is an image and one of its phrases; the target region is the union of the phrase's boxes.
+  Images without phrases are left out and counted.
+* The map is the model's own attention, or the cosine similarity of the phrase with each patch
+  (`heatmaps`). `metrics` compares it with the boxes in pixels of the stored image; its rules define
+  the treatment of pixels outside of the model's crop, of ties and of constant maps. `protocols` has
+  the settings of papers by name.
+* A map depends only on its own image and phrase. Its maximum is the center of a cell of the model's
+  grid, or between it and the border: the pointing game of a coarse grid (4 x 4 cells) misses small
+  boxes.
 * "overall" is the mean over items, "macro" the mean over findings of their means.
-* Intervals: the bootstrap resamples patients, with all their images and phrases. All rows share the resamples.
+* Intervals: the bootstrap resamples patients, with all their images and phrases. All rows share the
+  resamples.
 
 `details["chance"]` is the share of the image inside the boxes: the pointing game of a random guess.
 
@@ -34,7 +37,14 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import FullPass, Loader, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricRow, label_mean_metrics, measure, subgroups_of
 from medvl.eval.core.results import Results
-from medvl.eval.grounding.heatmaps import MapRules, Maps, choose_maps, map_metrics, phrase_maps, region_mask
+from medvl.eval.grounding.heatmaps import (
+    MapRules,
+    Maps,
+    choose_maps,
+    map_metrics,
+    phrase_maps,
+    region_mask,
+)
 from medvl.models import DualEncoder
 from medvl.models.base import evaluating
 from medvl.schema import Batch, Sample
@@ -76,9 +86,14 @@ class GroundingProtocol:
 
 _PROTOCOLS: Mapping[GroundingProtocolName, GroundingProtocol] = {
     "medvl": GroundingProtocol(),
-    "biovil": GroundingProtocol(maps="similarity", rules=MapRules(scale="none", unseen="drop"), smoothing=1.5),
+    "biovil": GroundingProtocol(
+        maps="similarity", rules=MapRules(scale="none", unseen="drop"), smoothing=1.5
+    ),
     "maco": GroundingProtocol(
-        maps="similarity", rules=MapRules(scale="signed", unseen="drop"), smoothing=1.5, contrast="signed_cnr"
+        maps="similarity",
+        rules=MapRules(scale="signed", unseen="drop"),
+        smoothing=1.5,
+        contrast="signed_cnr",
     ),
 }
 
@@ -99,7 +114,9 @@ def grounding_protocol(
         return GroundingProtocol(maps=maps, rules=rules or MapRules(), smoothing=smoothing or 0.0)
     settings = {"maps": maps, "rules": rules, "smoothing": smoothing}
     if given := [field for field, value in settings.items() if value is not None]:
-        message = f"protocol {name!r} sets {', '.join(given)}: leave them out, or use protocol 'medvl'"
+        message = (
+            f"protocol {name!r} sets {', '.join(given)}: leave them out, or use protocol 'medvl'"
+        )
         raise EvaluationError(message, "conflict", field="protocol")
     return _PROTOCOLS[name]
 
@@ -107,7 +124,9 @@ def grounding_protocol(
 PROTOCOL, PROTOCOL_VERSION = "grounding", 1
 
 _ASPECT = 0.02
-"""Accepted relative difference between the aspect ratios of the stored and the published image (rounding)."""
+"""Accepted relative difference between the aspect ratios of the stored and the published image
+(rounding).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +148,17 @@ class GroundedPhrase:
 
     def as_json(self) -> dict[str, Any]:
         """Return one line of the predictions file, without the text of the phrase."""
-        names = {"key": self.sample.key, "phrase": self.phrase_index, "patient": self.sample.patient}
-        return {**names, "subgroups": subgroups_of(self.sample), "label": self.phrase.label, **self.metrics}
+        names = {
+            "key": self.sample.key,
+            "phrase": self.phrase_index,
+            "patient": self.sample.patient,
+        }
+        return {
+            **names,
+            "subgroups": subgroups_of(self.sample),
+            "label": self.phrase.label,
+            **self.metrics,
+        }
 
 
 _KeptMaps = dict[tuple[int, int], NDArray[np.float32]]
@@ -167,8 +195,10 @@ def phrase_grounding(
 
     Args:
         model: any dual-encoder whose image encoder has patches.
-        loader: over samples with phrases, or with boxes by finding, for which the finding's name is the phrase.
-        protocol: named settings (`protocols`); those of a paper cannot be combined with the next three.
+        loader: over samples with phrases, or with boxes by finding, for which the finding's name is
+            the phrase.
+        protocol: named settings (`protocols`); those of a paper cannot be combined with the next
+            three.
         maps: "attention", "similarity", or None for attention if the model has it, else similarity.
         rules: rules for comparing a map with boxes.
         smoothing: standard deviation of a Gaussian over similarity maps, in cells of the grid.
@@ -177,9 +207,9 @@ def phrase_grounding(
         checkpoint: its hash goes into the results.
 
     Raises:
-        EvaluationError: there is no phrase, the model's patches cannot be compared with phrases, the aspect ratio of a
-            stored image differs from that of its boxes, the loader does not give every sample once, or settings and
-            protocol conflict.
+        EvaluationError: there is no phrase, the model's patches cannot be compared with phrases,
+            the aspect ratio of a stored image differs from that of its boxes, the loader does not
+            give every sample once, or settings and protocol conflict.
     """
     settings = grounding_protocol(protocol, maps=maps, rules=rules, smoothing=smoothing)
     rules, kind = settings.rules, choose_maps(model, settings.maps)
@@ -220,12 +250,17 @@ class _Query(NamedTuple):
 
 def _queries(loader: Loader) -> dict[str, list[_Query]]:
     return {
-        key: [_Query(position, sample, number, phrase) for number, phrase in enumerate(phrases_of(sample))]
+        key: [
+            _Query(position, sample, number, phrase)
+            for number, phrase in enumerate(phrases_of(sample))
+        ]
         for key, (position, sample) in samples_by_key(loader.source).items()
     }
 
 
-def _random_items(queries: Mapping[str, Sequence[_Query]], count: int, seed: int) -> set[tuple[int, int]]:
+def _random_items(
+    queries: Mapping[str, Sequence[_Query]], count: int, seed: int
+) -> set[tuple[int, int]]:
     """Return (position, phrase index) of `count` random items of each finding."""
     by_label: dict[str, list[tuple[int, int]]] = {}
     for query in itertools.chain.from_iterable(queries.values()):
@@ -246,7 +281,9 @@ class _Grounding:
     smoothing: float
     rules: MapRules
 
-    def run(self, keep: set[tuple[int, int]]) -> tuple[list[GroundedPhrase], _KeptMaps, dict[str, Any]]:
+    def run(
+        self, keep: set[tuple[int, int]]
+    ) -> tuple[list[GroundedPhrase], _KeptMaps, dict[str, Any]]:
         """Return every item, the maps of those in `keep`, and the details of the results."""
         items: list[GroundedPhrase] = []
         kept: _KeptMaps = {}
@@ -263,13 +300,17 @@ class _Grounding:
         return items, kept, _details(items, batches)
 
     def _items(self, batch: Batch) -> Iterator[tuple[GroundedPhrase, NDArray[np.float32]]]:
-        """Yield every item of a batch with its map. The model encodes an image once for each of its phrases."""
+        """Yield every item of a batch with its map. The model encodes an image once for each of
+        its phrases.
+        """
         rows, queries, sizes = [], list[_Query](), []
         for row, key in enumerate(batch.keys):
             if of_image := self.queries.get(key):
                 rows += [row] * len(of_image)
                 queries += of_image
-                sizes += [_stored_size(self.loader, of_image[0].position, of_image[0].sample)] * len(of_image)
+                sizes += [
+                    _stored_size(self.loader, of_image[0].position, of_image[0].sample)
+                ] * len(of_image)
         if not queries:
             return
         maps = phrase_maps(
@@ -283,7 +324,9 @@ class _Grounding:
         for query, size, tensor in zip(queries, sizes, maps, strict=True):
             map_HW = tensor.cpu().numpy()
             if np.isinf(map_HW).any() or np.isnan(map_HW).all():
-                raise EvaluationError("the model's maps are not finite: check its weights", "nonfinite")
+                raise EvaluationError(
+                    "the model's maps are not finite: check its weights", "nonfinite"
+                )
             inside_HW = region_mask(stored_boxes(query.phrase, query.sample, size), *size)
             item = GroundedPhrase(
                 **query._asdict(),
@@ -295,13 +338,19 @@ class _Grounding:
 
 
 def _stored_size(loader: Loader, position: int, sample: Sample) -> tuple[int, int]:
-    """Return (height, width) of the stored image. Raises `EvaluationError` if its boxes have another aspect ratio."""
+    """Return (height, width) of the stored image. Raises `EvaluationError` if its boxes have
+    another aspect ratio.
+    """
     height, width = loader.source.pixels(position).shape[:2]
     published_height, published_width = published_size(sample)
-    if abs(height * published_width / (width * published_height) - 1) > _ASPECT + 1 / min(height, width):
+    if abs(height * published_width / (width * published_height) - 1) > _ASPECT + 1 / min(
+        height, width
+    ):
         raise EvaluationError(
-            f"sample {sample.key} is stored with {height} x {width} pixels, and its boxes are in an image of "
-            f"{published_height} x {published_width}: make its shards from the images that the boxes were drawn on",
+            f"sample {sample.key} is stored with {height} x {width} pixels, and its boxes are "
+            f"in an image of "
+            f"{published_height} x {published_width}: make its shards from the images that the "
+            f"boxes were drawn on",
             "mismatch",
         )
     return height, width
@@ -312,7 +361,10 @@ def stored_boxes(phrase: Phrase, sample: Sample, size: tuple[int, int]) -> list[
     published = published_size(sample)
     down, across = size[0] / published[0], size[1] / published[1]
     scales = {"y": down, "x": across, "height": down, "width": across}
-    return [Box(*(float(str(box[name])) * scale for name, scale in scales.items())) for box in phrase.boxes]
+    return [
+        Box(*(float(str(box[name])) * scale for name, scale in scales.items()))
+        for box in phrase.boxes
+    ]
 
 
 def grounding_rows(

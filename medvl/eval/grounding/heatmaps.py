@@ -1,10 +1,12 @@
 """Heatmaps of a phrase from a dual-encoder, in pixels of the image before the transform.
 
-"attention" maps come from models that have them (GLoRIA's attention of words to regions). A "similarity" map is the
-cosine of the phrase with every patch of the last grid, each patch projected by the head of the pooled image; for models
-that compare regions with words, the maximum over the phrase's words of the cosine with each region.
+"attention" maps come from models that have them (GLoRIA's attention of words to regions). A
+"similarity" map is the cosine of the phrase with every patch of the last grid, each patch projected
+by the head of the pooled image; for models that compare regions with words, the maximum over the
+phrase's words of the cosine with each region.
 
-Shape letters: B pairs of an image and a phrase, W words, P patches, E shared embedding, h and w cells of the grid.
+Shape letters: B pairs of an image and a phrase, W words, P patches, E shared embedding, h and w
+cells of the grid.
 """
 
 import dataclasses
@@ -48,7 +50,9 @@ class HasRegions(Protocol):
 
 
 def choose_maps(model: DualEncoder, maps: Maps | None) -> Maps:
-    """Return `maps`, or if None the model's default. Raises `EvaluationError` if the model does not support it."""
+    """Return `maps`, or if None the model's default. Raises `EvaluationError` if the model does
+    not support it.
+    """
     has_attention = isinstance(model, HasAttentionMaps)
     if maps is None:
         return "attention" if has_attention else "similarity"
@@ -77,7 +81,8 @@ def phrase_maps(
         phrases: one for each image.
         sizes: (height, width) of the images before `transform`.
         maps: "attention" or "similarity".
-        smoothing: standard deviation, in cells of the grid, of a Gaussian over similarity maps (BioViL: 1.5).
+        smoothing: standard deviation, in cells of the grid, of a Gaussian over similarity maps
+            (BioViL: 1.5).
 
     Raises EvaluationError if the model's patches cannot be compared with texts.
     """
@@ -88,17 +93,24 @@ def phrase_maps(
     similarity_BP = best_cosine(patches_BPE, model.embed_texts(phrases))
     map_Bhw = smooth(similarity_BP.unflatten(1, grid), smoothing)
     boxes = [model.transform.box(*size) for size in sizes]
-    return [on_image(map_hw[None], box, *size)[0] for map_hw, box, size in zip(map_Bhw, boxes, sizes, strict=True)]
+    return [
+        on_image(map_hw[None], box, *size)[0]
+        for map_hw, box, size in zip(map_Bhw, boxes, sizes, strict=True)
+    ]
 
 
 def best_cosine(patches_BPE: Tensor, texts: Embeddings) -> Tensor:
-    """Return (B, P): the cosine of each patch with the text, or with its best word if the model has word embeddings.
+    """Return (B, P): the cosine of each patch with the text, or with its best word if the model has
+    word embeddings.
 
     Raises EvaluationError if the model has no common space of patches and texts.
     """
     dims = patches_BPE.shape[2], texts.global_NE.shape[1]
     if dims[0] != dims[1]:
-        message = f"patches have {dims[0]} dimensions and texts {dims[1]}: the model has no common space for both"
+        message = (
+            f"patches have {dims[0]} dimensions and texts {dims[1]}: the model has no "
+            f"common space for both"
+        )
         raise EvaluationError(message, "unsupported", field="maps")
     patches_BPE = F.normalize(patches_BPE.float(), dim=2)
     global_BP = (patches_BPE @ texts.global_NE[:, :, None])[:, :, 0]
@@ -108,45 +120,62 @@ def best_cosine(patches_BPE: Tensor, texts: Embeddings) -> Tensor:
     if texts.mask_NP is None:
         return cosine_BWP.amax(dim=1)
     best_BP = cosine_BWP.masked_fill(~texts.mask_NP[:, :, None], -torch.inf).amax(dim=1)
-    return torch.where(texts.mask_NP.any(dim=1)[:, None], best_BP, global_BP)  # a text may have no word
+    return torch.where(
+        texts.mask_NP.any(dim=1)[:, None], best_BP, global_BP
+    )  # a text may have no word
 
 
 def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]:
     """Return patches in the space of texts (B, P, E), not normalized, and their grid (h, w).
 
-    These are the regions that the model compares with texts. If it has none, the encoder's last grid is projected like
-    the pooled vector: by the model's head, after the encoder's own projection if there is one.
+    These are the regions that the model compares with texts. If it has none, the encoder's last
+    grid is projected like the pooled vector: by the model's head, after the encoder's own
+    projection if there is one.
 
     Raises EvaluationError if the encoder has no grid, or its patches do not fit the projection.
     """
     regions: Any = model
     has_own = isinstance(model, HasRegions)
-    local_BPE = regions.embed_regions(image_BCHW) if has_own else model.embed_images(image_BCHW).local_NPE
+    local_BPE = (
+        regions.embed_regions(image_BCHW) if has_own else model.embed_images(image_BCHW).local_NPE
+    )
     if local_BPE is not None:
         side = math.isqrt(local_BPE.shape[1])  # transforms produce square images
         return local_BPE, (side, local_BPE.shape[1] // side)
     encoder = model.image_encoder
     features = encoder(image_BCHW)
     if features.patches_BPD is None or features.grid is None:
-        message = f"{encoder.name} has no grid of patches, which grounding requires: use another image encoder"
+        message = (
+            f"{encoder.name} has no grid of patches, which grounding requires: use "
+            f"another image encoder"
+        )
         raise EvaluationError(message, "unsupported")
     if encoder.patch_dim == encoder.feature_dim:
         return model.image_head(features.patches_BPD), features.grid
     projection = getattr(encoder.backbone, "proj", None)
-    if isinstance(projection, Tensor) and projection.shape == (encoder.patch_dim, encoder.feature_dim):
+    if isinstance(projection, Tensor) and projection.shape == (
+        encoder.patch_dim,
+        encoder.feature_dim,
+    ):
         return model.image_head(features.patches_BPD @ projection), features.grid
-    message = f"the pooled vector of {encoder.name} is not computed from its patches, so the head cannot project them"
+    message = (
+        f"the pooled vector of {encoder.name} is not computed from its patches, so the "
+        f"head cannot project them"
+    )
     raise EvaluationError(message, "unsupported")
 
 
 def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:
-    """Return (B, h, w): a Gaussian over the cells of each map, reflected at the edges; 0 returns the input.
+    """Return (B, h, w): a Gaussian over the cells of each map, reflected at the edges; 0 returns
+    the input.
 
-    Equal to `scipy.ndimage.gaussian_filter` with its defaults, which BioViL uses. Raises `EvaluationError` if
-    `sigma`, in cells, is negative.
+    Equal to `scipy.ndimage.gaussian_filter` with its defaults, which BioViL uses. Raises
+    `EvaluationError` if `sigma`, in cells, is negative.
     """
     if sigma < 0:
-        raise EvaluationError(f"expected smoothing of 0 or more, got {sigma:g}", "out_of_range", field="smoothing")
+        raise EvaluationError(
+            f"expected smoothing of 0 or more, got {sigma:g}", "out_of_range", field="smoothing"
+        )
     if sigma == 0:
         return map_Bhw
     index_h, index_w = (torch.arange(cells, device=map_Bhw.device) for cells in map_Bhw.shape[1:])
@@ -155,14 +184,20 @@ def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:
 
 
 def _gaussian(index_C: Tensor, sigma: float) -> Tensor:
-    """Return (C, C): the weight of each input cell for each output cell, reflected at the edges; rows sum to 1."""
+    """Return (C, C): the weight of each input cell for each output cell, reflected at the edges;
+    rows sum to 1.
+    """
     reach = int(4 * sigma + 0.5)
     offset_K = torch.arange(-reach, reach + 1, device=index_C.device)
     weight_K = torch.exp(-0.5 * (offset_K / sigma) ** 2)
-    source_CK = (index_C[:, None] + offset_K) % (2 * len(index_C))  # cells a b c, reflected: a b c c b a a b ...
+    source_CK = (index_C[:, None] + offset_K) % (
+        2 * len(index_C)
+    )  # cells a b c, reflected: a b c c b a a b ...
     source_CK = torch.minimum(source_CK, 2 * len(index_C) - 1 - source_CK)
     kernel_CC = torch.zeros(len(index_C), len(index_C), device=index_C.device)
-    return kernel_CC.scatter_add_(1, source_CK, (weight_K / weight_K.sum()).expand(len(index_C), -1))
+    return kernel_CC.scatter_add_(
+        1, source_CK, (weight_K / weight_K.sum()).expand(len(index_C), -1)
+    )
 
 
 # Metrics of one map against the boxes of one phrase: contrast-to-noise ratio, pointing game, IoU
@@ -181,12 +216,17 @@ Unseen = Literal["background", "drop"]
 Scale = Literal["unit", "signed", "none"]
 
 _TIE_TOLERANCE = 1e-6
-"""Pixels within this share of the map's range below its maximum count as maximal, to be robust to rounding."""
+"""Pixels within this share of the map's range below its maximum count as maximal, to be robust
+to rounding.
+"""
 
 _ROUNDING = 1e-6
-"""A map whose range is at most this share of its largest absolute value is constant: interpolation rounds float32."""
+"""A map whose range is at most this share of its largest absolute value is constant:
+interpolation rounds float32.
+"""
 
-_MIN_NOISE = 1e-6  # minimum noise as a share of the contrast, so that the CNR of a map with two values is finite
+# minimum noise as a share of the contrast, so that the CNR of a map with two values is finite
+_MIN_NOISE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,9 +235,13 @@ class MapRules:
 
     unseen: Unseen = "background"
     scale: Scale = "unit"
-    """Scaling before thresholds: "unit" to 0..1, "signed" to -1..1 (MaCo's code), "none" keeps cosines unscaled."""
+    """Scaling before thresholds: "unit" to 0..1, "signed" to -1..1 (MaCo's code), "none" keeps
+    cosines unscaled.
+    """
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    """Thresholds of the mean IoU. The default is BioViL's, which applies to unscaled cosines (`protocols`)."""
+    """Thresholds of the mean IoU. The default is BioViL's, which applies to unscaled cosines
+    (`protocols`).
+    """
 
     def __post_init__(self) -> None:
         check_choice(self.unseen, get_args(Unseen), "unseen", error=EvaluationError)
@@ -209,25 +253,37 @@ class MapRules:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the values of `map_metrics`, in order."""
-        return ("cnr", "signed_cnr", "pointing_game", "miou", *(f"iou@{threshold:g}" for threshold in self.thresholds))
+        return (
+            "cnr",
+            "signed_cnr",
+            "pointing_game",
+            "miou",
+            *(f"iou@{threshold:g}" for threshold in self.thresholds),
+        )
 
 
-def map_metrics(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rules: MapRules) -> Mapping[str, float]:
+def map_metrics(
+    map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rules: MapRules
+) -> Mapping[str, float]:
     """Return the values of `rules.metrics` for one map, by name; NaN where one is not defined.
 
-    * "cnr": |m_in - m_out| / sqrt(v_in + v_out), with means and variances inside and outside of the boxes. This is the
-      published definition, which is also high for a map that avoids the finding; "signed_cnr" is then negative. It is
-      0 for a constant map.
-    * "pointing_game": 1 if the maximum is inside the boxes. Ties count by the share of maximal pixels inside, so a
-      constant map scores like a random guess.
-    * "iou@t": IoU of the boxes and the pixels at or above t, after scaling; "miou" is their mean over thresholds. For a
-      constant map it is 0 if maps are scaled; else all pixels or none are above a threshold.
+    * "cnr": |m_in - m_out| / sqrt(v_in + v_out), with means and variances inside and outside of the
+      boxes. This is the published definition, which is also high for a map that avoids the finding;
+      "signed_cnr" is then negative. It is 0 for a constant map.
+    * "pointing_game": 1 if the maximum is inside the boxes. Ties count by the share of maximal
+      pixels inside, so a constant map scores like a random guess.
+    * "iou@t": IoU of the boxes and the pixels at or above t, after scaling; "miou" is their mean
+      over thresholds. For a constant map it is 0 if maps are scaled; else all pixels or none are
+      above a threshold.
 
     Raises EvaluationError if the sizes differ, no pixel is inside, or the map is all NaN.
     """
     seen_HW = np.isfinite(map_HW)
     if map_HW.shape != inside_HW.shape or not inside_HW.any() or not seen_HW.any():
-        message = f"expected a map and a nonempty region of one size, got {map_HW.shape} and {inside_HW.shape}"
+        message = (
+            f"expected a map and a nonempty region of one size, got {map_HW.shape} and "
+            f"{inside_HW.shape}"
+        )
         raise EvaluationError(message, "mismatch")
     if rules.unseen == "drop":
         value_P, inside_P = map_HW[seen_HW].astype(np.float64), inside_HW[seen_HW]
@@ -240,17 +296,26 @@ def map_metrics(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rule
         value_P[:] = value_P[0]
     signed = _contrast(value_P, inside_P)
     overlaps = [_overlap(scaled_P, inside_P) for scaled_P in _above(value_P, rules)]
-    numbers = (abs(signed), signed, _pointing(value_P, inside_P), float(np.mean(overlaps)), *overlaps)
+    numbers = (
+        abs(signed),
+        signed,
+        _pointing(value_P, inside_P),
+        float(np.mean(overlaps)),
+        *overlaps,
+    )
     return dict(zip(rules.metrics, numbers, strict=True))
 
 
 def is_constant(value_P: NDArray[np.floating]) -> bool:
-    """Return whether all values of a float32 map are equal, up to the rounding of its interpolation."""
+    """Return whether all values of a float32 map are equal, up to the rounding of its
+    interpolation.
+    """
     return bool(np.ptp(value_P) <= _ROUNDING * np.abs(value_P).max())
 
 
 def region_mask(boxes: Sequence[Box], height: int, width: int) -> NDArray[np.bool_]:
-    """Return (H, W): True for pixels whose center is inside one of the boxes, given in pixels of that image.
+    """Return (H, W): True for pixels whose center is inside one of the boxes, given in pixels of
+    that image.
 
     A box that contains no pixel center gets the pixel at its own center.
     """

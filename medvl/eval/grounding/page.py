@@ -1,4 +1,6 @@
-"""HTML page of a grounding evaluation: metrics of every finding, and maps drawn on images with their boxes."""
+"""HTML page of a grounding evaluation: metrics of every finding, and maps drawn on images with
+their boxes.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +15,33 @@ from medvl.eval.html import page as html, tables
 from medvl.eval.html.page import header_facts, headline
 from medvl.eval.html.plots import color_ends, draw_map, mark_peak
 
-_NAMES = {"pointing_game": "Pointing game", "miou": "Mean IoU", "cnr": "CNR", "signed_cnr": "Signed CNR"}
+_NAMES = {
+    "pointing_game": "Pointing game",
+    "miou": "Mean IoU",
+    "cnr": "CNR",
+    "signed_cnr": "Signed CNR",
+}
 _TARGETS = {"overall": "All phrases", "macro": "Mean over findings"}
 _SIDE = 384  # longer side of a picture, in pixels
 _UNSEEN = 0.35  # brightness of pixels outside of the model's crop
 _BOX = (34, 211, 238)
 LIMITS = (
-    "A research evaluation, not for clinical use: a high value inside a box shows that this region matches the phrase, "
+    "A research evaluation, not for clinical use: a high value inside a box shows that this "
+    "region matches the phrase, "
     "not that the model has recognized the finding or its outline.",
-    "Intervals are percentiles of a bootstrap over patients. They include sampling error, not disagreement between the "
+    "Intervals are percentiles of a bootstrap over patients. They include sampling error, not "
+    "disagreement between the "
     "annotators of the boxes.",
     "Images and phrases on this page belong to the data set and stay under its terms of use.",
 )
 
 
 def write_grounding_page(
-    result: GroundingResult, path: str | Path, header: PageHeader, *, pixels: html.Pixels | None = None
+    result: GroundingResult,
+    path: str | Path,
+    header: PageHeader,
+    *,
+    pixels: html.Pixels | None = None,
 ) -> Path:
     """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
@@ -40,7 +53,8 @@ def write_grounding_page(
         sections.append(_pictures(result, pixels))
     page = html.Page(
         title=f"Phrase grounding: {header.model}",
-        subtitle=f"{header.data}: {details['phrases']:,} phrases about {details['images']:,} images of "
+        subtitle=f"{header.data}: {details['phrases']:,} phrases about {details['images']:,} "
+        f"images of "
         f"{details['patients']:,} patients",
         headlines=[
             headline(_NAMES[metric], results.row(metric, "overall"))
@@ -63,15 +77,24 @@ def _facts(result: GroundingResult) -> list[tuple[str, str]]:
     if config["smoothing"]:
         maps += f", smoothed by {config['smoothing']:g} cells, reflected at the edges"
     unseen = {"background": "lowest value of the map", "drop": "left out"}[config["unseen"]]
-    scale = {"unit": "after scaling each map to 0..1", "signed": "after scaling each map to -1..1", "none": "unscaled"}
+    scale = {
+        "unit": "after scaling each map to 0..1",
+        "signed": "after scaling each map to -1..1",
+        "none": "unscaled",
+    }
     facts = [
         ("Protocol", f"{config['protocol']}; its figures are the {_NAMES[config['contrast']]}"),
         ("Maps", maps),
         ("Outside of the crop", f"{details['unseen']:.1%} of the pixels: {unseen}"),
-        ("Thresholds", f"{', '.join(f'{t:g}' for t in config['thresholds'])} {scale[config['scale']]}"),
+        (
+            "Thresholds",
+            f"{', '.join(f'{t:g}' for t in config['thresholds'])} {scale[config['scale']]}",
+        ),
     ]
     if details["without_value"]:
-        facts.append(("Left out", f"{details['without_value']} phrases with all boxes outside of the crop"))
+        facts.append(
+            ("Left out", f"{details['without_value']} phrases with all boxes outside of the crop")
+        )
     return facts
 
 
@@ -81,7 +104,10 @@ def _targets(result: GroundingResult) -> list[str]:
 
 def _table(result: GroundingResult) -> tables.Table:
     chance = result.results.details["chance"]
-    chance = {**chance, "macro": float(np.mean([value for name, value in chance.items() if name != "overall"]))}
+    chance = {
+        **chance,
+        "macro": float(np.mean([value for name, value in chance.items() if name != "overall"])),
+    }
     lines: list[Sequence[tables.Cell | str]] = []
     for target in _targets(result):
         rows = {metric: result.results.row(metric, target) for metric in _NAMES}
@@ -101,9 +127,12 @@ def _table(result: GroundingResult) -> tables.Table:
         columns=["", *_NAMES.values(), "Box share", "Phrases"],
         rows=lines,
         strong_rows=2,
-        caption="With 95% intervals. The pointing game is the share of phrases whose map has its maximum inside their "
-        "boxes; the tick in its bar, the share of the image that the boxes cover, is a random guess. CNR is the "
-        "contrast of the map inside and outside of the boxes over its noise; the signed CNR is negative if the map is "
+        caption="With 95% intervals. The pointing game is the share of phrases whose map has "
+        "its maximum inside their "
+        "boxes; the tick in its bar, the share of the image that the boxes cover, is a random "
+        "guess. CNR is the "
+        "contrast of the map inside and outside of the boxes over its noise; the signed CNR is "
+        "negative if the map is "
         "lower inside.",
     )
 
@@ -111,7 +140,10 @@ def _table(result: GroundingResult) -> tables.Table:
 def _thresholds(result: GroundingResult) -> tables.Table:
     metrics = [f"iou@{threshold:g}" for threshold in result.results.config["thresholds"]]
     lines: list[Sequence[tables.Cell | str]] = [
-        [_TARGETS.get(target, target), *(tables.metric_cell(result.results.row(metric, target)) for metric in metrics)]
+        [
+            _TARGETS.get(target, target),
+            *(tables.metric_cell(result.results.row(metric, target)) for metric in metrics),
+        ]
         for target in _targets(result)
     ]
     return tables.Table(
@@ -119,7 +151,8 @@ def _thresholds(result: GroundingResult) -> tables.Table:
         columns=["", *(f"IoU at {metric.removeprefix('iou@')}" for metric in metrics)],
         rows=lines,
         strong_rows=2,
-        caption="IoU of the boxes with the pixels at or above a threshold; their mean is the mean IoU.",
+        caption="IoU of the boxes with the pixels at or above a threshold; their mean is the "
+        "mean IoU.",
     )
 
 
@@ -131,20 +164,28 @@ def _pictures(result: GroundingResult, pixels: html.Pixels) -> html.Pictures:
     strips = []
     for label, items in sorted(by_label.items()):
         pictures = [
-            _picture(item, result.maps[item.position, item.phrase_index], pixels(item.position)) for item in items
+            _picture(item, result.maps[item.position, item.phrase_index], pixels(item.position))
+            for item in items
         ]
         count = result.results.row("cnr", label).n
-        strips.append(html.Strip(title=label, note=f"{len(items)} of {count:,}, random", pictures=pictures))
+        strips.append(
+            html.Strip(title=label, note=f"{len(items)} of {count:,}, random", pictures=pictures)
+        )
     return html.Pictures(
         title="Heatmaps of phrases",
         strips=strips,
-        caption="Color starts at the mean of a map and is full at its maximum, or at twice the mean above the lowest "
-        "value if that is higher; the values are below each picture. The ring is at the maximum, the point that the "
-        "pointing game uses. The boxes are those of the data set. Darkened pixels are outside of the model's crop.",
+        caption="Color starts at the mean of a map and is full at its maximum, or at twice the "
+        "mean above the lowest "
+        "value if that is higher; the values are below each picture. The ring is at the "
+        "maximum, the point that the "
+        "pointing game uses. The boxes are those of the data set. Darkened pixels are outside "
+        "of the model's crop.",
     )
 
 
-def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[np.uint8]) -> html.Picture:
+def _picture(
+    item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[np.uint8]
+) -> html.Picture:
     values = item.metrics
     pointing = values["pointing_game"]
     hit = "left out" if np.isnan(pointing) else f"maximum inside: {_share(pointing)}"
@@ -154,7 +195,8 @@ def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[
     start, full = (float(seen.min()) + end for end in color_ends(seen - seen.min()))
     return html.Picture(
         source=html.thumbnail_uri(draw_grounding(pixels, map_HW, boxes), _SIDE),
-        alternative=f"heat map of the phrase “{item.phrase.text}” ({item.phrase.label}), {_place(map_HW)}, with "
+        alternative=f"heat map of the phrase “{item.phrase.text}” ({item.phrase.label}), "
+        f"{_place(map_HW)}, with "
         f"{len(boxes)} boxes of the data set; {text}",
         lines=[item.phrase.text, text],
         scale=html.ColorScale(low=f"{start:.2f}", high=f"{full:.2f}"),
@@ -175,7 +217,8 @@ def _share(value: float) -> str:
 def draw_grounding(
     pixels: NDArray[np.uint8], map_HW: NDArray[np.floating], boxes: Sequence[Box], side: int = _SIDE
 ) -> NDArray[np.uint8]:
-    """Return the image (H, W, 3) with a longer side of `side` pixels, the heatmap, its peak and the boxes' outlines.
+    """Return the image (H, W, 3) with a longer side of `side` pixels, the heatmap, its peak and the
+    boxes' outlines.
 
     Args:
         pixels: (H, W) or (H, W, 3).
@@ -192,7 +235,9 @@ def draw_grounding(
     seen_HW = np.isfinite(map_HW)
     filled_HW = np.where(seen_HW, map_HW, map_HW[seen_HW].min()) - map_HW[seen_HW].min()
     heat_HW = cv2.resize(filled_HW.astype(np.float32), size, interpolation=cv2.INTER_LINEAR)
-    shown_HW1 = cv2.resize(seen_HW.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST)[:, :, None]
+    shown_HW1 = cv2.resize(seen_HW.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST)[
+        :, :, None
+    ]
     drawn_HWC = draw_map(image.astype(np.uint8), heat_HW, Box(0, 0, *heat_HW.shape)) * (
         _UNSEEN + (1 - _UNSEEN) * shown_HW1
     )

@@ -1,10 +1,11 @@
 """Self-contained HTML page of an evaluation, composed of sections.
 
-The page is one file with embedded styles and pictures. It runs no script, and its content security policy forbids
-loading anything. All text is escaped. Evaluators list sections (tables, plots, galleries), `write_page` renders them:
-the first section is the summary, and sections beyond about four screens are folded. Beside `index.html`, the folder
-`index_files` has every table as CSV, Markdown and LaTeX, every plot as SVG and PDF, and every picture of the galleries
-and heat maps as JPEG.
+The page is one file with embedded styles and pictures. It runs no script, and its content security
+policy forbids loading anything. All text is escaped. Evaluators list sections (tables, plots,
+galleries), `write_page` renders them: the first section is the summary, and sections beyond about
+four screens are folded. Beside `index.html`, the folder `index_files` has every table as CSV,
+Markdown and LaTeX, every plot as SVG and PDF, and every picture of the galleries and heat maps as
+JPEG.
 """
 
 import base64
@@ -29,7 +30,9 @@ from medvl.eval.html.tables import Table, as_csv, as_latex, as_markdown
 
 
 def headline(title: str, row: MetricRow) -> tuple[str, str, str]:
-    """Return (title, number, interval) for `Page.headlines`; "-" without an interval if the row has no value."""
+    """Return (title, number, interval) for `Page.headlines`; "-" without an interval if the row
+    has no value.
+    """
     number, _, interval = format_value(row).partition(" ")
     return title, number, interval
 
@@ -79,11 +82,15 @@ JPEG = "data:image/jpeg;base64,"
 _COLUMNS = ("file", "group", "alternative text", "lines", "color scale")
 
 
-def picture_files(sections: Sequence[Any], names: Sequence[str]) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the files of the pictures that are not plots, and the name of a picture's file by its data URI.
+def picture_files(
+    sections: Sequence[Any], names: Sequence[str]
+) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the files of the pictures that are not plots, and the name of a picture's file by its
+    data URI.
 
-    Pictures are named after their section and numbered in its order; `NAME-pictures.csv` has for each its heading, its
-    alternative text, the lines below it, and the values at the ends of a heat map's colors.
+    Pictures are named after their section and numbered in its order; `NAME-pictures.csv` has for
+    each its heading, its alternative text, the lines below it, and the values at the ends of a heat
+    map's colors.
 
     Args:
         sections: sections of a page.
@@ -100,7 +107,15 @@ def picture_files(sections: Sequence[Any], names: Sequence[str]) -> tuple[dict[s
                 name_of[picture.source] = f"{name}-{len(rows) + 1:03d}.jpg"
                 files[name_of[picture.source]] = base64.b64decode(picture.source.removeprefix(JPEG))
             scale = "" if picture.scale is None else f"{picture.scale.low} to {picture.scale.high}"
-            rows.append((name_of[picture.source], group, picture.alternative, " | ".join(picture.lines), scale))
+            rows.append(
+                (
+                    name_of[picture.source],
+                    group,
+                    picture.alternative,
+                    " | ".join(picture.lines),
+                    scale,
+                )
+            )
         if rows:
             files[f"{name}-pictures.csv"] = csv_text([_COLUMNS, *rows]).encode()
     return files, name_of
@@ -111,13 +126,19 @@ def _pictures(section: Any) -> Iterator[tuple[str, Any]]:
     for strip in getattr(section, "strips", ()):
         yield from ((strip.title, picture) for picture in strip.pictures)
     for deck in getattr(section, "decks", ()):
-        yield from ((f"{deck.title}: {card.title}", picture) for card in deck.cards for picture in card.pictures)
+        yield from (
+            (f"{deck.title}: {card.title}", picture)
+            for card in deck.cards
+            for picture in card.pictures
+        )
 
 
 Pixels = Callable[[int], NDArray[np.uint8]]
 """Position in the source -> stored image."""
 _TEMPLATES = Path(__file__).parent / "templates"
-_OPEN_PIXELS = 3500  # estimated height of the sections that are not folded: about four screens with the header
+_OPEN_PIXELS = (
+    3500  # estimated height of the sections that are not folded: about four screens with the header
+)
 _LONG_TEXT = 160  # characters; longer texts are shown by their beginning and open to the full text
 _TABLE_FORMATS = {"csv": as_csv, "md": as_markdown, "tex": as_latex}
 _PLOT_FORMATS = ("svg", "pdf")
@@ -156,7 +177,9 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """Section of strips of plots ("plots", "wide", "grid" of strips) or small images ("thumbnails")."""
+    """Section of strips of plots ("plots", "wide", "grid" of strips) or small images
+    ("thumbnails").
+    """
 
     title: str
     strips: Sequence[Strip]
@@ -284,14 +307,25 @@ def _table_files(page: Page) -> dict[str, bytes]:
     named = zip(_ids([section.title for section in page.sections]), page.sections, strict=True)
     tables = [(name, section) for name, section in named if isinstance(section, Table)]
     return {
-        f"{name}.{suffix}": write(table).encode() for name, table in tables for suffix, write in _TABLE_FORMATS.items()
+        f"{name}.{suffix}": write(table).encode()
+        for name, table in tables
+        for suffix, write in _TABLE_FORMATS.items()
     }
 
 
 def _plot_files(page: Page) -> dict[str, bytes]:
-    strips = [strip for section in page.sections if isinstance(section, Pictures) for strip in section.strips]
-    found = [picture.plot for strip in strips for picture in strip.pictures if picture.plot is not None]
-    return {f"{plot.name}.{suffix}": getattr(plot, suffix) for plot in found for suffix in _PLOT_FORMATS}
+    strips = [
+        strip
+        for section in page.sections
+        if isinstance(section, Pictures)
+        for strip in section.strips
+    ]
+    found = [
+        picture.plot for strip in strips for picture in strip.pictures if picture.plot is not None
+    ]
+    return {
+        f"{plot.name}.{suffix}": getattr(plot, suffix) for plot in found for suffix in _PLOT_FORMATS
+    }
 
 
 def _ids(titles: Sequence[str]) -> list[str]:
@@ -309,7 +343,9 @@ def slug(text: str) -> str:
 
 
 def _folded(sections: Sequence[Section]) -> list[bool]:
-    """Return which sections are folded: those that do not fit into the first screens, and never the summary."""
+    """Return which sections are folded: those that do not fit into the first screens, and never
+    the summary.
+    """
     left, folded = float(_OPEN_PIXELS), []
     for number, section in enumerate(sections):
         height = _height(section)
@@ -324,8 +360,12 @@ def _height(section: Section) -> float:
         bars = any(axis is not None for axis in section.axes())
         return 190 + (62 if bars else 50) * len(section.rows)
     if isinstance(section, Cards):
-        longest = max((len(card.choices) for deck in section.decks for card in deck.cards), default=0)
-        return 120 + sum(50 + (230 + 80 * longest) * ((len(deck.cards) + 1) // 2) for deck in section.decks)
+        longest = max(
+            (len(card.choices) for deck in section.decks for card in deck.cards), default=0
+        )
+        return 120 + sum(
+            50 + (230 + 80 * longest) * ((len(deck.cards) + 1) // 2) for deck in section.decks
+        )
     if section.kind == "thumbnails":
         return 120 + 95 * len(section.strips)
     if section.kind == "grid":
@@ -341,7 +381,9 @@ def plot_picture(plot: Plot, *, alternative: str, lines: Sequence[str] = ()) -> 
 
 
 def thumbnail_uri(pixels: NDArray[np.uint8], size: int = 192) -> str:
-    """Return an image (H, W) or (H, W, 3), downscaled to at most `size` pixels a side, as a JPEG data URI."""
+    """Return an image (H, W) or (H, W, 3), downscaled to at most `size` pixels a side, as a JPEG
+    data URI.
+    """
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -350,7 +392,9 @@ def thumbnail_uri(pixels: NDArray[np.uint8], size: int = 192) -> str:
 
 
 def shrink(pixels: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """Downscale an image (H, W) or (H, W, 3) to at most `size` pixels a side; smaller ones are unchanged."""
+    """Downscale an image (H, W) or (H, W, 3) to at most `size` pixels a side; smaller ones are
+    unchanged.
+    """
     from PIL import Image
 
     image = Image.fromarray(pixels)

@@ -50,7 +50,9 @@ def _canvas(inches: tuple[float, float] = _INCHES) -> tuple["Figure", "Axes"]:
     return figure, axes
 
 
-def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str, *, color_coded: bool = False) -> Plot:
+def _finish(
+    name: str, figure: "Figure", axes: "Axes", x: str, y: str, *, color_coded: bool = False
+) -> Plot:
     import matplotlib
 
     axes.set_xlabel(x, fontsize=8, color="#334155")
@@ -79,24 +81,39 @@ def roc_plot(name: str, curve: RocCurve) -> Plot:
     """Plot a ROC curve with its pointwise 95 % band."""
     figure, axes = _canvas()
     _unit_square(axes)
-    axes.fill_between(curve.grid_G, curve.low_G, curve.high_G, color=LINE_COLOR, alpha=0.16, linewidth=0)
+    axes.fill_between(
+        curve.grid_G, curve.low_G, curve.high_G, color=LINE_COLOR, alpha=0.16, linewidth=0
+    )
     axes.plot(curve.false_positive_rate, curve.true_positive_rate, color=LINE_COLOR, linewidth=1.4)
     return _finish(name, figure, axes, "false positive rate", "true positive rate")
 
 
 def roc_overlay(name: str, curves: Mapping[str, RocCurve], *, beside: bool = True) -> Plot:
-    """Plot several ROC curves in one square, with their names, in the given order, beside it or in the corner."""
+    """Plot several ROC curves in one square, with their names, in the given order, beside it or
+    in the corner.
+    """
     import matplotlib
 
     figure, axes = _canvas((6.4, 3.9) if beside else _INCHES)
     _unit_square(axes)
     axes.set_aspect("equal")
     table = matplotlib.colormaps["tab10"]
-    colors = LINE_COLORS if len(curves) <= len(LINE_COLORS) else tuple(table(number) for number in range(table.N))
+    colors = (
+        LINE_COLORS
+        if len(curves) <= len(LINE_COLORS)
+        else tuple(table(number) for number in range(table.N))
+    )
     for number, (label, curve) in enumerate(curves.items()):
         dashes = "-" if number < len(colors) else "--"
         color = colors[number % len(colors)]
-        axes.plot(curve.false_positive_rate, curve.true_positive_rate, dashes, color=color, linewidth=1.3, label=label)
+        axes.plot(
+            curve.false_positive_rate,
+            curve.true_positive_rate,
+            dashes,
+            color=color,
+            linewidth=1.3,
+            label=label,
+        )
     if beside:
         axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7, frameon=False)
     else:
@@ -105,27 +122,50 @@ def roc_overlay(name: str, curves: Mapping[str, RocCurve], *, beside: bool = Tru
 
 
 def score_plot(name: str, scores_N: Array, labels_N: Array, threshold: float | None) -> Plot:
-    """Plot normalised histograms of the scores of positives and negatives, with the threshold as a line."""
+    """Plot normalised histograms of the scores of positives and negatives, with the threshold as
+    a line.
+    """
     figure, axes = _canvas()
     known = ~np.isnan(labels_N)
     edges = _bin_edges(scores_N[known])
-    sides = ((labels_N == 0, NEGATIVE_COLOR, "negative"), (labels_N == 1, POSITIVE_COLOR, "positive"))
+    sides = (
+        (labels_N == 0, NEGATIVE_COLOR, "negative"),
+        (labels_N == 1, POSITIVE_COLOR, "positive"),
+    )
     for chosen, color, side in sides:
         if chosen.any():
             axes.hist(scores_N[chosen], bins=edges, density=True, color=color, alpha=0.28)
             label = f"{side} ({int(chosen.sum())})"
-            axes.hist(scores_N[chosen], bins=edges, density=True, histtype="step", color=color, label=label)
+            axes.hist(
+                scores_N[chosen],
+                bins=edges,
+                density=True,
+                histtype="step",
+                color=color,
+                label=label,
+            )
     if threshold is not None and not np.isnan(threshold):
-        axes.axvline(threshold, color="#0f172a", linewidth=0.9, linestyle=(0, (4, 2)), label="threshold")
+        axes.axvline(
+            threshold, color="#0f172a", linewidth=0.9, linestyle=(0, (4, 2)), label="threshold"
+        )
     axes.set_yticks([])
     axes.locator_params(axis="x", nbins=4)
     anchor = (0.5, 1.0)  # above the axes
-    axes.legend(loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, columnspacing=1)
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=anchor,
+        ncols=3,
+        fontsize=6.5,
+        frameon=False,
+        columnspacing=1,
+    )
     return _finish(name, figure, axes, "score", "density")
 
 
 def _bin_edges(values_N: Array, bins: int = 24) -> list[float]:
-    """Return the edges of bins over all values; values that differ by rounding only share one, as equal ones do."""
+    """Return the edges of bins over all values; values that differ by rounding only share one,
+    as equal ones do.
+    """
     low, high = float(values_N.min()), float(values_N.max())
     if high - low <= _ROUNDING * max(abs(low), abs(high)):
         low, high = low - 0.5, high + 0.5
@@ -172,27 +212,61 @@ def interval_plot(
         axes.axvline(line, color="#0f172a", linewidth=0.9)
     for number, series in enumerate(systems):
         at_K = rows_K + 0.7 / max(len(systems), 2) * (number - (len(systems) - 1) / 2)
-        axes.hlines(at_K, series.low_K, series.high_K, color=series.color, linewidth=1.4, alpha=0.55)
+        axes.hlines(
+            at_K, series.low_K, series.high_K, color=series.color, linewidth=1.4, alpha=0.55
+        )
         axes.plot(series.value_K, at_K, "o", color=series.color, markersize=4, label=series.name)
     for series in baselines:
-        axes.scatter(series.value_K, rows_K, s=80, marker="|", color=series.color, linewidth=1.6, label=series.name)
+        axes.scatter(
+            series.value_K,
+            rows_K,
+            s=80,
+            marker="|",
+            color=series.color,
+            linewidth=1.6,
+            label=series.name,
+        )
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks(rows_K, rows)
     axes.locator_params(axis="x", nbins=7)
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=7, frameon=False, columnspacing=1.2)
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=6,
+        fontsize=7,
+        frameon=False,
+        columnspacing=1.2,
+    )
     return _finish(name, figure, axes, axis, "")
 
 
 def interval_lines(name: str, x_K: Array, lines: Sequence[Series], *, x: str, y: str) -> Plot:
-    """Plot values with intervals against the numbers `x_K`, one line for each series; `x` and `y` name the axes."""
+    """Plot values with intervals against the numbers `x_K`, one line for each series; `x` and
+    `y` name the axes.
+    """
     figure, axes = _canvas()
     for series in lines:
         axes.vlines(x_K, series.low_K, series.high_K, color=series.color, linewidth=1, alpha=0.5)
-        axes.plot(x_K, series.value_K, "o-", color=series.color, linewidth=1.2, markersize=3, label=series.name)
+        axes.plot(
+            x_K,
+            series.value_K,
+            "o-",
+            color=series.color,
+            linewidth=1.2,
+            markersize=3,
+            label=series.name,
+        )
     axes.set_xticks(x_K, [f"{value:g}" for value in x_K])
     if len(lines) > 1:
         anchor = (0.5, 1.0)
-        axes.legend(loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, columnspacing=1)
+        axes.legend(
+            loc="lower center",
+            bbox_to_anchor=anchor,
+            ncols=3,
+            fontsize=6.5,
+            frameon=False,
+            columnspacing=1,
+        )
     return _finish(name, figure, axes, x, y)
 
 
@@ -201,7 +275,9 @@ def calibration_plot(name: str, bins: CalibrationBins) -> Plot:
     figure, axes = _canvas()
     _unit_square(axes)
     axes.vlines(bins.probability_Q, bins.low_Q, bins.high_Q, color=LINE_COLOR, linewidth=0.8)
-    axes.plot(bins.probability_Q, bins.observed_Q, "o-", color=LINE_COLOR, linewidth=1, markersize=3)
+    axes.plot(
+        bins.probability_Q, bins.observed_Q, "o-", color=LINE_COLOR, linewidth=1, markersize=3
+    )
     return _finish(name, figure, axes, "mean probability", "fraction of positives")
 
 
@@ -219,19 +295,33 @@ def matrix_plot(name: str, values_KK: Array, x_label: str, y_label: str) -> Plot
     return _finish(name, figure, axes, x_label, y_label, color_coded=True)
 
 
-def points_plot(name: str, points: Mapping[str, Array], colors: Mapping[str, str], axis_names: Sequence[str]) -> Plot:
+def points_plot(
+    name: str, points: Mapping[str, Array], colors: Mapping[str, str], axis_names: Sequence[str]
+) -> Plot:
     """Plot named sets of points (N, 2) in their colors; `axis_names` label the two axes."""
     figure, axes = _canvas()
     for side, points_N2 in points.items():
         label, color = f"{side} ({len(points_N2):,})", colors[side]
         axes.scatter(
-            points_N2[:, 0], points_N2[:, 1], s=5, alpha=0.5, linewidth=0, color=color, label=label, rasterized=True
+            points_N2[:, 0],
+            points_N2[:, 1],
+            s=5,
+            alpha=0.5,
+            linewidth=0,
+            color=color,
+            label=label,
+            rasterized=True,
         )
     axes.set_xticks([])
     axes.set_yticks([])
     anchor = (0.5, 1.0)
     legend = axes.legend(
-        loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, markerscale=2.5
+        loc="lower center",
+        bbox_to_anchor=anchor,
+        ncols=3,
+        fontsize=6.5,
+        frameon=False,
+        markerscale=2.5,
     )
     for handle in legend.legend_handles:
         if handle is not None:
@@ -254,7 +344,15 @@ def line_plot(
     table = matplotlib.colormaps["tab20"]
     for number, (label, (x, y)) in enumerate(lines.items()):
         marker = "o" if len(x) <= 12 else ""
-        axes.plot(x, y, marker=marker, markersize=3, linewidth=1.2, color=table(number % table.N), label=label)
+        axes.plot(
+            x,
+            y,
+            marker=marker,
+            markersize=3,
+            linewidth=1.2,
+            color=table(number % table.N),
+            label=label,
+        )
     if log_x:
         places = sorted({place for x, _ in lines.values() for place in x})
         axes.set_xscale("log")
@@ -264,14 +362,20 @@ def line_plot(
     return _finish(name, figure, axes, x_label, y_label)
 
 
-def labelled_points(name: str, points: Mapping[str, tuple[float, float]], x_label: str, y_label: str) -> Plot:
-    """Plot named points (x, y) with their names; x is logarithmic where it spans more than a factor of five."""
+def labelled_points(
+    name: str, points: Mapping[str, tuple[float, float]], x_label: str, y_label: str
+) -> Plot:
+    """Plot named points (x, y) with their names; x is logarithmic where it spans more than a
+    factor of five.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure, axes = _canvas((6.4, 3.9))
     for label, (x, y) in points.items():
         axes.plot([x], [y], "o", markersize=4, color=LINE_COLOR)
-        axes.annotate(label, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=6.5, color="#334155")
+        axes.annotate(
+            label, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=6.5, color="#334155"
+        )
     places = [x for x, _ in points.values()]
     if max(places) > 5 * min(places):
         axes.set_xscale("log")
@@ -288,12 +392,20 @@ def labelled_points(name: str, points: Mapping[str, tuple[float, float]], x_labe
 
 _OUTSIDE_BRIGHTNESS = 0.35  # brightness of pixels outside the model's input
 _OPACITY = 0.62  # overlay opacity at the maximum
-_FULL_COLOR_PEAK = 2.0  # lowest peak, in units of the mean, that is drawn in full color; flatter maps stay pale
+_FULL_COLOR_PEAK = (
+    2.0  # lowest peak, in units of the mean, that is drawn in full color; flatter maps stay pale
+)
 
 
-def to_pixels(map_hw: NDArray[np.floating], box: Box, height: int, width: int) -> NDArray[np.float64]:
-    """Return the map (H, W) on the pixels of the image (`medvl.models.heatmaps.on_image`), 0 outside the box."""
-    map_HW = on_image(torch.from_numpy(np.asarray(map_hw, dtype=np.float64))[None], box, height, width)[0]
+def to_pixels(
+    map_hw: NDArray[np.floating], box: Box, height: int, width: int
+) -> NDArray[np.float64]:
+    """Return the map (H, W) on the pixels of the image (`medvl.models.heatmaps.on_image`), 0
+    outside the box.
+    """
+    map_HW = on_image(
+        torch.from_numpy(np.asarray(map_hw, dtype=np.float64))[None], box, height, width
+    )[0]
     return map_HW.nan_to_num(0.0).double().numpy()
 
 
@@ -304,7 +416,9 @@ def peak_ratio(map_hw: NDArray[np.floating]) -> float:
 
 
 def color_ends(map_hw: NDArray[np.floating]) -> tuple[float, float]:
-    """Return the values at which color starts and is full: the mean, and the maximum or twice the mean if higher."""
+    """Return the values at which color starts and is full: the mean, and the maximum or twice
+    the mean if higher.
+    """
     mean = float(map_hw.mean())
     return mean, mean * max(peak_ratio(map_hw), _FULL_COLOR_PEAK)
 
@@ -325,7 +439,8 @@ def draw_map(
 ) -> NDArray[np.uint8]:
     """Return the image (H, W, 3) with the heatmap on it, darkened outside the model's input.
 
-    Color starts at the mean of the map and is full at its maximum, or at twice the mean if that is higher.
+    Color starts at the mean of the map and is full at its maximum, or at twice the mean if that is
+    higher.
 
     Args:
         pixels: image (H, W) or (H, W, 3).

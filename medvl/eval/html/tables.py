@@ -1,4 +1,6 @@
-"""Tables of the pages: cells, axes of their interval bars, and files for papers (CSV, Markdown, LaTeX)."""
+"""Tables of the pages: cells, axes of their interval bars, and files for papers (CSV, Markdown,
+LaTeX).
+"""
 
 import dataclasses
 import math
@@ -39,7 +41,9 @@ class Cell:
     small: str = ""
     """Small text after the text: an interval."""
     interval: Interval | None = None
-    """The number with its interval, for the bar and for files; NaN ends for a number without an interval."""
+    """The number with its interval, for the bar and for files; NaN ends for a number without an
+    interval.
+    """
     bar: bool = False
     """Draw a bar, on an axis shared by the column."""
     reference: float | None = None
@@ -56,40 +60,60 @@ class Table:
     caption: str = ""
     strong_rows: int = 0
     one_axis: bool | frozenset[int] = False
-    """Draw the bars of all columns on one axis, to compare columns; or those of some (numbers of columns after the
-    first) on one, and the others on another."""
+    """Draw the bars of all columns on one axis, to compare columns; or those of some (numbers of
+    columns after the first) on one, and the others on another.
+    """
     kind: str = "table"
 
     def axes(self) -> list[tuple[float, float] | None]:
-        """Return (start, end) of the axis of each column after the first; None for a column without bars."""
+        """Return (start, end) of the axis of each column after the first; None for a column
+        without bars.
+        """
         columns = [
             [row[place] for row in self.rows if place < len(row)]
             for place in range(1, max(map(len, self.rows), default=1))
         ]
-        bars = [[cell for cell in column if isinstance(cell, Cell) and cell.bar] for column in columns]
+        bars = [
+            [cell for cell in column if isinstance(cell, Cell) and cell.bar] for column in columns
+        ]
         if self.one_axis is False:
             return [_axis(column) for column in bars]
         first = frozenset(range(len(bars))) if self.one_axis is True else self.one_axis
         groups = [number in first for number in range(len(bars))]
         shared = {
-            group: _axis([cell for column, own in zip(bars, groups, strict=True) if own == group for cell in column])
+            group: _axis(
+                [
+                    cell
+                    for column, own in zip(bars, groups, strict=True)
+                    if own == group
+                    for cell in column
+                ]
+            )
             for group in (True, False)
         }
-        return [shared[group] if column else None for column, group in zip(bars, groups, strict=True)]
+        return [
+            shared[group] if column else None for column, group in zip(bars, groups, strict=True)
+        ]
 
     def words(self) -> list[bool]:
         """Return whether each column holds words, which are aligned to the left, and no numbers."""
-        cells = [[cell for cell in column if _text(cell) not in ("", "–")] for column in _columns(self)]
+        cells = [
+            [cell for cell in column if _text(cell) not in ("", "–")] for column in _columns(self)
+        ]
         return [bool(column) and all(_is_word(cell) for cell in column) for column in cells]
 
 
-def metric_cell(row: MetricRow | None, *, reference: float | None = None, bar: bool = False) -> Cell:
+def metric_cell(
+    row: MetricRow | None, *, reference: float | None = None, bar: bool = False
+) -> Cell:
     """Return the cell of a metric with its interval; a dash without a value."""
     text, _, interval = format_value(row).partition(" ")
     if row is None or text == "-":
         return Cell(text="–")
     ends = (row.low, row.value, row.high)
-    return Cell(text=text, small=interval, interval=ends, bar=bar and bool(interval), reference=reference)
+    return Cell(
+        text=text, small=interval, interval=ends, bar=bar and bool(interval), reference=reference
+    )
 
 
 def _is_word(cell: Cell | str) -> bool:
@@ -98,23 +122,40 @@ def _is_word(cell: Cell | str) -> bool:
 
 def _axis(cells: Sequence[Cell]) -> tuple[float, float] | None:
     """Return round ends that hold all intervals and references, within 0 and 1 if these are."""
-    numbers = [number for cell in cells if cell.interval for number in cell.interval if not math.isnan(number)]
+    numbers = [
+        number
+        for cell in cells
+        if cell.interval
+        for number in cell.interval
+        if not math.isnan(number)
+    ]
     if not numbers:
         return None
     numbers += [cell.reference for cell in cells if cell.reference is not None]
     low, high = min(numbers), max(numbers)
     margin = _MARGIN * (high - low or 1)
-    step = next((step for step in _STEPS if (high - low) / step <= 10), 10.0 ** math.ceil(math.log10(high - low or 1)))
+    step = next(
+        (step for step in _STEPS if (high - low) / step <= 10),
+        10.0 ** math.ceil(math.log10(high - low or 1)),
+    )
     start, end = math.floor((low - margin) / step) * step, math.ceil((high + margin) / step) * step
     return max(start, 0.0) if low >= 0 else start, min(end, 1.0) if high <= 1 else end
 
 
 def as_csv(table: Table) -> str:
-    """Return the table as CSV. A column of numbers with intervals becomes three: value, low and high, in full."""
+    """Return the table as CSV. A column of numbers with intervals becomes three: value, low and
+    high, in full.
+    """
     lines = _complete(table)
-    numeric = [any(isinstance(cell, Cell) and cell.interval for cell in column) for column in zip(*lines, strict=True)]
+    numeric = [
+        any(isinstance(cell, Cell) and cell.interval for cell in column)
+        for column in zip(*lines, strict=True)
+    ]
     header = zip(table.columns, numeric or [False] * len(table.columns), strict=True)
-    names = [[name or "name", *([f"{name} low", f"{name} high"] if three else [])] for name, three in header]
+    names = [
+        [name or "name", *([f"{name} low", f"{name} high"] if three else [])]
+        for name, three in header
+    ]
     rows = [[name for group in names for name in group]]
     for line in lines:
         fields: list[str] = []
@@ -135,14 +176,21 @@ def as_markdown(table: Table) -> str:
     lines = [header, ["---", *("---" if words else "---:" for words in table.words()[1:])]]
     for number, line in enumerate(_complete(table)):
         cells = [_cell_markdown(_text(cell)) for cell in line]
-        lines.append([f"**{cell}**" if number < table.strong_rows and cell else cell for cell in cells])
+        lines.append(
+            [f"**{cell}**" if number < table.strong_rows and cell else cell for cell in cells]
+        )
     body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"**{table.title}.** {table.caption}".rstrip() + f"\n\n{body}\n"
 
 
 def as_text(table: Table, width: int = 120) -> str:
-    """Return the table for a terminal: title, caption, and aligned columns; those beyond the width in further parts."""
-    columns = [[column, *map(_text, cells)] for column, cells in zip(table.columns, _columns(table), strict=True)]
+    """Return the table for a terminal: title, caption, and aligned columns; those beyond the
+    width in further parts.
+    """
+    columns = [
+        [column, *map(_text, cells)]
+        for column, cells in zip(table.columns, _columns(table), strict=True)
+    ]
     wide = [max(map(len, column)) for column in columns]  # the first column begins every part
     parts: list[list[int]] = [[]]
     for number in range(1, len(columns)):
@@ -153,7 +201,9 @@ def as_text(table: Table, width: int = 120) -> str:
     words = table.words()
     texts = [f"{table.title}. {table.caption}".rstrip()]
     for part in parts:
-        shown = [_aligned(columns[number], left=number == 0 or words[number]) for number in (0, *part)]
+        shown = [
+            _aligned(columns[number], left=number == 0 or words[number]) for number in (0, *part)
+        ]
         texts.append("\n".join("  ".join(line).rstrip() for line in zip(*shown, strict=True)))
     return "\n\n".join(texts) + "\n"
 
@@ -168,16 +218,22 @@ def as_latex(table: Table) -> str:
     lines = []
     for number, line in enumerate(_complete(table)):
         cells = [_cell_latex(cell) for cell in line]
-        lines.append([rf"\textbf{{{cell}}}" if number < table.strong_rows and cell else cell for cell in cells])
+        lines.append(
+            [
+                rf"\textbf{{{cell}}}" if number < table.strong_rows and cell else cell
+                for cell in cells
+            ]
+        )
     rows = [" & ".join(line) + r" \\" for line in lines]
     if 0 < table.strong_rows < len(rows):
         rows.insert(table.strong_rows, r"\midrule")
+    alignment = "l" + "".join("l" if words else "r" for words in table.words()[1:])
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
             rf"\caption{{{_latex(f'{table.title}. {table.caption}'.rstrip())}}}",
-            rf"\begin{{tabular}}{{l{''.join('l' if words else 'r' for words in table.words()[1:])}}}",
+            rf"\begin{{tabular}}{{{alignment}}}",
             r"\toprule",
             " & ".join(map(_latex, table.columns)) + r" \\",
             r"\midrule",

@@ -2,19 +2,24 @@
 
 Protocol "linear_probe", version 1:
 
-* Features are the pooled vectors of the frozen encoder in eval mode, with its inference transform. `details["note"]`
-  says where the system trained layers above a frozen encoder only, which are not part of the features.
+* Features are the pooled vectors of the frozen encoder in eval mode, with its inference transform.
+  `details["note"]` says where the system trained layers above a frozen encoder only, which are not
+  part of the features.
 * They are standardised by mean and standard deviation over all training images.
-* One logistic regression per label, solved by L-BFGS until every entry of the gradient is at most 1e-4. The penalty is
-  the one of a fixed list with the best mean AUROC on all validation images.
-* A fraction of the labels is a fraction of the training patients, sampled once per seed; the samples of one seed are
-  nested (`medvl.data.loading.sources.label_fraction`). The full set has one run. A label with only positives or only
-  negatives in a sample is scored 0.5 everywhere, so that its AUROC is 0.5.
-* "auroc@10%" is the mean over the runs at 10 %, "auroc_sd@10%" their standard deviation; likewise average precision.
-* Rows without a fraction belong to the first run of the largest fraction: calibration, yes/no metrics at thresholds
-  chosen on validation images, subgroups and their gaps.
-* Labels that are neither 1 nor 0 are converted by one named policy for fitting, selection and evaluation.
-* Training, validation and test share no patient. Intervals: test patients are resampled; all rows share the resamples.
+* One logistic regression per label, solved by L-BFGS until every entry of the gradient is at most
+  1e-4. The penalty is the one of a fixed list with the best mean AUROC on all validation images.
+* A fraction of the labels is a fraction of the training patients, sampled once per seed; the
+  samples of one seed are nested (`medvl.data.loading.sources.label_fraction`). The full set has one
+  run. A label with only positives or only negatives in a sample is scored 0.5 everywhere, so that
+  its AUROC is 0.5.
+* "auroc@10%" is the mean over the runs at 10 %, "auroc_sd@10%" their standard deviation; likewise
+  average precision.
+* Rows without a fraction belong to the first run of the largest fraction: calibration, yes/no
+  metrics at thresholds chosen on validation images, subgroups and their gaps.
+* Labels that are neither 1 nor 0 are converted by one named policy for fitting, selection and
+  evaluation.
+* Training, validation and test share no patient. Intervals: test patients are resampled; all rows
+  share the resamples.
 
 Shape letters: S runs, N images, L classes, R resamples.
 """
@@ -55,7 +60,9 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult(ClassificationResult):
-    """Results of a linear probe; images, scores and thresholds are of the first run of the largest fraction."""
+    """Results of a linear probe; images, scores and thresholds are of the first run of the
+    largest fraction.
+    """
 
     fractions: tuple[float, ...]
 
@@ -126,12 +133,13 @@ def linear_probe(
         train, valid, test: features of one encoder for different patients.
         fractions: fractions of the training patients whose labels are used, each in (0, 1].
         seeds: runs per fraction below 1.
-        penalties: candidate penalties.
-        policy, threshold_rule, bootstrap_unit, resamples, seed, smallest_subgroup, smallest_class: as in `zero_shot`.
+        penalties: candidate penalties. policy, threshold_rule, bootstrap_unit, resamples, seed,
+            smallest_subgroup, smallest_class: as in `zero_shot`.
         inputs: further hashes for `Results.inputs`, such as that of the encoder.
 
     Raises:
-        EvaluationError: no label can be evaluated, or fractions, seeds or penalties are empty or out of range.
+        EvaluationError: no label can be evaluated, or fractions, seeds or penalties are empty or
+            out of range.
         SplitError: two of the sets share a patient, or validation or test images are synthetic.
     """
     scoring.check_bootstrap_unit(bootstrap_unit)
@@ -154,7 +162,9 @@ def linear_probe(
     images = dataclasses.replace(images, smallest_class=smallest_class)
     thresholds = scoring.choose_thresholds(on_valid, images, threshold_rule)
     noted = {"note": train.note} if train.note else {}
-    groups = scoring.ranking_groups(images) + scoring.decision_groups(images, thresholds, probabilities=True)
+    groups = scoring.ranking_groups(images) + scoring.decision_groups(
+        images, thresholds, probabilities=True
+    )
     results = scoring.evaluate_scores(
         images,
         groups + _fraction_metrics(runs, images),
@@ -162,19 +172,32 @@ def linear_probe(
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config=config,
         inputs={**_fingerprints(train, valid, test), **(inputs or {})},
-        details={"runs": [run.details for run in runs], "feature_dim": train.x_ND.shape[1], **noted},
+        details={
+            "runs": [run.details for run in runs],
+            "feature_dim": train.x_ND.shape[1],
+            **noted,
+        },
     )
-    return ProbeResult(results=results, images=images, thresholds=thresholds, fractions=tuple(sorted(fractions)))
+    return ProbeResult(
+        results=results, images=images, thresholds=thresholds, fractions=tuple(sorted(fractions))
+    )
 
 
 def _prepare(
     train: FeatureTable, valid: FeatureTable, test: FeatureTable, policy: LabelPolicy
 ) -> tuple[_Data, dict[str, ScoredImages]]:
-    """Return the data of the three sets for their common labels, and their images with scores of zero."""
-    check_disjoint({"train": train.patients, "validation": valid.patients, "test": test.patients}, "the linear probe")
+    """Return the data of the three sets for their common labels, and their images with scores of
+    zero.
+    """
+    check_disjoint(
+        {"train": train.patients, "validation": valid.patients, "test": test.patients},
+        "the linear probe",
+    )
     label_of = {part: match_labels(test.label_names, table.label_names) for part, table in
                 (("train", train), ("valid", valid), ("test", test))}  # fmt: skip
-    names = tuple(name for name in test.label_names if name in label_of["train"] and name in label_of["valid"])
+    names = tuple(
+        name for name in test.label_names if name in label_of["train"] and name in label_of["valid"]
+    )
     lacking = [name for name in test.label_names if name not in names]
     if not names:
         message = "expected labels in common to training, validation and test data, got none"
@@ -182,7 +205,11 @@ def _prepare(
     scored = {}
     for part, table in (("train", train), ("valid", valid), ("test", test)):
         if part != "train" and any(sample.extra.get("synthetic") for sample in table.samples):
-            raise SplitError(f"the {part} images of the probe are synthetic; give real ones", "synthetic", field=part)
+            raise SplitError(
+                f"the {part} images of the probe are synthetic; give real ones",
+                "synthetic",
+                field=part,
+            )
         label_names = named_as(table.label_names, test.label_names)
         resolved = policy.resolve(table.labels_NL, label_names)
         scored[part] = ScoredImages(
@@ -210,10 +237,13 @@ def _prepare(
     return data, scored
 
 
-def _fit_all(data: _Data, fractions: Sequence[float], seeds: int, penalties: Sequence[float]) -> list[ProbeRun]:
+def _fit_all(
+    data: _Data, fractions: Sequence[float], seeds: int, penalties: Sequence[float]
+) -> list[ProbeRun]:
     if not fractions or seeds < 1 or not penalties or min(penalties) <= 0:
         raise EvaluationError(
-            f"expected fractions, seeds >= 1 and penalties > 0, got {list(fractions)}, {seeds} and {list(penalties)}",
+            f"expected fractions, seeds >= 1 and penalties > 0, got {list(fractions)}, {seeds} "
+            f"and {list(penalties)}",
             "out_of_range",
             field="fractions" if not fractions else "seeds" if seeds < 1 else "penalties",
         )
@@ -243,33 +273,55 @@ def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) 
     return ProbeRun(fraction=fraction, probe=chosen.probe, scores_NL=scores_NL, details=details)
 
 
-def _fingerprints(train: FeatureTable, valid: FeatureTable, test: FeatureTable) -> dict[str, str | None]:
-    return {"manifest": test.fingerprint, "train_manifest": train.fingerprint, "validation_manifest": valid.fingerprint}
+def _fingerprints(
+    train: FeatureTable, valid: FeatureTable, test: FeatureTable
+) -> dict[str, str | None]:
+    return {
+        "manifest": test.fingerprint,
+        "train_manifest": train.fingerprint,
+        "validation_manifest": valid.fingerprint,
+    }
 
 
-def _with_scores(run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages]) -> tuple[ScoredImages, ScoredImages]:
+def _with_scores(
+    run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages]
+) -> tuple[ScoredImages, ScoredImages]:
     on_valid_NL = run.probe.probability_NL(data.valid_x_ND)
     test, valid = scored["test"], scored["valid"]
-    return dataclasses.replace(test, scores_NL=run.scores_NL), dataclasses.replace(valid, scores_NL=on_valid_NL)
+    return dataclasses.replace(test, scores_NL=run.scores_NL), dataclasses.replace(
+        valid, scores_NL=on_valid_NL
+    )
 
 
 def choose_probe(
-    x_ND: Tensor, y_NL: Array, valid_x_ND: Tensor, valid_y_NL: Array, penalties: Sequence[float] = PENALTIES
+    x_ND: Tensor,
+    y_NL: Array,
+    valid_x_ND: Tensor,
+    valid_y_NL: Array,
+    penalties: Sequence[float] = PENALTIES,
 ) -> ChosenProbe:
-    """Fit probes to standardised features with several penalties; return the one with the best mean validation AUROC.
+    """Fit probes to standardised features with several penalties; return the one with the best mean
+    validation AUROC.
 
     Raises EvaluationError if no label has positives and negatives among the validation images.
     """
     probes = fit_path(x_ND, y_NL, penalties)
-    auroc = {penalty: _mean_auroc(probe, valid_x_ND, valid_y_NL) for penalty, probe in probes.items()}
-    best = max(auroc, key=auroc.__getitem__)  # the largest penalty among equals: it was fitted first
+    auroc = {
+        penalty: _mean_auroc(probe, valid_x_ND, valid_y_NL) for penalty, probe in probes.items()
+    }
+    best = max(
+        auroc, key=auroc.__getitem__
+    )  # the largest penalty among equals: it was fitted first
     return ChosenProbe(probes[best], best, auroc[best])
 
 
 def _mean_auroc(probe: LinearProbe, x_ND: Tensor, y_NL: Array) -> float:
     auroc_L, _, _ = bootstrap_auroc(probe.probability_NL(x_ND), y_NL, resamples=0)
     if np.isnan(auroc_L).all():
-        message = "expected validation images with positives and negatives of a label to select the penalty, got none"
+        message = (
+            "expected validation images with positives and negatives of a label to select "
+            "the penalty, got none"
+        )
         raise EvaluationError(message, "empty", field="valid")
     return float(np.nanmean(auroc_L))
 
@@ -285,9 +337,12 @@ def _fraction_metrics(runs: Sequence[ProbeRun], images: ScoredImages) -> list[Me
     ]
 
 
-def _over_runs(metric: str, runs: Sequence[ProbeRun], images: ScoredImages, ending: str) -> MetricGroup:
+def _over_runs(
+    metric: str, runs: Sequence[ProbeRun], images: ScoredImages, ending: str
+) -> MetricGroup:
     by_run = [
-        ranking_metrics(metric, run.scores_NL, images.labels_NL, images.names, means=images.means) for run in runs
+        ranking_metrics(metric, run.scores_NL, images.labels_NL, images.names, means=images.means)
+        for run in runs
     ]
     rows = [dataclasses.replace(row, metric=f"{metric}{ending}") for row in by_run[0].rows]
     if len(runs) > 1:
@@ -306,9 +361,16 @@ def _over_runs(metric: str, runs: Sequence[ProbeRun], images: ScoredImages, endi
 
 
 def write_probe_page(
-    result: ProbeResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 3
+    result: ProbeResult,
+    path: str | Path,
+    header: PageHeader,
+    *,
+    pixels: Pixels | None = None,
+    examples: int = 3,
 ) -> Path:
-    """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`."""
+    """Write the page as one HTML file and return its path; arguments as in
+    `write_zero_shot_page`.
+    """
     page = Page(
         title=f"Linear probe: {header.model}",
         subtitle=subtitle(result, header.data),
@@ -341,25 +403,34 @@ def _probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
 def _by_fraction(result: ProbeResult) -> Table:
     rows = {(row.metric, row.target): row for row in result.results.rows if not row.subgroup}
     means = {"macro_competition": "Mean of the five competition findings", "macro": "Mean of all"}
-    means = {target: label for target, label in means.items() if (f"auroc{suffix(1)}", target) in rows} or {
-        "macro": "Mean of all"
-    }
+    means = {
+        target: label for target, label in means.items() if (f"auroc{suffix(1)}", target) in rows
+    } or {"macro": "Mean of all"}
     lines: list[Sequence[Cell | str]] = []
     for target, label in {**means, **{name: name for name in result.images.names}}.items():
         cells: list[Cell | str] = [label]
         for fraction in result.fractions:
-            cells.append(metric_cell(rows.get((f"auroc{suffix(fraction)}", target)), reference=0.5, bar=True))
+            cells.append(
+                metric_cell(rows.get((f"auroc{suffix(fraction)}", target)), reference=0.5, bar=True)
+            )
             deviation = rows.get((f"auroc_sd{suffix(fraction)}", target))
-            cells.append("" if deviation is None or np.isnan(deviation.value) else f"{deviation.value:.3f}")
+            cells.append(
+                "" if deviation is None or np.isnan(deviation.value) else f"{deviation.value:.3f}"
+            )
         lines.append(cells)
-    columns = [name for fraction in result.fractions for name in (f"AUROC, {100 * fraction:g}%", "SD over runs")]
+    columns = [
+        name
+        for fraction in result.fractions
+        for name in (f"AUROC, {100 * fraction:g}%", "SD over runs")
+    ]
     return Table(
         title="Summary by fraction of the labels",
         columns=["", *columns],
         rows=lines,
         strong_rows=len(means),
         one_axis=True,
-        caption="Mean over the runs of a fraction with 95% interval over test patients, and standard deviation (SD) "
+        caption="Mean over the runs of a fraction with 95% interval over test patients, and "
+        "standard deviation (SD) "
         "over the runs. The sections below show the first run of the largest fraction.",
     )
 
@@ -380,16 +451,20 @@ def parse_levels(text: str) -> tuple[str, tuple[str, ...]]:
     column, _, listed = text.partition("=")
     levels = tuple(level.strip() for level in listed.split(","))
     if not column or len(levels) < 2 or len(set(levels)) < len(levels) or not all(levels):
-        message = f"expected COLUMN=LEVEL,LEVEL,... with two levels or more, lowest first, got {text!r}"
+        message = (
+            f"expected COLUMN=LEVEL,LEVEL,... with two levels or more, lowest first, got {text!r}"
+        )
         raise EvaluationError(message, "malformed", field="levels")
     return column, levels
 
 
 def ordinal_table(table: FeatureTable, column: str, levels: Sequence[str]) -> FeatureTable:
-    """Return a table whose labels are the steps of a scale, "COLUMN >= LEVEL" for every level but the lowest.
+    """Return a table whose labels are the steps of a scale, "COLUMN >= LEVEL" for every level but
+    the lowest.
 
     Args:
-        table: features with a label `COLUMN=LEVEL` for each level (`medvl shards table --category-column`).
+        table: features with a label `COLUMN=LEVEL` for each level (`medvl shards table
+            --category-column`).
         column: name of the column.
         levels: its values, lowest first. Images that have none of them, or several, are left out.
 
@@ -399,12 +474,19 @@ def ordinal_table(table: FeatureTable, column: str, levels: Sequence[str]) -> Fe
     known = [name for name in table.label_names if name.startswith(f"{column}=")]
     missing = [name for name in names if name not in known]
     if missing:
-        message = f"expected the labels {', '.join(names)} in the shards, got {', '.join(known) or 'none of them'}"
-        raise EvaluationError(f"{message}; name the levels as in the table", "unknown_name", field="levels")
+        message = (
+            f"expected the labels {', '.join(names)} in the shards, got "
+            f"{', '.join(known) or 'none of them'}"
+        )
+        raise EvaluationError(
+            f"{message}; name the levels as in the table", "unknown_name", field="levels"
+        )
     is_level_NV = table.labels_NL[:, [table.label_names.index(name) for name in names]] == 1
     graded_M = np.flatnonzero(is_level_NV.sum(axis=1) == 1)
     if not len(graded_M):
-        raise EvaluationError(f"no image has one of the labels {', '.join(names)}", "empty", field="levels")
+        raise EvaluationError(
+            f"no image has one of the labels {', '.join(names)}", "empty", field="levels"
+        )
     labels_ML = is_level_NV[graded_M].argmax(axis=1)[:, None] >= np.arange(1, len(levels))
     return dataclasses.replace(
         table,

@@ -1,7 +1,8 @@
 """Image features of a source, encoded once and cached on disk.
 
-The cache file is named by the hash of the encoder (weights and settings), the source fingerprint and the transform.
-Runs with other fractions or policies reuse it; any change of encoder or data leads to another file.
+The cache file is named by the hash of the encoder (weights and settings), the source fingerprint
+and the transform. Runs with other fractions or policies reuse it; any change of encoder or data
+leads to another file.
 
 Shape letters: N images, D feature dim, L labels.
 """
@@ -47,16 +48,23 @@ class ProbedEncoder:
     """What its features do not contain, for results and pages."""
 
     @classmethod
-    def from_model(cls, model: System, *, name: str, random: bool = False, seed: int = 0) -> "ProbedEncoder":
+    def from_model(
+        cls, model: System, *, name: str, random: bool = False, seed: int = 0
+    ) -> "ProbedEncoder":
         """Return the image encoder of a system; `random` reinitialises its weights, as a baseline.
 
-        The encoder of a system that trains layers above a frozen one only (RadZero, UMRL) has a `note` that says so.
+        The encoder of a system that trains layers above a frozen one only (RadZero, UMRL) has a
+        `note` that says so.
 
         Raises ConfigError if the system has no image encoder that reads pixels.
         """
         if random:
             with seeded(seed):
-                model = type(model).build(model.config, pretrained=False, tokenizer=model.tokenizer).to(model.device)
+                model = (
+                    type(model)
+                    .build(model.config, pretrained=False, tokenizer=model.tokenizer)
+                    .to(model.device)
+                )
             name = f"{name}, random weights"
         module = image_encoder_of(model)
         note = FROZEN_NOTE if module.is_frozen and not random else ""
@@ -66,11 +74,23 @@ class ProbedEncoder:
     def from_name(
         cls, name: str, *, pretrained: Pretrained = False, seed: int = 0, **arguments: Any
     ) -> "ProbedEncoder":
-        """Create an encoder by name, from any source of weights. Arguments and errors are `create_image_encoder`'s."""
+        """Create an encoder by name, from any source of weights. Arguments and errors are
+        `create_image_encoder`'s.
+        """
         with seeded(seed):
             module = create_image_encoder(name, pretrained=pretrained, **arguments)
-        weights = "random" if pretrained is False else "published" if pretrained is True else f"{pretrained}'s"
-        return cls(name=f"{name}, {weights} weights", module=module, transform=EvalTransform(size=module.image_size[0]))
+        weights = (
+            "random"
+            if pretrained is False
+            else "published"
+            if pretrained is True
+            else f"{pretrained}'s"
+        )
+        return cls(
+            name=f"{name}, {weights} weights",
+            module=module,
+            transform=EvalTransform(size=module.image_size[0]),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +127,9 @@ class FeatureTable:
         return [sample.patient for sample in self.samples]
 
 
-def encode_features(encoder: ProbedEncoder, loader: Loader, *, cache: Path | None = None) -> FeatureTable:
+def encode_features(
+    encoder: ProbedEncoder, loader: Loader, *, cache: Path | None = None
+) -> FeatureTable:
     """Return the features of every image of a loader, from the cache if present.
 
     Args:
@@ -115,11 +137,16 @@ def encode_features(encoder: ProbedEncoder, loader: Loader, *, cache: Path | Non
         loader: loader with `encoder.transform`, opened for evaluation.
         cache: folder of cached features; None for no cache.
 
-    Raises EvaluationError if the loader does not yield every sample once, or a feature is not finite.
+    Raises EvaluationError if the loader does not yield every sample once, or a feature is not
+    finite.
     """
     source = loader.source
     description = _describe(encoder, source)
-    path = None if cache is None else cache / f"{hashlib.sha256(description.encode()).hexdigest()[:32]}.safetensors"
+    path = (
+        None
+        if cache is None
+        else cache / f"{hashlib.sha256(description.encode()).hexdigest()[:32]}.safetensors"
+    )
     encoded = None if path is None else _read(path, description)
     rank, world = getattr(loader, "ranks", (0, 1))
     if world > 1 and b"" in exchange_bytes(b"" if encoded is None else b"cached"):
@@ -164,14 +191,24 @@ def _encode(encoder: ProbedEncoder, loader: Loader) -> _Encoded:
     batches = FullPass(loader, synthetic=True)
 
     def encode(batch: Batch) -> dict[str, torch.Tensor]:
-        return {"x": encoder.module(batch.image_BCHW.to(encoder.device, non_blocking=True)).pooled_BD.float()}
+        return {
+            "x": encoder.module(
+                batch.image_BCHW.to(encoder.device, non_blocking=True)
+            ).pooled_BD.float()
+        }
 
     with evaluating(encoder.module):
         x_ND = column(batches.compute(encode), "x")
     if not x_ND.isfinite().all():
-        raise EvaluationError(f"expected finite features of {encoder.name}; check its weights", "nonfinite")
+        raise EvaluationError(
+            f"expected finite features of {encoder.name}; check its weights", "nonfinite"
+        )
     by_key = samples_by_key(loader.source)
-    return x_ND, np.array([by_key[key][0] for key in batches.keys], dtype=np.int64), batches.unreadable
+    return (
+        x_ND,
+        np.array([by_key[key][0] for key in batches.keys], dtype=np.int64),
+        batches.unreadable,
+    )
 
 
 def _read(path: Path, description: str) -> _Encoded | None:
@@ -198,7 +235,9 @@ def _labels(samples: Sequence[Sample], names: Sequence[str]) -> Array:
 
 _MAX_STEPS = 1000
 TOLERANCE = 1e-4
-"""Largest gradient entry at convergence, as in scikit-learn. The loss is a mean over images and independent of N."""
+"""Largest gradient entry at convergence, as in scikit-learn. The loss is a mean over images and
+independent of N.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +253,10 @@ class Standardizer:
         x_ND = x_ND.double()
         std_D = x_ND.std(dim=0, unbiased=False)
         varies_D = std_D > 1e-6 * x_ND.abs().mean(dim=0)  # relative: features may be of any scale
-        return cls(x_ND.mean(dim=0), torch.where(varies_D, 1 / std_D.clamp(min=1e-30), torch.zeros_like(std_D)))
+        return cls(
+            x_ND.mean(dim=0),
+            torch.where(varies_D, 1 / std_D.clamp(min=1e-30), torch.zeros_like(std_D)),
+        )
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Return standardised features (N, D) in float64."""
@@ -235,12 +277,17 @@ class LinearProbe:
 
 
 def fit_logistic(
-    x_ND: Tensor, y_NL: Array, penalty: float, start: LinearProbe | None = None, *, tolerance: float = TOLERANCE
+    x_ND: Tensor,
+    y_NL: Array,
+    penalty: float,
+    start: LinearProbe | None = None,
+    *,
+    tolerance: float = TOLERANCE,
 ) -> LinearProbe:
     """Fit probes that minimise, per label, mean cross-entropy + penalty / 2 |weights|^2.
 
-    The bias is not penalised. Labels are independent problems, solved jointly on the images where the label is 1 or 0.
-    A label with a single class gets the probability 0.5 everywhere.
+    The bias is not penalised. Labels are independent problems, solved jointly on the images where
+    the label is 1 or 0. A label with a single class gets the probability 0.5 everywhere.
 
     Args:
         x_ND: standardised float64 features.
@@ -249,7 +296,10 @@ def fit_logistic(
         start: initial solution, such as that for a larger penalty.
         tolerance: largest gradient entry at convergence.
     """
-    known_NL, target_NL = torch.from_numpy(~np.isnan(y_NL)).double(), torch.from_numpy(np.nan_to_num(y_NL))
+    known_NL, target_NL = (
+        torch.from_numpy(~np.isnan(y_NL)).double(),
+        torch.from_numpy(np.nan_to_num(y_NL)),
+    )
     both_L = torch.from_numpy((y_NL == 1).any(axis=0) & (y_NL == 0).any(axis=0)).double()
     weight_NL = both_L * known_NL / known_NL.sum(dim=0).clamp(min=1)
     weight_LD = torch.zeros(y_NL.shape[1], x_ND.shape[1], dtype=torch.float64)
@@ -277,15 +327,17 @@ def fit_logistic(
     with torch.enable_grad():
         optimizer.step(closure)
         closure()
-    steepest = max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
+    steepest = max(
+        float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None
+    )
     return LinearProbe(weight_LD.detach(), bias_L.detach(), steepest <= 2 * tolerance)
 
 
 def comparable_probabilities(probe: LinearProbe, x_ND: Tensor, y_NL: Array) -> Array:
     """Return probabilities (N, L) for a choice between labels.
 
-    A label that has a single class in training gets the probability of that class, 1 or 0. The 0.5 of `fit_logistic`
-    would be above those of labels that the probe has learned.
+    A label that has a single class in training gets the probability of that class, 1 or 0. The 0.5
+    of `fit_logistic` would be above those of labels that the probe has learned.
 
     Args:
         probe: from `fit_logistic`.
@@ -293,11 +345,15 @@ def comparable_probabilities(probe: LinearProbe, x_ND: Tensor, y_NL: Array) -> A
         y_NL: labels that the probe was fitted to.
     """
     positive_L, negative_L = (y_NL == 1).any(axis=0), (y_NL == 0).any(axis=0)
-    return np.where(positive_L == negative_L, probe.probability_NL(x_ND), positive_L.astype(np.float64))
+    return np.where(
+        positive_L == negative_L, probe.probability_NL(x_ND), positive_L.astype(np.float64)
+    )
 
 
 def fit_path(x_ND: Tensor, y_NL: Array, penalties: Sequence[float]) -> dict[float, LinearProbe]:
-    """Return penalty -> probe, fitted from the largest penalty down, each from the previous solution."""
+    """Return penalty -> probe, fitted from the largest penalty down, each from the previous
+    solution.
+    """
     probes: dict[float, LinearProbe] = {}
     probe = None
     for penalty in sorted(penalties, reverse=True):

@@ -1,4 +1,6 @@
-"""A linear probe as a classifier: fitted once to a frozen image encoder, then applied to any images."""
+"""A linear probe as a classifier: fitted once to a frozen image encoder, then applied to any
+images.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -45,14 +47,16 @@ class FittedProbe:
         policy: LabelPolicy | None = None,
         penalties: Sequence[float] = PENALTIES,
     ) -> "FittedProbe":
-        """Fit a probe to all labels, as the protocol "linear_probe" does at 100 % (`medvl.eval.linear_probe`).
+        """Fit a probe to all labels, as the protocol "linear_probe" does at 100 %
+        (`medvl.eval.linear_probe`).
 
         Args:
             encoder: the encoder of the features.
             train, valid: features of different patients.
             policy: conversion of labels that are neither 1 nor 0.
-            penalties: candidate penalties; the one with the best mean AUROC on the validation images is taken, over
-                `names`, while `linear_probe` leaves out findings without labels in the test data.
+            penalties: candidate penalties; the one with the best mean AUROC on the validation
+                images is taken, over `names`, while `linear_probe` leaves out findings without
+                labels in the test data.
 
         Raises:
             EvaluationError: no finding has positives and negatives in both sets.
@@ -65,14 +69,23 @@ class FittedProbe:
         names = tuple(
             name
             for name in train.label_names
-            if name in valid.label_names and name != NO_FINDING and {0.0, 1.0} <= set(labels["train"][name])
+            if name in valid.label_names
+            and name != NO_FINDING
+            and {0.0, 1.0} <= set(labels["train"][name])
         )
         if not names:
-            message = "expected a finding with positives and negatives among the probe's training images, got none"
+            message = (
+                "expected a finding with positives and negatives among the probe's "
+                "training images, got none"
+            )
             raise EvaluationError(message, "empty", field="probe_train")
         standardizer = Standardizer.fit(train.x_ND)
-        y_NL, valid_y_NL = (np.stack([labels[part][name] for name in names], axis=1) for part in labels)
-        chosen = choose_probe(standardizer(train.x_ND), y_NL, standardizer(valid.x_ND), valid_y_NL, penalties)
+        y_NL, valid_y_NL = (
+            np.stack([labels[part][name] for name in names], axis=1) for part in labels
+        )
+        chosen = choose_probe(
+            standardizer(train.x_ND), y_NL, standardizer(valid.x_ND), valid_y_NL, penalties
+        )
         return cls(
             encoder=encoder,
             names=names,
@@ -84,9 +97,13 @@ class FittedProbe:
         )
 
     def probabilities(self, batch: Batch) -> Tensor:
-        """Return (B, L): float64 probabilities of a batch's images on the CPU, columns as in `names`."""
+        """Return (B, L): float64 probabilities of a batch's images on the CPU, columns as in
+        `names`.
+        """
         features = self.encoder.module(batch.image_BCHW.to(self.encoder.device, non_blocking=True))
-        return torch.from_numpy(self.probe.probability_NL(self.standardizer(features.pooled_BD.float().cpu())))
+        return torch.from_numpy(
+            self.probe.probability_NL(self.standardizer(features.pooled_BD.float().cpu()))
+        )
 
 
 def _labels(table: FeatureTable, policy: LabelPolicy) -> dict[str, np.ndarray]:

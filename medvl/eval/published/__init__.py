@@ -1,1 +1,3 @@
-"""Numbers of published papers, which a recipe should reproduce with the paper's weights and data."""
+"""Numbers of published papers, which a recipe should reproduce with the paper's weights and
+data.
+"""

@@ -2,14 +2,17 @@
 
 Protocol "report_generation", version 3:
 
-* Every image with a reference is evaluated; an empty or truncated report stays in every denominator.
-* n-gram overlap (`nlg_metrics`) and clinical F1 (`clinical_f1`) compare complete, untruncated references.
-* Where images have labels, the findings of the generated reports are also compared with these ("against labels"), and
-  so are the findings that the labeler reads in the references: what a perfect generator would score.
+* Every image with a reference is evaluated; an empty or truncated report stays in every
+  denominator.
+* n-gram overlap (`nlg_metrics`) and clinical F1 (`clinical_f1`) compare complete, untruncated
+  references.
+* Where images have labels, the findings of the generated reports are also compared with these
+  ("against labels"), and so are the findings that the labeler reads in the references: what a
+  perfect generator would score.
 * Reports of other decodings of the same model have the same rows, under the name of the decoding.
-* Baselines: the same rows with every image paired with the report that was generated for an image of another patient,
-  where there is one; and with the one reference that overlaps most with all others (`constant_report`) for every image,
-  the floor of n-gram overlap.
+* Baselines: the same rows with every image paired with the report that was generated for an image
+  of another patient, where there is one; and with the one reference that overlaps most with all
+  others (`constant_report`) for every image, the floor of n-gram overlap.
 * Intervals: the bootstrap resamples patients, with all their reports.
 """
 
@@ -46,14 +49,19 @@ from medvl.eval.report_generation.metrics import (
 from medvl.schema import ConventionsName
 
 OTHER_IMAGES = "baseline: other images"
-"""Subgroup of the rows in which every image has the report generated for one of another patient: the score without the
-image."""
+"""Subgroup of the rows in which every image has the report generated for one of another patient:
+the score without the image.
+"""
 ONE_REPORT = "baseline: one report"
 """Subgroup of the rows in which every image has the same report."""
 AGAINST_LABELS = "against labels"
-"""Subgroup of the rows that compare findings with the labels of the images; others have it behind their name."""
+"""Subgroup of the rows that compare findings with the labels of the images; others have it
+behind their name.
+"""
 REFERENCE = "reference, against labels"
-"""Subgroup of the rows that compare the labeler's reading of the references with the labels of the images."""
+"""Subgroup of the rows that compare the labeler's reading of the references with the labels of
+the images.
+"""
 PROTOCOL, PROTOCOL_VERSION = "report_generation", 3
 
 
@@ -90,22 +98,27 @@ class ReportResult:
         return conventions_named(self.results.config["conventions"])
 
     def table(self) -> str:
-        """Return tables of n-gram overlap and of findings, with the baselines, and the number of distinct texts.
+        """Return tables of n-gram overlap and of findings, with the baselines, and the number of
+        distinct texts.
 
         The metrics in which full stops are words come after the findings.
         """
         with_stops = [row for row in self.results.rows if row.metric.endswith(WITH_STOPS)]
-        overlap = [row for row in self.results.rows if row.metric not in METRICS and row not in with_stops]
+        overlap = [
+            row for row in self.results.rows if row.metric not in METRICS and row not in with_stops
+        ]
         findings = [
             row
             for row in self.results.rows
-            if row.metric in METRICS and (not row.subgroup or row.target in ("micro", "macro of five"))
+            if row.metric in METRICS
+            and (not row.subgroup or row.target in ("micro", "macro of five"))
         ]
         details = self.results.details
         texts = {"generated": details["distinct"], **details["distinct_others"]}
         counts = ", ".join(f"{count:,} ({name})" for name, count in texts.items())
         distinct = (
-            f"distinct texts of {details['reports']:,}: {counts}, {details['distinct_references']:,} (references)"
+            f"distinct texts of {details['reports']:,}: {counts}, "
+            f"{details['distinct_references']:,} (references)"
         )
         tables = [format_table(rows) for rows in (overlap, findings, with_stops)]
         cut = details.get("references_cut_in_training")
@@ -117,19 +130,31 @@ class ReportResult:
         return "\n\n".join([*tables, "\n".join(lines)])
 
     def predictions(self) -> list[dict[str, Any]]:
-        """Return one JSON object per image: the texts, their findings, and the report's own scores."""
+        """Return one JSON object per image: the texts, their findings, and the report's own
+        scores.
+        """
         cider = Cider([words(report.reference) for report in self.reports])
         return [
             {
                 **dataclasses.asdict(report),
                 **(
-                    {"others": {name: of_name[row].generated for name, of_name in self.others.items()}}
+                    {
+                        "others": {
+                            name: of_name[row].generated for name, of_name in self.others.items()
+                        }
+                    }
                     if self.others
                     else {}
                 ),
                 "reference_findings": label_report(report.reference, self.conventions),
                 "generated_findings": label_report(report.generated, self.conventions),
-                **dict(zip(MEANS, report_scores(words(report.generated), words(report.reference), cider), strict=True)),
+                **dict(
+                    zip(
+                        MEANS,
+                        report_scores(words(report.generated), words(report.reference), cider),
+                        strict=True,
+                    )
+                ),
             }
             for row, report in enumerate(self.reports)
         ]
@@ -155,19 +180,24 @@ def evaluate_reports(
         others: reports of the same images, in the same order, by the name of their decoding.
         uncertain: label of findings that a report mentions as uncertain.
         conventions: what the labeler takes as present and as uncertain.
-        extra: further metrics of `reports`, such as those of `medvl.eval.report_generation.external_scores`.
+        extra: further metrics of `reports`, such as those of
+            `medvl.eval.report_generation.external_scores`.
         resamples, seed: number and seed of the bootstrap resamples.
         config, inputs, details: further entries of the results.
 
-    Raises EvaluationError if there is no report, a reference is empty, other decodings have other images, or the
-    conventions are unknown.
+    Raises EvaluationError if there is no report, a reference is empty, other decodings have other
+    images, or the conventions are unknown.
     """
     others, rules = dict(others or {}), conventions_named(conventions, error=EvaluationError)
     if not reports:
-        raise EvaluationError("expected reports, got none: use samples with reference texts", "empty")
+        raise EvaluationError(
+            "expected reports, got none: use samples with reference texts", "empty"
+        )
     empty = [report.key for report in reports if not words(report.reference)]
     if empty:
-        raise EvaluationError(f"{len(empty)} references are empty, first that of {empty[0]}: leave them out", "empty")
+        raise EvaluationError(
+            f"{len(empty)} references are empty, first that of {empty[0]}: leave them out", "empty"
+        )
     for name, of_name in others.items():
         if [report.key for report in of_name] != [report.key for report in reports]:
             message = f"expected reports {name!r} of the same images in the same order"
@@ -203,7 +233,10 @@ def _metric_groups(
     conventions: Conventions,
 ) -> list[MetricGroup]:
     references = [report.reference for report in reports]
-    decoded = {name: [report.generated for report in of_name] for name, of_name in {"": reports, **others}.items()}
+    decoded = {
+        name: [report.generated for report in of_name]
+        for name, of_name in {"": reports, **others}.items()
+    }
     baselines = {ONE_REPORT: [constant_report(references)] * len(reports)}
     other = _other_patients([report.patient for report in reports])
     if other is not None:
@@ -237,20 +270,25 @@ def _other_patients(patients: Sequence[str]) -> list[int] | None:
     count, others = len(patients), []
     for index, patient in enumerate(patients):
         steps = range(count // 2, count // 2 + count)
-        others.append(next(at for step in steps if patients[at := (index + step) % count] != patient))
+        others.append(
+            next(at for step in steps if patients[at := (index + step) % count] != patient)
+        )
     return others
 
 
 def constant_report(references: Sequence[str], candidates: int = 256, most: int = 4000) -> str:
     """Return the reference with the highest corpus BLEU-1 if it were the report of every image.
 
-    The `candidates` most frequent references are compared, on about `most` images at regular distances. Choosing on the
-    references of the test set makes this a high floor.
+    The `candidates` most frequent references are compared, on about `most` images at regular
+    distances. Choosing on the references of the test set makes this a high floor.
     """
     references = references[:: -(-len(references) // most)]
     counted = Counter(references)
     words_by_text = {text: words(text) for text in counted}
-    number = {word: index for index, word in enumerate(dict.fromkeys(w for ws in words_by_text.values() for w in ws))}
+    number = {
+        word: index
+        for index, word in enumerate(dict.fromkeys(w for ws in words_by_text.values() for w in ws))
+    }
     counts_MV = np.zeros((len(counted), len(number)), np.int32)
     for row, of_text in enumerate(words_by_text.values()):
         np.add.at(counts_MV[row], [number[word] for word in of_text], 1)
@@ -259,13 +297,17 @@ def constant_report(references: Sequence[str], candidates: int = 256, most: int 
     scores = {}
     for text, _ in counted.most_common(candidates):
         ids, times = np.unique([number[word] for word in words_by_text[text]], return_counts=True)
-        matches = float(times_M @ np.minimum(counts_MV[:, ids], times).sum(axis=1)) / len(references)
+        matches = float(times_M @ np.minimum(counts_MV[:, ids], times).sum(axis=1)) / len(
+            references
+        )
         length = len(words_by_text[text])
         scores[text] = matches / length * np.exp(min(0.0, 1 - mean_words / length))
     return max(scores, key=scores.__getitem__)
 
 
-def _details(reports: Sequence[GeneratedReport], others: Mapping[str, Sequence[GeneratedReport]]) -> dict[str, Any]:
+def _details(
+    reports: Sequence[GeneratedReport], others: Mapping[str, Sequence[GeneratedReport]]
+) -> dict[str, Any]:
     generated = [words(report.generated) for report in reports]
     return {
         "reports": len(reports),
@@ -274,11 +316,13 @@ def _details(reports: Sequence[GeneratedReport], others: Mapping[str, Sequence[G
         "truncated": sum(not report.ended for report in reports),
         "distinct": len({tuple(text) for text in generated}),
         "distinct_others": {
-            name: len({tuple(words(report.generated)) for report in of_name}) for name, of_name in others.items()
+            name: len({tuple(words(report.generated)) for report in of_name})
+            for name, of_name in others.items()
         },
         "distinct_references": len({tuple(words(report.reference)) for report in reports}),
         "mean_words": sum(map(len, generated)) / len(reports),
-        "mean_words_of_references": sum(len(words(report.reference)) for report in reports) / len(reports),
+        "mean_words_of_references": sum(len(words(report.reference)) for report in reports)
+        / len(reports),
     }
 
 
@@ -294,28 +338,36 @@ class Reference(NamedTuple):
     """Attribute -> group of the image."""
 
 
-def read_reports(path: Path, references: Mapping[str, Reference] | None = None) -> list[GeneratedReport]:
+def read_reports(
+    path: Path, references: Mapping[str, Reference] | None = None
+) -> list[GeneratedReport]:
     """Read lines with `key`, `generated`, and without `references` also `reference`.
 
     Lines may also have `ended`, and without `references` `patient` and `subgroups`.
 
-    predictions.jsonl of an evaluation is such a file. A reference must be the complete text, as it was before any model
-    truncated or tokenized it.
+    predictions.jsonl of an evaluation is such a file. A reference must be the complete text, as it
+    was before any model truncated or tokenized it.
 
     Args:
         path: the file.
-        references: key -> reference, of every report that is evaluated; one without a line is empty.
+        references: key -> reference, of every report that is evaluated; one without a line is
+            empty.
 
-    Raises EvaluationError where a line is malformed, a key is repeated, or one is not in `references`.
+    Raises EvaluationError where a line is malformed, a key is repeated, or one is not in
+    `references`.
     """
     found: dict[str, GeneratedReport] = {}
     texts = {"generated": str} if references is not None else {"generated": str, "reference": str}
-    for where, row in read_json_objects(path, EvaluationError, {"key": object, **texts}, field="predictions"):
+    for where, row in read_json_objects(
+        path, EvaluationError, {"key": object, **texts}, field="predictions"
+    ):
         key, generated = str(row["key"]), row["generated"]
         if references is None:
             subgroups = row.get("subgroups") or {}
             if not isinstance(subgroups, dict):
-                raise EvaluationError(f"{where}: subgroups must be an object", "wrong_type", field="subgroups")
+                raise EvaluationError(
+                    f"{where}: subgroups must be an object", "wrong_type", field="subgroups"
+                )
             patient, reference = str(row.get("patient", key)), row["reference"]
         elif key in references:
             patient, reference, subgroups = references[key]
@@ -335,7 +387,9 @@ def read_reports(path: Path, references: Mapping[str, Reference] | None = None) 
             subgroups=subgroups,
         )
     for key, (patient, reference, subgroups) in (references or {}).items():
-        missing = GeneratedReport(key=key, patient=patient, reference=reference, generated="", subgroups=subgroups)
+        missing = GeneratedReport(
+            key=key, patient=patient, reference=reference, generated="", subgroups=subgroups
+        )
         found.setdefault(key, missing)
     return list(found.values())
 

@@ -1,15 +1,19 @@
-"""Clinical scores by the original tools, from the files that they write: CheXbert, RadGraph, CXR-Report-Metric.
+"""Clinical scores by the original tools, from the files that they write: CheXbert, RadGraph,
+CXR-Report-Metric.
 
-medvl neither contains nor downloads these models. Run a tool on the generated reports and on the references, in the
-order of predictions.jsonl, and give its two files. Formats:
+medvl neither contains nor downloads these models. Run a tool on the generated reports and on the
+references, in the order of predictions.jsonl, and give its two files. Formats:
 
-* CheXbert (stanfordmlgroup/CheXbert, `label.py`): CSV with the column `Report Impression` and the 14 findings, 1, 0, -1
-  or empty. The texts must be those of the reports. Rows have the names of clinical F1, with the subgroup "CheXbert".
-* RadGraph (the package `radgraph` 0.1.18, or PhysioNet's inference code): JSON object with one entry for each report,
-  in order: `entities`, number -> `tokens`, `label`, `relations` (list of [kind, number]). F1 of a report's set of
-  entities, mean over reports: `mean_radgraph_f1_simple` (words and label), `_partial` (and whether there is a
-  relation), `_complete` (and each relation with the words that it leads to), as the reward levels of the package.
-* CXR-Report-Metric (rajpurkarlab/CXR-Report-Metric): CSV with a row for each report and any of `SCORES`; means.
+* CheXbert (stanfordmlgroup/CheXbert, `label.py`): CSV with the column `Report Impression` and the
+  14 findings, 1, 0, -1 or empty. The texts must be those of the reports. Rows have the names of
+  clinical F1, with the subgroup "CheXbert".
+* RadGraph (the package `radgraph` 0.1.18, or PhysioNet's inference code): JSON object with one
+  entry for each report, in order: `entities`, number -> `tokens`, `label`, `relations` (list of
+  [kind, number]). F1 of a report's set of entities, mean over reports: `mean_radgraph_f1_simple`
+  (words and label), `_partial` (and whether there is a relation), `_complete` (and each relation
+  with the words that it leads to), as the reward levels of the package.
+* CXR-Report-Metric (rajpurkarlab/CXR-Report-Metric): CSV with a row for each report and any of
+  `SCORES`; means.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +26,13 @@ from medvl.common.text_files import read_csv_rows, read_text
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics
-from medvl.eval.report_generation.metrics import REPORT, Uncertain, clinical_metrics, positive_findings, words
+from medvl.eval.report_generation.metrics import (
+    REPORT,
+    Uncertain,
+    clinical_metrics,
+    positive_findings,
+    words,
+)
 from medvl.schema import FINDINGS
 
 CHEXBERT = "CheXbert"
@@ -36,7 +46,10 @@ Annotation = Mapping[str, Any]
 
 
 def chexbert_metrics(
-    generated: Path, references: Path, texts: Sequence[tuple[str, str]], uncertain: Uncertain = "negative"
+    generated: Path,
+    references: Path,
+    texts: Sequence[tuple[str, str]],
+    uncertain: Uncertain = "negative",
 ) -> MetricGroup:
     """Return precision, recall and F1 of CheXbert's labels.
 
@@ -47,24 +60,37 @@ def chexbert_metrics(
 
     Raises EvaluationError where a file is damaged, or of other reports.
     """
-    sides = [_read_chexbert(path, [pair[side] for pair in texts]) for side, path in enumerate((generated, references))]
+    sides = [
+        _read_chexbert(path, [pair[side] for pair in texts])
+        for side, path in enumerate((generated, references))
+    ]
     ours_NL, theirs_NL = (positive_findings(labels, uncertain) for labels in sides)
     return clinical_metrics(ours_NL, theirs_NL, subgroup=CHEXBERT)
 
 
-def radgraph_metrics(generated: Sequence[Annotation], references: Sequence[Annotation]) -> list[MetricGroup]:
+def radgraph_metrics(
+    generated: Sequence[Annotation], references: Sequence[Annotation]
+) -> list[MetricGroup]:
     """Return the three mean F1 scores of RadGraph's annotations."""
     levels: Mapping[str, Callable[[Annotation], set[Any]]] = {
-        "simple": lambda report: {(entity["tokens"], entity["label"]) for entity in report["entities"].values()},
+        "simple": lambda report: {
+            (entity["tokens"], entity["label"]) for entity in report["entities"].values()
+        },
         "partial": lambda report: {
-            (entity["tokens"], entity["label"], bool(entity["relations"])) for entity in report["entities"].values()
+            (entity["tokens"], entity["label"], bool(entity["relations"]))
+            for entity in report["entities"].values()
         },
         "complete": _with_relations,
     }
     return [
         mean_metrics(
             f"mean_radgraph_f1_{name}",
-            np.array([[_f1(level(ours), level(theirs))] for ours, theirs in zip(generated, references, strict=True)]),
+            np.array(
+                [
+                    [_f1(level(ours), level(theirs))]
+                    for ours, theirs in zip(generated, references, strict=True)
+                ]
+            ),
             [REPORT],
         )
         for name, level in levels.items()
@@ -72,15 +98,20 @@ def radgraph_metrics(generated: Sequence[Annotation], references: Sequence[Annot
 
 
 def read_radgraph(path: Path, reports: int) -> list[Annotation]:
-    """Read one file of annotations. Raises EvaluationError where it is damaged, or of another number of reports."""
+    """Read one file of annotations. Raises EvaluationError where it is damaged, or of another
+    number of reports.
+    """
     try:
-        text = read_text(path, EvaluationError, field="radgraph", what="a file of RadGraph's annotations")
+        text = read_text(
+            path, EvaluationError, field="radgraph", what="a file of RadGraph's annotations"
+        )
         entries = list(parse_json(text).values())
         for entry in entries:
             _with_relations(entry)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = (
-            f"{path} is not a file of RadGraph's annotations ({type(error).__name__}); see the docs for its format"
+            f"{path} is not a file of RadGraph's annotations ({type(error).__name__}); "
+            f"see the docs for its format"
         )
         raise EvaluationError(message, "malformed", field="radgraph") from error
     _check_count(path, len(entries), reports, "radgraph")
@@ -106,15 +137,25 @@ def _read_chexbert(path: Path, texts: Sequence[str]) -> list[dict[str, int]]:
     rows = read_csv_rows(path, EvaluationError, field="chexbert")
     missing = [name for name in (_TEXT, *FINDINGS) if not rows or name not in rows[0]]
     if missing:
-        message = f"{path} lacks the columns {', '.join(missing[:3])}: expected a file of CheXbert's label.py"
+        message = (
+            f"{path} lacks the columns {', '.join(missing[:3])}: expected a file of "
+            f"CheXbert's label.py"
+        )
         raise EvaluationError(message, "missing", field="chexbert")
     _check_count(path, len(rows), len(texts), "chexbert")
     for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
         if words(row[_TEXT]) != words(text):
-            message = f"{path}: row {number + 1} is of another text than report {number + 1}; keep their order"
+            message = (
+                f"{path}: row {number + 1} is of another text than report {number + 1}; "
+                f"keep their order"
+            )
             raise EvaluationError(message, "mismatch", field="chexbert")
     return [
-        {name: int(_number(row[name], path, name)) for name in FINDINGS if row[name].strip() not in ("", "nan")}
+        {
+            name: int(_number(row[name], path, name))
+            for name in FINDINGS
+            if row[name].strip() not in ("", "nan")
+        }
         for row in rows
     ]
 
@@ -129,7 +170,9 @@ def _number(text: str, path: Path, column: str) -> float:
 
 def _check_count(path: Path, found: int, reports: int, field: str) -> None:
     if found != reports:
-        message = f"{path}: expected {reports} reports in the order of predictions.jsonl, got {found}"
+        message = (
+            f"{path}: expected {reports} reports in the order of predictions.jsonl, got {found}"
+        )
         raise EvaluationError(message, "mismatch", field=field)
 
 
@@ -140,7 +183,14 @@ def _with_relations(report: Annotation) -> set[Any]:
         if not entity["relations"]:
             found.add((entity["tokens"], entity["label"]))
         for kind, other in entity["relations"]:
-            found.add((entity["tokens"].lower(), entity["label"], kind, entities[str(other)]["tokens"].lower()))
+            found.add(
+                (
+                    entity["tokens"].lower(),
+                    entity["label"],
+                    kind,
+                    entities[str(other)]["tokens"].lower(),
+                )
+            )
     return found
 
 

@@ -32,9 +32,13 @@ from medvl.schema import FINDINGS, Batch, ConventionsName, Sample
 
 
 def mbr_select(
-    texts: Sequence[str], uncertain: Uncertain = "negative", *, conventions: ConventionsName = "chexpert"
+    texts: Sequence[str],
+    uncertain: Uncertain = "negative",
+    *,
+    conventions: ConventionsName = "chexpert",
 ) -> int:
-    """Return the index of the text with the highest mean F1 of findings over all texts; the first one of ties.
+    """Return the index of the text with the highest mean F1 of findings over all texts; the first
+    one of ties.
 
     Two texts without findings have an F1 of 1. Raises ValueError if there is no text,
     EvaluationError for unknown conventions.
@@ -42,7 +46,9 @@ def mbr_select(
     if not texts:
         raise ValueError("expected one or more texts, got none")
     rules = conventions_named(conventions, error=EvaluationError)
-    positive_SL = positive_findings([label_report(text, rules) for text in texts], uncertain).astype(float)
+    positive_SL = positive_findings(
+        [label_report(text, rules) for text in texts], uncertain
+    ).astype(float)
     both_SS = positive_SL @ positive_SL.T
     total_SS = positive_SL.sum(axis=1)[:, None] + positive_SL.sum(axis=1)
     f1_SS = np.where(total_SS > 0, 2 * both_SS / np.maximum(total_SS, 1), 1.0)
@@ -56,7 +62,9 @@ class ReportWriter(Protocol):
     tokenizer: Tokenizer | None
 
     def write_reports(self, batch: Batch, *, decoding: Decoding) -> Generated:
-        """Return one or more texts per image of a batch, in eval mode; the batch's texts are not read."""
+        """Return one or more texts per image of a batch, in eval mode; the batch's texts are not
+        read.
+        """
 
     def modules(self) -> Iterator[nn.Module]:
         """Return all submodules, as in torch."""
@@ -95,16 +103,20 @@ def generate_by_decoding(
     labels: Mapping[str, Mapping[str, int]] | None = None,
     conventions: ConventionsName = "chexpert",
 ) -> dict[str, list[GeneratedReport]]:
-    """Generate reports from the pixels of every image whose sample has a text, one per image and decoding.
+    """Generate reports from the pixels of every image whose sample has a text, one per image and
+    decoding.
 
     A sample whose image cannot be read gets an empty report.
 
     Args:
         model: with a tokenizer.
         loader: its texts are not used.
-        decodings: name -> settings. Of several samples per image one is selected (`consensus.mbr_select`).
-        sections: sections of the reference, joined; all sections of a sample that has none of these.
-        labels: labels of the images by sample key; None takes those of the source if it has all findings.
+        decodings: name -> settings. Of several samples per image one is selected
+            (`consensus.mbr_select`).
+        sections: sections of the reference, joined; all sections of a sample that has none of
+            these.
+        labels: labels of the images by sample key; None takes those of the source if it has all
+            findings.
         conventions: those by which the labeler selects one of several samples.
 
     Raises:
@@ -118,7 +130,9 @@ def generate_by_decoding(
     with evaluating(model):
         for batch in loader:
             for name, decoding in decodings.items():
-                texts = decode_texts(model, model.tokenizer, batch, decoding, conventions=conventions)
+                texts = decode_texts(
+                    model, model.tokenizer, batch, decoding, conventions=conventions
+                )
                 texts_by_key[name] |= zip(batch.keys, texts, strict=True)
     reports: dict[str, list[GeneratedReport]] = {name: [] for name in decodings}
     for position in range(len(loader.source)):
@@ -157,24 +171,35 @@ def decode_texts(
     texts = [tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
     samples, ended = len(texts) // len(batch), output.ended_B.tolist()
     starts = range(0, len(texts), samples)
-    chosen = [start + mbr_select(texts[start : start + samples], conventions=conventions) for start in starts]
+    chosen = [
+        start + mbr_select(texts[start : start + samples], conventions=conventions)
+        for start in starts
+    ]
     return [(texts[index], ended[index]) for index in chosen]
 
 
-def _labels(sample: Sample, labels: Mapping[str, Mapping[str, int]] | None, source: Source) -> Mapping[str, int] | None:
+def _labels(
+    sample: Sample, labels: Mapping[str, Mapping[str, int]] | None, source: Source
+) -> Mapping[str, int] | None:
     if labels is None:
         label_of = match_labels(FINDINGS, source.label_names)
         if len(label_of) < len(FINDINGS):
             return None
-        return {name: sample.labels[label] for name, label in label_of.items() if label in sample.labels}
+        return {
+            name: sample.labels[label] for name, label in label_of.items() if label in sample.labels
+        }
     if sample.key not in labels:
-        message = f"no labels for the image {sample.key}: give those of the same corpus, hashed with the same salt"
+        message = (
+            f"no labels for the image {sample.key}: give those of the same corpus, hashed "
+            f"with the same salt"
+        )
         raise EvaluationError(message, "not_found", field="labels")
     return labels[sample.key]
 
 
 def count_cut(tokenizer: Tokenizer, reports: Sequence[GeneratedReport]) -> int:
-    """Return how many references are longer than the model's texts, and were cut in training if they were seen there.
+    """Return how many references are longer than the model's texts, and were cut in training if
+    they were seen there.
 
     They are compared in full in an evaluation.
     """
@@ -182,17 +207,33 @@ def count_cut(tokenizer: Tokenizer, reports: Sequence[GeneratedReport]) -> int:
 
 
 class ReportEval:
-    """Scores during training: `ReportEval(loader)(model)` returns a flat mapping of metrics without intervals."""
+    """Scores during training: `ReportEval(loader)(model)` returns a flat mapping of metrics
+    without intervals.
+    """
 
     def __init__(
-        self, loader: ImageLoader, *, sections: Sequence[str] = REPORT_SECTIONS, decoding: Decoding | None = None
+        self,
+        loader: ImageLoader,
+        *,
+        sections: Sequence[str] = REPORT_SECTIONS,
+        decoding: Decoding | None = None,
     ) -> None:
         self.loader, self.sections, self.decoding = loader, sections, decoding
 
     def __call__(self, model: ReportWriter) -> Mapping[str, float]:
         """Return report/corpus_bleu_4, report/mean_rouge_l, report/f1_micro and report/f1_macro."""
-        reports = generate_reports(model, self.loader, sections=self.sections, decoding=self.decoding)
+        reports = generate_reports(
+            model, self.loader, sections=self.sections, decoding=self.decoding
+        )
         results = evaluate_reports(reports, resamples=0).results
-        names = [("corpus_bleu_4", "report"), ("mean_rouge_l", "report"), ("f1", "micro"), ("f1", "macro")]
+        names = [
+            ("corpus_bleu_4", "report"),
+            ("mean_rouge_l", "report"),
+            ("f1", "micro"),
+            ("f1", "macro"),
+        ]
         rows = [results.row(*name) for name in names]
-        return {f"report/{row.metric}" + f"_{row.target}" * (row.metric == "f1"): row.value for row in rows}
+        return {
+            f"report/{row.metric}" + f"_{row.target}" * (row.metric == "f1"): row.value
+            for row in rows
+        }

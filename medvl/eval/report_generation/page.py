@@ -1,4 +1,6 @@
-"""HTML page of a report generation: overlap and findings of every decoding, beside its baselines."""
+"""HTML page of a report generation: overlap and findings of every decoding, beside its
+baselines.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +13,12 @@ from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import PageHeader
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
-from medvl.eval.report_generation.evaluate import AGAINST_LABELS, ONE_REPORT, GeneratedReport, ReportResult
+from medvl.eval.report_generation.evaluate import (
+    AGAINST_LABELS,
+    ONE_REPORT,
+    GeneratedReport,
+    ReportResult,
+)
 from medvl.eval.report_generation.metrics import METRICS, REPORT
 from medvl.schema import FINDINGS
 
@@ -29,30 +36,36 @@ _AVERAGES = {
     "macro": "F1, macro",
 }
 _LIMITS = (
-    "A research evaluation, not for clinical use: overlap of words is not a measure of correctness, and one report for "
+    "A research evaluation, not for clinical use: overlap of words is not a measure of "
+    "correctness, and one report for "
     "all images can have much of it.",
-    "Findings are read by a rule-based labeler, in the generated report and, except in the rows against labels, in its "
+    "Findings are read by a rule-based labeler, in the generated report and, except in the rows "
+    "against labels, in its "
     "reference. The consensus of samples is selected by the same labeler.",
     "Intervals are percentiles of a bootstrap over patients.",
     "Texts on this page belong to the data set and stay under its terms of use.",
 )
 
 
-def write_report_page(result: ReportResult, path: str | Path, header: PageHeader, *, examples: int = 4) -> Path:
+def write_report_page(
+    result: ReportResult, path: str | Path, header: PageHeader, *, examples: int = 4
+) -> Path:
     """Write the page as one HTML file and return its path.
 
     Args:
         result: result of `evaluate_reports` or `report_generation`.
         path: path of the file; its folder is created if missing.
         header: display names of model and data, and the date.
-        examples: reports whose findings agree with those of the reference, and reports whose findings differ.
+        examples: reports whose findings agree with those of the reference, and reports whose
+            findings differ.
     """
     results = result.results
     rows = {(row.metric, row.target, row.subgroup): row for row in results.rows}
     floor = rows["corpus_bleu_1", REPORT, ONE_REPORT]
     page = Page(
         title=f"Report generation: {header.model}",
-        subtitle=f"{header.data}: {results.details['reports']:,} reports of {results.details['patients']:,} patients",
+        subtitle=f"{header.data}: {results.details['reports']:,} reports of "
+        f"{results.details['patients']:,} patients",
         headlines=[
             headline("BLEU-1", results.row("corpus_bleu_1", REPORT)),
             headline("BLEU-1 of one report for all", floor),
@@ -79,7 +92,8 @@ def _facts(result: ReportResult) -> list[tuple[str, str]]:
         (
             "Generated",
             f"{details['empty']:,} empty, {details['truncated']:,} truncated, "
-            f"{details['mean_words']:.1f} words on average (references {details['mean_words_of_references']:.1f})",
+            f"{details['mean_words']:.1f} words on average (references "
+            f"{details['mean_words_of_references']:.1f})",
         ),
         ("Labels", result.results.config.get("labels", "of the data")),
     ]
@@ -90,7 +104,10 @@ def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
     lines: list[Sequence[Cell | str]] = [
         [
             _name(subgroup),
-            *(metric_cell(rows[metric, REPORT, subgroup], bar="cider" not in metric) for metric in _OVERLAP),
+            *(
+                metric_cell(rows[metric, REPORT, subgroup], bar="cider" not in metric)
+                for metric in _OVERLAP
+            ),
         ]
         for subgroup in subgroups
     ]
@@ -99,15 +116,20 @@ def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         columns=["", *_OVERLAP.values()],
         rows=lines,
         strong_rows=1,
-        caption="With 95% intervals. The baselines give every image the report generated for one of another "
-        "patient, and the one reference that fits all images best: a model near them does not use the image.",
+        caption="With 95% intervals. The baselines give every image the report generated for "
+        "one of another "
+        "patient, and the one reference that fits all images best: a model near them does not "
+        "use the image.",
     )
 
 
 def _findings(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
     subgroups = dict.fromkeys(subgroup for metric, _, subgroup in rows if metric == "f1")
     lines: list[Sequence[Cell | str]] = [
-        [_name(subgroup), *(metric_cell(rows["f1", target, subgroup], bar=True) for target in _AVERAGES)]
+        [
+            _name(subgroup),
+            *(metric_cell(rows["f1", target, subgroup], bar=True) for target in _AVERAGES),
+        ]
         for subgroup in subgroups
     ]
     return Table(
@@ -116,8 +138,10 @@ def _findings(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         rows=lines,
         strong_rows=1,
         one_axis=True,
-        caption="F1 of the findings that the reports assert, against the labeler's reading of the references or "
-        "against the labels of the images. The labeler's reading of the references against labels is what a perfect "
+        caption="F1 of the findings that the reports assert, against the labeler's reading of "
+        "the references or "
+        "against the labels of the images. The labeler's reading of the references against "
+        "labels is what a perfect "
         "generator would have.",
     )
 
@@ -136,7 +160,8 @@ def _by_finding(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         columns=["", *(name.capitalize() for name in METRICS), "In references"],
         rows=lines,
         one_axis=True,
-        caption="Of the generated reports, with 95% intervals; the references are read by the same labeler. F1 is the "
+        caption="Of the generated reports, with 95% intervals; the references are read by the "
+        "same labeler. F1 is the "
         "harmonic mean of precision and recall.",
     )
 
@@ -146,19 +171,30 @@ def _examples(result: ReportResult, examples: int) -> Cards:
     decks = []
     found = functools.partial(_found, conventions=result.conventions)
     read = [(report, found(report.reference), found(report.generated)) for report in result.reports]
-    for title, good in (("Findings agree with the reference", True), ("Findings differ from the reference", False)):
+    for title, good in (
+        ("Findings agree with the reference", True),
+        ("Findings differ from the reference", False),
+    ):
         of_kind = [each for each in read if (each[1] == each[2]) == good]
         places = np.linspace(0, len(of_kind) - 1, min(examples, len(of_kind))).astype(int).tolist()
         cards = [_card(*of_kind[place]) for place in places]
         if cards:
-            decks.append(Deck(title=f"{title}: {len(of_kind):,} of {len(read):,}", cards=cards, good=good))
-    caption = "Evenly spaced in the order of the data. The labeler reads the findings in both texts."
+            decks.append(
+                Deck(title=f"{title}: {len(of_kind):,} of {len(read):,}", cards=cards, good=good)
+            )
+    caption = (
+        "Evenly spaced in the order of the data. The labeler reads the findings in both texts."
+    )
     return Cards(title="Reports", decks=decks, caption=caption)
 
 
 def _card(report: GeneratedReport, expected: frozenset[str], found: frozenset[str]) -> Card:
     lines = [("Generated", report.generated or "(empty)"), ("Reference", report.reference)]
-    for name, findings in (("Both", expected & found), ("Missed", expected - found), ("Added", found - expected)):
+    for name, findings in (
+        ("Both", expected & found),
+        ("Missed", expected - found),
+        ("Added", found - expected),
+    ):
         if findings:
             lines.append((name, ", ".join(sorted(findings))))
     return Card(title=f"Image {report.key[:16]}", pictures=[], choices=[], lines=lines, tags=[])

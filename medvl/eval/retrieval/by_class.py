@@ -1,21 +1,26 @@
 """Retrieval by class: precision of the nearest candidates with respect to the classes of the query.
 
 Protocol "class_retrieval", version 2, over candidates and queries that are fixed in a file
-(`medvl.eval.retrieval.candidate_lists`), and "image_retrieval", version 1, over all images of a folder:
+(`medvl.eval.retrieval.candidate_lists`), and "image_retrieval", version 1, over all images of a
+folder:
 
-* "precision@k" of a class is the share of a query's k nearest candidates that have it, averaged over the queries that
-  have it; "macro" is the mean over classes. Ties count against the query: candidates without the class come first, so
-  a model with constant scores gets the lowest possible value.
+* "precision@k" of a class is the share of a query's k nearest candidates that have it, averaged
+  over the queries that have it; "macro" is the mean over classes. Ties count against the query:
+  candidates without the class come first, so a model with constant scores gets the lowest possible
+  value.
 * An image is not a candidate for itself; over a folder, neither are other images of its patient.
-* Two images are compared by the cosine of their embeddings, an image and a text by the model's own similarity.
-* Over a list: image queries (all candidates, if the list has none) and text queries against candidate images, and
-  candidate images against the candidates' own texts (findings and impression of a report), if every candidate has one.
+* Two images are compared by the cosine of their embeddings, an image and a text by the model's own
+  similarity.
+* Over a list: image queries (all candidates, if the list has none) and text queries against
+  candidate images, and candidate images against the candidates' own texts (findings and impression
+  of a report), if every candidate has one.
 * Over a folder: a named policy resolves labels; a candidate whose label is left out is not a hit.
-* `details["chance"]` is the expected precision of a random order; for a fixed list, the precision of all its
-  candidates.
+* `details["chance"]` is the expected precision of a random order; for a fixed list, the precision
+  of all its candidates.
 * Intervals: the bootstrap resamples queries, images by patient; the candidates are fixed.
 
-CheXpert 8x200: ConVIRT, arXiv 2010.00747, section 4.3, with k = 5, 10, 50. 5x200: GLoRIA, ICCV 2021.
+CheXpert 8x200: ConVIRT, arXiv 2010.00747, section 4.3, with k = 5, 10, 50. 5x200: GLoRIA, ICCV
+2021.
 
 Shape letters: Q queries, N candidates, L classes, E shared embedding.
 """
@@ -78,7 +83,10 @@ class Queries:
 
     def measure(self, names: Sequence[str], *, resamples: int, seed: int) -> tuple[MetricRow, ...]:
         """Return all rows of this direction, with queries resampled by patient."""
-        values = [(k, np.where(self.relevant_QL == 1, of_k_QL, np.nan)) for k, of_k_QL in self.precision.items()]
+        values = [
+            (k, np.where(self.relevant_QL == 1, of_k_QL, np.nan))
+            for k, of_k_QL in self.precision.items()
+        ]
         groups = [precision_metrics(k, values_QL, names, self.direction) for k, values_QL in values]
         patients = [query.patient for query in self.queries]
         return measure(groups, len(patients), resamples=resamples, seed=seed, groups=patients)
@@ -93,7 +101,9 @@ class ClassRetrievalResult:
     queries: tuple[Queries, ...]
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one JSON line per query: k -> class -> precision, for the classes that the query has."""
+        """Yield one JSON line per query: k -> class -> precision, for the classes that the query
+        has.
+        """
         for one in self.queries:
             for row, query in enumerate(one.queries):
                 has = [column for column, value in enumerate(one.relevant_QL[row]) if value == 1]
@@ -101,17 +111,23 @@ class ClassRetrievalResult:
                     "direction": one.direction,
                     **query._asdict(),
                     "precision": {
-                        str(k): {self.classes[column]: float(of_k_QL[row, column]) for column in has}
+                        str(k): {
+                            self.classes[column]: float(of_k_QL[row, column]) for column in has
+                        }
                         for k, of_k_QL in one.precision.items()
                     },
                 }
 
 
-def precision_at(similarity_QN: Tensor, relevant_NL: Tensor, ks: Sequence[int]) -> dict[int, Tensor]:
-    """Return k -> (Q, L): the share of the k nearest candidates that have each class, with ties counted against it.
+def precision_at(
+    similarity_QN: Tensor, relevant_NL: Tensor, ks: Sequence[int]
+) -> dict[int, Tensor]:
+    """Return k -> (Q, L): the share of the k nearest candidates that have each class, with ties
+    counted against it.
 
-    Nothing is sorted by class: with v the k-th largest similarity of a query, all candidates above v are among its k
-    nearest, and the remaining ones are taken from those at v, candidates without the class first.
+    Nothing is sorted by class: with v the k-th largest similarity of a query, all candidates above
+    v are among its k nearest, and the remaining ones are taken from those at v, candidates without
+    the class first.
 
     Args:
         similarity_QN: -inf for a candidate that is excluded for that query.
@@ -152,25 +168,35 @@ def image_retrieval(
         checkpoint: its hash goes into the results.
 
     Raises:
-        EvaluationError: the loader does not give every sample once, no label has a positive, or a query has fewer than
-            k candidates.
+        EvaluationError: the loader does not give every sample once, no label has a positive, or a
+            query has fewer than k candidates.
     """
     check_ks(ks)
     policy = policy or LabelPolicy()
     inputs = input_hashes(checkpoint, manifest=loader)
     images, samples, counts = _encode(model, loader)
     names = tuple(loader.source.label_names)
-    labels_NL = np.array([[sample.labels.get(name, np.nan) for name in names] for sample in samples])
+    labels_NL = np.array(
+        [[sample.labels.get(name, np.nan) for name in names] for sample in samples]
+    )
     resolved = policy.resolve(labels_NL, names)
-    used = [index for index, name in enumerate(names) if (resolved.labels_NL[:, index] == 1).sum() > 0]
+    used = [
+        index for index, name in enumerate(names) if (resolved.labels_NL[:, index] == 1).sum() > 0
+    ]
     if not used:
-        raise EvaluationError("no label of these images has a positive: use labelled shards", "empty")
+        raise EvaluationError(
+            "no label of these images has a positive: use labelled shards", "empty"
+        )
     relevant_NL = (resolved.labels_NL[:, used] == 1).astype(np.float64)
     patients = [sample.patient for sample in samples]
     number = {patient: index for index, patient in enumerate(dict.fromkeys(patients))}
     patient_N = torch.tensor([number[patient] for patient in patients])
     precision = _precisions(
-        images.global_NE, images.global_NE, relevant_NL, ks, excluded=lambda rows: patient_N[rows, None] == patient_N
+        images.global_NE,
+        images.global_NE,
+        relevant_NL,
+        ks,
+        excluded=lambda rows: patient_N[rows, None] == patient_N,
     )
     kept = [names[index] for index in used]
     queries = Queries("", precision, relevant_NL, [_query(sample) for sample in samples])
@@ -178,18 +204,27 @@ def image_retrieval(
         protocol=FOLDER_PROTOCOL,
         protocol_version=FOLDER_VERSION,
         rows=queries.measure(kept, resamples=resamples, seed=seed),
-        config={"ks": list(ks), "policy": dataclasses.asdict(policy), "resamples": resamples, "seed": seed},
+        config={
+            "ks": list(ks),
+            "policy": dataclasses.asdict(policy),
+            "resamples": resamples,
+            "seed": seed,
+        },
         inputs=inputs,
         details={
             **image_counts(samples, counts, resolved, kept),
-            "chance": dict(zip(kept, _chance(relevant_NL, patient_N.numpy()).tolist(), strict=True)),
+            "chance": dict(
+                zip(kept, _chance(relevant_NL, patient_N.numpy()).tolist(), strict=True)
+            ),
         },
     )
     return ClassRetrievalResult(results, tuple(kept), (queries,))
 
 
 def _chance(relevant_NL: Array, patient_N: np.ndarray) -> Array:
-    """Return (L,): the expected precision of a random order, for queries among the images of other patients."""
+    """Return (L,): the expected precision of a random order, for queries among the images of
+    other patients.
+    """
     relevant_PL = np.zeros((patient_N.max() + 1, relevant_NL.shape[1]))
     np.add.at(relevant_PL, patient_N, relevant_NL)
     candidates_N = len(patient_N) - np.bincount(patient_N)[patient_N]
@@ -208,7 +243,8 @@ def class_retrieval(
     seed: int = 0,
     checkpoint: str | Path | None = None,
 ) -> ClassRetrievalResult:
-    """Evaluate retrieval of the queries of a list among its candidates; the module docstring describes the protocol.
+    """Evaluate retrieval of the queries of a list among its candidates; the module docstring
+    describes the protocol.
 
     Args:
         model: the dual-encoder.
@@ -226,7 +262,10 @@ def class_retrieval(
     position = {sample.key: index for index, sample in enumerate(samples)}
     missing = retrieval_list.keys - position.keys()
     if missing:
-        message = f"{len(missing)} images of the list are not in these shards (the first is {min(missing)})"
+        message = (
+            f"{len(missing)} images of the list are not in these shards (the first is "
+            f"{min(missing)})"
+        )
         raise EvaluationError(message, "mismatch")
     with evaluating(model):
         directions = [
@@ -239,7 +278,11 @@ def class_retrieval(
     results = Results(
         protocol=LIST_PROTOCOL,
         protocol_version=LIST_VERSION,
-        rows=tuple(row for one in directions for row in one.measure(classes, resamples=resamples, seed=seed)),
+        rows=tuple(
+            row
+            for one in directions
+            for row in one.measure(classes, resamples=resamples, seed=seed)
+        ),
         config={"ks": list(ks), "list": retrieval_list.name, "resamples": resamples, "seed": seed},
         inputs={**inputs, "list": retrieval_list.sha256},
         details={
@@ -279,9 +322,17 @@ def _image_queries(
 
 
 def _text_queries(
-    model: Model, images: Embeddings, retrieval_list: RetrievalList, position: Mapping[str, int], ks: Sequence[int]
+    model: Model,
+    images: Embeddings,
+    retrieval_list: RetrievalList,
+    position: Mapping[str, int],
+    ks: Sequence[int],
 ) -> Iterator[Queries]:
-    candidates, queries, classes = retrieval_list.candidates, retrieval_list.text_queries, retrieval_list.classes
+    candidates, queries, classes = (
+        retrieval_list.candidates,
+        retrieval_list.text_queries,
+        retrieval_list.classes,
+    )
     if queries:
         texts = embed_texts(model, [text for text, _ in queries])
         similarity_NQ = Similarity(model, _select(images, candidates, position), texts).matrix()
@@ -306,7 +357,9 @@ def _report_queries(
         similarity_NM = Similarity(model, _select(images, candidates, position), texts).matrix()
         relevant_NL = _relevance(candidates, retrieval_list.classes)
         sampled = [_query(sample) for sample in candidate_samples]
-        yield Queries("image to text", _precisions_of(similarity_NM, relevant_NL, ks), relevant_NL, sampled)
+        yield Queries(
+            "image to text", _precisions_of(similarity_NM, relevant_NL, ks), relevant_NL, sampled
+        )
 
 
 def _encode(model: Model, loader: Loader) -> tuple[Embeddings, list[Sample], dict[str, int]]:
@@ -323,7 +376,9 @@ def _select(images: Embeddings, items: Sequence[Item], position: Mapping[str, in
 
 
 def _relevance(items: Sequence[Item], classes: Sequence[str]) -> Array:
-    return np.array([[float(name in item_classes) for name in classes] for _, item_classes in items])
+    return np.array(
+        [[float(name in item_classes) for name in classes] for _, item_classes in items]
+    )
 
 
 def _text(sample: Sample) -> str:
@@ -338,15 +393,22 @@ def _precisions(
     *,
     excluded: Callable[[slice], Tensor],
 ) -> dict[int, Array]:
-    """Return precision by cosine, in chunks of queries; `excluded` gives those to exclude for a chunk."""
-    query_QE, candidate_NE = F.normalize(query_QE.float(), dim=1), F.normalize(candidate_NE.float(), dim=1)
+    """Return precision by cosine, in chunks of queries; `excluded` gives those to exclude for a
+    chunk.
+    """
+    query_QE, candidate_NE = (
+        F.normalize(query_QE.float(), dim=1),
+        F.normalize(candidate_NE.float(), dim=1),
+    )
     relevant = torch.from_numpy(relevant_NL).float()
     parts: dict[int, list[Tensor]] = {k: [] for k in ks}
     for start in range(0, len(query_QE), _CHUNK):
         rows = slice(start, start + _CHUNK)
         similarity_QN = query_QE[rows] @ candidate_NE.T
         if not similarity_QN.isfinite().all():
-            raise EvaluationError("the model's embeddings are not finite: check its weights", "nonfinite")
+            raise EvaluationError(
+                "the model's embeddings are not finite: check its weights", "nonfinite"
+            )
         excluded_QN = excluded(rows)
         fewest = int((~excluded_QN).sum(dim=1).min())
         if fewest < max(ks):
@@ -357,21 +419,32 @@ def _precisions(
     return {k: torch.cat(chunks).double().numpy() for k, chunks in parts.items()}
 
 
-def _precisions_of(similarity_QN: Tensor, relevant_NL: Array, ks: Sequence[int]) -> dict[int, Array]:
+def _precisions_of(
+    similarity_QN: Tensor, relevant_NL: Array, ks: Sequence[int]
+) -> dict[int, Array]:
     if similarity_QN.shape[1] < max(ks):
         raise _too_few(similarity_QN.shape[1], ks)
     relevant = torch.from_numpy(relevant_NL).float()
-    return {k: precision.double().numpy() for k, precision in precision_at(similarity_QN, relevant, ks).items()}
+    return {
+        k: precision.double().numpy()
+        for k, precision in precision_at(similarity_QN, relevant, ks).items()
+    }
 
 
 def _too_few(candidates: int, ks: Sequence[int]) -> EvaluationError:
     return EvaluationError(
-        f"a query has {candidates} candidates, fewer than k = {max(ks)}: lower ks", "out_of_range", field="ks"
+        f"a query has {candidates} candidates, fewer than k = {max(ks)}: lower ks",
+        "out_of_range",
+        field="ks",
     )
 
 
-def precision_metrics(k: int, values_QL: Array, names: Sequence[str], direction: str) -> MetricGroup:
-    """Return precision at k of every class, over the queries that have it (else NaN), and the mean over classes."""
+def precision_metrics(
+    k: int, values_QL: Array, names: Sequence[str], direction: str
+) -> MetricGroup:
+    """Return precision at k of every class, over the queries that have it (else NaN), and the
+    mean over classes.
+    """
     metric = f"precision@{k}"
     by_class = mean_metrics(metric, values_QL, names, subgroup=direction)
     macro = MetricRow(metric=metric, target="macro", subgroup=direction, n=len(values_QL))
@@ -388,7 +461,8 @@ def precision_metrics(k: int, values_QL: Array, names: Sequence[str], direction:
 # chance.
 
 _LIMITS = (
-    "A research evaluation, not for clinical use: a hit is an image or text with the same label; other content may "
+    "A research evaluation, not for clinical use: a hit is an image or text with the same "
+    "label; other content may "
     "differ.",
     "Intervals include the sampling error of the queries; the candidates are fixed.",
 )
@@ -413,7 +487,9 @@ def write_class_retrieval_page(results: Results, path: str | Path, header: PageH
 
 def _headline(results: Results, direction: str) -> tuple[str, str, str]:
     metric = f"precision@{results.config['ks'][0]}"
-    return headline(f"{metric}, {direction or 'image to image'}", results.row(metric, "macro", direction))
+    return headline(
+        f"{metric}, {direction or 'image to image'}", results.row(metric, "macro", direction)
+    )
 
 
 def _table(results: Results, direction: str) -> Table:
@@ -436,6 +512,7 @@ def _table(results: Results, direction: str) -> Table:
         rows=lines,
         strong_rows=1,
         one_axis=True,
-        caption="The share of a query's nearest candidates that have its class, with 95% intervals. The tick in a bar "
+        caption="The share of a query's nearest candidates that have its class, with 95% "
+        "intervals. The tick in a bar "
         "is chance, the expected value of a random order.",
     )

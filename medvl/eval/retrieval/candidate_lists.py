@@ -1,11 +1,13 @@
-"""Fixed candidates and queries of a retrieval by class: sampled or read once, stored in a file, identified by its hash.
+"""Fixed candidates and queries of a retrieval by class: sampled or read once, stored in a file,
+identified by its hash.
 
     {"name": "chexpert-8x200", "classes": ["Atelectasis", ...],
      "candidates": [["<key>", ["Atelectasis"]], ...],
      "image_queries": [["<key>", ["Edema"]], ...],
      "text_queries": [["A pleural effusion is present.", ["Pleural Effusion"]], ...]}
 
-Images are identified by the keys of their shards, which are salted hashes: a list fits shards of one salt.
+Images are identified by the keys of their shards, which are salted hashes: a list fits shards of
+one salt.
 """
 
 import csv
@@ -30,7 +32,9 @@ from medvl.eval.core.full_pass import Source
 from medvl.schema import COMPETITION_FINDINGS, POSITIVE, UNCERTAIN
 
 Exclusive = Literal["all_labels", "classes"]
-"""Labels of which an image of a class must have no other: all of the source except No Finding, or the classes."""
+"""Labels of which an image of a class must have no other: all of the source except No Finding,
+or the classes.
+"""
 Views = Literal["frontal", "all"]
 Item = tuple[str, tuple[str, ...]]
 """A key or a text, and its classes."""
@@ -49,7 +53,9 @@ CHEXPERT_8X200 = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RetrievalList:
-    """Candidates and queries with their classes. Raises `EvaluationError` for unknown classes and repeated items."""
+    """Candidates and queries with their classes. Raises `EvaluationError` for unknown classes
+    and repeated items.
+    """
 
     name: str
     classes: tuple[str, ...]
@@ -62,10 +68,14 @@ class RetrievalList:
         for part in (self.candidates, self.image_queries, self.text_queries):
             unknown = {name for _, classes in part for name in classes} - set(self.classes)
             if unknown or any(not classes for _, classes in part):
-                message = f"the list {self.name!r} has items without a class of {', '.join(self.classes)}"
+                message = (
+                    f"the list {self.name!r} has items without a class of {', '.join(self.classes)}"
+                )
                 raise EvaluationError(message, "unknown_name")
             if len({name for name, _ in part}) != len(part):
-                raise EvaluationError(f"the list {self.name!r} has an item twice: remove one", "conflict")
+                raise EvaluationError(
+                    f"the list {self.name!r} has an item twice: remove one", "conflict"
+                )
         if not self.candidates:
             raise EvaluationError(f"the list {self.name!r} has no candidates", "empty")
 
@@ -91,7 +101,10 @@ class RetrievalList:
         """Read a list written by `write`. Raises `EvaluationError`."""
         try:
             content = parse_json(path.read_text(encoding="utf-8"))
-            parts = {name: _items(content[name]) for name in ("candidates", "image_queries", "text_queries")}
+            parts = {
+                name: _items(content[name])
+                for name in ("candidates", "image_queries", "text_queries")
+            }
             return cls(name=content["name"], classes=tuple(content["classes"]), **parts)
         except FileNotFoundError:
             message = f"{path} does not exist: create it with `medvl eval make-retrieval-list`"
@@ -117,16 +130,18 @@ def sample_list(
 ) -> RetrievalList:
     """Sample images that have exactly one class, the same number for each.
 
-    An image belongs to a class if its label is 1 and no other is 1 or uncertain. Of these, the first `per_class` are
-    taken in the order of a hash of (seed, key). The defaults are the rule of GLoRIA's 5x200 (`gloria/datasets/
-    preprocess_datasets.py`); the images that its authors drew are not public.
+    An image belongs to a class if its label is 1 and no other is 1 or uncertain. Of these, the
+    first `per_class` are taken in the order of a hash of (seed, key). The defaults are the rule of
+    GLoRIA's 5x200 (`gloria/datasets/ preprocess_datasets.py`); the images that its authors drew are
+    not public.
 
     Args:
         source: samples with labels.
         classes: names of labels, in any spelling.
         per_class: images per class.
         seed: seed of the order.
-        exclusive: the labels that count as others: "all_labels" of the sample except No Finding, or the "classes".
+        exclusive: the labels that count as others: "all_labels" of the sample except No Finding, or
+            the "classes".
         views: "frontal" leaves out lateral and other views; images without a view count as frontal.
         name: name of the list; default a description of the settings.
 
@@ -149,7 +164,9 @@ def sample_list(
         message = f"expected {per_class} images with exactly one class, got fewer: {counts}"
         raise EvaluationError(message, "empty", field="per_class")
     candidates = [
-        (key, (label,)) for label, of_label in keys.items() for key in sorted(of_label, key=_order(seed))[:per_class]
+        (key, (label,))
+        for label, of_label in keys.items()
+        for key in sorted(of_label, key=_order(seed))[:per_class]
     ]
     rule = f"{views} views, exclusive among {exclusive.replace('_', ' ')}"
     return RetrievalList(
@@ -159,8 +176,14 @@ def sample_list(
     )
 
 
-def _only_class(labels: Mapping[str, int], classes: Sequence[str], exclusive: Exclusive) -> str | None:
-    others = {*labels} - {*match_labels((NO_FINDING,), [*labels]).values()} if exclusive == "all_labels" else set[str]()
+def _only_class(
+    labels: Mapping[str, int], classes: Sequence[str], exclusive: Exclusive
+) -> str | None:
+    others = (
+        {*labels} - {*match_labels((NO_FINDING,), [*labels]).values()}
+        if exclusive == "all_labels"
+        else set[str]()
+    )
     present = [name for name in {*classes, *others} if labels.get(name) in (POSITIVE, UNCERTAIN)]
     only = len(present) == 1 and present[0] in classes and labels[present[0]] == POSITIVE
     return present[0] if only else None
@@ -171,7 +194,8 @@ def _order(seed: int) -> Any:
 
 
 def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
-    """Read CheXpert 8x200 as ConVIRT's authors published it (yuhaozhang/convirt), with the keys of these shards.
+    """Read CheXpert 8x200 as ConVIRT's authors published it (yuhaozhang/convirt), with the keys of
+    these shards.
 
     Args:
         root: holds `image-retrieval/candidate.csv` and `query.csv`, and `text-retrieval/query.csv`.
@@ -181,7 +205,10 @@ def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
     """
     images, texts = root / "image-retrieval", root / "text-retrieval"
     candidates = [
-        (chexpert.image_key(row["Path"], deid), tuple(name for name in CHEXPERT_8X200 if row[name] == "1.0"))
+        (
+            chexpert.image_key(row["Path"], deid),
+            tuple(name for name in CHEXPERT_8X200 if row[name] == "1.0"),
+        )
         for row in _rows(images / "candidate.csv", ("Path", *CHEXPERT_8X200))
     ]
     return RetrievalList(
@@ -207,6 +234,8 @@ def _rows(path: Path, required: Sequence[str]) -> list[Mapping[str, str]]:
 
 def _class_name(name: str, folder: Path) -> str:
     if name not in CHEXPERT_8X200:
-        message = f"{folder / 'query.csv'}: Variable has {name!r}, expected one of the eight classes"
+        message = (
+            f"{folder / 'query.csv'}: Variable has {name!r}, expected one of the eight classes"
+        )
         raise CorpusError(message, "unknown_name", field="Variable")
     return name

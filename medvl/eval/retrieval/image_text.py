@@ -2,15 +2,18 @@
 
 Protocol "image_text_retrieval", version 3:
 
-* Equal texts (after collapsing white space) are one candidate and one query; all their images are its positives.
+* Equal texts (after collapsing white space) are one candidate and one query; all their images are
+  its positives.
 * Images without text are left out and counted.
-* The rank of a query is that of its best positive among the candidates that are not its positives. Ties count against
-  the positive, so a model with constant scores gets the last rank.
-* "recall@k" is the share of queries with a rank of k or better; "median_rank" is the median of the ranks; "mrr" is the
-  mean of 1 / rank.
-* Where images have labels, "ndcg@k" is the gain of the first k candidates by the agreement of labels (`label_gain`).
-* Intervals: the bootstrap resamples patients (articles of figures), with all their images, or with all their texts. A
-  text that images of several patients have is one query, of the patient of the image with the first key.
+* The rank of a query is that of its best positive among the candidates that are not its positives.
+  Ties count against the positive, so a model with constant scores gets the last rank.
+* "recall@k" is the share of queries with a rank of k or better; "median_rank" is the median of the
+  ranks; "mrr" is the mean of 1 / rank.
+* Where images have labels, "ndcg@k" is the gain of the first k candidates by the agreement of
+  labels (`label_gain`).
+* Intervals: the bootstrap resamples patients (articles of figures), with all their images, or with
+  all their texts. A text that images of several patients have is one query, of the patient of the
+  image with the first key.
 
 Shape letters: N images, M distinct texts, B images of a chunk.
 """
@@ -25,12 +28,34 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, Loader, Model, Source, SupportsSimilarity, input_hashes, samples_by_key
-from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, median_metric, subgroups_of
+from medvl.eval.core.full_pass import (
+    FullPass,
+    Loader,
+    Model,
+    Source,
+    SupportsSimilarity,
+    input_hashes,
+    samples_by_key,
+)
+from medvl.eval.core.metric_rows import (
+    MetricGroup,
+    MetricRow,
+    mean_metrics,
+    measure,
+    median_metric,
+    subgroups_of,
+)
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.open import embed_texts
 from medvl.eval.core.results import Results
-from medvl.eval.retrieval.similarity import GAIN_KS, LabelGains, Similarity, encode_images, label_gains, take
+from medvl.eval.retrieval.similarity import (
+    GAIN_KS,
+    LabelGains,
+    Similarity,
+    encode_images,
+    label_gains,
+    take,
+)
 from medvl.models.base import evaluating
 from medvl.schema import POSITIVE, Embeddings
 
@@ -84,7 +109,8 @@ def sample_examples(
     queries: int,
     seed: int = 0,
 ) -> RetrievalExamples:
-    """Sample `queries` queries of each direction, and four times as many pairs for the matrix, with distinct texts.
+    """Sample `queries` queries of each direction, and four times as many pairs for the matrix, with
+    distinct texts.
 
     Args:
         model: its similarity is used.
@@ -102,7 +128,10 @@ def sample_examples(
     similarity_QM = Similarity(model, take(images, image_Q), texts).matrix()
     similarity_QN = Similarity(model, images, take(texts, text_Q)).matrix().T
     plotted_N, plotted_M = (np.sort(rng.permutation(len(of))[:_POINTS]) for of in (images, texts))
-    both = (images.global_NE[torch.from_numpy(plotted_N)].cpu(), texts.global_NE[torch.from_numpy(plotted_M)].cpu())
+    both = (
+        images.global_NE[torch.from_numpy(plotted_N)].cpu(),
+        texts.global_NE[torch.from_numpy(plotted_M)].cpu(),
+    )
     plane, explained_variance = principal_plane(torch.cat(both).double().numpy())
     similarity_KK = Similarity(model, take(images, image_K), take(texts, text_K)).matrix()
     return RetrievalExamples(
@@ -121,12 +150,15 @@ def sample_examples(
 def principal_plane(x_ND: Array) -> tuple[Array, tuple[float, float]]:
     """Return the first two principal components (N, 2), and the share of the variance of each.
 
-    The sign of a component is chosen so that its largest loading is positive, which makes plots reproducible.
+    The sign of a component is chosen so that its largest loading is positive, which makes plots
+    reproducible.
     """
     centered_ND = x_ND - x_ND.mean(axis=0)
     _, size_K, direction_KD = np.linalg.svd(centered_ND, full_matrices=False)
     largest_K = np.abs(direction_KD).argmax(axis=1)
-    direction_KD = direction_KD * np.sign(direction_KD[np.arange(len(direction_KD)), largest_K])[:, None]
+    direction_KD = (
+        direction_KD * np.sign(direction_KD[np.arange(len(direction_KD)), largest_K])[:, None]
+    )
     variance_K = size_K**2 / max(float((size_K**2).sum()), np.finfo(np.float64).tiny)
     plane_ND, shares = centered_ND @ direction_KD[:2].T, [*variance_K[:2].tolist(), 0.0]
     if plane_ND.shape[1] < 2:
@@ -137,7 +169,10 @@ def principal_plane(x_ND: Array) -> tuple[Array, tuple[float, float]]:
 def _nearest(query_Q: torch.Tensor, similarity_QN: torch.Tensor) -> tuple[NearestCandidates, ...]:
     best = similarity_QN.topk(min(_NEAREST, similarity_QN.shape[1]), dim=1)
     rows = zip(query_Q.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple(NearestCandidates(query, tuple(candidates), tuple(values)) for query, candidates, values in rows)
+    return tuple(
+        NearestCandidates(query, tuple(candidates), tuple(values))
+        for query, candidates, values in rows
+    )
 
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 3
@@ -175,7 +210,9 @@ class RetrievalResult:
         source: Source,
         examples: RetrievalExamples | None = None,
     ) -> Self:
-        """Combine a gallery of images of a source, the ranks of its images and texts, and their results."""
+        """Combine a gallery of images of a source, the ranks of its images and texts, and their
+        results.
+        """
         samples = samples_by_key(source)
         return cls(
             results=results,
@@ -189,7 +226,9 @@ class RetrievalResult:
         )
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield per image its key, patient, subgroups, text (index), rank of that text, and the text's own rank."""
+        """Yield per image its key, patient, subgroups, text (index), rank of that text, and the
+        text's own rank.
+        """
         fields = {
             "key": self.keys,
             "patient": self.patients,
@@ -213,7 +252,8 @@ def image_text_retrieval(
     checkpoint: str | Path | None = None,
     examples: int = 0,
 ) -> RetrievalResult:
-    """Evaluate a dual-encoder on the image-text pairs of a loader; the module docstring describes the protocol.
+    """Evaluate a dual-encoder on the image-text pairs of a loader; the module docstring describes
+    the protocol.
 
     The embeddings of all images are kept in host memory.
 
@@ -227,8 +267,8 @@ def image_text_retrieval(
         examples: number of random queries of each direction for the page.
 
     Raises:
-        EvaluationError: the loader does not give every sample once, there are fewer than two distinct texts, or a
-            similarity is not finite.
+        EvaluationError: the loader does not give every sample once, there are fewer than two
+            distinct texts, or a similarity is not finite.
     """
     check_ks(ks)
     inputs, batches = input_hashes(checkpoint, manifest=loader), FullPass(loader)
@@ -242,13 +282,24 @@ def image_text_retrieval(
         shown = None
         if examples:
             shown = sample_examples(
-                model, images, texts_M, gallery.texts, gallery.text_of_N, queries=examples, seed=seed
+                model,
+                images,
+                texts_M,
+                gallery.texts,
+                gallery.text_of_N,
+                queries=examples,
+                seed=seed,
             )
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=rank_rows(gallery, ranks, ks, resamples, seed, gains),
-        config={"ks": list(ks), "resamples": resamples, "seed": seed, "autocast": autocast and str(autocast)},
+        config={
+            "ks": list(ks),
+            "resamples": resamples,
+            "seed": seed,
+            "autocast": autocast and str(autocast),
+        },
         inputs=inputs,
         details={**gallery.counts, "chance": chance_recalls(gallery, ks) | _chance_gains(gains)},
     )
@@ -279,16 +330,23 @@ class Gallery:
 
     @classmethod
     def from_texts(
-        cls, keys: Sequence[str], texts: Sequence[str], unreadable: Mapping[str, int], source: Source
+        cls,
+        keys: Sequence[str],
+        texts: Sequence[str],
+        unreadable: Mapping[str, int],
+        source: Source,
     ) -> Self:
-        """Build a gallery from all keys and texts of a loader, its skipped samples by reason, and its source.
+        """Build a gallery from all keys and texts of a loader, its skipped samples by reason, and
+        its source.
 
         Raises `EvaluationError` if there are fewer than two distinct texts.
         """
         kept = [index for index, text in enumerate(texts) if text]
         distinct = list(dict.fromkeys(texts[index] for index in kept))
         if len(distinct) < 2:
-            raise EvaluationError(f"expected two or more distinct texts, got {len(distinct)}", "empty")
+            raise EvaluationError(
+                f"expected two or more distinct texts, got {len(distinct)}", "empty"
+            )
         number = {text: index for index, text in enumerate(distinct)}
         samples = samples_by_key(source)
         patients = tuple(samples[keys[index]][1].patient for index in kept)
@@ -310,20 +368,26 @@ class Gallery:
 
     @property
     def patients_of_texts(self) -> list[str] | None:
-        """Patient of each text: that of the image with the first key, where several images have it; None: unknown."""
+        """Patient of each text: that of the image with the first key, where several images have
+        it; None: unknown.
+        """
         if self.patients is None:
             return None
         of_text: dict[int, str] = {}
-        for _, text, patient in sorted(zip(self.keys, self.text_of_N.tolist(), self.patients, strict=True)):
+        for _, text, patient in sorted(
+            zip(self.keys, self.text_of_N.tolist(), self.patients, strict=True)
+        ):
             of_text.setdefault(text, patient)
         return [of_text[text] for text in range(len(self.texts))]
 
 
-def retrieval_ranks(model: SupportsSimilarity, images: Embeddings, texts: Embeddings, text_of_N: torch.Tensor) -> Ranks:
+def retrieval_ranks(
+    model: SupportsSimilarity, images: Embeddings, texts: Embeddings, text_of_N: torch.Tensor
+) -> Ranks:
     """Return the ranks of images and texts as the protocol defines them.
 
-    Two passes over the rows of similarities: the first finds the score of each positive, the second counts the
-    candidates that score at least as high.
+    Two passes over the rows of similarities: the first finds the score of each positive, the second
+    counts the candidates that score at least as high.
 
     Args:
         model: its similarity is used.
@@ -341,8 +405,12 @@ def _ranks(similarity: Similarity, text_of_N: torch.Tensor) -> Ranks:
         chunk = slice(start, start + len(similarity_BM))
         positive_B1 = similarity_BM.gather(1, text_of_N[chunk, None])
         positive_N[chunk] = positive_B1[:, 0]
-        image_rank_N[chunk] = (similarity_BM >= positive_B1).sum(dim=1)  # includes the positive itself
-    best_M = torch.full((similarity.shape[1],), -torch.inf).scatter_reduce(0, text_of_N, positive_N, "amax")
+        image_rank_N[chunk] = (similarity_BM >= positive_B1).sum(
+            dim=1
+        )  # includes the positive itself
+    best_M = torch.full((similarity.shape[1],), -torch.inf).scatter_reduce(
+        0, text_of_N, positive_N, "amax"
+    )
     text_rank_M = torch.ones(similarity.shape[1], dtype=torch.int64)
     for _, similarity_BM in similarity:
         text_rank_M += (similarity_BM >= best_M).sum(dim=0)
@@ -351,13 +419,17 @@ def _ranks(similarity: Similarity, text_of_N: torch.Tensor) -> Ranks:
     return image_rank_N.numpy(), text_rank_M.numpy()
 
 
-def _gains(similarity: Similarity, gallery: Gallery, loader: Loader) -> tuple[LabelGains, LabelGains] | None:
+def _gains(
+    similarity: Similarity, gallery: Gallery, loader: Loader
+) -> tuple[LabelGains, LabelGains] | None:
     """Return the gains of both directions; None for data without labels."""
     names, samples = loader.source.label_names, samples_by_key(loader.source)
     if not names:
         return None
     labels = [samples[key][1].labels for key in gallery.keys]
-    positive_NL = np.array([[of_image.get(name) == POSITIVE for name in names] for of_image in labels])
+    positive_NL = np.array(
+        [[of_image.get(name) == POSITIVE for name in names] for of_image in labels]
+    )
     return label_gains(similarity, positive_NL, gallery.text_of_N.numpy())
 
 
@@ -378,7 +450,9 @@ def rank_rows(
     seed: int,
     gains: tuple[LabelGains, LabelGains] | None = None,
 ) -> tuple[MetricRow, ...]:
-    """Return recall at each k, the median rank, MRR and gains, in both directions, with intervals."""
+    """Return recall at each k, the median rank, MRR and gains, in both directions, with
+    intervals.
+    """
 
     def groups(rank: NDArray[np.int64], target: str, side: int) -> list[MetricGroup]:
         columns = [] if gains is None else list(zip(GAIN_KS, gains[side].ndcg_QK.T, strict=True))
@@ -407,7 +481,9 @@ def rank_rows(
 
 def rank_groups(rank_Q: NDArray[np.int64], ks: Sequence[int], target: str) -> list[MetricGroup]:
     """Return recall at each k, the median rank and MRR of the queries of one direction."""
-    recalls = [mean_metrics(f"recall@{k}", (rank_Q <= k)[:, None].astype(np.float64), [target]) for k in ks]
+    recalls = [
+        mean_metrics(f"recall@{k}", (rank_Q <= k)[:, None].astype(np.float64), [target]) for k in ks
+    ]
     median = median_metric("median_rank", rank_Q.astype(np.float64), target)
     return [*recalls, median, mean_metrics("mrr", 1 / rank_Q[:, None], [target])]
 
@@ -427,15 +503,22 @@ def chance_recalls(gallery: Gallery, ks: Sequence[int]) -> dict[str, float]:
 
 
 class RetrievalEval:
-    """Retrieval during training: `RetrievalEval(loader)(model)` returns a flat mapping of metrics without intervals.
+    """Retrieval during training: `RetrievalEval(loader)(model)` returns a flat mapping of metrics
+    without intervals.
 
     Its keys are "retrieval/recall@5/image_to_text", "retrieval/median_rank/text_to_image", ...
     """
 
-    def __init__(self, loader: Loader, *, ks: Sequence[int] = (1, 5, 10), autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, loader: Loader, *, ks: Sequence[int] = (1, 5, 10), autocast: torch.dtype | None = None
+    ) -> None:
         self.loader, self.ks, self.autocast = loader, ks, autocast
 
     def __call__(self, model: Model) -> dict[str, float]:
-        """Return the metrics of the model. Raises `EvaluationError` as `image_text_retrieval` does."""
-        result = image_text_retrieval(model, self.loader, ks=self.ks, resamples=0, autocast=self.autocast)
+        """Return the metrics of the model. Raises `EvaluationError` as `image_text_retrieval`
+        does.
+        """
+        result = image_text_retrieval(
+            model, self.loader, ks=self.ks, resamples=0, autocast=self.autocast
+        )
         return {f"retrieval/{row.name}": row.value for row in result.results.rows}

@@ -1,4 +1,6 @@
-"""HTML page of an image-text retrieval: metrics next to chance, example queries, similarities and embeddings."""
+"""HTML page of an image-text retrieval: metrics next to chance, example queries, similarities
+and embeddings.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +18,11 @@ _DIRECTIONS = {"image_to_text": "Image to text", "text_to_image": "Text to image
 _FINDINGS = 2
 _MIN_IMAGES = 5  # minimum number of images with, and without, a finding that colors the embeddings
 LIMITS = (
-    "A research evaluation, not for clinical use: a retrieved text may have the same meaning as the image's own text "
+    "A research evaluation, not for clinical use: a retrieved text may have the same meaning as "
+    "the image's own text "
     "in other words, and is still counted as wrong.",
-    "Intervals are percentiles of a bootstrap over patients, with all their images or texts. Recall falls as the "
+    "Intervals are percentiles of a bootstrap over patients, with all their images or texts. "
+    "Recall falls as the "
     "gallery grows: compare numbers over one gallery only.",
     "Images and texts on this page belong to the data set and stay under its terms of use.",
 )
@@ -32,7 +36,8 @@ def write_retrieval_page(
     pixels: Callable[[str], NDArray[np.uint8]] | None = None,
     labels: Callable[[str], Mapping[str, int]] | None = None,
 ) -> Path:
-    """Write the page as one HTML file and return its path; other arguments as in `write_zero_shot_page`.
+    """Write the page as one HTML file and return its path; other arguments as in
+    `write_zero_shot_page`.
 
     Args:
         result: result of `image_text_retrieval`; its examples are shown, if there are any.
@@ -44,11 +49,15 @@ def write_retrieval_page(
     if result.examples is not None:
         sections.append(_plots(result, result.examples, labels))
         if pixels is not None:
-            sections += [_image_cards(result, result.examples, pixels), _text_strips(result, result.examples, pixels)]
+            sections += [
+                _image_cards(result, result.examples, pixels),
+                _text_strips(result, result.examples, pixels),
+            ]
     extra = [("Equal texts", "one text, with several images")]
     page = html.Page(
         title=f"Image-text retrieval: {header.model}",
-        subtitle=f"{header.data}: {details['images']:,} images and {details['texts']:,} distinct texts",
+        subtitle=f"{header.data}: {details['images']:,} images and {details['texts']:,} "
+        f"distinct texts",
         headlines=[_headline(result, direction) for direction in _DIRECTIONS],
         facts=header_facts(result.results, header, units="patients", extra=extra),
         sections=sections,
@@ -64,13 +73,17 @@ def _middle_metric(result: RetrievalResult) -> str:
 
 def _headline(result: RetrievalResult, direction: str) -> tuple[str, str, str]:
     metric = _middle_metric(result)
-    return headline(f"{metric}, {_DIRECTIONS[direction].lower()}", result.results.row(metric, direction))
+    return headline(
+        f"{metric}, {_DIRECTIONS[direction].lower()}", result.results.row(metric, direction)
+    )
 
 
 def _table(result: RetrievalResult) -> tables.Table:
     chance: Mapping[str, float] = result.results.details["chance"]
     recalls = [f"recall@{k}" for k in result.results.config["ks"]]
-    gains = list(dict.fromkeys(row.metric for row in result.results.rows if row.metric.startswith("ndcg@")))
+    gains = list(
+        dict.fromkeys(row.metric for row in result.results.rows if row.metric.startswith("ndcg@"))
+    )
     lines: list[Sequence[tables.Cell | str]] = []
     for direction, title in _DIRECTIONS.items():
         rows = {row.metric: row for row in result.results.rows if row.target == direction}
@@ -91,35 +104,45 @@ def _table(result: RetrievalResult) -> tables.Table:
             "Queries",
         ],
         rows=lines,
-        caption="The share of queries whose own text, or image, is among the first k, with 95% intervals. The tick in "
-        "a bar is chance, the expected value of a random order. nDCG is the gain of the first k by the agreement of "
+        caption="The share of queries whose own text, or image, is among the first k, with 95% "
+        "intervals. The tick in "
+        "a bar is chance, the expected value of a random order. nDCG is the gain of the first k "
+        "by the agreement of "
         "labels; MRR is the mean of 1 / rank.",
     )
 
 
 def _plots(
-    result: RetrievalResult, examples: RetrievalExamples, labels: Callable[[str], Mapping[str, int]] | None
+    result: RetrievalResult,
+    examples: RetrievalExamples,
+    labels: Callable[[str], Mapping[str, int]] | None,
 ) -> html.Pictures:
     count = len(examples.similarity_KK)
     own = np.diag(examples.similarity_KK)
     others = float((examples.similarity_KK.sum() - own.sum()) / max(count * (count - 1), 1))
     matrix = html.plot_picture(
         plots.matrix_plot("similarities", examples.similarity_KK, "text", "image"),
-        alternative=f"Matrix of the similarities of {count} images (rows) with {count} texts (columns): "
-        f"{own.mean():.2f} on average with the own text, on the diagonal, and {others:.2f} with others.",
+        alternative=f"Matrix of the similarities of {count} images (rows) with {count} texts "
+        f"(columns): "
+        f"{own.mean():.2f} on average with the own text, on the diagonal, and {others:.2f} with "
+        f"others.",
         lines=["Similarities", f"{count} random images, each with its own text on the diagonal"],
     )
     sides = {"images": examples.image_N2, "texts": examples.text_M2}
     colors = {"images": plots.LINE_COLOR, "texts": plots.POSITIVE_COLOR}
     pictures = [matrix, _plane("Images and texts", sides, colors, examples)]
     for name, positive_N in _finding_colors(result, examples, labels):
-        sides = {"without": examples.image_N2[positive_N == 0], "with": examples.image_N2[positive_N == 1]}
+        sides = {
+            "without": examples.image_N2[positive_N == 0],
+            "with": examples.image_N2[positive_N == 1],
+        }
         colors = {"without": plots.NEGATIVE_COLOR, "with": plots.POSITIVE_COLOR}
         pictures.append(_plane(name, sides, colors, examples))
     return html.Pictures(
         title="Similarities and embeddings",
         strips=[html.Strip(title="", pictures=pictures)],
-        caption="First two principal components of image and text embeddings together (PCA). Images and texts are "
+        caption="First two principal components of image and text embeddings together (PCA). "
+        "Images and texts are "
         "often in separate regions (the modality gap), and retrieval compares them across the gap.",
     )
 
@@ -127,7 +150,9 @@ def _plots(
 def _plane(
     name: str, sides: Mapping[str, Array], colors: Mapping[str, str], examples: RetrievalExamples
 ) -> html.Picture:
-    axes = tuple(f"component {n} ({share:.0%})" for n, share in enumerate(examples.explained_variance, 1))
+    axes = tuple(
+        f"component {n} ({share:.0%})" for n, share in enumerate(examples.explained_variance, 1)
+    )
     centers = ", ".join(
         f"{side} {len(points)} points around ({points[:, 0].mean():.2f}, {points[:, 1].mean():.2f})"
         for side, points in sides.items()
@@ -135,15 +160,20 @@ def _plane(
     )
     return html.plot_picture(
         plots.points_plot(f"embeddings-{html.slug(name)}", sides, colors, axes),
-        alternative=f"Embeddings in the plane of their first two principal components, by {name.lower()}: {centers}.",
+        alternative=f"Embeddings in the plane of their first two principal components, by "
+        f"{name.lower()}: {centers}.",
         lines=[name],
     )
 
 
 def _finding_colors(
-    result: RetrievalResult, examples: RetrievalExamples, labels: Callable[[str], Mapping[str, int]] | None
+    result: RetrievalResult,
+    examples: RetrievalExamples,
+    labels: Callable[[str], Mapping[str, int]] | None,
 ) -> list[tuple[str, NDArray[np.int64]]]:
-    """Return the findings that split the plotted images most evenly, with 1 for each positive image."""
+    """Return the findings that split the plotted images most evenly, with 1 for each positive
+    image.
+    """
     if labels is None:
         return []
     known = [labels(result.keys[index]) for index in examples.plotted_N.tolist()]
@@ -168,7 +198,8 @@ def _image_cards(
         ]
         picture = html.Picture(
             source=html.thumbnail_uri(pixels(result.keys[query.query]), 256),
-            alternative=f"query image, whose own text is {_ordinal(rank)} of {len(examples.texts):,}",
+            alternative=f"query image, whose own text is {_ordinal(rank)} of "
+            f"{len(examples.texts):,}",
         )
         return html.Card(
             title=f"Its own text is {_ordinal(rank)} of {len(examples.texts):,}",
@@ -178,14 +209,23 @@ def _image_cards(
             tags=[],
         )
 
-    hits = [int(examples.text_of_N[query.query]) in query.candidates for query in examples.image_queries]
+    hits = [
+        int(examples.text_of_N[query.query]) in query.candidates for query in examples.image_queries
+    ]
     decks = [
         html.Deck(
             title=title,
             good=good,
-            cards=[card(query) for query, hit in zip(examples.image_queries, hits, strict=True) if hit == good],
+            cards=[
+                card(query)
+                for query, hit in zip(examples.image_queries, hits, strict=True)
+                if hit == good
+            ],
         )
-        for title, good in (("Own text among the first", True), ("Own text not among the first", False))
+        for title, good in (
+            ("Own text among the first", True),
+            ("Own text not among the first", False),
+        )
     ]
     return html.Cards(
         title="Texts retrieved by images",
@@ -209,7 +249,8 @@ def _text_strips(
     strips = [
         html.Strip(
             title=examples.texts[query.query],
-            note=f"own image {_ordinal(int(result.text_rank_M[query.query]))} of {len(examples.text_of_N):,}",
+            note=f"own image {_ordinal(int(result.text_rank_M[query.query]))} of "
+            f"{len(examples.text_of_N):,}",
             pictures=[
                 picture(image, similarity, query.query)
                 for image, similarity in zip(query.candidates, query.similarities, strict=True)
@@ -226,5 +267,7 @@ def _text_strips(
 
 
 def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    ending = (
+        "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    )
     return f"{number:,}{ending}"

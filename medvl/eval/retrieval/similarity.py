@@ -19,10 +19,16 @@ from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Batch, Embeddings
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Embeddings))
-_CHUNK = 256  # images and texts compared at a time; bounds the memory of models with a local similarity
-_PAIRS = 8  # pairs compared at a time; many systems compare all their combinations, which can be slow
+_CHUNK = (
+    256  # images and texts compared at a time; bounds the memory of models with a local similarity
+)
+_PAIRS = (
+    8  # pairs compared at a time; many systems compare all their combinations, which can be slow
+)
 _CACHED_ELEMENTS = 64_000_000
-"""Up to this size (256 MB) similarity_NM is computed once and cached; larger ones are recomputed in each pass."""
+"""Up to this size (256 MB) similarity_NM is computed once and cached; larger ones are recomputed
+in each pass.
+"""
 
 
 def normalized_texts(batch: Batch) -> list[str]:
@@ -33,7 +39,8 @@ def normalized_texts(batch: Batch) -> list[str]:
 def encode_images(
     model: Model, batches: FullPass, autocast: torch.dtype | None
 ) -> tuple[Embeddings, list[str], list[str]]:
-    """Return the embeddings of all images in host memory, their keys, and their texts with white space collapsed.
+    """Return the embeddings of all images in host memory, their keys, and their texts with white
+    space collapsed.
 
     Raises `EvaluationError` if the pass is incomplete.
     """
@@ -53,7 +60,9 @@ def encode_images(
 
 
 def _embeddings(values: Values) -> Embeddings:
-    return Embeddings(**{name: value for name in _FIELDS if isinstance(value := values.get(name), Tensor)})
+    return Embeddings(
+        **{name: value for name in _FIELDS if isinstance(value := values.get(name), Tensor)}
+    )
 
 
 class Similarity:
@@ -79,12 +88,16 @@ class Similarity:
         for start in range(0, images, _CHUNK):
             rows = _to(take(self.images, slice(start, start + _CHUNK)), device)
             columns = [
-                self.model.similarity(rows, take(self.texts, slice(first, first + _CHUNK))).float().cpu()
+                self.model.similarity(rows, take(self.texts, slice(first, first + _CHUNK)))
+                .float()
+                .cpu()
                 for first in range(0, texts, _CHUNK)
             ]
             similarity_BM = torch.cat(columns, dim=1)
             if not similarity_BM.isfinite().all():
-                raise EvaluationError("the model's similarities are not finite: check its weights", "nonfinite")
+                raise EvaluationError(
+                    "the model's similarities are not finite: check its weights", "nonfinite"
+                )
             yield start, similarity_BM
 
 
@@ -98,7 +111,9 @@ def paired_similarity(
         parts.append(model.pair_similarity(rows, columns).float().cpu())
     similarity_Q = torch.cat(parts)
     if not similarity_Q.isfinite().all():
-        raise EvaluationError("the model's similarities are not finite: check its weights", "nonfinite")
+        raise EvaluationError(
+            "the model's similarities are not finite: check its weights", "nonfinite"
+        )
     return similarity_Q
 
 
@@ -106,7 +121,9 @@ def take(embeddings: Embeddings, index: slice | Tensor) -> Embeddings:
     """Return the embeddings at an index or slice."""
     local, mask = embeddings.local_NPE, embeddings.mask_NP
     return Embeddings(
-        embeddings.global_NE[index], None if local is None else local[index], None if mask is None else mask[index]
+        embeddings.global_NE[index],
+        None if local is None else local[index],
+        None if mask is None else mask[index],
     )
 
 
@@ -151,7 +168,8 @@ def label_gains(
     text_of_N: NDArray[np.int64],
     ks: Sequence[int] = GAIN_KS,
 ) -> tuple[LabelGains, LabelGains]:
-    """Return the gains of image to text and of text to image; a text has the labels of all its images.
+    """Return the gains of image to text and of text to image; a text has the labels of all its
+    images.
 
     Args:
         similarity: similarity of all images with all texts.
@@ -168,12 +186,16 @@ def label_gains(
     for start, similarity_BM in similarity:
         relevance_BM = relevance(images_NL[start : start + len(similarity_BM)], texts_ML)
         scored_BM = np.stack([similarity_BM.double().numpy(), relevance_BM])
-        of_images.append((_first(scored_BM, most)[1], _largest(relevance_BM, most), relevance_BM.mean(axis=1)))
+        of_images.append(
+            (_first(scored_BM, most)[1], _largest(relevance_BM, most), relevance_BM.mean(axis=1))
+        )
         found_MK = _first(np.concatenate([found_MK, scored_BM.transpose(0, 2, 1)], axis=2), most)
         ideal_MK = _largest(np.concatenate([ideal_MK, relevance_BM.T], axis=1), most)
         sum_M += relevance_BM.sum(axis=0)
     found_NK, ideal_NK, mean_N = (np.concatenate(part) for part in zip(*of_images, strict=True))
-    return _gains(found_NK, ideal_NK, mean_N, ks), _gains(found_MK[1], ideal_MK, sum_M / len(images_NL), ks)
+    return _gains(found_NK, ideal_NK, mean_N, ks), _gains(
+        found_MK[1], ideal_MK, sum_M / len(images_NL), ks
+    )
 
 
 def relevance(first_QL: NDArray[np.bool_], second_CL: NDArray[np.bool_]) -> Array:
@@ -184,7 +206,9 @@ def relevance(first_QL: NDArray[np.bool_], second_CL: NDArray[np.bool_]) -> Arra
 
 
 def _first(scored_QC: Array, most: int) -> Array:
-    """Return the first `most` candidates of (2, Q, C): by decreasing score, then by increasing relevance."""
+    """Return the first `most` candidates of (2, Q, C): by decreasing score, then by increasing
+    relevance.
+    """
     order_QC = np.lexsort((scored_QC[1], -scored_QC[0]), axis=1)[:, :most]
     return np.take_along_axis(scored_QC, order_QC[None], axis=2)
 

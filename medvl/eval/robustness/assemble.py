@@ -1,6 +1,7 @@
 """Metrics of all tests, from the scores of a model.
 
-Letters: N images of the data, T items (images of the data, then of the sites, then other images), L findings.
+Letters: N images of the data, T items (images of the data, then of the sites, then other images), L
+findings.
 """
 
 import dataclasses
@@ -56,9 +57,13 @@ def share(values_N: Array) -> Value:
 def corruption_metrics(
     metric: str, target: str, n: int, clean: Value, versions: Mapping[Version, Value]
 ) -> MetricGroup:
-    """Return a metric under every version, its means over strengths and over all, and paired changes from clean."""
+    """Return a metric under every version, its means over strengths and over all, and paired
+    changes from clean.
+    """
     names = list(dict.fromkeys(version.name for version in versions))
-    numbers = {name: [at for at, version in enumerate(versions) if version.name == name] for name in names}
+    numbers = {
+        name: [at for at, version in enumerate(versions) if version.name == name] for name in names
+    }
     subgroups = [*map(str, versions), *names, ALL]
     rows = [
         MetricRow(metric=kind, target=target, subgroup=subgroup, n=n)
@@ -76,9 +81,11 @@ def corruption_metrics(
 
 
 def prompt_metrics(kind: str, values: Mapping[str, Value], n: int, items: int) -> MetricGroup:
-    """Return the macro AUROC of every prompt set and, of two or more, the widest gap and the standard deviation.
+    """Return the macro AUROC of every prompt set and, of two or more, the widest gap and the
+    standard deviation.
 
-    The two sets of the gap are chosen on all items and kept in the resamples. `n` items of all `items` count.
+    The two sets of the gap are chosen on all items and kept in the resamples. `n` items of all
+    `items` count.
     """
 
     def row(metric: str, subgroup: str) -> MetricRow:
@@ -92,12 +99,17 @@ def prompt_metrics(kind: str, values: Mapping[str, Value], n: int, items: int) -
         return MetricGroup(rows, table)
     names, once_K = list(values), table(np.ones((items, 1)))[0]
     best, worst = int(np.argmax(once_K)), int(np.argmin(once_K))
-    rows += [row("auroc_gap", f"{names[best]} - {names[worst]}"), row("auroc_sd", f"{len(names)} sets")]
+    rows += [
+        row("auroc_gap", f"{names[best]} - {names[worst]}"),
+        row("auroc_sd", f"{len(names)} sets"),
+    ]
 
     def statistic(counts_NR: Array) -> Array:
         values_RK = table(counts_NR)
         gap_R1 = (values_RK[:, best] - values_RK[:, worst])[:, None]
-        return np.concatenate([values_RK, gap_R1, values_RK.std(axis=1, ddof=1, keepdims=True)], axis=1)
+        return np.concatenate(
+            [values_RK, gap_R1, values_RK.std(axis=1, ddof=1, keepdims=True)], axis=1
+        )
 
     return MetricGroup(rows, statistic)
 
@@ -129,14 +141,18 @@ def negation_metrics(statements_NL2: Array, labels_NL: Array, names: Sequence[st
     def statistic(counts_NR: Array) -> Array:
         present_RL, absent_RL = present.statistic(counts_NR), absent.statistic(counts_NR)
         both_RL = (present_RL + absent_RL) / 2
-        means = [mean_over_labels(values_RL, all_L)[:, None] for values_RL in (both_RL, present_RL, absent_RL)]
+        means = [
+            mean_over_labels(values_RL, all_L)[:, None]
+            for values_RL in (both_RL, present_RL, absent_RL)
+        ]
         return np.concatenate([both_RL, *means], axis=1)
 
     return MetricGroup(rows, statistic)
 
 
 def outside_metrics(name: str, inside_N: Array, outside_N: Array) -> MetricGroup:
-    """Return how often an image of the data has more confidence than one of another kind, and the latter's mean.
+    """Return how often an image of the data has more confidence than one of another kind, and the
+    latter's mean.
 
     An item may have both values, of an image and of a version of it; NaN: it has none.
     """
@@ -168,14 +184,24 @@ class Tests:
 
 
 def assemble(
-    scores: Scores, policy: LabelPolicy, smallest: int, calibration: Calibration | None, smallest_class: int = 1
+    scores: Scores,
+    policy: LabelPolicy,
+    smallest: int,
+    calibration: Calibration | None,
+    smallest_class: int = 1,
 ) -> Tests:
-    """Return the metrics of all tests that the model and the data allow; settings as in `RobustnessSettings`."""
+    """Return the metrics of all tests that the model and the data allow; settings as in
+    `RobustnessSettings`.
+    """
     clean = scores.clean
     others = [*(images for _, images in scores.sites.values()), *scores.outside.values()]
     patients = [*clean.patients, *(patient for images in others for patient in images.patients)]
     resolved = policy.resolve(clean.labels_NL, scores.label_names)
-    labelled = [name for name in scores.scorer.statements or scores.scorer.names if name in scores.label_names]
+    labelled = [
+        name
+        for name in scores.scorer.statements or scores.scorer.names
+        if name in scores.label_names
+    ]
     names = list(scores.scorer.names) or labelled
     columns = [scores.label_names.index(name) for name in names]
     labels_TL = _padded(resolved.labels_NL[:, columns], len(patients))
@@ -192,7 +218,9 @@ def assemble(
         "not_evaluable": [name for index, name in enumerate(names) if index not in evaluable],
         "means": {"macro": [names[index] for index in evaluable]},
         "left_out_of_means": _left_out_of_means(scores, names, evaluable, smallest_class),
-        "few_patients": few_patients([names[index] for index in evaluable], labels_TL[:, evaluable], patients),
+        "few_patients": few_patients(
+            [names[index] for index in evaluable], labels_TL[:, evaluable], patients
+        ),
         "sites": {name: len(images.samples) for name, (_, images) in scores.sites.items()},
         "outside": {name: len(images.samples) for name, images in scores.outside.items()},
     }
@@ -232,7 +260,9 @@ class _Kept:
         return macro_auroc(scores_TL[:, self.evaluable], self.labels_TL[:, self.evaluable])
 
 
-def _left_out_of_means(scores: Scores, names: list[str], evaluable: list[int], smallest_class: int) -> dict[str, str]:
+def _left_out_of_means(
+    scores: Scores, names: list[str], evaluable: list[int], smallest_class: int
+) -> dict[str, str]:
     """Return label -> reason why the means over findings leave it out."""
     reason = f"fewer than {max(smallest_class, 1)} positive or negative images"
     left_out = {name: reason for index, name in enumerate(names) if index not in evaluable}
@@ -246,7 +276,10 @@ def _padded(values: Array, items: int) -> Array:
 
 def _ranking(kept: _Kept) -> Iterator[MetricGroup]:
     findings_TL, names = kept.value("findings"), [kept.names[index] for index in kept.evaluable]
-    scores_TL, labels_TL = np.nan_to_num(findings_TL)[:, kept.evaluable], kept.labels_TL[:, kept.evaluable]
+    scores_TL, labels_TL = (
+        np.nan_to_num(findings_TL)[:, kept.evaluable],
+        kept.labels_TL[:, kept.evaluable],
+    )
     yield ranking_metrics("auroc", scores_TL, labels_TL, names, means={"macro": names})
     if kept.scores.of_versions:
         findings_NVL = kept.scores.of_versions["findings"]
@@ -267,10 +300,14 @@ def _calibration(kept: _Kept, calibration: Calibration | None) -> Iterator[Metri
     if calibration is not None and fitted:
         columns = [names.index(name) for name in fitted]
         for column, name in zip(columns, fitted, strict=True):
-            probability_TL[:, column] = np.vectorize(calibration.findings[name].probability)(probability_TL[:, column])
+            probability_TL[:, column] = np.vectorize(calibration.findings[name].probability)(
+                probability_TL[:, column]
+            )
         labels_TL = kept.labels_TL[:, [kept.evaluable[column] for column in columns]]
         group = calibration_metrics(probability_TL[:, columns], labels_TL, fitted)
-        yield MetricGroup([dataclasses.replace(row, subgroup="calibrated") for row in group.rows], group.statistic)
+        yield MetricGroup(
+            [dataclasses.replace(row, subgroup="calibrated") for row in group.rows], group.statistic
+        )
 
 
 def _prompts(kept: _Kept) -> Iterator[MetricGroup]:
@@ -284,15 +321,24 @@ def _prompts(kept: _Kept) -> Iterator[MetricGroup]:
             yield prompt_metrics(kind, values, kept.images, kept.items)
 
 
-def _subgroups(kept: _Kept, policy: LabelPolicy, smallest: int) -> tuple[list[MetricGroup], dict[str, list[str]]]:
-    """Return the metrics of subgroups of the data, and of the sites on the findings that all sites have."""
+def _subgroups(
+    kept: _Kept, policy: LabelPolicy, smallest: int
+) -> tuple[list[MetricGroup], dict[str, list[str]]]:
+    """Return the metrics of subgroups of the data, and of the sites on the findings that all
+    sites have.
+    """
     scores, clean = kept.scores, kept.scores.clean
     names = [kept.names[index] for index in kept.evaluable]
     masks = {
-        attribute: {name: _padded(mask_N.astype(float), kept.items) == 1 for name, mask_N in groups.items()}
+        attribute: {
+            name: _padded(mask_N.astype(float), kept.items) == 1 for name, mask_N in groups.items()
+        }
         for attribute, groups in subgroup_masks([*map(subgroups_of, clean.samples)]).items()
     }
-    findings_TL, labels_TL = kept.value("findings")[:, kept.evaluable], kept.labels_TL[:, kept.evaluable]
+    findings_TL, labels_TL = (
+        kept.value("findings")[:, kept.evaluable],
+        kept.labels_TL[:, kept.evaluable],
+    )
     if scores.sites:
         findings_TL, labels_TL = findings_TL.copy(), labels_TL.copy()
         masks["site"] = {DATA: np.arange(kept.items) < len(clean.samples)}
@@ -304,7 +350,9 @@ def _subgroups(kept: _Kept, policy: LabelPolicy, smallest: int) -> tuple[list[Me
             findings_TL[rows] = images.values["findings"][:, kept.evaluable]
             labels_ML = policy.resolve(images.labels_NL, columns).labels_NL
             for column, name in enumerate(names):
-                labels_TL[rows, column] = labels_ML[:, columns.index(name)] if name in columns else np.nan
+                labels_TL[rows, column] = (
+                    labels_ML[:, columns.index(name)] if name in columns else np.nan
+                )
     return subgroup_metrics(np.nan_to_num(findings_TL), labels_TL, names, masks, smallest)
 
 
@@ -320,7 +368,9 @@ def _negation(kept: _Kept) -> MetricGroup:
     statements_TS = kept.value("statements")
     statements_TL2 = statements_TS.reshape(len(statements_TS), -1, 2)
     statements_TL2 = statements_TL2[:, [pairs.index(kept.names[index]) for index in chosen]]
-    return negation_metrics(statements_TL2, kept.labels_TL[:, chosen], [kept.names[index] for index in chosen])
+    return negation_metrics(
+        statements_TL2, kept.labels_TL[:, chosen], [kept.names[index] for index in chosen]
+    )
 
 
 def _texts(kept: _Kept) -> Iterator[MetricGroup]:
@@ -338,7 +388,9 @@ def _texts(kept: _Kept) -> Iterator[MetricGroup]:
 
 
 def _above(texts_TK: Array, column: int) -> Array:
-    """Return 1, 1/2 or 0 where the own text scores higher, as high or lower than another one, NaN without one."""
+    """Return 1, 1/2 or 0 where the own text scores higher, as high or lower than another one,
+    NaN without one.
+    """
     above_T: Array = (np.sign(texts_TK[:, _OWN] - texts_TK[:, column]) + 1) / 2
     return above_T
 

@@ -1,8 +1,9 @@
-"""Corrupted versions of images, made-up images, and a source that yields several versions of each image.
+"""Corrupted versions of images, made-up images, and a source that yields several versions of each
+image.
 
-A version depends on (seed, image key, version) only, so that it is the same on any machine and number of workers, and
-for every model. It is made from the stored pixels, before a model's own resizing. Lengths are relative to the shorter
-side: a version looks the same at every stored size.
+A version depends on (seed, image key, version) only, so that it is the same on any machine and
+number of workers, and for every model. It is made from the stored pixels, before a model's own
+resizing. Lengths are relative to the shorter side: a version looks the same at every stored size.
 """
 
 import dataclasses
@@ -23,7 +24,9 @@ from medvl.schema import Sample
 
 STRENGTHS = 5
 _GRAIN = 224
-"""Number of noise cells along the shorter side: finer noise would disappear when a model shrinks the image."""
+"""Number of noise cells along the shorter side: finer noise would disappear when a model shrinks
+the image.
+"""
 _TILES = 4
 
 Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
@@ -33,7 +36,9 @@ Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
 def _noise(image: np.ndarray, strength: int, rng: np.random.Generator) -> np.ndarray:
     height, width = image.shape[:2]
     cell = max(1.0, min(height, width) / _GRAIN)
-    grain = rng.normal(0, 255 * (0.04, 0.08, 0.13, 0.2, 0.3)[strength], (round(height / cell), round(width / cell)))
+    grain = rng.normal(
+        0, 255 * (0.04, 0.08, 0.13, 0.2, 0.3)[strength], (round(height / cell), round(width / cell))
+    )
     noise = cv2.resize(grain.astype(np.float32), (width, height), interpolation=cv2.INTER_NEAREST)
     return _to_uint8(image + (noise if image.ndim == 2 else noise[:, :, None]))
 
@@ -67,14 +72,21 @@ def _rotation(image: np.ndarray, strength: int, rng: np.random.Generator) -> np.
 def _marks(image: np.ndarray, strength: int, rng: np.random.Generator) -> np.ndarray:
     marked, (height, width) = image.copy(), image.shape[:2]
     size = min(height, width) * (0.05, 0.06, 0.075, 0.09, 0.11)[strength]  # of a letter
-    scale, weight = size / 22, max(1, round(size / 7))  # cv2's letters are 22 pixels high at scale 1
+    scale, weight = (
+        size / 22,
+        max(1, round(size / 7)),
+    )  # cv2's letters are 22 pixels high at scale 1
     for _ in range((1, 2, 4, 7, 11)[strength]):
-        letters = "".join(rng.choice(list("ABCDEFHKLMNPRSTUWX0123456789:/"), int(rng.integers(1, 8))))
+        letters = "".join(
+            rng.choice(list("ABCDEFHKLMNPRSTUWX0123456789:/"), int(rng.integers(1, 8)))
+        )
         (across, down), _ = cv2.getTextSize(letters, cv2.FONT_HERSHEY_SIMPLEX, scale, weight)
         x, y = rng.uniform(0, max(1, width - across)), rng.uniform(down, max(down + 1, height))
         color = (255,) * (1 if image.ndim == 2 else image.shape[2])
         origin = (round(x), round(y))
-        cv2.putText(marked, letters, origin, cv2.FONT_HERSHEY_SIMPLEX, scale, color, weight, cv2.LINE_AA)
+        cv2.putText(
+            marked, letters, origin, cv2.FONT_HERSHEY_SIMPLEX, scale, color, weight, cv2.LINE_AA
+        )
     return marked
 
 
@@ -86,21 +98,29 @@ CORRUPTIONS: Mapping[str, Corruption] = {
     "rotation": _rotation,
     "marks": _marks,
 }
-"""noise: Gaussian; blur: Gaussian; contrast: another display curve, brighter or darker, of less range; crop: a random
-window; rotation: to either side, black borders; marks: burned-in letters and digits."""
+"""noise: Gaussian; blur: Gaussian; contrast: another display curve, brighter or darker, of less
+range; crop: a random window; rotation: to either side, black borders; marks: burned-in letters and
+digits.
+"""
 
 
 def _made_up_noise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return noise with the power spectrum of natural images, and the mean and deviation of the grey levels."""
+    """Return noise with the power spectrum of natural images, and the mean and deviation of the
+    grey levels.
+    """
     side = _GRAIN
     frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None])
     frequency[0, 0] = 1
-    spectrum = (rng.normal(size=frequency.shape) + 1j * rng.normal(size=frequency.shape)) / frequency
+    spectrum = (
+        rng.normal(size=frequency.shape) + 1j * rng.normal(size=frequency.shape)
+    ) / frequency
     spectrum[0, 0] = 0
     field = np.fft.irfft2(spectrum, (side, side))
     grey = cv2.resize((field / (field.std() or 1)).astype(np.float32), image.shape[1::-1])
     grey = grey * float(image.std()) + float(image.mean())
-    return _to_uint8(grey if image.ndim == 2 else np.repeat(grey[:, :, None], image.shape[2], axis=2))
+    return _to_uint8(
+        grey if image.ndim == 2 else np.repeat(grey[:, :, None], image.shape[2], axis=2)
+    )
 
 
 def _inverted(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -112,8 +132,14 @@ def _shuffled(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     image = image[: down * _TILES, : across * _TILES]
     if image.shape[0] < down * _TILES or image.shape[1] < across * _TILES:
         return image.copy()
-    tiles = image.reshape(_TILES, down, _TILES, across, -1).swapaxes(1, 2).reshape(_TILES**2, down, across, -1)
-    mixed = tiles[rng.permutation(_TILES**2)].reshape(_TILES, _TILES, down, across, -1).swapaxes(1, 2)
+    tiles = (
+        image.reshape(_TILES, down, _TILES, across, -1)
+        .swapaxes(1, 2)
+        .reshape(_TILES**2, down, across, -1)
+    )
+    mixed = (
+        tiles[rng.permutation(_TILES**2)].reshape(_TILES, _TILES, down, across, -1).swapaxes(1, 2)
+    )
     return np.ascontiguousarray(mixed.reshape(image.shape))
 
 
@@ -122,12 +148,16 @@ MADE_UP: Mapping[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] =
     "inverted": _inverted,
     "shuffled tiles": _shuffled,
 }
-"""Images that are not radiographs, made from radiographs: with the same grey levels, or all of the same pixels."""
+"""Images that are not radiographs, made from radiographs: with the same grey levels, or all of
+the same pixels.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Version:
-    """A version of an image: a corruption at a strength from 1 to 5, or a name of `MADE_UP` (strength 0)."""
+    """A version of an image: a corruption at a strength from 1 to 5, or a name of `MADE_UP`
+    (strength 0).
+    """
 
     name: str
     strength: int = 0
@@ -159,17 +189,22 @@ def made_up_versions(names: Sequence[str]) -> list[Version]:
 def _check_names(names: Sequence[str], known: Collection[str], field: str) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
-        message = f"expected {field.replace('_', '-')} among {', '.join(known)}, got {', '.join(unknown)}"
+        message = (
+            f"expected {field.replace('_', '-')} among {', '.join(known)}, got {', '.join(unknown)}"
+        )
         raise EvaluationError(message, "unknown_name", field=field)
 
 
 class VersionSource(SourceView):
     """Source with all versions of the first image, then all versions of the second, and so on.
 
-    Reading in order decodes each image once for each worker process. Samples have no text unless `texts` is set.
+    Reading in order decodes each image once for each worker process. Samples have no text unless
+    `texts` is set.
     """
 
-    def __init__(self, source: Source, versions: Sequence[Version], seed: int, *, texts: bool = False) -> None:
+    def __init__(
+        self, source: Source, versions: Sequence[Version], seed: int, *, texts: bool = False
+    ) -> None:
         content = [str(source.fingerprint), str(seed), *map(str, versions)]
         super().__init__(source, "\n".join(content).encode())
         self.versions, self.seed, self.texts = tuple(versions), seed, texts
@@ -183,7 +218,9 @@ class VersionSource(SourceView):
         return f"{image}-version{version}"
 
     def sample(self, position: int) -> Sample:
-        """Return the sample of a version; its key is that of the image and the number of the version."""
+        """Return the sample of a version; its key is that of the image and the number of the
+        version.
+        """
         image, version = divmod(position, len(self.versions))
         sample = self.source.sample(image)
         sections = sample.sections if self.texts else {}
@@ -193,7 +230,11 @@ class VersionSource(SourceView):
         """Return the pixels of a version."""
         image, version = divmod(position, len(self.versions))
         if self._last is None or self._last[0] != (image, color):
-            self._last = (image, color), self.source.sample(image).key, self.source.pixels(image, color)
+            self._last = (
+                (image, color),
+                self.source.sample(image).key,
+                self.source.pixels(image, color),
+            )
         _, key, pixels = self._last
         return self.versions[version].apply(pixels, key, self.seed)
 
@@ -216,7 +257,9 @@ PARAPHRASES: Mapping[str, tuple[str, str]] = {
 
 
 def statements(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return class -> "There is X." and "There is no X.", without No Finding, whose denial asserts a finding."""
+    """Return class -> "There is X." and "There is no X.", without No Finding, whose denial
+    asserts a finding.
+    """
     known = load_prompts("chexpert_pairs").classes
     known_as = {name: finding for finding, name in match_labels(list(known), names).items()}
     pairs = {}
@@ -230,17 +273,25 @@ def statements(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def paraphrases(names: Sequence[str]) -> list[PromptSet]:
-    """Return a prompt set of `statements` and of each of `PARAPHRASES`, scored by the margin of the two sentences."""
+    """Return a prompt set of `statements` and of each of `PARAPHRASES`, scored by the margin of
+    the two sentences.
+    """
     pairs = statements(names)
-    nouns = {name: re.sub(r"^There (is|are) no |\.$", "", denial) for name, (_, denial) in pairs.items()}
+    nouns = {
+        name: re.sub(r"^There (is|are) no |\.$", "", denial) for name, (_, denial) in pairs.items()
+    }
     wordings = {"there is": pairs}
     for name, templates in PARAPHRASES.items():
         wordings[name] = {
-            label: (_fill(templates[0], noun), _fill(templates[1], noun)) for label, noun in nouns.items()
+            label: (_fill(templates[0], noun), _fill(templates[1], noun))
+            for label, noun in nouns.items()
         }
     sets = []
     for name, sentences in wordings.items():
-        classes = {label: ClassPrompts(positive=(one,), negative=(other,)) for label, (one, other) in sentences.items()}
+        classes = {
+            label: ClassPrompts(positive=(one,), negative=(other,))
+            for label, (one, other) in sentences.items()
+        }
         prompts = PromptSet(
             name=name,
             version=1,

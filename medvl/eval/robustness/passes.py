@@ -1,6 +1,7 @@
 """Passes of a model over images: the values of every image, and of every version of it.
 
-Letters: B images of a batch, N images, V versions, L findings, S statements and denials, K prompt sets.
+Letters: B images of a batch, N images, V versions, L findings, S statements and denials, K prompt
+sets.
 """
 
 import dataclasses
@@ -49,8 +50,11 @@ class Images:
         return [sample.patient for sample in self.samples]
 
 
-def score_images(scorer: Scorer, loader: Loader, wanted: Sequence[str], texts: TextRows | None = None) -> Images:
-    """Return every image of a loader with the values `wanted`: findings, prompts, statements, confidence, texts.
+def score_images(
+    scorer: Scorer, loader: Loader, wanted: Sequence[str], texts: TextRows | None = None
+) -> Images:
+    """Return every image of a loader with the values `wanted`: findings, prompts, statements,
+    confidence, texts.
 
     Images are encoded once. Raises EvaluationError if images are missing or a value is not finite.
     """
@@ -60,7 +64,9 @@ def score_images(scorer: Scorer, loader: Loader, wanted: Sequence[str], texts: T
         "prompts": lambda images, batch: scorer.prompts(images),
         "statements": lambda images, batch: scorer.statement_scores(images),
         "texts": lambda images, batch: _text_scores(scorer, images, batch.keys, texts or {}, 3),
-        "own_and_other": lambda images, batch: _text_scores(scorer, images, batch.keys, texts or {}, 2),
+        "own_and_other": lambda images, batch: _text_scores(
+            scorer, images, batch.keys, texts or {}, 2
+        ),
     }
 
     def compute(batch: Batch) -> dict[str, Tensor]:
@@ -74,7 +80,9 @@ def score_images(scorer: Scorer, loader: Loader, wanted: Sequence[str], texts: T
     values = {name: column(parts, name).double().numpy() for name in wanted}
     for name, value in values.items():
         if np.isinf(value).any() or (name not in _PARTIAL and np.isnan(value).any()):
-            raise EvaluationError(f"the scores of {name} are not finite: check the model's weights", "nonfinite")
+            raise EvaluationError(
+                f"the scores of {name} are not finite: check the model's weights", "nonfinite"
+            )
     positions, samples = zip(*(by_key[key] for key in batches.keys), strict=True)
     return Images(
         keys=tuple(batches.keys),
@@ -87,9 +95,14 @@ def score_images(scorer: Scorer, loader: Loader, wanted: Sequence[str], texts: T
 
 
 def score_versions(
-    scorer: Scorer, loader: Loader, keys: Sequence[str], wanted: Sequence[str], texts: TextRows | None = None
+    scorer: Scorer,
+    loader: Loader,
+    keys: Sequence[str],
+    wanted: Sequence[str],
+    texts: TextRows | None = None,
 ) -> dict[str, Array]:
-    """Return values (N, V, ...) of all versions of the images `keys`, from a loader over a `VersionSource`.
+    """Return values (N, V, ...) of all versions of the images `keys`, from a loader over a
+    `VersionSource`.
 
     Raises EvaluationError if a version of an image is missing.
     """
@@ -98,20 +111,28 @@ def score_versions(
     of_version = None
     if texts is not None:
         numbers = range(len(source.versions))
-        of_version = {source.key(key, number): row for key, row in texts.items() for number in numbers}
+        of_version = {
+            source.key(key, number): row for key, row in texts.items() for number in numbers
+        }
     scored = score_images(scorer, loader, wanted, of_version)
     place = {key: row for row, key in enumerate(scored.keys)}
     try:
-        rows = [[place[source.key(key, number)] for number in range(len(source.versions))] for key in keys]
+        rows = [
+            [place[source.key(key, number)] for number in range(len(source.versions))]
+            for key in keys
+        ]
     except KeyError:
-        raise EvaluationError("a version of an image could not be read; verify the shards", "mismatch") from None
+        raise EvaluationError(
+            "a version of an image could not be read; verify the shards", "mismatch"
+        ) from None
     return {name: value[np.array(rows)] for name, value in scored.values.items()}
 
 
 def own_texts(source: Source) -> tuple[Items, TextRows]:
     """Return the texts of a source, and their indices for every image with a text, by key.
 
-    Raises EvaluationError if no image has a text, or if there are no two texts of different patients.
+    Raises EvaluationError if no image has a text, or if there are no two texts of different
+    patients.
     """
     whole, nothing = WholeText(), np.random.default_rng(0)
     samples = [sample for _, sample in samples_by_key(source).values()]
@@ -151,13 +172,18 @@ def score_everything(
     outside: Mapping[str, Source],
     seed: int,
 ) -> Scores:
-    """Return the scores of all images: clean, corrupted, made up, of other sites, and of other kinds.
+    """Return the scores of all images: clean, corrupted, made up, of other sites, and of other
+    kinds.
 
-    Raises EvaluationError if the data has neither findings of the model nor texts to compare, or as `score_images`.
+    Raises EvaluationError if the data has neither findings of the model nor texts to compare, or as
+    `score_images`.
     """
     left_out, texts = {}, None
     if region_manifest_of(source) is not None:
-        left_out["corruptions"], versions = "the model reads precomputed regions in place of pixels", ()
+        left_out["corruptions"], versions = (
+            "the model reads precomputed regions in place of pixels",
+            (),
+        )
     if scorer.compares_texts:
         try:
             items, texts = own_texts(source)
@@ -166,15 +192,23 @@ def score_everything(
             left_out["texts"] = str(error)
     if not scorer.names and texts is None:
         message = (
-            f"expected labels of the model's findings or texts, got labels {', '.join(source.label_names) or 'none'}"
+            f"expected labels of the model's findings or texts, got labels "
+            f"{', '.join(source.label_names) or 'none'}"
         )
         raise EvaluationError(message, "mismatch", field="data")
     if sites and not scorer.names:
-        left_out["sites"], sites = "sites are compared on findings, which the model does not score", {}
+        left_out["sites"], sites = (
+            "sites are compared on findings, which the model does not score",
+            {},
+        )
     findings = ["findings"] if scorer.names else []
     wanted = ["confidence", *findings]
     wanted += ["prompts"] if scorer.prompt_sets else []
-    wanted += ["statements"] if set(scorer.statements) & set(scorer.label_names(source.label_names)) else []
+    wanted += (
+        ["statements"]
+        if set(scorer.statements) & set(scorer.label_names(source.label_names))
+        else []
+    )
     wanted += ["texts"] if texts is not None else []
     clean = score_images(scorer, open_loader(source), wanted, texts)
     corrupted = [*findings, *(["own_and_other"] if texts is not None else [])]
@@ -192,22 +226,34 @@ def score_everything(
         clean=clean,
         versions=tuple(versions),
         of_versions=versions_of(versions, corrupted),
-        made_up={} if confidence_NV is None else dict(zip(map(str, made_up), confidence_NV.T, strict=True)),
-        outside={name: score_images(scorer, open_loader(one), ["confidence"]) for name, one in outside.items()},
+        made_up={}
+        if confidence_NV is None
+        else dict(zip(map(str, made_up), confidence_NV.T, strict=True)),
+        outside={
+            name: score_images(scorer, open_loader(one), ["confidence"])
+            for name, one in outside.items()
+        },
         sites={
-            name: (scorer.label_names(one.label_names), score_images(scorer, open_loader(one), ["findings"]))
+            name: (
+                scorer.label_names(one.label_names),
+                score_images(scorer, open_loader(one), ["findings"]),
+            )
             for name, one in sites.items()
         },
         left_out=left_out,
     )
 
 
-def _text_scores(scorer: Scorer, images: Any, keys: Sequence[str], rows: TextRows, columns: int) -> Tensor:
+def _text_scores(
+    scorer: Scorer, images: Any, keys: Sequence[str], rows: TextRows, columns: int
+) -> Tensor:
     """Return (B, columns): the scores of the first texts of each image, NaN where there is none."""
     text_BK = torch.tensor([list(rows.get(key, (-1, -1, -1)))[:columns] for key in keys])
     present_BK = text_BK >= 0
     scores_BK = torch.full(text_BK.shape, torch.nan, dtype=torch.float64)
     if present_BK.any():
         image_BK = torch.arange(len(keys))[:, None].expand_as(text_BK)
-        scores_BK[present_BK] = scorer.text_scores(images, image_BK[present_BK], text_BK[present_BK])
+        scores_BK[present_BK] = scorer.text_scores(
+            images, image_BK[present_BK], text_BK[present_BK]
+        )
     return scores_BK

@@ -1,8 +1,10 @@
 """Scores of a batch of images by each kind of model: findings, statements, texts, and a confidence.
 
-Images are encoded once by `encode`; the other methods take its result. Scores are float64 tensors on the CPU.
+Images are encoded once by `encode`; the other methods take its result. Scores are float64 tensors
+on the CPU.
 
-Letters: B images of a batch, L findings, K prompt sets, S statements and denials, Q pairs of an image and a text.
+Letters: B images of a batch, L findings, K prompt sets, S statements and denials, Q pairs of an
+image and a text.
 """
 
 import abc
@@ -31,18 +33,20 @@ from medvl.schema import FINDINGS, Batch, Embeddings
 
 
 class Scorer(abc.ABC):
-    """Base class of the scorers of one model. Every scorer has `encode` and `confidence`; attributes tell which of the
-    other methods it has, and those that it does not have raise NotImplementedError.
+    """Base class of the scorers of one model. Every scorer has `encode` and `confidence`;
+    attributes tell which of the other methods it has, and those that it does not have raise
+    NotImplementedError.
 
     Attributes:
         names: findings that are scored, without No Finding; empty for a model without `findings`.
-        not_scored: label of the data -> names of the prompt sets without sentences of it, because of which it is not in
-            `names`.
+        not_scored: label of the data -> names of the prompt sets without sentences of it, because
+            of which it is not in `names`.
         probabilities: whether scores of findings are probabilities.
-        prompt_sets: names of the prompt sets, the paraphrases last; the first one scores the findings. Empty for a
-            model without `prompts`.
+        prompt_sets: names of the prompt sets, the paraphrases last; the first one scores the
+            findings. Empty for a model without `prompts`.
         named_sets: number of prompt sets that are not paraphrases.
-        statements: class -> a statement and its denial; empty for a model without `statement_scores`.
+        statements: class -> a statement and its denial; empty for a model without
+            `statement_scores`.
         compares_texts: whether the model has `set_texts` and `text_scores`.
         reads_text: whether findings also depend on the text of the batch.
         confidence_is: description of the confidence, for the page.
@@ -61,18 +65,23 @@ class Scorer(abc.ABC):
     confidence_is: str
 
     def label_names(self, labels: Sequence[str]) -> tuple[str, ...]:
-        """Return the labels of data as the model's classes are called, whatever their case and separators."""
+        """Return the labels of data as the model's classes are called, whatever their case and
+        separators.
+        """
         return named_as(labels, self.classes)
 
     @abc.abstractmethod
     def encode(self, batch: Batch) -> Any:
-        """Return the encoded images of a batch, in the form that the other methods of this class take."""
+        """Return the encoded images of a batch, in the form that the other methods of this class
+        take.
+        """
 
     @abc.abstractmethod
     def confidence(self, images: Any, statement_BS: Tensor | None = None) -> Tensor:
         """Return (B,): the confidence of each image, as described by `confidence_is`.
 
-        `statement_BS` is the result of `statement_scores` for these images, where it is known already.
+        `statement_BS` is the result of `statement_scores` for these images, where it is known
+        already.
         """
 
     def findings(self, images: Any) -> Tensor:
@@ -96,7 +105,9 @@ class Scorer(abc.ABC):
         raise self._not_implemented("compares_texts")
 
     def _not_implemented(self, attribute: str) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} has no such scores; check its attribute {attribute!r} first")
+        return NotImplementedError(
+            f"{type(self).__name__} has no such scores; check its attribute {attribute!r} first"
+        )
 
 
 class ClassifierScorer(Scorer):
@@ -139,7 +150,9 @@ class ProbeScorer(Scorer):
     probabilities = True
     confidence_is = "largest probability of a finding by the linear probe"
 
-    def __init__(self, probe: FittedProbe, labels: Sequence[str], autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, probe: FittedProbe, labels: Sequence[str], autocast: torch.dtype | None
+    ) -> None:
         self.classes = probe.names
         labels = self.label_names(labels)
         self.probe, self.names = probe, tuple(name for name in probe.names if name in labels)
@@ -167,7 +180,8 @@ class DualScorer(Scorer):
     Args:
         model: the model.
         prompts: the named prompt sets.
-        labels: labels of the data; those that all prompt sets have sentences of are scored, without No Finding.
+        labels: labels of the data; those that all prompt sets have sentences of are scored, without
+            No Finding.
         autocast: dtype of the image encoder.
 
     Raises ConfigError for prompts whose scores depend on the other images of the test set.
@@ -177,14 +191,24 @@ class DualScorer(Scorer):
     confidence_is = "largest similarity with a statement about a finding or its denial"
 
     def __init__(
-        self, model: DualEncoder, prompts: Sequence[PromptSet], labels: Sequence[str], autocast: torch.dtype | None
+        self,
+        model: DualEncoder,
+        prompts: Sequence[PromptSet],
+        labels: Sequence[str],
+        autocast: torch.dtype | None,
     ) -> None:
         self.classes = tuple(prompts[0].classes)
         labels = self.label_names(labels)
         prompts = [one.for_labels(labels) for one in prompts]
-        lacking = {name: tuple(one.name for one in prompts if name not in one.classes) for name in labels}
-        self.not_scored = {name: sets for name, sets in lacking.items() if sets and name != NO_FINDING}
-        names = [name for name in prompts[0].classes if lacking.get(name) == () and name != NO_FINDING]
+        lacking = {
+            name: tuple(one.name for one in prompts if name not in one.classes) for name in labels
+        }
+        self.not_scored = {
+            name: sets for name, sets in lacking.items() if sets and name != NO_FINDING
+        }
+        names = [
+            name for name in prompts[0].classes if lacking.get(name) == () and name != NO_FINDING
+        ]
         self.model, self.names, self._autocast = model, tuple(names), autocast
         self.statements = statements(names or FINDINGS)
         self._statements = embed_texts(model, _in_turn(self.statements))
@@ -234,7 +258,9 @@ class FusionScorer(Scorer):
     compares_texts = True
     confidence_is = "largest log-odds of a match with a statement about a finding or its denial"
 
-    def __init__(self, model: FusionModel, names: Sequence[str], autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, model: FusionModel, names: Sequence[str], autocast: torch.dtype | None
+    ) -> None:
         check_matching(model)
         self.model, self._autocast = model, autocast
         self.statements = statements(names or FINDINGS)
@@ -244,7 +270,9 @@ class FusionScorer(Scorer):
     def encode(self, batch: Batch) -> Tokens:
         """Return the tokens of the images."""
         batch = batch.to(self.model.device, non_blocking=True)
-        with torch.autocast(self.model.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+        with torch.autocast(
+            self.model.device.type, dtype=self._autocast, enabled=self._autocast is not None
+        ):
             return self.model.image_tokens(self.model.image_input_of(batch), batch.has_image_B)
 
     def confidence(self, images: Tokens, statement_BS: Tensor | None = None) -> Tensor:
@@ -256,7 +284,9 @@ class FusionScorer(Scorer):
         count, sentences = len(images.states_BND), len(self._statements.states_BND)
         image_BS = torch.arange(count)[:, None].expand(count, sentences)
         text_BS = torch.arange(sentences)[None].expand(count, sentences)
-        return self._scores(images, self._statements, image_BS.flatten(), text_BS.flatten()).view(count, sentences)
+        return self._scores(images, self._statements, image_BS.flatten(), text_BS.flatten()).view(
+            count, sentences
+        )
 
     def set_texts(self, texts: Sequence[str]) -> None:
         """See the base class."""
@@ -268,7 +298,9 @@ class FusionScorer(Scorer):
 
     def _scores(self, images: Tokens, texts: Tokens, image_Q: Tensor, text_Q: Tensor) -> Tensor:
         on_cpu = images.to(torch.device("cpu"))
-        return match_scores(self.model, Encoded(on_cpu, texts), image_Q, text_Q, self._autocast).double()
+        return match_scores(
+            self.model, Encoded(on_cpu, texts), image_Q, text_Q, self._autocast
+        ).double()
 
 
 def make_scorer(
@@ -276,7 +308,8 @@ def make_scorer(
 ) -> Scorer:
     """Return the scorer of a model for data with these labels.
 
-    Raises ConfigError for a system that scores neither findings nor pairs, and for prompts that cannot be used.
+    Raises ConfigError for a system that scores neither findings nor pairs, and for prompts that
+    cannot be used.
     """
     if isinstance(model, LabelModel):
         return ClassifierScorer(model, labels)
@@ -285,14 +318,17 @@ def make_scorer(
     if isinstance(model, FusionModel):
         return FusionScorer(model, list(match_labels(FINDINGS, labels)), autocast)
     message = (
-        f"{model.name} scores neither findings nor pairs; test a linear probe of it (--probe-train, --probe-valid)"
+        f"{model.name} scores neither findings nor pairs; test a linear probe of it "
+        f"(--probe-train, --probe-valid)"
     )
     raise ConfigError(message, "unsupported", field="checkpoint")
 
 
 def _checked(prompts: PromptSet) -> PromptSet:
     if prompts.scoring in STANDARDIZED:
-        message = f"{prompts.name!r} standardises scores over the images of a test set; use other prompts"
+        message = (
+            f"{prompts.name!r} standardises scores over the images of a test set; use other prompts"
+        )
         raise ConfigError(message, "unsupported", field="prompts")
     return prompts
 

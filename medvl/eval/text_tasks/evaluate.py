@@ -2,18 +2,22 @@
 
 Protocol "text_tasks", version 2:
 
-* One linear layer on the last hidden states; the whole encoder is trained with it. Tags are predicted at the first
-  piece of each given word; words that were truncated count as the first tag (no entity).
-* The attention has a dropout of 0.1, whatever the pretraining had; "attention_dropout" of the results is its value,
-  None for an encoder without it. The other dropout is the encoder's.
-* Learning rate, batch size and epochs are chosen from the grid by the metric on the dev split, with the first seed.
-  A grid of one setting is not searched.
-* The metric of a task is the mean over the seeds. Seeds change the head, dropout and the order of examples; with random
-  weights also the encoder. Its standard deviation over seeds is the row "..._sd".
+* One linear layer on the last hidden states; the whole encoder is trained with it. Tags are
+  predicted at the first piece of each given word; words that were truncated count as the first tag
+  (no entity).
+* The attention has a dropout of 0.1, whatever the pretraining had; "attention_dropout" of the
+  results is its value, None for an encoder without it. The other dropout is the encoder's.
+* Learning rate, batch size and epochs are chosen from the grid by the metric on the dev split, with
+  the first seed. A grid of one setting is not searched.
+* The metric of a task is the mean over the seeds. Seeds change the head, dropout and the order of
+  examples; with random weights also the encoder. Its standard deviation over seeds is the row
+  "..._sd".
 * Baselines without an encoder are rows of their own, from the same training examples.
 * "difference" rows compare with a second encoder, or with the best baseline, on the same resamples.
-* Intervals: documents are resampled where they are known, else examples. They do not include the choice of seeds.
-* "blurb" is the mean of the means of BLURB's groups of tasks, within each resample of all test sets (`aggregate`).
+* Intervals: documents are resampled where they are known, else examples. They do not include the
+  choice of seeds.
+* "blurb" is the mean of the means of BLURB's groups of tasks, within each resample of all test sets
+  (`aggregate`).
 
 Letters: N examples, R resamples.
 """
@@ -37,7 +41,13 @@ from medvl.errors import ConfigError, CorpusError, EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
 from medvl.eval.core.open import load_model, unsupported_model
 from medvl.eval.core.results import Results, checkpoint_sha256
-from medvl.eval.text_tasks.finetune import FinetuneGrid, FinetuneSettings, encode_task, finetune, predict
+from medvl.eval.text_tasks.finetune import (
+    FinetuneGrid,
+    FinetuneSettings,
+    encode_task,
+    finetune,
+    predict,
+)
 from medvl.eval.text_tasks.metrics import (
     Predicted,
     ScoredTask,
@@ -87,7 +97,9 @@ class TextTaskOptions:
     def __post_init__(self) -> None:
         check_within(self, "[1, inf)", "seeds", "train_limit")
         if self.relation_pool == "tokens":
-            raise ConfigError("relations are read from the first token, mentions or starts", "unknown_name")
+            raise ConfigError(
+                "relations are read from the first token, mentions or starts", "unknown_name"
+            )
 
     def described(self) -> Mapping[str, Any]:
         """Return the settings as JSON values."""
@@ -120,7 +132,9 @@ class TextTaskResult:
     baselines: Mapping[str, Mapping[str, Predicted]]
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one JSON line per test example: task, key, document, label, and the prediction of each seed."""
+        """Yield one JSON line per test example: task, key, document, label, and the prediction
+        of each seed.
+        """
         for name, examples in self.examples.items():
             for row, example in enumerate(examples):
                 found = [predicted[row] for predicted in self.runs[name].predictions]
@@ -149,9 +163,10 @@ def evaluate_text_tasks(
         encoder: fine-tuned on each task.
         root: folder with the data, see `medvl.data.text_tasks.read`.
         tasks: names from `medvl.data.text_tasks.tasks.TASKS`.
-        options: settings; default: the paper's rates, batch sizes and numbers of seeds, and 20 epochs.
-        other: a second encoder with the same settings and seeds, for rows of differences, such as the same encoder with
-            random weights.
+        options: settings; default: the paper's rates, batch sizes and numbers of seeds, and 20
+            epochs.
+        other: a second encoder with the same settings and seeds, for rows of differences, such as
+            the same encoder with random weights.
         device: where to train.
         report: called with a line after each fine-tuning and after each task.
 
@@ -162,9 +177,13 @@ def evaluate_text_tasks(
     """
     options = options or TextTaskOptions()
     _check_names(tasks)
-    splits_of = {name: _splits(root, TASKS[name], options) for name in tasks}  # all, before the first training
+    splits_of = {
+        name: _splits(root, TASKS[name], options) for name in tasks
+    }  # all, before the first training
     examples = {name: splits["test"] for name, splits in splits_of.items()}
-    without = {name: baselines(TASKS[name], of["train"], of["test"]) for name, of in splits_of.items()}
+    without = {
+        name: baselines(TASKS[name], of["train"], of["test"]) for name, of in splits_of.items()
+    }
     rows: list[MetricRow] = []
     runs: dict[str, TaskRun] = {}
     others: dict[str, TaskRun] = {}
@@ -191,13 +210,16 @@ def evaluate_text_tasks(
         inputs={"checkpoint": encoder.sha256, "other": None if other is None else other.sha256},
         details={name: _details(TASKS[name], run, others.get(name)) for name, run in runs.items()},
     )
-    return TextTaskResult(results=results, examples=examples, runs=runs, others=others, baselines=without)
+    return TextTaskResult(
+        results=results, examples=examples, runs=runs, others=others, baselines=without
+    )
 
 
 def complete_tasks(root: Path | str, options: TextTaskOptions) -> tuple[list[str], dict[str, str]]:
     """Return the tasks below `root` that can be evaluated, and task -> reason of those that cannot.
 
-    These lack a split or files, or do not have the requested form of relations. Raises CorpusError for damaged files.
+    These lack a split or files, or do not have the requested form of relations. Raises CorpusError
+    for damaged files.
     """
     complete: list[str] = []
     left_out: dict[str, str] = {}
@@ -221,20 +243,33 @@ def rows_value(rows: Sequence[MetricRow], task: TextTask) -> float:
 def _check_names(tasks: Sequence[str]) -> None:
     for name in tasks:
         if name not in TASKS:
-            raise ConfigError(f"no task {name!r}; the tasks are {', '.join(TASKS)}", "unknown_name", field="task")
+            raise ConfigError(
+                f"no task {name!r}; the tasks are {', '.join(TASKS)}", "unknown_name", field="task"
+            )
 
 
 def _splits(root: Path | str, task: TextTask, options: TextTaskOptions) -> Splits:
     found = dict(read_text_task(root, task, options.relation_form))
     if task.evaluation_only:
         source = read_text_task(root, TASKS[task.evaluation_only], options.relation_form)
-        found = {"train": source.get("train", []), "dev": source.get("dev", []), "test": found.get("test", [])}
+        found = {
+            "train": source.get("train", []),
+            "dev": source.get("dev", []),
+            "test": found.get("test", []),
+        }
     needed: tuple[Split, ...] = ("train", "dev", "test")
     missing = [split for split in needed if not found.get(split)]
     if missing:
-        message = f"{task.name} has no {' and no '.join(missing)} split in {root}; see data_cards/blurb.md"
+        message = (
+            f"{task.name} has no {' and no '.join(missing)} split in {root}; see "
+            f"data_cards/blurb.md"
+        )
         raise EvaluationError(message, "missing", field="data")
-    if task.kind == "relations" and options.relation_pool != "first" and found["train"][0].spans is None:
+    if (
+        task.kind == "relations"
+        and options.relation_pool != "first"
+        and found["train"][0].spans is None
+    ):
         message = f"{task.name} does not say where its mentions are; use the first token"
         raise ConfigError(message, "unsupported", field="relation_pool")
     if options.train_limit is not None:
@@ -256,9 +291,14 @@ def _run(
 ) -> TaskRun:
     tokenizer = encoder.tokenizer(min(task.max_tokens, encoder.max_tokens))
     tagging = task.kind in ("entities", "words")
-    pool: TextPool = "tokens" if tagging else options.relation_pool if task.kind == "relations" else "first"
+    pool: TextPool = (
+        "tokens" if tagging else options.relation_pool if task.kind == "relations" else "first"
+    )
     mentions = pool in ("mentions", "starts")
-    encoded = {split: encode_task(task, rows, tokenizer, mentions=mentions) for split, rows in splits.items()}
+    encoded = {
+        split: encode_task(task, rows, tokenizer, mentions=mentions)
+        for split, rows in splits.items()
+    }
 
     def score(settings: FinetuneSettings, seed: int, split: Split) -> tuple[Predicted, Summed]:
         model = finetune(
@@ -272,25 +312,41 @@ def _run(
         )
         predicted = predict(model, encoded[split], autocast=options.autocast)
         metric = summed_metric(task, _labels(splits[split]), predicted)
-        report(f"{task.name}, {encoder.name}, {settings}, seed {seed}: {task.metric} {metric():.3f} on {split}")
+        report(
+            f"{task.name}, {encoder.name}, {settings}, seed {seed}: {task.metric} "
+            f"{metric():.3f} on {split}"
+        )
         return predicted, metric
 
     settings, dev = _chosen(list(options.grid), lambda each: score(each, options.seed, "dev")[1]())
-    scored = [score(settings, options.seed + number, "test") for number in range(options.seeds or task.seeds)]
+    scored = [
+        score(settings, options.seed + number, "test")
+        for number in range(options.seeds or task.seeds)
+    ]
     predictions, metrics = zip(*scored, strict=True)
-    return TaskRun(settings=settings, dev=dev, predictions=predictions, metrics=metrics, cut=encoded["test"].cut)
+    return TaskRun(
+        settings=settings,
+        dev=dev,
+        predictions=predictions,
+        metrics=metrics,
+        cut=encoded["test"].cut,
+    )
 
 
 def _chosen(
     grid: Sequence[FinetuneSettings], dev_metric: Callable[[FinetuneSettings], float]
 ) -> tuple[FinetuneSettings, float | None]:
-    """Return the settings with the best dev metric (undefined counts as worst), the first of equals."""
+    """Return the settings with the best dev metric (undefined counts as worst), the first of
+    equals.
+    """
     if not grid:
         raise ConfigError("the grid has no settings", "empty", field="grid")
     if len(grid) == 1:
         return grid[0], None
     values = [dev_metric(settings) for settings in grid]
-    best = max(range(len(grid)), key=lambda index: (values[index] == values[index], values[index], -index))
+    best = max(
+        range(len(grid)), key=lambda index: (values[index] == values[index], values[index], -index)
+    )
     return grid[best], values[best]
 
 
@@ -305,7 +361,9 @@ def _rows(
     def row(target: str) -> MetricRow:
         return MetricRow(metric=task.metric, target=target, n=len(test))
 
-    plain = {name: summed_metric(task, _labels(test), predicted) for name, predicted in without.items()}
+    plain = {
+        name: summed_metric(task, _labels(test), predicted) for name, predicted in without.items()
+    }
     groups: list[MetricGroup] = [mean_over_seeds(run.metrics, row(task.name))]
     groups += [metric.group(row(f"{task.name}: {name}")) for name, metric in plain.items()]
     best = max(plain, key=lambda name: _defined(plain[name]()))
@@ -314,10 +372,16 @@ def _rows(
         groups.append(mean_over_seeds(other.metrics, row(f"{task.name}: other encoder")))
         groups.append(difference(run.metrics, other.metrics, row(f"{task.name} - other encoder")))
     documents = [example.document for example in test]
-    rows = list(measure(groups, len(test), resamples=options.resamples, seed=options.seed, groups=documents))
+    rows = list(
+        measure(groups, len(test), resamples=options.resamples, seed=options.seed, groups=documents)
+    )
     if len(run.metrics) > 1:
         spread = float(np.std([metric() for metric in run.metrics], ddof=1))
-        rows.append(MetricRow(metric=f"{task.metric}_sd", target=task.name, n=len(run.metrics), value=spread))
+        rows.append(
+            MetricRow(
+                metric=f"{task.metric}_sd", target=task.name, n=len(run.metrics), value=spread
+            )
+        )
     return rows
 
 
@@ -350,10 +414,11 @@ _FIELD = "attention_probs_dropout_prob"
 def encoder_of_checkpoint(checkpoint: Path, *, random: bool = False) -> EvaluatedEncoder:
     """Return the text encoder of a checkpoint, or the same encoder with random weights.
 
-    Its attention has `ATTENTION_DROPOUT`, also where it was trained with another, such as 0 for packed texts.
+    Its attention has `ATTENTION_DROPOUT`, also where it was trained with another, such as 0 for
+    packed texts.
 
-    Raises CheckpointError for a checkpoint that cannot be loaded, ConfigError for a system without a text encoder or a
-    checkpoint without a vocabulary.
+    Raises CheckpointError for a checkpoint that cannot be loaded, ConfigError for a system without
+    a text encoder or a checkpoint without a vocabulary.
     """
     model = load_model(checkpoint, "cpu")
     encoder = getattr(model, "text_encoder", None)
@@ -381,7 +446,8 @@ def encoder_by_name(
 
     Its attention has `ATTENTION_DROPOUT`, unless the arguments have another value.
 
-    Raises ConfigError for unknown names and arguments, WeightsError for weights that are not there or do not fit.
+    Raises ConfigError for unknown names and arguments, WeightsError for weights that are not there
+    or do not fit.
     """
     tokenizer = load_tokenizer(vocabulary)
     create = functools.partial(
@@ -405,12 +471,22 @@ def encoder_by_name(
 
 
 def _attention_dropout(encoder: TextEncoder) -> dict[str, float]:
-    """Return the argument that sets the attention's dropout; none for a backbone without it, such as CLIP's."""
-    return {_FIELD: ATTENTION_DROPOUT} if hasattr(getattr(encoder.backbone, "config", None), _FIELD) else {}
+    """Return the argument that sets the attention's dropout; none for a backbone without it,
+    such as CLIP's.
+    """
+    return (
+        {_FIELD: ATTENTION_DROPOUT}
+        if hasattr(getattr(encoder.backbone, "config", None), _FIELD)
+        else {}
+    )
 
 
-def _make(create: Callable[[], TextEncoder], state: Mapping[str, Any] | None, seed: int) -> TextEncoder:
-    """Return a new encoder with random numbers from the seed, and with these weights if there are any."""
+def _make(
+    create: Callable[[], TextEncoder], state: Mapping[str, Any] | None, seed: int
+) -> TextEncoder:
+    """Return a new encoder with random numbers from the seed, and with these weights if there
+    are any.
+    """
     with seeded(seed):
         encoder = create()
     if state is not None:

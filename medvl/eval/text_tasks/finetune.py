@@ -1,9 +1,10 @@
 """Fine-tuning of a text encoder with a linear head on one text task (Gu et al. 2021, Section 4.2).
 
-AdamW without weight decay of biases and norms, a linear warm-up over 10 % of the steps and a linear decay to 0, dropout
-0.1 before the linear layer and that of the encoder within it (`medvl.eval.text_tasks.evaluate` sets it for the attention),
-the gradient's norm at most 1. The last weights are used: the number of epochs is a setting that is chosen on the dev
-split, as the learning rate.
+AdamW without weight decay of biases and norms, a linear warm-up over 10 % of the steps and a linear
+decay to 0, dropout 0.1 before the linear layer and that of the encoder within it
+(`medvl.eval.text_tasks.evaluate` sets it for the attention), the gradient's norm at most 1. The
+last weights are used: the number of epochs is a setting that is chosen on the dev split, as the
+learning rate.
 """
 
 import dataclasses
@@ -72,11 +73,16 @@ class EncodedTask:
         return len(self.examples)
 
     def batches(self, size: int, seed: int | None = None) -> Iterator[Batch]:
-        """Yield all examples once: shuffled in pools of similar lengths, or by length without a seed."""
+        """Yield all examples once: shuffled in pools of similar lengths, or by length without a
+        seed.
+        """
         lengths_N = np.array([len(ids) for ids in self.ids])
         if seed is None:
             order = np.argsort(lengths_N, kind="stable")
-            yield from (self._batch(order[start : start + size].tolist()) for start in range(0, len(order), size))
+            yield from (
+                self._batch(order[start : start + size].tolist())
+                for start in range(0, len(order), size)
+            )
             return
         generator = np.random.default_rng(seed)
         order = generator.permutation(len(lengths_N))
@@ -94,7 +100,9 @@ class EncodedTask:
         types_BT = None if self.types is None else pad_rows([self.types[row] for row in rows], 0)
         mention_BST = None
         if self.mentions is not None:
-            mention_BST = torch.stack([pad_rows([self.mentions[row][s] for row in rows], 0) for s in (0, 1)], dim=1)
+            mention_BST = torch.stack(
+                [pad_rows([self.mentions[row][s] for row in rows], 0) for s in (0, 1)], dim=1
+            )
         return Batch(rows, ids_BT, row_mask(ids), types_BT, mention_BST, self._target(rows))
 
     def _target(self, rows: list[int]) -> Tensor:
@@ -102,10 +110,14 @@ class EncodedTask:
         if self.tags is not None:
             return pad_rows([self.tags[row] for row in rows], IGNORED)
         if self.task.kind == "similarity":
-            return torch.tensor([float(label) for label in labels if isinstance(label, int | float)])
+            return torch.tensor(
+                [float(label) for label in labels if isinstance(label, int | float)]
+            )
         if self.task.kind == "documents":
             named = [label if isinstance(label, tuple) else () for label in labels]
-            return torch.tensor([[float(name in of_document) for name in self.task.labels] for of_document in named])
+            return torch.tensor(
+                [[float(name in of_document) for name in self.task.labels] for of_document in named]
+            )
         return torch.tensor([index(str(label)) for label in labels])
 
 
@@ -117,7 +129,8 @@ def encode_task(
     Args:
         task: their task.
         examples: with the words of sentences, one text, or two.
-        tokenizer: truncates to its `max_tokens`; of a question with context the context, of a pair the longer text.
+        tokenizer: truncates to its `max_tokens`; of a question with context the context, of a pair
+            the longer text.
         mentions: also mark the tokens of the two mentions of a relation.
 
     Raises ConfigError for a tokenizer without pairs or given words where they are needed.
@@ -128,7 +141,10 @@ def encode_task(
     places: list[list[tuple[int, int]]] = []
     marks: list[list[list[int]]] = []
     cut = 0
-    tagging, pairs = task.kind in ("entities", "words"), len(examples[0].texts) == 2 if examples else False
+    tagging, pairs = (
+        task.kind in ("entities", "words"),
+        len(examples[0].texts) == 2 if examples else False,
+    )
     for example in examples:
         if tagging:
             encoded = tokenizer.given_words([example.texts])
@@ -141,14 +157,19 @@ def encode_task(
             tags.append(row_T.tolist())
         elif pairs:
             first_text, second_text = example.texts
-            truncation: Truncation = "only_second" if task.name in ("pubmedqa", "bioasq") else "longest_first"
+            truncation: Truncation = (
+                "only_second" if task.name in ("pubmedqa", "bioasq") else "longest_first"
+            )
             pair = tokenizer.pairs([first_text], [second_text], truncation=truncation)
             ids.append(pair.ids_BT[0].tolist())
             types.append(pair.types_BT[0].tolist())
         else:
             ids.append(tokenizer(list(example.texts))[0][0].tolist())
             if mentions and example.spans is not None:
-                found = [tokenizer.sentence_ids(list(example.texts), [[span]])[0] == 0 for span in example.spans]
+                found = [
+                    tokenizer.sentence_ids(list(example.texts), [[span]])[0] == 0
+                    for span in example.spans
+                ]
                 marks.append([mask_T.long().tolist() for mask_T in found])
     has_types = any(1 in row for row in types)
     return EncodedTask(
@@ -184,7 +205,9 @@ class FinetuneSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneGrid:
-    """Settings of which the best on the dev split is used; the paper's learning rates and batch sizes."""
+    """Settings of which the best on the dev split is used; the paper's learning rates and batch
+    sizes.
+    """
 
     lrs: tuple[float, ...] = (1e-5, 3e-5, 5e-5)
     batches: tuple[int, ...] = (16, 32)
@@ -218,7 +241,9 @@ def finetune(
     with preserve_generators(device):
         reseed(seed, device)
         model = TextHead(make_encoder(), output_count(train), pool).to(device)
-        optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, _WEIGHT_DECAY), lr=settings.lr)
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, settings.lr, _WEIGHT_DECAY), lr=settings.lr
+        )
         steps = settings.epochs * -(-len(train) // settings.batch)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
         model.train()
@@ -236,8 +261,12 @@ def finetune(
 
 
 @torch.no_grad()
-def predict(model: TextHead, data: EncodedTask, *, batch: int = 64, autocast: torch.dtype | None = None) -> Predicted:
-    """Return the prediction of each example, in their order. Words that were truncated get the first tag."""
+def predict(
+    model: TextHead, data: EncodedTask, *, batch: int = 64, autocast: torch.dtype | None = None
+) -> Predicted:
+    """Return the prediction of each example, in their order. Words that were truncated get the
+    first tag.
+    """
     device = model.linear.weight.device
     found: list[str | float | tuple[str, ...]] = [""] * len(data)
     for part in data.batches(batch):
@@ -273,13 +302,17 @@ def _loss(data: EncodedTask, logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target)
 
 
-def _decoded(data: EncodedTask, batch: Batch, logits: Tensor) -> Sequence[str | float | tuple[str, ...]]:
+def _decoded(
+    data: EncodedTask, batch: Batch, logits: Tensor
+) -> Sequence[str | float | tuple[str, ...]]:
     labels = data.task.labels
     if data.task.kind == "similarity":
         return [float(score) for score in logits[:, 0]]
     if data.task.kind == "documents":
         chosen_BL = (logits > 0).tolist()
-        return [tuple(name for name, on in zip(labels, row, strict=True) if on) for row in chosen_BL]
+        return [
+            tuple(name for name, on in zip(labels, row, strict=True) if on) for row in chosen_BL
+        ]
     best = logits.argmax(dim=-1).tolist()
     if data.word_places is None:
         return [labels[index] for index in best]

@@ -1,11 +1,13 @@
 """Metrics of text tasks, as sums over examples, so that resamples are products of matrices.
 
-Every metric is a function of sums over examples: true and false positives and negatives, right answers, or moments.
-Letters: N examples, K sums, R resamples.
+Every metric is a function of sums over examples: true and false positives and negatives, right
+answers, or moments. Letters: N examples, K sums, R resamples.
 
-* "entity_f1": exact spans of one type, pooled over the corpus. An I after O opens a span, as in seqeval's default mode.
-* "macro_word_f1": F1 over words of each element, pooled over the corpus, then the mean over elements, as EBM-NLP's
-  scorer; the text of the PubMedBERT paper could be read as F1 within each abstract.
+* "entity_f1": exact spans of one type, pooled over the corpus. An I after O opens a span, as in
+  seqeval's default mode.
+* "macro_word_f1": F1 over words of each element, pooled over the corpus, then the mean over
+  elements, as EBM-NLP's scorer; the text of the PubMedBERT paper could be read as F1 within each
+  abstract.
 * "micro_f1" of relations: from the summed counts of all classes but "no relation".
 * "micro_f1" of documents: over all decisions of all labels.
 * "pearson": correlation of scores; NaN where one side is constant up to the rounding of float32.
@@ -29,7 +31,8 @@ from medvl.eval.probing.features import comparable_probabilities, fit_logistic
 
 Predicted = Sequence[str | float | tuple[str, ...]]
 """Label or prediction of each example, in the form of `TextExample.label`."""
-_CONSTANT = 1e-12  # scores whose variance is a smaller share of their mean square are equal but for rounding
+# scores whose variance is a smaller share of their mean square are equal but for rounding
+_CONSTANT = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,17 +57,26 @@ def summed_metric(task: TextTask, truth: Predicted, predicted: Predicted) -> Sum
     pairs = list(zip(truth, predicted, strict=True))
     match task.kind:
         case "entities":
-            return Summed(np.array([_entity_counts(*pair) for pair in pairs], float).reshape(-1, 3), _f1)
+            return Summed(
+                np.array([_entity_counts(*pair) for pair in pairs], float).reshape(-1, 3), _f1
+            )
         case "words":
             return Summed(_class_counts(task.labels[1:], pairs), _macro_f1)
         case "relations":
-            return Summed(_class_counts(task.labels[1:], pairs).reshape(len(pairs), -1, 3).sum(axis=1), _f1)
+            return Summed(
+                _class_counts(task.labels[1:], pairs).reshape(len(pairs), -1, 3).sum(axis=1), _f1
+            )
         case "documents":
-            return Summed(np.array([_set_counts(*pair) for pair in pairs], float).reshape(-1, 3), _f1)
+            return Summed(
+                np.array([_set_counts(*pair) for pair in pairs], float).reshape(-1, 3), _f1
+            )
         case "similarity":
             return Summed(_moments(np.array(pairs, float).reshape(-1, 2)), _pearson)
         case "answers":
-            return Summed(np.array([(truth == guess, 1) for truth, guess in pairs], float).reshape(-1, 2), _share)
+            return Summed(
+                np.array([(truth == guess, 1) for truth, guess in pairs], float).reshape(-1, 2),
+                _share,
+            )
 
 
 def entity_spans(tags: Sequence[str]) -> set[tuple[int, int]]:
@@ -86,12 +98,18 @@ def mean_over_seeds(metrics: Sequence[Summed], row: MetricRow) -> MetricGroup:
 
 
 def difference(metrics: Sequence[Summed], others: Sequence[Summed], row: MetricRow) -> MetricGroup:
-    """Return the difference of two means over runs on the same examples, taken within each resample."""
-    return MetricGroup([row], lambda counts_NR: (_mean(metrics, counts_NR) - _mean(others, counts_NR))[:, None])
+    """Return the difference of two means over runs on the same examples, taken within each
+    resample.
+    """
+    return MetricGroup(
+        [row], lambda counts_NR: (_mean(metrics, counts_NR) - _mean(others, counts_NR))[:, None]
+    )
 
 
 def _mean(metrics: Sequence[Summed], counts_NR: Array) -> Array:
-    values: Array = np.mean([metric.value(counts_NR.T @ metric.sums_NK) for metric in metrics], axis=0)
+    values: Array = np.mean(
+        [metric.value(counts_NR.T @ metric.sums_NK) for metric in metrics], axis=0
+    )
     return values
 
 
@@ -110,7 +128,9 @@ def _set_counts(truth: object, guess: object) -> tuple[int, int, int]:
 
 
 def _class_counts(classes: Sequence[str], pairs: Sequence[tuple[object, object]]) -> Array:
-    """Return (N, 3 x classes): true positives, false positives and false negatives of each class."""
+    """Return (N, 3 x classes): true positives, false positives and false negatives of each
+    class.
+    """
     rows = []
     for truth, guess in pairs:
         true_W = np.array(truth if isinstance(truth, tuple) else [truth], dtype=object)
@@ -128,7 +148,9 @@ def _class_counts(classes: Sequence[str], pairs: Sequence[tuple[object, object]]
 
 
 def _moments(values_N2: Array) -> Array:
-    centred_N2 = values_N2 - values_N2.mean(axis=0)  # the correlation does not depend on it; the sums stay small
+    centred_N2 = values_N2 - values_N2.mean(
+        axis=0
+    )  # the correlation does not depend on it; the sums stay small
     varies_2 = (centred_N2**2).sum(axis=0) > _CONSTANT * (values_N2**2).sum(axis=0)
     centred_N2 = np.where(varies_2, centred_N2, 0.0)
     x_N, y_N = centred_N2.T
@@ -140,7 +162,9 @@ def _pearson(totals_RK: Array) -> Array:
     x_spread_R, y_spread_R = n_R * xx_R - x_R**2, n_R * yy_R - y_R**2
     # relative limits: scores may be of any scale
     varies_R = (x_spread_R > _CONSTANT * n_R * xx_R) & (y_spread_R > _CONSTANT * n_R * yy_R)
-    roots_R = np.sqrt(np.where(varies_R, x_spread_R, 1)) * np.sqrt(np.where(varies_R, y_spread_R, 1))
+    roots_R = np.sqrt(np.where(varies_R, x_spread_R, 1)) * np.sqrt(
+        np.where(varies_R, y_spread_R, 1)
+    )
     return np.where(varies_R, (n_R * xy_R - x_R * y_R) / roots_R, np.nan)
 
 
@@ -216,7 +240,9 @@ class ScoredTask:
 
 
 def score_rows(tasks: Mapping[str, ScoredTask], *, resamples: int, seed: int) -> list[MetricRow]:
-    """Return the rows "blurb", none for fewer than two tasks of BLURB; the target names the sets that are left out."""
+    """Return the rows "blurb", none for fewer than two tasks of BLURB; the target names the sets
+    that are left out.
+    """
     score = blurb_score(dict.fromkeys(tasks, 0.0))
     if score is None or score.tasks < 2:
         return []
@@ -226,7 +252,10 @@ def score_rows(tasks: Mapping[str, ScoredTask], *, resamples: int, seed: int) ->
     others = {name: task.other for name, task in tasks.items() if task.other is not None}
     if len(others) == len(tasks):
         other_R = _scores(others, tasks, resamples, seed)
-        columns |= {f"{score.name}: other encoder": other_R, f"{score.name} - other encoder": own_R - other_R}
+        columns |= {
+            f"{score.name}: other encoder": other_R,
+            f"{score.name} - other encoder": own_R - other_R,
+        }
     rows = []
     for target, values_R in columns.items():
         row = MetricRow(metric="blurb", target=target, n=counted, value=float(values_R[0]))
@@ -238,7 +267,10 @@ def score_rows(tasks: Mapping[str, ScoredTask], *, resamples: int, seed: int) ->
 
 
 def _scores(
-    metrics: Mapping[str, Sequence[Summed]], tasks: Mapping[str, ScoredTask], resamples: int, seed: int
+    metrics: Mapping[str, Sequence[Summed]],
+    tasks: Mapping[str, ScoredTask],
+    resamples: int,
+    seed: int,
 ) -> Array:
     """Return (1 + resamples,): the score of the test sets, and of each resample of them."""
     values_TR = []
@@ -246,9 +278,14 @@ def _scores(
         documents = tasks[name].documents
         draws = resample_counts(len(documents), resamples, seed + number, documents)
         chunks = [np.ones((len(documents), 1)), *draws]
-        by_seed = [[metric.value(counts_NR.T @ metric.sums_NK) for metric in seeds] for counts_NR in chunks]
+        by_seed = [
+            [metric.value(counts_NR.T @ metric.sums_NK) for metric in seeds] for counts_NR in chunks
+        ]
         values_TR.append(np.concatenate([np.mean(values, axis=0) for values in by_seed]))
-    found = [blurb_score(dict(zip(metrics, values, strict=True))) for values in np.array(values_TR).T.tolist()]
+    found = [
+        blurb_score(dict(zip(metrics, values, strict=True)))
+        for values in np.array(values_TR).T.tolist()
+    ]
     return np.array([score.value for score in found if score is not None])
 
 
@@ -265,7 +302,9 @@ _WORD = re.compile(r"\w+|[@$]\w+[$]?")
 _VOCABULARY, _PENALTY = 2000, 1e-3
 
 
-def baselines(task: TextTask, train: Sequence[TextExample], test: Sequence[TextExample]) -> Mapping[str, Predicted]:
+def baselines(
+    task: TextTask, train: Sequence[TextExample], test: Sequence[TextExample]
+) -> Mapping[str, Predicted]:
     """Return the predictions of each baseline that fits the task, by name."""
     match task.kind:
         case "entities":
@@ -277,11 +316,16 @@ def baselines(task: TextTask, train: Sequence[TextExample], test: Sequence[TextE
         case "documents":
             return {"bag of words": _bag_of_words(task, train, test)}
         case "relations" | "answers":
-            constant, _ = collections.Counter(str(example.label) for example in train).most_common(1)[0]
+            constant, _ = collections.Counter(str(example.label) for example in train).most_common(
+                1
+            )[0]
             if task.kind == "relations":  # the most frequent relation: "no relation" scores 0
                 names = collections.Counter(str(e.label) for e in train if e.label != task.negative)
                 constant = names.most_common(1)[0][0] if names else constant
-            return {"constant": [constant] * len(test), "bag of words": _bag_of_words(task, train, test)}
+            return {
+                "constant": [constant] * len(test),
+                "bag of words": _bag_of_words(task, train, test),
+            }
 
 
 def words_of(text: str) -> list[str]:
@@ -296,10 +340,15 @@ def _dictionary(train: Sequence[TextExample], test: Sequence[TextExample]) -> Pr
         for start, end in entity_spans(example.label if isinstance(example.label, tuple) else ())
     }
     longest = max(map(len, mentions), default=0)
-    return [_matched(tuple(word.lower() for word in example.texts), mentions, longest) for example in test]
+    return [
+        _matched(tuple(word.lower() for word in example.texts), mentions, longest)
+        for example in test
+    ]
 
 
-def _matched(words: tuple[str, ...], mentions: set[tuple[str, ...]], longest: int) -> tuple[str, ...]:
+def _matched(
+    words: tuple[str, ...], mentions: set[tuple[str, ...]], longest: int
+) -> tuple[str, ...]:
     tags, place = ["O"] * len(words), 0
     while place < len(words):
         lengths = range(min(longest, len(words) - place), 0, -1)
@@ -313,7 +362,9 @@ def _matched(words: tuple[str, ...], mentions: set[tuple[str, ...]], longest: in
 def _frequent_tags(train: Sequence[TextExample], test: Sequence[TextExample]) -> Predicted:
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for example in train:
-        for word, tag in zip(example.texts, example.label if isinstance(example.label, tuple) else (), strict=True):
+        for word, tag in zip(
+            example.texts, example.label if isinstance(example.label, tuple) else (), strict=True
+        ):
             counts[word.lower()][tag] += 1
     tag_of = {word: of_word.most_common(1)[0][0] for word, of_word in counts.items()}
     return [tuple(tag_of.get(word.lower(), "O") for word in example.texts) for example in test]
@@ -324,15 +375,24 @@ def _overlap(first: str, second: str) -> float:
     return len(a & b) / max(len(a | b), 1)
 
 
-def _bag_of_words(task: TextTask, train: Sequence[TextExample], test: Sequence[TextExample]) -> Predicted:
-    counts = collections.Counter(word for example in train for word in set(words_of(" ".join(example.texts))))
+def _bag_of_words(
+    task: TextTask, train: Sequence[TextExample], test: Sequence[TextExample]
+) -> Predicted:
+    counts = collections.Counter(
+        word for example in train for word in set(words_of(" ".join(example.texts)))
+    )
     index = {word: number for number, (word, _) in enumerate(counts.most_common(_VOCABULARY))}
-    labels = [example.label if isinstance(example.label, tuple) else (example.label,) for example in train]
+    labels = [
+        example.label if isinstance(example.label, tuple) else (example.label,) for example in train
+    ]
     y_NL = np.array([[float(name in of_example) for name in task.labels] for of_example in labels])
     probe = fit_logistic(_presence(train, index), y_NL, _PENALTY)
     scores_NL = comparable_probabilities(probe, _presence(test, index), y_NL)
     if task.kind == "documents":
-        return [tuple(name for name, p in zip(task.labels, row, strict=True) if p > 0.5) for row in scores_NL]
+        return [
+            tuple(name for name, p in zip(task.labels, row, strict=True) if p > 0.5)
+            for row in scores_NL
+        ]
     return [task.labels[int(row.argmax())] for row in scores_NL]
 
 

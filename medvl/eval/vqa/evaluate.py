@@ -1,14 +1,18 @@
-"""Visual question answering: accuracy of predicted answers, by question type and organ, next to baselines.
+"""Visual question answering: accuracy of predicted answers, by question type and organ, next to
+baselines.
 
 Protocol "vqa"; a `VQAProtocol` gives the rules for comparing answers and the version:
 
-* Every question of the split that the protocol includes is evaluated; a question without a prediction is wrong.
-* "accuracy" is the mean credit of the answers, for the model and for each baseline (`baselines`), over all questions,
-  closed and open ones, by question type and organ, and by whether question or answer names a side.
-  "gain_over_question_only" is the paired difference to the question-only baseline. "ceiling" is the accuracy of a
-  classifier that always chooses the best answer of the vocabulary: the model's own, of predictions from a file the
-  protocol's; 1 for a model that generates answers.
-* Answers of a model's vocabulary that only the evaluated split has are stated as a flaw: they are not from training.
+* Every question of the split that the protocol includes is evaluated; a question without a
+  prediction is wrong.
+* "accuracy" is the mean credit of the answers, for the model and for each baseline (`baselines`),
+  over all questions, closed and open ones, by question type and organ, and by whether question or
+  answer names a side. "gain_over_question_only" is the paired difference to the question-only
+  baseline. "ceiling" is the accuracy of a classifier that always chooses the best answer of the
+  vocabulary: the model's own, of predictions from a file the protocol's; 1 for a model that
+  generates answers.
+* Answers of a model's vocabulary that only the evaluated split has are stated as a flaw: they are
+  not from training.
 * Intervals: the bootstrap resamples images, with all their questions. All rows share the resamples.
 
 Shape letters: N evaluated questions, K rows.
@@ -58,7 +62,9 @@ class VQAResult:
     protocol: VQAProtocol
 
     def table(self) -> str:
-        """Return a text table of the systems by overall, closed and open, and one by question type and organ."""
+        """Return a text table of the systems by overall, closed and open, and one by question
+        type and organ.
+        """
         others = [row for row in self.results.rows if row.metric in (CEILING, GAIN)]
         top = [
             dataclasses.replace(row, metric=row.target, target=system, subgroup="")
@@ -70,12 +76,16 @@ class VQAResult:
             dataclasses.replace(row, metric=system, subgroup="")
             for system in (MODEL, QUESTION_ONLY)
             for row in self.results.rows
-            if row.metric == ACCURACY and row.subgroup == subgroup_of(system) and row.target not in TYPES
+            if row.metric == ACCURACY
+            and row.subgroup == subgroup_of(system)
+            and row.target not in TYPES
         ]
         return "\n\n".join(format_table(rows) for rows in (top, below) if rows)
 
     def predictions(self) -> list[dict[str, Any]]:
-        """Return one JSON object per question, with the answers and credits of the model and question-only baseline."""
+        """Return one JSON object per question, with the answers and credits of the model and
+        question-only baseline.
+        """
         lines, closed_N = [], _closed_questions(self.data, self.systems.get(MODEL), self.protocol)
         for index, question in enumerate(self.data.questions):
             line: dict[str, Any] = {**question.as_json(), "patient": self.data.groups[index]}
@@ -109,37 +119,48 @@ def evaluate_answers(
         predictions: question id -> prediction; None evaluates the baselines alone.
         protocol: a protocol or its name.
         split: split of the evaluated questions.
-        vocabulary: answers of the model, for the ceiling (`model_vocabulary`); None for a model that generates them;
-            default the protocol's own.
+        vocabulary: answers of the model, for the ceiling (`model_vocabulary`); None for a model
+            that generates them; default the protocol's own.
         elsewhere: questions of further splits, whose answers a model's vocabulary may have too.
         resamples, seed: number and seed of the bootstrap resamples.
         inputs: further hashes for the results (the checkpoint).
 
     Raises:
-        EvaluationError: a prediction has an unknown question id, the split has no questions, or the predictions lack
-            a field that the protocol needs.
+        EvaluationError: a prediction has an unknown question id, the split has no questions, or the
+            predictions lack a field that the protocol needs.
     """
     protocol = get_protocol(protocol) if isinstance(protocol, str) else protocol
     evaluated = data.part(split)
-    evaluated = evaluated.choose([n for n, question in enumerate(evaluated.questions) if protocol.includes(question)])
+    evaluated = evaluated.choose(
+        [n for n, question in enumerate(evaluated.questions) if protocol.includes(question)]
+    )
     if not evaluated.questions:
-        raise EvaluationError(f"{data.name}: protocol {protocol.name} includes no question of {split}", "empty")
+        raise EvaluationError(
+            f"{data.name}: protocol {protocol.name} includes no question of {split}", "empty"
+        )
     _check_ids(predictions, data)
     if vocabulary == "protocol":
-        vocabulary = AnswerVocabulary.build(data.questions, protocol) if protocol.vocabulary else None
+        vocabulary = (
+            AnswerVocabulary.build(data.questions, protocol) if protocol.vocabulary else None
+        )
     elif vocabulary is not None:
         others = [question for question in elsewhere if question.split != split]
-        protocol = _with_leak(protocol, vocabulary.leaked([*data.questions, *others], split, protocol), split)
+        protocol = _with_leak(
+            protocol, vocabulary.leaked([*data.questions, *others], split, protocol), split
+        )
     systems: dict[str, Predictions] = {} if predictions is None else {MODEL: predictions}
     systems |= baselines(data.part("train").questions, evaluated.questions, protocol)
     credits = {name: _credits(evaluated, answers, protocol) for name, answers in systems.items()}
     groups = _metric_groups(evaluated, systems, credits, protocol, vocabulary)
-    rows = measure(groups, len(evaluated.questions), resamples=resamples, seed=seed, groups=evaluated.groups)
+    rows = measure(
+        groups, len(evaluated.questions), resamples=resamples, seed=seed, groups=evaluated.groups
+    )
     results = Results(
         protocol="vqa",
         protocol_version=protocol.version,
         rows=rows,
-        config=_config(data, protocol, vocabulary) | {"split": split, "resamples": resamples, "seed": seed},
+        config=_config(data, protocol, vocabulary)
+        | {"split": split, "resamples": resamples, "seed": seed},
         inputs={
             "questions": data.fingerprint,
             "vocabulary": None if vocabulary is None else vocabulary.fingerprint,
@@ -150,7 +171,9 @@ def evaluate_answers(
     return VQAResult(results, evaluated, systems, credits, protocol)
 
 
-def _config(data: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None) -> dict[str, Any]:
+def _config(
+    data: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None
+) -> dict[str, Any]:
     return {
         "dataset": data.name,
         "split_id": data.split_id,
@@ -160,10 +183,15 @@ def _config(data: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary |
 
 
 def _with_leak(protocol: VQAProtocol, leaked: Sequence[str], split: str) -> VQAProtocol:
-    """Return the protocol with a flaw that states the answers that a vocabulary has from the evaluated split."""
+    """Return the protocol with a flaw that states the answers that a vocabulary has from the
+    evaluated split.
+    """
     if not leaked:
         return protocol
-    flaw = f"the model's vocabulary has {len(leaked)} answers of {split} that no other split has, such as {leaked[0]!r}"
+    flaw = (
+        f"the model's vocabulary has {len(leaked)} answers of {split} that no other split "
+        f"has, such as {leaked[0]!r}"
+    )
     return dataclasses.replace(protocol, flaw="; ".join(filter(None, (protocol.flaw, flaw))))
 
 
@@ -175,14 +203,21 @@ def _check_ids(predictions: Predictions | None, data: VQAData) -> None:
     known = {question.id for question in data.questions}
     unknown = [name for name in predictions or () if name not in known]
     if unknown:
-        message = f"{len(unknown)} predictions have question ids that are not in {data.name}, first {min(unknown)}"
+        message = (
+            f"{len(unknown)} predictions have question ids that are not in {data.name}, "
+            f"first {min(unknown)}"
+        )
         raise EvaluationError(message, "mismatch")
 
 
-def _credits(evaluated: VQAData, predictions: Predictions, protocol: VQAProtocol) -> NDArray[np.float64]:
+def _credits(
+    evaluated: VQAData, predictions: Predictions, protocol: VQAProtocol
+) -> NDArray[np.float64]:
     return np.array(
         [
-            protocol.credit(predictions[question.id].answer, question) if question.id in predictions else 0.0
+            protocol.credit(predictions[question.id].answer, question)
+            if question.id in predictions
+            else 0.0
             for question in evaluated.questions
         ]
     )
@@ -198,8 +233,14 @@ def _metric_groups(
     by_attribute = attribute_masks(evaluated.questions)
     groups = []
     for system, credit_N in credits.items():
-        closed_N = _closed_questions(evaluated, systems[MODEL] if system == MODEL else None, protocol)
-        groups.append(masked_means(ACCURACY, credit_N, type_masks(closed_N) | by_attribute, subgroup_of(system)))
+        closed_N = _closed_questions(
+            evaluated, systems[MODEL] if system == MODEL else None, protocol
+        )
+        groups.append(
+            masked_means(
+                ACCURACY, credit_N, type_masks(closed_N) | by_attribute, subgroup_of(system)
+            )
+        )
     types = type_masks(_closed_questions(evaluated, systems.get(MODEL), protocol))
     if MODEL in credits:
         groups.append(masked_means(GAIN, credits[MODEL] - credits[QUESTION_ONLY], types))
@@ -207,7 +248,9 @@ def _metric_groups(
     return groups
 
 
-def _ceiling(evaluated: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None) -> NDArray[np.float64]:
+def _ceiling(
+    evaluated: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None
+) -> NDArray[np.float64]:
     """Return the highest credit of any vocabulary answer to each question."""
     known = None if vocabulary is None else set(vocabulary.answers)
     credits = []
@@ -222,7 +265,10 @@ def _ceiling(evaluated: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabu
 
 
 def masked_means(
-    metric: str, values_N: NDArray[np.float64], masks: Mapping[str, NDArray[np.bool_]], subgroup: str = ""
+    metric: str,
+    values_N: NDArray[np.float64],
+    masks: Mapping[str, NDArray[np.bool_]],
+    subgroup: str = "",
 ) -> MetricGroup:
     """Return the mean of the values within each mask."""
     values_NK = np.stack([np.where(mask_N, values_N, np.nan) for mask_N in masks.values()], axis=1)
@@ -234,20 +280,29 @@ def type_masks(closed_N: NDArray[np.bool_]) -> dict[str, NDArray[np.bool_]]:
     return dict(zip(TYPES, (np.ones(len(closed_N), np.bool_), closed_N, ~closed_N), strict=True))
 
 
-def _closed_questions(evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol) -> NDArray[np.bool_]:
-    """Return which questions are closed (N,). Without a predicted answer type, the dataset's field is used."""
+def _closed_questions(
+    evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol
+) -> NDArray[np.bool_]:
+    """Return which questions are closed (N,). Without a predicted answer type, the dataset's
+    field is used.
+    """
 
     def type_of(question: Question) -> str | None:
         prediction = None if predictions is None else predictions.get(question.id)
         return question.answer_type if prediction is None else prediction.answer_type
 
-    return np.array([protocol.is_closed(question, type_of(question)) for question in evaluated.questions], np.bool_)
+    return np.array(
+        [protocol.is_closed(question, type_of(question)) for question in evaluated.questions],
+        np.bool_,
+    )
 
 
 def attribute_masks(questions: Sequence[Question]) -> dict[str, NDArray[np.bool_]]:
-    """Return masks by question type (a question may have several) and by organ, if there is more than one, and by side.
+    """Return masks by question type (a question may have several) and by organ, if there is more
+    than one, and by side.
 
-    The masks by side are of the questions that name one, in question or answer, and of the others, if there are both.
+    The masks by side are of the questions that name one, in question or answer, and of the others,
+    if there are both.
     """
     kinds = [set(question.kind.split(", ")) for question in questions]
     organs = [{question.organ} for question in questions]
@@ -255,26 +310,41 @@ def attribute_masks(questions: Sequence[Question]) -> dict[str, NDArray[np.bool_
     for attribute, values in (("kind", kinds), ("organ", organs)):
         names = sorted({name for value in values for name in value} - {""})
         if len(names) > 1:
-            masks |= {f"{attribute}: {name}": np.array([name in value for value in values]) for name in names}
+            masks |= {
+                f"{attribute}: {name}": np.array([name in value for value in values])
+                for name in names
+            }
     texts = [f"{question.question} {question.answer}" for question in questions]
     side_N = np.array([swap_laterality(text) != text for text in texts])
-    return masks | ({"side: named": side_N, "side: not named": ~side_N} if 0 < side_N.sum() < len(side_N) else {})
+    return masks | (
+        {"side: named": side_N, "side: not named": ~side_N}
+        if 0 < side_N.sum() < len(side_N)
+        else {}
+    )
 
 
 def subgroup_of(system: str) -> str:
-    """Return the subgroup of a system's rows: "" for the evaluated predictions, else the baseline."""
+    """Return the subgroup of a system's rows: "" for the evaluated predictions, else the
+    baseline.
+    """
     return "" if system == MODEL else f"baseline: {system}"
 
 
-def _details(evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol) -> dict[str, Any]:
+def _details(
+    evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol
+) -> dict[str, Any]:
     questions = evaluated.questions
     return {
         "questions": len(questions),
         "images": len(set(evaluated.groups)),
         "closed_by_field": sum(question.answer_type == "closed" for question in questions),
-        "yes_no": sum(protocol.normalize(question.answer) in ("yes", "no") for question in questions),
+        "yes_no": sum(
+            protocol.normalize(question.answer) in ("yes", "no") for question in questions
+        ),
         "without_answer": sum(not question.answer for question in questions),
-        "not_predicted": None if predictions is None else sum(q.id not in predictions for q in questions),
+        "not_predicted": None
+        if predictions is None
+        else sum(q.id not in predictions for q in questions),
     }
 
 
@@ -283,10 +353,14 @@ def _details(evaluated: VQAData, predictions: Predictions | None, protocol: VQAP
 _COLUMNS = ("protocol", "n", "closed n", "overall", "closed", "open", "ceiling")
 
 
-def published_protocols_table(data: VQAData, predictions: Predictions | None = None, *, split: str = "test") -> str:
-    """Return a text table with one line per protocol, medvl's first; without predictions, of the question-only model.
+def published_protocols_table(
+    data: VQAData, predictions: Predictions | None = None, *, split: str = "test"
+) -> str:
+    """Return a text table with one line per protocol, medvl's first; without predictions, of the
+    question-only model.
 
-    It has no intervals, because these numbers are only comparable to published ones, not to each other.
+    It has no intervals, because these numbers are only comparable to published ones, not to each
+    other.
     """
     lines: list[tuple[str, ...]] = [_COLUMNS]
     for name in (PROTOCOL, *PUBLISHED_PROTOCOLS):
@@ -308,8 +382,15 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
 def _line(data: VQAData, predictions: Predictions | None, name: str, split: str) -> tuple[str, ...]:
     result = evaluate_answers(data, predictions, protocol=name, split=split, resamples=0).results
     subgroup = "" if predictions is not None else f"baseline: {QUESTION_ONLY}"
-    rows = {target: result.row(ACCURACY, target, subgroup) for target in ("overall", "closed", "open")}
+    rows = {
+        target: result.row(ACCURACY, target, subgroup) for target in ("overall", "closed", "open")
+    }
     sizes = str(rows["overall"].n), str(rows["closed"].n)
     ceiling = format_value(result.row(CEILING, "overall"))
     flaw = PROTOCOLS[name].flaw
-    return (name, *sizes, *(format_value(row) for row in rows.values()), ceiling + (f"  {flaw}" if flaw else ""))
+    return (
+        name,
+        *sizes,
+        *(format_value(row) for row in rows.values()),
+        ceiling + (f"  {flaw}" if flaw else ""),
+    )

@@ -46,11 +46,14 @@ _RIGHT = {
     "llava_med": "as in LLaVA-Med v1.0",
 }
 LIMITS = (
-    "A research evaluation, not for clinical use: the numbers show how often answers agree with those of this data "
+    "A research evaluation, not for clinical use: the numbers show how often answers agree with "
+    "those of this data "
     "set, not any benefit for a reader or a patient.",
-    "Intervals are percentiles of a bootstrap over images, with all questions of an image. They include sampling "
+    "Intervals are percentiles of a bootstrap over images, with all questions of an image. They "
+    "include sampling "
     "error, not errors of the reference answers or differences between these images and others.",
-    "An attention map shows the weights of one layer. It does not explain an answer: lower layers have mixed the "
+    "An attention map shows the weights of one layer. It does not explain an answer: lower "
+    "layers have mixed the "
     "content of cells, and a model can attend to a finding and miss it.",
     "Images and questions on this page belong to the data set and stay under its terms of use.",
 )
@@ -71,7 +74,8 @@ def write_vqa_page(
     Args:
         result: result of `evaluate_answers`.
         path: path of the file; its folder is created if necessary.
-        header: name of the model, empty for baselines alone, and the date; the result names its data itself.
+        header: name of the model, empty for baselines alone, and the date; the result names its
+            data itself.
         pixels: question id -> image; None for a page without images.
         explain: None for a page without next best answers and attention maps.
         examples: number of correct and of wrong answers, for closed and for open questions each.
@@ -79,11 +83,14 @@ def write_vqa_page(
     """
     sections: list[Section] = [_accuracy_table(result), *_plot(result), *_group_table(result)]
     if MODEL in result.systems:
-        sections.append(example_cards(result, pixels, explain, choose_examples(result, examples, seed)))
+        sections.append(
+            example_cards(result, pixels, explain, choose_examples(result, examples, seed))
+        )
     details = result.results.details
     page = Page(
         title=f"Visual question answering: {header.model or 'baselines without images'}",
-        subtitle=f"{_questions(result)}: {details['questions']:,} questions about {details['images']:,} images",
+        subtitle=f"{_questions(result)}: {details['questions']:,} questions about "
+        f"{details['images']:,} images",
         headlines=_headlines(result),
         facts=_facts(result, header),
         sections=sections,
@@ -97,15 +104,23 @@ def _rows(result: VQAResult) -> dict[tuple[str, str, str], MetricRow]:
 
 
 def _shown(result: VQAResult) -> str:
-    """Return the system whose numbers come first: the model, or without one the question-only baseline."""
+    """Return the system whose numbers come first: the model, or without one the question-only
+    baseline.
+    """
     return MODEL if MODEL in result.systems else QUESTION_ONLY
 
 
 def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
     rows, shown = _rows(result), _shown(result)
-    names = [(f"{_NAMES[shown]}, {target}", (ACCURACY, target, subgroup_of(shown))) for target in TYPES]
+    names = [
+        (f"{_NAMES[shown]}, {target}", (ACCURACY, target, subgroup_of(shown))) for target in TYPES
+    ]
     names.append(("Gain over the question-only model", (GAIN, "overall", "")))
-    return [headline(title, rows[name]) for title, name in names if name in rows and not np.isnan(rows[name].value)]
+    return [
+        headline(title, rows[name])
+        for title, name in names
+        if name in rows and not np.isnan(rows[name].value)
+    ]
 
 
 def _facts(result: VQAResult, header: PageHeader) -> list[tuple[str, str]]:
@@ -144,17 +159,26 @@ def _accuracy_table(result: VQAResult) -> Table:
     lines: list[list[Cell | str]] = []
     for system in result.systems:
         cells = [rows[ACCURACY, target, subgroup_of(system)] for target in TYPES]
-        lines.append([_NAMES[system], *(metric_cell(row, reference=_reference(rows, row), bar=True) for row in cells)])
+        lines.append(
+            [
+                _NAMES[system],
+                *(metric_cell(row, reference=_reference(rows, row), bar=True) for row in cells),
+            ]
+        )
     ceiling = [metric_cell(rows[CEILING, target, ""], bar=True) for target in TYPES]
     lines.append(["Best possible with the vocabulary", *ceiling])
     counts = [rows[CEILING, target, ""].n for target in TYPES]
     return Table(
         title="Summary: accuracy",
-        columns=["", *(f"{target.capitalize()} ({n:,})" for target, n in zip(TYPES, counts, strict=True))],
+        columns=[
+            "",
+            *(f"{target.capitalize()} ({n:,})" for target, n in zip(TYPES, counts, strict=True)),
+        ],
         rows=lines,
         strong_rows=int(MODEL in result.systems),
         one_axis=True,
-        caption="With 95% intervals, over all questions; a question without an answer is wrong. Only the model uses "
+        caption="With 95% intervals, over all questions; a question without an answer is wrong. "
+        "Only the model uses "
         f"the image. The tick in a bar is the {_NAMES[QUESTION_ONLY].lower()}.",
     )
 
@@ -184,7 +208,9 @@ def _group_table(result: VQAResult) -> list[Table]:
         row = rows[ACCURACY, group, subgroup_of(shown)]
         other_cells = [metric_cell(rows[ACCURACY, group, subgroup_of(system)]) for system in others]
         reference = _reference(rows, row) if shown == MODEL else None
-        lines.append([group, metric_cell(row, reference=reference, bar=True), *other_cells, f"{row.n:,}"])
+        lines.append(
+            [group, metric_cell(row, reference=reference, bar=True), *other_cells, f"{row.n:,}"]
+        )
     return [
         Table(
             title="By question type, organ and side",
@@ -203,7 +229,9 @@ def _plot(result: VQAResult) -> list[Pictures]:
     def series(system: str, color: str) -> plots.Series:
         of_system = [rows[ACCURACY, group, subgroup_of(system)] for group in groups]
         value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in of_system]).T
-        return plots.Series(name=_NAMES[system], value_K=value_K, low_K=low_K, high_K=high_K, color=color)
+        return plots.Series(
+            name=_NAMES[system], value_K=value_K, low_K=low_K, high_K=high_K, color=color
+        )
 
     lines = [(MODEL, plots.LINE_COLOR), (QUESTION_ONLY, plots.NEGATIVE_COLOR)]
     ticks = [("majority_by_kind", plots.POSITIVE_COLOR), ("majority", plots.GREY)]
@@ -216,15 +244,19 @@ def _plot(result: VQAResult) -> list[Pictures]:
         axis="accuracy",
     )
     values = ", ".join(
-        f"{group.removeprefix('kind: ')} {format_value(rows[ACCURACY, group, subgroup_of(_shown(result))])}"
+        f"{group.removeprefix('kind: ')} "
+        f"{format_value(rows[ACCURACY, group, subgroup_of(_shown(result))])}"
         for group in groups
     )
-    picture = plot_picture(plot, alternative=f"Accuracy by question type with 95% intervals: {values}.")
+    picture = plot_picture(
+        plot, alternative=f"Accuracy by question type with 95% intervals: {values}."
+    )
     return [
         Pictures(
             title="Question types",
             kind="wide",
             strips=[Strip(title="", pictures=[picture])],
-            caption="Accuracy with 95% intervals, and ticks for the most frequent answers; (number of questions).",
+            caption="Accuracy with 95% intervals, and ticks for the most frequent answers; "
+            "(number of questions).",
         )
     ]

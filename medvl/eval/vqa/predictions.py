@@ -1,4 +1,6 @@
-"""Predicted answers by question id, read from JSON lines or computed from scores over a vocabulary."""
+"""Predicted answers by question id, read from JSON lines or computed from scores over a
+vocabulary.
+"""
 
 import dataclasses
 import hashlib
@@ -44,14 +46,17 @@ def read_predictions(path: str | Path) -> dict[str, Prediction]:
     """Read JSON lines with "id" and "answer", and optionally "answer_type" and "score".
 
     Raises:
-        EvaluationError: the file does not exist, or a line is malformed or repeats an id; the message gives its number.
+        EvaluationError: the file does not exist, or a line is malformed or repeats an id; the
+            message gives its number.
     """
     predictions: dict[str, Prediction] = {}
     fields = {"id": object, "answer": str}
     for where, row in read_json_objects(Path(path), EvaluationError, fields, field="predictions"):
         name, score = str(row["id"]), row.get("score")
         if name in predictions:
-            raise EvaluationError(f"{where}: question {name} has a second answer", "conflict", field="id")
+            raise EvaluationError(
+                f"{where}: question {name} has a second answer", "conflict", field="id"
+            )
         if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
             raise EvaluationError(f"{where}: score must be a number", "wrong_type", field="score")
         predictions[name] = Prediction(row["answer"], row.get("answer_type"), score)
@@ -61,13 +66,17 @@ def read_predictions(path: str | Path) -> dict[str, Prediction]:
 def predictions_from_scores(
     ids: Sequence[str], scores_NV: ArrayLike, vocabulary: AnswerVocabulary
 ) -> dict[str, Prediction]:
-    """Return the answer with the highest score for each question; of ties, the first in the vocabulary.
+    """Return the answer with the highest score for each question; of ties, the first in the
+    vocabulary.
 
     Raises EvaluationError if the shapes do not fit or a score is NaN.
     """
     scores = np.asarray(scores_NV, dtype=np.float64)
     if scores.shape != (len(ids), len(vocabulary)):
-        message = f"expected scores of shape {(len(ids), len(vocabulary))} (questions, answers), got {scores.shape}"
+        message = (
+            f"expected scores of shape {(len(ids), len(vocabulary))} (questions, "
+            f"answers), got {scores.shape}"
+        )
         raise EvaluationError(message, "mismatch")
     if np.isnan(scores).any():
         raise EvaluationError("a score is NaN: check the model's weights", "nonfinite")
@@ -104,8 +113,8 @@ class VQAData:
     def from_samples(cls, samples: Iterable[Sample]) -> "VQAData":
         """Collect the questions of samples from a converter or from shards.
 
-        `extra["split_id"]` of the samples names the split definition, for corpora with several. Raises EvaluationError
-        if there are no questions, or two have the same id.
+        `extra["split_id"]` of the samples names the split definition, for corpora with several.
+        Raises EvaluationError if there are no questions, or two have the same id.
         """
         questions: list[Question] = []
         groups: list[str] = []
@@ -118,9 +127,14 @@ class VQAData:
             groups += [sample.patient] * len(of_sample)
             subgroups += [subgroups_of(sample)] * len(of_sample)
         if not questions:
-            raise EvaluationError("the samples have no `questions` in their extra: use shards of a VQA corpus", "empty")
+            raise EvaluationError(
+                "the samples have no `questions` in their extra: use shards of a VQA corpus",
+                "empty",
+            )
         if len({question.id for question in questions}) < len(questions):
-            raise EvaluationError(f"{name}: several questions have the same id", "conflict", field="id")
+            raise EvaluationError(
+                f"{name}: several questions have the same id", "conflict", field="id"
+            )
         return cls(name, split_id, tuple(questions), tuple(groups), tuple(subgroups))
 
     def part(self, *splits: str) -> "VQAData":
@@ -128,7 +142,10 @@ class VQAData:
         kept = [index for index, question in enumerate(self.questions) if question.split in splits]
         if not kept:
             known = sorted({question.split for question in self.questions})
-            message = f"{self.name} has no question in {' or '.join(splits)}: its splits are {', '.join(known)}"
+            message = (
+                f"{self.name} has no question in {' or '.join(splits)}: its splits are "
+                f"{', '.join(known)}"
+            )
             raise EvaluationError(message, "empty", field="split")
         return self.choose(kept)
 
@@ -143,8 +160,12 @@ class VQAData:
 
     @property
     def fingerprint(self) -> str:
-        """Return the sha256 of questions, answers and splits, sorted by id: independent of the conversion."""
-        rows = sorted((question.as_json() for question in self.questions), key=lambda row: row["id"])
+        """Return the sha256 of questions, answers and splits, sorted by id: independent of the
+        conversion.
+        """
+        rows = sorted(
+            (question.as_json() for question in self.questions), key=lambda row: row["id"]
+        )
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
@@ -177,21 +198,32 @@ class QuestionLoader(Protocol):
 def read_answer_vocabulary(folder: Path | str, protocol: str = PROTOCOL) -> AnswerVocabulary:
     """Build the answer vocabulary of a protocol from a folder of shards with training questions.
 
-    Splits of the protocol that the folder lacks are read from the folders beside it that have their names. In a corpus
-    that has all its splits in one folder there may be no validate split, as in VQA-RAD.
+    Splits of the protocol that the folder lacks are read from the folders beside it that have their
+    names. In a corpus that has all its splits in one folder there may be no validate split, as in
+    VQA-RAD.
 
-    Raises ShardError if a folder is damaged, and EvaluationError if a split of the protocol is in no folder, or the
-    protocol has no vocabulary.
+    Raises ShardError if a folder is damaged, and EvaluationError if a split of the protocol is in
+    no folder, or the protocol has no vocabulary.
     """
     rules, source = get_protocol(protocol), ShardSource(folder)
     data = question_data([source])
     missing = set(rules.vocabulary) - {question.split for question in data.questions}
     if source.manifest.split == MIXED:
         missing -= {"validate"}
-    others = [path for split in sorted(missing) if ((path := source.folder.parent / split) / MANIFEST).is_file()]
+    others = [
+        path
+        for split in sorted(missing)
+        if ((path := source.folder.parent / split) / MANIFEST).is_file()
+    ]
     if absent := sorted(missing - {path.name for path in others}):
-        message = f"protocol {rules.name} takes answers of {', '.join(absent)} too, and {source.folder} has none"
-        advice = f"add the shards of these splits as folders of {source.folder.parent}, or choose protocol {PROTOCOL}"
+        message = (
+            f"protocol {rules.name} takes answers of {', '.join(absent)} too, and "
+            f"{source.folder} has none"
+        )
+        advice = (
+            f"add the shards of these splits as folders of {source.folder.parent}, or "
+            f"choose protocol {PROTOCOL}"
+        )
         raise EvaluationError(f"{message}; {advice}", "missing", field="protocol")
     if others:
         data = question_data([source, *map(ShardSource, others)])
@@ -199,23 +231,38 @@ def read_answer_vocabulary(folder: Path | str, protocol: str = PROTOCOL) -> Answ
 
 
 def model_vocabulary(model: VQA, protocol: VQAProtocol) -> AnswerVocabulary | None:
-    """Return the answers that a model can give, as the protocol compares them; None if it generates them."""
-    return None if model.config.head == "generation" else AnswerVocabulary.of_model(model.config.answers, protocol)
+    """Return the answers that a model can give, as the protocol compares them; None if it
+    generates them.
+    """
+    return (
+        None
+        if model.config.head == "generation"
+        else AnswerVocabulary.of_model(model.config.answers, protocol)
+    )
 
 
 def check_answer_types(protocol: VQAProtocol) -> None:
-    """Raise EvaluationError for a protocol that needs predicted answer types: models of medvl do not predict them."""
+    """Raise EvaluationError for a protocol that needs predicted answer types: models of medvl do
+    not predict them.
+    """
     if protocol.closed == "predicted":
         message = (
-            f"protocol {protocol.name} needs a predicted answer type of each question, and the model predicts none"
+            f"protocol {protocol.name} needs a predicted answer type of each question, "
+            f"and the model predicts none"
         )
-        raise EvaluationError(f"{message}; choose another protocol", "unsupported", field="protocol")
+        raise EvaluationError(
+            f"{message}; choose another protocol", "unsupported", field="protocol"
+        )
 
 
 def questions_beside(folders: Sequence[Path]) -> list[Question]:
-    """Return the questions of the splits of a corpus in the folders beside some of its folders, without theirs."""
+    """Return the questions of the splits of a corpus in the folders beside some of its folders,
+    without theirs.
+    """
     own = {folder.resolve() for folder in folders}
-    beside = {path.parent.resolve() for folder in folders for path in folder.parent.glob(f"*/{MANIFEST}")}
+    beside = {
+        path.parent.resolve() for folder in folders for path in folder.parent.glob(f"*/{MANIFEST}")
+    }
     corpora = {ShardSource(folder).manifest.corpus for folder in folders}
     sources = [ShardSource(folder) for folder in sorted(beside - own)]
     others = [source for source in sources if source.manifest.corpus in corpora]
@@ -224,16 +271,20 @@ def questions_beside(folders: Sequence[Path]) -> list[Question]:
 
 def question_data(sources: Iterable[ShardSource]) -> VQAData:
     """Return all questions of folders of one corpus. Raises EvaluationError if there are none."""
-    return VQAData.from_samples(source.sample(index) for source in sources for index in range(len(source)))
+    return VQAData.from_samples(
+        source.sample(index) for source in sources for index in range(len(source))
+    )
 
 
 def answer_questions(model: AnswerModel, loader: QuestionLoader) -> dict[str, Prediction]:
     """Return question id -> the model's answer, with a score between 0 and 1.
 
-    A question whose image cannot be read has no prediction, and counts as wrong. Raises EvaluationError if a score is
-    NaN.
+    A question whose image cannot be read has no prediction, and counts as wrong. Raises
+    EvaluationError if a score is NaN.
     """
-    ids = {loader.source.key(n): entry.question.id for n, entry in enumerate(loader.source.questions)}
+    ids = {
+        loader.source.key(n): entry.question.id for n, entry in enumerate(loader.source.questions)
+    }
     device = next(model.parameters()).device
     predictions: dict[str, Prediction] = {}
     with evaluating(model):
@@ -242,15 +293,19 @@ def answer_questions(model: AnswerModel, loader: QuestionLoader) -> dict[str, Pr
             if output.score_B.isnan().any():
                 raise EvaluationError("a score is NaN: check the model's weights", "nonfinite")
             rows = zip(batch.keys, output.answers, output.score_B.tolist(), strict=True)
-            predictions |= {ids[key]: Prediction(answer, score=score) for key, answer, score in rows}
+            predictions |= {
+                ids[key]: Prediction(answer, score=score) for key, answer, score in rows
+            }
     return predictions
 
 
 class AnswerEval:
-    """Accuracy during training: `AnswerEval(loader)(model)` returns a flat mapping of metrics without intervals.
+    """Accuracy during training: `AnswerEval(loader)(model)` returns a flat mapping of metrics
+    without intervals.
 
-    Its keys are "vqa/accuracy" over all questions of the loader, and "vqa/closed" and "vqa/open" if there are such. A
-    question whose answer is not in the vocabulary is wrong, unless the model generates that answer.
+    Its keys are "vqa/accuracy" over all questions of the loader, and "vqa/closed" and "vqa/open" if
+    there are such. A question whose answer is not in the vocabulary is wrong, unless the model
+    generates that answer.
 
     Raises EvaluationError for a protocol that needs predicted answer types.
     """
@@ -264,8 +319,15 @@ class AnswerEval:
         predictions = answer_questions(model, self.loader)
         questions = [entry.question for entry in self.loader.source.questions]
         credit_N = np.array(
-            [self.protocol.credit(predictions[q.id].answer, q) if q.id in predictions else 0.0 for q in questions]
+            [
+                self.protocol.credit(predictions[q.id].answer, q) if q.id in predictions else 0.0
+                for q in questions
+            ]
         )
         closed_N = np.array([self.protocol.is_closed(question) for question in questions])
         parts = {"accuracy": np.ones_like(closed_N), "closed": closed_N, "open": ~closed_N}
-        return {f"vqa/{name}": float(credit_N[part].mean()) for name, part in parts.items() if part.any()}
+        return {
+            f"vqa/{name}": float(credit_N[part].mean())
+            for name, part in parts.items()
+            if part.any()
+        }

@@ -1,11 +1,12 @@
-"""Protocols of VQA evaluations by name: medvl's, and those of published numbers, each with its flaw.
+"""Protocols of VQA evaluations by name: medvl's, and those of published numbers, each with its
+flaw.
 
-`mumc` is the evaluator that MUMC's authors released in 2023, with their paper; `mumc_2024` is a later one of theirs,
-which compares whole answers.
+`mumc` is the evaluator that MUMC's authors released in 2023, with their paper; `mumc_2024` is a
+later one of theirs, which compares whole answers.
 
-A protocol defines the normalizer, the source of the answer vocabulary, which questions are included, what closed means
-and when an answer is right. Every included question stays in the denominator: one whose answer is not in the
-vocabulary, or that has no prediction, is wrong.
+A protocol defines the normalizer, the source of the answer vocabulary, which questions are
+included, what closed means and when an answer is right. Every included question stays in the
+denominator: one whose answer is not in the vocabulary, or that has no prediction, is wrong.
 """
 
 import dataclasses
@@ -48,9 +49,13 @@ _QUOTES = re.compile(r"[\"'`\u2018\u2019\u201c\u201d]")
 _DASHES = re.compile(r"[\u2010-\u2015\u2212]")
 _X_RAY = re.compile(r"\bx[\s-]*ray(s?)\b")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-_POINTS = re.compile(r"(?<!\d)\.(?!\d)|(?<=\d)\.(?!\d)|(?<=[^\W\d])\.(?=\d)")  # all except decimal points
+_POINTS = re.compile(
+    r"(?<!\d)\.(?!\d)|(?<=\d)\.(?!\d)|(?<=[^\W\d])\.(?=\d)"
+)  # all except decimal points
 _LETTER_PAIR = re.compile(r"\b([^\W\d])-([^\W\d])\b")
-_HYPHENS = re.compile(r"(?<!\ba)(?:(?<=[^\W\d])-|-(?=[^\W\d])|-(?!\d))")  # except in ranges, signs, "a-line"
+_HYPHENS = re.compile(
+    r"(?<!\ba)(?:(?<=[^\W\d])-|-(?=[^\W\d])|-(?!\d))"
+)  # except in ranges, signs, "a-line"
 _SEPARATORS = re.compile(r"[,;:!?()\[\]{}_]")
 _SLASH = re.compile(r"\s*/\s*")
 _ARTICLE = re.compile(r"^(?:a|an|the) (?=\S)")
@@ -59,12 +64,15 @@ _ARTICLE = re.compile(r"^(?:a|an|the) (?=\S)")
 def normalize_answer(text: str) -> str:
     """Return the normalized form in which answers are compared. The function is idempotent.
 
-    Case, white space and the style of quotes and dashes are ignored. "X-ray", "x ray" and "xray" are equal. A hyphen
-    becomes a space ("T2-weighted"), between single letters a slash ("A-P"). Commas and semicolons of lists become
-    spaces. Decimals (3.5 cm), signs, ranges (3-5) and slashes (A/P) are kept. An article is removed only at the start
-    ("the right lung", not "vitamin A"), and a number word becomes a digit only if it is the complete answer ("two").
+    Case, white space and the style of quotes and dashes are ignored. "X-ray", "x ray" and "xray"
+    are equal. A hyphen becomes a space ("T2-weighted"), between single letters a slash ("A-P").
+    Commas and semicolons of lists become spaces. Decimals (3.5 cm), signs, ranges (3-5) and slashes
+    (A/P) are kept. An article is removed only at the start ("the right lung", not "vitamin A"), and
+    a number word becomes a digit only if it is the complete answer ("two").
     """
-    while (normalized := _apply_rules(text)) != text:  # a rule may make room for an earlier one: "a..0", "a-p-l"
+    while (
+        normalized := _apply_rules(text)
+    ) != text:  # a rule may make room for an earlier one: "a..0", "a-p-l"
         text = normalized
     return text
 
@@ -138,15 +146,22 @@ class VQAProtocol:
     version: int = 1
     normalizer: str = NORMALIZER
     vocabulary: tuple[str, ...] = ("train",)
-    """Splits whose answers form a classifier's vocabulary; empty for models that generate answers."""
+    """Splits whose answers form a classifier's vocabulary; empty for models that generate
+    answers.
+    """
     phrasing: tuple[str, ...] = ()
-    """Phrasings of the included questions of VQA-RAD (freeform, para, frame); empty includes all. Other corpora have no
-    phrasings, and all of their questions are included."""
+    """Phrasings of the included questions of VQA-RAD (freeform, para, frame); empty includes all.
+    Other corpora have no phrasings, and all of their questions are included.
+    """
     closed: Closed = "field"
-    """A question is closed by the dataset's field, if its answer is yes or no, or as predicted by the model."""
+    """A question is closed by the dataset's field, if its answer is yes or no, or as predicted
+    by the model.
+    """
     match: Match = "exact"
-    """Equal after normalization; equal to any alternative (VQA-Med 2019: separated by `#`, with optional parts in
-    brackets); equal to the right answer or to a part of it (MUMC in 2023); or as in LLaVA-Med v1.0."""
+    """Equal after normalization; equal to any alternative (VQA-Med 2019: separated by `#`, with
+    optional parts in brackets); equal to the right answer or to a part of it (MUMC in 2023); or as
+    in LLaVA-Med v1.0.
+    """
     flaw: str = ""
     """Why its numbers are not comparable; empty for comparable ones."""
 
@@ -163,13 +178,16 @@ class VQAProtocol:
         return not (self.phrasing and has_phrasing) or question.phrasing in self.phrasing
 
     def is_closed(self, question: Question, predicted_type: str | None = None) -> bool:
-        """Return whether the question is closed. Raises EvaluationError if a required predicted type is missing."""
+        """Return whether the question is closed. Raises EvaluationError if a required predicted
+        type is missing.
+        """
         if self.closed == "yes_no":
             return self.normalize(question.answer) in ("yes", "no")
         if self.closed == "predicted":
             if predicted_type not in ("closed", "open"):
                 message = (
-                    f"protocol {self.name} uses predicted answer types: expected closed or open for question "
+                    f"protocol {self.name} uses predicted answer types: expected closed or open "
+                    f"for question "
                     f"{question.id}, got {predicted_type!r}"
                 )
                 raise EvaluationError(message, "missing", field="answer_type")
@@ -177,7 +195,9 @@ class VQAProtocol:
         return question.answer_type == "closed"
 
     def accepted(self, question: Question) -> set[str]:
-        """Return the right answers, normalized; several if the protocol allows alternatives, none if it is empty."""
+        """Return the right answers, normalized; several if the protocol allows alternatives,
+        none if it is empty.
+        """
         answers = {question.answer}
         if self.match == "any_of":
             alternatives = question.answer.split("#")
@@ -185,7 +205,9 @@ class VQAProtocol:
         return {self.normalize(answer) for answer in answers} - {""}
 
     def credit(self, answer: str, question: Question) -> float:
-        """Return the credit of an answer, 0 to 1; 0 for a question whose reference answer is empty."""
+        """Return the credit of an answer, 0 to 1; 0 for a question whose reference answer is
+        empty.
+        """
         normalized, accepted = self.normalize(answer), self.accepted(question)
         if self.match == "llava_med" and accepted:
             return _llava_med(normalized, min(accepted), question.answer_type)
@@ -199,11 +221,13 @@ _RAD_PHRASINGS = ("freeform", "para", "frame")
 
 
 def _llava_med(answer: str, right: str, answer_type: str) -> float:
-    """Return the credit of an answer as in LLaVA-Med v1.0's `run_eval.py` and `evaluate_metrics.py`.
+    """Return the credit of an answer as in LLaVA-Med v1.0's `run_eval.py` and
+    `evaluate_metrics.py`.
 
-    Closed: 1 if the output contains "yes" or "no", and the right answer; the released script leaves a wrong answer
-    with "yes" or "no" out of its denominator, and here it stays. Open: recall of the right words; a shared word counts
-    by its occurrences in the output, and a missed one by its occurrences in the right answer.
+    Closed: 1 if the output contains "yes" or "no", and the right answer; the released script leaves
+    a wrong answer with "yes" or "no" out of its denominator, and here it stays. Open: recall of the
+    right words; a shared word counts by its occurrences in the output, and a missed one by its
+    occurrences in the right answer.
     """
     if answer_type == "closed":
         return float(("yes" in answer or "no" in answer) and right in answer)
@@ -217,14 +241,25 @@ _EVERY_SPLIT = ("train", "validate", "test")
 _ALL = (
     VQAProtocol(name=PROTOCOL),
     VQAProtocol(name="vqa_med_2019", match="any_of"),
-    VQAProtocol(name="m3ae", normalizer="vqa_v2", vocabulary=_EVERY_SPLIT, flaw="test answers are in the vocabulary"),
-    VQAProtocol(name="mevf", normalizer="mevf", phrasing=("freeform",), flaw="includes freeform questions only"),
+    VQAProtocol(
+        name="m3ae",
+        normalizer="vqa_v2",
+        vocabulary=_EVERY_SPLIT,
+        flaw="test answers are in the vocabulary",
+    ),
+    VQAProtocol(
+        name="mevf",
+        normalizer="mevf",
+        phrasing=("freeform",),
+        flaw="includes freeform questions only",
+    ),
     VQAProtocol(
         name="pubmedclip",
         normalizer="mevf",
         vocabulary=("train", "test"),
         closed="predicted",
-        flaw="test answers are in the vocabulary; questions are closed or open as the model predicts",
+        flaw="test answers are in the vocabulary; questions are closed or open as the model "
+        "predicts",
     ),
     VQAProtocol(
         name="mumc",
@@ -232,14 +267,16 @@ _ALL = (
         normalizer="mumc",
         vocabulary=_EVERY_SPLIT,
         match="part_of",
-        flaw='test answers are in the vocabulary; part of the right answer is enough ("no" for "normal"), and so is an '
+        flaw='test answers are in the vocabulary; part of the right answer is enough ("no" for '
+        '"normal"), and so is an '
         "empty answer; the normalizer joins lists and removes decimal points",
     ),
     VQAProtocol(
         name="mumc_2024",
         normalizer="mumc",
         vocabulary=_EVERY_SPLIT,
-        flaw="test answers are in the vocabulary; the normalizer joins lists and removes decimal points",
+        flaw="test answers are in the vocabulary; the normalizer joins lists and removes "
+        "decimal points",
     ),
     VQAProtocol(
         name="m2i2",
@@ -250,14 +287,17 @@ _ALL = (
         flaw="test answers are in the vocabulary; includes freeform questions only",
     ),
     VQAProtocol(
-        name="yes_no", closed="yes_no", flaw="counts closed questions with answers other than yes and no as open"
+        name="yes_no",
+        closed="yes_no",
+        flaw="counts closed questions with answers other than yes and no as open",
     ),
     VQAProtocol(
         name="llava_med",
         normalizer="vqa_v2",
         vocabulary=(),
         match="llava_med",
-        flaw='closed: substrings count ("normal" contains "no"); open: token recall, which favors long outputs',
+        flaw='closed: substrings count ("normal" contains "no"); open: token recall, which '
+        "favors long outputs",
     ),
 )
 PROTOCOLS: Mapping[str, VQAProtocol] = {protocol.name: protocol for protocol in _ALL}
@@ -281,25 +321,34 @@ class AnswerVocabulary:
     answers: tuple[str, ...]
     normalizer: str
     splits: tuple[str, ...]
-    """Splits that the answers come from; empty for those of a model, which has no record of them."""
+    """Splits that the answers come from; empty for those of a model, which has no record of
+    them.
+    """
 
     @classmethod
-    def build(cls, questions: Iterable[Question], protocol: VQAProtocol, *, min_count: int = 1) -> "AnswerVocabulary":
+    def build(
+        cls, questions: Iterable[Question], protocol: VQAProtocol, *, min_count: int = 1
+    ) -> "AnswerVocabulary":
         """Build the vocabulary from the splits that the protocol names, by default train alone.
 
         `splits` are those of them that have questions.
 
-        Raises EvaluationError if they have no answer, or the protocol names none because answers are generated.
+        Raises EvaluationError if they have no answer, or the protocol names none because answers
+        are generated.
         """
         if not protocol.vocabulary:
             message = f"protocol {protocol.name} has no vocabulary, because answers are generated"
-            raise EvaluationError(f"{message}; choose another protocol", "unsupported", field="protocol")
+            raise EvaluationError(
+                f"{message}; choose another protocol", "unsupported", field="protocol"
+            )
         chosen = [question for question in questions if question.split in protocol.vocabulary]
         counts = Counter(protocol.normalize(question.answer) for question in chosen)
         counts.pop("", None)
         kept = [answer for answer, count in counts.items() if count >= min_count]
         if not kept:
-            raise EvaluationError(f"{', '.join(protocol.vocabulary)} has no answers for a vocabulary", "empty")
+            raise EvaluationError(
+                f"{', '.join(protocol.vocabulary)} has no answers for a vocabulary", "empty"
+            )
         answers = sorted(kept, key=lambda answer: (-counts[answer], answer))
         found = {question.split for question in chosen}
         splits = tuple(split for split in protocol.vocabulary if split in found)
@@ -311,8 +360,12 @@ class AnswerVocabulary:
         normalized = dict.fromkeys(map(protocol.normalize, answers))
         return cls(tuple(answer for answer in normalized if answer), protocol.normalizer, ())
 
-    def leaked(self, questions: Iterable[Question], split: str, protocol: VQAProtocol) -> tuple[str, ...]:
-        """Return the answers that are right for a question of a split and for none of the other splits."""
+    def leaked(
+        self, questions: Iterable[Question], split: str, protocol: VQAProtocol
+    ) -> tuple[str, ...]:
+        """Return the answers that are right for a question of a split and for none of the other
+        splits.
+        """
         evaluated: set[str] = set()
         others: set[str] = set()
         for question in questions:

@@ -2,12 +2,14 @@
 
     probability = sigmoid(slope * logit(score) + intercept)
 
-`medvl eval calibrate` fits it and writes `calibration/PROMPTS.json` into the folder of the checkpoint's evaluations
-(`medvl.eval.core.results`); `medvl serve` and `medvl infer` read it from there. A calibration belongs to one checkpoint
-and one prompt set, whose hashes it holds. Probabilities hold for patients like the validation patients: with another
-prevalence they are biased.
+`medvl eval calibrate` fits it and writes `calibration/PROMPTS.json` into the folder of the
+checkpoint's evaluations (`medvl.eval.core.results`); `medvl serve` and `medvl infer` read it from
+there. A calibration belongs to one checkpoint and one prompt set, whose hashes it holds.
+Probabilities hold for patients like the validation patients: with another prevalence they are
+biased.
 
-A finding stays uncalibrated if the fit does not lower its Brier score on validation patients outside of the fit.
+A finding stays uncalibrated if the fit does not lower its Brier score on validation patients
+outside of the fit.
 
 Shape letters: N images, L classes.
 """
@@ -29,7 +31,12 @@ from medvl.eval.core.full_pass import Loader, Model
 from medvl.eval.core.metrics import Array, ProbabilityColumn
 from medvl.eval.core.results import checkpoint_sha256, default_folder
 from medvl.eval.zero_shot_classification.evaluate import score_images
-from medvl.eval.zero_shot_classification.prompts import COMPETING, STANDARDIZED, ClassPrompts, PromptSet
+from medvl.eval.zero_shot_classification.prompts import (
+    COMPETING,
+    STANDARDIZED,
+    ClassPrompts,
+    PromptSet,
+)
 
 _VERSION = 1
 _FOLDS = 5
@@ -56,14 +63,19 @@ class FindingCalibration:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the fit does not lower the Brier score on patients outside of the fit: it is not used then."""
+        """Whether the fit does not lower the Brier score on patients outside of the fit: it is
+        not used then.
+        """
         return not self.brier_after < self.brier_before
 
     @property
     def reason(self) -> str:
         """Why a fit that is worse is not used."""
         before, after = self.brier_before, self.brier_after
-        return f"its Brier score on patients outside of the fit would go from {before:.3f} to {after:.3f}"
+        return (
+            f"its Brier score on patients outside of the fit would go from {before:.3f} to "
+            f"{after:.3f}"
+        )
 
     def probability(self, score: float) -> float:
         """Return the calibrated probability of a score of the prompt set."""
@@ -83,14 +95,22 @@ class Calibration:
     left_out: Mapping[str, str]
     """Finding -> reason why it has no calibration."""
 
-    def of_texts(self, prompts: PromptSet, sentences: Mapping[str, ClassPrompts]) -> dict[str, FindingCalibration]:
-        """Return text -> calibration, of the texts that are scored with the sentences of a calibrated finding.
+    def of_texts(
+        self, prompts: PromptSet, sentences: Mapping[str, ClassPrompts]
+    ) -> dict[str, FindingCalibration]:
+        """Return text -> calibration, of the texts that are scored with the sentences of a
+        calibrated finding.
 
-        Where classes compete, a score depends on the other texts: then all classes together are calibrated, or none.
+        Where classes compete, a score depends on the other texts: then all classes together are
+        calibrated, or none.
         """
         finding_of = {sides: name for name, sides in prompts.classes.items()}
-        named = {text: finding_of[sides] for text, sides in sentences.items() if sides in finding_of}
-        if prompts.scoring in COMPETING and ({*named.values()} != {*prompts.classes} or len(named) < len(sentences)):
+        named = {
+            text: finding_of[sides] for text, sides in sentences.items() if sides in finding_of
+        }
+        if prompts.scoring in COMPETING and (
+            {*named.values()} != {*prompts.classes} or len(named) < len(sentences)
+        ):
             return {}
         return {text: self.findings[name] for text, name in named.items() if name in self.findings}
 
@@ -114,7 +134,8 @@ def calibrate(
     Args:
         model: a dual-encoder.
         loader: validation images with labels, opened for evaluation.
-        prompts: prompt set whose scores are probabilities, with its `other_classes` for labels that it does not list.
+        prompts: prompt set whose scores are probabilities, with its `other_classes` for labels that
+            it does not list.
         checkpoint: folder of the model.
         policy: conversion of uncertain and missing labels.
         data: description of the validation images.
@@ -122,19 +143,28 @@ def calibrate(
     Raises EvaluationError if no finding has enough images.
     """
     if prompts.scoring in STANDARDIZED or not prompts.gives_probabilities:
-        message = f"{prompts.name!r} gives no probabilities to calibrate: its scoring is {prompts.scoring!r}"
+        message = (
+            f"{prompts.name!r} gives no probabilities to calibrate: its scoring is "
+            f"{prompts.scoring!r}"
+        )
         raise EvaluationError(message, "unsupported", field="prompts")
     policy = policy or LabelPolicy()
     images = score_images(model, loader, prompts.for_labels(loader.source.label_names), policy)
     findings, left_out = _fit_all(images)
     if not findings and all(reason.startswith(_NEEDS) for reason in left_out.values()):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        raise EvaluationError(f"no finding can be calibrated ({reasons}); use more validation images", "empty")
+        raise EvaluationError(
+            f"no finding can be calibrated ({reasons}); use more validation images", "empty"
+        )
     return Calibration(
         prompts=prompts.name,
         prompts_sha256=prompts.sha256,
         checkpoint_sha256=checkpoint_sha256(checkpoint),
-        data={**(data or {}), "fingerprint": loader.source.fingerprint, "policy": dataclasses.asdict(policy)},
+        data={
+            **(data or {}),
+            "fingerprint": loader.source.fingerprint,
+            "policy": dataclasses.asdict(policy),
+        },
         findings=findings,
         left_out=left_out,
     )
@@ -144,15 +174,22 @@ def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[
     findings: dict[str, FindingCalibration] = {}
     left_out: dict[str, str] = {}
     patients = np.array(images.patients)
-    for name, score_N, label_N in zip(images.names, images.scores_NL.T, images.labels_NL.T, strict=True):
+    for name, score_N, label_N in zip(
+        images.names, images.scores_NL.T, images.labels_NL.T, strict=True
+    ):
         known_N = ~np.isnan(label_N)
         logit_N, positive_N = _logit(score_N[known_N]), label_N[known_N] == 1
         if min(positive_N.sum(), (~positive_N).sum()) < _FEWEST:
-            left_out[name] = f"{_NEEDS}{_FEWEST} positive and {_FEWEST} negative images, has {positive_N.sum()} and "
+            left_out[name] = (
+                f"{_NEEDS}{_FEWEST} positive and {_FEWEST} negative images, has "
+                f"{positive_N.sum()} and "
+            )
             left_out[name] += str((~positive_N).sum())
             continue
         if len(set(patients[known_N])) < 2:
-            left_out[name] = f"{_NEEDS}images of two patients or more, for a cross-validation over patients"
+            left_out[name] = (
+                f"{_NEEDS}images of two patients or more, for a cross-validation over patients"
+            )
             continue
         slope, intercept = fit_platt(logit_N, positive_N)
         if slope <= 0:
@@ -178,10 +215,11 @@ def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[
 
 
 def fit_platt(logit_N: Array, positive_N: np.ndarray, iterations: int = 100) -> tuple[float, float]:
-    """Return (slope, intercept) of the likeliest logistic function of one score, by Newton's method.
+    """Return (slope, intercept) of the likeliest logistic function of one score, by Newton's
+    method.
 
-    Targets are those of Platt (1999): (P + 1) / (P + 2) for the P positives and 1 / (M + 2) for the M negatives, so
-    that the fit is finite where the classes do not overlap.
+    Targets are those of Platt (1999): (P + 1) / (P + 2) for the P positives and 1 / (M + 2) for the
+    M negatives, so that the fit is finite where the classes do not overlap.
     """
     positives, negatives = positive_N.sum(), (~positive_N).sum()
     target_N = np.where(positive_N, (positives + 1) / (positives + 2), 1 / (negatives + 2))
@@ -196,7 +234,9 @@ def fit_platt(logit_N: Array, positive_N: np.ndarray, iterations: int = 100) -> 
         hessian_22 = (design_N2 * variance_N[:, None]).T @ design_N2 + 1e-9 * np.eye(2)
         step_2 = np.linalg.solve(hessian_22, gradient_2)
         rate = 1.0
-        while (new := _log_loss(design_N2 @ (weight_2 - rate * step_2), target_N)) > loss and rate > 1e-6:
+        while (
+            new := _log_loss(design_N2 @ (weight_2 - rate * step_2), target_N)
+        ) > loss and rate > 1e-6:
             rate /= 2
         if loss - new < 1e-12 * len(target_N):
             break
@@ -239,14 +279,17 @@ def _log_loss(logit_N: Array, target_N: Array) -> float:
 def write_calibration(calibration: Calibration, path: Path, *, replace: bool = False) -> Path:
     """Write a calibration as JSON and return its path; missing folders are created.
 
-    Raises EvaluationError "exists" where the file is of another checkpoint, unless `replace` is set.
+    Raises EvaluationError "exists" where the file is of another checkpoint, unless `replace` is
+    set.
     """
     if path.is_file() and not replace:
         earlier = read_calibration(path).checkpoint_sha256
         if earlier != calibration.checkpoint_sha256:
             message = (
-                f"{path} is of another checkpoint (sha256 {earlier[:12]}) than this calibration (sha256 "
-                f"{calibration.checkpoint_sha256[:12]}); give another file (--out), or replace it (--replace)"
+                f"{path} is of another checkpoint (sha256 {earlier[:12]}) than this calibration "
+                f"(sha256 "
+                f"{calibration.checkpoint_sha256[:12]}); give another file (--out), or replace "
+                f"it (--replace)"
             )
             raise EvaluationError(message, "exists", field="out")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -259,40 +302,59 @@ def read_calibration(path: Path) -> Calibration:
     try:
         content = parse_json(path.read_bytes())
         if content.pop("calibration_version") != _VERSION:
-            raise EvaluationError(f"{path} has another version; run medvl eval calibrate again", "version")
-        findings = {name: FindingCalibration(**values) for name, values in content.pop("findings").items()}
+            raise EvaluationError(
+                f"{path} has another version; run medvl eval calibrate again", "version"
+            )
+        findings = {
+            name: FindingCalibration(**values) for name, values in content.pop("findings").items()
+        }
         numbers = [value for each in findings.values() for value in dataclasses.astuple(each)]
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
             raise ValueError("a number is not finite")
-        worse = {name: each.reason for name, each in findings.items() if each.is_worse}  # of earlier versions
+        worse = {
+            name: each.reason for name, each in findings.items() if each.is_worse
+        }  # of earlier versions
         content["left_out"] = {**content["left_out"], **worse}
         used = {name: each for name, each in findings.items() if name not in worse}
         return Calibration(findings=used, **content)
     except FileNotFoundError:
-        raise EvaluationError(f"{path} does not exist; run medvl eval calibrate", "not_found") from None
+        raise EvaluationError(
+            f"{path} does not exist; run medvl eval calibrate", "not_found"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{path} is not a calibration of medvl ({type(error).__name__}); run medvl eval calibrate again"
+        message = (
+            f"{path} is not a calibration of medvl ({type(error).__name__}); run medvl "
+            f"eval calibrate again"
+        )
         raise EvaluationError(message, "malformed") from error
 
 
-def calibration_for(checkpoint: Path, prompts: PromptSet, path: Path | None = None) -> tuple[Calibration | None, str]:
-    """Return the calibration of a checkpoint's scores by a prompt set, and "" or the reason why there is none.
+def calibration_for(
+    checkpoint: Path, prompts: PromptSet, path: Path | None = None
+) -> tuple[Calibration | None, str]:
+    """Return the calibration of a checkpoint's scores by a prompt set, and "" or the reason why
+    there is none.
 
-    `path` is a file of `medvl eval calibrate`; None takes the one among the evaluations of the checkpoint. Raises
-    EvaluationError if the file is missing or damaged.
+    `path` is a file of `medvl eval calibrate`; None takes the one among the evaluations of the
+    checkpoint. Raises EvaluationError if the file is missing or damaged.
     """
     default = calibration_path(checkpoint, prompts.name)
     if path is None and not default.is_file():
         return None, NOT_MADE
     found = read_calibration(path or default)
-    for name, expected in (("checkpoint", checkpoint_sha256(checkpoint)), ("prompts", prompts.sha256)):
+    for name, expected in (
+        ("checkpoint", checkpoint_sha256(checkpoint)),
+        ("prompts", prompts.sha256),
+    ):
         if getattr(found, f"{name}_sha256") != expected:
             return None, f"the calibration was made for another {name}"
     return found, ""
 
 
 def describe_calibration(calibration: Calibration) -> str:
-    """Return the data of a calibration, and the findings that stay uncalibrated with the reasons."""
+    """Return the data of a calibration, and the findings that stay uncalibrated with the
+    reasons.
+    """
     data = f"calibrated on {calibration.data.get('corpus')}, split {calibration.data.get('split')}"
     if not calibration.findings:
         data = "no finding could be calibrated"
@@ -303,15 +365,34 @@ def describe_calibration(calibration: Calibration) -> str:
 def calibration_table(calibration: Calibration) -> str:
     """Return the calibration as plain text: one line for each finding."""
     if not calibration.findings:
-        return "\n".join(f"{name}: uncalibrated, {reason}" for name, reason in calibration.left_out.items())
+        return "\n".join(
+            f"{name}: uncalibrated, {reason}" for name, reason in calibration.left_out.items()
+        )
     head = ["finding", "images", "positive", "slope", "intercept", "Brier", "after", "ECE", "after"]
     rows: list[Sequence[str]] = [head]
     for name, each in calibration.findings.items():
-        numbers = (each.slope, each.intercept, each.brier_before, each.brier_after, each.ece_before, each.ece_after)
-        rows.append([name, str(each.images), str(each.positives), *(f"{number:.3f}" for number in numbers)])
+        numbers = (
+            each.slope,
+            each.intercept,
+            each.brier_before,
+            each.brier_after,
+            each.ece_before,
+            each.ece_after,
+        )
+        rows.append(
+            [name, str(each.images), str(each.positives), *(f"{number:.3f}" for number in numbers)]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(cells))
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(cells)
+        )
         for cells in ([*zip(row, widths, strict=True)] for row in rows)
     ]
-    return "\n".join([*lines, *(f"{name}: uncalibrated, {reason}" for name, reason in calibration.left_out.items())])
+    return "\n".join(
+        [
+            *lines,
+            *(f"{name}: uncalibrated, {reason}" for name, reason in calibration.left_out.items()),
+        ]
+    )

@@ -2,19 +2,20 @@
 
 Protocol "zero_shot", version 1:
 
-* Every readable image of the loader is scored once; a score depends only on its image and the prompts, except under
-  GLoRIA's scorings, which standardise over the images.
+* Every readable image of the loader is scored once; a score depends only on its image and the
+  prompts, except under GLoRIA's scorings, which standardise over the images.
 * The scores of several checkpoints are averaged (ensemble).
-* AUROC and average precision per finding; "macro" is the mean over findings with both classes (and `smallest_class`
-  images of each), "macro_competition" the mean over the five findings of the CheXpert competition, if all have both
-  classes. The details name the findings of each mean, those left out, and those with few patients of a kind.
-* Yes/no metrics only with a validation loader, on which thresholds are chosen; it must not share patients with the test
-  images.
+* AUROC and average precision per finding; "macro" is the mean over findings with both classes (and
+  `smallest_class` images of each), "macro_competition" the mean over the five findings of the
+  CheXpert competition, if all have both classes. The details name the findings of each mean, those
+  left out, and those with few patients of a kind.
+* Yes/no metrics only with a validation loader, on which thresholds are chosen; it must not share
+  patients with the test images.
 * Brier score and calibration error if the scores are probabilities.
 * If classes compete, top-1 accuracy over images of exactly one class.
 * Subgroups as in `medvl.eval.core.metric_rows`.
-* Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`. All rows share the
-  resamples.
+* Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`.
+  All rows share the resamples.
 
 Shape letters: N images, L classes, R resamples.
 """
@@ -43,7 +44,13 @@ from medvl.eval.core.full_pass import Loader, Model, Source, input_hashes, sampl
 from medvl.eval.core.metric_rows import MetricGroup, measure, top1_metrics
 from medvl.eval.core.results import PageHeader, checkpoint_sha256
 from medvl.eval.html.page import Page, Pixels, hashed, write_page
-from medvl.eval.zero_shot_classification.prompts import ADVICE, COMPETING, PromptSet, default_prompts, load_prompts
+from medvl.eval.zero_shot_classification.prompts import (
+    ADVICE,
+    COMPETING,
+    PromptSet,
+    default_prompts,
+    load_prompts,
+)
 from medvl.eval.zero_shot_classification.scores import predict
 
 PROTOCOL, PROTOCOL_VERSION = "zero_shot", 1
@@ -83,22 +90,28 @@ def zero_shot(
     Args:
         model: the model, or several as an ensemble.
         loader: test images with labels, opened for evaluation.
-        prompts: a prompt set, the name of a built-in one, or a JSON file; None for the `zero_shot_prompts` of a model.
+        prompts: a prompt set, the name of a built-in one, or a JSON file; None for the
+            `zero_shot_prompts` of a model.
         labels: classes to evaluate; empty for all that are labels of the data.
-        valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no metrics.
+        valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no
+            metrics.
         policy: conversion of uncertain and missing labels.
         threshold_rule: metric that thresholds maximise.
         bootstrap_unit, resamples, seed: unit, number and seed of the bootstrap resamples.
         smallest_subgroup: positives, and negatives, that the AUROC of a subgroup needs.
-        smallest_class: positives, and negatives, that a finding needs to be in the means over findings.
+        smallest_class: positives, and negatives, that a finding needs to be in the means over
+            findings.
         autocast: dtype of the image encoder, such as `torch.bfloat16`; None for float32.
         checkpoint: directory or file of each model, whose hash is recorded in the results.
 
-    Raises EvaluationError where no class can be evaluated, a chosen label is unknown, images are missing or scores are
-    not finite, and SplitError where test and validation images share patients.
+    Raises EvaluationError where no class can be evaluated, a chosen label is unknown, images are
+    missing or scores are not finite, and SplitError where test and validation images share
+    patients.
     """
     scoring.check_bootstrap_unit(bootstrap_unit)
-    prompts = _prompt_set(prompts, model[0] if isinstance(model, Sequence) else model, loader.source, labels)
+    prompts = _prompt_set(
+        prompts, model[0] if isinstance(model, Sequence) else model, loader.source, labels
+    )
     policy = policy or LabelPolicy()
     members = _checkpoint_hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
     hashes = {"checkpoint": _ensemble_hash(members), "prompts": prompts.sha256}
@@ -126,8 +139,12 @@ def zero_shot(
     return ZeroShotResult(results=results, prompts=prompts, images=test, thresholds=thresholds)
 
 
-def _checkpoint_hashes(checkpoint: str | Path | Sequence[str | Path] | None, models: int) -> list[str]:
-    """Return the hash of each checkpoint. Raises `EvaluationError` unless there is a different one per model."""
+def _checkpoint_hashes(
+    checkpoint: str | Path | Sequence[str | Path] | None, models: int
+) -> list[str]:
+    """Return the hash of each checkpoint. Raises `EvaluationError` unless there is a different
+    one per model.
+    """
     if checkpoint is None:
         return []
     paths = [checkpoint] if isinstance(checkpoint, str | Path) else checkpoint
@@ -156,7 +173,9 @@ def score_images(
     policy: LabelPolicy,
     autocast: torch.dtype | None = None,
 ) -> ScoredImages:
-    """Return every image of a loader with scores and labels under the policy. Raises `EvaluationError`."""
+    """Return every image of a loader with scores and labels under the policy. Raises
+    `EvaluationError`.
+    """
     source = loader.source
     names = common_classes(prompts, source)
     predictions = predict(model, loader, [prompts], autocast=autocast)
@@ -169,7 +188,9 @@ def score_images(
     positions, samples = zip(*(by_key[key] for key in predictions.keys), strict=True)
     counts = scoring.image_counts(samples, predictions.unreadable, resolved, names)
     counts["classes_without_labels"] = [name for name in prompts.classes if name not in names]
-    counts["labels_without_prompts"] = [label for label in predictions.label_names if label not in class_of]
+    counts["labels_without_prompts"] = [
+        label for label in predictions.label_names if label not in class_of
+    ]
     counts["renamed_labels"] = renamed_labels(label_of)
     return ScoredImages(
         names=names,
@@ -182,17 +203,26 @@ def score_images(
 
 
 def common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
-    """Return the classes of the prompts that are labels of the data. Raises EvaluationError when there are none."""
+    """Return the classes of the prompts that are labels of the data. Raises EvaluationError when
+    there are none.
+    """
     names = tuple(prompts.labels_of(source.label_names))
     if not names:
         classes, labels = ", ".join(prompts.classes), ", ".join(source.label_names) or "none"
-        message = f"expected a label of the data for a class of the prompts {prompts.name!r} ({classes}), got {labels}"
+        message = (
+            f"expected a label of the data for a class of the prompts {prompts.name!r} "
+            f"({classes}), got {labels}"
+        )
         advice = ADVICE if source.label_names else "evaluate data with labels"
-        raise EvaluationError(f"{message}; {advice}, or train with --prompts None", "mismatch", field="prompts")
+        raise EvaluationError(
+            f"{message}; {advice}, or train with --prompts None", "mismatch", field="prompts"
+        )
     return names
 
 
-def _metric_groups(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None) -> list[MetricGroup]:
+def _metric_groups(
+    test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None
+) -> list[MetricGroup]:
     groups = scoring.ranking_groups(test)
     groups += scoring.decision_groups(test, thresholds, probabilities=prompts.gives_probabilities)
     if prompts.scoring in COMPETING:
@@ -205,7 +235,10 @@ def _describe(
 ) -> dict[str, Any]:
     fields = ("name", "version", "scoring", "temperature", "ensemble")
     return {
-        "prompts": {**{field: getattr(prompts, field) for field in fields}, "classes": list(prompts.classes)},
+        "prompts": {
+            **{field: getattr(prompts, field) for field in fields},
+            "classes": list(prompts.classes),
+        },
         "policy": dataclasses.asdict(policy),
         "autocast": None if autocast is None else str(autocast),
         **({"ensemble": list(members)} if len(members) > 1 else {}),
@@ -223,9 +256,10 @@ def _prompt_set(
 class ZeroShotEval:
     """Zero-shot AUROC of a model during training, without intervals.
 
-    `ZeroShotEval(loader)(model)` returns "zero_shot/auroc_macro", "zero_shot/auroc_macro_competition" if all five
-    competition findings can be evaluated, and "zero_shot/auroc/<class>" of each evaluable class. The constructor raises
-    `EvaluationError` if the data has no label of the prompts.
+    `ZeroShotEval(loader)(model)` returns "zero_shot/auroc_macro",
+    "zero_shot/auroc_macro_competition" if all five competition findings can be evaluated, and
+    "zero_shot/auroc/<class>" of each evaluable class. The constructor raises `EvaluationError` if
+    the data has no label of the prompts.
     """
 
     def __init__(
@@ -245,10 +279,13 @@ class ZeroShotEval:
     def __call__(self, model: Model) -> dict[str, float]:
         """Return the metrics of the current model. Raises `EvaluationError` as `zero_shot` does."""
         images = score_images(model, self.loader, self.prompts, self.policy, self.autocast)
-        rows = measure(_metric_groups(images, self.prompts, None)[:1], len(images.samples), resamples=0)
+        rows = measure(
+            _metric_groups(images, self.prompts, None)[:1], len(images.samples), resamples=0
+        )
         values = {row.target: row.value for row in rows if not np.isnan(row.value)}
         return {
-            f"zero_shot/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in values.items()
+            f"zero_shot/auroc{'_' if name.startswith('macro') else '/'}{name}": value
+            for name, value in values.items()
         }
 
 
@@ -256,7 +293,12 @@ class ZeroShotEval:
 
 
 def write_zero_shot_page(
-    result: ZeroShotResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 3
+    result: ZeroShotResult,
+    path: str | Path,
+    header: PageHeader,
+    *,
+    pixels: Pixels | None = None,
+    examples: int = 3,
 ) -> Path:
     """Write the page as one HTML file and return its path.
 
@@ -282,7 +324,10 @@ def write_zero_shot_page(
 def _prompt_facts(result: ZeroShotResult) -> list[tuple[str, str]]:
     prompts, results = result.prompts, result.results
     return [
-        ("Prompts", hashed(f"{prompts.name}, version {prompts.version}", results.inputs.get("prompts"))),
+        (
+            "Prompts",
+            hashed(f"{prompts.name}, version {prompts.version}", results.inputs.get("prompts")),
+        ),
         ("Score", _scoring(prompts.scoring, prompts.temperature, prompts.ensemble)),
     ]
 
@@ -294,7 +339,8 @@ def _scoring(scoring: str, temperature: float, ensemble: str) -> str:
         "margin": "positive minus negative similarity",
         "positive": "positive similarity",
         "gloria_best_word": "GLoRIA's similarity by the best word, standardised over these images",
-        "gloria_published": "GLoRIA's published similarity, which counts characters as words, standardised over these "
+        "gloria_published": "GLoRIA's published similarity, which counts characters as words, "
+        "standardised over these "
         "images",
     }[scoring]
     return f"{rule}; sentences by {ensemble.replace('_', ' ')}"

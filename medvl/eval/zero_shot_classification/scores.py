@@ -1,6 +1,7 @@
 """Scores of images for prompt sets; images are encoded once for all prompt sets and classes.
 
-A score depends only on its image and the prompts, except under GLoRIA's scorings (`prompts.STANDARDIZED`).
+A score depends only on its image and the prompts, except under GLoRIA's scorings
+(`prompts.STANDARDIZED`).
 
 Shape letters: N images, M sentences, B batch, L labels or classes, E shared embedding.
 """
@@ -34,7 +35,9 @@ class Predictions:
     """Labels of the table: 1, 0, -1 or NaN, one column per name in `label_names`."""
     label_names: tuple[str, ...]
     unreadable: Mapping[str, int]
-    """Counts of samples that the loader skipped, by reason; with `keys` they cover the whole source."""
+    """Counts of samples that the loader skipped, by reason; with `keys` they cover the whole
+    source.
+    """
 
 
 def predict(
@@ -46,10 +49,11 @@ def predict(
 ) -> Predictions:
     """Score every image of the loader under every prompt set.
 
-    The scores of several models are averaged (ensemble); each image is read once. Under "pair_softmax" this is
-    CheXzero's mean over checkpoints of a softmax of two cosines.
+    The scores of several models are averaged (ensemble); each image is read once. Under
+    "pair_softmax" this is CheXzero's mean over checkpoints of a softmax of two cosines.
 
-    Raises `EvaluationError` if the loader does not yield every sample once, or a score is not finite.
+    Raises `EvaluationError` if the loader does not yield every sample once, or a score is not
+    finite.
     """
     members = list(model) if isinstance(model, Sequence) else [model]
     if not members:
@@ -62,13 +66,21 @@ def predict(
 
         def score(batch: Batch) -> dict[str, Tensor]:
             by_member = [scorer(batch) for scorer in scorers]
-            means = [torch.stack(of_members).mean(dim=0) for of_members in zip(*by_member, strict=True)]
-            return {"labels": batch.labels_BL, **{str(index): mean for index, mean in enumerate(means)}}
+            means = [
+                torch.stack(of_members).mean(dim=0) for of_members in zip(*by_member, strict=True)
+            ]
+            return {
+                "labels": batch.labels_BL,
+                **{str(index): mean for index, mean in enumerate(means)},
+            }
 
         parts = batches.compute(score)
     return Predictions(
         keys=tuple(batches.keys),
-        scores_NL=tuple(_set_scores(prompts, column(parts, str(index))) for index, prompts in enumerate(prompt_sets)),
+        scores_NL=tuple(
+            _set_scores(prompts, column(parts, str(index)))
+            for index, prompts in enumerate(prompt_sets)
+        ),
         labels_NL=column(parts, "labels").double().numpy(),
         label_names=tuple(loader.source.label_names),
         unreadable=batches.unreadable,
@@ -76,22 +88,32 @@ def predict(
 
 
 def _set_scores(prompts: PromptSet, raw_NL: Tensor) -> Array:
-    """Return the final scores of all images under one prompt set. Raises `EvaluationError` if one is not finite."""
+    """Return the final scores of all images under one prompt set. Raises `EvaluationError` if
+    one is not finite.
+    """
     scores_NL = _standardize(raw_NL.numpy(), prompts)
     if not np.isfinite(scores_NL).all():
         bad = int((~np.isfinite(scores_NL)).any(axis=1).sum())
-        message = f"expected finite scores, got others for {bad} of {len(scores_NL)} images; check weights and autocast"
+        message = (
+            f"expected finite scores, got others for {bad} of {len(scores_NL)} images; "
+            f"check weights and autocast"
+        )
         raise EvaluationError(message, "nonfinite")
     return scores_NL
 
 
 def _standardize(scores_NL: Array, prompts: PromptSet) -> Array:
-    """Standardise the scores over the images under GLoRIA's scorings; return other scores unchanged."""
+    """Standardise the scores over the images under GLoRIA's scorings; return other scores
+    unchanged.
+    """
     if prompts.scoring not in STANDARDIZED:
         return scores_NL
     std_L = scores_NL.std(axis=0)
     if not std_L.all():
-        message = f"{prompts.name!r} standardises over images, but all scores are equal; evaluate a complete test set"
+        message = (
+            f"{prompts.name!r} standardises over images, but all scores are equal; "
+            f"evaluate a complete test set"
+        )
         raise EvaluationError(message, "empty")
     standardised_NL: Array = (scores_NL - scores_NL.mean(axis=0)) / std_L
     return standardised_NL
@@ -100,7 +122,9 @@ def _standardize(scores_NL: Array, prompts: PromptSet) -> Array:
 class _MemberScorer:
     """Scores of a batch by one model under every prompt set."""
 
-    def __init__(self, model: Model, prompt_sets: Sequence[PromptSet], autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, model: Model, prompt_sets: Sequence[PromptSet], autocast: torch.dtype | None
+    ) -> None:
         self._model, self._autocast = model, autocast
         self._device = next(model.parameters()).device
         self._scorers = [PromptScorer(model, prompts) for prompts in prompt_sets]
@@ -120,9 +144,13 @@ class PromptScorer:
         self.texts = embed_texts(model, texts, embed)
         index_of = {text: index for index, text in enumerate(texts)}
         classes = prompts.classes.values()
-        self._positive = [torch.tensor([index_of[text] for text in sides.positive]) for sides in classes]
+        self._positive = [
+            torch.tensor([index_of[text] for text in sides.positive]) for sides in classes
+        ]
         self._negative = [
-            torch.tensor([index_of[text] for text in sides.negative]) for sides in classes if sides.negative
+            torch.tensor([index_of[text] for text in sides.negative])
+            for sides in classes
+            if sides.negative
         ]
         if prompts.ensemble == "embedding_mean":
             self._average_embeddings(self.texts.global_NE)
@@ -151,23 +179,39 @@ class PromptScorer:
     def _average_embeddings(self, sentence_ME: Tensor) -> None:
         """Replace the sentences by one normalised mean per class and side."""
         if self.texts.local_NPE is not None:
-            message = "a model with local similarity cannot average embeddings; use the ensemble similarity_mean"
+            message = (
+                "a model with local similarity cannot average embeddings; use the "
+                "ensemble similarity_mean"
+            )
             raise EvaluationError(message, "unsupported", field="ensemble")
-        if not torch.allclose(self.texts.global_NE.float().norm(dim=1), torch.ones(()).to(sentence_ME), atol=1e-2):
-            message = "a model that compares vectors of any length cannot average embeddings of unit length; use the "
-            raise EvaluationError(f"{message}ensemble similarity_mean", "unsupported", field="ensemble")
+        if not torch.allclose(
+            self.texts.global_NE.float().norm(dim=1), torch.ones(()).to(sentence_ME), atol=1e-2
+        ):
+            message = (
+                "a model that compares vectors of any length cannot average embeddings of "
+                "unit length; use the "
+            )
+            raise EvaluationError(
+                f"{message}ensemble similarity_mean", "unsupported", field="ensemble"
+            )
         sides = [*self._positive, *self._negative]
         means = [sentence_ME[columns.to(sentence_ME.device)].mean(dim=0) for columns in sides]
         self.texts = Embeddings(F.normalize(torch.stack(means), dim=1))
         single = list(torch.arange(len(sides))[:, None])
-        self._positive, self._negative = single[: len(self._positive)], single[len(self._positive) :]
+        self._positive, self._negative = (
+            single[: len(self._positive)],
+            single[len(self._positive) :],
+        )
 
 
 def _projections(model: Model, texts: Sequence[str]) -> Tensor:
     """Return (M, E): the sentences' vectors before they are normalised."""
     project = getattr(model, "unnormalized_text", None)
     if project is None:
-        message = "the ensemble embedding_mean_raw needs a dual-encoder with unnormalized_text; use embedding_mean"
+        message = (
+            "the ensemble embedding_mean_raw needs a dual-encoder with unnormalized_text; "
+            "use embedding_mean"
+        )
         raise EvaluationError(message, "unsupported", field="ensemble")
     return embed_texts(model, texts, lambda some: Embeddings(project(some))).global_NE
 
@@ -176,7 +220,9 @@ _METHODS = {
     "gloria_best_word": ("embed_texts", "best_word_similarity"),
     "gloria_published": ("published_prompts", "published_similarity"),
 }
-"""Scorings with their own methods of the model: to embed the prompts, and to compare them with images."""
+"""Scorings with their own methods of the model: to embed the prompts, and to compare them with
+images.
+"""
 
 
 def _text_functions(
@@ -184,9 +230,13 @@ def _text_functions(
 ) -> tuple[Callable[[Sequence[str]], Embeddings], Callable[[Embeddings, Embeddings], Tensor]]:
     """Return the model's functions that embed the prompts and compare them with images."""
     embed, compare = (
-        getattr(model, name, None) for name in _METHODS.get(prompts.scoring, ("embed_texts", "similarity"))
+        getattr(model, name, None)
+        for name in _METHODS.get(prompts.scoring, ("embed_texts", "similarity"))
     )
     if embed is None or compare is None:
-        message = f"prompt set {prompts.name!r} needs GLoRIA's own similarity; use another one for this model"
+        message = (
+            f"prompt set {prompts.name!r} needs GLoRIA's own similarity; use another one "
+            f"for this model"
+        )
         raise EvaluationError(message, "unsupported", field="prompts")
     return embed, compare

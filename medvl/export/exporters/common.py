@@ -1,4 +1,6 @@
-"""Parts that the exporters share: inputs for comparing outputs, the comparison, and the model card."""
+"""Parts that the exporters share: inputs for comparing outputs, the comparison, and the model
+card.
+"""
 
 import copy
 import dataclasses
@@ -22,7 +24,9 @@ from medvl.models.base import System, TwoTowers
 from medvl.models.dual_encoders.bases.base import DualEncoder
 
 TOLERANCE = 1e-3
-"""Largest accepted difference of an output, relative to its largest value; other float32 kernels give about 1e-6."""
+"""Largest accepted difference of an output, relative to its largest value; other float32 kernels
+give about 1e-6.
+"""
 _TEXT_TOKENS = 9
 
 
@@ -32,16 +36,23 @@ class Exported:
 
     folder: Path
     differences: Mapping[str, float]
-    """Output -> largest difference from medvl's, relative to medvl's largest value; NaN where it was not compared."""
+    """Output -> largest difference from medvl's, relative to medvl's largest value; NaN where it
+    was not compared.
+    """
     left_out: Mapping[str, str]
     """Part of the model -> why the format cannot hold it."""
 
 
 def require_encoders(model: System) -> tuple[TwoTowers, ImageEncoder]:
-    """Return the model and its image encoder. Raises ConfigError unless it reads pixels and has a text encoder."""
+    """Return the model and its image encoder. Raises ConfigError unless it reads pixels and has
+    a text encoder.
+    """
     if isinstance(model, TwoTowers) and isinstance(model.image_encoder, ImageEncoder):
         return model, model.image_encoder
-    message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
+    message = (
+        f"{model.name} does not have an image and a text encoder: export the system that "
+        f"it was made from"
+    )
     raise ConfigError(message, "unsupported")
 
 
@@ -52,7 +63,9 @@ def random_pixels(encoder: ImageEncoder) -> Tensor:
 
 
 def random_ids(encoder: TextEncoder, end_id: int | None) -> Tensor:
-    """Return ids (2, T) without padding that end in `end_id`; no earlier id is padding or `end_id`."""
+    """Return ids (2, T) without padding that end in `end_id`; no earlier id is padding or
+    `end_id`.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = min(_TEXT_TOKENS, encoder.max_tokens)
     ids_BT = torch.randint(encoder.vocab_size, (2, tokens), generator=generator)
@@ -68,8 +81,8 @@ def random_ids(encoder: TextEncoder, end_id: int | None) -> Tensor:
 def save_text_model(model: System, net: Any, folder: Path) -> None:
     """Write a text model of transformers, with the attention dropout of its architecture.
 
-    A medvl model with `config.attention_dropout` was trained with another, such as 0 for packed texts; whoever
-    fine-tunes the export does not pack.
+    A medvl model with `config.attention_dropout` was trained with another, such as 0 for packed
+    texts; whoever fine-tunes the export does not pack.
 
     Args:
         model: the medvl model.
@@ -93,9 +106,15 @@ def difference(name: str, actual: Tensor, expected: Tensor) -> float:
     if actual.shape != expected.shape:
         message = f"expected {name} of shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
         raise CheckpointError(message, "mismatch")
-    largest = float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-12))
+    largest = float(
+        (actual.double() - expected.double()).abs().max()
+        / expected.double().abs().max().clamp(min=1e-12)
+    )
     if not largest <= TOLERANCE:
-        message = f"{name} differs by {largest:.1e} of its largest value: this model cannot be exported to this format"
+        message = (
+            f"{name} differs by {largest:.1e} of its largest value: this model cannot be "
+            f"exported to this format"
+        )
         raise CheckpointError(message, "mismatch")
     return largest
 
@@ -117,17 +136,20 @@ def write_card(
         usage: Python code that loads and calls it.
         left_out: part of the model -> why it was not written.
         library: value of `library_name`.
-        inputs: lines about the inputs; default: normalised pixels, for a model that has an image encoder.
+        inputs: lines about the inputs; default: normalised pixels, for a model that has an image
+            encoder.
     """
     if inputs is None:
         inputs = [f"Pixels: {_normalized_pixels(model)}"] if isinstance(model, TwoTowers) else []
     missing = [f"- {part}: {why}" for part, why in left_out.items()] or ["- nothing"]
     names = (getattr(model.config, f"{side}_encoder", None) for side in ("image", "text"))
     encoders = [name for name in names if name is not None]
+    multimodal = isinstance(model, TwoTowers)
+    tags = "medical-imaging, vision-language" if multimodal else "biomedical, fill-mask"
     lines = [
         "---",
         f"library_name: {library}",
-        f"tags: [{'medical-imaging, vision-language' if isinstance(model, TwoTowers) else 'biomedical, fill-mask'}]",
+        f"tags: [{tags}]",
         "---",
         "",
         f"# {model.name}, exported by medvl {medvl.__version__}",
@@ -147,7 +169,8 @@ def write_card(
         "",
         "## Limits",
         "",
-        "Research only; no medical device. Whoever shares these weights adds what they were trained on, under which",
+        "Research only; no medical device. Whoever shares these weights adds what they were "
+        "trained on, under which",
         "licence and data use agreement, and how they were evaluated: medvl does not know it.",
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
@@ -155,9 +178,14 @@ def write_card(
 
 def _normalized_pixels(model: Any) -> str:
     encoder = model.image_encoder
-    mean, std = (", ".join(f"{value:.4f}" for value in values) for values in (encoder.mean, encoder.std))
+    mean, std = (
+        ", ".join(f"{value:.4f}" for value in values) for values in (encoder.mean, encoder.std)
+    )
     height, width = encoder.image_size
-    return f"{encoder.in_channels} x {height} x {width}, scaled to 0..1, mean ({mean}), standard deviation ({std})."
+    return (
+        f"{encoder.in_channels} x {height} x {width}, scaled to 0..1, mean ({mean}), "
+        f"standard deviation ({std})."
+    )
 
 
 # Writing of the heads of a dual-encoder for `zero_shot.py`, the loader in an exported folder.
@@ -167,32 +195,47 @@ _IMAGE_POOLS = ("pooler", "first", "mean")
 _TEXTS = ("Large left pleural effusion.", "No pneumothorax.")
 
 
-def write_heads(model: TwoTowers, folder: Path, arguments: Mapping[str, Mapping[str, Any] | None]) -> dict[str, float]:
-    """Write heads, settings and loader beside the encoders; return the differences of the loader's embeddings.
+def write_heads(
+    model: TwoTowers, folder: Path, arguments: Mapping[str, Mapping[str, Any] | None]
+) -> dict[str, float]:
+    """Write heads, settings and loader beside the encoders; return the differences of the loader's
+    embeddings.
 
     Args:
         model: the exported system.
         folder: folder that already contains `image_encoder` and `text_encoder`.
-        arguments: arguments of `AutoModel.from_pretrained` for "image" and "text"; None for an encoder in medvl's
-            format.
+        arguments: arguments of `AutoModel.from_pretrained` for "image" and "text"; None for an
+            encoder in medvl's format.
 
-    Returns an empty mapping, and writes nothing, where one vector for each image and text does not make the similarity,
-    or the loader does not compute the same.
+    Returns an empty mapping, and writes nothing, where one vector for each image and text does not
+    make the similarity, or the loader does not compute the same.
     """
     if not _compares_vectors(model):
         return {}
-    heads = {"image": _image_layers(model, arguments["image"]), "text": _text_layers(model, arguments["text"])}
+    heads = {
+        "image": _image_layers(model, arguments["image"]),
+        "text": _text_layers(model, arguments["text"]),
+    }
     layers = {side: head for side, head in heads.items() if head is not None}
     if len(layers) < 2:
         return {}
-    tensors = nn.ModuleDict({side: nn.Sequential(*each) for side, each in layers.items()}).state_dict()
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / zero_shot.HEADS)
+    tensors = nn.ModuleDict(
+        {side: nn.Sequential(*each) for side, each in layers.items()}
+    ).state_dict()
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        folder / zero_shot.HEADS,
+    )
     shutil.copy(zero_shot.__file__, folder / LOADER)
     for pool in _IMAGE_POOLS if arguments["image"] is not None else ("medvl",):
         text_pool = "medvl" if arguments["text"] is None else model.text_encoder.pool
         pools = {"image": pool, "text": text_pool}
         sides = {
-            side: {"pool": pools[side], "arguments": arguments[side], "head": [_describe(layer) for layer in each]}
+            side: {
+                "pool": pools[side],
+                "arguments": arguments[side],
+                "head": [_describe(layer) for layer in each],
+            }
             for side, each in layers.items()
         }
         max_tokens = None if model.tokenizer is None else model.config.max_tokens
@@ -209,12 +252,18 @@ def write_heads(model: TwoTowers, folder: Path, arguments: Mapping[str, Mapping[
 def _compares_vectors(model: TwoTowers) -> bool:
     names = ("encode_image", "encode_text", "similarity")
     kind = type(model)
-    return isinstance(model, DualEncoder) and all(getattr(kind, name) is getattr(DualEncoder, name) for name in names)
+    return isinstance(model, DualEncoder) and all(
+        getattr(kind, name) is getattr(DualEncoder, name) for name in names
+    )
 
 
 def _image_layers(model: Any, arguments: Mapping[str, Any] | None) -> list[nn.Module] | None:
-    matrix = getattr(model.image_encoder.backbone, "proj", None)  # CLIP's, inside open_clip's module
-    inside = [MatrixHead(matrix)] if isinstance(matrix, nn.Parameter) and arguments is not None else []
+    matrix = getattr(
+        model.image_encoder.backbone, "proj", None
+    )  # CLIP's, inside open_clip's module
+    inside = (
+        [MatrixHead(matrix)] if isinstance(matrix, nn.Parameter) and arguments is not None else []
+    )
     return _flatten(nn.Sequential(*inside, model.image_head))
 
 
@@ -225,7 +274,9 @@ def _text_layers(model: Any, arguments: Mapping[str, Any] | None) -> list[nn.Mod
 
 
 def _flatten(module: nn.Module) -> list[nn.Module] | None:
-    """Return the layers of a head, each of a kind in `zero_shot.LAYERS`; None where one is of another kind."""
+    """Return the layers of a head, each of a kind in `zero_shot.LAYERS`; None where one is of
+    another kind.
+    """
     if isinstance(module, nn.Identity | nn.Dropout):
         return []
     if isinstance(module, MatrixHead):
@@ -234,10 +285,16 @@ def _flatten(module: nn.Module) -> list[nn.Module] | None:
         linear.weight = nn.Parameter(module.matrix.detach().T)
         return [linear]
     if isinstance(module, CxrBertHead):
-        module = nn.Sequential(module.dense_to_hidden, nn.GELU(), module.LayerNorm, module.dense_to_output)
+        module = nn.Sequential(
+            module.dense_to_hidden, nn.GELU(), module.LayerNorm, module.dense_to_output
+        )
     if isinstance(module, nn.Sequential):
         parts = [_flatten(child) for child in module]
-        return None if None in parts else [layer for part in parts if part is not None for layer in part]
+        return (
+            None
+            if None in parts
+            else [layer for part in parts if part is not None for layer in part]
+        )
     return [module] if type(module).__name__ in zero_shot.LAYERS else None
 
 
@@ -254,7 +311,9 @@ def _describe(layer: nn.Module) -> list[Any]:
 def _compare(model: Any, folder: Path) -> dict[str, float]:
     loaded = zero_shot.load(folder)
     pixels = random_pixels(model.image_encoder)
-    ids = random_ids(model.text_encoder, None if model.tokenizer is None else model.tokenizer.sep_id)
+    ids = random_ids(
+        model.text_encoder, None if model.tokenizer is None else model.tokenizer.sep_id
+    )
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, -3:] = False
     pairs: dict[str, tuple[Tensor, Tensor]] = {
@@ -263,4 +322,7 @@ def _compare(model: Any, folder: Path) -> dict[str, float]:
     }
     if model.tokenizer is not None:
         pairs["embedding of strings"] = (loaded.encode_text(_TEXTS), model.encode_text(_TEXTS))
-    return {name: difference(f"the {name}", actual, expected) for name, (actual, expected) in pairs.items()}
+    return {
+        name: difference(f"the {name}", actual, expected)
+        for name, (actual, expected) in pairs.items()
+    }

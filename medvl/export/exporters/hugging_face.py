@@ -1,9 +1,10 @@
 """Export to transformers: folders that `AutoModel.from_pretrained` loads without custom code.
 
-A CLIP on open_clip's own encoders becomes one `CLIPModel`. Of other systems each encoder is exported: as a class of
-transformers that computes the same, else timm's models as `TimmWrapperModel`, else in medvl's format, which
-`medvl.export.load_encoder` reads. The heads of dual-encoders lie beside them with a loader, `zero_shot.py`. Other
-parts, such as fusion-encoders, are left out, and the card lists them.
+A CLIP on open_clip's own encoders becomes one `CLIPModel`. Of other systems each encoder is
+exported: as a class of transformers that computes the same, else timm's models as
+`TimmWrapperModel`, else in medvl's format, which `medvl.export.load_encoder` reads. The heads of
+dual-encoders lie beside them with a loader, `zero_shot.py`. Other parts, such as fusion-encoders,
+are left out, and the card lists them.
 """
 
 import dataclasses
@@ -57,18 +58,21 @@ _HEADS: dict[str, tuple[str, tuple[KeyRule, ...], str, tuple[KeyRule, ...]]] = {
     "albert": ("AlbertForMaskedLM", ALBERT_WORDS, "AlbertForPreTraining", ALBERT_PAIRS),
     "roberta": ("RobertaForMaskedLM", ROBERTA_WORDS, "", ()),
 }
-"""Model type -> class with the word head, its rules, class with both heads, rules of the head for pairs."""
+"""Model type -> class with the word head, its rules, class with both heads, rules of the head
+for pairs.
+"""
 _USAGE = """from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
-model, tokenizer = AutoModelForMaskedLM.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForMaskedLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 encoder = AutoModel.from_pretrained("FOLDER", add_pooling_layer=False)    # without the head"""
 
 
 def export_language_model(model: LanguageModel, out: Path | str) -> Exported:
     """Write encoder, heads and tokenizer, load them again and compare the scores with medvl's.
 
-    The dropout of the attention is the architecture's default, also where the model was trained with another.
-    A model with a task on pairs becomes a `BertForPreTraining` or `AlbertForPreTraining`, whose word head
-    `AutoModelForMaskedLM` loads too.
+    The dropout of the attention is the architecture's default, also where the model was trained
+    with another. A model with a task on pairs becomes a `BertForPreTraining` or
+    `AlbertForPreTraining`, whose word head `AutoModelForMaskedLM` loads too.
 
     Raises:
         ConfigError: transformers has no class for this encoder with these heads.
@@ -87,11 +91,19 @@ def export_language_model(model: LanguageModel, out: Path | str) -> Exported:
         states_BTD = model.text_encoder(ids, mask).tokens_BTD
         options = {"input_ids": ids, "attention_mask": mask.long()}
         words = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()(**options).logits
-        differences = {"word scores": difference("the word scores", words, model.score_words(states_BTD))}
+        differences = {
+            "word scores": difference("the word scores", words, model.score_words(states_BTD))
+        }
         if model.pair_head is not None:
             both = transformers.AutoModelForPreTraining.from_pretrained(folder).eval()(**options)
-            pairs = both.sop_logits if net.config.model_type == "albert" else both.seq_relationship_logits
-            differences["pair scores"] = difference("the pair scores", pairs, model.score_pairs(states_BTD[:, 0]))
+            pairs = (
+                both.sop_logits
+                if net.config.model_type == "albert"
+                else both.seq_relationship_logits
+            )
+            differences["pair scores"] = difference(
+                "the pair scores", pairs, model.score_pairs(states_BTD[:, 0])
+            )
         write_card(folder, model, usage=_USAGE, left_out={}, library="transformers")
     return Exported(folder=Path(out), differences=differences, left_out={})
 
@@ -105,14 +117,22 @@ def _build(model: LanguageModel) -> Any:
     name = words if model.pair_head is None else both
     if not name:
         task = "" if model.pair_head is None else " with a task on pairs"
-        message = f"transformers has no class for a {config.model_type}{task}; export a system that it starts"
+        message = (
+            f"transformers has no class for a {config.model_type}{task}; export a system "
+            f"that it starts"
+        )
         raise ConfigError(message, "unsupported", field="text_encoder")
     net: Any = getattr(transformers, name)(type(config).from_dict(config.to_dict()))
-    renamed, unknown = to_published(model.state_dict(), (*pair_rules, *word_rules, *backbone_rules(config.model_type)))
+    renamed, unknown = to_published(
+        model.state_dict(), (*pair_rules, *word_rules, *backbone_rules(config.model_type))
+    )
     assert not unknown, unknown
     table = next(name for name in renamed if name.endswith("word_embeddings.weight"))
     bias = next(rule.source for rule in word_rules if rule.target == "word_head.bias")
-    tied = {f"{bias.removesuffix('bias')}decoder.weight": table, f"{bias.removesuffix('bias')}decoder.bias": bias}
+    tied = {
+        f"{bias.removesuffix('bias')}decoder.weight": table,
+        f"{bias.removesuffix('bias')}decoder.bias": bias,
+    }
     net.load_state_dict({key: renamed[tied.get(key, key)] for key in net.state_dict()})
     return net
 
@@ -121,21 +141,25 @@ _HIGHEST_ID_IS_END = 2  # transformers' code for "the end token is the one of th
 _ENCODERS = ("image_encoder", "text_encoder")
 _HEAD = "text_head.safetensors"
 _PROJ = "proj"  # CLIP's projection of an image, inside open_clip's module
-_NO_CLASS = "transformers has no class with this part; medvl's ONNX export holds it if inference needs it"
+_NO_CLASS = (
+    "transformers has no class with this part; medvl's ONNX export holds it if inference needs it"
+)
 
 Arguments = Mapping[str, Any] | None
 """Arguments of `AutoModel.from_pretrained` for an encoder; None for one in medvl's format."""
 
 
 def export_hugging_face(model: System, out: Path | str) -> Exported:
-    """Write a complete CLIP, or a model's encoders with the heads for zero-shot classification, and a card.
+    """Write a complete CLIP, or a model's encoders with the heads for zero-shot classification, and
+    a card.
 
     Everything is loaded again, and the outputs are compared with medvl's before the folder is kept.
 
     Args:
-        model: any system with an image and a text encoder, a language model, or KAD's knowledge encoder.
-        out: new folder of a `CLIPModel`, of a model for `AutoModelForMaskedLM`, or with `image_encoder` and
-            `text_encoder` in it.
+        model: any system with an image and a text encoder, a language model, or KAD's knowledge
+            encoder.
+        out: new folder of a `CLIPModel`, of a model for `AutoModelForMaskedLM`, or with
+            `image_encoder` and `text_encoder` in it.
 
     Raises:
         ConfigError: the model does not have both encoders.
@@ -152,14 +176,19 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
             differences, left_out = _write_clip(model, folder), {}
             if model.tokenizer is not None:
                 model.tokenizer.save(folder)
-            usage = 'from transformers import AutoModel\nmodel = AutoModel.from_pretrained("FOLDER")'
+            usage = (
+                'from transformers import AutoModel\nmodel = AutoModel.from_pretrained("FOLDER")'
+            )
         else:
             image_differences, image = _write_image(encoder, folder / "image_encoder")
             text_differences, text = _write_text(model, folder / "text_encoder")
             if model.tokenizer is not None:
                 model.tokenizer.save(folder / "text_encoder")
             heads = write_heads(model, folder, {"image": image, "text": text})
-            differences, left_out = {**image_differences, **text_differences, **heads}, _left_out(model, bool(heads))
+            differences, left_out = (
+                {**image_differences, **text_differences, **heads},
+                _left_out(model, bool(heads)),
+            )
             usage = _usage({"image": image, "text": text}, bool(heads))
         write_card(folder, model, usage=usage, left_out=left_out, library="transformers")
     return Exported(folder=Path(out), differences=differences, left_out=left_out)
@@ -172,12 +201,16 @@ def _export_knowledge_encoder(model: KEBERT, out: Path) -> Exported:
         differences, arguments = _write_text(model, folder / "text_encoder")
         if model.tokenizer is not None:
             model.tokenizer.save(folder / "text_encoder")
-        save_file({name: tensor.contiguous() for name, tensor in model.text_head.state_dict().items()}, folder / _HEAD)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in model.text_head.state_dict().items()},
+            folder / _HEAD,
+        )
         layers = ", ".join(f"nn.{layer}" for layer in model.text_head.children())
         usage = [
             *_usage({"text": arguments}, heads=False).splitlines(),
             "",
-            "# An embedding is the head's output for the state of the first token, divided by its length:",
+            "# An embedding is the head's output for the state of the first token, divided by "
+            "its length:",
             "from safetensors.torch import load_file",
             "from torch import nn",
             f"head = nn.Sequential({layers})",
@@ -209,9 +242,15 @@ def _usage(arguments: Mapping[str, Arguments], heads: bool) -> str:
 
 
 def _left_out(model: Any, heads: bool) -> dict[str, str]:
-    """Return the parts that were not written, with the reason; `heads`: the heads of a dual-encoder were."""
+    """Return the parts that were not written, with the reason; `heads`: the heads of a
+    dual-encoder were.
+    """
     written = (*_ENCODERS, "image_head", "text_head") if heads else _ENCODERS
-    parts = [name for name, child in model.named_children() if name not in written and _has_parameters(child)]
+    parts = [
+        name
+        for name, child in model.named_children()
+        if name not in written and _has_parameters(child)
+    ]
     if not heads and _has_parameters(model.text_encoder.projection):
         parts.append("text_encoder.projection")
     if not heads and getattr(model.image_encoder.backbone, _PROJ, None) is not None:
@@ -223,21 +262,32 @@ def _has_parameters(module: nn.Module | None) -> bool:
     return module is not None and any(True for _ in module.parameters())
 
 
-def _load_tensors(net: Any, tensors: Mapping[str, Tensor], table: Sequence[KeyRule], name: str) -> None:
-    """Load medvl's tensors into transformers' module. Raises ConfigError if names or shapes differ."""
+def _load_tensors(
+    net: Any, tensors: Mapping[str, Tensor], table: Sequence[KeyRule], name: str
+) -> None:
+    """Load medvl's tensors into transformers' module. Raises ConfigError if names or shapes
+    differ.
+    """
     renamed, unknown = to_published(tensors, table)
     state = net.state_dict()
     missing = [key for key in state if key not in renamed]
-    shapes = [key for key, tensor in renamed.items() if key in state and state[key].shape != tensor.shape]
+    shapes = [
+        key for key, tensor in renamed.items() if key in state and state[key].shape != tensor.shape
+    ]
     differing = [*unknown, *(key for key in renamed if key not in state), *missing, *shapes]
     if differing:
-        message = f"{type(net).__name__} of transformers does not compute what {name} does: {differing[0]}"
+        message = (
+            f"{type(net).__name__} of transformers does not compute what {name} does: "
+            f"{differing[0]}"
+        )
         raise ConfigError(message, "unsupported")
     net.load_state_dict(renamed)
 
 
 def _write_image(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float], Arguments]:
-    """Write the encoder in the first format that computes the same; return its differences and loading arguments."""
+    """Write the encoder in the first format that computes the same; return its differences and
+    loading arguments.
+    """
     for write in (_write_image_class, _write_timm):
         try:
             return write(encoder, folder)
@@ -246,7 +296,9 @@ def _write_image(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float],
     save_encoder(encoder, folder)
     pixels = random_pixels(encoder)
     actual, expected = load_encoder(folder)(pixels), encoder(pixels)
-    return {"image vector": difference("the image vector", actual.pooled_BD, expected.pooled_BD)}, None
+    return {
+        "image vector": difference("the image vector", actual.pooled_BD, expected.pooled_BD)
+    }, None
 
 
 def _write_timm(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float], Arguments]:
@@ -254,7 +306,9 @@ def _write_timm(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float], 
 
     net: Any = encoder.backbone
     if not type(net).__module__.startswith("timm."):
-        raise ConfigError(f"{encoder.name} is not a model of timm", "unsupported", field="image_encoder")
+        raise ConfigError(
+            f"{encoder.name} is not a model of timm", "unsupported", field="image_encoder"
+        )
     preset = IMAGE_PRESETS.get(encoder.name)
     options = {field.name for field in dataclasses.fields(ImageOptions)}
     arguments = dict(preset.arguments) if preset else {}
@@ -282,7 +336,11 @@ def _write_image_class(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, f
     import transformers
 
     net, table = _image_class(encoder)
-    tensors = {f"{IMAGE}{name}": tensor for name, tensor in encoder.backbone.state_dict().items() if name != _PROJ}
+    tensors = {
+        f"{IMAGE}{name}": tensor
+        for name, tensor in encoder.backbone.state_dict().items()
+        if name != _PROJ
+    }
     _load_tensors(net, tensors, table, encoder.name)
     net.save_pretrained(folder)
     arguments = _no_pooler(net)
@@ -291,8 +349,12 @@ def _write_image_class(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, f
     states, features = reloaded(pixels).last_hidden_state, encoder(pixels)
     if states.ndim == 4:
         states = states.flatten(2).transpose(1, 2)
-    if encoder.config["patch_level"] != -1:  # regions come from an earlier stage, the pooled vector from the last
-        return {"image vector": difference("the image vector", states.mean(dim=1), features.pooled_BD)}, arguments
+    if (
+        encoder.config["patch_level"] != -1
+    ):  # regions come from an earlier stage, the pooled vector from the last
+        return {
+            "image vector": difference("the image vector", states.mean(dim=1), features.pooled_BD)
+        }, arguments
     expected = features.patches_BPD
     assert expected is not None, "every class here has regions"
     states = states[:, states.shape[1] - expected.shape[1] :]  # without the class token
@@ -310,7 +372,10 @@ def _image_class(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     }
     kind = f"{type(encoder.backbone).__module__}.{type(encoder.backbone).__name__}"
     if kind not in builders:
-        message = f"transformers has no class for {encoder.name} ({kind}), only for {', '.join(builders)}; use ONNX"
+        message = (
+            f"transformers has no class for {encoder.name} ({kind}), only for "
+            f"{', '.join(builders)}; use ONNX"
+        )
         raise ConfigError(message, "unsupported", field="image_encoder")
     return builders[kind](encoder)
 
@@ -324,7 +389,8 @@ def _resnet(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
         num_channels=encoder.in_channels,
         embedding_size=net.conv1.out_channels,
         hidden_sizes=[
-            stage[-1].bn3.num_features if hasattr(stage[-1], "bn3") else stage[-1].bn2.num_features for stage in stages
+            stage[-1].bn3.num_features if hasattr(stage[-1], "bn3") else stage[-1].bn2.num_features
+            for stage in stages
         ],
         depths=[len(stage) for stage in stages],
         layer_type="bottleneck" if hasattr(stages[0][0], "conv3") else "basic",
@@ -354,8 +420,12 @@ def _vision_transformer(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
 def _clip_vision(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     import transformers
 
-    net = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**_clip_vision_fields(encoder)))
-    return net, backbones.hugging_face_clip_image("vision_model." if hasattr(net, "vision_model") else "")
+    net = transformers.CLIPVisionModel(
+        transformers.CLIPVisionConfig(**_clip_vision_fields(encoder))
+    )
+    return net, backbones.hugging_face_clip_image(
+        "vision_model." if hasattr(net, "vision_model") else ""
+    )
 
 
 def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
@@ -369,10 +439,19 @@ def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
         if not _is_plain_clip(net, "TextTransformer"):
             save_encoder(encoder, folder)
             actual, wanted = load_encoder(folder)(ids, mask), encoder(ids, mask)
-            return {"text vector": difference("the text vector", actual.pooled_BD, wanted.pooled_BD)}, None
-        net = transformers.CLIPTextModel(transformers.CLIPTextConfig(**_clip_text_fields(encoder, _HIGHEST_ID_IS_END)))
-        table = backbones.hugging_face_clip_text("text_model." if hasattr(net, "text_model") else "")
-        tensors = {f"text_encoder.backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
+            return {
+                "text vector": difference("the text vector", actual.pooled_BD, wanted.pooled_BD)
+            }, None
+        net = transformers.CLIPTextModel(
+            transformers.CLIPTextConfig(**_clip_text_fields(encoder, _HIGHEST_ID_IS_END))
+        )
+        table = backbones.hugging_face_clip_text(
+            "text_model." if hasattr(net, "text_model") else ""
+        )
+        tensors = {
+            f"text_encoder.backbone.{name}": tensor
+            for name, tensor in encoder.backbone.state_dict().items()
+        }
         _load_tensors(net, tensors, table, encoder.name)
     save_text_model(model, net, folder)
     arguments = _no_pooler(net)
@@ -383,7 +462,9 @@ def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
 
 
 def _no_pooler(net: Any) -> dict[str, bool]:
-    """Return the argument that keeps `from_pretrained` from adding a random pooler, for classes that have one."""
+    """Return the argument that keeps `from_pretrained` from adding a random pooler, for classes
+    that have one.
+    """
     return {"add_pooling_layer": False} if hasattr(net, "pooler") and net.pooler is None else {}
 
 
@@ -392,7 +473,11 @@ def _is_plain_clip(net: Any, kind: str) -> bool:
     if type(net).__name__ != kind or not type(net).__module__.startswith("open_clip."):
         return False
     causal = kind != "TextTransformer" or net.attn_mask is not None
-    return causal and getattr(net, "attn_pool", None) is None and not getattr(net, "final_ln_after_pool", False)
+    return (
+        causal
+        and getattr(net, "attn_pool", None) is None
+        and not getattr(net, "final_ln_after_pool", False)
+    )
 
 
 def _is_plain_clip_model(model: TwoTowers) -> bool:
@@ -431,15 +516,25 @@ def _write_clip(model: Any, folder: Path) -> dict[str, float]:
     mask = torch.ones_like(ids, dtype=torch.bool)
     output = reloaded(input_ids=ids, attention_mask=mask.long(), pixel_values=pixels)
     return {
-        "image embedding": difference("the image embedding", output.image_embeds, model.encode_image(pixels)),
-        "text embedding": difference("the text embedding", output.text_embeds, model.encode_text(ids, mask)),
+        "image embedding": difference(
+            "the image embedding", output.image_embeds, model.encode_image(pixels)
+        ),
+        "text embedding": difference(
+            "the text embedding", output.text_embeds, model.encode_text(ids, mask)
+        ),
     }
 
 
 def _clip_vision_fields(encoder: ImageEncoder) -> dict[str, Any]:
     net: Any = encoder.backbone
-    if not _is_plain_clip(net, "VisionTransformer") or encoder.image_size[0] != encoder.image_size[1]:
-        message = f"transformers' CLIP takes square images and a plain vision Transformer, got {encoder.name}"
+    if (
+        not _is_plain_clip(net, "VisionTransformer")
+        or encoder.image_size[0] != encoder.image_size[1]
+    ):
+        message = (
+            f"transformers' CLIP takes square images and a plain vision Transformer, got "
+            f"{encoder.name}"
+        )
         raise ConfigError(message, "unsupported", field="image_encoder")
     return {
         **_clip_sizes(net.transformer),

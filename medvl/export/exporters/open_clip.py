@@ -15,11 +15,21 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 from medvl.encoders.text.adapters import MatrixHead
 from medvl.errors import ConfigError
-from medvl.export.exporters.common import Exported, difference, random_ids, random_pixels, write_card
+from medvl.export.exporters.common import (
+    Exported,
+    difference,
+    random_ids,
+    random_pixels,
+    write_card,
+)
 from medvl.models.base import System
 from medvl.models.dual_encoders.clip import CLIP
 
-_CONFIG, _WEIGHTS, _TEXT_FOLDER = "open_clip_config.json", "open_clip_model.safetensors", "text_encoder"
+_CONFIG, _WEIGHTS, _TEXT_FOLDER = (
+    "open_clip_config.json",
+    "open_clip_model.safetensors",
+    "text_encoder",
+)
 _RESIZE = {"crop": "shortest", "pad": "longest", "squash": "squash"}
 _BERT_POOLS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
 _CLIP_IDS = 49408
@@ -45,18 +55,22 @@ class _Tower:
 
 
 def export_open_clip(model: System, out: Path | str) -> Exported:
-    """Write a CLIP, CheXzero or SigLIP in open_clip's format: configuration, weights, preprocessing, card.
+    """Write a CLIP, CheXzero or SigLIP in open_clip's format: configuration, weights,
+    preprocessing, card.
 
-    open_clip builds the model again, and its embeddings are compared with medvl's before the folder is kept.
+    open_clip builds the model again, and its embeddings are compared with medvl's before the folder
+    is kept.
 
     Args:
-        model: with encoders that open_clip has: its own; timm's by name, with a linear head; a BERT with open_clip's
-            heads.
-        out: new folder, which can be moved. open_clip looks for a BERT's configuration relative to the working
-            directory, so the usage in `README.md` passes the path of the folder's `text_encoder`.
+        model: with encoders that open_clip has: its own; timm's by name, with a linear head; a BERT
+            with open_clip's heads.
+        out: new folder, which can be moved. open_clip looks for a BERT's configuration relative to
+            the working directory, so the usage in `README.md` passes the path of the folder's
+            `text_encoder`.
 
     Raises:
-        ConfigError: the model is not a CLIP, or open_clip does not support one of its parts; the message names it.
+        ConfigError: the model is not a CLIP, or open_clip does not support one of its parts; the
+            message names it.
         CheckpointError: open_clip's embeddings differ.
     """
     if not isinstance(model, CLIP):
@@ -78,7 +92,10 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
     }
     tensors = {**vision.tensors, **text.tensors, "logit_scale": model.logit_scale}
     if hasattr(model, "logit_bias"):
-        config["init_logit_bias"], tensors["logit_bias"] = _START_BIAS, model.get_parameter("logit_bias")
+        config["init_logit_bias"], tensors["logit_bias"] = (
+            _START_BIAS,
+            model.get_parameter("logit_bias"),
+        )
     with new_folder(out) as folder:
         hugging_face = not _is_open_clip(model.text_encoder)
         if hugging_face:
@@ -87,21 +104,31 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
         differences = _compare(model, config, tensors)
         if hugging_face:
             config["text_cfg"]["hf_model_name"] = _TEXT_FOLDER
-            if model.tokenizer is not None:  # any name: open_clip reads the tokenizer from the folder itself
+            if (
+                model.tokenizer is not None
+            ):  # any name: open_clip reads the tokenizer from the folder itself
                 config["text_cfg"]["hf_tokenizer_name"] = _TEXT_FOLDER
                 model.tokenizer.save(folder)
         content = {"model_cfg": config, "preprocess_cfg": _preprocessing(model)}
         (folder / _CONFIG).write_text(json.dumps(content, indent=1) + "\n")
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         safetensors.torch.save_file(stored, folder / _WEIGHTS)
-        write_card(folder, model, usage=_BERT_USAGE if hugging_face else _USAGE, left_out={}, library="open_clip")
+        write_card(
+            folder,
+            model,
+            usage=_BERT_USAGE if hugging_face else _USAGE,
+            left_out={},
+            library="open_clip",
+        )
     return Exported(folder=out, differences=differences, left_out={})
 
 
 def _vision(model: CLIP) -> _Tower:
     encoder = model.image_encoder
     if encoder.in_channels != 3:
-        raise ConfigError("open_clip's image encoders take three channels, got grey images", "unsupported")
+        raise ConfigError(
+            "open_clip's image encoders take three channels, got grey images", "unsupported"
+        )
     arguments = dict(model.config.image_arguments)
     size = list(encoder.image_size)
     if _is_open_clip(encoder):
@@ -114,7 +141,8 @@ def _vision(model: CLIP) -> _Tower:
     name = _timm_name(encoder)
     if name is None or arguments or not isinstance(model.image_head, nn.Linear):
         message = (
-            f"open_clip cannot build {encoder.name} with {arguments or 'these settings'}: it supports its own image "
+            f"open_clip cannot build {encoder.name} with {arguments or 'these settings'}: it "
+            f"supports its own image "
             "encoders, and timm's by name, without arguments, under a linear head"
         )
         raise ConfigError(message, "unsupported", field="image_encoder")
@@ -126,7 +154,10 @@ def _vision(model: CLIP) -> _Tower:
 def _text(model: CLIP) -> _Tower:
     encoder = model.text_encoder
     if encoder.layers != (-1,):
-        message = f"open_clip reads the last layer of a text encoder, got a combination of {encoder.layers}"
+        message = (
+            f"open_clip reads the last layer of a text encoder, got a combination of "
+            f"{encoder.layers}"
+        )
         raise ConfigError(message, "unsupported", field="text_arguments")
     return _clip_text(model, encoder) if _is_open_clip(encoder) else _bert(model, encoder)
 
@@ -146,8 +177,15 @@ def _clip_text(model: CLIP, encoder: TextEncoder) -> _Tower:
     if encoder.pool != "eos":
         message = f"open_clip's text encoders pool by the end token, got pool={encoder.pool!r}"
         raise ConfigError(message, "unsupported", field="text_pool")
-    if net.vocab_size != _CLIP_IDS and fields.get("pool_type") != "last" and model.tokenizer is not None:
-        fields |= {"pool_type": "eos", "eos_id": model.tokenizer.sep_id}  # CLIP's default is the highest id
+    if (
+        net.vocab_size != _CLIP_IDS
+        and fields.get("pool_type") != "last"
+        and model.tokenizer is not None
+    ):
+        fields |= {
+            "pool_type": "eos",
+            "eos_id": model.tokenizer.sep_id,
+        }  # CLIP's default is the highest id
     tensors = _prefixed(net, "text.")
     projection = encoder.projection
     if isinstance(projection, MatrixHead):
@@ -161,9 +199,13 @@ def _bert(model: CLIP, encoder: TextEncoder) -> _Tower:
     head = encoder.projection if encoder.projection is not None else model.text_head
     linear = isinstance(head, nn.Linear) and head.bias is None
     if not linear and not isinstance(head, nn.Sequential):
-        message = f"open_clip supports a linear head and CLIP's MLP over {encoder.name}, got another head"
+        message = (
+            f"open_clip supports a linear head and CLIP's MLP over {encoder.name}, got another head"
+        )
         raise ConfigError(message, "unsupported")
-    if encoder.pool not in _BERT_POOLS:  # open_clip's maximum includes the padding: a mistake in its mask
+    if (
+        encoder.pool not in _BERT_POOLS
+    ):  # open_clip's maximum includes the padding: a mistake in its mask
         message = f"open_clip pools a BERT by {' or '.join(_BERT_POOLS)}, got {encoder.pool}"
         raise ConfigError(message, "unsupported", field="text_pool")
     fields = {
@@ -177,8 +219,12 @@ def _bert(model: CLIP, encoder: TextEncoder) -> _Tower:
     return _Tower(fields=fields, tensors=tensors)
 
 
-def _base(encoder: ImageEncoder | TextEncoder, presets: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return open_clip's configuration of an encoder's model, and the arguments that its preset adds."""
+def _base(
+    encoder: ImageEncoder | TextEncoder, presets: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return open_clip's configuration of an encoder's model, and the arguments that its preset
+    adds.
+    """
     import open_clip
 
     preset = presets.get(encoder.name)
@@ -226,7 +272,9 @@ def _preprocessing(model: CLIP) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _compare(model: CLIP, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, float]:
+def _compare(
+    model: CLIP, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, float]:
     import open_clip
 
     arguments = {name: value for name, value in config.items() if name != "custom_text"}
@@ -234,7 +282,9 @@ def _compare(model: CLIP, config: Mapping[str, Any], tensors: Mapping[str, Tenso
     try:
         exported.load_state_dict(tensors)
     except RuntimeError as error:
-        raise ConfigError(f"open_clip builds this model with other tensors: {error}", "unsupported") from error
+        raise ConfigError(
+            f"open_clip builds this model with other tensors: {error}", "unsupported"
+        ) from error
     exported.eval()
     pixels = random_pixels(model.image_encoder)
     end_id = _CLIP_IDS - 1 if model.text_encoder.vocab_size == _CLIP_IDS else None
@@ -246,9 +296,13 @@ def _compare(model: CLIP, config: Mapping[str, Any], tensors: Mapping[str, Tenso
     padded = nn.functional.pad(ids, (0, length - ids.shape[1]), value=model.text_encoder.pad_id)
     return {
         "image embedding": difference(
-            "the image embedding", exported.encode_image(pixels, normalize=True), model.encode_image(pixels)
+            "the image embedding",
+            exported.encode_image(pixels, normalize=True),
+            model.encode_image(pixels),
         ),
         "text embedding": difference(
-            "the text embedding", exported.encode_text(padded, normalize=True), model.encode_text(ids, mask)
+            "the text embedding",
+            exported.encode_text(padded, normalize=True),
+            model.encode_text(ids, mask),
         ),
     }

@@ -1,7 +1,8 @@
 """Export to the files of the authors' code: whole systems, under their published names.
 
-Tensors of the authors' classes that no output depends on are written as zeros where their loaders require them (the
-classifier of BioViL's ResNet, the pooler of MedCLIP's BERT), and left out otherwise (cross-attention in MGCA's BERT).
+Tensors of the authors' classes that no output depends on are written as zeros where their loaders
+require them (the classifier of BioViL's ResNet, the pooler of MedCLIP's BERT), and left out
+otherwise (cross-attention in MGCA's BERT).
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,22 +37,26 @@ _BERT, _SWIN = "text_model.model.", "vision_model.model.encoder.layers"
 
 
 def export_published(model: System, out: Path | str) -> Exported:
-    """Write a complete BioViL, BioViL-T, LoVT, MedCLIP or MGCA as the files of its authors' code, and a card.
+    """Write a complete BioViL, BioViL-T, LoVT, MedCLIP or MGCA as the files of its authors' code,
+    and a card.
 
-    The files are imported again, and the outputs are compared with medvl's before the folder is kept. Settings that
-    the files do not hold, such as the size of images, have to be the published ones.
+    The files are imported again, and the outputs are compared with medvl's before the folder is
+    kept. Settings that the files do not hold, such as the size of images, have to be the published
+    ones.
 
     Args:
         model: the system.
-        out: new folder, with `image_model.pt` and `text_model.pt` of BioViL and BioViL-T, `pytorch_model.bin` of
-            MedCLIP, `lovt.ckpt` or `mgca.ckpt`, and the tokenizer.
+        out: new folder, with `image_model.pt` and `text_model.pt` of BioViL and BioViL-T,
+            `pytorch_model.bin` of MedCLIP, `lovt.ckpt` or `mgca.ckpt`, and the tokenizer.
 
     Raises:
         ConfigError: the model is another system.
         CheckpointError, WeightsError: the outputs differ, or the authors' code has no such encoder.
     """
     if model.name not in _FILES or not isinstance(model, TwoTowers):
-        message = f"{model.name} has no layout of published files: this export takes {', '.join(_FILES)}"
+        message = (
+            f"{model.name} has no layout of published files: this export takes {', '.join(_FILES)}"
+        )
         raise ConfigError(message, "unsupported")
     importer = find_importer(model.name)
     model.eval()
@@ -63,13 +68,16 @@ def export_published(model: System, out: Path | str) -> Exported:
             model.tokenizer.save(folder / "tokenizer")
         differences = _compare(model, importer, [folder / name for name in contents])
         left_out = dict.fromkeys(unknown, "the published files have no place for it")
-        write_card(folder, model, usage=_usage(model.name), left_out=left_out, library="the authors' code")
+        write_card(
+            folder, model, usage=_usage(model.name), left_out=left_out, library="the authors' code"
+        )
     return Exported(folder=Path(out), differences=differences, left_out=left_out)
 
 
 def _usage(system: str) -> str:
     if system == "medclip":
-        return f"""from medclip import MedCLIPModel, MedCLIPVisionModel  # MedCLIPVisionModelViT for Swin
+        return f"""# With Swin: MedCLIPVisionModelViT.
+from medclip import MedCLIPModel, MedCLIPVisionModel
 model = MedCLIPModel(vision_cls=MedCLIPVisionModel)
 model.load_state_dict(torch.load("FOLDER/{_FILES[system][0]}", weights_only=True))"""
     if len(_FILES[system]) == 1:
@@ -77,12 +85,17 @@ model.load_state_dict(torch.load("FOLDER/{_FILES[system][0]}", weights_only=True
 tensors = torch.load("FOLDER/{_FILES[system][0]}", weights_only=True)["state_dict"]"""
     return f"""from health_multimodal.image.model.model import ImageModel
 path = "FOLDER/{IMAGE_FILE}"
-image_model = ImageModel(img_encoder_type="resnet50", joint_feature_size=128, pretrained_model_path=path)
-text_weights = torch.load("FOLDER/{TEXT_FILE}", weights_only=True)  # of CXRBertModel: load_state_dict"""
+image_model = ImageModel(
+    img_encoder_type="resnet50", joint_feature_size=128, pretrained_model_path=path
+)
+# For CXRBertModel.load_state_dict:
+text_weights = torch.load("FOLDER/{TEXT_FILE}", weights_only=True)"""
 
 
 def published_contents(model: System, importer: Importer) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of each file by its name, and the model's tensors that have no place in them."""
+    """Return the content of each file by its name, and the model's tensors that have no place in
+    them.
+    """
     files = _FILES[model.name]
     tensors, unknown = to_published(_without_token_types(model, importer), importer.table)
     tensors = add_copies(tensors, importer.table)
@@ -99,7 +112,9 @@ def published_contents(model: System, importer: Importer) -> tuple[dict[str, Any
 
 
 def _without_token_types(model: System, importer: Importer) -> dict[str, Tensor]:
-    """Return the model's tensors; where the published BERT has no token types, positions include type 0."""
+    """Return the model's tensors; where the published BERT has no token types, positions include
+    type 0.
+    """
     tensors = dict(model.state_dict())
     for zero in importer.zeros:
         types_VD, positions = tensors.pop(zero.name), zero.name.replace("token_type", "position")
@@ -108,7 +123,9 @@ def _without_token_types(model: System, importer: Importer) -> dict[str, Tensor]
 
 
 def _medclip(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return all tensors of the authors' class, with those that older transformers stored and the unused pooler."""
+    """Return all tensors of the authors' class, with those that older transformers stored and
+    the unused pooler.
+    """
     is_swin = any(key.startswith(_SWIN) for key in tensors)
     other_head = MEDCLIP_RESNET_HEAD if is_swin else "vision_model.projection_head"
     kept = {key: tensor for key, tensor in tensors.items() if key != f"{other_head}.weight"}
@@ -124,15 +141,24 @@ def _medclip(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _unused_classifier(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zeros for the ImageNet classifier, which the authors' loader requires and never uses."""
-    width = max(tensor.shape[0] for key, tensor in tensors.items() if tensor.ndim and key.startswith(_LAST))
-    return {f"{_CLASSIFIER}.weight": torch.zeros(_CLASSES, width), f"{_CLASSIFIER}.bias": torch.zeros(_CLASSES)}
+    """Return zeros for the ImageNet classifier, which the authors' loader requires and never
+    uses.
+    """
+    width = max(
+        tensor.shape[0] for key, tensor in tensors.items() if tensor.ndim and key.startswith(_LAST)
+    )
+    return {
+        f"{_CLASSIFIER}.weight": torch.zeros(_CLASSES, width),
+        f"{_CLASSIFIER}.bias": torch.zeros(_CLASSES),
+    }
 
 
 def _compare(model: Any, importer: Importer, files: Sequence[Path]) -> dict[str, float]:
     """Import the files, and return the differences of the embeddings of random inputs."""
     second: dict[str, Any] = {"text_file": files[1]} if len(files) > 1 else {}
-    again: Any = import_checkpoint(importer.name, files[0], **second, tokenizer=model.tokenizer).model
+    again: Any = import_checkpoint(
+        importer.name, files[0], **second, tokenizer=model.tokenizer
+    ).model
     size, generator = model.config.image_size, torch.Generator().manual_seed(0)
     pixels = torch.randn(2, model.image_encoder.in_channels, size, size, generator=generator)
     ids_BT = random_ids(model.text_encoder, None)
@@ -145,5 +171,7 @@ def _compare(model: Any, importer: Importer, files: Sequence[Path]) -> dict[str,
         "text": difference("the embedding of a text", new_text, text),
     }
     if images.local_NPE is not None:
-        differences["regions"] = difference("the embeddings of regions", new_images.local_NPE, images.local_NPE)
+        differences["regions"] = difference(
+            "the embeddings of regions", new_images.local_NPE, images.local_NPE
+        )
     return differences

@@ -1,14 +1,15 @@
-"""Zero-shot scores of an exported dual-encoder: encoders of transformers with the model's projection heads.
+"""Zero-shot scores of an exported dual-encoder: encoders of transformers with the model's
+projection heads.
 
-`medvl export --to huggingface` copies this file into the exported folder. It needs torch, transformers and safetensors,
-timm for image encoders of timm, and medvl only where a folder of an encoder holds `encoder.json`.
+`medvl export --to huggingface` copies this file into the exported folder. It needs torch,
+transformers and safetensors, timm for image encoders of timm, and medvl only where a folder of an
+encoder holds `encoder.json`.
 
     from zero_shot import load
 
-    model = load("FOLDER")
-    image_NE = model.encode_image(pixels_BCHW)  # normalized floats: README.md has size, mean and standard deviation
-    text_ME = model.encode_text(["Large left pleural effusion.", "No pleural effusion."])
-    similarity_NM = image_NE @ text_ME.T
+    model = load("FOLDER") image_NE = model.encode_image(pixels_BCHW)  # normalized floats:
+    README.md has size, mean and standard deviation text_ME = model.encode_text(["Large left pleural
+    effusion.", "No pleural effusion."]) similarity_NM = image_NE @ text_ME.T
 """
 
 import json
@@ -26,7 +27,9 @@ LAYERS = {layer.__name__: layer for layer in (nn.Linear, nn.LayerNorm, nn.ReLU, 
 
 
 class DualEncoder(nn.Module):
-    """Image and text encoder with their heads; `folder` is the exported folder, which may have been moved."""
+    """Image and text encoder with their heads; `folder` is the exported folder, which may have
+    been moved.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -35,7 +38,9 @@ class DualEncoder(nn.Module):
         self.settings: Mapping[str, Any] = json.loads((folder / SETTINGS).read_text())
         self.encoders, self.heads = nn.ModuleDict(), nn.ModuleDict()
         for side in ("image", "text"):
-            self.encoders[side] = _load_encoder(folder / f"{side}_encoder", self.settings[side]["arguments"])
+            self.encoders[side] = _load_encoder(
+                folder / f"{side}_encoder", self.settings[side]["arguments"]
+            )
             self.heads[side] = make_head(self.settings[side]["head"])
         self.heads.load_state_dict(load_file(folder / HEADS))
         self.tokenizer: Any = None
@@ -53,7 +58,11 @@ class DualEncoder(nn.Module):
     def encode_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """Return (B, E), L2-normalized, from strings, or from token ids (B, T) with their mask."""
         if not isinstance(texts, Tensor):
-            limits: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.settings["max_tokens"]}
+            limits: dict[str, Any] = {
+                "padding": True,
+                "truncation": True,
+                "max_length": self.settings["max_tokens"],
+            }
             tokens = self.tokenizer(list(texts), return_tensors="pt", **limits)
             texts, mask_BT = tokens["input_ids"], tokens["attention_mask"]
         assert mask_BT is not None, "token ids need their mask"
@@ -61,7 +70,9 @@ class DualEncoder(nn.Module):
             pooled_BD = self.encoders["text"](texts, mask_BT.bool()).pooled_BD
         else:
             output = self.encoders["text"](input_ids=texts, attention_mask=mask_BT.long())
-            pooled_BD = pool_text(output.last_hidden_state, mask_BT.bool(), self.settings["text"]["pool"])
+            pooled_BD = pool_text(
+                output.last_hidden_state, mask_BT.bool(), self.settings["text"]["pool"]
+            )
         return F.normalize(self.heads["text"](pooled_BD), dim=-1)
 
 
@@ -90,7 +101,9 @@ def pool_image(output: Any, pool: str) -> Tensor:
 
 
 def pool_text(states_BTD: Tensor, mask_BT: Tensor, pool: str) -> Tensor:
-    """Return one vector (B, D) for each text: of its first or last token, or the mean or maximum over its tokens."""
+    """Return one vector (B, D) for each text: of its first or last token, or the mean or maximum
+    over its tokens.
+    """
     if pool == "cls":
         return states_BTD[:, 0]
     if pool == "eos":

@@ -1,8 +1,8 @@
 """Key tables of the backbones; the table of a system combines them.
 
 Every function takes the prefix of the backbone's keys in the file and returns rules
-(`medvl.export.importers.key_map`) to medvl's image encoder (names of timm and open_clip) or text encoder (names of
-transformers and open_clip).
+(`medvl.export.importers.key_map`) to medvl's image encoder (names of timm and open_clip) or text
+encoder (names of transformers and open_clip).
 """
 
 import torch
@@ -21,7 +21,9 @@ def position_counter(source: str) -> KeyRule:
 
 
 def window_index(tensor: Tensor) -> Tensor:
-    """Return Swin's table (w * w, w * w): the row of the bias table for each pair of cells of a window."""
+    """Return Swin's table (w * w, w * w): the row of the bias table for each pair of cells of a
+    window.
+    """
     side = round(len(tensor) ** 0.5) if tensor.ndim == 2 else 0
     row_P, column_P = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     row_P, column_P = row_P.flatten(), column_P.flatten()
@@ -31,18 +33,24 @@ def window_index(tensor: Tensor) -> Tensor:
 
 
 def resnet(source: str) -> list[KeyRule]:
-    """Return the rules of a ResNet with torchvision's (and timm's) names, with or without its classifier."""
+    """Return the rules of a ResNet with torchvision's (and timm's) names, with or without its
+    classifier.
+    """
     return [drop(f"{source}fc.*", "the ImageNet classifier"), keep(f"{source}**", f"{IMAGE}**")]
 
 
 def sequential_resnet(source: str) -> list[KeyRule]:
-    """Return the rules of a torchvision ResNet in a `Sequential`: children 0 and 1 are the stem, 4 to 7 the stages."""
+    """Return the rules of a torchvision ResNet in a `Sequential`: children 0 and 1 are the stem,
+    4 to 7 the stages.
+    """
     children = {0: "conv1", 1: "bn1", 4: "layer1", 5: "layer2", 6: "layer3", 7: "layer4"}
     return [keep(f"{source}{number}.**", f"{IMAGE}{name}.**") for number, name in children.items()]
 
 
 def vision_transformer(source: str) -> list[KeyRule]:
-    """Return the rules of a vision Transformer with timm's names; other keys with the same prefix are not matched."""
+    """Return the rules of a vision Transformer with timm's names; other keys with the same
+    prefix are not matched.
+    """
     parts = ("cls_token", "pos_embed", "patch_embed.proj.*", "blocks.**", "norm.*")
     return [keep(f"{source}{part}", f"{IMAGE}{part}") for part in parts]
 
@@ -60,7 +68,8 @@ def hugging_face_dinov2(source: str) -> list[KeyRule]:
 
 
 def _fused_attention(source: str, inputs: str, target: str) -> list[KeyRule]:
-    """Return the rules of an attention of transformers, whose query, key and value are one matrix in timm.
+    """Return the rules of an attention of transformers, whose query, key and value are one matrix
+    in timm.
 
     Args:
         source: its module.
@@ -77,7 +86,9 @@ def _fused_attention(source: str, inputs: str, target: str) -> list[KeyRule]:
 
 
 def hugging_face_dinov2_layers(source: str, target: str) -> list[KeyRule]:
-    """Return the rules of layers of transformers' `Dinov2Encoder`; `target` names blocks of timm in medvl."""
+    """Return the rules of layers of transformers' `Dinov2Encoder`; `target` names blocks of timm
+    in medvl.
+    """
     return [
         keep(f"{source}.*.norm1.*", f"{target}.*.norm1.*"),
         *_fused_attention(f"{source}.*.attention", "attention", f"{target}.*"),
@@ -90,13 +101,19 @@ def hugging_face_dinov2_layers(source: str, target: str) -> list[KeyRule]:
 
 
 def hugging_face_vit(source: str) -> list[KeyRule]:
-    """Return the rules of transformers' `ViTModel`, whose query, key and value are fused into one matrix in timm."""
+    """Return the rules of transformers' `ViTModel`, whose query, key and value are fused into
+    one matrix in timm.
+    """
     return [
         keep(f"{source}embeddings.cls_token", f"{IMAGE}cls_token"),
         keep(f"{source}embeddings.position_embeddings", f"{IMAGE}pos_embed"),
         keep(f"{source}embeddings.patch_embeddings.projection.*", f"{IMAGE}patch_embed.proj.*"),
         *(
-            keep(f"{source}layers.*.attention.{name}_proj.*", f"{IMAGE}blocks.*.attn.qkv.*", part=(index, 3))
+            keep(
+                f"{source}layers.*.attention.{name}_proj.*",
+                f"{IMAGE}blocks.*.attn.qkv.*",
+                part=(index, 3),
+            )
             for index, name in enumerate("qkv")
         ),
         keep(f"{source}layers.*.attention.o_proj.*", f"{IMAGE}blocks.*.attn.proj.*"),
@@ -110,22 +127,32 @@ def hugging_face_vit(source: str) -> list[KeyRule]:
 def hugging_face_swin(source: str) -> list[KeyRule]:
     """Return the rules of transformers' `SwinModel` before version 5.
 
-    timm fuses query, key and value into one matrix, and downsamples at the start of a stage instead of the end of the
-    previous one.
+    timm fuses query, key and value into one matrix, and downsamples at the start of a stage instead
+    of the end of the previous one.
     """
     block, target = f"{source}encoder.layers.*.blocks.*", f"{IMAGE}layers.*.blocks.*"
     return [
         keep(f"{source}embeddings.patch_embeddings.projection.*", f"{IMAGE}patch_embed.proj.*"),
         keep(f"{source}embeddings.norm.*", f"{IMAGE}patch_embed.norm.*"),
-        fixed(f"{block}.attention.self.relative_position_index", window_index, "computed from the window size"),
-        keep(f"{block}.attention.self.relative_position_bias_table", f"{target}.attn.relative_position_bias_table"),
+        fixed(
+            f"{block}.attention.self.relative_position_index",
+            window_index,
+            "computed from the window size",
+        ),
+        keep(
+            f"{block}.attention.self.relative_position_bias_table",
+            f"{target}.attn.relative_position_bias_table",
+        ),
         *_fused_attention(f"{block}.attention", "self", target),
         keep(f"{block}.layernorm_before.*", f"{target}.norm1.*"),
         keep(f"{block}.layernorm_after.*", f"{target}.norm2.*"),
         keep(f"{block}.intermediate.dense.*", f"{target}.mlp.fc1.*"),
         keep(f"{block}.output.dense.*", f"{target}.mlp.fc2.*"),
         *(
-            keep(f"{source}encoder.layers.{stage}.downsample.**", f"{IMAGE}layers.{stage + 1}.downsample.**")
+            keep(
+                f"{source}encoder.layers.{stage}.downsample.**",
+                f"{IMAGE}layers.{stage + 1}.downsample.**",
+            )
             for stage in range(3)
         ),
         keep(f"{source}layernorm.*", f"{IMAGE}norm.*"),
@@ -186,7 +213,11 @@ def _hugging_face_clip_blocks(source: str, encoder: str) -> list[KeyRule]:
     block, target = f"{source}encoder.layers.*", f"{encoder}transformer.resblocks.*"
     return [
         *(
-            keep(f"{block}.self_attn.{name}_proj.{leaf}", f"{target}.attn.in_proj_{leaf}", part=(index, 3))
+            keep(
+                f"{block}.self_attn.{name}_proj.{leaf}",
+                f"{target}.attn.in_proj_{leaf}",
+                part=(index, 3),
+            )
             for index, name in enumerate("qkv")
             for leaf in ("weight", "bias")
         ),
@@ -206,12 +237,17 @@ def clip_image(source: str) -> list[KeyRule]:
 def clip_image_tower(source: str) -> list[KeyRule]:
     """Return the rules of CLIP's image encoder inside the rest of a CLIP model, as in METER."""
     unused = ("positional_embedding", "token_embedding.weight", "ln_final.*")
-    leftover = (drop(f"{source}.{name}", "a remainder of CLIP's text encoder, never used") for name in unused)
+    leftover = (
+        drop(f"{source}.{name}", "a remainder of CLIP's text encoder, never used")
+        for name in unused
+    )
     return [*clip_image(f"{source}.visual."), *leftover]
 
 
 def clip_text(source: str) -> list[KeyRule]:
-    """Return the rules of CLIP's text encoder (OpenAI, open_clip); its projection is a matrix or a linear layer."""
+    """Return the rules of CLIP's text encoder (OpenAI, open_clip); its projection is a matrix or
+    a linear layer.
+    """
     return [
         keep(f"{source}text_projection", f"{TEXT_PROJECTION}matrix"),
         keep(f"{source}text_projection.*", f"{TEXT_PROJECTION}*"),
@@ -234,7 +270,9 @@ def bert(source: str) -> list[KeyRule]:
 
 
 def bert_file() -> list[KeyRule]:
-    """Return the rules of a file with a pretrained BERT, given beside a system's file that has no text encoder."""
+    """Return the rules of a file with a pretrained BERT, given beside a system's file that has
+    no text encoder.
+    """
     return [
         *bert("bert."),
         *bert(""),
@@ -244,15 +282,23 @@ def bert_file() -> list[KeyRule]:
 
 
 def word_head(source: str, target: str) -> list[KeyRule]:
-    """Return the rules of BERT's head for masked words (`WordHead` in medvl), without its table of words."""
+    """Return the rules of BERT's head for masked words (`WordHead` in medvl), without its table
+    of words.
+    """
     names = {"transform.dense.*": "dense.*", "transform.LayerNorm.*": "norm.*", "bias": "bias"}
     return [keep(f"{source}.{old}", f"{target}.{new}") for old, new in names.items()]
 
 
 def tied_word_head(source: str, words: str, target: str = "word_head") -> list[KeyRule]:
-    """Return the rules of a `word_head` whose table is the embedding `words`, with a bias that is stored twice."""
+    """Return the rules of a `word_head` whose table is the embedding `words`, with a bias that
+    is stored twice.
+    """
     decoder = f"{source}.decoder"
-    return [same(f"{decoder}.weight", words), same(f"{decoder}.bias", f"{source}.bias"), *word_head(source, target)]
+    return [
+        same(f"{decoder}.weight", words),
+        same(f"{decoder}.bias", f"{source}.bias"),
+        *word_head(source, target),
+    ]
 
 
 def vocabulary_head(source: str) -> list[KeyRule]:

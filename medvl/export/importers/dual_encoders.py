@@ -59,7 +59,9 @@ def _cxrclip(shapes: Shapes) -> CXRCLIPConfig:
 
 
 def _gloria(shapes: Shapes) -> GLoRIAConfig:
-    return GLoRIAConfig(**bert_fields(shapes, "bioclinicalbert"), projection_dim=shapes["image_head.weight"][0])
+    return GLoRIAConfig(
+        **bert_fields(shapes, "bioclinicalbert"), projection_dim=shapes["image_head.weight"][0]
+    )
 
 
 def _mgca(shapes: Shapes) -> MGCAConfig:
@@ -105,7 +107,8 @@ def _convirt_pytorch(shapes: Shapes) -> ConVIRTConfig:
 
 
 def open_clip_importer(model: str) -> Importer:
-    """Return the importer of an open_clip model whose image and text encoder are both open_clip's own.
+    """Return the importer of an open_clip model whose image and text encoder are both open_clip's
+    own.
 
     Raises ConfigError if open_clip has no such model.
     """
@@ -153,7 +156,11 @@ def _batch_norm_heads(source: str, whole: str, local: str) -> list[KeyRule]:
 def _lovt_side(model: str, whole: str, local: str, pool: str) -> list[KeyRule]:
     """Return the rules of the heads and the pooling of one side of LoVT."""
     rules = [keep(f"{model}.encoder.global_aggregator.**", f"{pool}.**")]
-    layers = {"projection_before.weight": "inner.weight", "projection_before.bias": "inner.bias", "norm.*": "norm.*"}
+    layers = {
+        "projection_before.weight": "inner.weight",
+        "projection_before.bias": "inner.bias",
+        "norm.*": "norm.*",
+    }
     layers |= {"projection_after.weight": "outer.weight", "projection_after.bias": "outer.bias"}
     rules += [
         keep(f"{model}.project_{kind}.{key}", f"{target}.{name}", change=_kernel(kind, name))
@@ -164,8 +171,14 @@ def _lovt_side(model: str, whole: str, local: str, pool: str) -> list[KeyRule]:
 
 
 def _kernel(kind: str, name: str) -> Change:
-    """Return the change of a layer's weight: local heads have convolutions of width 1 over tokens or regions."""
-    return "conv1d to linear" if kind == "local" and name in ("inner.weight", "outer.weight") else "none"
+    """Return the change of a layer's weight: local heads have convolutions of width 1 over
+    tokens or regions.
+    """
+    return (
+        "conv1d to linear"
+        if kind == "local" and name in ("inner.weight", "outer.weight")
+        else "none"
+    )
 
 
 _GLORIA_TOWERS = (*resnet("gloria.img_encoder.model."), *bert("gloria.text_encoder.model."))
@@ -176,13 +189,18 @@ _GLORIA = Importer(
     table=(
         *_GLORIA_TOWERS,
         keep("gloria.img_encoder.global_embedder.*", "image_head.*"),
-        keep("gloria.img_encoder.local_embedder.weight", "region_head.weight", change="conv to linear"),
+        keep(
+            "gloria.img_encoder.local_embedder.weight",
+            "region_head.weight",
+            change="conv to linear",
+        ),
     ),
     system=_gloria,
 )
 _GLORIA_ENCODERS = Importer(
     name="gloria_encoders",
-    title="GLoRIA's encoders alone: for its ResNet-18, whose regions do not have the width of their projection",
+    title="GLoRIA's encoders alone: for its ResNet-18, whose regions do not have the width of "
+    "their projection",
     source=_GLORIA.source,
     image={"image_size": 299, "mean": (0.5,), "std": (0.5,)},
     text={"name": "bioclinicalbert", "layers": (-1, -2, -3, -4), "reduce": "sum"},
@@ -193,7 +211,10 @@ _GLORIA_ENCODERS = Importer(
     ),
 )
 
-_CONVIRT_NOTE = "The pixel statistics are ImageNet's, the encoder's default; those of the published code are not known."
+_CONVIRT_NOTE = (
+    "The pixel statistics are ImageNet's, the encoder's default; those of the "
+    "published code are not known."
+)
 
 IMPORTERS = (
     _GLORIA,
@@ -249,7 +270,8 @@ IMPORTERS = (
             keep("logit_scale", "logit_scale", change="scalar"),
         ),
         system=_cxrclip,
-        note="Pixels are normalised as published: by ImageNet's statistics for a ResNet, by 0.5 and 0.5 for a Swin.",
+        note="Pixels are normalised as published: by ImageNet's statistics for a ResNet, by 0.5 "
+        "and 0.5 for a Swin.",
     ),
     Importer(
         name="lovt",
@@ -265,11 +287,15 @@ IMPORTERS = (
                 for key, name in {"key": "key", "value": "value", "output": "out"}.items()
             ),
             keep("ll_attention.norm.*", "cross_attention.norm.*"),
-            drop("loss_module.**", "tables of the local loss, which depend on the sizes of its inputs"),
+            drop(
+                "loss_module.**",
+                "tables of the local loss, which depend on the sizes of its inputs",
+            ),
             drop("chexpert_bin_*.**", "online evaluation"),
         ),
         system=_lovt,
-        note="The released code divides a report's query by the longest report of its batch; here it is the mean. "
+        note="The released code divides a report's query by the longest report of its batch; "
+        "here it is the mean. "
         f"{_CONVIRT_NOTE}",
     ),
     Importer(
@@ -279,12 +305,18 @@ IMPORTERS = (
         table=(
             *backbones.vision_transformer("img_encoder_q.model."),
             *resnet("img_encoder_q.model."),
-            drop("text_encoder_q.model.encoder.layer.*.crossattention.**", "cross-attention, unused for text alone"),
+            drop(
+                "text_encoder_q.model.encoder.layer.*.crossattention.**",
+                "cross-attention, unused for text alone",
+            ),
             *bert("text_encoder_q.model."),
             *_batch_norm_heads("img_encoder_q", "image_head", "region_head"),
             *_batch_norm_heads("text_encoder_q", "text_head", "word_head"),
             keep("prototype_layer.weight", "prototype_layer.weight"),
-            drop("*_local_atten_layer.**", "attention between words and patches, for an option that MGCA does not use"),
+            drop(
+                "*_local_atten_layer.**",
+                "attention between words and patches, for an option that MGCA does not use",
+            ),
         ),
         system=_mgca,
         zeros=(
@@ -293,7 +325,8 @@ IMPORTERS = (
                 why="its BERT has no token types: adding zeros is the same",
             ),
         ),
-        note="The released code removes punctuation and has the last token, [SEP], among the words.",
+        note="The released code removes punctuation and has the last token, [SEP], among the "
+        "words.",
     ),
     Importer(
         name="convirt_pytorch",
@@ -315,10 +348,21 @@ IMPORTERS = (
         table=(
             *resnet("model_a.encoder.feature_extractor.backbone_layers."),
             *bert("model_b.encoder.language_model."),
-            *_relu_head("model_a.project_global.projection_before", "model_a.project_global.projection_after", "image"),
-            *_relu_head("model_b.project_global.projection_before", "model_b.project_global.projection_after", "text"),
+            *_relu_head(
+                "model_a.project_global.projection_before",
+                "model_a.project_global.projection_after",
+                "image",
+            ),
+            *_relu_head(
+                "model_b.project_global.projection_before",
+                "model_b.project_global.projection_after",
+                "text",
+            ),
             drop("model_*.project_local.**", "local projections, which its ConVIRT never trains"),
-            drop("ll_attention.**", "attention between regions and sentences, which its ConVIRT never trains"),
+            drop(
+                "ll_attention.**",
+                "attention between regions and sentences, which its ConVIRT never trains",
+            ),
             drop("chexpert_bin_*.**", "online evaluation"),
         ),
         system=lambda shapes: dataclasses.replace(_convirt(shapes), fit="pad"),
@@ -335,7 +379,8 @@ IMPORTERS = (
             *_relu_head("lin_proj.0", "lin_proj.2", "text"),
         ),
         system=_convirt,
-        note=f"Its keys were not published, only their prefixes; a file with other keys is refused. {_CONVIRT_NOTE}",
+        note=f"Its keys were not published, only their prefixes; a file with other keys is "
+        f"refused. {_CONVIRT_NOTE}",
     ),
 )
 
@@ -345,7 +390,10 @@ IMPORTERS = (
 
 _SOURCE = "microsoft/hi-ml @ b67c1d2"
 _HEAD = "a projection of image or words, for the complete system"
-_NOTE = "The training code was not released: temperatures and weights of the losses in the config are not confirmed."
+_NOTE = (
+    "The training code was not released: temperatures and weights of the losses in the "
+    "config are not confirmed."
+)
 
 
 def _biovil(shapes: Shapes) -> BioViLConfig:
@@ -355,7 +403,9 @@ def _biovil(shapes: Shapes) -> BioViLConfig:
 def _biovil_t(shapes: Shapes) -> BioViLTConfig:
     blocks = {name.split(".")[2] for name in shapes if name.startswith("pooler.blocks.")}
     return BioViLTConfig(
-        **_settings(shapes), pooler_dim=shapes["patch_head.weight"][0], pooler_blocks=max(len(blocks), 1)
+        **_settings(shapes),
+        pooler_dim=shapes["patch_head.weight"][0],
+        pooler_blocks=max(len(blocks), 1),
     )
 
 
@@ -387,7 +437,10 @@ def _pooler() -> list[KeyRule]:
 
 
 _RESNET = (
-    drop("encoder.encoder.fc.*", "the ImageNet classifier, which BioViL's loader requires but never uses"),
+    drop(
+        "encoder.encoder.fc.*",
+        "the ImageNet classifier, which BioViL's loader requires but never uses",
+    ),
     *resnet("encoder.encoder."),
 )
 _PROJECTOR = (
@@ -434,9 +487,15 @@ BIOVIL_IMPORTERS = (
         source=_SOURCE,
         image={"image_size": 448, "mean": (0.0,), "std": (1.0,)},
         table=(
-            drop("encoder.backbone_to_vit.weight", "input of the pooler over two images, for the complete system"),
+            drop(
+                "encoder.backbone_to_vit.weight",
+                "input of the pooler over two images, for the complete system",
+            ),
             drop("encoder.vit_pooler.**", "the pooler over two images, for the complete system"),
-            drop("encoder.missing_previous_emb", "the placeholder for a missing earlier image, for the pooler"),
+            drop(
+                "encoder.missing_previous_emb",
+                "the placeholder for a missing earlier image, for the pooler",
+            ),
             *_RESNET,
             drop("projector.**", _HEAD),
         ),

@@ -9,7 +9,8 @@ from medvl.export.importers.key_map import drop, keep
 _HEAD = "a projection into this system's shared space: only its encoders are imported"
 _SCALE = "the temperature of this system's loss"
 _STATISTICS = (
-    f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's default; those of this "
+    f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's "
+    f"default; those of this "
     "system are not known."
 )
 _FUSION = "the fusion-encoder of this system: only its encoders are imported"
@@ -19,7 +20,10 @@ _METER_TOWERS = (
     *bert("language_encoder."),
     drop("multi_modal_**", _FUSION),
     drop("modality_type_embeddings.weight", _FUSION),
-    *(drop(f"{head}_head.**", "a pretraining head") for head in ("mlm", "mim", "itm", "itc", "align")),
+    *(
+        drop(f"{head}_head.**", "a pretraining head")
+        for head in ("mlm", "mim", "itm", "itc", "align")
+    ),
     *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr")),
 )
 
@@ -67,8 +71,16 @@ IMPORTERS = (
             drop("logit_scale", _SCALE),
             drop("local_logit_scale", _SCALE),
             *(
-                drop(name, "a part of its local and reconstruction tasks, which medvl does not have")
-                for name in ("prototype_queries", "predictor.**", "sentence_**", "image_decoder.**", "local_cross_**")
+                drop(
+                    name, "a part of its local and reconstruction tasks, which medvl does not have"
+                )
+                for name in (
+                    "prototype_queries",
+                    "predictor.**",
+                    "sentence_**",
+                    "image_decoder.**",
+                    "local_cross_**",
+                )
             ),
         ),
         note=_STATISTICS,

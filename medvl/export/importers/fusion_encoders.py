@@ -24,7 +24,16 @@ from medvl.export.importers.importer import (
     image_arguments,
     text_arguments,
 )
-from medvl.export.importers.key_map import KeyRule, MappedTensors, Shapes, ZeroTensor, drop, is_close, keep, same
+from medvl.export.importers.key_map import (
+    KeyRule,
+    MappedTensors,
+    Shapes,
+    ZeroTensor,
+    drop,
+    is_close,
+    keep,
+    same,
+)
 from medvl.models.fusion_encoders.albef import ALBEFConfig
 from medvl.models.fusion_encoders.lxmert import LXMERTConfig
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
@@ -39,9 +48,11 @@ DECODER_POSITIONS = "mim_head.positions_ND"
 
 
 def keep_decoder_positions(config: Any, mapped: MappedTensors) -> tuple[Any, MappedTensors]:
-    """Return the config and the tensors with the file's positions of the pixel decoder, unless they are MAE's.
+    """Return the config and the tensors with the file's positions of the pixel decoder, unless they
+    are MAE's.
 
-    MRM's released code takes frequencies from 1 down to 0.1 only, M3AE's those of MAE, down to 1 / 10,000.
+    MRM's released code takes frequencies from 1 down to 0.1 only, M3AE's those of MAE, down to 1 /
+    10,000.
     """
     table_ND = mapped.tensors.get(DECODER_POSITIONS)
     if table_ND is None or not _is_mae(table_ND):
@@ -63,14 +74,19 @@ def _is_mae(table_ND: Tensor) -> bool:
 def bert_attention(source: str, target: str) -> list[KeyRule]:
     """Return the rules of BERT's attention with its residual and LayerNorm."""
     return [
-        *(keep(f"{source}.self.{name}.*", f"{target}.{name}.*") for name in ("query", "key", "value")),
+        *(
+            keep(f"{source}.self.{name}.*", f"{target}.{name}.*")
+            for name in ("query", "key", "value")
+        ),
         keep(f"{source}.output.dense.*", f"{target}.out.*"),
         keep(f"{source}.output.LayerNorm.*", f"{target}.norm.*"),
     ]
 
 
 def bert_feed_forward(inner: str, outer: str, target: str) -> list[KeyRule]:
-    """Return the rules of BERT's feed-forward layer, whose two linear layers are `inner.dense` and `outer.dense`."""
+    """Return the rules of BERT's feed-forward layer, whose two linear layers are `inner.dense`
+    and `outer.dense`.
+    """
     return [
         keep(f"{inner}.dense.*", f"{target}.inner.*"),
         keep(f"{outer}.dense.*", f"{target}.outer.*"),
@@ -112,7 +128,10 @@ def pixel_decoder() -> list[KeyRule]:
         keep("mim_head.decoder_embed.*", "mim_head.embed.*"),
         keep("mim_head.decoder_norm.*", "mim_head.norm.*"),
         keep("mim_head.decoder_pred.*", "mim_head.pixels.*"),
-        *(keep(f"{block}.{source}", f"mim_head.blocks.*.{target}") for source, target in names.items()),
+        *(
+            keep(f"{block}.{source}", f"mim_head.blocks.*.{target}")
+            for source, target in names.items()
+        ),
     ]
 
 
@@ -141,7 +160,10 @@ def m3ae_fields(shapes: Shapes) -> dict[str, Any]:
 
 def _ptunifier(shapes: Shapes) -> PTUnifierConfig:
     size = shapes["image_prompts.prompts_RD"][0]
-    selected = {name: min(getattr(PTUnifierConfig, name), size) for name in ("image_prompts", "text_prompts")}
+    selected = {
+        name: min(getattr(PTUnifierConfig, name), size)
+        for name in ("image_prompts", "text_prompts")
+    }
     return PTUnifierConfig(**_streams(shapes), prompts=size, **selected)
 
 
@@ -150,14 +172,21 @@ def _medvill(shapes: Shapes) -> MedViLLConfig:
 
 
 def _meter(
-    image: str, text: str, sides: tuple[str, str], names: Mapping[str, str], text_layer: str = "fusion.text_layers.*"
+    image: str,
+    text: str,
+    sides: tuple[str, str],
+    names: Mapping[str, str],
+    text_layer: str = "fusion.text_layers.*",
 ) -> list[KeyRule]:
-    """Return the rules of two encoders, two streams with co-attention, and the heads for words and matching.
+    """Return the rules of two encoders, two streams with co-attention, and the heads for words and
+    matching.
 
     Args:
         image, text: names of CLIP's image tower and of the text encoder.
-        sides: names of the image's and of the text's layers and poolers, before `_layers` and `_pooler`.
-        names: those of the projections (image_input, text_input), types (modality) and heads (mlm, itm).
+        sides: names of the image's and of the text's layers and poolers, before `_layers` and
+            `_pooler`.
+        names: those of the projections (image_input, text_input), types (modality) and heads (mlm,
+            itm).
         text_layer: name of a layer of the text's stream in medvl.
     """
     vision, language = sides
@@ -178,7 +207,9 @@ def _meter(
 
 
 def m3ae_streams(text_layer: str = "fusion.text_layers.*") -> list[KeyRule]:
-    """Return the rules of M3AE without its pixel decoder; `text_layer` is medvl's name of a layer of the text."""
+    """Return the rules of M3AE without its pixel decoder; `text_layer` is medvl's name of a
+    layer of the text.
+    """
     names = {
         "text_input": "multi_modal_language_proj",
         "image_input": "multi_modal_vision_proj",
@@ -189,13 +220,17 @@ def m3ae_streams(text_layer: str = "fusion.text_layers.*") -> list[KeyRule]:
     sides = "multi_modal_vision", "multi_modal_language"
     return [
         *_meter("vision_encoder", "language_encoder", sides, names, text_layer),
-        *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr", "mlc", "clm")),
+        *(
+            drop(f"{head}_head.**", "a downstream head")
+            for head in ("vqa", "cls", "irtr", "mlc", "clm")
+        ),
     ]
 
 
 _METER = Importer(
     name="meter",
-    title="METER (Dou et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers of co-attention",
+    title="METER (Dou et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers "
+    "of co-attention",
     source="zdou0830/METER @ 14a23be, meter/modules/meter_module.py",
     table=(
         *_meter(
@@ -210,15 +245,20 @@ _METER = Importer(
                 "itm": "itm_score",
             },
         ),
-        *(drop(f"{head}.**", "a downstream head") for head in ("vqa_classifier", "snli_classifier", "rank_output")),
+        *(
+            drop(f"{head}.**", "a downstream head")
+            for head in ("vqa_classifier", "snli_classifier", "rank_output")
+        ),
     ),
     images={"resize": "bicubic_antialias"},
     system=lambda shapes: DualStreamConfig(**_streams(shapes)),
-    note="Models with a Swin Transformer, and those fine-tuned on NLVR2 (three types of tokens), are refused.",
+    note="Models with a Swin Transformer, and those fine-tuned on NLVR2 (three types of "
+    "tokens), are refused.",
 )
 _M3AE = Importer(
     name="m3ae",
-    title="M3AE (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers of co-attention",
+    title="M3AE (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers "
+    "of co-attention",
     source="zhjohnchan/M3AE @ 14da377",
     table=(*m3ae_streams(), *pixel_decoder()),
     images={"resize": "bicubic_antialias"},
@@ -241,7 +281,8 @@ _MEDVILL = Importer(
         keep("itm.linear.*", "itm_head.*"),
     ),
     system=_medvill,
-    note="The vocabulary head was published with a LayerNorm epsilon of 1e-5; here it is 1e-12. The file does not "
+    note="The vocabulary head was published with a LayerNorm epsilon of 1e-5; here it is 1e-12. "
+    "The file does not "
     "contain the attention mask of its training: the config has the paper's best one, bar.",
 )
 
@@ -261,18 +302,26 @@ _PTUNIFIER = Importer(
     ),
     images={"resize": "bicubic_antialias"},
     system=_ptunifier,
-    note="The released code trains neither the pools nor the contrastive head, which are then random in its files. Its "
-    "co-attention and vocabulary head have the LayerNorm epsilon of the text encoder, 1e-5; here it is 1e-12.",
+    note="The released code trains neither the pools nor the contrastive head, which are then "
+    "random in its files. Its "
+    "co-attention and vocabulary head have the LayerNorm epsilon of the text encoder, 1e-5; "
+    "here it is 1e-12.",
 )
 
 
 def _joint_text(shapes: Shapes) -> dict[str, Any]:
     text = text_arguments(shapes, {"name": "bert"})
-    return {"text_encoder": text.pop("name"), "vocab_size": text.pop("vocab_size", None), "text_arguments": text}
+    return {
+        "text_encoder": text.pop("name"),
+        "vocab_size": text.pop("vocab_size", None),
+        "text_arguments": text,
+    }
 
 
 def _visualbert(shapes: Shapes) -> VisualBERTConfig:
-    return VisualBERTConfig(image_encoder=f"regions:{shapes['image_input.weight'][1]}", **_joint_text(shapes))
+    return VisualBERTConfig(
+        image_encoder=f"regions:{shapes['image_input.weight'][1]}", **_joint_text(shapes)
+    )
 
 
 def _lxmert(shapes: Shapes) -> LXMERTConfig:
@@ -298,7 +347,11 @@ def _vilt(shapes: Shapes) -> ViLTConfig:
         image_size=image.pop("image_size"),
         image_arguments=image,
         vocab_size=words,
-        text_arguments={"num_hidden_layers": 0, "hidden_size": width, "max_position_embeddings": positions},
+        text_arguments={
+            "num_hidden_layers": 0,
+            "hidden_size": width,
+            "max_position_embeddings": positions,
+        },
         max_tokens=positions,
     )
 
@@ -314,7 +367,9 @@ _VISUALBERT = Importer(
         *_bert_embeddings("visual_bert.embeddings"),
         keep("visual_bert.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("visual_bert.pooler.dense.*", "pooler.dense.*"),
-        *tied_word_head("cls.predictions", "visual_bert.embeddings.word_embeddings.weight", "mlm_head"),
+        *tied_word_head(
+            "cls.predictions", "visual_bert.embeddings.word_embeddings.weight", "mlm_head"
+        ),
         keep("cls.seq_relationship.*", "itm_head.*", change="reverse"),
     ),
     system=_visualbert,
@@ -333,9 +388,13 @@ _LXMERT = Importer(
         keep("lxmert.encoder.visn_fc.box_fc.*", "image_input.project_boxes.*"),
         keep("lxmert.encoder.visn_fc.box_layer_norm.*", "image_input.norm_boxes.*"),
         *bert_attention(f"{_REGIONS}.attention", "image_layers.*.attention"),
-        *bert_feed_forward(f"{_REGIONS}.intermediate", f"{_REGIONS}.output", "image_layers.*.feed_forward"),
+        *bert_feed_forward(
+            f"{_REGIONS}.intermediate", f"{_REGIONS}.output", "image_layers.*.feed_forward"
+        ),
         *(
-            keep(f"{_BOTH}.visual_attention.{source}.*", f"cross_layers.*.cross_attention.{target}.*")
+            keep(
+                f"{_BOTH}.visual_attention.{source}.*", f"cross_layers.*.cross_attention.{target}.*"
+            )
             for source, target in {
                 **{f"att.{name}": name for name in ("query", "key", "value")},
                 "output.dense": "out",
@@ -348,7 +407,9 @@ _LXMERT = Importer(
             for rule in (
                 *bert_attention(f"{_BOTH}.{old}_self_att", f"cross_layers.*.{new}_attention"),
                 *bert_feed_forward(
-                    f"{_BOTH}.{old}_inter", f"{_BOTH}.{old}_output", f"cross_layers.*.{new}_feed_forward"
+                    f"{_BOTH}.{old}_inter",
+                    f"{_BOTH}.{old}_output",
+                    f"cross_layers.*.{new}_feed_forward",
                 ),
             )
         ),
@@ -359,7 +420,10 @@ _LXMERT = Importer(
         keep("obj_predict_head.transform.LayerNorm.*", "region_head.2.*"),
         keep("obj_predict_head.decoder_dict.obj.*", "object_head.*"),
         keep("obj_predict_head.decoder_dict.feat.*", "feature_head.*"),
-        drop("obj_predict_head.decoder_dict.attr.*", "attributes of objects, which medvl's detectors do not have"),
+        drop(
+            "obj_predict_head.decoder_dict.attr.*",
+            "attributes of objects, which medvl's detectors do not have",
+        ),
         drop("answer_head.**", "a downstream head"),
     ),
     system=_lxmert,
@@ -401,11 +465,16 @@ def _towers(suffix: str, target: str) -> list[KeyRule]:
     """
     text = f"text_encoder{suffix}"
     bert, words = f"{text}.bert", f"{text}.cls.predictions"
-    image = [keep(rule.source, f"{target}{rule.target}") for rule in vision_transformer(f"visual_encoder{suffix}.")]
+    image = [
+        keep(rule.source, f"{target}{rule.target}")
+        for rule in vision_transformer(f"visual_encoder{suffix}.")
+    ]
     fusion = [
         rule
         for layer in range(_TEXT_LAYERS, _LAYERS)
-        for rule in co_attention_layer(f"{bert}.encoder.layer.{layer}", f"{target}fusion.{layer - _TEXT_LAYERS}")
+        for rule in co_attention_layer(
+            f"{bert}.encoder.layer.{layer}", f"{target}fusion.{layer - _TEXT_LAYERS}"
+        )
     ]
     return [
         *image,
@@ -426,7 +495,10 @@ def _albef(shapes: Shapes) -> ALBEFConfig:
     fields = encoder_fields(shapes, {}, {"name": "bert"})
     intermediate, width = shapes["fusion.0.feed_forward.inner.weight"]
     return ALBEFConfig(
-        **{**fields, "image_arguments": {**fields["image_arguments"], "mean": _CLIP_MEAN, "std": _CLIP_STD}},
+        **{
+            **fields,
+            "image_arguments": {**fields["image_arguments"], "mean": _CLIP_MEAN, "std": _CLIP_STD},
+        },
         layers=count(shapes, "fusion."),
         heads=attention_heads(width),
         intermediate=intermediate,
@@ -437,24 +509,35 @@ def _albef(shapes: Shapes) -> ALBEFConfig:
 _EMPTY = "the queue of past pairs starts empty, as in every training of medvl"
 _ALBEF = Importer(
     name="albef",
-    title="ALBEF (Li et al. 2021): ViT-B/16, the lower half of a BERT, its upper half with cross-attention",
+    title="ALBEF (Li et al. 2021): ViT-B/16, the lower half of a BERT, its upper half with "
+    "cross-attention",
     source="salesforce/ALBEF @ 90541c9, models/model_pretrain.py",
     table=(
         *_towers("", ""),
         *_towers("_m", _TEACHER),
         keep("temp", "itc_head.temperature"),
         keep("itm_head.*", "itm_head.*"),
-        *(drop(name, "past pairs of the published training") for name in ("image_queue", "text_queue", "queue_ptr")),
+        *(
+            drop(name, "past pairs of the published training")
+            for name in ("image_queue", "text_queue", "queue_ptr")
+        ),
     ),
     images={"resize": "bicubic_antialias"},
     cleaning="albef",
     closing=False,
     system=_albef,
     zeros=(
-        *(ZeroTensor(name=f"itc_head.queue.{name}", why=_EMPTY) for name in ("image_QE", "text_QE", "names_Q", "seen")),
-        ZeroTensor(name="momentum.n_averaged", why="a training starts a moving average of its own from the model"),
+        *(
+            ZeroTensor(name=f"itc_head.queue.{name}", why=_EMPTY)
+            for name in ("image_QE", "text_QE", "names_Q", "seen")
+        ),
+        ZeroTensor(
+            name="momentum.n_averaged",
+            why="a training starts a moving average of its own from the model",
+        ),
     ),
-    note="When training continues, the moving average starts from the model again, and the queue is empty.",
+    note="When training continues, the moving average starts from the model again, and the "
+    "queue is empty.",
 )
 
 ALBEF_IMPORTERS = (_ALBEF,)

@@ -1,4 +1,6 @@
-"""Import of a published checkpoint: every entry is mapped or left out with a reason, every parameter is filled."""
+"""Import of a published checkpoint: every entry is mapped or left out with a reason, every
+parameter is filled.
+"""
 
 import dataclasses
 import difflib
@@ -62,7 +64,8 @@ _IMPORTERS: Mapping[str, Importer] = {
 }
 
 NOT_IMPORTED: Mapping[str, str] = {
-    "benchx_converters": "a table of conventions, not a file: BenchX's files are those of the systems that it names",
+    "benchx_converters": "a table of conventions, not a file: BenchX's files are those of the "
+    "systems that it names",
 }
 """Published layouts without an importer, and the reason."""
 
@@ -84,15 +87,25 @@ def find_importer(name: str) -> Importer:
     if name in _IMPORTERS:
         return _IMPORTERS[name]
     if name in NOT_IMPORTED:
-        raise ConfigError(f"{name} cannot be imported: {NOT_IMPORTED[name]}", "unsupported", field="system")
+        raise ConfigError(
+            f"{name} cannot be imported: {NOT_IMPORTED[name]}", "unsupported", field="system"
+        )
     near = difflib.get_close_matches(name, _IMPORTERS, n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(_IMPORTERS)} and open_clip:NAME."
+    hint = (
+        f"did you mean {', '.join(near)}?"
+        if near
+        else f"choose one of {', '.join(_IMPORTERS)} and open_clip:NAME."
+    )
     raise ConfigError(f"no importer is called {name!r}: {hint}", "unknown_name", field="system")
 
 
 def matching_importers(keys: Sequence[str]) -> list[str]:
     """Return the names of the importers whose tables cover all of these keys."""
-    return [importer.name for importer in list_importers() if count_covered(keys, importer.table) == len(keys)]
+    return [
+        importer.name
+        for importer in list_importers()
+        if count_covered(keys, importer.table) == len(keys)
+    ]
 
 
 _LOG = logging.getLogger(__name__)
@@ -115,7 +128,9 @@ class Imported:
     zeros: Mapping[str, str]
     """medvl tensor that is set to zero because the file has none -> why the result is the same."""
     beside: Mapping[str, str]
-    """Entry of the file outside of the weights, such as an optimizer's state or another set of weights -> reason."""
+    """Entry of the file outside of the weights, such as an optimizer's state or another set of
+    weights -> reason.
+    """
     weights: str
     """Name of the set of weights that was read; `.` for the top of the file."""
     blanks: Sequence[str]
@@ -131,7 +146,10 @@ class Imported:
     def report(self) -> dict[str, Any]:
         """Return all fields except the model, and medvl's version, for `import.json`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**{name: value for name, value in fields.items() if name != "model"}, "medvl": medvl.__version__}
+        return {
+            **{name: value for name, value in fields.items() if name != "model"},
+            "medvl": medvl.__version__,
+        }
 
 
 def import_checkpoint(
@@ -144,43 +162,57 @@ def import_checkpoint(
     weights: str | None = None,
     out: Path | str | None = None,
 ) -> Imported:
-    """Load a published checkpoint as a medvl system, or as encoders where medvl does not have the system.
+    """Load a published checkpoint as a medvl system, or as encoders where medvl does not have the
+    system.
 
     Args:
         system: name of an importer (`list_importers`), or `open_clip:NAME`.
-        file: safetensors, or a file written by `torch.save`, or a folder with one; no code in it is run.
-        text_file: the text model's file, for systems that were published in two (BioViL, BioViL-T), or without their
-            text encoder (MedKLIP, MAVL).
-        entities: file with the entities of the system's training, which its checkpoint does not hold (MedKLIP,
-            MAVL, KAD, ARL).
-        tokenizer: the system's tokenizer or its folder; without it, only systems with CLIP's vocabulary take strings.
-        weights: name of a set of weights in `file`, where it has several: `state_dict_ema`, `teacher`.
-        out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders `image_encoder` and
-            `text_encoder` for `load_encoder`. `import.json` lists what was left out and why.
+        file: safetensors, or a file written by `torch.save`, or a folder with one; no code in it is
+            run.
+        text_file: the text model's file, for systems that were published in two (BioViL, BioViL-T),
+            or without their text encoder (MedKLIP, MAVL).
+        entities: file with the entities of the system's training, which its checkpoint does not
+            hold (MedKLIP, MAVL, KAD, ARL).
+        tokenizer: the system's tokenizer or its folder; without it, only systems with CLIP's
+            vocabulary take strings.
+        weights: name of a set of weights in `file`, where it has several: `state_dict_ema`,
+            `teacher`.
+        out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders
+            `image_encoder` and `text_encoder` for `load_encoder`. `import.json` lists what was left
+            out and why.
 
     Raises:
-        ConfigError: there is no such importer, `out` exists, the tokenizer does not fit, or a second file is missing,
-            malformed or not wanted.
-        WeightsError: the file cannot be read or belongs to another system; the message names the first differences.
-            "conflict": it has several sets of weights. "nonfinite": a value is NaN or infinite.
+        ConfigError: there is no such importer, `out` exists, the tokenizer does not fit, or a
+            second file is missing, malformed or not wanted.
+        WeightsError: the file cannot be read or belongs to another system; the message names the
+            first differences. "conflict": it has several sets of weights. "nonfinite": a value is
+            NaN or infinite.
     """
     importer, path = find_importer(system), file_in_folder(Path(file))
     _check_files(importer, text_file, entities)
     files = [path] if text_file is None else [path, file_in_folder(Path(text_file))]
     chosen = [weights, None][: len(files)]
     contents = [
-        read_weight_file(each, weights=name, parts=importer.parts) for each, name in zip(files, chosen, strict=True)
+        read_weight_file(each, weights=name, parts=importer.parts)
+        for each, name in zip(files, chosen, strict=True)
     ]
     tensors: dict[str, Tensor] = {}
     for each, content in zip(files, contents, strict=True):
-        own = fitting_keys(without_wrapper(content.tensors), lambda keys: count_covered(keys, importer.table))
+        own = fitting_keys(
+            without_wrapper(content.tensors), lambda keys: count_covered(keys, importer.table)
+        )
         twice = [key for key in own if key in tensors and not torch.equal(tensors[key], own[key])]
         if twice:
-            message = f"{twice[0]} is in {path} and in {each}: give the image model's file and the text model's"
+            message = (
+                f"{twice[0]} is in {path} and in {each}: give the image model's file and "
+                f"the text model's"
+            )
             raise WeightsError(message, "conflict", field="text_file")
         tensors |= own
     source = " and ".join(map(str, files))
-    model, mapped, zeros = match_checkpoint(tensors, importer, source, tokenizer, entities, path.parent)
+    model, mapped, zeros = match_checkpoint(
+        tensors, importer, source, tokenizer, entities, path.parent
+    )
     state = model.state_dict()
     zero = {name: torch.zeros_like(state[name]) for name in zeros}
     check_values(mapped.tensors, state, source)
@@ -201,20 +233,38 @@ def import_checkpoint(
     )
     if out is not None:
         _save(imported, Path(out))
-    _LOG.info("%s: %d tensors loaded as %s, %d left out", path, imported.loaded, system, len(imported.left_out))
+    _LOG.info(
+        "%s: %d tensors loaded as %s, %d left out",
+        path,
+        imported.loaded,
+        system,
+        len(imported.left_out),
+    )
     return imported
 
 
-def _check_files(importer: Importer, text_file: Path | str | None, entities: Path | str | None) -> None:
-    parts = [each for each in list_importers() if each.name in (f"{importer.name}_image", f"{importer.name}_encoders")]
+def _check_files(
+    importer: Importer, text_file: Path | str | None, entities: Path | str | None
+) -> None:
+    parts = [
+        each
+        for each in list_importers()
+        if each.name in (f"{importer.name}_image", f"{importer.name}_encoders")
+    ]
     without = f"; {parts[0].name} imports the {parts[0].kind} without it" if parts else ""
     if importer.text_file is not None and text_file is None:
-        message = f"{importer.name} needs a second file, text_file, with {importer.text_file}{without}"
+        message = (
+            f"{importer.name} needs a second file, text_file, with {importer.text_file}{without}"
+        )
         raise ConfigError(message, "missing", field="text_file")
     if importer.text_file is None and text_file is not None:
-        raise ConfigError(f"{importer.name} is imported from one file", "conflict", field="text_file")
+        raise ConfigError(
+            f"{importer.name} is imported from one file", "conflict", field="text_file"
+        )
     if importer.entities is None and entities is not None:
-        raise ConfigError(f"{importer.name} takes no file of entities", "conflict", field="entities")
+        raise ConfigError(
+            f"{importer.name} takes no file of entities", "conflict", field="entities"
+        )
     if importer.entities is not None and importer.entities.required and entities is None:
         message = f"{importer.name} needs a file of entities: {importer.entities.title}{without}"
         raise ConfigError(message, "missing", field="entities")
@@ -228,29 +278,49 @@ def match_checkpoint(
     entities: Path | str | None = None,
     folder: Path | None = None,
 ) -> tuple[System | Encoders, MappedTensors, dict[str, str]]:
-    """Return the model (random weights), the file's tensors by its names, and the tensors to zero with the reason.
+    """Return the model (random weights), the file's tensors by its names, and the tensors to zero
+    with the reason.
 
-    All names and shapes are compared. Works on the meta device. `folder` may have the file of an image processor.
+    All names and shapes are compared. Works on the meta device. `folder` may have the file of an
+    image processor.
 
     Raises:
         ConfigError, WeightsError: as `import_checkpoint`.
     """
     mapped = to_medvl(tensors, importer.table)
     if importer.computed is not None:
-        mapped = dataclasses.replace(mapped, tensors={**mapped.tensors, **importer.computed(mapped.tensors)})
+        mapped = dataclasses.replace(
+            mapped, tensors={**mapped.tensors, **importer.computed(mapped.tensors)}
+        )
     elements = sum(tensor.numel() for tensor in tensors.values())
-    limit = AllocationLimit(elements, WeightsError("its sizes need far more weights than it has", "mismatch"))
+    limit = AllocationLimit(
+        elements, WeightsError("its sizes need far more weights than it has", "mismatch")
+    )
     try:
         with limit:
             model, mapped = _build(importer, mapped, tokenizer, entities, folder)
-    except (WeightsError, KeyError) as error:  # the tensors that determine the sizes are missing, or claim too much
-        problems = [*mapped.problems, f"missing {error}" if isinstance(error, KeyError) else str(error)]
+    except (
+        WeightsError,
+        KeyError,
+    ) as error:  # the tensors that determine the sizes are missing, or claim too much
+        problems = [
+            *mapped.problems,
+            f"missing {error}" if isinstance(error, KeyError) else str(error),
+        ]
         raise _mismatch(tensors, importer, source, problems) from None
-    except (ValueError, IndexError, ZeroDivisionError) as error:  # one of them has another number of axes
+    except (
+        ValueError,
+        IndexError,
+        ZeroDivisionError,
+    ) as error:  # one of them has another number of axes
         problems = [*mapped.problems, f"shapes from which no model can be built ({error})"]
         raise _mismatch(tensors, importer, source, problems) from None
     state = model.state_dict()
-    missing = [name for name in state if name not in mapped.tensors and not name.endswith("num_batches_tracked")]
+    missing = [
+        name
+        for name in state
+        if name not in mapped.tensors and not name.endswith("num_batches_tracked")
+    ]
     zeros = {zero.name: zero.why for zero in importer.zeros if zero.name in missing}
     problems = [*mapped.problems, *(f"missing {name}" for name in missing if name not in zeros)]
     for name, tensor in mapped.tensors.items():
@@ -261,7 +331,9 @@ def match_checkpoint(
             problems.append(f"{keys} is {tuple(tensor.shape)}, expected {tuple(state[name].shape)}")
     if problems:
         sets = copies({key: tensor.shape for key, tensor in tensors.items()})
-        if sets and not all(count_covered([key], importer.table) for key in tensors if key.startswith(f"{sets[1]}.")):
+        if sets and not all(
+            count_covered([key], importer.table) for key in tensors if key.startswith(f"{sets[1]}.")
+        ):
             raise several_sets(source, sets)
         raise _mismatch(tensors, importer, source, problems)
     return model, mapped, zeros
@@ -297,11 +369,16 @@ def _build(
     return create_model(config, tokenizer=tokenizer), mapped
 
 
-def _mismatch(tensors: Mapping[str, Tensor], importer: Importer, source: str, problems: Sequence[str]) -> WeightsError:
+def _mismatch(
+    tensors: Mapping[str, Tensor], importer: Importer, source: str, problems: Sequence[str]
+) -> WeightsError:
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     others = [name for name in matching_importers(list(tensors)) if name != importer.name]
     hint = f" Its keys are those of {' or '.join(others)}." if others else ""
-    message = f"{source} is not a checkpoint of {importer.name}: {'; '.join(problems[:_SHOWN])}{more}.{hint}"
+    message = (
+        f"{source} is not a checkpoint of {importer.name}: "
+        f"{'; '.join(problems[:_SHOWN])}{more}.{hint}"
+    )
     return WeightsError(message, "mismatch")
 
 
@@ -314,35 +391,48 @@ def _save(imported: Imported, out: Path) -> None:
                 save_encoder(encoder, folder / name)
         else:
             checkpoint.save(
-                imported.model, folder, {"imported": {"system": imported.system, "sha256": imported.sha256}}
+                imported.model,
+                folder,
+                {"imported": {"system": imported.system, "sha256": imported.sha256}},
             )
         write_json(folder / REPORT, imported.report())
 
 
 def save_encoder(encoder: nn.Module, folder: Path) -> None:
-    """Write one encoder into a new folder: its weights, and its factory arguments in `encoder.json`."""
+    """Write one encoder into a new folder: its weights, and its factory arguments in
+    `encoder.json`.
+    """
     assert isinstance(encoder, ImageEncoder | TextEncoder)
     kind = "image" if isinstance(encoder, ImageEncoder) else "text"
     folder.mkdir(parents=True)
     write_json(folder / ENCODER, {"format": _FORMAT, "kind": kind, "arguments": encoder.config})
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.state_dict().items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in encoder.state_dict().items()
+    }
     safetensors.torch.save_file(tensors, folder / WEIGHTS)
 
 
 def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
     """Load an encoder that `import_checkpoint` wrote, in eval mode.
 
-    The same as `create_image_encoder(**arguments, pretrained=folder)` with the arguments of its `encoder.json`.
+    The same as `create_image_encoder(**arguments, pretrained=folder)` with the arguments of its
+    `encoder.json`.
 
-    Raises CheckpointError if the folder holds no encoder or no weights, and WeightsError if they do not fit.
+    Raises CheckpointError if the folder holds no encoder or no weights, and WeightsError if they do
+    not fit.
     """
     path = Path(folder) / ENCODER
     try:
         description = parse_json(path.read_bytes())
         kind, arguments = description["kind"], dict(description["arguments"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        message = f"{path} cannot be read ({type(error).__name__}): give a folder written by import_checkpoint"
-        raise CheckpointError(message, "not_found" if isinstance(error, FileNotFoundError) else "malformed") from None
+        message = (
+            f"{path} cannot be read ({type(error).__name__}): give a folder written by "
+            f"import_checkpoint"
+        )
+        raise CheckpointError(
+            message, "not_found" if isinstance(error, FileNotFoundError) else "malformed"
+        ) from None
     create = create_image_encoder if kind == "image" else create_text_encoder
     with limited_allocation(Path(folder)):
         encoder: ImageEncoder | TextEncoder = create(**arguments, pretrained=Path(folder))

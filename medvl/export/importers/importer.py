@@ -24,7 +24,9 @@ Options = Mapping[str, Any]
 PROCESSOR_FILE = "preprocessor_config.json"
 _KERNELS = {2: "bilinear_antialias", 3: "bicubic_antialias"}
 """Pillow's number of a filter -> kernel."""
-_HEAD_WIDTH = 64  # of every published BERT, vision Transformer and CLIP; the files do not contain it
+_HEAD_WIDTH = (
+    64  # of every published BERT, vision Transformer and CLIP; the files do not contain it
+)
 _RESNETS: Mapping[tuple[bool, tuple[int, ...]], str] = {
     (True, (3, 4, 6, 3)): "resnet50",
     (True, (3, 4, 23, 3)): "timm:resnet101",
@@ -38,7 +40,9 @@ _RESNET_CHANNELS = (64, 128, 256, 512)
 class Encoders(nn.Module):
     """An image encoder, a text encoder, or both."""
 
-    def __init__(self, image_encoder: ImageEncoder | None, text_encoder: TextEncoder | None) -> None:
+    def __init__(
+        self, image_encoder: ImageEncoder | None, text_encoder: TextEncoder | None
+    ) -> None:
         super().__init__()
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
 
@@ -48,11 +52,14 @@ def build_encoders(shapes: Shapes, image: Options | None, text: Options | None) 
 
     Args:
         shapes: shapes of the tensors, by medvl's names.
-        image, text: arguments that the shapes do not determine; None if the file has no such encoder.
+        image, text: arguments that the shapes do not determine; None if the file has no such
+            encoder.
 
     Raises WeightsError if the architecture is not known.
     """
-    image_encoder = None if image is None else create_image_encoder(**image_arguments(shapes, image))
+    image_encoder = (
+        None if image is None else create_image_encoder(**image_arguments(shapes, image))
+    )
     if text is None:
         return Encoders(image_encoder, None)
     projected = any(name.startswith(TEXT_PROJECTION) for name in shapes)
@@ -62,11 +69,17 @@ def build_encoders(shapes: Shapes, image: Options | None, text: Options | None) 
 
 def child_shapes(shapes: Shapes, prefix: str) -> Shapes:
     """Return the shapes of one child, without its prefix."""
-    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): shape
+        for name, shape in shapes.items()
+        if name.startswith(prefix)
+    }
 
 
 def image_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
-    """Return arguments of `create_image_encoder`. Raises WeightsError if the architecture is not known."""
+    """Return arguments of `create_image_encoder`. Raises WeightsError if the architecture is not
+    known.
+    """
     if "name" in options:
         return dict(options)
     shapes = child_shapes(shapes, IMAGE)
@@ -78,11 +91,14 @@ def image_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
         return _vision_transformer(shapes) | dict(options)
     if "conv1.weight" in shapes and "layer1.0.conv1.weight" in shapes:
         return _resnet(shapes) | dict(options)
-    raise WeightsError(f"unknown architecture of the image encoder: it has {_some(shapes)}", "mismatch")
+    raise WeightsError(
+        f"unknown architecture of the image encoder: it has {_some(shapes)}", "mismatch"
+    )
 
 
 def text_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
-    """Return arguments of `create_text_encoder`; `name` in `options` is a preset, except for CLIP's text encoder.
+    """Return arguments of `create_text_encoder`; `name` in `options` is a preset, except for CLIP's
+    text encoder.
 
     Raises WeightsError if the architecture is not known.
     """
@@ -90,12 +106,16 @@ def text_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
     if "embeddings.word_embeddings.weight" in encoder:
         return _bert(encoder, str(options["name"])) | dict(options)
     if "token_embedding.weight" not in encoder:
-        raise WeightsError(f"unknown architecture of the text encoder: it has {_some(encoder)}", "mismatch")
+        raise WeightsError(
+            f"unknown architecture of the text encoder: it has {_some(encoder)}", "mismatch"
+        )
     return _clip_text(encoder, shapes.get(f"{TEXT_PROJECTION}matrix", (0, 512))[1]) | dict(options)
 
 
 def encoder_fields(shapes: Shapes, image: Options, text: Options) -> dict[str, Any]:
-    """Return the fields of a system's config that describe its two encoders, without projections, which it sets."""
+    """Return the fields of a system's config that describe its two encoders, without
+    projections, which it sets.
+    """
     image_options, text_options = image_arguments(shapes, image), text_arguments(shapes, text)
     image_options.pop("projection", None)
     sized = {"image_size": image_options.pop("image_size")} if "image_size" in image_options else {}
@@ -110,16 +130,19 @@ def encoder_fields(shapes: Shapes, image: Options, text: Options) -> dict[str, A
 
 
 def bert_fields(shapes: Shapes, preset: str) -> dict[str, Any]:
-    """Return `encoder_fields` of a system whose text encoder is a BERT, with the size of its vocabulary."""
+    """Return `encoder_fields` of a system whose text encoder is a BERT, with the size of its
+    vocabulary.
+    """
     fields = encoder_fields(shapes, {}, {"name": preset})
     return {**fields, "vocab_size": shapes[f"{TEXT}embeddings.word_embeddings.weight"][0]}
 
 
 def with_image_processor(config: Any, folder: Path) -> Any:
-    """Return a system's config with the statistics of pixels, the kernel and the fit of the processor in a folder.
+    """Return a system's config with the statistics of pixels, the kernel and the fit of the
+    processor in a folder.
 
-    Without the file the config is returned as it is. Raises ConfigError for a file that cannot be read, or of other
-    values.
+    Without the file the config is returned as it is. Raises ConfigError for a file that cannot be
+    read, or of other values.
     """
     path = folder / PROCESSOR_FILE
     try:
@@ -127,11 +150,15 @@ def with_image_processor(config: Any, folder: Path) -> Any:
     except FileNotFoundError:
         return config
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}", "malformed")
+        raise ConfigError(
+            f"{path}: expected a JSON object, got {type(content).__name__}", "malformed"
+        )
     image = {**config.image_arguments, "mean": _numbers(content, "image_mean", path)}
     image["std"] = _numbers(content, "image_std", path)
     if min(image["std"]) <= 0:
-        raise ConfigError(f"{path}: expected image_std above 0, got {list(image['std'])}", "out_of_range")
+        raise ConfigError(
+            f"{path}: expected image_std above 0, got {list(image['std'])}", "out_of_range"
+        )
     resample = content.get("resample", 3)
     if not isinstance(resample, int) or resample not in _KERNELS:
         message = f"{path}: expected resample 2 (bilinear) or 3 (bicubic), got {resample!r}"
@@ -143,16 +170,23 @@ def with_image_processor(config: Any, folder: Path) -> Any:
 def _numbers(content: dict[str, Any], name: str, path: Path) -> tuple[float, ...]:
     content_values = content.get(name)
     values = content_values if isinstance(content_values, list) else []
-    numbers = tuple(float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+    numbers = tuple(
+        float(value)
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    )
     if len(values) != 3 or len(numbers) != 3:
-        raise ConfigError(f"{path}: expected {name} of three numbers, got {content_values!r}", "malformed")
+        raise ConfigError(
+            f"{path}: expected {name} of three numbers, got {content_values!r}", "malformed"
+        )
     return numbers
 
 
 def count(shapes: Shapes, prefix: str) -> int:
     """Return the number of numbered children after a prefix, as in `blocks.11.norm1.weight`.
 
-    Raises WeightsError unless they are numbered from 0 without gaps: a single name could claim any number of layers.
+    Raises WeightsError unless they are numbered from 0 without gaps: a single name could claim any
+    number of layers.
     """
     matches = (re.match(rf"{re.escape(prefix)}(\d+)\.", name, re.ASCII) for name in shapes)
     numbers = {match[1] for match in matches if match}
@@ -196,7 +230,13 @@ def _vision_transformer(shapes: Shapes) -> dict[str, Any]:
         "mlp_ratio": inside / width,
     }
     is_dinov2 = "blocks.0.ls1.gamma" in shapes
-    base = {"patch_size": 14 if is_dinov2 else 16, "embed_dim": 768, "depth": 12, "num_heads": 12, "mlp_ratio": 4.0}
+    base = {
+        "patch_size": 14 if is_dinov2 else 16,
+        "embed_dim": 768,
+        "depth": 12,
+        "num_heads": 12,
+        "mlp_ratio": 4.0,
+    }
     name = "rad_dino" if is_dinov2 else "vit_b16"
     return {"name": name, "image_size": side, **_differing(fields, base)}
 
@@ -213,7 +253,12 @@ def _clip_image(shapes: Shapes) -> dict[str, Any]:
     }
     base = {"patch_size": 16 if patch == 16 else 32, "width": 768, "layers": 12, "embed_dim": 512}
     name = f"clip_vit_b{base['patch_size']}"
-    return {"name": name, "image_size": side, "projection": "proj" in shapes, **_differing(fields, base)}
+    return {
+        "name": name,
+        "image_size": side,
+        "projection": "proj" in shapes,
+        **_differing(fields, base),
+    }
 
 
 def _clip_text(shapes: Shapes, embed_dim: int) -> dict[str, Any]:
@@ -238,8 +283,13 @@ def _clip_text(shapes: Shapes, embed_dim: int) -> dict[str, Any]:
 
 
 def _swin(shapes: Shapes) -> dict[str, Any]:
-    depths = tuple(count(shapes, f"layers.{stage}.blocks.") for stage in range(count(shapes, "layers.")))
-    tables = [shapes[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(len(depths))]
+    depths = tuple(
+        count(shapes, f"layers.{stage}.blocks.") for stage in range(count(shapes, "layers."))
+    )
+    tables = [
+        shapes[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"]
+        for stage in range(len(depths))
+    ]
     fields = {
         "embed_dim": shapes["patch_embed.proj.weight"][0],
         "depths": depths,
@@ -278,8 +328,9 @@ class EntityFile:
     title: str
     """Name of the published file, and its format."""
     read: Callable[[Any, Path], tuple[Any, Mapping[str, Tensor]]]
-    """Function from the system's config and the file to the config with the entities, and further tensors by medvl's
-    names."""
+    """Function from the system's config and the file to the config with the entities, and further
+    tensors by medvl's names.
+    """
     required: bool = False
 
 
@@ -294,11 +345,15 @@ class Importer:
     """Code that defines the layout: repository and commit."""
     table: Sequence[KeyRule]
     image: Options | None = None
-    """Arguments of the image encoder that the file does not determine; None if the file has no image encoder."""
+    """Arguments of the image encoder that the file does not determine; None if the file has no
+    image encoder.
+    """
     text: Options | None = None
     """The same for the text encoder."""
     system: Callable[[Shapes], Any] | None = None
-    """Function from the shapes by medvl's names to the system's config; None: only the encoders are imported."""
+    """Function from the shapes by medvl's names to the system's config; None: only the encoders
+    are imported.
+    """
     zeros: Sequence[ZeroTensor] = ()
     parts: Sequence[str] = ()
     """Names of the state dicts that the file holds side by side; keys are then `part/key`."""
@@ -308,14 +363,18 @@ class Importer:
     computed: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     """Function from the tensors by medvl's names to those that replace them."""
     settle: Callable[[Any, MappedTensors], tuple[Any, MappedTensors]] | None = None
-    """Function from the config and the tensors to those after what depends on values, such as tables of positions that
-    differ from the computed ones."""
+    """Function from the config and the tensors to those after what depends on values, such as
+    tables of positions that differ from the computed ones.
+    """
     tokenizer: str | None = None
     """Argument of `load_tokenizer` for tokenizers that an installed package contains."""
     images: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of the system's config for the released preparation of images, where they differ from its defaults."""
+    """Fields of the system's config for the released preparation of images, where they differ
+    from its defaults.
+    """
     has_processor: bool = False
-    """Whether its files come with an image processor (`preprocessor_config.json`), which is read if it is beside them.
+    """Whether its files come with an image processor (`preprocessor_config.json`), which is read if
+    it is beside them.
     """
     cleaning: Cleaning | None = None
     """How the released code cleans texts before its tokenizer; None: not at all."""
@@ -329,5 +388,9 @@ class Importer:
         """Type of the imported object: "system", or which encoders."""
         if self.system is not None:
             return "system"
-        encoders = [name for name, options in (("image", self.image), ("text", self.text)) if options is not None]
+        encoders = [
+            name
+            for name, options in (("image", self.image), ("text", self.text))
+            if options is not None
+        ]
         return f"{' and '.join(encoders)} encoder{'s' if len(encoders) > 1 else ''}"

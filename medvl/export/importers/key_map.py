@@ -1,12 +1,12 @@
 r"""Tables that map the keys of a published file to medvl's, in both directions.
 
     keep("img_encoder.model.**", "image_encoder.backbone.**")
-    keep("blocks.*.attention.self.query.*", "blocks.*.attn.qkv.*", part=(0, 3))   # a third of a fused matrix
-    drop("**.classifier.*", "a downstream head")
-    fixed("**.position_ids", counter, "a counter that older transformers stored")  # refused if it has other values
+    keep("blocks.*.attention.self.query.*", "blocks.*.attn.qkv.*", part=(0, 3))   # a third of a
+    fused matrix drop("**.classifier.*", "a downstream head") fixed("**.position_ids", counter, "a
+    counter that older transformers stored")  # refused if it has other values
 
-`*` matches one component of a key, `**` one or more; the matches of one side are inserted into the other side in
-order. The first rule of a table that matches a key is used.
+`*` matches one component of a key, `**` one or more; the matches of one side are inserted into the
+other side in order. The first rule of a table that matches a key is used.
 """
 
 import dataclasses
@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 Change = Literal[
-    "none", "transpose", "flatten", "scalar", "conv to linear", "conv1d to linear", "reverse", "drop axis",
-    "kernel to linear", "negative",
+    "none", "transpose", "flatten", "scalar", "conv to linear", "conv1d to linear", "reverse",
+    "drop axis", "kernel to linear", "negative",
 ]  # fmt: skip
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
 _TOLERANCE, _TOLERANCE_BFLOAT16 = 2e-3, 2e-2
-"""Of the values of a fixed tensor: float32 sines of a position in the thousands differ by 1e-3 between machines."""
+"""Of the values of a fixed tensor: float32 sines of a position in the thousands differ by 1e-3
+between machines.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,9 @@ class KeyRule:
     """Reason for leaving it out."""
     change: Change = "none"
     part: tuple[int, int] = (0, 1)
-    """(i, n): the tensor is the i-th of n pieces of medvl's tensor, stacked along the first axis."""
+    """(i, n): the tensor is the i-th of n pieces of medvl's tensor, stacked along the first
+    axis.
+    """
     copy_of: str | None = None
     """Key of the same file that the tensor must be equal to."""
     value: Callable[[Tensor], Tensor] | None = None
@@ -51,13 +55,17 @@ class KeyRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroTensor:
-    """A medvl tensor that the published system does not have; setting it to zero gives the same output."""
+    """A medvl tensor that the published system does not have; setting it to zero gives the same
+    output.
+    """
 
     name: str
     why: str
 
 
-def keep(source: str, target: str, *, part: tuple[int, int] = (0, 1), change: Change = "none") -> KeyRule:
+def keep(
+    source: str, target: str, *, part: tuple[int, int] = (0, 1), change: Change = "none"
+) -> KeyRule:
     """Return a rule that loads the tensors of these keys."""
     return KeyRule(source=source, target=target, part=part, change=change)
 
@@ -68,12 +76,18 @@ def drop(source: str, why: str) -> KeyRule:
 
 
 def same(source: str, copy_of: str) -> KeyRule:
-    """Return a rule for tensors stored twice: they must equal those of another key, and are left out."""
-    return KeyRule(source=source, target=None, why=f"stored twice, the same as {copy_of}", copy_of=copy_of)
+    """Return a rule for tensors stored twice: they must equal those of another key, and are left
+    out.
+    """
+    return KeyRule(
+        source=source, target=None, why=f"stored twice, the same as {copy_of}", copy_of=copy_of
+    )
 
 
 def fixed(source: str, value: Callable[[Tensor], Tensor], why: str) -> KeyRule:
-    """Return a rule for tensors that medvl computes: they must have the values of `value`, and are left out."""
+    """Return a rule for tensors that medvl computes: they must have the values of `value`, and
+    are left out.
+    """
     return KeyRule(source=source, target=None, why=why, value=value)
 
 
@@ -83,13 +97,17 @@ def counter(tensor: Tensor) -> Tensor:
 
 
 def is_close(tensor: Tensor, expected: Tensor) -> bool:
-    """Return whether a tensor of a file has the expected values; true on the meta device, which has no values."""
+    """Return whether a tensor of a file has the expected values; true on the meta device, which
+    has no values.
+    """
     if tensor.is_meta:
         return tensor.shape == expected.shape
     tolerance = _TOLERANCE_BFLOAT16 if tensor.dtype == torch.bfloat16 else _TOLERANCE
     if tensor.shape != expected.shape:
         return False
-    return torch.allclose(tensor.double(), expected.to(tensor.device).double(), rtol=tolerance, atol=tolerance)
+    return torch.allclose(
+        tensor.double(), expected.to(tensor.device).double(), rtol=tolerance, atol=tolerance
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +121,9 @@ class MappedTensors:
     left_out: Mapping[str, str]
     """Key -> reason."""
     problems: Sequence[str]
-    """Mismatches between file and table: keys without a rule, missing pieces, copies that differ."""
+    """Mismatches between file and table: keys without a rule, missing pieces, copies that
+    differ.
+    """
 
     @property
     def shapes(self) -> Shapes:
@@ -114,11 +134,15 @@ class MappedTensors:
 def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> MappedTensors:
     """Rename a file's tensors to medvl's names.
 
-    The `module.` prefix of a parallel wrapper is removed, and `gamma` and `beta` of layer norms (old conversions from
-    TensorFlow) become `weight` and `bias`.
+    The `module.` prefix of a parallel wrapper is removed, and `gamma` and `beta` of layer norms
+    (old conversions from TensorFlow) become `weight` and `bias`.
     """
     keys = _normalized_keys(list(tensors))
-    problems = [f"{key} is in the file twice, under an old name too" for key, n in Counter(keys).items() if n > 1]
+    problems = [
+        f"{key} is in the file twice, under an old name too"
+        for key, n in Counter(keys).items()
+        if n > 1
+    ]
     tensors = dict(zip(keys, tensors.values(), strict=True))
     pieces: dict[str, dict[tuple[int, int], tuple[str, Tensor]]] = {}
     left_out: dict[str, str] = {}
@@ -143,7 +167,9 @@ def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> MappedT
         count = next(iter(group))[1]
         expected = [(index, count) for index in range(count)]
         if sorted(group) != expected:
-            problems.append(f"{name} needs {count} pieces, got {', '.join(key for key, _ in group.values())}")
+            problems.append(
+                f"{name} needs {count} pieces, got {', '.join(key for key, _ in group.values())}"
+            )
         elif not _can_be_joined([piece for _, piece in group.values()]):
             shapes = ", ".join(f"{key} {tuple(piece.shape)}" for key, piece in group.values())
             problems.append(f"{name} needs {count} pieces of equal shape, got {shapes}")
@@ -153,12 +179,20 @@ def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> MappedT
     return MappedTensors(tensors=joined, sources=sources, left_out=left_out, problems=problems)
 
 
-def to_published(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> tuple[dict[str, Tensor], list[str]]:
-    """Rename medvl's tensors to the published layout; also return the medvl names that have no rule."""
+def to_published(
+    tensors: Mapping[str, Tensor], table: Sequence[KeyRule]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Rename medvl's tensors to the published layout; also return the medvl names that have no
+    rule.
+    """
     renamed: dict[str, Tensor] = {}
     unknown = []
     for name, tensor in tensors.items():
-        rules = [(rule, stars) for rule in table if rule.target is not None and (stars := _match(name, rule.target))]
+        rules = [
+            (rule, stars)
+            for rule in table
+            if rule.target is not None and (stars := _match(name, rule.target))
+        ]
         if not rules:
             unknown.append(name)
         first = rules[0][0].target if rules else None
@@ -205,7 +239,10 @@ def _any_pattern(templates: Sequence[str]) -> re.Pattern[str]:
 
 
 def _expression(template: str) -> str:
-    parts = [{"*": "([^.]+)", "**": "(.+)"}.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", template)]
+    parts = [
+        {"*": "([^.]+)", "**": "(.+)"}.get(part, re.escape(part))
+        for part in re.split(r"(\*\*|\*)", template)
+    ]
     return "".join(parts)
 
 
@@ -232,13 +269,19 @@ def _bare_keys(keys: Sequence[str]) -> list[str]:
 def _normalized_keys(keys: Sequence[str]) -> list[str]:
     """Remove a parallel wrapper's prefix, and rename `gamma` and `beta` of layer norms."""
     bare = _bare_keys(keys)
-    return [re.sub(r"(?<=LayerNorm\.)(gamma|beta)$", lambda match: _NORMS[match[1]], key) for key in bare]
+    return [
+        re.sub(r"(?<=LayerNorm\.)(gamma|beta)$", lambda match: _NORMS[match[1]], key)
+        for key in bare
+    ]
 
 
 def _change(tensor: Tensor, change: Change) -> Tensor:
     if change == "transpose":
         return tensor.T
-    if change in ("conv to linear", "conv1d to linear"):  # a convolution of width 1 is a linear layer
+    if change in (
+        "conv to linear",
+        "conv1d to linear",
+    ):  # a convolution of width 1 is a linear layer
         return tensor.flatten(1) if tensor.ndim > 1 else tensor
     if change == "reverse":  # of two classes
         return tensor.flip(0)
@@ -254,7 +297,9 @@ def _change(tensor: Tensor, change: Change) -> Tensor:
 
 
 def _undo(tensor: Tensor, change: Change) -> Tensor:
-    """Return the published tensor of a medvl tensor; where it is not the same change again, its axes are added."""
+    """Return the published tensor of a medvl tensor; where it is not the same change again, its
+    axes are added.
+    """
     if change == "conv to linear":
         return tensor[..., None, None]
     return tensor[..., None] if change == "conv1d to linear" else _change(tensor, change)
@@ -268,7 +313,9 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
-def _compare_copy(key: str, stars: Sequence[str], rule: KeyRule, tensors: Mapping[str, Tensor]) -> list[str]:
+def _compare_copy(
+    key: str, stars: Sequence[str], rule: KeyRule, tensors: Mapping[str, Tensor]
+) -> list[str]:
     if rule.copy_of is None:
         return []
     original = _fill(rule.copy_of, stars)

@@ -1,4 +1,6 @@
-"""Key tables of text models with their pretraining heads: BERT's and ALBERT's, as transformers stores them."""
+"""Key tables of text models with their pretraining heads: BERT's and ALBERT's, as transformers
+stores them.
+"""
 
 import functools
 from typing import Any
@@ -30,8 +32,13 @@ _LAYERS = {768: 12, 1024: 24, 2048: 24, 4096: 12}
 _HEADS = {2048: 16, 4096: 64}
 """Width -> attention heads where they are not 64 wide."""
 
-BERT_WORDS = tuple(backbones.tied_word_head("cls.predictions", "bert.embeddings.word_embeddings.weight"))
-BERT_PAIRS = (keep("bert.pooler.dense.*", "pooler.*"), keep("cls.seq_relationship.*", "pair_head.*"))
+BERT_WORDS = tuple(
+    backbones.tied_word_head("cls.predictions", "bert.embeddings.word_embeddings.weight")
+)
+BERT_PAIRS = (
+    keep("bert.pooler.dense.*", "pooler.*"),
+    keep("cls.seq_relationship.*", "pair_head.*"),
+)
 ROBERTA_WORDS = tuple(
     keep(f"lm_head.{source}", f"word_head.{name}")
     for source, name in {"dense.*": "dense.*", "layer_norm.*": "norm.*", "bias": "bias"}.items()
@@ -43,13 +50,19 @@ ALBERT_WORDS = (
     keep("predictions.LayerNorm.*", "word_head.norm.*"),
     keep("predictions.bias", "word_head.bias"),
 )
-ALBERT_PAIRS = (keep("albert.pooler.*", "pooler.*"), keep("sop_classifier.classifier.*", "pair_head.*"))
+ALBERT_PAIRS = (
+    keep("albert.pooler.*", "pooler.*"),
+    keep("sop_classifier.classifier.*", "pair_head.*"),
+)
 _ALBERT = (
     backbones.position_counter("albert.embeddings."),
     keep("albert.embeddings.**", f"{TEXT}embeddings.**"),
     keep("albert.encoder.**", f"{TEXT}encoder.**"),
 )
-_PROJECTION = drop("cls_projection_head.**", "CXR-BERT's projection into BioViL's space; the importer cxrbert keeps it")
+_PROJECTION = drop(
+    "cls_projection_head.**",
+    "CXR-BERT's projection into BioViL's space; the importer cxrbert keeps it",
+)
 
 
 def backbone_rules(model_type: str) -> tuple[KeyRule, ...]:
@@ -85,15 +98,21 @@ def _albert_text(shapes: Shapes, pairs: PairTask = "none") -> AlbertTextConfig:
         "intermediate_size": encoder[f"{layer}ffn.weight"][0],
         "max_position_embeddings": positions,
     }
-    return AlbertTextConfig(text_arguments=sizes, vocab_size=words, max_tokens=positions, pairs=pairs)
+    return AlbertTextConfig(
+        text_arguments=sizes, vocab_size=words, max_tokens=positions, pairs=pairs
+    )
 
 
-_DEPTH = "The file does not contain the number of layers, which share parameters: 12, or 24 at a width of 1024 or 2048."
+_DEPTH = (
+    "The file does not contain the number of layers, which share parameters: 12, or 24 at "
+    "a width of 1024 or 2048."
+)
 
 IMPORTERS = (
     Importer(
         name="bert_mlm",
-        title="BERT with its head for masked words (PubMedBERT, BioBERT, Bio_ClinicalBERT, CXR-BERT)",
+        title="BERT with its head for masked words (PubMedBERT, BioBERT, Bio_ClinicalBERT, "
+        "CXR-BERT)",
         source=_SOURCE,
         table=(
             *BERT_WORDS,
@@ -118,7 +137,10 @@ IMPORTERS = (
         table=(
             *ALBERT_WORDS,
             drop("albert.pooler.*", _NO_TASK),
-            drop("sop_classifier.classifier.*", "the head for pairs of segments; albert_mlm_sop keeps it"),
+            drop(
+                "sop_classifier.classifier.*",
+                "the head for pairs of segments; albert_mlm_sop keeps it",
+            ),
             *_ALBERT,
         ),
         system=_albert_text,
@@ -141,7 +163,9 @@ _MODEL = "encoder_decoder.model."
 
 
 def _sines(table_1TD: Tensor) -> Tensor:
-    """Return the table of positions that `RelationalMemory` computes, in the shape of the file's."""
+    """Return the table of positions that `RelationalMemory` computes, in the shape of the
+    file's.
+    """
     if table_1TD.ndim != 3:
         return table_1TD.new_empty(0)
     return sines(torch.arange(table_1TD.shape[1]), table_1TD.shape[2])[None]
@@ -149,7 +173,10 @@ def _sines(table_1TD: Tensor) -> Tensor:
 
 def _attention(source: str, target: str) -> list[KeyRule]:
     names = ("query", "key", "value", "out")
-    return [keep(f"{source}.linears.{number}.*", f"{target}.{name}.*") for number, name in enumerate(names)]
+    return [
+        keep(f"{source}.linears.{number}.*", f"{target}.{name}.*")
+        for number, name in enumerate(names)
+    ]
 
 
 def _norm(source: str, target: str) -> list[KeyRule]:
@@ -158,7 +185,9 @@ def _norm(source: str, target: str) -> list[KeyRule]:
 
 def _layers(source: str, target: str, attentions: dict[str, str]) -> list[KeyRule]:
     rules = [
-        rule for theirs, ours in attentions.items() for rule in _attention(f"{source}.{theirs}", f"{target}.{ours}")
+        rule
+        for theirs, ours in attentions.items()
+        for rule in _attention(f"{source}.{theirs}", f"{target}.{ours}")
     ]
     return [
         *rules,
@@ -174,10 +203,18 @@ _TABLE = (
     *_layers(f"{_MODEL}encoder.layers.*", "image_layers.layers.*", {"self_attn": "attention"}),
     *_norm(f"{_MODEL}encoder.norm", "image_layers.norm"),
     *_layers(
-        f"{_MODEL}decoder.layers.*", "decoder.layers.*", {"self_attn": "attention", "src_attn": "cross_attention"}
+        f"{_MODEL}decoder.layers.*",
+        "decoder.layers.*",
+        {"self_attn": "attention", "src_attn": "cross_attention"},
     ),
-    keep(f"{_MODEL}decoder.layers.*.sublayer.*.norm.mlp_gamma.*.*", "decoder.layers.*.norms.*.weight_change.*.*"),
-    keep(f"{_MODEL}decoder.layers.*.sublayer.*.norm.mlp_beta.*.*", "decoder.layers.*.norms.*.bias_change.*.*"),
+    keep(
+        f"{_MODEL}decoder.layers.*.sublayer.*.norm.mlp_gamma.*.*",
+        "decoder.layers.*.norms.*.weight_change.*.*",
+    ),
+    keep(
+        f"{_MODEL}decoder.layers.*.sublayer.*.norm.mlp_beta.*.*",
+        "decoder.layers.*.norms.*.bias_change.*.*",
+    ),
     *_norm(f"{_MODEL}decoder.norm", "decoder.norm"),
     keep(f"{_MODEL}tgt_embed.0.lut.weight", "decoder.words.weight"),
     fixed(f"{_MODEL}tgt_embed.1.pe", _sines, "sines and cosines"),
@@ -188,7 +225,8 @@ _TABLE = (
     keep("encoder_decoder.logit.*", "word_head.*"),
 )
 _NOTE = (
-    "The file has no vocabulary: give --tokenizer, made by `medvl vocab --kind r2gen` from shards of the same "
+    "The file has no vocabulary: give --tokenizer, made by `medvl vocab --kind r2gen` from "
+    "shards of the same "
     "annotation file (`medvl shards r2gen-annotation`), with its threshold."
 )
 

@@ -1,6 +1,8 @@
-"""Key table of LViT, whose file has no text encoder. Its authors publish no weights, only code that writes such files.
+"""Key table of LViT, whose file has no text encoder. Its authors publish no weights, only code that
+writes such files.
 
-The released code creates the same modules at each level and calls some of them; the others are left out.
+The released code creates the same modules at each level and calls some of them; the others are left
+out.
 """
 
 import functools
@@ -14,8 +16,9 @@ _NET = "network."
 _UNUSED = "a module that the released code creates at each level and does not call here"
 
 _UNCALLED = ("head", "norm", "CTBN", "CTBN2", "CTBN3", "embeddings")
-"""Modules of a Transformer that no level, or only some levels, call. Earlier rules load those that are called; one rule
-drops the rest."""
+"""Modules of a Transformer that no level, or only some levels, call. Earlier rules load those that
+are called; one rule drops the rest.
+"""
 
 
 def _conv_norm(source: str, target: str) -> list[KeyRule]:
@@ -32,7 +35,9 @@ def _transformer_block(source: str, target: str) -> list[KeyRule]:
         "mlp.fc1.*": "mlp.0.*",
         "mlp.fc2.*": "mlp.3.*",
     }
-    return [keep(f"{source}.Encoder_blocks.0.{old}", f"{target}.{new}") for old, new in names.items()]
+    return [
+        keep(f"{source}.Encoder_blocks.0.{old}", f"{target}.{new}") for old, new in names.items()
+    ]
 
 
 def _level(number: int) -> list[KeyRule]:
@@ -41,8 +46,16 @@ def _level(number: int) -> list[KeyRule]:
     down, up = (f"{side}{number or ''}" for side in ("downVit", "upVit"))
     convolution, attention = f"{_NET}up.{number}", f"up{one}.pixModule"
     return [
-        *(rule for n in (0, 1) for rule in _conv_norm(f"down{one}.nConvs.{n}", f"{_NET}down.{number}.{n}")),
-        *(rule for n in (0, 1) for rule in _conv_norm(f"up{one}.nConvs.{n}", f"{convolution}.blocks.{n}")),
+        *(
+            rule
+            for n in (0, 1)
+            for rule in _conv_norm(f"down{one}.nConvs.{n}", f"{_NET}down.{number}.{n}")
+        ),
+        *(
+            rule
+            for n in (0, 1)
+            for rule in _conv_norm(f"up{one}.nConvs.{n}", f"{convolution}.blocks.{n}")
+        ),
         keep(f"{attention}.conv_avg.weight", f"{convolution}.attention.mean.weight"),
         keep(f"{attention}.conv_max.weight", f"{convolution}.attention.maximum.weight"),
         keep(f"{attention}.bottleneck.**", f"{convolution}.attention.weigh.**"),
@@ -91,8 +104,10 @@ IMPORTERS = tuple(
         table=_TABLE,
         system=functools.partial(_config, label),
         text_file="the text encoder, BERT-base uncased (pytorch_model.bin or model.safetensors)",
-        note="Its authors publish no weights; this is for checkpoints of their code, which takes word vectors from "
-        "another copy of BERT-base uncased (bert_embedding). Give --tokenizer, that of the second file.",
+        note="Its authors publish no weights; this is for checkpoints of their code, which "
+        "takes word vectors from "
+        "another copy of BERT-base uncased (bert_embedding). Give --tokenizer, that of the "
+        "second file.",
     )
     for name, corpora, label in (
         ("lvit", "QaTa-COV19 and MosMedData+", "Infection"),

@@ -1,4 +1,6 @@
-"""Key tables of systems with a book of queries: KAD's file has its text encoder, MedKLIP's and MAVL's have none."""
+"""Key tables of systems with a book of queries: KAD's file has its text encoder, MedKLIP's and
+MAVL's have none.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -50,13 +52,16 @@ _BOOKS = tuple(
 _MAX_BYTES = 1 << 24
 _STRIDE = 16
 """Pixels of a side of a cell, of a ResNet without its last stage."""
-_CLINICAL_BERT = "the text encoder, emilyalsentzer/Bio_ClinicalBERT (pytorch_model.bin or model.safetensors)"
+_CLINICAL_BERT = (
+    "the text encoder, emilyalsentzer/Bio_ClinicalBERT (pytorch_model.bin or model.safetensors)"
+)
 
 
 def with_entities(config: Any, path: Path) -> tuple[Any, dict[str, Any]]:
     """Return the config of a system with the entities of a JSON file, and no tensors.
 
-    The file is an object, name -> sentence of the query, or a list of names, which keep the system's own sentences.
+    The file is an object, name -> sentence of the query, or a list of names, which keep the
+    system's own sentences.
 
     Raises ConfigError when it cannot be read or is of another form.
     """
@@ -73,11 +78,15 @@ def with_aspects(config: Any, path: Path) -> tuple[Any, dict[str, Any]]:
     names, sentences = _read_entities(path, 1 + len(ASPECTS))
     descriptions = {name: texts[0] for name, texts in sentences.items()}
     aspects = {name: tuple(texts[1:]) for name, texts in sentences.items()}
-    return dataclasses.replace(config, entities=names, descriptions=descriptions, aspects=aspects), {}
+    return dataclasses.replace(
+        config, entities=names, descriptions=descriptions, aspects=aspects
+    ), {}
 
 
 def _read_entities(path: Path, size: int) -> tuple[tuple[str, ...], dict[str, list[str]]]:
-    """Return the names of a JSON file, and the sentences of each if it has them, which are `size`."""
+    """Return the names of a JSON file, and the sentences of each if it has them, which are
+    `size`.
+    """
     try:
         with ANYWHERE.open(path, ConfigError) as file:
             content = parse_json(read_limited(file, _MAX_BYTES, ConfigError))
@@ -117,8 +126,13 @@ def _mavl(shapes: Shapes) -> MAVLConfig:
 
 
 def _kad(shapes: Shapes) -> KADConfig:
-    image, text = image_arguments(shapes, {"image_size": 512}), text_arguments(shapes, {"name": "pubmedbert"})
-    width = shapes["image_head.0.weight"][1]  # of the third stage, at 224 pixels, or of the last one
+    image, text = (
+        image_arguments(shapes, {"image_size": 512}),
+        text_arguments(shapes, {"name": "pubmedbert"}),
+    )
+    width = shapes["image_head.0.weight"][
+        1
+    ]  # of the third stage, at 224 pixels, or of the last one
     return KADConfig(
         image_size=512 if width == 2048 else 224,
         image_arguments={} if width == 2048 else {"patch_level": -2},
@@ -132,7 +146,8 @@ def _kad(shapes: Shapes) -> KADConfig:
 
 _MEDKLIP = Importer(
     name="medklip",
-    title="MedKLIP (Wu et al. 2023): three stages of a ResNet-50, its decoder; Bio_ClinicalBERT from a second file",
+    title="MedKLIP (Wu et al. 2023): three stages of a ResNet-50, its decoder; Bio_ClinicalBERT "
+    "from a second file",
     source="MediaBrain-SJTU/MedKLIP @ 8e60b03, PreTrain_MedKLIP/models/model_MedKLIP.py",
     table=(
         *sequential_resnet("res_features."),
@@ -147,14 +162,19 @@ _MEDKLIP = Importer(
     images={"resize": "bilinear_antialias"},
     system=lambda shapes: MedKLIPConfig(**_described(shapes)),
     text_file=_CLINICAL_BERT,
-    entities=EntityFile(title="its `observation explanation.json`, name -> sentence", read=with_entities),
+    entities=EntityFile(
+        title="its `observation explanation.json`, name -> sentence", read=with_entities
+    ),
     zeros=_BOOKS,
-    note="Queries attend to each other: without the entities of its training (75 in `observation explanation.json` of "
-    "its repository), scores are not those of the published system. Its 51 places are replaced by those of medvl.",
+    note="Queries attend to each other: without the entities of its training (75 in "
+    "`observation explanation.json` of "
+    "its repository), scores are not those of the published system. Its 51 places are replaced "
+    "by those of medvl.",
 )
 _MAVL = Importer(
     name="mavl",
-    title="MAVL (Phan et al. 2024): three stages of a ResNet-50, its decoder; Bio_ClinicalBERT from a second file",
+    title="MAVL (Phan et al. 2024): three stages of a ResNet-50, its decoder; Bio_ClinicalBERT "
+    "from a second file",
     source="HieuPhan33/CVPR2024_MAVL @ 1597030, Pretrain/models/model_MAVL.py",
     table=(
         *sequential_resnet("backbone."),
@@ -179,10 +199,14 @@ _MAVL = Importer(
     images={"resize": "bilinear_antialias"},
     system=_mavl,
     text_file=_CLINICAL_BERT,
-    entities=EntityFile(title="JSON, name -> list of its definition and seven aspects", read=with_aspects),
+    entities=EntityFile(
+        title="JSON, name -> list of its definition and seven aspects", read=with_aspects
+    ),
     zeros=_BOOKS,
-    note="Queries attend to each other: without the entities of its training (75, with `observation explanation.json` "
-    "and `gpt4_mimic.json` of its repository), scores are not those of the published system. Its 51 places are "
+    note="Queries attend to each other: without the entities of its training (75, with "
+    "`observation explanation.json` "
+    "and `gpt4_mimic.json` of its repository), scores are not those of the published system. "
+    "Its 51 places are "
     "replaced by those of medvl. Models with a vision Transformer are refused.",
 )
 _KAD = Importer(
@@ -215,7 +239,10 @@ _KAD = Importer(
     images={"resize": "bicubic_antialias"},
     system=_kad,
     entities=EntityFile(title="a list of names, or name -> sentence, in JSON", read=with_entities),
-    zeros=(ZeroTensor(name="book.vectors_QD", why=_BOOK), ZeroTensor(name="book.sha256", why=_BOOK)),
+    zeros=(
+        ZeroTensor(name="book.vectors_QD", why=_BOOK),
+        ZeroTensor(name="book.sha256", why=_BOOK),
+    ),
     note="Entities are queried by their names. The file does not hold those of its training.",
 )
 
@@ -229,7 +256,9 @@ _PIXELS, _PATCH = RadZeroConfig.image_size, 14
 
 
 def _at_radzero_size(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the positions of a DINOv2 at 518 pixels, interpolated as its released code does in each forward pass."""
+    """Return the positions of a DINOv2 at 518 pixels, interpolated as its released code does in
+    each forward pass.
+    """
     name = f"{IMAGE}pos_embed"
     table_1TD = tensors.get(name)
     if table_1TD is None or table_1TD.ndim != 3:
@@ -268,8 +297,10 @@ _RADZERO = Importer(
     system=_radzero,
     computed=_at_radzero_size,
     has_processor=True,
-    note="The statistics of its pixels and the kernel of its resize are those of `preprocessor_config.json` beside the "
-    "file; without it, CLIP's and bicubic, the defaults of the image processor that the released code calls. Models "
+    note="The statistics of its pixels and the kernel of its resize are those of "
+    "`preprocessor_config.json` beside the "
+    "file; without it, CLIP's and bicubic, the defaults of the image processor that the "
+    "released code calls. Models "
     "trained at 224 pixels are imported for 518.",
 )
 
@@ -291,8 +322,10 @@ _LAYER = f"{_FUSION}decoder.layers.*"
 _NO_SELF_ATTENTION = "self-attention of queries, which the released code creates and does not call"
 _CARZERO = Importer(
     name="carzero",
-    title="CARZero (Lai et al. 2024): ViT-B/16, a BERT for clinical texts, a decoder with a head of four layers",
-    source="laihaoran/CARZero @ 3056bb0, CARZero/models/CARZero_model_dqn_wo_self_atten_gl_mlp.py; Lightning",
+    title="CARZero (Lai et al. 2024): ViT-B/16, a BERT for clinical texts, a decoder with a "
+    "head of four layers",
+    source="laihaoran/CARZero @ 3056bb0, "
+    "CARZero/models/CARZero_model_dqn_wo_self_atten_gl_mlp.py; Lightning",
     table=(
         *vision_transformer("CARZero.img_encoder.model."),
         *bert("CARZero.text_encoder.model."),
@@ -306,7 +339,8 @@ _CARZERO = Importer(
     ),
     system=_carzero,
     cleaning="words",
-    note="Texts are compared as published: with their padding, up to 97 positions, and lower-cased, without "
+    note="Texts are compared as published: with their padding, up to 97 positions, and "
+    "lower-cased, without "
     "punctuation. Its variant with a linear head is refused.",
 )
 

@@ -1,8 +1,9 @@
-"""Stable Diffusion 1.x from a local folder in diffusers' layout, as a latent diffusion model of medvl.
+"""Stable Diffusion 1.x from a local folder in diffusers' layout, as a latent diffusion model of
+medvl.
 
-    FOLDER/unet, FOLDER/vae            config.json and diffusion_pytorch_model.safetensors
-    FOLDER/text_encoder                config.json and model.safetensors, of transformers' CLIPTextModel
-    FOLDER/scheduler                   scheduler_config.json
+    FOLDER/unet, FOLDER/vae  config.json and diffusion_pytorch_model.safetensors
+    FOLDER/text_encoder      config.json and model.safetensors, of transformers' CLIPTextModel
+    FOLDER/scheduler         scheduler_config.json
 
 Only safetensors are read; no code in the folder is run.
 """
@@ -22,11 +23,22 @@ from medvl.encoders.pretrained import check_values
 from medvl.errors import WeightsError
 from medvl.export.importers.backbones import TEXT, hugging_face_clip_text
 from medvl.export.importers.key_map import counter, fixed, to_medvl
-from medvl.models.image_generation.autoencoder import AutoencoderSizes, NoiseSchedule, UNetSizes, require_diffusers
+from medvl.models.image_generation.autoencoder import (
+    AutoencoderSizes,
+    NoiseSchedule,
+    UNetSizes,
+    require_diffusers,
+)
 from medvl.models.image_generation.roentgen import RoentGen, RoentGenConfig
 
 _CLIP = "open_clip:ViT-L-14-quickgelu"
-_TEXT_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size")
+_TEXT_FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
+)
 _CLIP_TEXT = dict(zip(_TEXT_FIELDS, (768, 12, 12, 77, 49408), strict=True))
 _UNET_DEFAULTS: Mapping[str, Any] = {
     "use_linear_projection": False,
@@ -43,8 +55,10 @@ def load_stable_diffusion(folder: Path | str, **settings: Any) -> RoentGen:
     """Load a local folder of Stable Diffusion 1.x, or of a model fine-tuned from it, in eval mode.
 
     Args:
-        folder: as the module's docstring describes; other files, such as safety checkers, are not read.
-        settings: fields of `RoentGenConfig` that are not the folder's sizes, such as `train_text=False`.
+        folder: as the module's docstring describes; other files, such as safety checkers, are not
+            read.
+        settings: fields of `RoentGenConfig` that are not the folder's sizes, such as
+            `train_text=False`.
 
     Raises:
         WeightsError: a file is missing or damaged, needs pickle, or describes another architecture.
@@ -65,15 +79,23 @@ def load_stable_diffusion(folder: Path | str, **settings: Any) -> RoentGen:
             loaded = getattr(diffusers, kind).from_pretrained(
                 folder / part, use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
             )
-        _load(model.unet if part == "unet" else model.autoencoder, loaded.state_dict(), folder / part)
-    _load(model.text_encoder, _text_weights(folder / "text_encoder" / "model.safetensors"), folder / "text_encoder")
+        _load(
+            model.unet if part == "unet" else model.autoencoder, loaded.state_dict(), folder / part
+        )
+    _load(
+        model.text_encoder,
+        _text_weights(folder / "text_encoder" / "model.safetensors"),
+        folder / "text_encoder",
+    )
     if model.ema_unet is not None:
         model.ema_unet.load_state_dict(model.unet.state_dict())
     return model.eval()
 
 
 def _sizes(folder: Path, unet: Any, vae: Any, text: Any, scheduler: Any) -> dict[str, Any]:
-    """Return the fields of a `RoentGenConfig` that a folder determines. Raises WeightsError for other architectures."""
+    """Return the fields of a `RoentGenConfig` that a folder determines. Raises WeightsError for
+    other architectures.
+    """
     heads = unet.get("attention_head_dim", 8)
     channels = tuple(unet["block_out_channels"])
     schedule = (scheduler["num_train_timesteps"], scheduler["beta_start"], scheduler["beta_end"])
@@ -81,12 +103,20 @@ def _sizes(folder: Path, unet: Any, vae: Any, text: Any, scheduler: Any) -> dict
     other = [name for name, value in _UNET_DEFAULTS.items() if unet.get(name, value) != value]
     other += ["attention_head_dim"] if not isinstance(heads, int) else []
     other += ["hidden_act"] if text.get("hidden_act") != "quick_gelu" else []
-    other += ["scheduler"] if schedule != expected or scheduler["beta_schedule"] != "scaled_linear" else []
+    other += (
+        ["scheduler"]
+        if schedule != expected or scheduler["beta_schedule"] != "scaled_linear"
+        else []
+    )
     if other:
         message = f"{folder} is not Stable Diffusion 1: it differs in {', '.join(other)}"
         raise WeightsError(message, "unsupported", field=other[0])
     own = {name: text[name] for name in _TEXT_FIELDS}
-    changed = {name: value for name, value in own.items() if value != _CLIP_TEXT[name] and name != "vocab_size"}
+    changed = {
+        name: value
+        for name, value in own.items()
+        if value != _CLIP_TEXT[name] and name != "vocab_size"
+    }
     targets = {"epsilon": "epsilon", "v_prediction": "v"}
     return {
         "image_size": int(unet["sample_size"]) * 2 ** (len(vae["block_out_channels"]) - 1),
@@ -100,7 +130,9 @@ def _sizes(folder: Path, unet: Any, vae: Any, text: Any, scheduler: Any) -> dict
         ),
         "unet": UNetSizes(
             channels=channels,
-            cross_attention=tuple(kind.startswith("CrossAttn") for kind in unet["down_block_types"]),
+            cross_attention=tuple(
+                kind.startswith("CrossAttn") for kind in unet["down_block_types"]
+            ),
             layers=unet["layers_per_block"],
             heads=heads,
             text_width=unet["cross_attention_dim"],
@@ -119,10 +151,14 @@ def _config(path: Path) -> Any:
     try:
         content = parse_json(path.read_bytes())
     except FileNotFoundError:
-        message = f"{path} does not exist: expected a folder of Stable Diffusion in diffusers' layout"
+        message = (
+            f"{path} does not exist: expected a folder of Stable Diffusion in diffusers' layout"
+        )
         raise WeightsError(message, "not_found") from None
     except (ValueError, OSError) as error:
-        raise WeightsError(f"{path} cannot be read ({type(error).__name__})", "malformed") from error
+        raise WeightsError(
+            f"{path} cannot be read ({type(error).__name__})", "malformed"
+        ) from error
     if not isinstance(content, dict):
         raise WeightsError(f"{path}: expected a JSON object", "malformed")
     return content
@@ -148,7 +184,9 @@ def _text_weights(path: Path) -> dict[str, Tensor]:
     table = [fixed("**.position_ids", counter, "a counter"), *hugging_face_clip_text(prefix)]
     mapped = to_medvl(tensors, table)
     if mapped.problems:
-        raise WeightsError(f"{path} is not a CLIP text encoder: {'; '.join(mapped.problems[:4])}", "mismatch")
+        raise WeightsError(
+            f"{path} is not a CLIP text encoder: {'; '.join(mapped.problems[:4])}", "mismatch"
+        )
     start = TEXT.removesuffix("backbone.")
     return {name.removeprefix(start): tensor for name, tensor in mapped.tensors.items()}
 

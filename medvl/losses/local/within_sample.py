@@ -1,13 +1,14 @@
 """Losses between items of the same sample: words, sentences or regions.
 
-    loss = within_sample_nce(words_BNE, attended_BNE, mask_BN, temperature=0.1, symmetric=True)       # MGCA
-    loss = within_sample_nce(regions_BPE, attended_BPE, None, weights_BP, grid_positives(7, 7))       # LoVT
-    loss = local_alignment(words_BNE, attended_BNE, mask_BN) + 0.1 * local_uniformity(words_BNE, mask_BN)
+    loss = within_sample_nce(words_BNE, attended_BNE, mask_BN, temperature=0.1, symmetric=True)  #
+    MGCA loss = within_sample_nce(regions_BPE, attended_BPE, None, weights_BP, grid_positives(7, 7))
+    # LoVT loss = local_alignment(words_BNE, attended_BNE, mask_BN) + 0.1 *
+    local_uniformity(words_BNE, mask_BN)
 
-Items need not have unit length; all losses normalise them. Padding is ignored, even if it is not finite, and gets a
-zero gradient. Means are over the samples of all ranks, which exchange only two numbers: every rank passes its own
-samples and gets the loss of the global batch, and all ranks must call a loss equally often (`medvl.losses.gather`).
-Gathered samples give the same loss.
+Items need not have unit length; all losses normalise them. Padding is ignored, even if it is not
+finite, and gets a zero gradient. Means are over the samples of all ranks, which exchange only two
+numbers: every rank passes its own samples and gets the loss of the global batch, and all ranks must
+call a loss equally often (`medvl.losses.gather`). Gathered samples give the same loss.
 
 B samples of this rank, N items of a sample, P regions, E shared embedding dim.
 """
@@ -30,34 +31,41 @@ def within_sample_nce(
     *,
     symmetric: bool = False,
 ) -> Tensor:
-    """InfoNCE of each item of `a` against all items of `b` in its own sample, in that direction only by default.
+    """InfoNCE of each item of `a` against all items of `b` in its own sample, in that direction
+    only by default.
 
-    With the cosine s_ij of item i of `a` and item j of `b`, and the share p_ij of j in the positives of i, an item has
-    -sum_j p_ij s_ij / temperature + ln sum_j exp(s_ij / temperature). This is the local loss of LoVT (Mueller et al.,
-    arXiv 2112.02889, section 3.5) and, with one positive, the token loss of MGCA (Wang et al., arXiv 2210.06044,
-    section 3.3).
+    With the cosine s_ij of item i of `a` and item j of `b`, and the share p_ij of j in the
+    positives of i, an item has -sum_j p_ij s_ij / temperature + ln sum_j exp(s_ij / temperature).
+    This is the local loss of LoVT (Mueller et al., arXiv 2112.02889, section 3.5) and, with one
+    positive, the token loss of MGCA (Wang et al., arXiv 2210.06044, section 3.3).
 
     Args:
-        a_BNE, b_BNE: item i of one belongs to item i of the other, such as a word and its attended vector.
-        mask_BN: bool, True on real items of both; None: all are real. Padding is not a candidate: it would
-            make the loss depend on the length of the longest text of the batch.
-        weights_BN: weights of the items of `a`, such as attention weights; divided by their sum over the real items.
-            They get no gradient. None: equal.
-        positives_NN: weights of the positives of item i in row i; divided by their sum over the real items of a row.
-            They get no gradient. None: the item of the same number. See `grid_positives`.
+        a_BNE, b_BNE: item i of one belongs to item i of the other, such as a word and its attended
+            vector.
+        mask_BN: bool, True on real items of both; None: all are real. Padding is not a candidate:
+            it would make the loss depend on the length of the longest text of the batch.
+        weights_BN: weights of the items of `a`, such as attention weights; divided by their sum
+            over the real items. They get no gradient. None: equal.
+        positives_NN: weights of the positives of item i in row i; divided by their sum over the
+            real items of a row. They get no gradient. None: the item of the same number. See
+            `grid_positives`.
         temperature: 0.3 in LoVT, 0.1 in MGCA.
-        symmetric: return the mean of this and of the other direction, with `a` and `b` exchanged, as in MGCA.
+        symmetric: return the mean of this and of the other direction, with `a` and `b` exchanged,
+            as in MGCA.
 
-    Returns a scalar: the weighted mean over a sample's items, averaged over the samples of all ranks that have an item.
-    An item whose positives are all padding is left out. 0 with a zero gradient without any item. Raises ValueError on
-    inconsistent shapes, or a temperature of zero or below.
+    Returns a scalar: the weighted mean over a sample's items, averaged over the samples of all
+    ranks that have an item. An item whose positives are all padding is left out. 0 with a zero
+    gradient without any item. Raises ValueError on inconsistent shapes, or a temperature of zero or
+    below.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
     mask_BN = _check(a_BNE, b_BNE, mask_BN, weights_BN)
     items = a_BNE.shape[1]
     if positives_NN is not None and positives_NN.shape != (items, items):
-        raise ValueError(f"positives_NN must be ({items}, {items}), got {tuple(positives_NN.shape)}")
+        raise ValueError(
+            f"positives_NN must be ({items}, {items}), got {tuple(positives_NN.shape)}"
+        )
     with full_precision(a_BNE):
         logits_BNN = _unit(a_BNE, mask_BN) @ _unit(b_BNE, mask_BN).transpose(1, 2) / temperature
         if positives_NN is None:
@@ -72,22 +80,29 @@ def within_sample_nce(
         loss = _mean(among_BNN.logsumexp(dim=2) - own_BN, counted_BN, weights_BN)
     if not symmetric:
         return loss
-    return (loss + within_sample_nce(b_BNE, a_BNE, mask_BN, weights_BN, positives_NN, temperature)) / 2
+    return (
+        loss + within_sample_nce(b_BNE, a_BNE, mask_BN, weights_BN, positives_NN, temperature)
+    ) / 2
 
 
-def grid_positives(height: int, width: int, threshold: float = 0.5, smoothing: float = 1.0) -> Tensor:
-    """Return (P, P) float32: for every region of a grid, the shares of regions near it; rows sum to 1.
+def grid_positives(
+    height: int, width: int, threshold: float = 0.5, smoothing: float = 1.0
+) -> Tensor:
+    """Return (P, P) float32: for every region of a grid, the shares of regions near it; rows sum to
+    1.
 
-    A share is proportional to exp(-smoothing * d) where d <= threshold, and 0 elsewhere. d is the distance of two cells
-    in cells, divided by the diagonal, sqrt(height^2 + width^2). As in LoVT (arXiv 2112.02889, section 3.5, and the
-    settings of its released code, which are the defaults). A threshold of 0 gives the identity, a smoothing of 0 equal
-    shares.
+    A share is proportional to exp(-smoothing * d) where d <= threshold, and 0 elsewhere. d is the
+    distance of two cells in cells, divided by the diagonal, sqrt(height^2 + width^2). As in LoVT
+    (arXiv 2112.02889, section 3.5, and the settings of its released code, which are the defaults).
+    A threshold of 0 gives the identity, a smoothing of 0 equal shares.
 
     Raises ValueError on a grid without cells, or a negative threshold or smoothing.
     """
     if min(height, width) < 1 or min(threshold, smoothing) < 0:
         got = f"{height} x {width} cells, threshold {threshold} and smoothing {smoothing}"
-        raise ValueError(f"expected a grid of cells, and a threshold and smoothing of 0 or above, got {got}")
+        raise ValueError(
+            f"expected a grid of cells, and a threshold and smoothing of 0 or above, got {got}"
+        )
     place_P2 = torch.cartesian_prod(torch.arange(height), torch.arange(width)).float()
     distance_PP = torch.cdist(place_P2, place_P2, compute_mode="donot_use_mm_for_euclid_dist")
     distance_PP /= (height**2 + width**2) ** 0.5
@@ -98,10 +113,12 @@ def grid_positives(height: int, width: int, threshold: float = 0.5, smoothing: f
 def local_alignment(
     a_BNE: Tensor, b_BNE: Tensor, mask_BN: Tensor | None = None, weights_BN: Tensor | None = None
 ) -> Tensor:
-    """Squared distance of each normalised item of `a` to the same item of `b`: 2 - 2 cos, without negatives.
+    """Squared distance of each normalised item of `a` to the same item of `b`: 2 - 2 cos, without
+    negatives.
 
-    The alignment of Wang and Isola (arXiv 2005.10242, section 4.1, alpha 2) for local features, as analysed by Mueller
-    et al. (arXiv 2211.07254). Arguments, means, result and errors as for `within_sample_nce`.
+    The alignment of Wang and Isola (arXiv 2005.10242, section 4.1, alpha 2) for local features, as
+    analysed by Mueller et al. (arXiv 2211.07254). Arguments, means, result and errors as for
+    `within_sample_nce`.
     """
     mask_BN = _check(a_BNE, b_BNE, mask_BN, weights_BN)
     with full_precision(a_BNE):
@@ -110,18 +127,20 @@ def local_alignment(
 
 
 def local_uniformity(z_BNE: Tensor, mask_BN: Tensor | None = None, t: float = 2.0) -> Tensor:
-    """Logarithm of the mean of exp(-t ||z_i - z_j||^2) over all pairs i != j of a sample's normalised items.
+    """Logarithm of the mean of exp(-t ||z_i - z_j||^2) over all pairs i != j of a sample's
+    normalised items.
 
-    The uniformity of Wang and Isola (arXiv 2005.10242, section 4.1) inside of each sample, which Mueller et al. (arXiv
-    2211.07254) put in place of the negatives of a local loss. Minimise it; it is within [-4 t, 0].
+    The uniformity of Wang and Isola (arXiv 2005.10242, section 4.1) inside of each sample, which
+    Mueller et al. (arXiv 2211.07254) put in place of the negatives of a local loss. Minimise it; it
+    is within [-4 t, 0].
 
     Args:
         z_BNE: items of each sample.
         mask_BN: bool, True on real items; None: all are real.
         t: above 0.
 
-    Returns a scalar: the mean over the samples of all ranks that have at least two items; 0 with a zero gradient where
-    none has. Raises ValueError on inconsistent shapes, or a t of zero or below.
+    Returns a scalar: the mean over the samples of all ranks that have at least two items; 0 with a
+    zero gradient where none has. Raises ValueError on inconsistent shapes, or a t of zero or below.
     """
     if t <= 0:
         raise ValueError(f"t must be above 0, got {t}")
@@ -132,7 +151,11 @@ def local_uniformity(z_BNE: Tensor, mask_BN: Tensor | None = None, t: float = 2.
         other_NN = ~torch.eye(z_BNE.shape[1], dtype=torch.bool, device=z_BNE.device)
         pair_BNN = mask_BN[:, :, None] & mask_BN[:, None] & other_NN
         count_B = pair_BNN.sum(dim=(1, 2))
-        sum_B = log_BNN.masked_fill(~pair_BNN, torch.finfo(torch.float32).min).flatten(1).logsumexp(dim=1)
+        sum_B = (
+            log_BNN.masked_fill(~pair_BNN, torch.finfo(torch.float32).min)
+            .flatten(1)
+            .logsumexp(dim=1)
+        )
         mean_B = sum_B - count_B.clamp(min=1).log()
         return mean_over_ranks(mean_B.masked_fill(count_B == 0, 0.0), count_B > 0)
 
@@ -143,14 +166,20 @@ def _unit(x_BNE: Tensor, mask_BN: Tensor) -> Tensor:
 
 
 def _mean(loss_BN: Tensor, counted_BN: Tensor, weights_BN: Tensor | None) -> Tensor:
-    """Return the weighted mean over the counted items of a sample, averaged over the samples that have any."""
+    """Return the weighted mean over the counted items of a sample, averaged over the samples
+    that have any.
+    """
     weight_BN = counted_BN if weights_BN is None else weights_BN.detach()
     weight_BN = weight_BN.float().masked_fill(~counted_BN, 0.0)
-    loss_B = (loss_BN.masked_fill(~counted_BN, 0.0) * F.normalize(weight_BN, p=1.0, dim=1)).sum(dim=1)
+    loss_B = (loss_BN.masked_fill(~counted_BN, 0.0) * F.normalize(weight_BN, p=1.0, dim=1)).sum(
+        dim=1
+    )
     return mean_over_ranks(loss_B, weight_BN.sum(dim=1) > 0)
 
 
-def _check(a_BNE: Tensor, b_BNE: Tensor, mask_BN: Tensor | None, weights_BN: Tensor | None) -> Tensor:
+def _check(
+    a_BNE: Tensor, b_BNE: Tensor, mask_BN: Tensor | None, weights_BN: Tensor | None
+) -> Tensor:
     """Return the mask, all True where there is none. Raises ValueError on inconsistent shapes."""
     if a_BNE.ndim != 3 or a_BNE.shape != b_BNE.shape:
         raise ValueError(f"expected items (B, N, E) of one shape, got {shapes(a_BNE, b_BNE)}")
@@ -179,9 +208,9 @@ def word_patch_alignment(
 ) -> tuple[Tensor, Tensor]:
     """Return the cost of moving the words of each sample onto its patches, and the transport plan.
 
-    The cost of a word and a patch is 1 - cosine. The plan is IPOT's (Xie et al., arXiv 1802.04307, algorithm 1, one
-    inner iteration): nonnegative, words have equal shares of a total of 1, patches nearly so. It is detached, so that
-    the gradient goes through the costs alone.
+    The cost of a word and a patch is 1 - cosine. The plan is IPOT's (Xie et al., arXiv 1802.04307,
+    algorithm 1, one inner iteration): nonnegative, words have equal shares of a total of 1, patches
+    nearly so. It is detached, so that the gradient goes through the costs alone.
 
     Padding is ignored, even if it is not finite.
 
@@ -192,20 +221,31 @@ def word_patch_alignment(
         iterations: iterations of the outer loop.
 
     Returns:
-        distance_B: float32, within [0, 2]; 0 with a zero gradient for a sample without words or without patches.
+        distance_B: float32, within [0, 2]; 0 with a zero gradient for a sample without words or
+            without patches.
         plan_BNM: float32; 0 where a word or a patch is padding.
 
-    Raises ValueError on inconsistent shapes, masks that are not bool, a beta of zero or below, or no iteration.
+    Raises ValueError on inconsistent shapes, masks that are not bool, a beta of zero or below, or
+    no iteration.
     """
     if beta <= 0 or iterations < 1:
-        raise ValueError(f"expected a beta above 0 and at least one iteration, got {beta} and {iterations}")
+        raise ValueError(
+            f"expected a beta above 0 and at least one iteration, got {beta} and {iterations}"
+        )
     pads = text_pad_BM.dtype == image_pad_BN.dtype == torch.bool
     fits = text_BME.ndim == image_BNE.ndim == 3 and text_BME.shape[::2] == image_BNE.shape[::2]
-    if not (pads and fits) or text_pad_BM.shape != text_BME.shape[:2] or image_pad_BN.shape != image_BNE.shape[:2]:
+    if (
+        not (pads and fits)
+        or text_pad_BM.shape != text_BME.shape[:2]
+        or image_pad_BN.shape != image_BNE.shape[:2]
+    ):
         got = shapes(text_BME, image_BNE, text_pad_BM, image_pad_BN)
         raise ValueError(f"expected (B, M, E), (B, N, E), bool (B, M) and bool (B, N), got {got}")
     with full_precision(text_BME):
-        text_BME, image_BNE = _unit_states(text_BME, text_pad_BM), _unit_states(image_BNE, image_pad_BN)
+        text_BME, image_BNE = (
+            _unit_states(text_BME, text_pad_BM),
+            _unit_states(image_BNE, image_pad_BN),
+        )
         pad_BNM = image_pad_BN[:, :, None] | text_pad_BM[:, None, :]
         cost_BNM = (1 - image_BNE @ text_BME.transpose(1, 2)).masked_fill(pad_BNM, 0.0)
         plan_BNM = _ipot(cost_BNM.detach(), pad_BNM, beta, iterations)
@@ -213,16 +253,25 @@ def word_patch_alignment(
 
 
 def _unit_states(states_BTE: Tensor, pad_BT: Tensor) -> Tensor:
-    """Return normalised states in float32, with zeros as padding, which may not have been finite."""
-    return F.normalize(states_BTE.float().masked_fill(pad_BT[:, :, None], 0.0), dim=-1, eps=_NORM_EPS)
+    """Return normalised states in float32, with zeros as padding, which may not have been
+    finite.
+    """
+    return F.normalize(
+        states_BTE.float().masked_fill(pad_BT[:, :, None], 0.0), dim=-1, eps=_NORM_EPS
+    )
 
 
 @torch.no_grad()
 def _ipot(cost_BNM: Tensor, pad_BNM: Tensor, beta: float, iterations: int) -> Tensor:
     kernel_BNM = (-cost_BNM / beta).exp().masked_fill(pad_BNM, 0.0)
     real_BNM = ~pad_BNM
-    real_BN, real_BM = real_BNM.any(dim=2), real_BNM.any(dim=1)  # none in a sample that lacks words or patches
-    share_BN, share_BM = (real / real.sum(dim=1, keepdim=True).clamp(min=1) for real in (real_BN, real_BM))
+    real_BN, real_BM = (
+        real_BNM.any(dim=2),
+        real_BNM.any(dim=1),
+    )  # none in a sample that lacks words or patches
+    share_BN, share_BM = (
+        real / real.sum(dim=1, keepdim=True).clamp(min=1) for real in (real_BN, real_BM)
+    )
     plan_BNM, scale_BM = real_BNM.float(), share_BM
     for _ in range(iterations):
         moved_BNM = kernel_BNM * plan_BNM

@@ -1,13 +1,15 @@
 """Contrastive losses of dual-encoders.
 
-Row i of `image_BE` and row i of `text_BE` are a pair; all other rows are negatives. In a run of several ranks the
-caller gathers first (`medvl.losses.gather.gather`); these functions do not communicate.
+Row i of `image_BE` and row i of `text_BE` are a pair; all other rows are negatives. In a run of
+several ranks the caller gathers first (`medvl.losses.gather.gather`); these functions do not
+communicate.
 
-A large matrix of logits is computed in blocks (`medvl.losses.pairs.blockwise`): the same value and gradient, in memory
-that grows with B and not with its square.
+A large matrix of logits is computed in blocks (`medvl.losses.pairs.blockwise`): the same value and
+gradient, in memory that grows with B and not with its square.
 
-Reports repeat, and the images of a study share one: with `groups` (`medvl.losses.pairs.blockwise`), rows that agree in
-any of them are positives of each other. None of the papers does so; it is off by default.
+Reports repeat, and the images of a study share one: with `groups` (`medvl.losses.pairs.blockwise`),
+rows that agree in any of them are positives of each other. None of the papers does so; it is off by
+default.
 """
 
 from collections.abc import Sequence
@@ -31,15 +33,18 @@ def convirt(
     *,
     groups: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Weighted bidirectional InfoNCE over cosine similarities (Zhang et al., arXiv 2010.00747, equations 2 to 4).
+    """Weighted bidirectional InfoNCE over cosine similarities (Zhang et al., arXiv 2010.00747,
+    equations 2 to 4).
 
-    `image_weight` (the paper's lambda) is the share of the image-to-text direction. Rows need not have unit length.
-    Log-softmax keeps the loss finite at any temperature, where a ratio of exponentials overflows below about 0.02.
+    `image_weight` (the paper's lambda) is the share of the image-to-text direction. Rows need not
+    have unit length. Log-softmax keeps the loss finite at any temperature, where a ratio of
+    exponentials overflows below about 0.02.
 
-    `groups`, (B,) each: a row's target is then uniform over all rows that agree with it in any of them.
+    `groups`, (B,) each: a row's target is then uniform over all rows that agree with it in any of
+    them.
 
-    Returns a scalar; with random embeddings it is near ln B. Raises ValueError on unequal shapes, a temperature of
-    zero or below, or a weight outside [0, 1].
+    Returns a scalar; with random embeddings it is near ln B. Raises ValueError on unequal shapes, a
+    temperature of zero or below, or a weight outside [0, 1].
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
@@ -48,14 +53,19 @@ def convirt(
     products = product_dtype(image_BE)
     with full_precision(image_BE):
         scaled_BE = F.normalize(image_BE.float(), dim=-1) / temperature
-        return info_nce(scaled_BE, F.normalize(text_BE.float(), dim=-1), image_weight, groups, products=products)
+        return info_nce(
+            scaled_BE, F.normalize(text_BE.float(), dim=-1), image_weight, groups, products=products
+        )
 
 
-def clip(image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float, *, groups: Sequence[Tensor] = ()) -> Tensor:
+def clip(
+    image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float, *, groups: Sequence[Tensor] = ()
+) -> Tensor:
     """Symmetric InfoNCE with a learned scale (Radford et al., arXiv 2103.00020, figure 3).
 
-    The caller normalises the embeddings; `logit_scale` multiplies the similarities: the exponential of the parameter
-    that models store, as a number or a tensor with one element. `groups` as for `convirt`.
+    The caller normalises the embeddings; `logit_scale` multiplies the similarities: the exponential
+    of the parameter that models store, as a number or a tensor with one element. `groups` as for
+    `convirt`.
 
     Returns a scalar. Raises ValueError on unequal shapes, or a scale of several numbers.
     """
@@ -63,7 +73,9 @@ def clip(image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float, *, grou
     logit_scale = one_number("logit_scale", logit_scale)
     products = product_dtype(image_BE)
     with full_precision(image_BE):
-        return info_nce(logit_scale * image_BE.float(), text_BE.float(), 0.5, groups, products=products)
+        return info_nce(
+            logit_scale * image_BE.float(), text_BE.float(), 0.5, groups, products=products
+        )
 
 
 def siglip(
@@ -74,15 +86,20 @@ def siglip(
     *,
     groups: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Pairwise sigmoid loss (Zhai et al., arXiv 2303.15343, section 3.2): summed over all B x B pairs, divided by B.
+    """Pairwise sigmoid loss (Zhai et al., arXiv 2303.15343, section 3.2): summed over all B x B
+    pairs, divided by B.
 
-    The caller normalises the embeddings. `logit_scale` multiplies the similarities and `logit_bias` is added, each a
-    number or a tensor with one element. `groups`, (B,) each: rows that agree in any of them are positives.
+    The caller normalises the embeddings. `logit_scale` multiplies the similarities and `logit_bias`
+    is added, each a number or a tensor with one element. `groups`, (B,) each: rows that agree in
+    any of them are positives.
 
     Returns a scalar. Raises ValueError on unequal shapes, or a scale or bias of several numbers.
     """
     _check_pairs(image_BE, text_BE, groups)
-    logit_scale, logit_bias = one_number("logit_scale", logit_scale), one_number("logit_bias", logit_bias)
+    logit_scale, logit_bias = (
+        one_number("logit_scale", logit_scale),
+        one_number("logit_bias", logit_bias),
+    )
     products = product_dtype(image_BE)
     with full_precision(image_BE):
         scaled_BE = logit_scale * image_BE.float()
@@ -91,12 +108,15 @@ def siglip(
 
 def _check_pairs(image_BE: Tensor, text_BE: Tensor, groups: Sequence[Tensor]) -> None:
     if image_BE.ndim != 2 or image_BE.shape != text_BE.shape:
-        raise ValueError(f"image and text embeddings must both be (B, E), got {shapes(image_BE, text_BE)}")
+        raise ValueError(
+            f"image and text embeddings must both be (B, E), got {shapes(image_BE, text_BE)}"
+        )
     if len(image_BE) == 0:
         raise ValueError("expected at least one pair, got an empty batch")
     if any(group_B.shape != image_BE.shape[:1] for group_B in groups):
         raise ValueError(
-            f"groups must be ({len(image_BE)},) each, as many as pairs: got {[tuple(g.shape) for g in groups]}"
+            f"groups must be ({len(image_BE)},) each, as many as pairs: got "
+            f"{[tuple(g.shape) for g in groups]}"
         )
 
 
@@ -113,20 +133,26 @@ def _check_pairs(image_BE: Tensor, text_BE: Tensor, groups: Sequence[Tensor]) ->
 LabelSimilarity = Literal["dot", "clamp", "cosine"]
 
 
-def soft_targets(image_NE: Tensor, text_ME: Tensor, targets_NM: Tensor, logit_scale: Tensor | float) -> Tensor:
-    """Mean of both directions' cross-entropy with soft targets (Wang et al., MedCLIP, arXiv 2210.10163, eqs. 3 to 6).
+def soft_targets(
+    image_NE: Tensor, text_ME: Tensor, targets_NM: Tensor, logit_scale: Tensor | float
+) -> Tensor:
+    """Mean of both directions' cross-entropy with soft targets (Wang et al., MedCLIP, arXiv
+    2210.10163, eqs. 3 to 6).
 
-    An image's targets over all texts are the softmax of its row of `targets_NM`, a text's targets over all images the
-    softmax of its column; so each direction has targets that sum to 1, also where N and M differ.
+    An image's targets over all texts are the softmax of its row of `targets_NM`, a text's targets
+    over all images the softmax of its column; so each direction has targets that sum to 1, also
+    where N and M differ.
 
     Args:
         image_NE, text_ME: L2-normalised by the caller. Image i and text i need not belong together.
-        targets_NM: similarities before the softmax, such as those of `label_similarity`; they get no gradient. Minus
-            infinity excludes a pair from the targets, but not every pair of a row or of a column may be excluded.
-        logit_scale: multiplies the cosines: the exponential of the parameter that models store; one number.
+        targets_NM: similarities before the softmax, such as those of `label_similarity`; they get
+            no gradient. Minus infinity excludes a pair from the targets, but not every pair of a
+            row or of a column may be excluded.
+        logit_scale: multiplies the cosines: the exponential of the parameter that models store; one
+            number.
 
-    Returns a scalar: the mean over images plus the mean over texts, halved. 0 with a zero gradient without an image or
-    without a text. Raises ValueError on inconsistent shapes.
+    Returns a scalar: the mean over images plus the mean over texts, halved. 0 with a zero gradient
+    without an image or without a text. Raises ValueError on inconsistent shapes.
     """
     logit_scale = one_number("logit_scale", logit_scale)
     fits = image_NE.ndim == text_ME.ndim == 2 and image_NE.shape[1] == text_ME.shape[1]
@@ -141,44 +167,62 @@ def soft_targets(image_NE: Tensor, text_ME: Tensor, targets_NM: Tensor, logit_sc
         return (image_to_text / max(len(image_NE), 1) + text_to_image / max(len(text_ME), 1)) / 2
 
 
-def multi_positive(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None = None) -> Tensor:
-    """Mean of both directions' cross-entropy, whose targets are equal shares among the positives of a row or a column.
+def multi_positive(
+    logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None = None
+) -> Tensor:
+    """Mean of both directions' cross-entropy, whose targets are equal shares among the positives of
+    a row or a column.
 
     Args:
         logits_NM: any dimensions before N and M, over which the mean is taken.
         positive_NM: bool. Rows, and columns, without any positive do not count.
-        ignored_NM: bool: pairs that are left out of the comparison unless they are positive; None: none.
+        ignored_NM: bool: pairs that are left out of the comparison unless they are positive; None:
+            none.
 
-    Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on inconsistent shapes.
+    Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on
+    inconsistent shapes.
     """
     if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
-        raise ValueError(f"expected logits (..., N, M) and positives (N, M), got {shapes(logits_NM, positive_NM)}")
+        raise ValueError(
+            f"expected logits (..., N, M) and positives (N, M), got "
+            f"{shapes(logits_NM, positive_NM)}"
+        )
     logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
     if ignored_NM is not None:
-        logits_NM = logits_NM.masked_fill(ignored_NM.bool() & ~positive_NM, torch.finfo(torch.float32).min)
+        logits_NM = logits_NM.masked_fill(
+            ignored_NM.bool() & ~positive_NM, torch.finfo(torch.float32).min
+        )
 
     def direction(dim: int) -> Tensor:
         count_N1 = positive_NM.sum(dim=dim, keepdim=True)
         share_NM = positive_NM / count_N1.clamp(min=1)
-        entropy_N1 = (share_NM * logits_NM.log_softmax(dim).masked_fill(~positive_NM, 0.0)).sum(dim, keepdim=True)
+        entropy_N1 = (share_NM * logits_NM.log_softmax(dim).masked_fill(~positive_NM, 0.0)).sum(
+            dim, keepdim=True
+        )
         return -entropy_N1.flatten(-2).sum(dim=-1).mean() / (count_N1 > 0).sum().clamp(min=1)
 
     return (direction(-1) + direction(-2)) / 2
 
 
 def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None = None) -> Tensor:
-    """Sum of both directions' cross-entropy with targets of 1 for every positive, over N x M (MAVL's released code).
+    """Sum of both directions' cross-entropy with targets of 1 for every positive, over N x M
+    (MAVL's released code).
 
     A row with ten positives weighs more than ten with one, because its targets sum to ten.
 
     Args:
         logits_NM, positive_NM: as in `multi_positive`.
-        ignored_NM: bool: pairs that are left out; rows without any other do not count in N. None: none.
+        ignored_NM: bool: pairs that are left out; rows without any other do not count in N. None:
+            none.
 
-    Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on inconsistent shapes.
+    Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on
+    inconsistent shapes.
     """
     if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
-        raise ValueError(f"expected logits (..., N, M) and positives (N, M), got {shapes(logits_NM, positive_NM)}")
+        raise ValueError(
+            f"expected logits (..., N, M) and positives (N, M), got "
+            f"{shapes(logits_NM, positive_NM)}"
+        )
     logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
     rows = torch.tensor(len(positive_NM), device=logits_NM.device)
     if ignored_NM is not None:
@@ -190,24 +234,38 @@ def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None 
     return -total / (rows.clamp(min=1) * positive_NM.shape[1])
 
 
-def label_similarity(image_labels_NL: Tensor, text_labels_ML: Tensor, kind: LabelSimilarity = "cosine") -> Tensor:
-    """Return (N, M) float32: the similarity of the labels of every image and every text, without gradient.
+def label_similarity(
+    image_labels_NL: Tensor, text_labels_ML: Tensor, kind: LabelSimilarity = "cosine"
+) -> Tensor:
+    """Return (N, M) float32: the similarity of the labels of every image and every text, without
+    gradient.
 
     Args:
-        image_labels_NL, text_labels_ML: values of the labels as they are multiplied, such as 1 for a positive one and 0
-            for all others; NaN counts as 0.
-        kind: "cosine", as in MedCLIP's paper (equation 3); "dot", the product that its released code takes, under
-            which the softmax is nearly one-hot for samples with many labels; "clamp", the product limited to
-            [-1, 1], as that code's documentation says. A sample without any label has a similarity of 0 to all.
+        image_labels_NL, text_labels_ML: values of the labels as they are multiplied, such as 1 for
+            a positive one and 0 for all others; NaN counts as 0.
+        kind: "cosine", as in MedCLIP's paper (equation 3); "dot", the product that its released
+            code takes, under which the softmax is nearly one-hot for samples with many labels;
+            "clamp", the product limited to [-1, 1], as that code's documentation says. A sample
+            without any label has a similarity of 0 to all.
 
     Raises ValueError on different numbers of labels, or on an unknown kind.
     """
     if kind not in get_args(LabelSimilarity):
-        raise ValueError(f"kind must be one of {', '.join(get_args(LabelSimilarity))}, got {kind!r}")
-    if image_labels_NL.ndim != 2 or text_labels_ML.ndim != 2 or image_labels_NL.shape[1] != text_labels_ML.shape[1]:
-        raise ValueError(f"expected labels (N, L) and (M, L), got {shapes(image_labels_NL, text_labels_ML)}")
+        raise ValueError(
+            f"kind must be one of {', '.join(get_args(LabelSimilarity))}, got {kind!r}"
+        )
+    if (
+        image_labels_NL.ndim != 2
+        or text_labels_ML.ndim != 2
+        or image_labels_NL.shape[1] != text_labels_ML.shape[1]
+    ):
+        raise ValueError(
+            f"expected labels (N, L) and (M, L), got {shapes(image_labels_NL, text_labels_ML)}"
+        )
     with full_precision(image_labels_NL):
-        image_NL, text_ML = (labels.detach().float().nan_to_num(0.0) for labels in (image_labels_NL, text_labels_ML))
+        image_NL, text_ML = (
+            labels.detach().float().nan_to_num(0.0) for labels in (image_labels_NL, text_labels_ML)
+        )
         if kind == "cosine":
             image_NL, text_ML = F.normalize(image_NL, dim=1), F.normalize(text_ML, dim=1)
         similarity_NM = image_NL @ text_ML.T

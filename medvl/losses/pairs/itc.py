@@ -1,11 +1,14 @@
-"""Contrastive loss against a moving average of the model, with a queue of past embeddings and soft targets.
+"""Contrastive loss against a moving average of the model, with a queue of past embeddings and soft
+targets.
 
-    keys = queue.keys(image_momentum_BE, text_momentum_BE, names_B)            # computed without gradient
+    # computed without gradient
+    keys = queue.keys(image_momentum_BE, text_momentum_BE, names_B)
     loss = itc(image_BE, text_BE, keys.image_NE, keys.text_NE, temperature, alpha, keys.positive_BN)
-    queue.enqueue(gather(image_momentum_BE), gather(text_momentum_BE), gather(names_B))    # in training only
+    # in training only
+    queue.enqueue(gather(image_momentum_BE), gather(text_momentum_BE), gather(names_B))
 
-The moving average itself is `torch.optim.swa_utils.AveragedModel`. ALBEF (Li et al., arXiv 2107.07651), section 3.2
-and 3.3; M2I2 and MUMC train with the same loss.
+The moving average itself is `torch.optim.swa_utils.AveragedModel`. ALBEF (Li et al., arXiv
+2107.07651), section 3.2 and 3.3; M2I2 and MUMC train with the same loss.
 
 B pairs of this rank, Q rows of the queue, N = B + (rows in the queue) keys, E shared embedding dim.
 """
@@ -29,18 +32,23 @@ def itc(
     alpha: float = 0.4,
     positive_BN: Tensor | None = None,
 ) -> Tensor:
-    """Mean of both directions' cross-entropy with (1 - alpha) one-hot + alpha teacher targets (ALBEF, equation 6).
+    """Mean of both directions' cross-entropy with (1 - alpha) one-hot + alpha teacher targets
+    (ALBEF, equation 6).
 
-    Embeddings are L2-normalised by the caller. With alpha 0 and the batch's own embeddings as keys, it is `clip`.
+    Embeddings are L2-normalised by the caller. With alpha 0 and the batch's own embeddings as keys,
+    it is `clip`.
 
     Args:
         image_BE, text_BE: embeddings of the model.
-        image_keys_NE, text_keys_NE: embeddings of the moving average: first this batch, row for row, then the queue.
-            The teacher's targets are computed from them without gradient; as keys they keep their gradient.
-        temperature: divides all similarities, also the teacher's; one number. See `clamp_temperature_`.
+        image_keys_NE, text_keys_NE: embeddings of the moving average: first this batch, row for
+            row, then the queue. The teacher's targets are computed from them without gradient; as
+            keys they keep their gradient.
+        temperature: divides all similarities, also the teacher's; one number. See
+            `clamp_temperature_`.
         alpha: weight of the teacher, 0 at the start of training: see `ramped_alpha`.
-        positive_BN: bool, keys that are positives of a row besides its own; the one-hot target is divided evenly among
-            them. None: key i for row i alone; a pair's own past embeddings in the queue are then negatives.
+        positive_BN: bool, keys that are positives of a row besides its own; the one-hot target is
+            divided evenly among them. None: key i for row i alone; a pair's own past embeddings in
+            the queue are then negatives.
 
     Returns a scalar, near ln N for unrelated embeddings; 0 with a zero gradient for no pair. Raises
     ValueError on inconsistent shapes, a temperature of zero or below, or an alpha outside [0, 1].
@@ -57,8 +65,12 @@ def itc(
         hard_BN = torch.eye(batch, count, device=image_BE.device)
         if positive_BN is not None:
             hard_BN = F.normalize(torch.maximum(hard_BN, positive_BN.float()), p=1.0, dim=1)
-        image_to_text = _direction(image_BE, image_keys_NE[:batch], text_keys_NE, temperature, alpha, hard_BN)
-        text_to_image = _direction(text_BE, text_keys_NE[:batch], image_keys_NE, temperature, alpha, hard_BN)
+        image_to_text = _direction(
+            image_BE, image_keys_NE[:batch], text_keys_NE, temperature, alpha, hard_BN
+        )
+        text_to_image = _direction(
+            text_BE, text_keys_NE[:batch], image_keys_NE, temperature, alpha, hard_BN
+        )
         return (image_to_text + text_to_image) / (2 * max(batch, 1))
 
 
@@ -70,16 +82,19 @@ def unimodal_itc(
     temperature: Tensor | float,
     positive_BN: Tensor | None = None,
 ) -> Tensor:
-    """Mean of the images' cross-entropy against images and of the texts' against texts, with one-hot targets (MUMC).
+    """Mean of the images' cross-entropy against images and of the texts' against texts, with
+    one-hot targets (MUMC).
 
-    A row's target is its own key: the same image or text, encoded by the moving average. Arguments, result and errors
-    are as for `itc`.
+    A row's target is its own key: the same image or text, encoded by the moving average. Arguments,
+    result and errors are as for `itc`.
     """
     return itc(image_BE, text_BE, text_keys_NE, image_keys_NE, temperature, 0.0, positive_BN)
 
 
 def ramped_alpha(step: int, ramp_steps: int, alpha: float = 0.4) -> float:
-    """Return the teacher's weight: linear from 0 to `alpha` at `ramp_steps` (ALBEF, M2I2: one epoch; MUMC: two)."""
+    """Return the teacher's weight: linear from 0 to `alpha` at `ramp_steps` (ALBEF, M2I2: one
+    epoch; MUMC: two).
+    """
     return alpha * min(1.0, step / ramp_steps) if ramp_steps > 0 else alpha
 
 
@@ -103,10 +118,11 @@ class Keys:
 
 
 class MomentumQueue(nn.Module):
-    """The latest `size` pairs of embeddings of the moving average, over all ranks, oldest overwritten first.
+    """The latest `size` pairs of embeddings of the moving average, over all ranks, oldest
+    overwritten first.
 
-    It starts empty, without random vectors. Its buffers are part of the checkpoint. The batch size need not divide the
-    size of the queue.
+    It starts empty, without random vectors. Its buffers are part of the checkpoint. The batch size
+    need not divide the size of the queue.
 
     Args:
         size: capacity in pairs; 65,536 in ALBEF, 57,600 in BLIP.
@@ -116,7 +132,9 @@ class MomentumQueue(nn.Module):
     """
 
     same_on_all_ranks: ClassVar[bool] = True
-    """Buffers are equal on all ranks: `medvl.train.parallel.distributed.distribute` need not broadcast them."""
+    """Buffers are equal on all ranks: `medvl.train.parallel.distributed.distribute` need not
+    broadcast them.
+    """
 
     image_QE: Tensor
     text_QE: Tensor
@@ -126,7 +144,9 @@ class MomentumQueue(nn.Module):
     def __init__(self, size: int, dim: int) -> None:
         super().__init__()
         if size < 0 or dim < 1:
-            raise ValueError(f"expected a size of 0 or above and a dim of 1 or above, got {size} and {dim}")
+            raise ValueError(
+                f"expected a size of 0 or above and a dim of 1 or above, got {size} and {dim}"
+            )
         self.size = size
         self.register_buffer("image_QE", torch.zeros(size, dim))
         self.register_buffer("text_QE", torch.zeros(size, dim))
@@ -137,7 +157,8 @@ class MomentumQueue(nn.Module):
         return min(int(self.seen), self.size)
 
     def keys(self, image_BE: Tensor, text_BE: Tensor, names_B: Tensor) -> Keys:
-        """Return this batch's momentum embeddings, then the queue's, as a copy that `enqueue` does not change.
+        """Return this batch's momentum embeddings, then the queue's, as a copy that `enqueue` does
+        not change.
 
         `names_B`, int64, identify pairs: `name_ids` of studies, or of sample keys.
         """
@@ -151,12 +172,16 @@ class MomentumQueue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, image_BE: Tensor, text_BE: Tensor, names_B: Tensor) -> None:
-        """Add momentum embeddings, of all ranks (`medvl.losses.gather.gather`) so that all queues stay equal.
+        """Add momentum embeddings, of all ranks (`medvl.losses.gather.gather`) so that all queues
+        stay equal.
 
         Raises ValueError when there are not as many of each.
         """
         if not len(image_BE) == len(text_BE) == len(names_B):
-            raise ValueError(f"{len(image_BE)} images, {len(text_BE)} texts and {len(names_B)} names do not form pairs")
+            raise ValueError(
+                f"{len(image_BE)} images, {len(text_BE)} texts and {len(names_B)} names do not "
+                f"form pairs"
+            )
         skipped = max(len(names_B) - self.size, 0)  # what the same call would overwrite
         place_B = torch.arange(skipped, len(names_B), device=self.seen.device)
         place_B = (self.seen + place_B) % max(self.size, 1)
@@ -167,9 +192,16 @@ class MomentumQueue(nn.Module):
 
 
 def _direction(
-    query_BE: Tensor, teacher_BE: Tensor, keys_NE: Tensor, temperature: Tensor | float, alpha: float, hard_BN: Tensor
+    query_BE: Tensor,
+    teacher_BE: Tensor,
+    keys_NE: Tensor,
+    temperature: Tensor | float,
+    alpha: float,
+    hard_BN: Tensor,
 ) -> Tensor:
-    """Cross-entropy over the keys, summed over queries; `teacher_BE` are the queries of the moving average."""
+    """Cross-entropy over the keys, summed over queries; `teacher_BE` are the queries of the
+    moving average.
+    """
     logits_BN = query_BE.float() @ keys_NE.float().T / temperature
     target_BN = hard_BN
     if alpha:
@@ -179,8 +211,18 @@ def _direction(
     return F.cross_entropy(logits_BN, target_BN, reduction="sum")
 
 
-def _check_shapes(image_BE: Tensor, text_BE: Tensor, image_keys_NE: Tensor, text_keys_NE: Tensor) -> None:
+def _check_shapes(
+    image_BE: Tensor, text_BE: Tensor, image_keys_NE: Tensor, text_keys_NE: Tensor
+) -> None:
     shapes = [tuple(tensor.shape) for tensor in (image_BE, text_BE, image_keys_NE, text_keys_NE)]
     pairs, keys = shapes[0], shapes[2]
-    if len(pairs) != 2 or shapes[1] != pairs or shapes[3] != keys or keys[1:] != pairs[1:] or keys[0] < pairs[0]:
-        raise ValueError(f"itc needs pairs (B, E) twice and keys (N, E) twice with N of at least B, got {shapes}")
+    if (
+        len(pairs) != 2
+        or shapes[1] != pairs
+        or shapes[3] != keys
+        or keys[1:] != pairs[1:]
+        or keys[0] < pairs[0]
+    ):
+        raise ValueError(
+            f"itc needs pairs (B, E) twice and keys (N, E) twice with N of at least B, got {shapes}"
+        )

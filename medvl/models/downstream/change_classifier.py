@@ -1,4 +1,6 @@
-"""Classification of change between an image and its prior image, on the image side of any dual-encoder."""
+"""Classification of change between an image and its prior image, on the image side of any
+dual-encoder.
+"""
 
 import contextlib
 import dataclasses
@@ -43,12 +45,14 @@ class ChangeClassifierConfig(SystemConfig):
 
 @register_system("change_classifier")
 class ChangeClassifier(System):
-    """Logits of improving, stable and worsening for each finding, from the vector of an image and its prior image.
+    """Logits of improving, stable and worsening for each finding, from the vector of an image and
+    its prior image.
 
-    The vector is that of `embed_with_prior` where the dual-encoder has it; else the two images' own vectors side by
-    side, with zeros for a missing prior image. Everything that images pass through is trained, also what the
-    dual-encoder's pretraining froze; text parts are frozen. Rows without any label, such as a corpus's prior images
-    themselves, and placeholders of missing prior images do not enter batch norms.
+    The vector is that of `embed_with_prior` where the dual-encoder has it; else the two images' own
+    vectors side by side, with zeros for a missing prior image. Everything that images pass through
+    is trained, also what the dual-encoder's pretraining froze; text parts are frozen. Rows without
+    any label, such as a corpus's prior images themselves, and placeholders of missing prior images
+    do not enter batch norms.
     """
 
     Config = ChangeClassifierConfig
@@ -62,7 +66,9 @@ class ChangeClassifier(System):
             if name.startswith(("text", "word")):
                 child.requires_grad_(False)
         size, channels = self.transform.size, dual_encoder.image_encoder.in_channels
-        blank_1CHW = torch.zeros(1, channels, size, size, dtype=torch.uint8, device=dual_encoder.device)
+        blank_1CHW = torch.zeros(
+            1, channels, size, size, dtype=torch.uint8, device=dual_encoder.device
+        )
         with evaluating(dual_encoder):
             width = self._vectors(blank_1CHW, blank_1CHW, torch.ones(1, dtype=torch.bool)).shape[1]
         self.change_head = nn.Linear(width, len(config.findings) * len(CHANGES))
@@ -70,17 +76,25 @@ class ChangeClassifier(System):
         nn.init.zeros_(self.change_head.bias)
 
     @classmethod
-    def build(cls, config: ChangeClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+    def build(
+        cls, config: ChangeClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None
+    ) -> Self:
         """See the base class."""
         if tokenizer is not None:
             message = "change_classifier does not read text; leave tokenizer out"
             raise ConfigError(message, "unsupported", field="tokenizer")
-        dual = system(config.dual_encoder)  # not `create_model`: a checkpoint must not name further files to read
+        dual = system(
+            config.dual_encoder
+        )  # not `create_model`: a checkpoint must not name further files to read
         settings = from_dict(dual.Config, config.settings)
-        return cls(config, _checked(dual.build(settings, pretrained=pretrained, tokenizer=None), "dual_encoder"))
+        return cls(
+            config,
+            _checked(dual.build(settings, pretrained=pretrained, tokenizer=None), "dual_encoder"),
+        )
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the cross-entropy, averaged over labels; `batch.labels_BL` has the columns of `config.findings`.
+        """Return the cross-entropy, averaged over labels; `batch.labels_BL` has the columns of
+        `config.findings`.
 
         Labels are -1 (improving), 0 (stable), 1 (worsening) or NaN (ignored).
         """
@@ -97,7 +111,8 @@ class ChangeClassifier(System):
         return (~batch.labels_BL.isnan()).sum().float()[None]
 
     def change_logits(self, batch: Batch) -> Tensor:
-        """Return (B, L, 3) of a batch: improving, stable and worsening for each of `config.findings`.
+        """Return (B, L, 3) of a batch: improving, stable and worsening for each of
+        `config.findings`.
 
         Raises ConfigError for a batch without prior images, unless `config.use_prior` is False.
         """
@@ -105,12 +120,19 @@ class ChangeClassifier(System):
         if self.config.use_prior and (prior_BCHW is None or has_prior_B is None):
             message = "expected Batch.prior_BCHW: open the loader with the model's inputs"
             raise ConfigError(message, "missing", field="prior_BCHW")
-        logits_BK: Tensor = self.change_head(self._vectors(batch.image_BCHW, prior_BCHW, has_prior_B))
+        logits_BK: Tensor = self.change_head(
+            self._vectors(batch.image_BCHW, prior_BCHW, has_prior_B)
+        )
         return logits_BK.unflatten(1, (-1, len(CHANGES)))
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Return optimiser groups: the encoder at `lr`, and the linear layer at `head_lr_mult` times `lr`."""
-        parts = (("encoder", self.dual_encoder, lr), ("head", self.change_head, lr * self.config.head_lr_mult))
+        """Return optimiser groups: the encoder at `lr`, and the linear layer at `head_lr_mult`
+        times `lr`.
+        """
+        parts = (
+            ("encoder", self.dual_encoder, lr),
+            ("head", self.change_head, lr * self.config.head_lr_mult),
+        )
         return [
             {**group, "name": f"{name}: {group['name']}"}
             for name, module, rate in parts
@@ -120,8 +142,9 @@ class ChangeClassifier(System):
     def _labelled_rows(self, batch: Batch) -> tuple[Batch, contextlib.AbstractContextManager[None]]:
         """Return the rows that have a label, and a context for their encoding.
 
-        A batch with fewer than two such rows is returned as it is, because every rank must use all weights and batch
-        norms need two rows; in the context it does not update their running statistics.
+        A batch with fewer than two such rows is returned as it is, because every rank must use all
+        weights and batch norms need two rows; in the context it does not update their running
+        statistics.
         """
         row_K = (~batch.labels_BL.isnan()).any(dim=1).nonzero().squeeze(1)
         if len(row_K) == len(batch):
@@ -130,7 +153,9 @@ class ChangeClassifier(System):
             return batch, freeze_batch_norm_statistics(self)
         return batch.rows(row_K.tolist()), contextlib.nullcontext()
 
-    def _vectors(self, image_BCHW: Tensor, prior_BCHW: Tensor | None, has_prior_B: Tensor | None) -> Tensor:
+    def _vectors(
+        self, image_BCHW: Tensor, prior_BCHW: Tensor | None, has_prior_B: Tensor | None
+    ) -> Tensor:
         """Return (B, D) float32."""
         model = self.dual_encoder
         if not self.config.use_prior or prior_BCHW is None or has_prior_B is None:
@@ -139,13 +164,21 @@ class ChangeClassifier(System):
         if isinstance(model, SupportsPriors):
             return model.embed_with_prior(image_BCHW, prior_BCHW, has_prior_B).global_NE
         count, row_K = len(image_BCHW), has_prior_B.nonzero().squeeze(1)
-        both_NE = model.encode_image(torch.cat([image_BCHW, prior_BCHW[row_K]]))  # one pass, and one batch norm
+        both_NE = model.encode_image(
+            torch.cat([image_BCHW, prior_BCHW[row_K]])
+        )  # one pass, and one batch norm
         vector_BE, prior_KE = both_NE.tensor_split([count])
-        return torch.cat([vector_BE, torch.zeros_like(vector_BE).index_copy(0, row_K, prior_KE)], dim=1)
+        return torch.cat(
+            [vector_BE, torch.zeros_like(vector_BE).index_copy(0, row_K, prior_KE)], dim=1
+        )
 
 
 def create_change_classifier(
-    start: Path | str, findings: tuple[str, ...], *, use_prior: bool = True, head_lr_mult: float = 10.0
+    start: Path | str,
+    findings: tuple[str, ...],
+    *,
+    use_prior: bool = True,
+    head_lr_mult: float = 10.0,
 ) -> ChangeClassifier:
     """Put a new linear layer on a dual-encoder's checkpoint.
 
@@ -154,7 +187,8 @@ def create_change_classifier(
         findings: names of the columns.
         use_prior, head_lr_mult: see `ChangeClassifierConfig`.
 
-    Raises CheckpointError where `start` is not a complete checkpoint, ConfigError where it is not a dual-encoder.
+    Raises CheckpointError where `start` is not a complete checkpoint, ConfigError where it is not a
+    dual-encoder.
     """
     model = _checked(load(start), "init_from")
     settings = dataclasses.asdict(model.config) | {"image_weights": None, "text_weights": None}

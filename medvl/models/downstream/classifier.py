@@ -1,4 +1,6 @@
-"""Classification of findings: an image encoder of any system and one linear layer, fine-tuned or probed."""
+"""Classification of findings: an image encoder of any system and one linear layer, fine-tuned or
+probed.
+"""
 
 import abc
 import dataclasses
@@ -22,8 +24,13 @@ from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 _log = logging.getLogger(__name__)
-FROZEN_NOTE = "its training left the image encoder frozen: what was trained above the encoder is not part of it"
-"""Note on the image encoder of a system such as RadZero or UMRL, whose trained layers lie above it."""
+FROZEN_NOTE = (
+    "its training left the image encoder frozen: what was trained above the encoder "
+    "is not part of it"
+)
+"""Note on the image encoder of a system such as RadZero or UMRL, whose trained layers lie above
+it.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +43,9 @@ class ClassifierConfig(ImageConfig):
     """Fields of `EvalTransform`."""
     labels: tuple[str, ...]
     frozen_encoder: bool = False
-    """Train the linear layer only, with the encoder in eval mode: a linear probe by gradient descent."""
+    """Train the linear layer only, with the encoder in eval mode: a linear probe by gradient
+    descent.
+    """
     head_lr_mult: float = 1.0
     """Learning rate of the linear layer, as a multiple of the encoder's."""
 
@@ -49,15 +58,19 @@ class ClassifierConfig(ImageConfig):
 def check_encoder(encoder: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the arguments of an image encoder include its name."""
     if "name" not in encoder:
-        raise ConfigError("encoder must have a name, as in {'name': 'resnet50'}", "missing", field="encoder")
+        raise ConfigError(
+            "encoder must have a name, as in {'name': 'resnet50'}", "missing", field="encoder"
+        )
 
 
 class LabelModel(System):
-    """A system that predicts labels, which `medvl eval classify` evaluates. Its config has `labels`.
+    """A system that predicts labels, which `medvl eval classify` evaluates. Its config has
+    `labels`.
 
     Attributes:
         reads: what it predicts from, for results and pages: "image", "text" or "image and text".
-        one_label: whether the probabilities of an image add up to 1, because it has exactly one label.
+        one_label: whether the probabilities of an image add up to 1, because it has exactly one
+            label.
     """
 
     reads: str
@@ -72,14 +85,17 @@ class LabelModel(System):
 class Classifier(LabelModel):
     """Logits of labels from the encoder's pooled vector. The loss ignores labels of -1 or NaN.
 
-    With `config.frozen_encoder` the encoder is not trained and stays in eval mode: batch-norm statistics are fixed and
-    dropout is off. Without it all of the encoder is trained, also what its system's pretraining froze.
+    With `config.frozen_encoder` the encoder is not trained and stays in eval mode: batch-norm
+    statistics are fixed and dropout is off. Without it all of the encoder is trained, also what its
+    system's pretraining froze.
     """
 
     Config = ClassifierConfig
     reads = "image"
 
-    def __init__(self, config: ClassifierConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:
+    def __init__(
+        self, config: ClassifierConfig, image_encoder: ImageEncoder, transform: EvalTransform
+    ) -> None:
         super().__init__(config, transform=transform, tokenizer=None)
         self.image_encoder = image_encoder
         self.label_head = nn.Linear(image_encoder.feature_dim, len(config.labels))
@@ -91,10 +107,16 @@ class Classifier(LabelModel):
             image_encoder.unfreeze()
 
     @classmethod
-    def build(cls, config: ClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+    def build(
+        cls, config: ClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None
+    ) -> Self:
         """See the base class."""
         if tokenizer is not None:
-            raise ConfigError("classifier does not read text; leave tokenizer out", "unsupported", field="tokenizer")
+            raise ConfigError(
+                "classifier does not read text; leave tokenizer out",
+                "unsupported",
+                field="tokenizer",
+            )
         encoder = create_image_encoder(pretrained=pretrained, **config.encoder)
         return cls(config, encoder, EvalTransform(**config.transform))
 
@@ -122,7 +144,9 @@ class Classifier(LabelModel):
         """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0, or -1 or NaN
         (ignored)."""
         logits_BL = self.label_logits(batch.image_BCHW)
-        return Losses.sum(labels=losses.multilabel_bce(logits_BL, batch.labels_BL, mean_count(batch)))
+        return Losses.sum(
+            labels=losses.multilabel_bce(logits_BL, batch.labels_BL, mean_count(batch))
+        )
 
     def loss_counts(self, batch: Batch) -> Tensor:
         """Return (1,) float32: how many known labels the loss of a batch is a sum over."""
@@ -143,10 +167,16 @@ class Classifier(LabelModel):
         probability_BL = torch.sigmoid(self.label_logits(image_BCHW.to(self.device)).float())
         return dict(zip(self.config.labels, probability_BL.T, strict=True))
 
-    def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
-        """Optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its stem, and the head at
-        `head_lr_mult` times `lr`."""
-        parts = (("encoder", self.image_encoder, lr), ("head", self.label_head, lr * self.config.head_lr_mult))
+    def parameter_groups(
+        self, lr: float, weight_decay: float, layer_decay: float = 1.0
+    ) -> list[dict[str, Any]]:
+        """Optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its stem, and
+        the head at `head_lr_mult` times `lr`.
+        """
+        parts = (
+            ("encoder", self.image_encoder, lr),
+            ("head", self.label_head, lr * self.config.head_lr_mult),
+        )
         return [
             {**group, "name": f"{name}: {group['name']}"}
             for name, module, rate in parts
@@ -163,22 +193,28 @@ def create_classifier(
     frozen_encoder: bool = False,
     head_lr_mult: float = 1.0,
 ) -> Classifier:
-    """Put a new head on the image encoder of any system's checkpoint, or on a pretrained encoder by name.
+    """Put a new head on the image encoder of any system's checkpoint, or on a pretrained encoder by
+    name.
 
     Args:
         start: folder of a checkpoint, or name of an image encoder (`medvl list image-encoders`).
         labels: names of the columns.
-        image_weights: weights of an encoder by name, see `ImageConfig`; None takes its published ones.
-        image_arguments: arguments of an encoder by name: `{"mean": 0.5, "std": 0.5, "pad_type": "same"}`.
+        image_weights: weights of an encoder by name, see `ImageConfig`; None takes its published
+            ones.
+        image_arguments: arguments of an encoder by name: `{"mean": 0.5, "std": 0.5, "pad_type":
+            "same"}`.
         frozen_encoder, head_lr_mult: see `ClassifierConfig`.
 
     Raises:
         CheckpointError: the folder is not a complete checkpoint.
-        ConfigError: the checkpoint has no image encoder for pixels, or weights of its own; or the name is unknown.
+        ConfigError: the checkpoint has no image encoder for pixels, or weights of its own; or the
+            name is unknown.
         WeightsError: weights cannot be loaded.
     """
     encoder, transform = encoder_at(start, image_weights, image_arguments)
-    return Classifier.on(encoder, labels, transform, frozen_encoder=frozen_encoder, head_lr_mult=head_lr_mult)
+    return Classifier.on(
+        encoder, labels, transform, frozen_encoder=frozen_encoder, head_lr_mult=head_lr_mult
+    )
 
 
 def encoder_at(
@@ -191,7 +227,11 @@ def encoder_at(
     if Path(start).is_dir():
         if weights is not None or arguments:
             message = f"{start} is a checkpoint: it has its own weights and arguments, give none"
-            raise ConfigError(message, "conflict", field="image_weights" if weights is not None else "image_arguments")
+            raise ConfigError(
+                message,
+                "conflict",
+                field="image_weights" if weights is not None else "image_arguments",
+            )
         model = load(start)
         encoder = image_encoder_of(model)
         if encoder.is_frozen:
@@ -209,5 +249,7 @@ def image_encoder_of(model: System) -> ImageEncoder:
     """
     encoder = next((module for module in model.modules() if isinstance(module, ImageEncoder)), None)
     if encoder is None:
-        raise ConfigError(f"{model.name} has no image encoder for pixels", "unsupported", field="image_encoder")
+        raise ConfigError(
+            f"{model.name} has no image encoder for pixels", "unsupported", field="image_encoder"
+        )
     return encoder

@@ -1,11 +1,13 @@
 """Base of detectors and segmenters: an image encoder, and a small decoder on its grid of patches.
 
-The encoder gives one vector for each patch, from a CNN's last feature map or a Transformer's tokens. By default it is
-frozen, so that results measure what the vectors contain. W is the decoder's width; h, w cells of its output.
+The encoder gives one vector for each patch, from a CNN's last feature map or a Transformer's
+tokens. By default it is frozen, so that results measure what the vectors contain. W is the
+decoder's width; h, w cells of its output.
 
-An encoder that stretches its images (GLoRIA and MGCA, from 224 to 299 pixels) does so here too, because its vectors are
-those of that scale; boxes and masks stay in pixels of the transform's image, over which the grid is spread. With a size
-of one's own the encoder is the backbone alone and reads the images at that size, as the U-Nets of these systems do.
+An encoder that stretches its images (GLoRIA and MGCA, from 224 to 299 pixels) does so here too,
+because its vectors are those of that scale; boxes and masks stay in pixels of the transform's
+image, over which the grid is spread. With a size of one's own the encoder is the backbone alone and
+reads the images at that size, as the U-Nets of these systems do.
 """
 
 import abc
@@ -35,7 +37,9 @@ from medvl.schema import Batch, ImageFeatures
 
 _GROUPS = 8
 PRIOR = 0.01
-"""Initial probability of a cell: few cells contain a finding, and negatives would dominate the first steps."""
+"""Initial probability of a cell: few cells contain a finding, and negatives would dominate the
+first steps.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,9 @@ class DenseConfig(ImageConfig):
     frozen_encoder: bool = True
     """Train the decoder only, with the encoder in eval mode."""
     head_lr_mult: float = 1.0
-    """Learning rate of decoder and heads, as a multiple of the encoder's; unused if the encoder is frozen."""
+    """Learning rate of decoder and heads, as a multiple of the encoder's; unused if the encoder
+    is frozen.
+    """
 
     def __post_init__(self) -> None:
         check_labels(self.labels, "labels")
@@ -67,14 +73,19 @@ class DenseConfig(ImageConfig):
 class Decoder(nn.Module):
     """Convolutions on a grid that doubles between them, without batch statistics.
 
-    Small enough for a hundredth of the labels, and the same for every encoder except its first layer.
+    Small enough for a hundredth of the labels, and the same for every encoder except its first
+    layer.
     """
 
     def __init__(self, patch_dim: int, width: int, doublings: int) -> None:
         super().__init__()
         self.enter = nn.Sequential(nn.LayerNorm(patch_dim), nn.Linear(patch_dim, width))
         self.steps = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(_GROUPS, width), nn.GELU())
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+                nn.GroupNorm(_GROUPS, width),
+                nn.GELU(),
+            )
             for _ in range(doublings + 1)
         )
 
@@ -83,14 +94,16 @@ class Decoder(nn.Module):
         features_BWhw = self.enter(patches_BPD).transpose(1, 2).unflatten(2, grid)
         for number, step in enumerate(self.steps):
             if number:
-                features_BWhw = F.interpolate(features_BWhw, scale_factor=2, mode="bilinear", align_corners=False)
+                features_BWhw = F.interpolate(
+                    features_BWhw, scale_factor=2, mode="bilinear", align_corners=False
+                )
             features_BWhw = step(features_BWhw)
         return features_BWhw
 
 
 class DenseModel(System):
-    """A decoder on an image encoder. A frozen encoder stays in eval mode and gets no gradient; one that is not is
-    trained as a whole, also what its system's pretraining froze.
+    """A decoder on an image encoder. A frozen encoder stays in eval mode and gets no gradient; one
+    that is not is trained as a whole, also what its system's pretraining froze.
 
     A system that reads text too sets `reads_text` and overrides `patch_features`.
 
@@ -118,28 +131,52 @@ class DenseModel(System):
             image_encoder.unfreeze()
         cells = image_encoder.grid(transform.size, transform.size)
         if cells is None or not image_encoder.patch_dim:
-            raise ConfigError(f"{image_encoder.name} has no grid of patches", "unsupported", field="encoder")
+            raise ConfigError(
+                f"{image_encoder.name} has no grid of patches", "unsupported", field="encoder"
+            )
         self.grid = (cells[0] << config.doublings, cells[1] << config.doublings)
         self.decoder = self.make_decoder(config, image_encoder.patch_dim)
 
     @staticmethod
     def make_decoder(config: Any, patch_dim: int) -> nn.Module:
-        """Return the module that maps patches (B, P, D) and their grid to the features of `decode`."""
+        """Return the module that maps patches (B, P, D) and their grid to the features of
+        `decode`.
+        """
         return Decoder(patch_dim, config.width, config.doublings)
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
         if tokenizer is not None and not cls.reads_text:
-            raise ConfigError(f"{cls.name} does not read text; leave tokenizer out", "unsupported", field="tokenizer")
+            raise ConfigError(
+                f"{cls.name} does not read text; leave tokenizer out",
+                "unsupported",
+                field="tokenizer",
+            )
         encoder = create_image_encoder(pretrained=pretrained, **config.encoder)
-        return cls(config, encoder, EvalTransform(**config.transform), *(() if tokenizer is None else (tokenizer,)))
+        return cls(
+            config,
+            encoder,
+            EvalTransform(**config.transform),
+            *(() if tokenizer is None else (tokenizer,)),
+        )
 
     @classmethod
-    def on(cls, image_encoder: ImageEncoder, labels: Sequence[str], transform: EvalTransform, **settings: Any) -> Self:
-        """Put a new decoder on an encoder, which is not copied; `settings` are fields of `Config`."""
+    def on(
+        cls,
+        image_encoder: ImageEncoder,
+        labels: Sequence[str],
+        transform: EvalTransform,
+        **settings: Any,
+    ) -> Self:
+        """Put a new decoder on an encoder, which is not copied; `settings` are fields of
+        `Config`.
+        """
         config = cls.Config(
-            encoder=image_encoder.config, transform=transform.settings(), labels=tuple(labels), **settings
+            encoder=image_encoder.config,
+            transform=transform.settings(),
+            labels=tuple(labels),
+            **settings,
         )
         return cls(config, image_encoder, transform)
 
@@ -155,9 +192,12 @@ class DenseModel(System):
         decoded_BWhw: Tensor = self.decoder(features.patches_BPD, features.grid)
         return decoded_BWhw
 
-    def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
-        """Optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its stem, the rest at
-        `head_lr_mult` times `lr`. With a frozen encoder, the rest at `lr`."""
+    def parameter_groups(
+        self, lr: float, weight_decay: float, layer_decay: float = 1.0
+    ) -> list[dict[str, Any]]:
+        """Optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its stem, the
+        rest at `head_lr_mult` times `lr`. With a frozen encoder, the rest at `lr`.
+        """
         if self.config.frozen_encoder:
             return parameter_groups(self, lr, weight_decay, layer_decay=layer_decay)
         groups = parameter_groups(self.image_encoder, lr, weight_decay, layer_decay=layer_decay)
@@ -170,7 +210,9 @@ class DenseModel(System):
 
 
 def init_prior(layer: nn.Conv2d) -> nn.Conv2d:
-    """Initialise logits so that probabilities are near `PRIOR` (Lin et al., arXiv 1708.02002, section 3.3)."""
+    """Initialise logits so that probabilities are near `PRIOR` (Lin et al., arXiv 1708.02002,
+    section 3.3).
+    """
     nn.init.normal_(layer.weight, std=0.01)
     if layer.bias is not None:
         nn.init.constant_(layer.bias, -math.log((1 - PRIOR) / PRIOR))
@@ -191,21 +233,25 @@ def create_dense(
     patch_level: int | None = None,
     **settings: Any,
 ) -> Model:
-    """Put a new decoder on the image encoder of any system's checkpoint, or on a pretrained encoder by name.
+    """Put a new decoder on the image encoder of any system's checkpoint, or on a pretrained encoder
+    by name.
 
     Args:
         cls: `Detector` or `Segmenter`.
         start: folder of a checkpoint, or name of an image encoder.
         labels: labels to learn.
-        image_weights, image_arguments: weights and arguments of an encoder by name, see `create_classifier`.
-        size: height and width of the input, for encoders that accept any; None: as in `start`. Images of a size that
-            is given are not stretched (see the module's docstring).
-        patch_level: the encoder's grid, -1 for the last and -2 for one with finer cells; None: as in `start`.
+        image_weights, image_arguments: weights and arguments of an encoder by name, see
+            `create_classifier`.
+        size: height and width of the input, for encoders that accept any; None: as in `start`.
+            Images of a size that is given are not stretched (see the module's docstring).
+        patch_level: the encoder's grid, -1 for the last and -2 for one with finer cells; None: as
+            in `start`.
         settings: fields of `cls.Config`.
 
     Raises:
         CheckpointError: the folder is not a complete checkpoint.
-        ConfigError: there is no image encoder for pixels, or it does not support the size or the grid.
+        ConfigError: there is no image encoder for pixels, or it does not support the size or the
+            grid.
         WeightsError: weights cannot be loaded.
     """
     encoder, transform = encoder_at(start, image_weights, image_arguments)
@@ -225,8 +271,13 @@ def _rebuild(encoder: ImageEncoder, arguments: dict[str, Any]) -> ImageEncoder:
     """Create an encoder with other arguments and the same weights."""
     other = create_image_encoder(pretrained=False, **arguments)
     new, old = other.state_dict(), encoder.state_dict()
-    if {name: tensor.shape for name, tensor in new.items()} != {name: tensor.shape for name, tensor in old.items()}:
-        message = f"{encoder.name} has learned positions for {encoder.image_size} pixels; leave size unset"
+    if {name: tensor.shape for name, tensor in new.items()} != {
+        name: tensor.shape for name, tensor in old.items()
+    }:
+        message = (
+            f"{encoder.name} has learned positions for {encoder.image_size} pixels; leave "
+            f"size unset"
+        )
         raise ConfigError(message, "unsupported", field="size")
     other.load_state_dict(old, strict=True)
     copy_training(encoder, other)
@@ -254,7 +305,8 @@ class MaskModel(System):
 
     @torch.no_grad()
     def maps(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return probabilities (L, H, W) for each image at the pixels of the original, NaN where it was cropped.
+        """Return probabilities (L, H, W) for each image at the pixels of the original, NaN where it
+        was cropped.
 
         Args:
             batch: images prepared by `transform`, with their texts for a model that reads text.
@@ -263,7 +315,8 @@ class MaskModel(System):
         probability_BLhw = torch.sigmoid(self.mask_logits(batch.to(self.device)).float())
         boxes = [self.transform.box(*size) for size in sizes]
         return [
-            on_image(map_Lhw, box, *size) for map_Lhw, box, size in zip(probability_BLhw, boxes, sizes, strict=True)
+            on_image(map_Lhw, box, *size)
+            for map_Lhw, box, size in zip(probability_BLhw, boxes, sizes, strict=True)
         ]
 
 
@@ -273,19 +326,23 @@ class MaskModel(System):
 def at_image_size(model: FusionModel, size: int) -> FusionModel:
     """Return the model for images of `size` pixels, with the same weights.
 
-    Learned positions of image patches, and those of a moving-average teacher, are interpolated to the new grid; tables
-    that are computed, such as the pixel decoder's, belong to the new grid. Where the cells of a convolutional encoder
-    cover another number of pixels, the head that predicts these has new weights: fine-tuning does not read it.
+    Learned positions of image patches, and those of a moving-average teacher, are interpolated to
+    the new grid; tables that are computed, such as the pixel decoder's, belong to the new grid.
+    Where the cells of a convolutional encoder cover another number of pixels, the head that
+    predicts these has new weights: fine-tuning does not read it.
 
     Raises:
-        ConfigError: the model does not support the size, numbers the cells of its images by rows of a table that words
-            have too, or has a tensor that depends on the image's size and is not such a table.
+        ConfigError: the model does not support the size, numbers the cells of its images by rows of
+            a table that words have too, or has a tensor that depends on the image's size and is not
+            such a table.
     """
     if size == model.config.image_size or isinstance(model.image_encoder, RegionEncoder):
         return model
     changed: dict[str, Any] = {"image_size": size, "image_weights": None, "text_weights": None}
     arguments = model.config.image_arguments  # without a stretch to the former size
-    changed["image_arguments"] = {name: arguments[name] for name in arguments if name not in ("image_size", "stretch")}
+    changed["image_arguments"] = {
+        name: arguments[name] for name in arguments if name not in ("image_size", "stretch")
+    }
     config = dataclasses.replace(model.config, **changed)
     other = create_model(config, tokenizer=model.tokenizer)
     assert isinstance(other, FusionModel)
@@ -306,15 +363,19 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
 
 
 def _unsupported(subject: str, model: FusionModel, size: int) -> ConfigError:
-    message = f"{subject} to images of {model.config.image_size} pixels, got {size}; fine-tune at the former size"
+    message = (
+        f"{subject} to images of {model.config.image_size} pixels, got {size}; fine-tune "
+        f"at the former size"
+    )
     return ConfigError(message, "unsupported", field="image_size")
 
 
 def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Interpolate a position table (..., N + h * w, D) to another grid; the N vectors before the grid stay.
+    """Interpolate a position table (..., N + h * w, D) to another grid; the N vectors before the
+    grid stay.
 
-    Bicubic without antialiasing, as M3AE's, METER's and ALBEF's released code. A table of another form is returned
-    unchanged.
+    Bicubic without antialiasing, as M3AE's, METER's and ALBEF's released code. A table of another
+    form is returned unchanged.
     """
     prefix = table.shape[-2] - math.prod(old) if table.ndim in (2, 3) else -1
     if prefix < 0 or table[..., 0, 0].numel() != 1:

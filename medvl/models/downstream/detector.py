@@ -1,9 +1,10 @@
 """Anchor-free detection: boxes with labels and scores.
 
-Every cell of the decoder's grid predicts the probability that it lies in the inner part of a box of each label, and
-that box: the offset of its center from the cell's and the logarithms of its sides, in units of a cell. This is FCOS
-(Tian et al., arXiv 1904.01355) on one grid with center sampling. Offsets instead of distances to edges also work for
-boxes smaller than a cell; center-ness is omitted because only inner cells are trained as positives.
+Every cell of the decoder's grid predicts the probability that it lies in the inner part of a box of
+each label, and that box: the offset of its center from the cell's and the logarithms of its sides,
+in units of a cell. This is FCOS (Tian et al., arXiv 1904.01355) on one grid with center sampling.
+Offsets instead of distances to edges also work for boxes smaller than a cell; center-ness is
+omitted because only inner cells are trained as positives.
 
 Shape letters: N boxes of an image, P cells, L labels, K boxes that are kept.
 """
@@ -83,7 +84,12 @@ class Detector(DenseModel):
         logits_BPL, box_BP4 = self.cells(batch)
         targets = self.targets(batch.boxes_BN5)
         label, place = losses.detection(
-            logits_BPL, box_BP4, targets.label_BPL, targets.box_BP4, targets.inner_BP, mean_count(batch)
+            logits_BPL,
+            box_BP4,
+            targets.label_BPL,
+            targets.box_BP4,
+            targets.inner_BP,
+            mean_count(batch),
         )
         return Losses.sum(label=label, place=place)
 
@@ -94,7 +100,9 @@ class Detector(DenseModel):
         return self.inner_cells(batch.boxes_BN5).any(dim=2).sum().float()[None]
 
     def cells(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits (B, P, L) and boxes (B, P, 4), edges in pixels of the input, of all cells in row-major order."""
+        """Logits (B, P, L) and boxes (B, P, 4), edges in pixels of the input, of all cells in
+        row-major order.
+        """
         return self.read_cells(self.decode(batch))
 
     def read_cells(self, features_BWhw: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,8 +132,8 @@ class Detector(DenseModel):
     def inner_cells(self, boxes_BN5: Tensor) -> Tensor:
         """(B, P, N) bool: whether a cell belongs to a box, False for padding.
 
-        A cell belongs to a box if its center lies in the inner part, which is at least as large as a cell, so that
-        every box has a cell.
+        A cell belongs to a box if its center lies in the inner part, which is at least as large as
+        a cell, so that every box has a cell.
         """
         center_P2, cell_2 = self._centers(boxes_BN5.device)
         low_BN2, high_BN2 = boxes_BN5[:, :, :2], boxes_BN5[:, :, 2:4]
@@ -135,24 +143,33 @@ class Detector(DenseModel):
 
     @torch.no_grad()
     def detect(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return (L, K, 5) for each image: edges in pixels of the original image, and the score, highest first.
+        """Return (L, K, 5) for each image: edges in pixels of the original image, and the score,
+        highest first.
 
-        Boxes are cut to the part of the image that the input shows, and left out where they lie outside of it. K is
-        `max_boxes`, or the number of cells if that is smaller; rows without a box have a score of -inf.
+        Boxes are cut to the part of the image that the input shows, and left out where they lie
+        outside of it. K is `max_boxes`, or the number of cells if that is smaller; rows without a
+        box have a score of -inf.
 
         Args:
             batch: images prepared by `transform`.
             sizes: (height, width) of the original images.
         """
         logits_BPL, box_BP4 = self.cells(batch.to(self.device))
-        edges_B14 = box_BP4.new_tensor([visible_part(self.transform, size) for size in sizes])[:, None]
-        box_BP4 = torch.maximum(box_BP4, edges_B14[..., [0, 1, 0, 1]]).minimum(edges_B14[..., [2, 3, 2, 3]])
+        edges_B14 = box_BP4.new_tensor([visible_part(self.transform, size) for size in sizes])[
+            :, None
+        ]
+        box_BP4 = torch.maximum(box_BP4, edges_B14[..., [0, 1, 0, 1]]).minimum(
+            edges_B14[..., [2, 3, 2, 3]]
+        )
         seen_BP = (box_BP4[:, :, 2:] > box_BP4[:, :, :2]).all(dim=2)
         score_BPL = torch.sigmoid(logits_BPL.float()).masked_fill(~seen_BP[:, :, None], -torch.inf)
         config = self.config
         kept = [
             non_maximum_suppression(
-                box_BP4, score_BP, iou_threshold=config.nms_iou_threshold, max_boxes=config.max_boxes
+                box_BP4,
+                score_BP,
+                iou_threshold=config.nms_iou_threshold,
+                max_boxes=config.max_boxes,
             )
             for score_BP in score_BPL.unbind(dim=2)
         ]
@@ -162,22 +179,33 @@ class Detector(DenseModel):
         return list(torch.cat([kept_BLK5[..., :4] * scale_B + shift_B, kept_BLK5[..., 4:]], dim=3))
 
     def _centers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Centers (P, 2) of the cells, x before y, and the sides (2,) of a cell; in pixels of the input."""
+        """Centers (P, 2) of the cells, x before y, and the sides (2,) of a cell; in pixels of
+        the input.
+        """
         rows, columns = self.grid
-        cell_2 = torch.tensor([self.transform.size / columns, self.transform.size / rows], device=device)
-        y, x = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
+        cell_2 = torch.tensor(
+            [self.transform.size / columns, self.transform.size / rows], device=device
+        )
+        y, x = torch.meshgrid(
+            torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
+        )
         return (torch.stack([x, y], dim=2).flatten(0, 1) + 0.5) * cell_2, cell_2
 
 
 def _scale_and_shift(transform: EvalTransform, size: tuple[int, int]) -> tuple[float, ...]:
-    """Scale and shift of the four edges, from pixels of the input to those of an image of that size."""
+    """Scale and shift of the four edges, from pixels of the input to those of an image of that
+    size.
+    """
     visible = transform.box(*size)
     across, down = visible.width / transform.size, visible.height / transform.size
     return across, down, across, down, visible.left, visible.top, visible.left, visible.top
 
 
-def non_maximum_suppression(box_BP4: Tensor, score_BP: Tensor, *, iou_threshold: float, max_boxes: int) -> Tensor:
-    """(B, K, 5): the best boxes of each image with their scores, without boxes that overlap a better one by more.
+def non_maximum_suppression(
+    box_BP4: Tensor, score_BP: Tensor, *, iou_threshold: float, max_boxes: int
+) -> Tensor:
+    """(B, K, 5): the best boxes of each image with their scores, without boxes that overlap a
+    better one by more.
 
     Greedy, for all images at once. Once no box is left, scores are -inf.
     """
@@ -192,5 +220,7 @@ def non_maximum_suppression(box_BP4: Tensor, score_BP: Tensor, *, iou_threshold:
         high_BP2 = torch.minimum(box_BP4[:, :, 2:], best_B14[:, :, 2:])
         shared_BP = (high_BP2 - low_BP2).clamp(min=0).prod(dim=2)
         union_BP = area_BP + area_BP.gather(1, best_B1) - shared_BP
-        left_BP = left_BP.masked_fill(shared_BP > iou_threshold * union_BP, -torch.inf).scatter(1, best_B1, -torch.inf)
+        left_BP = left_BP.masked_fill(shared_BP > iou_threshold * union_BP, -torch.inf).scatter(
+            1, best_B1, -torch.inf
+        )
     return torch.cat(kept, dim=1)

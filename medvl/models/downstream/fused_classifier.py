@@ -1,4 +1,6 @@
-"""Classification on the fused states of any fusion-encoder, from images with reports, images alone or reports alone."""
+"""Classification on the fused states of any fusion-encoder, from images with reports, images
+alone or reports alone.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,14 @@ from medvl.common.config_io import check_choice, check_labels, check_within, fro
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import LAYER_NORM_EPS, System, SystemConfig, init_weights, mean_count, update_mean
+from medvl.models.base import (
+    LAYER_NORM_EPS,
+    System,
+    SystemConfig,
+    init_weights,
+    mean_count,
+    update_mean,
+)
 from medvl.models.checkpoint import load, load_towers
 from medvl.models.downstream.classifier import LabelModel, image_encoder_of
 from medvl.models.downstream.dense_base import at_image_size
@@ -38,11 +47,15 @@ class FusionTaskConfig(SystemConfig):
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of its configuration that differ from the published ones."""
     head_lr_mult: float | None = None
-    """Learning rate of the head, as a multiple of the encoders'; None is the published one of the head."""
+    """Learning rate of the head, as a multiple of the encoders'; None is the published one of
+    the head.
+    """
     max_tokens: int
     """Maximum length of a text."""
     vocab_size: int | None = None
-    """Vocabulary size of the text encoder; None: as in `settings`, or the tokenizer's if one is given."""
+    """Vocabulary size of the text encoder; None: as in `settings`, or the tokenizer's if one is
+    given.
+    """
 
     def __post_init__(self) -> None:
         check_within(self, "(0, inf)", "head_lr_mult")
@@ -56,8 +69,8 @@ class FusionTaskConfig(SystemConfig):
 class FusionTask(System):
     """A fusion-encoder and a head, whose attribute name is `head_name`.
 
-    Pretraining heads are kept and frozen, so that a checkpoint of this model can initialise another pretraining; so are
-    prompts, as published, and layers that the head does not read.
+    Pretraining heads are kept and frozen, so that a checkpoint of this model can initialise another
+    pretraining; so are prompts, as published, and layers that the head does not read.
     """
 
     head_name: ClassVar[str]
@@ -75,16 +88,24 @@ class FusionTask(System):
         self.freeze_unread(reads_pooled=True)
 
     @classmethod
-    def build(cls, config: FusionTaskConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+    def build(
+        cls, config: FusionTaskConfig, *, pretrained: bool, tokenizer: Tokenizer | None
+    ) -> Self:
         """See the base class."""
         settings = dict(config.settings)
         if config.vocab_size is not None:
             settings["vocab_size"] = config.vocab_size
-        settings |= {"image_weights": None, "text_weights": None}  # a checkpoint must not name further files to read
+        settings |= {
+            "image_weights": None,
+            "text_weights": None,
+        }  # a checkpoint must not name further files to read
         fusion = from_dict(system(config.fusion).Config, settings)
         model = create_model(fusion, pretrained=pretrained, tokenizer=tokenizer)
         if not isinstance(model, FusionModel):
-            message = f"fusion must name a fusion-encoder such as dual_stream or m3ae, got {config.fusion!r}"
+            message = (
+                f"fusion must name a fusion-encoder such as dual_stream or m3ae, got "
+                f"{config.fusion!r}"
+            )
             raise ConfigError(message, "wrong_type", field="fusion")
         return cls(config, model)
 
@@ -104,14 +125,22 @@ class FusionTask(System):
         """Return the fusion model's groups, and the head at `head_lr_mult` times `lr`."""
         groups = self.fusion_model.parameter_groups(lr, weight_decay)
         head = parameter_groups(
-            self.get_submodule(self.head_name), lr * self.config.effective_head_lr_mult, weight_decay
+            self.get_submodule(self.head_name),
+            lr * self.config.effective_head_lr_mult,
+            weight_decay,
         )
-        return [*groups, *({**group, "name": f"{self.head_name}: {group['name']}"} for group in head)]
+        return [
+            *groups,
+            *({**group, "name": f"{self.head_name}: {group['name']}"} for group in head),
+        ]
 
 
 def described_fusion(fusion_model: FusionModel) -> dict[str, Any]:
     """Return the fields of a `FusionTaskConfig` that describe a fusion-encoder."""
-    settings = dataclasses.asdict(fusion_model.config) | {"image_weights": None, "text_weights": None}
+    settings = dataclasses.asdict(fusion_model.config) | {
+        "image_weights": None,
+        "text_weights": None,
+    }
     return {
         "fusion": fusion_model.name,
         "settings": settings,
@@ -129,16 +158,18 @@ def open_fusion(
     """Load the fusion-encoder of a checkpoint for a new head.
 
     Args:
-        start: checkpoint of a fusion-encoder or of a head on one; or of a dual-encoder, whose towers are used under a
-            new fusion-encoder.
-        fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
-        image_size: side of the images in pixels, to which learned positions are interpolated; None: as in `start`.
+        start: checkpoint of a fusion-encoder or of a head on one; or of a dual-encoder, whose
+            towers are used under a new fusion-encoder.
+        fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those
+            of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None:
+            as in `start`.
         max_tokens: maximum length of a text; None: as in `start`.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.
-        ConfigError: `start` is a dual-encoder and `fusion` is None, or the image size or the length of texts does not
-            fit the model.
+        ConfigError: `start` is a dual-encoder and `fusion` is None, or the image size or the length
+            of texts does not fit the model.
     """
     model = load(start)
     if isinstance(model, FusionTask):
@@ -153,10 +184,15 @@ def open_fusion(
 
 
 def _at_max_tokens(model: FusionModel, max_tokens: int) -> FusionModel:
-    """Make the model read texts of that length, also longer ones than its pretraining did. It is not copied."""
+    """Make the model read texts of that length, also longer ones than its pretraining did. It is
+    not copied.
+    """
     longest = model.text_encoder.max_tokens
     if max_tokens > longest:
-        message = f"max_tokens must be at most {longest} (positions of {model.config.text_encoder}), got {max_tokens}"
+        message = (
+            f"max_tokens must be at most {longest} (positions of "
+            f"{model.config.text_encoder}), got {max_tokens}"
+        )
         raise ConfigError(message, "too_large", field="max_tokens")
     model.config = dataclasses.replace(model.config, max_tokens=max_tokens)
     if model.tokenizer is not None:
@@ -165,7 +201,9 @@ def _at_max_tokens(model: FusionModel, max_tokens: int) -> FusionModel:
 
 
 def _on_towers(model: System, fusion: FusionConfig, start: Path | str) -> FusionModel:
-    """Put a new fusion-encoder on the towers of a dual-encoder's checkpoint, with pixels as in its pretraining."""
+    """Put a new fusion-encoder on the towers of a dual-encoder's checkpoint, with pixels as in
+    its pretraining.
+    """
     own: Any = model.config
     names = ("image_encoder", "text_encoder", "image_size", "fit", "max_tokens", "vocab_size")
     encoder = image_encoder_of(model).config
@@ -187,12 +225,15 @@ def _on_towers(model: System, fusion: FusionConfig, start: Path | str) -> Fusion
 
 
 Modalities = Literal["image_text", "image", "text"]
-"""Input of the model. Labels of a corpus are often extracted from the report itself, so that "image_text" and "text"
-reach high scores by reading it; compare "image" with image classifiers."""
+"""Input of the model. Labels of a corpus are often extracted from the report itself, so that
+"image_text" and "text" reach high scores by reading it; compare "image" with image classifiers.
+"""
 ClassifierHead = Literal["mlp", "meter", "linear"]
-"""Head on the pooled vector. "mlp": Linear to twice the width, GELU, LayerNorm, Linear (LXMERT; Li, Wang and Luo, arXiv
-2009.01523; BERTHop). "meter": Linear of the same width, LayerNorm, GELU, Linear (METER; M3AE on MELINDA, with
-`head_lr_mult` 10; PTUnifier, with 50). "linear": one layer. All are initialised as in BERT."""
+"""Head on the pooled vector. "mlp": Linear to twice the width, GELU, LayerNorm, Linear (LXMERT; Li,
+Wang and Luo, arXiv 2009.01523; BERTHop). "meter": Linear of the same width, LayerNorm, GELU, Linear
+(METER; M3AE on MELINDA, with `head_lr_mult` 10; PTUnifier, with 50). "linear": one layer. All are
+initialised as in BERT.
+"""
 Target = Literal["multi_label", "single_label"]
 """Labels of an image: any number of them, or exactly one."""
 
@@ -218,8 +259,8 @@ class FusedClassifierConfig(FusionTaskConfig):
 class FusedClassifier(FusionTask, LabelModel):
     """Logits of labels from `Fused.pooled_BD`.
 
-    Without `config.modalities` naming it, an image or a text is absent for every sample, as in a sample that has none:
-    it is never encoded, and nothing of it reaches the logits.
+    Without `config.modalities` naming it, an image or a text is absent for every sample, as in a
+    sample that has none: it is never encoded, and nothing of it reaches the logits.
     """
 
     Config = FusedClassifierConfig
@@ -231,10 +272,14 @@ class FusedClassifier(FusionTask, LabelModel):
         self.label_head = nn.Sequential(nn.Linear(width, labels))
         if config.head == "mlp":
             norm = nn.LayerNorm(2 * width, eps=LAYER_NORM_EPS)
-            self.label_head = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), norm, nn.Linear(2 * width, labels))
+            self.label_head = nn.Sequential(
+                nn.Linear(width, 2 * width), nn.GELU(), norm, nn.Linear(2 * width, labels)
+            )
         elif config.head == "meter":
             norm = nn.LayerNorm(width)
-            self.label_head = nn.Sequential(nn.Linear(width, width), norm, nn.GELU(), nn.Linear(width, labels))
+            self.label_head = nn.Sequential(
+                nn.Linear(width, width), norm, nn.GELU(), nn.Linear(width, labels)
+            )
         init_weights(self.label_head)
         self.reads = {"image_text": "image and text"}.get(config.modalities, config.modalities)
         self.one_label = config.target == "single_label"
@@ -269,21 +314,28 @@ class FusedClassifier(FusionTask, LabelModel):
         """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0, or -1 or NaN
         (ignored).
 
-        Multi-label: binary cross-entropy, averaged over the known labels, times their number as in VQA (Li et al.).
+        Multi-label: binary cross-entropy, averaged over the known labels, times their number as in
+        VQA (Li et al.).
         Single-label: cross-entropy over the samples with exactly one positive label.
         """
         logits_BL = self.label_logits(batch)
         if self.config.target == "multi_label":
-            loss = losses.multilabel_bce(logits_BL, batch.labels_BL, mean_count(batch)) * len(self.config.labels)
+            loss = losses.multilabel_bce(logits_BL, batch.labels_BL, mean_count(batch)) * len(
+                self.config.labels
+            )
         else:
             positive_BL = batch.labels_BL == 1
-            target_B = positive_BL.int().argmax(dim=1).masked_fill(positive_BL.sum(dim=1) != 1, -100)
+            target_B = (
+                positive_BL.int().argmax(dim=1).masked_fill(positive_BL.sum(dim=1) != 1, -100)
+            )
             total = F.cross_entropy(logits_BL.float(), target_B, reduction="sum")
             loss = update_mean(batch, total, (target_B >= 0).sum())
         return Losses.sum(labels=loss)
 
     def loss_counts(self, batch: Batch) -> Tensor:
-        """Return (1,) float32: how many known labels, or samples with one label, the loss of a batch is a sum over."""
+        """Return (1,) float32: how many known labels, or samples with one label, the loss of a
+        batch is a sum over.
+        """
         known = losses.known_labels(batch.labels_BL)
         if self.config.target != "multi_label":
             known = (batch.labels_BL == 1).sum(dim=1) == 1
@@ -327,17 +379,23 @@ def create_fused_classifier(
     """Create a classifier with a new head from a checkpoint of a dual-encoder or fusion-encoder.
 
     Args:
-        start: checkpoint of a fusion-encoder, or of a head on one; or of a dual-encoder, whose towers are used under a
-            new fusion-encoder.
+        start: checkpoint of a fusion-encoder, or of a head on one; or of a dual-encoder, whose
+            towers are used under a new fusion-encoder.
         labels: names of the columns.
-        fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
-        image_size: side of the images in pixels, to which learned positions are interpolated; None: as in `start`.
-        max_tokens: maximum length of a text, which may be above that of the pretraining; None: as in `start`.
+        fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those
+            of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None:
+            as in `start`.
+        max_tokens: maximum length of a text, which may be above that of the pretraining; None: as
+            in `start`.
         modalities, head, target, head_lr_mult: see `FusedClassifierConfig`.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.
-        ConfigError: a choice is unknown, or the image size or the length of texts does not fit the model.
+        ConfigError: a choice is unknown, or the image size or the length of texts does not fit the
+            model.
     """
     model = open_fusion(start, fusion, image_size, max_tokens)
-    return FusedClassifier.on(model, labels, modalities=modalities, head=head, target=target, head_lr_mult=head_lr_mult)
+    return FusedClassifier.on(
+        model, labels, modalities=modalities, head=head, target=target, head_lr_mult=head_lr_mult
+    )

@@ -1,4 +1,6 @@
-"""LViT: a U-Net and a branch of Transformer blocks that reads the image's text (Li et al., arXiv 2206.14718)."""
+"""LViT: a U-Net and a branch of Transformer blocks that reads the image's text (Li et al., arXiv
+2206.14718).
+"""
 
 import dataclasses
 import itertools
@@ -38,7 +40,9 @@ class ConvBlock(nn.Sequential):
     """Convolution, batch normalisation, ReLU."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()
+        )
 
 
 def _two_blocks(inputs: int, outputs: int) -> nn.Sequential:
@@ -46,7 +50,9 @@ def _two_blocks(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class PixelAttention(nn.Module):
-    """Pixel-level attention (PLAM): each pixel is weighted by a function of its mean and maximum over channels."""
+    """Pixel-level attention (PLAM): each pixel is weighted by a function of its mean and maximum
+    over channels.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -58,7 +64,9 @@ class PixelAttention(nn.Module):
         """Return the weighted skip connection."""
         mean_BHW = self.mean(skip_BKHW).relu().mean(dim=1)
         maximum_BHW = self.maximum(skip_BKHW).relu().amax(dim=1)
-        weight_BHW1 = self.weigh(torch.stack([mean_BHW, maximum_BHW, mean_BHW + maximum_BHW], dim=3))
+        weight_BHW1 = self.weigh(
+            torch.stack([mean_BHW, maximum_BHW, mean_BHW + maximum_BHW], dim=3)
+        )
         return weight_BHW1.permute(0, 3, 1, 2) * skip_BKHW
 
 
@@ -69,7 +77,9 @@ class Up(nn.Module):
         super().__init__()
         half = inputs // 2
         self.attention: nn.Module = PixelAttention(half) if attention else nn.Identity()
-        self.enlarge: nn.Module = nn.Upsample(scale_factor=2) if attention else nn.ConvTranspose2d(half, half, 2, 2)
+        self.enlarge: nn.Module = (
+            nn.Upsample(scale_factor=2) if attention else nn.ConvTranspose2d(half, half, 2, 2)
+        )
         self.blocks = _two_blocks(inputs, outputs)
 
     def forward(self, coarse_BKhw: Tensor, skip_BKHW: Tensor) -> Tensor:
@@ -91,7 +101,9 @@ class UNet(nn.Module):
         self.down = nn.ModuleList(_two_blocks(a, b) for a, b in itertools.pairwise(levels))
         outputs = [width, width, *levels[1:3]]
         pairs = zip(levels[:-1], outputs, strict=True)
-        self.up = nn.ModuleList(Up(2 * level, out, attention=self.attention) for level, out in pairs)
+        self.up = nn.ModuleList(
+            Up(2 * level, out, attention=self.attention) for level, out in pairs
+        )
         self.leave = nn.Conv2d(width, labels, 1)
 
     def forward(self, image_BCHW: Tensor, words_BTD: Tensor | None = None) -> Tensor:
@@ -100,7 +112,9 @@ class UNet(nn.Module):
         for block in self.down:
             levels.append(block(F.max_pool2d(levels[-1], 2)))
         features = levels.pop()
-        for up, skip in zip(reversed(self.up), reversed(self.skips(levels, words_BTD)), strict=True):
+        for up, skip in zip(
+            reversed(self.up), reversed(self.skips(levels, words_BTD)), strict=True
+        ):
             features = up(features, skip)
         logits_BLHW: Tensor = self.leave(features)
         return logits_BLHW
@@ -111,7 +125,8 @@ class UNet(nn.Module):
 
 
 class LViTNetwork(UNet):
-    """U-Net with pixel-level attention, and a branch of Transformer blocks that reads the text at the first level.
+    """U-Net with pixel-level attention, and a branch of Transformer blocks that reads the text at
+    the first level.
 
     Args:
         channels, labels, width: as `UNet`.
@@ -121,14 +136,20 @@ class LViTNetwork(UNet):
 
     attention = True
 
-    def __init__(self, channels: int, labels: int, width: int, size: int, text: tuple[int, int] | None) -> None:
+    def __init__(
+        self, channels: int, labels: int, width: int, size: int, text: tuple[int, int] | None
+    ) -> None:
         super().__init__(channels, labels, width)
         dims = [width * factor for factor in (1, 2, 4, 8)]
         tokens = (size // PATCHES[0]) ** 2
         self.grid = size // PATCHES[0]
         self.text = None if text is None else TextLevel(*text, dims, tokens)
-        self.embed = nn.ModuleList(Patches(dim, patch, tokens) for dim, patch in zip(dims, PATCHES, strict=True))
-        self.down_blocks, self.up_blocks = (nn.ModuleList(Block(dim) for dim in dims) for _ in range(2))
+        self.embed = nn.ModuleList(
+            Patches(dim, patch, tokens) for dim, patch in zip(dims, PATCHES, strict=True)
+        )
+        self.down_blocks, self.up_blocks = (
+            nn.ModuleList(Block(dim) for dim in dims) for _ in range(2)
+        )
         self.narrow = nn.ModuleList(_conv1d(dim, dim // 2) for dim in dims[1:])
         self.widen = nn.ModuleList(_conv1d(2 * dim, dim) for dim in dims[:-1])
         self.reconstruct = nn.ModuleList(
@@ -144,7 +165,9 @@ class LViTNetwork(UNet):
                 tokens_BPK = tokens_BPK + self.text(words_BTD)
             tokens_BPK = block(tokens_BPK)
             if number:
-                tokens_BPK = torch.cat([_along_tokens(self.narrow[number - 1], tokens_BPK), down[-1]], dim=2)
+                tokens_BPK = torch.cat(
+                    [_along_tokens(self.narrow[number - 1], tokens_BPK), down[-1]], dim=2
+                )
             down.append(tokens_BPK)
         skips: list[Tensor] = []
         coarser: Tensor | None = None
@@ -153,19 +176,26 @@ class LViTNetwork(UNet):
             if coarser is not None:
                 tokens_BPK = tokens_BPK + _along_tokens(self.widen[number], coarser)
             coarser = tokens_BPK
-            # A 1 x 1 convolution and nearest-neighbour enlargement commute; published is the costlier order.
-            cells_BKhw = self.reconstruct[number](tokens_BPK.transpose(1, 2).unflatten(2, (self.grid, self.grid)))
+            # A 1 x 1 convolution and nearest-neighbour enlargement commute; published is the
+            # costlier order.
+            cells_BKhw = self.reconstruct[number](
+                tokens_BPK.transpose(1, 2).unflatten(2, (self.grid, self.grid))
+            )
             skips.append(F.interpolate(cells_BKhw, scale_factor=PATCHES[number]) + levels[number])
         return skips[::-1]
 
 
 class TextLevel(nn.Module):
-    """Words as an addition to the tokens of the first level: four convolutions along the words, one across them."""
+    """Words as an addition to the tokens of the first level: four convolutions along the words,
+    one across them.
+    """
 
     def __init__(self, words: int, dim: int, dims: list[int], tokens: int) -> None:
         super().__init__()
         widths = [dim, *reversed(dims)]
-        self.narrow = nn.Sequential(*(nn.Conv1d(a, b, 3, padding=1) for a, b in itertools.pairwise(widths)))
+        self.narrow = nn.Sequential(
+            *(nn.Conv1d(a, b, 3, padding=1) for a, b in itertools.pairwise(widths))
+        )
         self.spread = _conv1d(words, tokens)
 
     def forward(self, words_BTD: Tensor) -> Tensor:
@@ -199,18 +229,24 @@ class Block(nn.Module):
         for layer in (enter, leave):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.normal_(layer.bias, std=1e-6)
-        self.mlp = nn.Sequential(enter, nn.GELU(), nn.Dropout(_DROPOUT), leave, nn.GELU(), nn.Dropout(_DROPOUT))
+        self.mlp = nn.Sequential(
+            enter, nn.GELU(), nn.Dropout(_DROPOUT), leave, nn.GELU(), nn.Dropout(_DROPOUT)
+        )
 
     def forward(self, tokens_BPK: Tensor) -> Tensor:
         """Return the tokens after attention and MLP."""
-        query, key, value = self.qkv(self.norm1(tokens_BPK)).unflatten(2, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.qkv(self.norm1(tokens_BPK)).unflatten(2, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         tokens_BPK = tokens_BPK + self.project(attended)
         return tokens_BPK + self.mlp(self.norm2(tokens_BPK))
 
 
 def _conv1d(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv1d(inputs, outputs, 3, padding=1), nn.BatchNorm1d(outputs), nn.ReLU())
+    return nn.Sequential(
+        nn.Conv1d(inputs, outputs, 3, padding=1), nn.BatchNorm1d(outputs), nn.ReLU()
+    )
 
 
 def _along_tokens(layers: nn.Module, tokens_BPK: Tensor) -> Tensor:
@@ -224,20 +260,28 @@ def _along_tokens(layers: nn.Module, tokens_BPK: Tensor) -> Tensor:
 # Shape letters: W words that are read; others as in the schema.
 
 
-def encode_words(encoder: TextEncoder, tokenizer: Tokenizer, batch: Batch, words: int) -> tuple[Tensor, Tensor]:
-    """Return the first words (B, W, D), each the mean of its tokens, and the mean token of each text (B, D).
+def encode_words(
+    encoder: TextEncoder, tokenizer: Tokenizer, batch: Batch, words: int
+) -> tuple[Tensor, Tensor]:
+    """Return the first words (B, W, D), each the mean of its tokens, and the mean token of each
+    text (B, D).
 
-    Words are 0 where a text has no more, and for samples without a text. The mean tokens have no gradient.
+    Words are 0 where a text has no more, and for samples without a text. The mean tokens have no
+    gradient.
     """
     tokens_BTD = encoder(batch.ids_BT, batch.mask_BT).tokens_BTD
-    slot_BT = word_slots(tokenizer, batch.ids_BT, batch.mask_BT) - 1  # the first token is not a word
+    slot_BT = (
+        word_slots(tokenizer, batch.ids_BT, batch.mask_BT) - 1
+    )  # the first token is not a word
     slot_BT = torch.where(slot_BT < words, slot_BT, -1)
     words_BWD, _ = sum_by_slot(tokens_BTD, slot_BT, words)
     count_BW1, _ = sum_by_slot(torch.ones_like(tokens_BTD[:, :, :1]), slot_BT, words)
     words_BWD = words_BWD / count_BW1.clamp(min=1)
     if batch.has_text_B is not None:
         words_BWD = words_BWD * batch.has_text_B[:, None, None]
-    text_BD = tokens_BTD.detach().float().sum(dim=1) / batch.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    text_BD = tokens_BTD.detach().float().sum(dim=1) / batch.mask_BT.sum(dim=1, keepdim=True).clamp(
+        min=1
+    )
     return words_BWD, text_BD
 
 
@@ -252,8 +296,8 @@ def encode_words(encoder: TextEncoder, tokenizer: Tokenizer, batch: Batch, words
 class PseudoLabels(nn.Module):
     """A probability map for each unlabelled image, in the frame of the image before it is turned.
 
-    P_t = beta P_(t-1) + (1 - beta) P, where P is the model's prediction; the first prediction is taken as it is. A map
-    takes two bytes a pixel and label, in a checkpoint too.
+    P_t = beta P_(t-1) + (1 - beta) P, where P is the model's prediction; the first prediction is
+    taken as it is. A map takes two bytes a pixel and label, in a checkpoint too.
 
     Args:
         images: number of unlabelled images.
@@ -268,18 +312,22 @@ class PseudoLabels(nn.Module):
         self.beta = beta
         self.map_MLHW: Tensor
         self.known_M: Tensor
-        self.register_buffer("map_MLHW", torch.zeros(images + 1, labels, size, size, dtype=torch.float16))
+        self.register_buffer(
+            "map_MLHW", torch.zeros(images + 1, labels, size, size, dtype=torch.float16)
+        )
         self.register_buffer(
             "known_M", torch.zeros(images + 1, dtype=torch.bool)
         )  # the last row is for labelled images
 
     @torch.no_grad()
     def update(self, prob_BLHW: Tensor, number_B: Tensor, turn_B22: Tensor | None) -> Tensor:
-        """Add predictions and return the updated pseudo labels (B, L, H, W) in the frame of the predictions.
+        """Add predictions and return the updated pseudo labels (B, L, H, W) in the frame of the
+        predictions.
 
         Args:
             prob_BLHW: predictions for the augmented images of this rank.
-            number_B: number of the unlabelled image in each row; -1 for labelled images, whose result is meaningless.
+            number_B: number of the unlabelled image in each row; -1 for labelled images, whose
+                result is meaningless.
             turn_B22: how each image was turned (`DenseBatch.turn_B22`); None: not at all.
         """
         if turn_B22 is None:
@@ -289,7 +337,11 @@ class PseudoLabels(nn.Module):
             turned(each, turn_B22.mT)
             for each in (prob_BLHW.float(), torch.ones_like(prob_BLHW[:, :1], dtype=torch.float32))
         )
-        number_N, upright_NLHW, seen_NLHW = gather(number_B), gather(upright_BLHW), gather(seen_BLHW)
+        number_N, upright_NLHW, seen_NLHW = (
+            gather(number_B),
+            gather(upright_BLHW),
+            gather(seen_BLHW),
+        )
         old_NLHW, known_N = self.map_MLHW[number_N].float(), self.known_M[number_N]
         beta_N = torch.where(known_N, self.beta, 0.0)[:, None, None, None]
         new_NLHW = beta_N * old_NLHW + (1 - beta_N) * upright_NLHW
@@ -298,17 +350,24 @@ class PseudoLabels(nn.Module):
         self.known_M[number_N] = True
         return turned(self.map_MLHW[number_B].float(), turn_B22)
 
-    def fill(self, mask_BLHW: Tensor, prob_BLHW: Tensor, number_B: Tensor, turn_B22: Tensor | None) -> Tensor:
-        """Update the pseudo labels; return masks in which they are those of unlabelled images, 1 from 0.5 on."""
+    def fill(
+        self, mask_BLHW: Tensor, prob_BLHW: Tensor, number_B: Tensor, turn_B22: Tensor | None
+    ) -> Tensor:
+        """Update the pseudo labels; return masks in which they are those of unlabelled images, 1
+        from 0.5 on.
+        """
         pseudo_BLHW = self.update(prob_BLHW, number_B, turn_B22)
-        return torch.where(number_B[:, None, None, None] < 0, mask_BLHW, (pseudo_BLHW >= 0.5).float())
+        return torch.where(
+            number_B[:, None, None, None] < 0, mask_BLHW, (pseudo_BLHW >= 0.5).float()
+        )
 
 
 class References(nn.Module):
     """The last labelled images that had a text: a vector of the text, and the mask.
 
-    The paper compares with 14 fixed pairs; the newest R labelled pairs need no selection by hand. The LV loss uses the
-    prediction itself, because a pseudo label passes on only a hundredth of its gradient.
+    The paper compares with 14 fixed pairs; the newest R labelled pairs need no selection by hand.
+    The LV loss uses the prediction itself, because a pseudo label passes on only a hundredth of its
+    gradient.
     """
 
     same_on_all_ranks = True
@@ -319,7 +378,9 @@ class References(nn.Module):
         self.mask_RLHW: Tensor
         self.filled_R: Tensor
         self.register_buffer("text_RD", torch.zeros(references, dim))
-        self.register_buffer("mask_RLHW", torch.zeros(references, labels, size, size, dtype=torch.uint8))
+        self.register_buffer(
+            "mask_RLHW", torch.zeros(references, labels, size, size, dtype=torch.uint8)
+        )
         self.register_buffer("filled_R", torch.zeros(references, dtype=torch.bool))
 
     @torch.no_grad()
@@ -332,13 +393,17 @@ class References(nn.Module):
         self.filled_R = filled[newest_R]
 
     def loss(self, prob_BLHW: Tensor, text_BD: Tensor, compared_B: Tensor) -> Tensor:
-        """Return the LV loss, a mean over the chosen rows of all ranks; 0 while there is no reference."""
+        """Return the LV loss, a mean over the chosen rows of all ranks; 0 while there is no
+        reference.
+        """
         apart_B = losses.contrastive_mask(prob_BLHW, self.nearest(text_BD))
         return mean_over_ranks(apart_B, compared_B & self.filled_R.any())
 
     @torch.no_grad()
     def nearest(self, text_BD: Tensor) -> Tensor:
-        """Return (B, L, H, W): the mask of the reference with the most similar text; zeros while there is none."""
+        """Return (B, L, H, W): the mask of the reference with the most similar text; zeros while
+        there is none.
+        """
         with full_precision(text_BD):  # in 16 bits, most cosines of similar texts are equal
             cosine_BR = F.normalize(text_BD.float(), dim=1) @ F.normalize(self.text_RD, dim=1).T
         best_B = cosine_BR.masked_fill(~self.filled_R, -2.0).argmax(dim=1)
@@ -346,7 +411,9 @@ class References(nn.Module):
 
 
 def turned(map_BLHW: Tensor, turn_B22: Tensor) -> Tensor:
-    """Return square maps turned about their centres as `medvl.data.transforms.turning.turn` turns images."""
+    """Return square maps turned about their centres as `medvl.data.transforms.turning.turn`
+    turns images.
+    """
     theta_B23 = F.pad(turn_B22.to(map_BLHW.dtype), (0, 1))
     with full_precision(map_BLHW):  # in 16 bits, places are wrong by a part of a pixel
         grid_BHW2 = F.affine_grid(theta_B23, list(map_BLHW.shape), align_corners=False)
@@ -376,7 +443,9 @@ class LViTConfig(SystemConfig):
     frozen_text: bool = True
     """Leave the text encoder as it is, in eval mode."""
     words: int = 10
-    """Words of a text that the network reads; longer texts are cut. 10 end before the places of long descriptions."""
+    """Words of a text that the network reads; longer texts are cut. 10 end before the places of
+    long descriptions.
+    """
     width: int = 64
     """Channels of the first level, a multiple of 8."""
     unlabelled: int = 0
@@ -388,7 +457,9 @@ class LViTConfig(SystemConfig):
     lv_weight: float = 0.1
     """Weight of the LV loss of unlabelled images, which needs texts."""
     references: int = 14
-    """Number of labelled images whose texts are compared with the text of an unlabelled image (LV)."""
+    """Number of labelled images whose texts are compared with the text of an unlabelled image
+    (LV).
+    """
 
     def __post_init__(self) -> None:
         check_labels(self.labels, "labels")
@@ -408,19 +479,27 @@ class LViTConfig(SystemConfig):
 
 @register_system("lvit")
 class LViT(MaskModel):
-    """Masks from an image and its text, trained by `losses.lvit`; unlabelled images by pseudo labels and the LV loss.
+    """Masks from an image and its text, trained by `losses.lvit`; unlabelled images by pseudo
+    labels and the LV loss.
 
-    The text encoder is frozen, and gives one vector for each word, the mean of its tokens, as the library that the
-    authors used. Differences from the released code: modules that it creates and never calls are left out (10,025,312
-    of its 39,933,345 parameters), and the 1 x 1 convolutions before a skip connection run on tokens instead of pixels,
-    with equal results. Masks are 1 where they cover at least half of a pixel. The released code has no training on
-    unlabelled images; see `lvit_unlabelled` for how the paper's is filled in.
+    The text encoder is frozen, and gives one vector for each word, the mean of its tokens, as the
+    library that the authors used. Differences from the released code: modules that it creates and
+    never calls are left out (10,025,312 of its 39,933,345 parameters), and the 1 x 1 convolutions
+    before a skip connection run on tokens instead of pixels, with equal results. Masks are 1 where
+    they cover at least half of a pixel. The released code has no training on unlabelled images; see
+    `lvit_unlabelled` for how the paper's is filled in.
     """
 
     Config = LViTConfig
 
-    def __init__(self, config: LViTConfig, text_encoder: TextEncoder | None, tokenizer: Tokenizer | None) -> None:
-        super().__init__(config, transform=EvalTransform(size=config.image_size, fit="squash"), tokenizer=tokenizer)
+    def __init__(
+        self, config: LViTConfig, text_encoder: TextEncoder | None, tokenizer: Tokenizer | None
+    ) -> None:
+        super().__init__(
+            config,
+            transform=EvalTransform(size=config.image_size, fit="squash"),
+            tokenizer=tokenizer,
+        )
         size, labels = config.image_size, len(config.labels)
         self.grid = (size, size)
         self.text_encoder = text_encoder
@@ -428,10 +507,20 @@ class LViT(MaskModel):
             text_encoder.freeze()
         text = None if text_encoder is None else (config.words, text_encoder.token_dim)
         is_lvit = config.network == "lvit"
-        self.network = LViTNetwork(3, labels, config.width, size, text) if is_lvit else UNet(3, labels, config.width)
-        self.pseudo_labels = PseudoLabels(config.unlabelled, labels, size, config.beta) if config.unlabelled else None
+        self.network = (
+            LViTNetwork(3, labels, config.width, size, text)
+            if is_lvit
+            else UNet(3, labels, config.width)
+        )
+        self.pseudo_labels = (
+            PseudoLabels(config.unlabelled, labels, size, config.beta)
+            if config.unlabelled
+            else None
+        )
         compares = bool(config.unlabelled and config.lv_weight)
-        self.references = References(config.references, text[1], labels, size) if text and compares else None
+        self.references = (
+            References(config.references, text[1], labels, size) if text and compares else None
+        )
         self._step = 0
 
     @classmethod
@@ -440,9 +529,17 @@ class LViT(MaskModel):
         if not config.reads_text:
             return cls(config, None, None)
         if tokenizer is None:
-            raise ConfigError("LViT reads words: give the tokenizer of its text encoder", "missing", field="tokenizer")
+            raise ConfigError(
+                "LViT reads words: give the tokenizer of its text encoder",
+                "missing",
+                field="tokenizer",
+            )
         arguments: dict[str, Any] = {"vocab_size": config.vocab_size, **config.text_arguments}
-        return cls(config, create_text_encoder(config.text_encoder, pretrained=pretrained, **arguments), tokenizer)
+        return cls(
+            config,
+            create_text_encoder(config.text_encoder, pretrained=pretrained, **arguments),
+            tokenizer,
+        )
 
     def before_step(self, step: int) -> None:
         """See the base class."""
@@ -463,7 +560,9 @@ class LViT(MaskModel):
         labelled_B, started = batch.unlabelled_B < 0, self._step >= self.config.labelled_steps
         used_B = labelled_B | started
         if started:
-            mask_BLHW = self.pseudo_labels.fill(mask_BLHW, prob_BLHW, batch.unlabelled_B, batch.turn_B22)
+            mask_BLHW = self.pseudo_labels.fill(
+                mask_BLHW, prob_BLHW, batch.unlabelled_B, batch.turn_B22
+            )
         supervised = losses.lvit(prob_BLHW, mask_BLHW, used_B)
         if self.references is None or text_BD is None:
             return Losses.sum(lvit=supervised)
@@ -473,9 +572,13 @@ class LViT(MaskModel):
         return Losses.weighted(lvit=(supervised, 1.0), lv=(lv, self.config.lv_weight))
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return logits (B, L, H, W), and the mean token of each text (B, D) if the network reads text."""
+        """Return logits (B, L, H, W), and the mean token of each text (B, D) if the network
+        reads text.
+        """
         image_BCHW = batch.image_BCHW.float().expand(-1, 3, -1, -1) / 255
         if self.text_encoder is None or self.tokenizer is None:
             return self.network(image_BCHW), None
-        words_BWD, text_BD = encode_words(self.text_encoder, self.tokenizer, batch, self.config.words)
+        words_BWD, text_BD = encode_words(
+            self.text_encoder, self.tokenizer, batch, self.config.words
+        )
         return self.network(image_BCHW, words_BWD), text_BD

@@ -1,4 +1,6 @@
-"""Fine-tuning of image-text matching for retrieval: an image's own text against false texts (METER, M3AE)."""
+"""Fine-tuning of image-text matching for retrieval: an image's own text against false texts
+(METER, M3AE).
+"""
 
 import copy
 import dataclasses
@@ -13,7 +15,12 @@ from medvl.common.config_io import check_within
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.base import complete_rows
-from medvl.models.downstream.fused_classifier import FusionTask, FusionTaskConfig, described_fusion, open_fusion
+from medvl.models.downstream.fused_classifier import (
+    FusionTask,
+    FusionTaskConfig,
+    described_fusion,
+    open_fusion,
+)
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
@@ -40,11 +47,13 @@ class RetrievalConfig(FusionTaskConfig):
 
 @register_system("retrieval")
 class RetrievalModel(FusionTask):
-    """One score for each pair; softmax cross-entropy over an image's own text and `config.negatives` false ones.
+    """One score for each pair; softmax cross-entropy over an image's own text and
+    `config.negatives` false ones.
 
-    The head starts as the "match" logit of the fusion-encoder's ITM head, which stays as it is (M3AE's released code).
-    False texts are other texts of the batch, encoded once, where M3AE reads 15 more texts for each image; texts equal
-    to the own one are never false. With fewer texts in a batch, all of them are used.
+    The head starts as the "match" logit of the fusion-encoder's ITM head, which stays as it is
+    (M3AE's released code). False texts are other texts of the batch, encoded once, where M3AE reads
+    15 more texts for each image; texts equal to the own one are never false. With fewer texts in a
+    batch, all of them are used.
 
     N complete rows of the batch, K texts of an image, the own one first.
     """
@@ -57,17 +66,24 @@ class RetrievalModel(FusionTask):
         self.rank_head = match_logit(fusion_model.itm_head)
 
     @classmethod
-    def on(cls, fusion_model: FusionModel, *, negatives: int = 15, head_lr_mult: float | None = None) -> Self:
+    def on(
+        cls, fusion_model: FusionModel, *, negatives: int = 15, head_lr_mult: float | None = None
+    ) -> Self:
         """Put the head on a fusion-encoder, which is not copied unless `for_reading` changes it.
 
         Raises ConfigError for a value out of range.
         """
         fusion_model = fusion_model.for_reading()
         described = described_fusion(fusion_model)
-        return cls(RetrievalConfig(**described, negatives=negatives, head_lr_mult=head_lr_mult), fusion_model)
+        return cls(
+            RetrievalConfig(**described, negatives=negatives, head_lr_mult=head_lr_mult),
+            fusion_model,
+        )
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the loss over the samples with an image and a text; 0 where there are fewer than two texts."""
+        """Return the loss over the samples with an image and a text; 0 where there are fewer
+        than two texts.
+        """
         model = self.fusion_model
         row_N = complete_rows(batch)
         weight = 1 / len(row_N) if len(row_N) else 0.0
@@ -77,13 +93,20 @@ class RetrievalModel(FusionTask):
         text = model.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B).rows(row_N)
         image_M = torch.arange(len(row_N), device=row_N.device).repeat_interleave(text_NK.shape[1])
         fused = model.fuse(text.rows(text_NK.flatten()), image.rows(image_M))
-        score_NK = self.rank_head(fused.pooled_BD).view(text_NK.shape).float().masked_fill(~allowed_NK, -torch.inf)
+        score_NK = (
+            self.rank_head(fused.pooled_BD)
+            .view(text_NK.shape)
+            .float()
+            .masked_fill(~allowed_NK, -torch.inf)
+        )
         target_N = torch.zeros_like(row_N)
         loss = F.cross_entropy(score_NK, target_N, reduction="sum") * weight
         return Losses.sum(retrieval=loss)
 
     def as_matcher(self) -> FusionModel:
-        """Return the fusion-encoder with this head in place of its ITM head, for evaluators; it is not copied."""
+        """Return the fusion-encoder with this head in place of its ITM head, for evaluators; it
+        is not copied.
+        """
         self.fusion_model.itm_head, self.fusion_model.can_match = RankAsMatch(self.rank_head), True
         return self.fusion_model
 
@@ -123,7 +146,9 @@ def sample_texts(ids_NT: Tensor, negatives: int) -> tuple[Tensor, Tensor]:
     order_NN = torch.rand(count, count).to(ids_NT.device).masked_fill(~differs_NN, -1.0)
     chosen_NK = order_NN.topk(min(negatives, count), dim=1).indices
     text_NK = torch.cat([own_N[:, None], chosen_NK], dim=1)
-    allowed_NK = torch.cat([torch.ones_like(own_N[:, None], dtype=torch.bool), differs_NN.gather(1, chosen_NK)], dim=1)
+    allowed_NK = torch.cat(
+        [torch.ones_like(own_N[:, None], dtype=torch.bool), differs_NN.gather(1, chosen_NK)], dim=1
+    )
     return text_NK, allowed_NK
 
 
@@ -137,7 +162,8 @@ def create_retrieval(
 ) -> RetrievalModel:
     """Create a retrieval model from the checkpoint of a fusion-encoder, or of a head on one.
 
-    Arguments and errors (CheckpointError, ConfigError) are those of `create_fused_classifier` and `RetrievalConfig`.
+    Arguments and errors (CheckpointError, ConfigError) are those of `create_fused_classifier` and
+    `RetrievalConfig`.
     """
     model = open_fusion(start, None, image_size, max_tokens)
     return RetrievalModel.on(model, negatives=negatives, head_lr_mult=head_lr_mult)
@@ -153,18 +179,20 @@ TextPool = Literal["first", "mentions", "starts", "tokens"]
 class TextHead(nn.Module):
     """A text encoder with dropout and a linear layer on its last layer's states.
 
-    There is no pooler: "first" is the state of the first token, which the paper calls the [CLS] encoding. The sequence
-    heads of transformers read a dense layer with tanh behind it instead.
+    There is no pooler: "first" is the state of the first token, which the paper calls the [CLS]
+    encoding. The sequence heads of transformers read a dense layer with tanh behind it instead.
 
     Args:
         encoder: trained with the head.
         outputs: number of classes, 1 for a score.
-        pool: "first", the first token; "mentions", the mean over each of two mentions, side by side; "starts", the
-            first token of each; "tokens", every token.
+        pool: "first", the first token; "mentions", the mean over each of two mentions, side by
+            side; "starts", the first token of each; "tokens", every token.
         dropout: probability, before the linear layer.
     """
 
-    def __init__(self, encoder: TextEncoder, outputs: int, pool: TextPool = "first", dropout: float = 0.1) -> None:
+    def __init__(
+        self, encoder: TextEncoder, outputs: int, pool: TextPool = "first", dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.encoder, self.pool = encoder, pool
         mentions = 2 if pool in ("mentions", "starts") else 1
@@ -174,16 +202,22 @@ class TextHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(
-        self, ids_BT: Tensor, mask_BT: Tensor, types_BT: Tensor | None = None, mention_BST: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        types_BT: Tensor | None = None,
+        mention_BST: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, C), or (B, T, C) with pool "tokens".
 
         Args:
             ids_BT, mask_BT: token ids, and True on real tokens.
             types_BT: 1 on the second text of a pair; None where all are 0.
-            mention_BST: True on the tokens of the first and of the second mention, for "mentions" and "starts".
+            mention_BST: True on the tokens of the first and of the second mention, for "mentions"
+                and "starts".
 
-        Raises ConfigError without mentions where they are needed, and for types with an encoder that has none.
+        Raises ConfigError without mentions where they are needed, and for types with an encoder
+        that has none.
         """
         positions = {} if types_BT is None else {"token_type_ids": types_BT}
         hidden_BTD = self.encoder.embed(ids_BT, mask_BT, **positions)
@@ -197,7 +231,9 @@ class TextHead(nn.Module):
         if self.pool == "first":
             return tokens_BTD[:, 0]
         if mention_BST is None:
-            raise ConfigError(f"pool {self.pool!r} needs the mentions of the text", "missing", field="mention_BST")
+            raise ConfigError(
+                f"pool {self.pool!r} needs the mentions of the text", "missing", field="mention_BST"
+            )
         weight_BST = mention_BST.to(tokens_BTD.dtype)
         if self.pool == "starts":
             weight_BST = weight_BST * (weight_BST.cumsum(dim=2) == 1)

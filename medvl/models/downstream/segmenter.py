@@ -24,8 +24,10 @@ class SegmenterConfig(DenseConfig):
     """Settings of a segmenter."""
 
     decoder: Decoding = "conv"
-    """`linear` is one 1x1 layer on the encoder's patches, and its logits are enlarged bilinearly to the input's pixels
-    (linear segmentation of LoVT, arXiv 2112.02889); it has no `width` and no `doublings`."""
+    """`linear` is one 1x1 layer on the encoder's patches, and its logits are enlarged bilinearly to
+    the input's pixels (linear segmentation of LoVT, arXiv 2112.02889); it has no `width` and no
+    `doublings`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,7 +47,8 @@ class Segmenter(DenseModel, MaskModel):
     """Logits of labels for each cell of the decoder's grid, trained by cross-entropy and soft Dice.
 
     Attributes:
-        grid: (h, w) of the logits: the decoder's grid, or the input's pixels for the linear decoder.
+        grid: (h, w) of the logits: the decoder's grid, or the input's pixels for the linear
+            decoder.
     """
 
     Config = SegmenterConfig
@@ -66,7 +69,11 @@ class Segmenter(DenseModel, MaskModel):
     @staticmethod
     def make_decoder(config: Any, patch_dim: int) -> nn.Module:
         """See the base class."""
-        return PatchGrid() if config.decoder == "linear" else DenseModel.make_decoder(config, patch_dim)
+        return (
+            PatchGrid()
+            if config.decoder == "linear"
+            else DenseModel.make_decoder(config, patch_dim)
+        )
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a `DenseBatch` with masks at the model's grid."""

@@ -1,4 +1,6 @@
-"""BFSPR: reports and their sentences against images (after Seibold et al., MICCAI 2022, arXiv 2205.07139)."""
+"""BFSPR: reports and their sentences against images (after Seibold et al., MICCAI 2022, arXiv
+2205.07139).
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,8 @@ from medvl.schema import Batch, Embeddings, Inputs, Losses
 class BFSPRConfig(BertDualConfig):
     """Settings of a design variant, not of the published system, whose code was not released.
 
-    From the paper: a global-local dual encoder, trained on reports. Recalled and not confirmed: the three terms. Chosen
+    From the paper: a global-local dual encoder, trained on reports. Recalled and not confirmed: the
+    three terms. Chosen
     here: encoders, linear heads, temperature and weights.
     """
 
@@ -36,7 +39,9 @@ class BFSPRConfig(BertDualConfig):
     report_weight: float = 1.0
     sentence_weight: float = 1.0
     image_weight: float = 1.0
-    """Weight of the contrast of two views of an image; 0 leaves it out, and the second view is not made."""
+    """Weight of the contrast of two views of an image; 0 leaves it out, and the second view is
+    not made.
+    """
     positives: Positives = "own"
     """Positives of whole reports."""
 
@@ -51,8 +56,8 @@ class BFSPRConfig(BertDualConfig):
 class BFSPR(SentenceDualEncoder):
     """InfoNCE of images with reports, with bags of sentences, and of two views of an image.
 
-    A report's sentences are compared with every image of the batch by their cosine; the pooled cosines are its score.
-    A sentence is the mean of its tokens in the report.
+    A report's sentences are compared with every image of the batch by their cosine; the pooled
+    cosines are its score. A sentence is the mean of its tokens in the report.
     """
 
     Config = BFSPRConfig
@@ -67,7 +72,9 @@ class BFSPR(SentenceDualEncoder):
         return {}, {"pool": "mean"}
 
     @classmethod
-    def make_heads(cls, config: BFSPRConfig, image: ImageEncoder, text: TextEncoder) -> dict[str, nn.Module]:
+    def make_heads(
+        cls, config: BFSPRConfig, image: ImageEncoder, text: TextEncoder
+    ) -> dict[str, nn.Module]:
         """Return linear heads; texts and sentences share one."""
         width = config.projection_dim
         return {
@@ -76,24 +83,37 @@ class BFSPR(SentenceDualEncoder):
         }
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class. Raises ConfigError for batches without the second view that the loss needs."""
+        """See the base class. Raises ConfigError for batches without the second view that the
+        loss needs.
+        """
         pairs = super().embed_pairs(batch)
         if not self.config.image_weight:
             return pairs
         if batch.second_image_BCHW is None:
-            message = "batches need a second view (Inputs.second_image): open the loader with model.inputs"
+            message = (
+                "batches need a second view (Inputs.second_image): open the loader with "
+                "model.inputs"
+            )
             raise ConfigError(message, "missing", field="image_weight")
-        return dataclasses.replace(pairs, others={"second": self.embed_images(batch.second_image_BCHW)})
+        return dataclasses.replace(
+            pairs, others={"second": self.embed_images(batch.second_image_BCHW)}
+        )
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class. A rank compares its own images with the sentences of all ranks."""
         texts, scale, config = gather_side(pairs.texts), 1 / self.config.temperature, self.config
         groups = [gather(group_B) for group_B in pairs.groups]
-        image_NE, similarity_NN = gather(pairs.images.global_NE), gather(self.sentence_similarity(pairs.images, texts))
+        image_NE, similarity_NN = (
+            gather(pairs.images.global_NE),
+            gather(self.sentence_similarity(pairs.images, texts)),
+        )
         has_sentences_N = local_features(texts)[1].any(dim=1)
         sentence = torch.stack(gloria_contrast(similarity_NN, has_sentences_N, scale)).mean()
         terms = {
-            "report": (losses.clip(image_NE, texts.global_NE, scale, groups=groups), config.report_weight),
+            "report": (
+                losses.clip(image_NE, texts.global_NE, scale, groups=groups),
+                config.report_weight,
+            ),
             "sentence": (sentence, config.sentence_weight),
         }
         if "second" in pairs.others:
@@ -102,15 +122,23 @@ class BFSPR(SentenceDualEncoder):
         return Losses.weighted(**terms)
 
     def sentence_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
-        """Return (N, M): the pooled cosines of a text's sentences with an image; 0 for a text without sentences."""
+        """Return (N, M): the pooled cosines of a text's sentences with an image; 0 for a text
+        without sentences.
+        """
         sentences_MSE, mask_MS = local_features(texts)
         with full_precision(images.global_NE):
             cosine_NMS = torch.einsum("ne,mse->nms", images.global_NE, sentences_MSE)
         if self.config.sentence_pool == "mean":
-            return cosine_NMS.masked_fill(~mask_MS, 0.0).sum(dim=2) / mask_MS.sum(dim=1).clamp(min=1)
-        return cosine_NMS.masked_fill(~mask_MS, -2.0).amax(dim=2).masked_fill(~mask_MS.any(dim=1), 0.0)
+            return cosine_NMS.masked_fill(~mask_MS, 0.0).sum(dim=2) / mask_MS.sum(dim=1).clamp(
+                min=1
+            )
+        return (
+            cosine_NMS.masked_fill(~mask_MS, -2.0).amax(dim=2).masked_fill(~mask_MS.any(dim=1), 0.0)
+        )
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
-        """Return (N, M): the mean of the cosine of the whole text and the pooled cosines of its sentences."""
+        """Return (N, M): the mean of the cosine of the whole text and the pooled cosines of its
+        sentences.
+        """
         images, texts = self.embedded(images, texts)
         return (super().similarity(images, texts) + self.sentence_similarity(images, texts)) / 2

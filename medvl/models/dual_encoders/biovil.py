@@ -1,4 +1,6 @@
-"""BioViL: radiographs and reports with CXR-BERT, text contrast and masked words (Boecking et al., ECCV 2022)."""
+"""BioViL: radiographs and reports with CXR-BERT, text contrast and masked words (Boecking et
+al., ECCV 2022).
+"""
 
 import dataclasses
 import functools
@@ -40,7 +42,9 @@ class TextTaskConfig(BertDualConfig):
     temperature: float = 0.5
     """Temperature of the contrast of two texts; systems use it for images and texts as well."""
     rsm_weight: float = 1.0
-    """Weight of radiology section matching: the two texts of a sample (`Inputs.second_text`) against each other."""
+    """Weight of radiology section matching: the two texts of a sample (`Inputs.second_text`)
+    against each other.
+    """
     mlm_weight: float = 1.0
     mlm_probability: float = 0.15
     whole_words: bool = True
@@ -54,10 +58,12 @@ class TextTaskConfig(BertDualConfig):
 
 
 class TextTaskEncoder(BertDualEncoder):
-    """A contrastive dual-encoder that adds `text_sides` to its pairs and `text_terms` to its losses.
+    """A contrastive dual-encoder that adds `text_sides` to its pairs and `text_terms` to its
+    losses.
 
     Attributes:
-        word_head: scores of the vocabulary, tied to the table of word embeddings; None where `mlm_weight` is 0.
+        word_head: scores of the vocabulary, tied to the table of word embeddings; None where
+            `mlm_weight` is 0.
     """
 
     def __init__(self, config: Any, *args: Any, word_head: WordHead | None, **kwargs: Any) -> None:
@@ -67,18 +73,26 @@ class TextTaskEncoder(BertDualEncoder):
 
     @classmethod
     def make_word_head(cls, config: Any, text_encoder: TextEncoder) -> WordHead | None:
-        """Return `word_head`. Raises ConfigError for a text encoder without a table of word embeddings."""
+        """Return `word_head`. Raises ConfigError for a text encoder without a table of word
+        embeddings.
+        """
         if not config.mlm_weight:
             return None
         if not hasattr(text_encoder.backbone, "get_input_embeddings"):
-            message = f"{text_encoder.name} has no table of words to predict: use a BERT, or mlm_weight 0"
+            message = (
+                f"{text_encoder.name} has no table of words to predict: use a BERT, or mlm_weight 0"
+            )
             raise ConfigError(message, "unsupported", field="mlm_weight")
         return WordHead(text_encoder.token_dim, text_encoder.vocab_size, tied=True)
 
     @functools.cached_property
     def masking(self) -> TextMasking:
-        """Masking of words in training. Raises ConfigError without a tokenizer, or without a mask token in it."""
-        return text_masking(self, rate=self.config.mlm_probability, whole_words=self.config.whole_words)
+        """Masking of words in training. Raises ConfigError without a tokenizer, or without a
+        mask token in it.
+        """
+        return text_masking(
+            self, rate=self.config.mlm_probability, whole_words=self.config.whole_words
+        )
 
     def text_sides(self, batch: Batch) -> dict[str, Embeddings]:
         """Return the sides that the objectives of weight above 0 compare.
@@ -86,19 +100,31 @@ class TextTaskEncoder(BertDualEncoder):
         Raises ConfigError for a batch without second texts, and as `masking` does.
         """
         sides = {"sections": self._sections(batch)} if self.config.rsm_weight else {}
-        return sides if self.word_head is None else {**sides, "masked": self._masked_words(batch, self.word_head)}
+        return (
+            sides
+            if self.word_head is None
+            else {**sides, "masked": self._masked_words(batch, self.word_head)}
+        )
 
     def text_terms(self, every: Pairs) -> Terms:
         """Return the objectives' losses and weights, from the pairs of all ranks.
 
-        "rsm" is the symmetric InfoNCE of samples with two texts, 0 without any; "mlm" is `losses.mlm`.
+        "rsm" is the symmetric InfoNCE of samples with two texts, 0 without any; "mlm" is
+        `losses.mlm`.
         """
         terms: Terms = {}
         if self.config.rsm_weight:
             second = every.others["sections"]
             first_KE = every.texts.global_NE[second.pair_N]
-            scores = losses.convirt(first_KE, second.global_NE, self.config.temperature, 0.5) if len(second) else None
-            terms["rsm"] = second.global_NE.sum() if scores is None else scores, self.config.rsm_weight
+            scores = (
+                losses.convirt(first_KE, second.global_NE, self.config.temperature, 0.5)
+                if len(second)
+                else None
+            )
+            terms["rsm"] = (
+                second.global_NE.sum() if scores is None else scores,
+                self.config.rsm_weight,
+            )
         if self.word_head is not None:
             entropy, count = every.others["masked"].global_NE.sum(dim=0)
             terms["mlm"] = entropy / count.clamp(min=1), self.config.mlm_weight
@@ -107,9 +133,16 @@ class TextTaskEncoder(BertDualEncoder):
     def _sections(self, batch: Batch) -> Embeddings:
         """Return the second texts that exist, with the numbers of their samples."""
         if batch.second_ids_BT is None or batch.second_mask_BT is None:
-            message = "section matching needs Batch.second_ids_BT: open the loader with the model's inputs"
+            message = (
+                "section matching needs Batch.second_ids_BT: open the loader with the "
+                "model's inputs"
+            )
             raise ConfigError(message, "missing", field="second_ids_BT")
-        has_B = batch.mask_BT.new_ones(len(batch)) if batch.has_second_text_B is None else batch.has_second_text_B
+        has_B = (
+            batch.mask_BT.new_ones(len(batch))
+            if batch.has_second_text_B is None
+            else batch.has_second_text_B
+        )
         row_K = has_B.nonzero().squeeze(1)
         side = take(self.embed_ids(batch.second_ids_BT, batch.second_mask_BT), row_K)
         return dataclasses.replace(side, pair_N=row_K)
@@ -119,7 +152,9 @@ class TextTaskEncoder(BertDualEncoder):
         words = sample_masked_words(batch, self.masking)
         states_BTD = self.text_encoder(words.ids_BT, batch.mask_BT).tokens_BTD
         backbone: Any = self.text_encoder.backbone
-        logits_NV = head(states_BTD.flatten(0, 1)[words.position_N], backbone.get_input_embeddings().weight)
+        logits_NV = head(
+            states_BTD.flatten(0, 1)[words.position_N], backbone.get_input_embeddings().weight
+        )
         text_N = words.position_N // words.ids_BT.shape[1]
         return Embeddings(losses.mlm_by_text(logits_NV, words.target_N, text_N, len(batch)))
 
@@ -128,9 +163,10 @@ class TextTaskEncoder(BertDualEncoder):
 class BioViLConfig(TextTaskConfig):
     """Settings of the paper. BioViL-L is `BioViLConfig(local_weight=1.0)`.
 
-    Encoders, heads and sizes match the released model. The training code was not released: temperatures, weights
-    of the losses, masking and `max_tokens` are not confirmed. The released loader stretches the pixels of each image to
-    0..255 first; here they are taken as they are stored.
+    Encoders, heads and sizes match the released model. The training code was not released:
+    temperatures, weights of the losses, masking and `max_tokens` are not confirmed. The released
+    loader stretches the pixels of each image to 0..255 first; here they are taken as they are
+    stored.
     """
 
     text_encoder: str = "cxrbert"
@@ -158,7 +194,8 @@ class BioViLConfig(TextTaskConfig):
 class BioViL(TextTaskEncoder):
     """Symmetric InfoNCE of image and text and of two texts, and masked words (section 3).
 
-    An image is the mean of its projected regions, which are in the space of texts (`embed_regions`).
+    An image is the mean of its projected regions, which are in the space of texts
+    (`embed_regions`).
     """
 
     Config = BioViLConfig
@@ -166,10 +203,15 @@ class BioViL(TextTaskEncoder):
     @classmethod
     def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class. Pixels stay in 0..1."""
-        return {"mean": 0.0, "std": 1.0}, {"pool": "cls", "projection": text_has_projection(config.text_encoder)}
+        return {"mean": 0.0, "std": 1.0}, {
+            "pool": "cls",
+            "projection": text_has_projection(config.text_encoder),
+        }
 
     @classmethod
-    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, Any]:
         """See the base class. A text encoder without a projection gets one as CXR-BERT's."""
         own = text_encoder.projection is not None
         size = text_encoder.feature_dim if own else config.projection_dim
@@ -190,7 +232,9 @@ class BioViL(TextTaskEncoder):
         return self.embed_regions(image_BCHW).mean(dim=1)
 
     def embed_regions(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, P, E) float32: the projected cells of the image encoder's last grid in row-major order."""
+        """Return (B, P, E) float32: the projected cells of the image encoder's last grid in
+        row-major order.
+        """
         return in_full_precision(self.image_head, self.image_encoder(image_BCHW).patches_BPD)
 
     def batch_regions(self, batch: Batch) -> Tensor:
@@ -204,7 +248,11 @@ class BioViL(TextTaskEncoder):
         images = Embeddings(F.normalize(regions_BPE.mean(dim=1), dim=-1))
         texts = Embeddings(F.normalize(self.text_head(features.pooled_BD).float(), dim=-1))
         if self.config.local_weight:
-            head = self.text_head if self.text_encoder.projection is None else self.text_encoder.projection
+            head = (
+                self.text_head
+                if self.text_encoder.projection is None
+                else self.text_encoder.projection
+            )
             tokens_BTE = in_full_precision(head, features.tokens_BTD)
             inner_BT = F.pad(batch.mask_BT[:, 2:], (1, 1))  # without the first and the last token
             images = Embeddings(images.global_NE, regions_BPE)
@@ -214,9 +262,13 @@ class BioViL(TextTaskEncoder):
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class."""
         every, config = pairs.gather(local=False), self.config
-        whole = losses.convirt(every.images.global_NE, every.texts.global_NE, config.temperature, 0.5)
+        whole = losses.convirt(
+            every.images.global_NE, every.texts.global_NE, config.temperature, 0.5
+        )
         terms = {"global": (whole, config.global_weight)}
         if config.local_weight:
-            local = local_contrast(pairs.images, gather_side(pairs.texts), config.temp1, config.temp2, config.temp3)
+            local = local_contrast(
+                pairs.images, gather_side(pairs.texts), config.temp1, config.temp2, config.temp3
+            )
             terms["local"] = local, config.local_weight
         return Losses.weighted(**terms, **self.text_terms(every))

@@ -1,4 +1,6 @@
-"""BioViL-T: an image with the patient's prior image, against the report (Bannur et al., CVPR 2023)."""
+"""BioViL-T: an image with the patient's prior image, against the report (Bannur et al., CVPR
+2023).
+"""
 
 import dataclasses
 import functools
@@ -26,15 +28,18 @@ _POSITION_EPS, _PERIODS = 1e-6, 10_000.0
 class SupportsPriors(Protocol):
     """A dual-encoder that compares an image with the patient's prior image."""
 
-    def embed_with_prior(self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor) -> Embeddings:
+    def embed_with_prior(
+        self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor
+    ) -> Embeddings:
         """Return embeddings for `similarity`; where has_prior_B is False, of pixels alone."""
 
 
 class TemporalPooler(nn.Module):
-    """Change since the prior image, for each patch: Transformer blocks over the patches of both images.
+    """Change since the prior image, for each patch: Transformer blocks over the patches of both
+    images.
 
-    As in BioViL-T's released code: sine positions of the grid and a type embedding of each image are added to the input
-    of every attention; queries, keys and values have no bias.
+    As in BioViL-T's released code: sine positions of the grid and a type embedding of each image
+    are added to the input of every attention; queries, keys and values have no bias.
 
     Args:
         dim: D, a multiple of 4 and of `heads`.
@@ -58,7 +63,9 @@ class TemporalPooler(nn.Module):
             "norm_layer": norm,
         }
         self.grid = grid
-        self.blocks = nn.ModuleList(Block(dim, heads, qkv_bias=False, **options) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            Block(dim, heads, qkv_bias=False, **options) for _ in range(blocks)
+        )
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.type_embed = nn.Parameter(torch.empty(2, 1, dim))
         self.dropout = nn.Dropout(0.1)
@@ -77,24 +84,34 @@ class TemporalPooler(nn.Module):
         patches_BND = self.dropout(torch.cat([current_BPD, prior_BPD], dim=1))
         block: Any
         for block in self.blocks:
-            patches_BND = patches_BND + block.drop_path1(block.attn(block.norm1(patches_BND) + place_ND))
+            patches_BND = patches_BND + block.drop_path1(
+                block.attn(block.norm1(patches_BND) + place_ND)
+            )
             patches_BND = patches_BND + block.drop_path2(block.mlp(block.norm2(patches_BND)))
         pooled_BPD: Tensor = self.norm(patches_BND)[:, : current_BPD.shape[1]]
         return pooled_BPD
 
     def check_images(self, image_BCHW: Tensor, prior_BCHW: Tensor, grid: tuple[int, int]) -> None:
-        """Raise ConfigError unless each image has a prior image of its shape, and their `grid` is the pooler's."""
+        """Raise ConfigError unless each image has a prior image of its shape, and their `grid`
+        is the pooler's.
+        """
         if prior_BCHW.shape != image_BCHW.shape:
-            message = f"expected prior images {tuple(image_BCHW.shape)}, got {tuple(prior_BCHW.shape)}"
+            message = (
+                f"expected prior images {tuple(image_BCHW.shape)}, got {tuple(prior_BCHW.shape)}"
+            )
         elif grid != self.grid:
-            message = f"expected images of {self.grid} patches with prior images, got {grid}: use the model's transform"
+            message = (
+                f"expected images of {self.grid} patches with prior images, got {grid}: "
+                f"use the model's transform"
+            )
         else:
             return
         raise ConfigError(message, "mismatch", field="prior_BCHW")
 
 
 def grid_sines(height: int, width: int, dim: int) -> Tensor:
-    """Return (h * w, D): DETR's positions, rows in the first half, columns in the second; sines and cosines alternate.
+    """Return (h * w, D): DETR's positions, rows in the first half, columns in the second; sines and
+    cosines alternate.
 
     Rows and columns are counted from 1 and scaled to 2 pi.
     """
@@ -115,7 +132,8 @@ def grid_sines(height: int, width: int, dim: int) -> Tensor:
 class BioViLTConfig(BioViLConfig):
     """Settings of the released model; as for BioViL, those of its training are not confirmed.
 
-    Masked words are predicted from the text alone; the paper's prediction with the image was not released.
+    Masked words are predicted from the text alone; the paper's prediction with the image was not
+    released.
     """
 
     image_size: int = 448
@@ -131,17 +149,23 @@ class BioViLTConfig(BioViLConfig):
         super().__post_init__()
         check_within(self, "[1, inf)", "pooler_dim", "pooler_heads", "pooler_blocks")
         if self.pooler_dim % 4 or self.pooler_dim % self.pooler_heads:
-            message = f"pooler_dim must be a multiple of 4 and of pooler_heads, got {self.pooler_dim}"
+            message = (
+                f"pooler_dim must be a multiple of 4 and of pooler_heads, got {self.pooler_dim}"
+            )
             raise ConfigError(message, "conflict", field="pooler_dim")
 
 
 @register_system("biovil_t")
 class BioViLT(BioViL):
-    """BioViL whose regions also encode the change since the prior image; a learnt vector where there is none."""
+    """BioViL whose regions also encode the change since the prior image; a learnt vector where
+    there is none.
+    """
 
     Config = BioViLTConfig
 
-    def __init__(self, config: Any, *args: Any, pooler: TemporalPooler, patch_head: nn.Module, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, pooler: TemporalPooler, patch_head: nn.Module, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.pooler, self.patch_head = pooler, patch_head
         self.missing_prior = nn.Parameter(torch.empty(config.pooler_dim))
@@ -149,7 +173,9 @@ class BioViLT(BioViL):
         self.inputs = Inputs(second_text=config.rsm_weight > 0, prior_image=True)
 
     @classmethod
-    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, Any]:
         """See the base class."""
         heads = super().make_heads(config, image_encoder, text_encoder)
         dim, size = config.pooler_dim, heads["image_head"].outer.out_features
@@ -161,23 +187,32 @@ class BioViLT(BioViL):
             "pooler": TemporalPooler(dim, grid, config.pooler_heads, config.pooler_blocks),
         }
 
-    def encode_image(self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, *, normalize: bool = True) -> Tensor:
+    def encode_image(
+        self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, *, normalize: bool = True
+    ) -> Tensor:
         """See the base class; of images alone or with a prior image each, of the same size.
 
-        Raises ConfigError for prior images of another shape, and for images with them of another size than configured.
+        Raises ConfigError for prior images of another shape, and for images with them of another
+        size than configured.
         """
         vector_BE = self.embed_regions(image_BCHW, prior_BCHW).mean(dim=1)
         return F.normalize(vector_BE, dim=-1) if normalize else vector_BE
 
-    def embed_with_prior(self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor) -> Embeddings:
+    def embed_with_prior(
+        self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor
+    ) -> Embeddings:
         """Return embeddings for `similarity`; where `has_prior_B` is False, of pixels alone."""
         regions_BPE = self.embed_regions(image_BCHW, prior_BCHW, has_prior_B)
         return Embeddings(F.normalize(regions_BPE.mean(dim=1), dim=-1))
 
     def embed_regions(
-        self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, has_prior_B: Tensor | None = None
+        self,
+        image_BCHW: Tensor,
+        prior_BCHW: Tensor | None = None,
+        has_prior_B: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, P, E) float32, as BioViL; prior images are ignored where `has_prior_B` is False.
+        """Return (B, P, E) float32, as BioViL; prior images are ignored where `has_prior_B` is
+        False.
 
         Raises ConfigError as `encode_image`.
         """
@@ -186,15 +221,25 @@ class BioViLT(BioViL):
             patches_BPD = self.patch_head(self.image_encoder(image_BCHW).patches_BPD)
             change_BPD = self.missing_prior.to(patches_BPD.dtype).expand_as(patches_BPD)
         else:
-            self.pooler.check_images(image_BCHW, prior_BCHW, self.image_encoder.grid(*image_BCHW.shape[2:]))
+            self.pooler.check_images(
+                image_BCHW, prior_BCHW, self.image_encoder.grid(*image_BCHW.shape[2:])
+            )
             row_K = torch.arange(count, device=image_BCHW.device)
             row_K = row_K if has_prior_B is None else row_K[has_prior_B]
-            both_BCHW = torch.cat([image_BCHW, prior_BCHW[row_K]])  # one pass, as released: one batch norm
-            patches_BPD, prior_KPD = self.patch_head(self.image_encoder(both_BCHW).patches_BPD).tensor_split([count])
+            both_BCHW = torch.cat(
+                [image_BCHW, prior_BCHW[row_K]]
+            )  # one pass, as released: one batch norm
+            patches_BPD, prior_KPD = self.patch_head(
+                self.image_encoder(both_BCHW).patches_BPD
+            ).tensor_split([count])
             changed_KPD = self.pooler(patches_BPD[row_K], prior_KPD)
-            missing_BPD = self.missing_prior.to(changed_KPD.dtype).expand(count, *changed_KPD.shape[1:])
+            missing_BPD = self.missing_prior.to(changed_KPD.dtype).expand(
+                count, *changed_KPD.shape[1:]
+            )
             change_BPD = missing_BPD.index_copy(0, row_K, changed_KPD)
-        return in_full_precision(self.image_head, torch.cat([patches_BPD, change_BPD.to(patches_BPD.dtype)], dim=2))
+        return in_full_precision(
+            self.image_head, torch.cat([patches_BPD, change_BPD.to(patches_BPD.dtype)], dim=2)
+        )
 
     def batch_regions(self, batch: Batch) -> Tensor:
         """See the base class. Raises ConfigError for a batch without prior images."""

@@ -1,4 +1,6 @@
-"""CARZero: similarity of an image and a statement by cross-attention (Lai et al., CVPR 2024, arXiv 2402.17417)."""
+"""CARZero: similarity of an image and a statement by cross-attention (Lai et al., CVPR 2024,
+arXiv 2402.17417).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,9 +34,10 @@ from medvl.schema import Embeddings, Losses
 class CARZeroConfig(QueryDecoderConfig, PaddedWordsConfig):
     """Settings of the paper and the released code.
 
-    The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
-    record model (`image_weights`). The released code, like imported models, removes case and punctuation of texts, and
-    attends to [SEP] and padding (`padded_memory`), which moves scores by a tenth to a third of their spread.
+    The published text encoder is BioBERT, trained further on reports, and the image encoder is a
+    ViT-B/16 of a masked record model (`image_weights`). The released code, like imported models,
+    removes case and punctuation of texts, and attends to [SEP] and padding (`padded_memory`), which
+    moves scores by a tenth to a third of their spread.
     """
 
     image_encoder: str = "vit_b16"
@@ -47,9 +50,13 @@ class CARZeroConfig(QueryDecoderConfig, PaddedWordsConfig):
     text_layers: int = 4
     max_tokens: int = 97
     head_dims: tuple[int, ...] = (1024, 512, 256)
-    """Hidden widths of the head that makes a score of a query; none: one linear layer, the paper's variant."""
+    """Hidden widths of the head that makes a score of a query; none: one linear layer, the
+    paper's variant.
+    """
     positives: Positives = "text"
-    """"own", as published, makes "There is no pleural effusion." of one study a negative of another one."""
+    """"own", as published, makes "There is no pleural effusion." of one study a negative of
+    another one.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,16 +65,20 @@ class CARZeroConfig(QueryDecoderConfig, PaddedWordsConfig):
 
 @register_system("carzero")
 class CARZero(PaddedWords):
-    """A decoder reads the regions of an image for a statement, and the words of a statement for an image (section 3).
+    """A decoder reads the regions of an image for a statement, and the words of a statement for an
+    image (section 3).
 
-    Both directions have a score, without a temperature; each is compared over images and over statements, and the loss
-    is the sum over directions of the mean of both. A row with equal statements counts as the mean over its positives.
+    Both directions have a score, without a temperature; each is compared over images and over
+    statements, and the loss is the sum over directions of the mean of both. A row with equal
+    statements counts as the mean over its positives.
     """
 
     Config = CARZeroConfig
     zero_shot_prompts = "statements"
 
-    def __init__(self, config: Any, *args: Any, decoder: QueryDecoder, score: nn.Module, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, decoder: QueryDecoder, score: nn.Module, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.decoder, self.score = decoder, score
 
@@ -78,40 +89,66 @@ class CARZero(PaddedWords):
         """See the base class. Encoders as wide as the shared space have no heads, as published."""
         assert isinstance(config, CARZeroConfig)
         heads = super().make_heads(config, image_encoder, text_encoder)
-        for name, width in (("image_head", image_encoder.feature_dim), ("region_head", image_encoder.patch_dim)):
+        for name, width in (
+            ("image_head", image_encoder.feature_dim),
+            ("region_head", image_encoder.patch_dim),
+        ):
             heads[name] = nn.Identity() if width == config.projection_dim else heads[name]
-        decoder = QueryDecoder(config.projection_dim, config, self_attention=False, shared_norm=True)
-        config.init_modules(score := score_head(config.projection_dim, config.head_dims, config.dropout))
+        decoder = QueryDecoder(
+            config.projection_dim, config, self_attention=False, shared_norm=True
+        )
+        config.init_modules(
+            score := score_head(config.projection_dim, config.head_dims, config.dropout)
+        )
         return {**heads, "decoder": decoder, "score": score}
 
     def score_pairs(self, memory: Embeddings, query_ME: Tensor, chunk: int | None = None) -> Tensor:
-        """Return (N, M) float32: the score of each query with the vector and the local features of each row.
+        """Return (N, M) float32: the score of each query with the vector and the local features of
+        each row.
 
         `chunk` is the number of queries at a time, by default as many as fit in 512 MiB; exact.
         """
         memory_NKE, mask_NK = with_global(memory.global_NE, *local_features(memory))
         width = max(query_ME.shape[1], self.config.decoder_hidden)
         return pair_scores(
-            lambda *inputs: self.score(self.decoder(*inputs)), memory_NKE, mask_NK, query_ME, width=width, chunk=chunk
+            lambda *inputs: self.score(self.decoder(*inputs)),
+            memory_NKE,
+            mask_NK,
+            query_ME,
+            width=width,
+            chunk=chunk,
         )
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the mean of both directions' scores; no cosine."""
         image, text = self.embedded(images, texts)
-        return (self.score_pairs(image, text.global_NE) + self.score_pairs(text, image.global_NE).T) / 2
+        return (
+            self.score_pairs(image, text.global_NE) + self.score_pairs(text, image.global_NE).T
+        ) / 2
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. A rank keeps the regions and words of its own pairs, and gathers scores."""
+        """See the base class. A rank keeps the regions and words of its own pairs, and gathers
+        scores.
+        """
         every = pairs.gather(local=False)
-        positive_NN = same_pairs(torch.arange(len(every), device=every.images.global_NE.device), *every.groups)
+        positive_NN = same_pairs(
+            torch.arange(len(every), device=every.images.global_NE.device), *every.groups
+        )
         terms = {}
-        for name, side, other in (("image", pairs.images, every.texts), ("text", pairs.texts, every.images)):
+        for name, side, other in (
+            ("image", pairs.images, every.texts),
+            ("text", pairs.texts, every.images),
+        ):
             scores_NN = gather(self.score_pairs(side, other.global_NE))
-            terms[f"{name}_memory"] = torch.stack(statement_contrast(scores_NN, positive_NN, equal_rows=True)).mean()
+            terms[f"{name}_memory"] = torch.stack(
+                statement_contrast(scores_NN, positive_NN, equal_rows=True)
+            ).mean()
         return Losses.sum(**terms)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
-        """See the base class: the decoder's attention with words as queries, averaged over heads and layers."""
+        """See the base class: the decoder's attention with words as queries, averaged over heads
+        and layers.
+        """
         _, attention_BWP = self.decoder.with_attention(words_BWE, regions_BPE)
         return attention_BWP.float().masked_fill(~mask_BW[:, :, None], 0.0)
 
@@ -123,4 +160,6 @@ class CARZero(PaddedWords):
         """See the base class: the decoder's attention of each text's vector."""
         images, texts_BE = self.embed_images(image_BCHW), self.embed_texts(texts).global_NE
         memory_BKE, mask_BK = with_global(images.global_NE, *local_features(images))
-        return self.decoder.with_attention(unnormalized(texts_BE)[:, None], memory_BKE, mask_BK)[1][:, 0, 1:]
+        return self.decoder.with_attention(unnormalized(texts_BE)[:, None], memory_BKE, mask_BK)[1][
+            :, 0, 1:
+        ]

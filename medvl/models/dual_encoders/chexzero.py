@@ -1,4 +1,6 @@
-"""CheXzero: CLIP, trained further on radiographs and impressions (Tiu et al., Nature Biomedical Engineering 2022)."""
+"""CheXzero: CLIP, trained further on radiographs and impressions (Tiu et al., Nature Biomedical
+Engineering 2022).
+"""
 
 import dataclasses
 from typing import Literal
@@ -9,10 +11,11 @@ from medvl.models.registry import register_system
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheXzeroConfig(CLIPConfig):
-    """Published settings: 320-pixel squares on black, bicubic to 224, mean and deviation of MIMIC-CXR's pixels.
+    """Published settings: 320-pixel squares on black, bicubic to 224, mean and deviation of
+    MIMIC-CXR's pixels.
 
-    The published code does not bound the scale; OpenAI's weights start at 100, and here it stays there unless
-    `max_scale` is None.
+    The published code does not bound the scale; OpenAI's weights start at 100, and here it stays
+    there unless `max_scale` is None.
     """
 
     fit: Literal["crop", "pad", "squash"] = "pad"
@@ -25,8 +28,8 @@ class CheXzeroConfig(CLIPConfig):
 class CheXzero(CLIP):
     """CLIP with other settings.
 
-    Train on `WholeText(sections=("impression",), missing="literal")`; the zero-shot protocol is the prompt set
-    `chexzero_template`, averaged over several checkpoints.
+    Train on `WholeText(sections=("impression",), missing="literal")`; the zero-shot protocol is the
+    prompt set `chexzero_template`, averaged over several checkpoints.
     """
 
     Config = CheXzeroConfig

@@ -1,4 +1,6 @@
-"""CLIP (Radford et al., arXiv 2103.00020) on any two encoders, among them every dual-encoder of open_clip."""
+"""CLIP (Radford et al., arXiv 2103.00020) on any two encoders, among them every dual-encoder of
+open_clip.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,19 +30,25 @@ from medvl.schema import Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CLIPConfig(ScaleConfig):
-    """Settings on any two encoders; the defaults are OpenAI's ViT-B/32, and `open_clip:NAME` twice is another model.
+    """Settings on any two encoders; the defaults are OpenAI's ViT-B/32, and `open_clip:NAME` twice
+    is another model.
 
-    Encoders of open_clip, and presets published with a projection, keep it; any other encoder gets a head.
+    Encoders of open_clip, and presets published with a projection, keep it; any other encoder gets
+    a head.
     """
 
     image_encoder: str = "clip_vit_b32"
     image_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """As for other systems, and open_clip's (some nested); `embed_dim` is the width of open_clip's projections."""
+    """As for other systems, and open_clip's (some nested); `embed_dim` is the width of
+    open_clip's projections.
+    """
     text_encoder: str = "clip_text"
     text_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weights: str | None = None
-    """Source of `pretrained`: the file of a whole open_clip model, a folder with one, or `OWNER/NAME@COMMIT[:FILE]` on
-    the hub. None takes the published file of each encoder's preset."""
+    """Source of `pretrained`: the file of a whole open_clip model, a folder with one, or
+    `OWNER/NAME@COMMIT[:FILE]` on the hub. None takes the published file of each encoder's
+    preset.
+    """
     stored_size: int | None = None
     """As in `EvalTransform`."""
     image_mean: tuple[float, ...] | None = None
@@ -49,7 +57,9 @@ class CLIPConfig(ScaleConfig):
     text_pool: Literal["cls", "mean", "max", "eos"] | None = None
     """Pooling of tokens; None takes the text encoder's."""
     text_head: Literal["linear", "mlp"] = "linear"
-    """Head of a text encoder without a projection, as in open_clip: no biases; `mlp` has a GELU at half the width."""
+    """Head of a text encoder without a projection, as in open_clip: no biases; `mlp` has a GELU
+    at half the width.
+    """
     positives: Positives = "own"
     patch_dropout: float = 0.0
     """As for ConVIRT."""
@@ -59,7 +69,9 @@ class CLIPConfig(ScaleConfig):
         super().__post_init__()
         check_within(self, "[0, 1)", "patch_dropout")
         if self.weights and (self.image_weights or self.text_weights):
-            raise ConfigError("give weights, or image_weights and text_weights", "conflict", field="weights")
+            raise ConfigError(
+                "give weights, or image_weights and text_weights", "conflict", field="weights"
+            )
 
 
 @register_system("clip")
@@ -89,9 +101,14 @@ class CLIP(LearnedScale):
         return model
 
     def load_scalars(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Load the scale from an open_clip state dict. Raises WeightsError naming `source` when there is none."""
+        """Load the scale from an open_clip state dict. Raises WeightsError naming `source` when
+        there is none.
+        """
         if "logit_scale" not in tensors:
-            raise WeightsError(f"{source} has no logit_scale: expected the file of a whole open_clip model", "missing")
+            raise WeightsError(
+                f"{source} has no logit_scale: expected the file of a whole open_clip model",
+                "missing",
+            )
         with torch.no_grad():
             self.logit_scale.copy_(tensors["logit_scale"].reshape(()))
 

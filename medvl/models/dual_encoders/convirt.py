@@ -1,4 +1,6 @@
-"""ConVIRT: contrastive learning of a report sentence and its image (Zhang et al., arXiv 2010.00747, MLHC 2022)."""
+"""ConVIRT: contrastive learning of a report sentence and its image (Zhang et al., arXiv
+2010.00747, MLHC 2022).
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +11,12 @@ from torch import nn
 from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.models.dual_encoders.bases.base import BertDualConfig, BertDualEncoder, Positives, projection_head
+from medvl.models.dual_encoders.bases.base import (
+    BertDualConfig,
+    BertDualEncoder,
+    Positives,
+    projection_head,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.registry import register_system
 from medvl.schema import Losses
@@ -19,8 +26,8 @@ from medvl.schema import Losses
 class ConVIRTConfig(BertDualConfig):
     """Settings of the paper.
 
-    Its training code was not released: max pooling over tokens, the 512 dimensions and the width of the heads are as
-    in LoVT's re-implementation.
+    Its training code was not released: max pooling over tokens, the 512 dimensions and the width of
+    the heads are as in LoVT's re-implementation.
     """
 
     hidden_dim: int | None = None
@@ -29,8 +36,10 @@ class ConVIRTConfig(BertDualConfig):
     """Pooling of tokens; the mean is used by an unofficial re-implementation."""
     frozen_text_layers: int = 6
     patch_dropout: float = 0.0
-    """Share of each image's patches that training drops at random: twice the speed at one half (FLIP, Li et al., arXiv
-    2212.00794). Vision Transformers only; a last epoch without it closes the gap to inference."""
+    """Share of each image's patches that training drops at random: twice the speed at one half
+    (FLIP, Li et al., arXiv 2212.00794). Vision Transformers only; a last epoch without it closes
+    the gap to inference.
+    """
     temperature: float = 0.1
     image_weight: float = 0.75
     """Lambda: weight of the image-to-text direction."""
@@ -45,12 +54,16 @@ class ConVIRTConfig(BertDualConfig):
 
 @register_system("convirt")
 class ConVIRT(BertDualEncoder):
-    """Bidirectional InfoNCE of an image and one sentence of its report (section 2.2, equations 2 to 4)."""
+    """Bidirectional InfoNCE of an image and one sentence of its report (section 2.2, equations 2
+    to 4).
+    """
 
     Config = ConVIRTConfig
 
     @classmethod
-    def encoder_arguments(cls, config: ConVIRTConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def encoder_arguments(
+        cls, config: ConVIRTConfig
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class."""
         return {}, {"pool": config.text_pool}
 
@@ -60,12 +73,18 @@ class ConVIRT(BertDualEncoder):
     ) -> dict[str, nn.Module]:
         """See the base class."""
         return {
-            "image_head": projection_head(image_encoder.feature_dim, config.projection_dim, config.hidden_dim),
-            "text_head": projection_head(text_encoder.feature_dim, config.projection_dim, config.hidden_dim),
+            "image_head": projection_head(
+                image_encoder.feature_dim, config.projection_dim, config.hidden_dim
+            ),
+            "text_head": projection_head(
+                text_encoder.feature_dim, config.projection_dim, config.hidden_dim
+            ),
         }
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class."""
         image_NE, text_NE, groups = gather_global(pairs)
         temperature, weight = self.config.temperature, self.config.image_weight
-        return Losses.sum(contrastive=losses.convirt(image_NE, text_NE, temperature, weight, groups=groups))
+        return Losses.sum(
+            contrastive=losses.convirt(image_NE, text_NE, temperature, weight, groups=groups)
+        )

@@ -1,4 +1,6 @@
-"""CXR-CLIP: two views and two texts of a study, and labels as sentences (You et al., MICCAI 2023, arXiv 2310.13292)."""
+"""CXR-CLIP: two views and two texts of a study, and labels as sentences (You et al., MICCAI
+2023, arXiv 2310.13292).
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +13,13 @@ from medvl import losses
 from medvl.common.config_io import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.bases.base import BertDualConfig, BertDualEncoder, LearnedScale, Positives, ScaleConfig
+from medvl.models.dual_encoders.bases.base import (
+    BertDualConfig,
+    BertDualEncoder,
+    LearnedScale,
+    Positives,
+    ScaleConfig,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
@@ -19,13 +27,19 @@ from medvl.schema import Batch, Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CXRCLIPConfig(BertDualConfig, ScaleConfig):
-    """Settings of the paper and the released code; `image_encoder` is "resnet50" or "swin_tiny" there."""
+    """Settings of the paper and the released code; `image_encoder` is "resnet50" or "swin_tiny"
+    there.
+    """
 
     image_pool: Literal["encoder", "first"] = "encoder"
-    """An image's vector: the encoder's own, or its first patch, as the released code does it with Swin."""
+    """An image's vector: the encoder's own, or its first patch, as the released code does it
+    with Swin.
+    """
     views: Literal["study", "augmented"] = "study"
-    """The two views: two images of the study, drawn in each epoch, or of a study with one image the same one augmented
-    again; or always the latter. With "study", the loader yields a study once, not once for each of its images."""
+    """The two views: two images of the study, drawn in each epoch, or of a study with one image the
+    same one augmented again; or always the latter. With "study", the loader yields a study once,
+    not once for each of its images.
+    """
     max_scale: float | None = None
     image_weight: float = 1.0
     """Weight of the contrast of the two views."""
@@ -43,23 +57,29 @@ class CXRCLIPConfig(BertDualConfig, ScaleConfig):
 
 @register_system("cxrclip")
 class CXRCLIP(LearnedScale, BertDualEncoder):
-    """Mean InfoNCE of each view with each text, of the views, and of the texts (section 2.3), with one learned scale.
+    """Mean InfoNCE of each view with each text, of the views, and of the texts (section 2.3), with
+    one learned scale.
 
-    The second text is another draw of the text policy, such as another section or sentence; in the paper it is a
-    back-translated report. A sample without a second text uses its text twice. Images that have labels only are
-    included with the policy `medvl.data.TextOrLabels`.
+    The second text is another draw of the text policy, such as another section or sentence; in the
+    paper it is a back-translated report. A sample without a second text uses its text twice. Images
+    that have labels only are included with the policy `medvl.data.TextOrLabels`.
     """
 
     Config = CXRCLIPConfig
 
     def __init__(self, config: CXRCLIPConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.inputs = Inputs(second_image=True, second_text=True, drawn_view=config.views == "study")
+        self.inputs = Inputs(
+            second_image=True, second_text=True, drawn_view=config.views == "study"
+        )
 
     @classmethod
-    def encoder_arguments(cls, config: CXRCLIPConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class. A text's vector is its last token, [SEP]; pixels of a Swin have a mean and deviation of
-        0.5, as published."""
+    def encoder_arguments(
+        cls, config: CXRCLIPConfig
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """See the base class. A text's vector is its last token, [SEP]; pixels of a Swin have a
+        mean and deviation of 0.5, as published.
+        """
         pixels = {"mean": 0.5, "std": 0.5} if "swin" in config.image_encoder else {}
         return pixels, {"pool": "eos"}
 
@@ -78,23 +98,41 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
         """See the base class."""
         features = self.image_encoder(image_BCHW)
-        vector_BD = features.pooled_BD if self.config.image_pool == "encoder" else features.patches_BPD[:, 0]
+        vector_BD = (
+            features.pooled_BD
+            if self.config.image_pool == "encoder"
+            else features.patches_BPD[:, 0]
+        )
         projected_BE: Tensor = self.image_head(vector_BD)
         return projected_BE.float()
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """See the base class. Raises ConfigError for a batch without second views and texts."""
-        second_BCHW, ids_BT, mask_BT = batch.second_image_BCHW, batch.second_ids_BT, batch.second_mask_BT
+        second_BCHW, ids_BT, mask_BT = (
+            batch.second_image_BCHW,
+            batch.second_ids_BT,
+            batch.second_mask_BT,
+        )
         if second_BCHW is None or ids_BT is None or mask_BT is None:
-            message = "expected a second image and text of each sample: open the loader with inputs=model.inputs"
+            message = (
+                "expected a second image and text of each sample: open the loader with "
+                "inputs=model.inputs"
+            )
             raise ConfigError(message, "missing", field="second_image_BCHW")
         if self.config.views == "study" and batch.other_view_BCHW is not None:
             assert batch.has_other_view_B is not None, "loaders set it with the other views"
-            second_BCHW = torch.where(batch.has_other_view_B[:, None, None, None], batch.other_view_BCHW, second_BCHW)
+            second_BCHW = torch.where(
+                batch.has_other_view_B[:, None, None, None], batch.other_view_BCHW, second_BCHW
+            )
         pairs, second_BE = super().embed_pairs(batch), self.encode_text(ids_BT, mask_BT)
         if batch.has_second_text_B is not None:
-            second_BE = torch.where(batch.has_second_text_B[:, None], second_BE, pairs.texts.global_NE)
-        others = {"second image": self.embed_images(second_BCHW), "second text": Embeddings(second_BE)}
+            second_BE = torch.where(
+                batch.has_second_text_B[:, None], second_BE, pairs.texts.global_NE
+            )
+        others = {
+            "second image": self.embed_images(second_BCHW),
+            "second text": Embeddings(second_BE),
+        }
         return dataclasses.replace(pairs, others=others)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
@@ -106,6 +144,8 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
         def contrast(one_NE: Tensor, other_NE: Tensor) -> Tensor:
             return losses.clip(one_NE, other_NE, scale, groups=every.groups)
 
-        across = torch.stack([contrast(image_NE, text_NE) for image_NE in images for text_NE in texts]).mean()
+        across = torch.stack(
+            [contrast(image_NE, text_NE) for image_NE in images for text_NE in texts]
+        ).mean()
         within = (contrast(*images), config.image_weight), (contrast(*texts), config.text_weight)
         return Losses.weighted(image_text=(across, 1.0), image_image=within[0], text_text=within[1])

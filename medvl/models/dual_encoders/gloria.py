@@ -1,4 +1,6 @@
-"""GLoRIA: a report against its image, and its words against the image's regions (Huang et al., ICCV 2021)."""
+"""GLoRIA: a report against its image, and its words against the image's regions (Huang et al.,
+ICCV 2021).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +14,12 @@ from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.losses.gather import gather
 from medvl.losses.local.gloria import WordPool, gloria_attention, gloria_similarity
-from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_contrast, local_features
+from medvl.models.dual_encoders.bases.local import (
+    LocalDualConfig,
+    LocalDualEncoder,
+    local_contrast,
+    local_features,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
@@ -22,13 +29,14 @@ from medvl.schema import Embeddings, Losses
 class GLoRIAConfig(LocalDualConfig):
     """Settings of the authors' configuration for CheXpert.
 
-    The authors remove punctuation from texts; here it is kept, and every mark is a word. Images are padded to squares
-    of 256 pixels, cut to their center of 224 and stretched to 299; regions are layer3 of a ResNet-50, 19 x 19.
+    The authors remove punctuation from texts; here it is kept, and every mark is a word. Images are
+    padded to squares of 256 pixels, cut to their center of 224 and stretched to 299; regions are
+    layer3 of a ResNet-50, 19 x 19.
 
-    As published, regions and words keep their norm (`local_feature_norm`), which sets the sharpness of the attention:
-    with large norms at the start, every region attends to the same word, the softmax is saturated and has no gradient,
-    and all regions get equal attention. The text's first token (`text_token`) differs from all words and can be that
-    word.
+    As published, regions and words keep their norm (`local_feature_norm`), which sets the sharpness
+    of the attention: with large norms at the start, every region attends to the same word, the
+    softmax is saturated and has no gradient, and all regions get equal attention. The text's first
+    token (`text_token`) differs from all words and can be that word.
     """
 
     fit: Literal["crop", "pad", "squash"] = "pad"
@@ -40,7 +48,9 @@ class GLoRIAConfig(LocalDualConfig):
     projection_dim: int = 768
     text_layers: int = 4
     word_pool: Literal["sum", "mean"] = "sum"
-    """Pooling of the words' matches before the logarithm; under the sum, more words match better."""
+    """Pooling of the words' matches before the logarithm; under the sum, more words match
+    better.
+    """
     temp1: float = 4.0
     """Temperature of a word's attention over regions."""
     temp2: float = 5.0
@@ -62,22 +72,29 @@ class GLoRIAConfig(LocalDualConfig):
 class GLoRIA(LocalDualEncoder):
     """Global and local contrast (section 3.3, equations 1 to 8).
 
-    The text's first token is one of its words in training and, unlike in the published code, everywhere. A text's
-    vector has the direction of GLoRIA's mean over word slots.
+    The text's first token is one of its words in training and, unlike in the published code,
+    everywhere. A text's vector has the direction of GLoRIA's mean over word slots.
     """
 
     Config = GLoRIAConfig
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. A rank compares its own images with the texts of all ranks: regions are not gathered."""
+        """See the base class. A rank compares its own images with the texts of all ranks:
+        regions are not gathered.
+        """
         texts, config = gather_side(pairs.texts), self.config
-        local = local_contrast(pairs.images, texts, config.temp1, config.temp2, config.temp3, config.word_pool)
+        local = local_contrast(
+            pairs.images, texts, config.temp1, config.temp2, config.temp3, config.word_pool
+        )
         # The sum of both directions, as in the local loss; `losses.clip` is their mean.
         whole = 2 * losses.clip(gather(pairs.images.global_NE), texts.global_NE, config.temp3)
-        return Losses.weighted(**{"local": (local, config.local_weight), "global": (whole, config.global_weight)})
+        return Losses.weighted(
+            **{"local": (local, config.local_weight), "global": (whole, config.global_weight)}
+        )
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
-        """Return (N, M): the mean of cosine and word-region similarity: the logits of training over 2 * temp3.
+        """Return (N, M): the mean of cosine and word-region similarity: the logits of training over
+        2 * temp3.
 
         A part whose loss has no weight, and so an untrained head, is left out.
         """
@@ -88,46 +105,71 @@ class GLoRIA(LocalDualEncoder):
             return self.local_similarity(images, texts)
         return (super().similarity(images, texts) + self.local_similarity(images, texts)) / 2
 
-    def best_word_similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
-        """Return (N, M): the similarity that the published zero-shot code is meant to compute; training has another.
+    def best_word_similarity(
+        self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]
+    ) -> Tensor:
+        """Return (N, M): the similarity that the published zero-shot code is meant to compute;
+        training has another.
 
-        The local part of a text is temp2 times the match of its best word, without the text's first token.
+        The local part of a text is temp2 times the match of its best word, without the text's first
+        token.
         """
         images, texts = self.embedded(images, texts)
         return self.published_similarity(images, self.without_first_token(texts))
 
     def published_prompts(self, texts: Sequence[str]) -> Embeddings:
-        """Return texts with the word slots of the published zero-shot code, for `published_similarity`.
+        """Return texts with the word slots of the published zero-shot code, for
+        `published_similarity`.
 
-        That code takes as many slots after the first token as a text has characters, not words: its words, the last
-        token, and zero vectors, which get attention like words and have a match of 0. It fails on texts with more
-        characters than slots (`max_tokens` - 1); here these get all slots.
+        That code takes as many slots after the first token as a text has characters, not words: its
+        words, the last token, and zero vectors, which get attention like words and have a match of
+        0. It fails on texts with more characters than slots (`max_tokens` - 1); here these get all
+        slots.
         """
         ids_BT, mask_BT = self.tokenize(texts)
         slot_BT = self.word_slots(ids_BT, mask_BT, last_token=True)
         embedded = self.without_first_token(self.embed_slots(ids_BT, mask_BT, slot_BT))
         words_NWE, _ = local_features(embedded)
         slots = [min(len(text) - text.count("["), self.config.max_tokens - 1) for text in texts]
-        padded_NWE = F.pad(words_NWE, (0, 0, 0, max(slots) - words_NWE.shape[1]))  # longer texts are cut
+        padded_NWE = F.pad(
+            words_NWE, (0, 0, 0, max(slots) - words_NWE.shape[1])
+        )  # longer texts are cut
         place_W = torch.arange(max(slots), device=words_NWE.device)
         mask_NW = place_W < torch.tensor(slots, device=words_NWE.device)[:, None]
         return Embeddings(embedded.global_NE, padded_NWE, mask_NW)
 
     def published_similarity(self, images: Embeddings, prompts: Embeddings) -> Tensor:
-        """Return (N, M): the mean of the cosine and the best slot's match of `published_prompts`, times temp2."""
-        return (super().similarity(images, prompts) + self.local_similarity(images, prompts, "max")) / 2
+        """Return (N, M): the mean of the cosine and the best slot's match of
+        `published_prompts`, times temp2.
+        """
+        return (
+            super().similarity(images, prompts) + self.local_similarity(images, prompts, "max")
+        ) / 2
 
-    def local_similarity(self, images: Embeddings, texts: Embeddings, pool: WordPool | None = None) -> Tensor:
-        """Return (N, M): the word-region similarity of every image with every text (equations 2 to 6)."""
+    def local_similarity(
+        self, images: Embeddings, texts: Embeddings, pool: WordPool | None = None
+    ) -> Tensor:
+        """Return (N, M): the word-region similarity of every image with every text (equations 2
+        to 6).
+        """
         regions_NPE, _ = local_features(images)
         config = self.config
         pool = pool or config.word_pool
-        return gloria_similarity(regions_NPE, *local_features(texts), config.temp1, config.temp2, pool=pool)
+        return gloria_similarity(
+            regions_NPE, *local_features(texts), config.temp1, config.temp2, pool=pool
+        )
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
         """See the base class."""
         return gloria_attention(regions_BPE, words_BWE, mask_BW, self.config.temp1)
 
     def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
-        """Return each word's share in the local similarity: the softmax of temp2 times its match."""
-        return (self.config.temp2 * match_BW).masked_fill(~mask_BW, -torch.inf).softmax(dim=1).nan_to_num()
+        """Return each word's share in the local similarity: the softmax of temp2 times its
+        match.
+        """
+        return (
+            (self.config.temp2 * match_BW)
+            .masked_fill(~mask_BW, -torch.inf)
+            .softmax(dim=1)
+            .nan_to_num()
+        )

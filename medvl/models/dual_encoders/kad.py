@@ -1,4 +1,6 @@
-"""KAD: queries of entity names, and images against reports (Zhang et al., Nature Communications 2023)."""
+"""KAD: queries of entity names, and images against reports (Zhang et al., Nature Communications
+2023).
+"""
 
 import dataclasses
 import math
@@ -24,11 +26,12 @@ from medvl.schema import Batch, Embeddings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KADConfig(QueryConfig):
-    """Settings of the paper and the released code, with the label columns as entities in place of 40 from RadGraph.
+    """Settings of the paper and the released code, with the label columns as entities in place of
+    40 from RadGraph.
 
-    The published text encoder is Med-KEBERT, trained on concepts of UMLS and their definitions: `init_from` takes a
-    checkpoint of the system `kebert` (encoder and head), and `medvl import kad` imports it. PubMedBERT is a start
-    without UMLS.
+    The published text encoder is Med-KEBERT, trained on concepts of UMLS and their definitions:
+    `init_from` takes a checkpoint of the system `kebert` (encoder and head), and `medvl import kad`
+    imports it. PubMedBERT is a start without UMLS.
     """
 
     text_encoder: str = "pubmedbert"
@@ -38,8 +41,10 @@ class KADConfig(QueryConfig):
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that a report does not mention: absent, as published, or without a loss."""
     temperature: float = 0.07
-    """Initial temperature of the contrast; the logarithm of its inverse is learned. The released code creates a new
-    scale in each step, 2.66 instead of 14.3, and compares vectors that are not normalised, on one GPU only."""
+    """Initial temperature of the contrast; the logarithm of its inverse is learned. The released
+    code creates a new scale in each step, 2.66 instead of 14.3, and compares vectors that are not
+    normalised, on one GPU only.
+    """
     contrast_weight: float = 1.0
     report_weight: float = 1.0
     """Weight of the entity loss computed from the report instead of the image."""
@@ -53,11 +58,13 @@ class KADConfig(QueryConfig):
 
 @register_system("kad")
 class KAD(QueryEncoder):
-    """Cross-entropy of each entity's presence in image and report, and InfoNCE of both (knowledge-enhanced stage).
+    """Cross-entropy of each entity's presence in image and report, and InfoNCE of both
+    (knowledge-enhanced stage).
 
-    The text encoder is frozen. The head behind it is trained, because only `kebert` has weights for it; the released
-    code freezes both or neither. The frozen encoder reads without dropout; the released code leaves its dropout on in
-    training, also where it is frozen. Heat maps are the attention of the decoder's last layer, as in the released code.
+    The text encoder is frozen. The head behind it is trained, because only `kebert` has weights for
+    it; the released code freezes both or neither. The frozen encoder reads without dropout; the
+    released code leaves its dropout on in training, also where it is frozen. Heat maps are the
+    attention of the decoder's last layer, as in the released code.
     """
 
     Config = KADConfig
@@ -75,14 +82,21 @@ class KAD(QueryEncoder):
         return [(config.descriptions.get(name, spoken_name(name)),) for name in config.entities]
 
     def query_text(self, text: str) -> str:
-        """See the base class: of a statement "There is X." the name, because entities are asked by their names."""
+        """See the base class: of a statement "There is X." the name, because entities are asked
+        by their names.
+        """
         return stated_name(text)
 
     @classmethod
-    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, Any]:
         """See the base class. `text_head` is BERT's pooler and the published head behind it."""
         width, middle = config.projection_dim, text_encoder.feature_dim
-        return {**super().make_heads(config, image_encoder, text_encoder), "text_head": knowledge_head(middle, width)}
+        return {
+            **super().make_heads(config, image_encoder, text_encoder),
+            "text_head": knowledge_head(middle, width),
+        }
 
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
@@ -90,7 +104,9 @@ class KAD(QueryEncoder):
         """See the base class. Samples without an image or a text are left out."""
         report_BD = self.text_head(self.unnormalized_text(batch.ids_BT, batch.mask_BT))
         complete_K = complete_rows(batch)
-        image_NE, report_NE = (gather(x[complete_K]) for x in (images.global_NE, F.normalize(report_BD.float(), dim=1)))
+        image_NE, report_NE = (
+            gather(x[complete_K]) for x in (images.global_NE, F.normalize(report_BD.float(), dim=1))
+        )
         scale = self.logit_scale.exp()
         contrast = (images.global_NE.sum() + report_BD.sum() + scale) * 0
         if len(image_NE):
@@ -98,14 +114,20 @@ class KAD(QueryEncoder):
         vectors_QD = self.text_head(self.book.vectors_QD)
         asked_BQD = self.decoder(vectors_QD.expand(len(report_BD), -1, -1), report_BD[:, None])
         has_text_B1 = batch.mask_BT.any(dim=1) if batch.has_text_B is None else batch.has_text_B
-        of_report = self.presence_loss(asked_BQD, labels_BL.masked_fill(~has_text_B1[:, None], torch.nan))
+        of_report = self.presence_loss(
+            asked_BQD, labels_BL.masked_fill(~has_text_B1[:, None], torch.nan)
+        )
         return {
             "contrast": (contrast, self.config.contrast_weight),
             "report": (of_report, self.config.report_weight),
         }
 
     def presence_loss(self, states_BQD: Tensor, labels_BL: Tensor) -> Tensor:
-        """See the base class. Rows without any label are left out also where unmentioned entities are absent."""
+        """See the base class. Rows without any label are left out also where unmentioned
+        entities are absent.
+        """
         if self.config.unmentioned == "absent":
-            labels_BL = labels_BL.masked_fill(labels_BL.isnan() & ~labels_BL.isnan().all(dim=1, keepdim=True), 0.0)
+            labels_BL = labels_BL.masked_fill(
+                labels_BL.isnan() & ~labels_BL.isnan().all(dim=1, keepdim=True), 0.0
+            )
         return super().presence_loss(states_BQD, labels_BL)

@@ -1,4 +1,6 @@
-"""LoVT: reports and images, and their sentences and regions (Mueller et al., arXiv 2112.02889, ECCV 2022)."""
+"""LoVT: reports and images, and their sentences and regions (Mueller et al., arXiv 2112.02889,
+ECCV 2022).
+"""
 
 import dataclasses
 from typing import Any, Literal
@@ -12,7 +14,11 @@ from medvl.losses.gather import gather
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.bases.sentences import LocalSentenceEncoder
-from medvl.models.dual_encoders.parts.attention import AttentionPool, CrossAttention, attention_weights
+from medvl.models.dual_encoders.parts.attention import (
+    AttentionPool,
+    CrossAttention,
+    attention_weights,
+)
 from medvl.models.dual_encoders.parts.heads import BatchNormHead
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
@@ -20,8 +26,9 @@ from medvl.schema import Embeddings, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoVTConfig(LocalDualConfig):
-    """Settings of the authors' configuration LoVT_100. Images are normalised as the encoder's weights expect, where the
-    released code takes mean and deviation of its data set."""
+    """Settings of the authors' configuration LoVT_100. Images are normalised as the encoder's
+    weights expect, where the released code takes mean and deviation of its data set.
+    """
 
     fit: Literal["crop", "pad", "squash"] = "pad"
     hidden_dim: int = 2048
@@ -34,7 +41,9 @@ class LoVTConfig(LocalDualConfig):
     local_weight: float = 0.375
     """Weight of the local losses of regions and of sentences."""
     local_temperature: float | None = 0.3
-    """Temperature of local InfoNCE, the sum of both directions; None takes squared distances, without negatives."""
+    """Temperature of local InfoNCE, the sum of both directions; None takes squared distances,
+    without negatives.
+    """
     uniformity_weight: float = 0.0
     """Weight of the uniformity of regions and of sentences within their sample."""
     frozen_text_layers: int = 6
@@ -42,70 +51,107 @@ class LoVTConfig(LocalDualConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, inf)", "hidden_dim", "pool_heads", "temperature", "local_temperature")
+        check_within(
+            self, "(0, inf)", "hidden_dim", "pool_heads", "temperature", "local_temperature"
+        )
         check_within(self, "[0, inf)", "local_weight", "uniformity_weight")
         check_within(self, "[0, 1]", "image_weight")
 
 
 @register_system("lovt")
 class LoVT(LocalSentenceEncoder):
-    """Local contrast of each region or sentence with its attended vector of the other side (sections 3.2 to 3.5)."""
+    """Local contrast of each region or sentence with its attended vector of the other side
+    (sections 3.2 to 3.5).
+    """
 
     Config = LoVTConfig
     near_PP: Tensor  # shares of all regions among the positives of each
 
-    def __init__(self, config: Any, *args: Any, cross_attention: CrossAttention, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, cross_attention: CrossAttention, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.cross_attention = cross_attention
         grid = self.image_encoder.grid(config.image_size, config.image_size)
         self.register_buffer("near_PP", losses.grid_positives(*grid), persistent=False)
 
     @classmethod
-    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, nn.Module]:
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, nn.Module]:
         """See the base class."""
-        image, text, sizes = image_encoder.patch_dim, text_encoder.token_dim, (config.projection_dim, config.hidden_dim)
+        image, text, sizes = (
+            image_encoder.patch_dim,
+            text_encoder.token_dim,
+            (config.projection_dim, config.hidden_dim),
+        )
         heads = {"image_head": image, "region_head": image, "text_head": text, "word_head": text}
         return {
-            **{name: BatchNormHead(width, *sizes, fan_out_init=True) for name, width in heads.items()},
+            **{
+                name: BatchNormHead(width, *sizes, fan_out_init=True)
+                for name, width in heads.items()
+            },
             "region_pool": AttentionPool(image, config.pool_heads),
             "sentence_pool": AttentionPool(text, config.pool_heads),
             "cross_attention": CrossAttention(config.projection_dim),
         }
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. Regions and sentences stay on their rank: they are not compared with other samples."""
+        """See the base class. Regions and sentences stay on their rank: they are not compared
+        with other samples.
+        """
         config, images, texts = self.config, pairs.images, pairs.texts
         (regions_BPE, _), (sentences_BSE, mask_BS) = local_features(images), local_features(texts)
-        for_sentences_BSE, for_regions_BPE = self.cross_attention(sentences_BSE, regions_BPE, mask_BS)
+        for_sentences_BSE, for_regions_BPE = self.cross_attention(
+            sentences_BSE, regions_BPE, mask_BS
+        )
         image_NE, text_NE = gather(images.global_NE), gather(texts.global_NE)
         terms = {
-            "global": (losses.convirt(image_NE, text_NE, config.temperature, config.image_weight), 1.0),
-            "regions": (self.compare_items(images, for_regions_BPE, self.near_PP), config.local_weight),
+            "global": (
+                losses.convirt(image_NE, text_NE, config.temperature, config.image_weight),
+                1.0,
+            ),
+            "regions": (
+                self.compare_items(images, for_regions_BPE, self.near_PP),
+                config.local_weight,
+            ),
             "sentences": (self.compare_items(texts, for_sentences_BSE), config.local_weight),
         }
         if config.uniformity_weight:
-            spread = losses.local_uniformity(regions_BPE) + losses.local_uniformity(sentences_BSE, mask_BS)
+            spread = losses.local_uniformity(regions_BPE) + losses.local_uniformity(
+                sentences_BSE, mask_BS
+            )
             terms["uniformity"] = spread, config.uniformity_weight
         return Losses.weighted(**terms)
 
-    def compare_items(self, side: Embeddings, attended_BNE: Tensor, positives_NN: Tensor | None = None) -> Tensor:
-        """Return the local loss of the regions or sentences of one side and their attended vectors."""
+    def compare_items(
+        self, side: Embeddings, attended_BNE: Tensor, positives_NN: Tensor | None = None
+    ) -> Tensor:
+        """Return the local loss of the regions or sentences of one side and their attended
+        vectors.
+        """
         items_BNE, mask_BN = local_features(side)
         if self.config.local_temperature is None:
             return losses.local_alignment(items_BNE, attended_BNE, mask_BN, side.weight_NP)
-        nce, rest = losses.within_sample_nce, (mask_BN, side.weight_NP, positives_NN, self.config.local_temperature)
+        nce, rest = (
+            losses.within_sample_nce,
+            (mask_BN, side.weight_NP, positives_NN, self.config.local_temperature),
+        )
         return nce(items_BNE, attended_BNE, *rest) + nce(attended_BNE, items_BNE, *rest)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
         """See the base class; words are sentences."""
         key, scale = self.cross_attention.key, self.cross_attention.scale
-        return attention_weights(key(words_BWE), key(regions_BPE), scale=scale) * mask_BW[:, :, None]
+        return (
+            attention_weights(key(words_BWE), key(regions_BPE), scale=scale) * mask_BW[:, :, None]
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalAnalysisConfig(LoVTConfig):
-    """Settings with weights of LoVT's InfoNCE, 2 x .375 / (2 x .3) and 2 x .375: those of the paper (Mueller,
-    Kaissis and Rueckert 2022) were not available."""
+    """Settings with weights of LoVT's InfoNCE, 2 x .375 / (2 x .3) and 2 x .375: those of the paper
+    (Mueller, Kaissis and Rueckert 2022) were not available.
+    """
 
     local_temperature: float | None = None
     local_weight: float = 1.25
@@ -114,6 +160,8 @@ class LocalAnalysisConfig(LoVTConfig):
 
 @register_system("local_analysis")
 class LocalAnalysis(LoVT):
-    """LoVT with local uniformity and no local negatives, after arXiv 2211.07254, whose equations are not confirmed."""
+    """LoVT with local uniformity and no local negatives, after arXiv 2211.07254, whose equations
+    are not confirmed.
+    """
 
     Config = LocalAnalysisConfig

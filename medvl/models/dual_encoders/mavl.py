@@ -25,24 +25,34 @@ from medvl.schema import Batch, Embeddings
 class MAVLConfig(MedKLIPConfig):
     """Settings of the paper and the released code, with entities and places as in `MedKLIPConfig`.
 
-    Published are 75 entities, whose aspects are a language model's; `describe_aspects` has those of the label columns.
+    Published are 75 entities, whose aspects are a language model's; `describe_aspects` has those of
+    the label columns.
     """
 
     aspects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Name of an entity -> its seven sentences, in the order of `medvl.data.reports.entities.ASPECTS`; of others, those
-    of `describe_aspects`. The definition is taken from `descriptions`."""
+    """Name of an entity -> its seven sentences, in the order of
+    `medvl.data.reports.entities.ASPECTS`; of others, those of `describe_aspects`. The definition is
+    taken from `descriptions`.
+    """
     pool_heads: int = 8
     """Heads of the attention that makes the image's vector of its grid."""
     temperature: float = 0.07
-    """Initial temperature of each aspect's contrast; the logarithms of the inverse temperatures are learned."""
+    """Initial temperature of each aspect's contrast; the logarithms of the inverse temperatures
+    are learned.
+    """
     contrast_targets: Literal["equal_shares", "multi_hot"] = "equal_shares"
-    """Targets of the contrast: shares that sum to 1, or "multi_hot", 1 for every present entity, as released."""
+    """Targets of the contrast: shares that sum to 1, or "multi_hot", 1 for every present entity,
+    as released.
+    """
     contrast_weight: float = 0.1
-    """The published weight, which is for "multi_hot", whose mean is over images and entities. Equal shares make the
-    contrast 75 / (2 * P) times as strong, 37 times with one of 75 entities present (P) and 4 times with ten."""
+    """The published weight, which is for "multi_hot", whose mean is over images and entities. Equal
+    shares make the contrast 75 / (2 * P) times as strong, 37 times with one of 75 entities present
+    (P) and 4 times with ten.
+    """
     unmentioned: Literal["absent", "ignored"] = "absent"
-    """Entities that the report does not mention, in the contrast: negatives, as published, or left out as in the
-    cross-entropy of presence."""
+    """Entities that the report does not mention, in the contrast: negatives, as published, or left
+    out as in the cross-entropy of presence.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,21 +63,28 @@ class MAVLConfig(MedKLIPConfig):
         check_within(self, "[1, inf)", "pool_heads")
         for name, sentences in self.aspects.items():
             if len(sentences) != len(ASPECTS):
-                message = f"expected {len(ASPECTS)} sentences of {name}, for {', '.join(ASPECTS)}, got {len(sentences)}"
+                message = (
+                    f"expected {len(ASPECTS)} sentences of {name}, for "
+                    f"{', '.join(ASPECTS)}, got {len(sentences)}"
+                )
                 raise ConfigError(message, "mismatch", field="aspects")
 
 
 @register_system("mavl")
 class MAVL(MedKLIP):
-    """MedKLIP's losses on eight queries per entity, and a contrast of images with each aspect of their entities.
+    """MedKLIP's losses on eight queries per entity, and a contrast of images with each aspect of
+    their entities.
 
-    The contrast's targets are the present entities of an image and the images of an entity. The convolution over an
-    entity's aspects is the same function as the linear layer here. The dropout behind the decoder drops single numbers
-    here, and whole states in the released code. A heat map is the mean over all aspects, half of them as released.
+    The contrast's targets are the present entities of an image and the images of an entity. The
+    convolution over an entity's aspects is the same function as the linear layer here. The dropout
+    behind the decoder drops single numbers here, and whole states in the released code. A heat map
+    is the mean over all aspects, half of them as released.
     """
 
     Config = MAVLConfig
-    weights_version = 3  # version 1: another width of the grid's projection; 2: another sentence of a place
+    weights_version = (
+        3  # version 1: another width of the grid's projection; 2: another sentence of a place
+    )
     linear_heads = ()
 
     def __init__(self, config: MAVLConfig, *args: Any, pool: nn.Module, **kwargs: Any) -> None:
@@ -83,9 +100,14 @@ class MAVL(MedKLIP):
         return [(firsts[name], *config.aspects.get(name, known[name][1:])) for name in known]
 
     @classmethod
-    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, Any]:
         """See the base class."""
-        heads, width = super().make_heads(config, image_encoder, text_encoder), config.projection_dim
+        heads, width = (
+            super().make_heads(config, image_encoder, text_encoder),
+            config.projection_dim,
+        )
         dim = image_encoder.patch_dim
         cells = math.prod(image_encoder.grid(config.image_size, config.image_size))
         pool = PositionedPool(dim, cells, config.pool_heads, width)
@@ -101,17 +123,25 @@ class MAVL(MedKLIP):
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """See the base class."""
         patches_BPD = self.image_encoder(image_BCHW).patches_BPD
-        return Embeddings(F.normalize(self.pool(patches_BPD).float(), dim=-1), self.image_head(patches_BPD))
+        return Embeddings(
+            F.normalize(self.pool(patches_BPD).float(), dim=-1), self.image_head(patches_BPD)
+        )
 
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
     ) -> Mapping[str, tuple[Tensor, float]]:
         """See the base class."""
         image_NE, labels_NL = gather(images.global_NE), gather(labels_BL)
-        query_LAE = F.normalize(self.text_head(self.queries()).float(), dim=-1).unflatten(0, (-1, self.aspects))
-        logits_ANL = torch.einsum("ne,lae->anl", image_NE, query_LAE) * self.logit_scale.exp()[:, None, None]
+        query_LAE = F.normalize(self.text_head(self.queries()).float(), dim=-1).unflatten(
+            0, (-1, self.aspects)
+        )
+        logits_ANL = (
+            torch.einsum("ne,lae->anl", image_NE, query_LAE) * self.logit_scale.exp()[:, None, None]
+        )
         silent_NL = ~((labels_NL == 0) | (labels_NL == 1))
-        if self.config.unmentioned == "absent":  # except for rows without an image or without any label
+        if (
+            self.config.unmentioned == "absent"
+        ):  # except for rows without an image or without any label
             silent_NL = labels_NL.isnan().all(dim=1, keepdim=True).expand_as(labels_NL)
         loss = multi_hot if self.config.contrast_targets == "multi_hot" else multi_positive
         contrast = loss(logits_ANL, labels_NL == 1, silent_NL)

@@ -1,4 +1,6 @@
-"""MedCLIP: images and texts that need not be pairs, matched by their labels (Wang et al., EMNLP 2022)."""
+"""MedCLIP: images and texts that need not be pairs, matched by their labels (Wang et al., EMNLP
+2022).
+"""
 
 import contextlib
 import dataclasses
@@ -11,7 +13,12 @@ from torch import Tensor, nn
 from medvl.common.config_io import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.losses.pairs.contrastive import LabelSimilarity, label_similarity, soft_targets
-from medvl.models.dual_encoders.bases.base import BertDualConfig, BertDualEncoder, LearnedScale, ScaleConfig
+from medvl.models.dual_encoders.bases.base import (
+    BertDualConfig,
+    BertDualEncoder,
+    LearnedScale,
+    ScaleConfig,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.registry import register_system
 from medvl.schema import POSITIVE, Batch, Embeddings, Inputs, Losses
@@ -19,10 +26,11 @@ from medvl.schema import POSITIVE, Batch, Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedCLIPConfig(BertDualConfig, ScaleConfig):
-    """Settings of the paper and the released code; `image_encoder` is "resnet50" or "swin_tiny" there.
+    """Settings of the paper and the released code; `image_encoder` is "resnet50" or "swin_tiny"
+    there.
 
-    The mean over a text's tokens leaves out the padding, which the released code includes, so that its text vectors
-    depend on the longest text of the batch.
+    The mean over a text's tokens leaves out the padding, which the released code includes, so that
+    its text vectors depend on the longest text of the batch.
     """
 
     fit: Literal["crop", "pad", "squash"] = "pad"
@@ -32,12 +40,16 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
     text_layers: tuple[int, ...] = (1, 2, -1)
     """Hidden states that are averaged: 1 is the first layer, -1 the last."""
     label_similarity: LabelSimilarity = "cosine"
-    """Similarity of the labels of an image and a text: "cosine" of the positive ones, as in the paper; "dot", the
-    released code's product of 1 for positive, -1 for uncertain and 0 for all other labels, under which the targets of
-    samples with several labels are nearly one-hot; "clamp", that product within [-1, 1]."""
+    """Similarity of the labels of an image and a text: "cosine" of the positive ones, as in the
+    paper; "dot", the released code's product of 1 for positive, -1 for uncertain and 0 for all
+    other labels, under which the targets of samples with several labels are nearly one-hot;
+    "clamp", that product within [-1, 1].
+    """
     min_scale: float | None = 1.0
     two_texts: bool = True
-    """Average the loss over two draws of a sample's text; False for a text policy without randomness."""
+    """Average the loss over two draws of a sample's text; False for a text policy without
+    randomness.
+    """
     max_tokens: int = 77
 
     def __post_init__(self) -> None:
@@ -48,13 +60,16 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
 
 @register_system("medclip")
 class MedCLIP(LearnedScale, BertDualEncoder):
-    """Semantic matching: all images of the global batch against all its texts (section 3.3, equations 3 to 6).
+    """Semantic matching: all images of the global batch against all its texts (section 3.3,
+    equations 3 to 6).
 
-    Targets are the softmax of the similarity of the labels of an image and a text (`Batch.labels_BL`), whether or not
-    they belong together. Rows without an image, or without a text, count with the side that they have.
+    Targets are the softmax of the similarity of the labels of an image and a text
+    (`Batch.labels_BL`), whether or not they belong together. Rows without an image, or without a
+    text, count with the side that they have.
 
-    The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The released code makes
-    that one by random edits of the words; here it is a second draw of the recipe's text policy, where there is one.
+    The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The
+    released code makes that one by random edits of the words; here it is a second draw of the
+    recipe's text policy, where there is one.
     """
 
     Config = MedCLIPConfig
@@ -65,9 +80,14 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         self.inputs = Inputs(second_text=config.two_texts, labels=True)
 
     @classmethod
-    def encoder_arguments(cls, config: MedCLIPConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def encoder_arguments(
+        cls, config: MedCLIPConfig
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class."""
-        return {"mean": config.pixel_mean, "std": config.pixel_std}, {"layers": config.text_layers, "pool": "mean"}
+        return {"mean": config.pixel_mean, "std": config.pixel_std}, {
+            "layers": config.text_layers,
+            "pool": "mean",
+        }
 
     @classmethod
     def make_heads(
@@ -81,11 +101,19 @@ class MedCLIP(LearnedScale, BertDualEncoder):
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """See the base class. Every side has the rows that exist; placeholders are not encoded."""
-        texts = {"texts": self._embed(batch.has_text_B, self.embed_ids, batch.ids_BT, batch.mask_BT)}
+        texts = {
+            "texts": self._embed(batch.has_text_B, self.embed_ids, batch.ids_BT, batch.mask_BT)
+        }
         if batch.second_ids_BT is not None and batch.second_mask_BT is not None:
-            flags = [each_B for each_B in (batch.has_text_B, batch.has_second_text_B) if each_B is not None]
+            flags = [
+                each_B
+                for each_B in (batch.has_text_B, batch.has_second_text_B)
+                if each_B is not None
+            ]
             has_B = torch.stack(flags).all(dim=0) if flags else None
-            texts["second"] = self._embed(has_B, self.embed_ids, batch.second_ids_BT, batch.second_mask_BT)
+            texts["second"] = self._embed(
+                has_B, self.embed_ids, batch.second_ids_BT, batch.second_mask_BT
+            )
         images = self._embed(batch.has_image_B, self.embed_images, batch.image_BCHW)
         return Pairs(images=images, texts=texts.pop("texts"), others=texts)
 
@@ -95,7 +123,9 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
         images, scale, kind, terms = pairs.images, self.scale(), self.config.label_similarity, []
         sides = (pairs.texts, *pairs.others.values())
-        label_BL = (pairs.labels_BL == POSITIVE).float() if kind == "cosine" else pairs.labels_BL  # as published
+        label_BL = (
+            (pairs.labels_BL == POSITIVE).float() if kind == "cosine" else pairs.labels_BL
+        )  # as published
         for texts in sides:
             targets_NM = label_similarity(label_BL[images.pair_N], label_BL[texts.pair_N], kind)
             terms.append(soft_targets(images.global_NE, texts.global_NE, targets_NM, scale))
@@ -105,8 +135,8 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     def _embed(self, has_B: Tensor | None, embed: Any, *inputs_B: Tensor) -> Embeddings:
         """Return the embeddings of the rows that exist, with their numbers.
 
-        Where none exists, two placeholders are encoded for zero gradients, without which DDP would wait; they do not
-        enter batch norms.
+        Where none exists, two placeholders are encoded for zero gradients, without which DDP would
+        wait; they do not enter batch norms.
         """
         if has_B is None:
             row_B = torch.arange(len(inputs_B[0]), device=inputs_B[0].device)

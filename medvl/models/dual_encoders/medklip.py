@@ -1,4 +1,6 @@
-"""MedKLIP: queries of described entities, and their places (Wu et al., ICCV 2023, arXiv 2301.02228)."""
+"""MedKLIP: queries of described entities, and their places (Wu et al., ICCV 2023, arXiv
+2301.02228).
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,19 +24,23 @@ from medvl.schema import Batch, Embeddings, Inputs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedKLIPConfig(QueryConfig):
-    """Settings of the paper and the released code, with the entities and places that the library's labeler reads.
+    """Settings of the paper and the released code, with the entities and places that the library's
+    labeler reads.
 
-    Published are 75 entities and 51 places from RadGraph. Here the entities are the label columns, and the places those
-    of `medvl.data.reports.entities.PLACES`.
+    Published are 75 entities and 51 places from RadGraph. Here the entities are the label columns,
+    and the places those of `medvl.data.reports.entities.PLACES`.
     """
 
-    image_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"layers": (3, 4, 6, 0)})
+    image_arguments: EncoderArguments = dataclasses.field(
+        default_factory=lambda: {"layers": (3, 4, 6, 0)}
+    )
     """The first three stages of a ResNet-50, which the paper trains from scratch; 14 x 14 cells."""
     projection_dim: int = 256
     negative_places: int | None = 7
-    """Places drawn at random that a present entity's place is compared with; None: all others. Only entities whose
-    place the report names count. As published, "unspecified" is a place as well, so that a report without the place
-    counts as an error."""
+    """Places drawn at random that a present entity's place is compared with; None: all others. Only
+    entities whose place the report names count. As published, "unspecified" is a place as well, so
+    that a report without the place counts as an error.
+    """
     place_weight: float = 1.0
     """0 leaves places out, and their layer untrained."""
 
@@ -46,26 +52,40 @@ class MedKLIPConfig(QueryConfig):
 
 @register_system("medklip")
 class MedKLIP(QueryEncoder):
-    """Cross-entropy of each mentioned entity's presence, and of the place of each present one (section 3)."""
+    """Cross-entropy of each mentioned entity's presence, and of the place of each present one
+    (section 3).
+    """
 
     Config = MedKLIPConfig
     weights_version = 2  # the sentence of the place "both sides" was another one
     linear_heads: ClassVar[tuple[str, ...]] = ("image_head", "place")
-    """Heads with the decoder's initial weights; MAVL has convolutions in their place, with those of torch."""
+    """Heads with the decoder's initial weights; MAVL has convolutions in their place, with those
+    of torch.
+    """
 
-    def __init__(self, config: MedKLIPConfig, *args: Any, places: QueryBook, place: nn.Module, **kwargs: Any) -> None:
+    def __init__(
+        self, config: MedKLIPConfig, *args: Any, places: QueryBook, place: nn.Module, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.places, self.place = places, place.requires_grad_(config.place_weight > 0)
         self.inputs = Inputs(labels=True, positions=config.place_weight > 0)
 
     @classmethod
-    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
-        """See the base class. `place` maps the states of an entity's queries to the text encoder's space."""
-        sentences = [f"It is located {'on' if name == 'both sides' else 'at the'} {name}." for name in PLACES]
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, Any]:
+        """See the base class. `place` maps the states of an entity's queries to the text
+        encoder's space.
+        """
+        sentences = [
+            f"It is located {'on' if name == 'both sides' else 'at the'} {name}." for name in PLACES
+        ]
         heads = {
             **super().make_heads(config, image_encoder, text_encoder),
             "places": QueryBook(sentences, text_encoder.feature_dim),
-            "place": nn.Linear(config.projection_dim * len(cls.sentences_of(config)[0]), text_encoder.feature_dim),
+            "place": nn.Linear(
+                config.projection_dim * len(cls.sentences_of(config)[0]), text_encoder.feature_dim
+            ),
         }
         config.init_modules(heads["text_head"], *(heads[name] for name in cls.linear_heads))
         return heads
@@ -73,7 +93,9 @@ class MedKLIP(QueryEncoder):
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
     ) -> Mapping[str, tuple[Tensor, float]]:
-        """See the base class: the place of each present entity against others, by products with their vectors."""
+        """See the base class: the place of each present entity against others, by products with
+        their vectors.
+        """
         if not self.config.place_weight:
             return {}
         if batch.position_BL is None:
@@ -83,9 +105,15 @@ class MedKLIP(QueryEncoder):
         counted_BL = (labels_BL == 1) & (batch.position_BL >= 0)
         target_N = batch.position_BL.clamp(min=0).flatten()
         with full_precision(states_BQD):
-            logits_NP = (self.place(states_BQD.float()) @ self.places.vectors_QD.float().T).flatten(0, 1)
-        entropy_N = F.cross_entropy(self._with_negatives(logits_NP, target_N), target_N, reduction="none")
-        return {"place": (mean_over_ranks(entropy_N, counted_BL.flatten()), self.config.place_weight)}
+            logits_NP = (self.place(states_BQD.float()) @ self.places.vectors_QD.float().T).flatten(
+                0, 1
+            )
+        entropy_N = F.cross_entropy(
+            self._with_negatives(logits_NP, target_N), target_N, reduction="none"
+        )
+        return {
+            "place": (mean_over_ranks(entropy_N, counted_BL.flatten()), self.config.place_weight)
+        }
 
     def _with_negatives(self, logits_NP: Tensor, target_N: Tensor) -> Tensor:
         """Return the logits of the true place and of those that are drawn; others are lowest."""
@@ -93,5 +121,7 @@ class MedKLIP(QueryEncoder):
         if count is None:
             return logits_NP
         draw_NP = torch.rand_like(logits_NP).scatter(1, target_N[:, None], 2.0)
-        kept_NP = torch.zeros_like(logits_NP, dtype=torch.bool).scatter(1, draw_NP.topk(count + 1).indices, value=True)
+        kept_NP = torch.zeros_like(logits_NP, dtype=torch.bool).scatter(
+            1, draw_NP.topk(count + 1).indices, value=True
+        )
         return logits_NP.masked_fill(~kept_NP, torch.finfo(torch.float32).min)

@@ -1,4 +1,6 @@
-"""RadZero: statements compared with the patches of an image (Park et al., arXiv 2504.07416, NeurIPS 2025)."""
+"""RadZero: statements compared with the patches of an image (Park et al., arXiv 2504.07416,
+NeurIPS 2025).
+"""
 
 import dataclasses
 import functools
@@ -16,7 +18,12 @@ from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.local.statements import patch_cosine, statement_contrast
 from medvl.losses.pairs.blockwise import text_ids
-from medvl.models.dual_encoders.bases.base import BertDualConfig, BertDualEncoder, LearnedScale, ScaleConfig
+from medvl.models.dual_encoders.bases.base import (
+    BertDualConfig,
+    BertDualEncoder,
+    LearnedScale,
+    ScaleConfig,
+)
 from medvl.models.dual_encoders.bases.local import TextMaps, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.registry import register_system
@@ -28,7 +35,9 @@ from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenLayersConfig(BertDualConfig):
-    """Settings of layers above an image encoder, which are as wide as its patches; so is the shared space."""
+    """Settings of layers above an image encoder, which are as wide as its patches; so is the
+    shared space.
+    """
 
     trained_layers: int = 2
     """Transformer layers above the image encoder."""
@@ -44,7 +53,8 @@ class TokenLayersConfig(BertDualConfig):
 
 
 class TokenLayers(BertDualEncoder):
-    """A dual-encoder whose images are their class token (or the encoder's vector) and patches behind trained layers.
+    """A dual-encoder whose images are their class token (or the encoder's vector) and patches
+    behind trained layers.
 
     Attributes:
         layers, norm: the layers (`token_layers`), and the norm behind them.
@@ -52,7 +62,9 @@ class TokenLayers(BertDualEncoder):
 
     reads_features = True
 
-    def __init__(self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.layers, self.norm = layers, norm
 
@@ -69,7 +81,9 @@ class TokenLayers(BertDualEncoder):
         return self._tokens(self.image_encoder(image_BCHW))[:, 0]
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
-        """Return images as `similarity` takes them; `local_NPE` has the class token (or mean) and the patches."""
+        """Return images as `similarity` takes them; `local_NPE` has the class token (or mean)
+        and the patches.
+        """
         return self.embed_features(self.image_encoder(image_BCHW))
 
     def embed_features(self, features: ImageFeatures) -> Embeddings:
@@ -90,7 +104,8 @@ class TokenLayers(BertDualEncoder):
 
 
 def token_layers(encoder: ImageEncoder, count: int, eps: float = 1e-5) -> nn.Sequential:
-    """Return pre-norm layers as wide as an encoder's patches, with heads 64 wide and norms with this epsilon.
+    """Return pre-norm layers as wide as an encoder's patches, with heads 64 wide and norms with
+    this epsilon.
 
     Raises ConfigError for an image encoder whose vector is not as wide as its patches.
     """
@@ -98,9 +113,18 @@ def token_layers(encoder: ImageEncoder, count: int, eps: float = 1e-5) -> nn.Seq
 
     width = encoder.patch_dim
     if encoder.feature_dim != width:
-        message = f"{encoder.name} has {width} dimensions per patch and {encoder.feature_dim} per image"
-        raise ConfigError(f"{message}: use one with equal widths", "unsupported", field="image_encoder")
-    options: dict[str, Any] = {"dim": width, "num_heads": max(1, width // 64), "qkv_bias": True, "init_values": 1.0}
+        message = (
+            f"{encoder.name} has {width} dimensions per patch and {encoder.feature_dim} per image"
+        )
+        raise ConfigError(
+            f"{message}: use one with equal widths", "unsupported", field="image_encoder"
+        )
+    options: dict[str, Any] = {
+        "dim": width,
+        "num_heads": max(1, width // 64),
+        "qkv_bias": True,
+        "init_values": 1.0,
+    }
     options["norm_layer"] = functools.partial(nn.LayerNorm, eps=eps)
     return nn.Sequential(*(Block(**options) for _ in range(count)))
 
@@ -110,10 +134,12 @@ def token_layers(encoder: ImageEncoder, count: int, eps: float = 1e-5) -> nn.Seq
 
 
 def embed_statements(batch: Batch, embed: Callable[[Tensor, Tensor], Embeddings]) -> Embeddings:
-    """Return one row a statement, in order, with the number of its sample in `pair_N` and its text in `group_N`.
+    """Return one row a statement, in order, with the number of its sample in `pair_N` and its text
+    in `group_N`.
 
-    Equal statements of the batch are encoded once. Without any statement there is no row, but the encoder has run, so
-    that DDP gets its gradients. Waits for the device. Raises ConfigError for a batch without `statement_ids_BST`.
+    Equal statements of the batch are encoded once. Without any statement there is no row, but the
+    encoder has run, so that DDP gets its gradients. Waits for the device. Raises ConfigError for a
+    batch without `statement_ids_BST`.
     """
     ids_BST, mask_BST = batch.statement_ids_BST, batch.statement_mask_BST
     if ids_BST is None or mask_BST is None:
@@ -130,8 +156,11 @@ def embed_statements(batch: Batch, embed: Callable[[Tensor, Tensor], Embeddings]
     return dataclasses.replace(_rows(embedded, column_N), pair_N=pair_N, group_N=group_N)
 
 
-def distinct_statements(statements: Embeddings, images: int, *, merge: bool = True) -> tuple[Tensor, Tensor]:
-    """Return (U, E), the vectors of statements, and (images, U) bool: whether an image has a statement.
+def distinct_statements(
+    statements: Embeddings, images: int, *, merge: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return (U, E), the vectors of statements, and (images, U) bool: whether an image has a
+    statement.
 
     Args:
         statements: rows of `embed_statements`, of all ranks.
@@ -141,31 +170,40 @@ def distinct_statements(statements: Embeddings, images: int, *, merge: bool = Tr
     pair_N, group_N = statements.pair_N, statements.group_N
     assert pair_N is not None, "embed_statements numbers samples"
     assert group_N is not None, "embed_statements numbers texts"
-    first_U, column_N = first_of_equal(group_N if merge else torch.arange(len(group_N), device=group_N.device))
+    first_U, column_N = first_of_equal(
+        group_N if merge else torch.arange(len(group_N), device=group_N.device)
+    )
     positive_NU = torch.zeros(images, len(first_U), dtype=torch.bool, device=pair_N.device)
     positive_NU[pair_N, column_N] = True
     return statements.global_NE[first_U], positive_NU
 
 
 def first_of_equal(group_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (U,), the first row of each group in the order of their numbers, and (N,), the group of each row."""
+    """Return (U,), the first row of each group in the order of their numbers, and (N,), the
+    group of each row.
+    """
     known_U, column_N = torch.unique(group_N, return_inverse=True)
     row_N = torch.arange(len(group_N), device=group_N.device)
-    first_U = row_N.new_full((len(known_U),), len(group_N)).scatter_reduce(0, column_N, row_N, "amin")
+    first_U = row_N.new_full((len(known_U),), len(group_N)).scatter_reduce(
+        0, column_N, row_N, "amin"
+    )
     return first_U, column_N
 
 
 def _rows(side: Embeddings, index_N: Tensor) -> Embeddings:
     tensors = (side.local_NPE, side.mask_NP, side.weight_NP)
-    return Embeddings(side.global_NE[index_N], *(None if x is None else x[index_N] for x in tensors))
+    return Embeddings(
+        side.global_NE[index_N], *(None if x is None else x[index_N] for x in tensors)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RadZeroConfig(TokenLayersConfig, ScaleConfig):
-    """Settings of the paper and the released code, with RAD-DINO, which the paper reports as its best start.
+    """Settings of the paper and the released code, with RAD-DINO, which the paper reports as its
+    best start.
 
-    The shared space has the image encoder's width; `projection_dim` has no meaning. A text encoder of another width
-    gets a linear layer, which the published one of 768 does not need.
+    The shared space has the image encoder's width; `projection_dim` has no meaning. A text encoder
+    of another width gets a linear layer, which the published one of 768 does not need.
     """
 
     image_encoder: str = "rad_dino"
@@ -173,17 +211,21 @@ class RadZeroConfig(TokenLayersConfig, ScaleConfig):
     image_size: int = 518
     max_scale: float | None = None
     equal_are_positives: bool = True
-    """An image's statement is a positive of all images that have it. False, as published, makes "There is no pleural
-    effusion." of one study a negative of another one, although canonical sentences repeat."""
+    """An image's statement is a positive of all images that have it. False, as published, makes
+    "There is no pleural effusion." of one study a negative of another one, although canonical
+    sentences repeat.
+    """
 
 
 @register_system("radzero")
 class RadZero(TextMaps, TokenLayers, LearnedScale):
-    """Each statement against the mean of an image's tokens that it attends to (VL-CABS, section 3.2).
+    """Each statement against the mean of an image's tokens that it attends to (VL-CABS, section
+    3.2).
 
-    The loss is the mean of the contrast of a statement over images and of an image over statements, as in the released
-    code; the paper has their sum. The released code takes exponentials without a log-sum-exp, so that hard pairs have
-    no gradient and a scale above 88 overflows; here they do not.
+    The loss is the mean of the contrast of a statement over images and of an image over statements,
+    as in the released code; the paper has their sum. The released code takes exponentials without a
+    log-sum-exp, so that hard pairs have no gradient and a scale above 88 overflows; here they do
+    not.
     """
 
     Config = RadZeroConfig
@@ -191,7 +233,9 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
     zero_shot_prompts = "statements"
 
     @classmethod
-    def encoder_arguments(cls, config: RadZeroConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def encoder_arguments(
+        cls, config: RadZeroConfig
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class."""
         return {}, {"pool": "mean"}
 
@@ -199,7 +243,9 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
     def make_heads(
         cls, config: RadZeroConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
-        """See the base class. Raises ConfigError for an image encoder whose vector is not as wide as its patches."""
+        """See the base class. Raises ConfigError for an image encoder whose vector is not as
+        wide as its patches.
+        """
         width, text_width = image_encoder.patch_dim, text_encoder.feature_dim
         return {
             "image_head": nn.Identity(),
@@ -208,7 +254,9 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
             "norm": nn.LayerNorm(width),
         }
 
-    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    def unnormalized_text(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
         """See the base class. The norm is the one of the image's tokens."""
         normed_BE: Tensor = self.norm(super().unnormalized_text(texts, mask_BT))
         return normed_BE.float()
@@ -226,16 +274,21 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class. A rank compares its own images with the statements of all ranks."""
         every, scale = pairs.gather(local=False), self.scale()
-        texts_UE, positive_NU = distinct_statements(every.texts, len(every), merge=self.config.equal_are_positives)
+        texts_UE, positive_NU = distinct_statements(
+            every.texts, len(every), merge=self.config.equal_are_positives
+        )
         logits_NU = scale * gather(patch_cosine(local_features(pairs.images)[0], texts_UE, scale))
         to_image, to_statement = statement_contrast(logits_NU, positive_NU)
-        return Losses.weighted(statement_to_image=(to_image, 0.5), image_to_statement=(to_statement, 0.5))
+        return Losses.weighted(
+            statement_to_image=(to_image, 0.5), image_to_statement=(to_statement, 0.5)
+        )
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
         """See the base class: the scaled cosine of every patch, the log-odds of published masks.
 
-        Published code takes the sigmoid behind the interpolation, and for masks alone (`medvl.eval.zero_shot_masks`
-        with scale "sigmoid"): high log-odds have a sigmoid of 1, in which the maximum is lost.
+        Published code takes the sigmoid behind the interpolation, and for masks alone
+        (`medvl.eval.zero_shot_masks` with scale "sigmoid"): high log-odds have a sigmoid of 1, in
+        which the maximum is lost.
         """
         patches_BPE, text_BE = self.embed_regions(image_BCHW), self.embed_texts(texts).global_NE
         return self.logit_scale.exp() * (patches_BPE @ text_BE[:, :, None]).squeeze(2)

@@ -49,20 +49,31 @@ class SigLIP(CLIP):
         self.logit_bias = nn.Parameter(torch.tensor(config.bias))
 
     def load_scalars(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Load scale and bias; neither if the bias is missing, as the scale of a softmax does not fit a sigmoid."""
+        """Load scale and bias; neither if the bias is missing, as the scale of a softmax does
+        not fit a sigmoid.
+        """
         if "logit_bias" in tensors:
             super().load_scalars(tensors, source)
             with torch.no_grad():
                 self.logit_bias.copy_(tensors["logit_bias"].reshape(()))
 
-    def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
-        """Return the groups of an optimiser; scale and bias have no weight decay (`SigLIPConfig.scalar_lr_mult`)."""
+    def parameter_groups(
+        self, lr: float, weight_decay: float, layer_decay: float = 1.0
+    ) -> list[dict[str, Any]]:
+        """Return the groups of an optimiser; scale and bias have no weight decay
+        (`SigLIPConfig.scalar_lr_mult`).
+        """
         groups = encoders.parameter_groups(self, lr, weight_decay, layer_decay=layer_decay)
         scalars = [each for each in (self.logit_scale, self.logit_bias) if each.requires_grad]
         for group in groups:
-            group["params"] = [each for each in group["params"] if not any(each is scalar for scalar in scalars)]
+            group["params"] = [
+                each for each in group["params"] if not any(each is scalar for scalar in scalars)
+            ]
         rate = lr * self.config.scalar_lr_mult
-        return [*groups, {"name": "scale and bias", "params": scalars, "lr": rate, "weight_decay": 0.0}]
+        return [
+            *groups,
+            {"name": "scale and bias", "params": scalars, "lr": rate, "weight_decay": 0.0},
+        ]
 
     def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
         """Return the loss of pairs of unit vectors, a scalar."""

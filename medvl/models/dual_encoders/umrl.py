@@ -1,4 +1,6 @@
-"""UMRL: frozen features of images and texts, mapped linearly to one space (Hsu et al., arXiv 1811.08615, ML4H 2018)."""
+"""UMRL: frozen features of images and texts, mapped linearly to one space (Hsu et al., arXiv
+1811.08615, ML4H 2018).
+"""
 
 import dataclasses
 import itertools
@@ -28,19 +30,24 @@ from medvl.schema import Batch, Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UMRLConfig(BertDualConfig):
-    """Settings of the paper where it gives them: DenseNet-121 after average pooling, one linear map per modality.
+    """Settings of the paper where it gives them: DenseNet-121 after average pooling, one linear map
+    per modality.
 
-    Recalled and not confirmed: the distance, the discriminator and the orthogonality. Chosen here: all numbers.
+    Recalled and not confirmed: the distance, the discriminator and the orthogonality. Chosen here:
+    all numbers.
 
-    Texts: `text_encoder` "static" is a table of word vectors, averaged: those of a GloVe file (`text_weights`), or
-    TF-IDF with PCA (`medvl.models.fit_tfidf`, which the recipe calls). Any other encoder gives vectors of `text_unit`.
+    Texts: `text_encoder` "static" is a table of word vectors, averaged: those of a GloVe file
+    (`text_weights`), or TF-IDF with PCA (`medvl.models.fit_tfidf`, which the recipe calls). Any
+    other encoder gives vectors of `text_unit`.
     """
 
     image_encoder: str = "densenet121"
     text_encoder: str = "static"
     text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"dimension": 300})
     text_unit: Literal["paragraph", "sentence"] = "paragraph"
-    """Vector of a text: from the whole text, or the mean over its sentences, each the mean of its tokens."""
+    """Vector of a text: from the whole text, or the mean over its sentences, each the mean of
+    its tokens.
+    """
     projection_dim: int = 128
     distance: Literal["cosine", "squared"] = "cosine"
     """Distance of a pair's two vectors: 1 - cosine, or the squared Euclidean distance."""
@@ -49,12 +56,16 @@ class UMRLConfig(BertDualConfig):
     adversarial_weight: float = 1.0
     """Weight of the discriminator of images and texts (Adv); 0 leaves it out."""
     paired_share: float = 1.0
-    """Share of the studies whose pairs are known, always the same ones; the others are in Adv only."""
+    """Share of the studies whose pairs are known, always the same ones; the others are in Adv
+    only.
+    """
     hidden_dim: int = 512
     """Hidden width of the discriminator."""
     orthogonality: float = 0.01
-    """Beta of the update W <- (1 + beta) W - beta W W^T W of both maps after a step (Lample et al., arXiv 1710.04087);
-    0 leaves it out. Without it, the distance of pairs alone is minimal if all vectors have one direction."""
+    """Beta of the update W <- (1 + beta) W - beta W W^T W of both maps after a step (Lample et al.,
+    arXiv 1710.04087); 0 leaves it out. Without it, the distance of pairs alone is minimal if all
+    vectors have one direction.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,8 +78,9 @@ class UMRLConfig(BertDualConfig):
 
 @register_system("umrl")
 class UMRL(SentenceMeanEncoder):
-    """EA, Adv and EA+Adv. Both encoders are frozen and in eval mode; they are run anew in every step, but for images
-    whose features are stored."""
+    """EA, Adv and EA+Adv. Both encoders are frozen and in eval mode; they are run anew in every
+    step, but for images whose features are stored.
+    """
 
     Config = UMRLConfig
     reads_features = True
@@ -78,28 +90,49 @@ class UMRL(SentenceMeanEncoder):
         self.inputs = Inputs(sentences=config.text_unit == "sentence")
         for encoder in (self.image_encoder, self.text_encoder):
             encoder.freeze()
-        layers = nn.Linear(config.projection_dim, config.hidden_dim), nn.LeakyReLU(0.2), nn.Linear(config.hidden_dim, 1)
+        layers = (
+            nn.Linear(config.projection_dim, config.hidden_dim),
+            nn.LeakyReLU(0.2),
+            nn.Linear(config.hidden_dim, 1),
+        )
         self.discriminator = nn.Sequential(*layers) if config.adversarial_weight else None
 
     @classmethod
     def encoder_arguments(cls, config: UMRLConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class."""
-        static = {"pretrained": False, "vocab_size": config.vocab_size or 30_522}  # without a tokenizer, BERT's
+        static = {
+            "pretrained": False,
+            "vocab_size": config.vocab_size or 30_522,
+        }  # without a tokenizer, BERT's
         return {}, {"pool": "mean", **(static if config.text_encoder == "static" else {})}
 
     @classmethod
-    def make_heads(cls, config: UMRLConfig, image: ImageEncoder, text: TextEncoder) -> dict[str, nn.Module]:
+    def make_heads(
+        cls, config: UMRLConfig, image: ImageEncoder, text: TextEncoder
+    ) -> dict[str, nn.Module]:
         """Return the linear maps, orthogonal at first."""
-        heads = [nn.Linear(width, config.projection_dim, bias=False) for width in (image.feature_dim, text.feature_dim)]
+        heads = [
+            nn.Linear(width, config.projection_dim, bias=False)
+            for width in (image.feature_dim, text.feature_dim)
+        ]
         for head in heads:
             nn.init.orthogonal_(head.weight)
         return {"image_head": heads[0], "text_head": heads[1]}
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Return mapped vectors, not normalised, and which pairs are known."""
-        image_BE, text_BE = self.image_head(self.image_features(batch).pooled_BD).float(), self.map_texts(batch)
-        known_B1 = in_share(batch.studies or batch.keys, self.config.paired_share)[:, None].to(image_BE)
-        return Pairs(images=Embeddings(image_BE), texts=Embeddings(text_BE), others={"known": Embeddings(known_B1)})
+        image_BE, text_BE = (
+            self.image_head(self.image_features(batch).pooled_BD).float(),
+            self.map_texts(batch),
+        )
+        known_B1 = in_share(batch.studies or batch.keys, self.config.paired_share)[:, None].to(
+            image_BE
+        )
+        return Pairs(
+            images=Embeddings(image_BE),
+            texts=Embeddings(text_BE),
+            others={"known": Embeddings(known_B1)},
+        )
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class."""
@@ -131,29 +164,41 @@ MAX_TERMS = 8192
 
 
 @torch.no_grad()
-def fit_tfidf(encoder: TextEncoder, tokenizer: Tokenizer, read_texts: Callable[[], Iterable[str]]) -> float:
-    """Fit the table of a `static` encoder with mean pooling; return the share of variance that it keeps.
+def fit_tfidf(
+    encoder: TextEncoder, tokenizer: Tokenizer, read_texts: Callable[[], Iterable[str]]
+) -> float:
+    """Fit the table of a `static` encoder with mean pooling; return the share of variance that it
+    keeps.
 
-    The encoder's vector of a text is then the PCA of its TF-IDF: term frequency is a token's share of the text, the
-    weight is ln((1 + N) / (1 + texts with the token)), which is 0 for [CLS] and [SEP], and components are centred.
+    The encoder's vector of a text is then the PCA of its TF-IDF: term frequency is a token's share
+    of the text, the weight is ln((1 + N) / (1 + texts with the token)), which is 0 for [CLS] and
+    [SEP], and components are centred.
 
     Args:
         encoder: gets as many components as its dimension.
         tokenizer: terms are its tokens.
-        read_texts: returns the training texts; called twice, so that texts are never in memory together.
+        read_texts: returns the training texts; called twice, so that texts are never in memory
+            together.
 
     Raises ConfigError for another encoder, fewer than two texts, or fewer terms than dimensions.
     """
     if encoder.name != "static" or encoder.pool != "mean":
-        message = f"TF-IDF needs text_encoder 'static' with mean pooling, got {encoder.name}, {encoder.pool}"
+        message = (
+            f"TF-IDF needs text_encoder 'static' with mean pooling, got {encoder.name}, "
+            f"{encoder.pool}"
+        )
         raise ConfigError(message, "unsupported", field="text_encoder")
     count, found_V = 0, torch.zeros(encoder.vocab_size, dtype=torch.float64)
     for texts in _chunks(read_texts()):
         found_V += (_shares(tokenizer, texts, encoder.vocab_size) > 0).sum(dim=0)
         count += len(texts)
-    term_K = found_V.argsort(descending=True, stable=True)[: min(MAX_TERMS, int((found_V > 0).sum()))]
+    term_K = found_V.argsort(descending=True, stable=True)[
+        : min(MAX_TERMS, int((found_V > 0).sum()))
+    ]
     if count < 2 or len(term_K) < encoder.token_dim:
-        message = f"expected 2 texts and {encoder.token_dim} terms or more, got {count} and {len(term_K)}"
+        message = (
+            f"expected 2 texts and {encoder.token_dim} terms or more, got {count} and {len(term_K)}"
+        )
         raise ConfigError(message, "empty", field="text_arguments")
     idf_K = ((1 + count) / (1 + found_V[term_K])).log()
     product_KK, mean_K = idf_K.new_zeros(len(term_K), len(term_K)), torch.zeros_like(idf_K)

@@ -1,4 +1,6 @@
-"""ALBEF: align before fuse (Li et al., arXiv 2107.07651, NeurIPS 2021). Both a dual-encoder and a fusion-encoder."""
+"""ALBEF: align before fuse (Li et al., arXiv 2107.07651, NeurIPS 2021). Both a dual-encoder and
+a fusion-encoder.
+"""
 
 import dataclasses
 import math
@@ -22,9 +24,21 @@ from medvl.losses.pairs.blockwise import name_ids
 from medvl.losses.pairs.itc import Keys, MomentumQueue, clamp_temperature_, ramped_alpha
 from medvl.losses.pairs.itm import MatchingPairs, hard_pairs
 from medvl.losses.precision import full_precision
-from medvl.models.base import EncoderArguments, MaskedWords, Parts, WordHead, complete_rows, init_weights
+from medvl.models.base import (
+    EncoderArguments,
+    MaskedWords,
+    Parts,
+    WordHead,
+    complete_rows,
+    init_weights,
+)
 from medvl.models.dual_encoders.bases.base import DualEncoder
-from medvl.models.fusion_encoders.bases.base import DecoderLayers, FusionConfig, FusionModel, create_pixel_encoders
+from medvl.models.fusion_encoders.bases.base import (
+    DecoderLayers,
+    FusionConfig,
+    FusionModel,
+    create_pixel_encoders,
+)
 from medvl.models.fusion_encoders.bases.bert_stream import init_from_bert
 from medvl.models.fusion_encoders.objectives.base import (
     ContrastiveEncoded,
@@ -35,7 +49,12 @@ from medvl.models.fusion_encoders.objectives.base import (
 from medvl.models.fusion_encoders.objectives.matching import HardNegativeMatching
 from medvl.models.fusion_encoders.parts.attention_masks import keep_first
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens
-from medvl.models.fusion_encoders.parts.inputs import encode_present, encode_visible, pairs_of_rows, same_rows
+from medvl.models.fusion_encoders.parts.inputs import (
+    encode_present,
+    encode_visible,
+    pairs_of_rows,
+    same_rows,
+)
 from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Sizes
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings
@@ -68,16 +87,28 @@ class AlignedFusionConfig(FusionConfig):
     alpha: float = 0.4
     """Weight of the teacher's targets, in the contrastive loss and for masked words."""
     ramp_steps: int = 10_000
-    """Optimiser steps in which alpha grows from 0: the paper's first epoch, 5.1 million pairs in batches of 512."""
+    """Optimiser steps in which alpha grows from 0: the paper's first epoch, 5.1 million pairs in
+    batches of 512.
+    """
     mask_ratio: float = 0.0
-    """Share of the patches that training removes from each image (`encode_visible`), drawn at random and separately
-    for the model and its teacher."""
+    """Share of the patches that training removes from each image (`encode_visible`), drawn at
+    random and separately for the model and its teacher.
+    """
     negative_floor: float = 0.0
     """Constant added to the probabilities from which hard negatives are sampled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, inf)", "layers", "heads", "intermediate", "projection_dim", "temperature", "itc_weight")
+        check_within(
+            self,
+            "(0, inf)",
+            "layers",
+            "heads",
+            "intermediate",
+            "projection_dim",
+            "temperature",
+            "itc_weight",
+        )
         check_within(self, "[0, 1)", "dropout", "momentum", "alpha", "mask_ratio")
         check_within(self, "[0, inf)", "queue_size", "ramp_steps", "negative_floor")
 
@@ -109,9 +140,15 @@ class Towers(nn.Module):
         self.image_head, self.text_head = image_head, text_head
         self.fusion, self.mlm_head = fusion, mlm_head
 
-    def image_tokens(self, image: Tensor, has_image_B: Tensor | None, keep_BK: Tensor | None) -> Tokens:
-        """Return the pooled vector (the class token), then the patches, of `keep_BK` where only those are encoded."""
-        return encode_present(has_image_B, self.image_encoder.feature_dim, self._encode_images, image, keep_BK)
+    def image_tokens(
+        self, image: Tensor, has_image_B: Tensor | None, keep_BK: Tensor | None
+    ) -> Tokens:
+        """Return the pooled vector (the class token), then the patches, of `keep_BK` where only
+        those are encoded.
+        """
+        return encode_present(
+            has_image_B, self.image_encoder.feature_dim, self._encode_images, image, keep_BK
+        )
 
     def _encode_images(self, image: Tensor, keep_BK: Tensor | None) -> Tokens:
         encoder = self.image_encoder
@@ -122,12 +159,16 @@ class Towers(nn.Module):
         return Tokens(torch.cat([pooled_B1D, features.patches_BPD], dim=1), None)
 
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None) -> Tokens:
-        """Return the class token, then the others; of a sample without a text, the class token remains."""
+        """Return the class token, then the others; of a sample without a text, the class token
+        remains.
+        """
         features = self.text_encoder(ids_BT, keep_first(mask_BT, has_text_B))
         return Tokens(features.tokens_BTD, features.mask_BT)
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        """Let the text attend to the image, which stays unchanged; a pair's vector is the class token's state."""
+        """Let the text attend to the image, which stays unchanged; a pair's vector is the class
+        token's state.
+        """
         states_BTD = self._run_layers(text, image, len(self.fusion))
         return Fused(Tokens(states_BTD, text.mask_BN), image, states_BTD[:, 0])
 
@@ -156,7 +197,9 @@ class Towers(nn.Module):
         """Encode each image once, and each text unmasked and masked in one pass."""
         image = self.image_tokens(batch.image_BCHW, batch.has_image_B, keep_BK)
         twice_2B = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
-        both = self.text_tokens(torch.cat([batch.ids_BT, words.ids_BT]), batch.mask_BT.repeat(2, 1), twice_2B)
+        both = self.text_tokens(
+            torch.cat([batch.ids_BT, words.ids_BT]), batch.mask_BT.repeat(2, 1), twice_2B
+        )
         row_B = torch.arange(len(batch), device=words.ids_BT.device)
         text, masked = both.rows(row_B), both.rows(row_B + len(batch))
         return _Pass(
@@ -182,9 +225,15 @@ class ContrastHead(nn.Module):
         self.queue = MomentumQueue(config.queue_size, config.projection_dim)
 
     def keys(self, batch: Batch, row_K: Tensor, teacher: _Pass) -> Keys:
-        """Gather the teacher's embeddings of all ranks; in training mode, compare with the queue, and add to it."""
+        """Gather the teacher's embeddings of all ranks; in training mode, compare with the
+        queue, and add to it.
+        """
         names_B = name_ids(batch.keys if batch.studies is None else batch.studies).to(row_K.device)
-        image_NE, text_NE, names_N = gather(teacher.image_KE), gather(teacher.text_KE), gather(names_B[row_K])
+        image_NE, text_NE, names_N = (
+            gather(teacher.image_KE),
+            gather(teacher.text_KE),
+            gather(names_B[row_K]),
+        )
         if not self.training:
             return Keys(image_NE, text_NE, names_N[:, None] == names_N)
         keys = self.queue.keys(image_NE, text_NE, names_N)
@@ -192,22 +241,31 @@ class ContrastHead(nn.Module):
         return keys
 
     def forward(self, encoded: ContrastiveEncoded) -> Tensor:
-        """Contrast the images of all ranks with the keys' texts, and the texts with the keys' images."""
+        """Contrast the images of all ranks with the keys' texts, and the texts with the keys'
+        images.
+        """
         keys, pairs = encoded.keys, (encoded.image_GE, encoded.text_GE)
-        return losses.itc(*pairs, keys.image_NE, keys.text_NE, self.temperature, encoded.alpha, keys.positive_BN)
+        return losses.itc(
+            *pairs, keys.image_NE, keys.text_NE, self.temperature, encoded.alpha, keys.positive_BN
+        )
 
     def unimodal(self, encoded: ContrastiveEncoded) -> Tensor:
-        """Contrast the images of all ranks with the keys' images, and the texts with the keys' texts."""
+        """Contrast the images of all ranks with the keys' images, and the texts with the keys'
+        texts.
+        """
         keys, pairs = encoded.keys, (encoded.image_GE, encoded.text_GE)
-        return losses.unimodal_itc(*pairs, keys.image_NE, keys.text_NE, self.temperature, keys.positive_BN)
+        return losses.unimodal_itc(
+            *pairs, keys.image_NE, keys.text_NE, self.temperature, keys.positive_BN
+        )
 
 
 class AlignedFusionModel(FusionModel, DualEncoder):
     """A dual-encoder whose towers continue into a fusion-encoder above the text encoder.
 
-    Towers, projections, fusion-encoder and word head have a moving average (the teacher), which gives the keys of the
-    queue and soft targets for contrast and words. It moves in `before_step`, once for an optimiser step however many
-    micro-batches that has. Its first move is a copy, so that it follows loaded weights.
+    Towers, projections, fusion-encoder and word head have a moving average (the teacher), which
+    gives the keys of the queue and soft targets for contrast and words. It moves in `before_step`,
+    once for an optimiser step however many micro-batches that has. Its first move is a copy, so
+    that it follows loaded weights.
 
     Attributes:
         momentum: the moving average, a `Towers` in `momentum.module`, without trainable parameters.
@@ -231,14 +289,18 @@ class AlignedFusionModel(FusionModel, DualEncoder):
             **parts,
         )
         sizes = Sizes.of(config, width)
-        self.fusion = nn.ModuleList(CoAttentionLayer(sizes, image_encoder.patch_dim) for _ in range(config.layers))
+        self.fusion = nn.ModuleList(
+            CoAttentionLayer(sizes, image_encoder.patch_dim) for _ in range(config.layers)
+        )
         self.mlm_head = WordHead(width, text_encoder.vocab_size, tied=True)
         self.itm_head = nn.Linear(width, 2)
         self.itc_head = ContrastHead(config)
         self.pooled_dim = self.fused_dim = width
         for module in (self.image_head, self.text_head, self.fusion, self.itm_head):
             init_weights(module)
-        self.momentum = AveragedModel(self.towers, multi_avg_fn=get_ema_multi_avg_fn(config.momentum))
+        self.momentum = AveragedModel(
+            self.towers, multi_avg_fn=get_ema_multi_avg_fn(config.momentum)
+        )
         self.momentum.requires_grad_(False)
         self.itc = ImageTextContrast(config.itc_weight, self.itc_head)
         self.itm = HardNegativeMatching(config.itm_weight, self.sample_hard_pairs, self.match)
@@ -249,14 +311,21 @@ class AlignedFusionModel(FusionModel, DualEncoder):
     def towers(self) -> Towers:
         """The parts that the teacher follows; shared with the model, not copied."""
         return Towers(
-            self.image_encoder, self.text_encoder, self.image_head, self.text_head, self.fusion, self.mlm_head
+            self.image_encoder,
+            self.text_encoder,
+            self.image_head,
+            self.text_head,
+            self.fusion,
+            self.mlm_head,
         )
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
         """See the base class."""
         return self.towers.image_tokens(image, has_image_B, None)
 
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         """See the base class."""
         return self.towers.text_tokens(ids_BT, mask_BT, has_text_B)
 
@@ -277,11 +346,15 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         return fused.text
 
     def embed_image_tokens(self, image: Tokens) -> Embeddings:
-        """Embed images that are encoded already, like `embed_images`; only the first token is read."""
+        """Embed images that are encoded already, like `embed_images`; only the first token is
+        read.
+        """
         return Embeddings(embed(self.image_head, image))
 
     def embed_text_tokens(self, text: Tokens) -> Embeddings:
-        """Embed texts that are encoded already, like `embed_texts`; only the first token is read."""
+        """Embed texts that are encoded already, like `embed_texts`; only the first token is
+        read.
+        """
         return Embeddings(embed(self.text_head, text))
 
     @torch.no_grad()
@@ -297,18 +370,25 @@ class AlignedFusionModel(FusionModel, DualEncoder):
     def _random_patches(self, batch: Batch) -> Tensor | None:
         if not (self.training and self.config.mask_ratio):
             return None
-        patches, generator = math.prod(self.image_encoder.grid(*batch.image_BCHW.shape[2:])), torch.default_generator
+        patches, generator = (
+            math.prod(self.image_encoder.grid(*batch.image_BCHW.shape[2:])),
+            torch.default_generator,
+        )
         device = batch.image_BCHW.device
         return mask_patches(len(batch), patches, self.config.mask_ratio, generator, device).kept_BK
 
     def encode(self, batch: Batch, corruption: Corruption) -> ContrastiveEncoded:
         """Encode the batch by the model and by its teacher.
 
-        Raises ConfigError in training mode if `before_step` was never called: the teacher would keep its first weights.
+        Raises ConfigError in training mode if `before_step` was never called: the teacher would
+        keep its first weights.
         """
         steps = int(self.momentum.n_averaged)
         if self.training and not steps:
-            message = "expected before_step(step) before the forward pass of each optimiser step; call it in your loop"
+            message = (
+                "expected before_step(step) before the forward pass of each optimiser "
+                "step; call it in your loop"
+            )
             raise ConfigError(message, "missing", field="before_step")
         words, row_K = corruption.of(self.mlm), complete_rows(batch)
         model = self.towers.run(batch, words, row_K, self.kept_patches(batch, corruption))
@@ -332,8 +412,11 @@ class AlignedFusionModel(FusionModel, DualEncoder):
             alpha=ramped_alpha(max(steps - 1, 0), self.config.ramp_steps, self.config.alpha),
         )
 
-    def sample_hard_pairs(self, batch: Batch, image_KE: Tensor, text_KE: Tensor, row_K: Tensor) -> MatchingPairs:
-        """Return the K matching pairs, and for each text a similar image, for each image a similar text.
+    def sample_hard_pairs(
+        self, batch: Batch, image_KE: Tensor, text_KE: Tensor, row_K: Tensor
+    ) -> MatchingPairs:
+        """Return the K matching pairs, and for each text a similar image, for each image a similar
+        text.
 
         Args:
             batch: decides which rows are never each other's negatives.
@@ -343,18 +426,26 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         with full_precision(image_KE), torch.no_grad():
             similarity_KK = image_KE @ text_KE.T / self.itc_head.temperature
         same_KK = same_rows(batch)[row_K][:, row_K]
-        pairs = hard_pairs(similarity_KK, same_KK, torch.default_generator, self.config.negative_floor)
+        pairs = hard_pairs(
+            similarity_KK, same_KK, torch.default_generator, self.config.negative_floor
+        )
         return pairs_of_rows(pairs, row_K)
 
     def init_decoder(self, decoder: DecoderLayers) -> None:
         """Copy the last fusion layers and the word head (ALBEF, section 5).
 
-        Cross-attention is copied if images are as wide as words. Raises ConfigError if the decoder has more layers than
-        the fusion-encoder, or layers of other sizes.
+        Cross-attention is copied if images are as wide as words. Raises ConfigError if the decoder
+        has more layers than the fusion-encoder, or layers of other sizes.
         """
         sizes, config = decoder.sizes, self.config
-        if sizes.layers > config.layers or (sizes.heads, sizes.intermediate) != (config.heads, config.intermediate):
-            message = f"decoder must have the fusion-encoder's layers, heads and intermediate; got {sizes}"
+        if sizes.layers > config.layers or (sizes.heads, sizes.intermediate) != (
+            config.heads,
+            config.intermediate,
+        ):
+            message = (
+                f"decoder must have the fusion-encoder's layers, heads and intermediate; "
+                f"got {sizes}"
+            )
             raise ConfigError(message, "conflict", field="decoder")
         layers: Any = decoder.layers
         fusion: Any = self.fusion
@@ -372,8 +463,12 @@ class ALBEFConfig(AlignedFusionConfig):
 
     image_encoder: str = "vit_b16"
     text_encoder: str = "bert"
-    text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 6})
-    """The lower half of BERT encodes the text; the upper half is the fusion-encoder of `layers` layers."""
+    text_arguments: EncoderArguments = dataclasses.field(
+        default_factory=lambda: {"num_hidden_layers": 6}
+    )
+    """The lower half of BERT encodes the text; the upper half is the fusion-encoder of `layers`
+    layers.
+    """
     image_size: int = 256
     fit: Literal["crop", "pad", "squash"] = "squash"
     whole_words: bool = False
@@ -384,21 +479,28 @@ class ALBEFConfig(AlignedFusionConfig):
 
 @register_system("albef")
 class ALBEF(AlignedFusionModel):
-    """Contrastive alignment of two towers, then matching and masked words in a fusion-encoder above the text's.
+    """Contrastive alignment of two towers, then matching and masked words in a fusion-encoder above
+    the text's.
 
-    As published, the text encoder is the lower half of a BERT; the upper half, with cross-attention to the image tokens
-    added to each layer, is the fusion-encoder. With `pretrained` it starts from BERT's upper half.
+    As published, the text encoder is the lower half of a BERT; the upper half, with cross-attention
+    to the image tokens added to each layer, is the fusion-encoder. With `pretrained` it starts from
+    BERT's upper half.
 
-    Deviations: the image encoder starts from timm's ViT instead of DeiT, with pixels normalised as its weights expect
-    instead of by CLIP's statistics; the contrastive loss is computed over all ranks, with images of one study as
-    positives; hard negatives are sampled by the model's own similarities, never from the same study or text; the queue
-    starts empty instead of with noise; the word head starts at random; special tokens are never masked.
+    Deviations: the image encoder starts from timm's ViT instead of DeiT, with pixels normalised as
+    its weights expect instead of by CLIP's statistics; the contrastive loss is computed over all
+    ranks, with images of one study as positives; hard negatives are sampled by the model's own
+    similarities, never from the same study or text; the queue starts empty instead of with noise;
+    the word head starts at random; special tokens are never masked.
     """
 
     Config = ALBEFConfig
 
     def __init__(
-        self, config: ALBEFConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: ALBEFConfig,
+        image_encoder: ImageEncoder,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         _check_encoders(image_encoder, text_encoder, config)
         super().__init__(config, image_encoder, text_encoder, **parts)
@@ -428,14 +530,29 @@ class ALBEF(AlignedFusionModel):
             init_from_bert(self.fusion, bert)
 
 
-def _check_encoders(image_encoder: ImageEncoder, text_encoder: TextEncoder, config: ALBEFConfig) -> None:
+def _check_encoders(
+    image_encoder: ImageEncoder, text_encoder: TextEncoder, config: ALBEFConfig
+) -> None:
     if image_encoder.feature_dim != image_encoder.patch_dim:
-        message = f"pooled and patch features of {config.image_encoder} must be equally wide, as in vision Transformers"
+        message = (
+            f"pooled and patch features of {config.image_encoder} must be equally wide, "
+            f"as in vision Transformers"
+        )
         raise ConfigError(message, "unsupported", field="image_encoder")
     embeddings = getattr(text_encoder.backbone, "get_input_embeddings", None)
-    if text_encoder.pool != "cls" or embeddings is None or embeddings().weight.shape[1] != text_encoder.token_dim:
-        message = f"text_encoder must be BERT-like, with words as wide as its states; got {config.text_encoder}"
+    if (
+        text_encoder.pool != "cls"
+        or embeddings is None
+        or embeddings().weight.shape[1] != text_encoder.token_dim
+    ):
+        message = (
+            f"text_encoder must be BERT-like, with words as wide as its states; got "
+            f"{config.text_encoder}"
+        )
         raise ConfigError(message, "unsupported", field="text_encoder")
     if text_encoder.token_dim % config.heads:
-        message = f"heads must divide the text encoder's width {text_encoder.token_dim}, got {config.heads}"
+        message = (
+            f"heads must divide the text encoder's width {text_encoder.token_dim}, got "
+            f"{config.heads}"
+        )
         raise ConfigError(message, "conflict", field="heads")

@@ -1,4 +1,6 @@
-"""LXMERT: layers over words, over regions, and across both (Tan and Bansal, arXiv 1908.07490, EMNLP 2019)."""
+"""LXMERT: layers over words, over regions, and across both (Tan and Bansal, arXiv 1908.07490,
+EMNLP 2019).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +24,12 @@ from medvl.models.fusion_encoders.bases.region_model import (
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
 from medvl.models.fusion_encoders.parts.attention_masks import keep_first, padding_mask
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens
-from medvl.models.fusion_encoders.parts.transformer import Attention, FeedForward, SelfAttentionLayer, Sizes
+from medvl.models.fusion_encoders.parts.transformer import (
+    Attention,
+    FeedForward,
+    SelfAttentionLayer,
+    Sizes,
+)
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 
@@ -31,7 +38,9 @@ from medvl.schema import Batch
 class LXMERTConfig(RegionConfig):
     """Published settings of LXMERT."""
 
-    text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 9})
+    text_arguments: EncoderArguments = dataclasses.field(
+        default_factory=lambda: {"num_hidden_layers": 9}
+    )
     image_layers: int = 5
     """Layers over regions alone."""
     layers: int = 5
@@ -49,7 +58,9 @@ class LXMERTConfig(RegionConfig):
 
 
 class CrossLayer(nn.Module):
-    """Attention of each side to the other with the same weights, then to itself, then feed-forward (section 2.2)."""
+    """Attention of each side to the other with the same weights, then to itself, then
+    feed-forward (section 2.2).
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -72,11 +83,12 @@ class CrossLayer(nn.Module):
 
 @register_system("lxmert")
 class LXMERT(RegionModel):
-    """Masked words, masked regions and matching of half of the pairs, from one pass; the text's first token is pooled.
+    """Masked words, masked regions and matching of half of the pairs, from one pass; the text's
+    first token is pooled.
 
-    Two objectives of the paper are left out: attributes of objects, because medvl's detectors have none, and question
-    answering, which is a fine-tuning task here. Objects are predicted at masked regions, as in the paper; its released
-    code predicts them at all regions.
+    Two objectives of the paper are left out: attributes of objects, because medvl's detectors have
+    none, and question answering, which is a fine-tuning task here. Objects are predicted at masked
+    regions, as in the paper; its released code predicts them at all regions.
     """
 
     Config = LXMERTConfig
@@ -87,20 +99,27 @@ class LXMERT(RegionModel):
         width = self.text_encoder.token_dim
         sizes = Sizes.of(config, width)
         self.image_input = RegionInput(self.image_encoder, 4, width)
-        self.image_layers = nn.ModuleList(SelfAttentionLayer(sizes) for _ in range(config.image_layers))
+        self.image_layers = nn.ModuleList(
+            SelfAttentionLayer(sizes) for _ in range(config.image_layers)
+        )
         self.cross_layers = nn.ModuleList(CrossLayer(sizes) for _ in range(config.layers))
         self.pooler = Pooler(width)
         for module in (self.image_input, self.image_layers, self.cross_layers, self.pooler):
             init_weights(module)
         self.make_heads(width, width, tied=True)
-        self.region_head, self.feature_head = RegionHead(width), nn.Linear(width, self.image_input.features)
+        self.region_head, self.feature_head = (
+            RegionHead(width),
+            nn.Linear(width, self.image_input.features),
+        )
         head = nn.Sequential(self.region_head, self.feature_head)
         features = MaskedRegionFeatures(config.region_feature_weight, self.sample_mask, head)
         regions: list[Objective[Any, Any, Any]] = [features]
         if config.region_classes:
             self.object_head = nn.Linear(width, config.region_classes)
             objects = nn.Sequential(self.region_head, self.object_head)
-            regions.append(MaskedObjectLabels(config.region_class_weight, self.sample_mask, objects))
+            regions.append(
+                MaskedObjectLabels(config.region_class_weight, self.sample_mask, objects)
+            )
         self.objectives = (self.mlm, self.itm, *regions)
         self.require_classes()
 
@@ -110,12 +129,16 @@ class LXMERT(RegionModel):
         states_BPD = F.dropout(states_BPD, self.config.dropout, self.training)
         for layer in self.image_layers:
             states_BPD = layer(states_BPD, padding_mask(regions.mask_BN))
-        if regions.mask_BN is not None:  # the text attends to a missing image's placeholder, whose norms are of zeros
+        if (
+            regions.mask_BN is not None
+        ):  # the text attends to a missing image's placeholder, whose norms are of zeros
             has_image_B11 = regions.mask_BN.any(dim=1)[:, None, None]
             states_BPD = torch.where(has_image_B11, states_BPD, states_BPD.detach())
         return Tokens(states_BPD, regions.mask_BN)
 
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         """See the base class; of a sample without a text, CLS remains."""
         features = self.text_encoder(ids_BT, keep_first(mask_BT, has_text_B))
         return Tokens(features.tokens_BTD, features.mask_BT)
@@ -132,7 +155,9 @@ class LXMERT(RegionModel):
         for layer in below:
             text, image = layer(text, image)
         attention: Any = last.cross_attention
-        weights_BHTP = attention.weights(text.states_BND, image.states_BND, padding_mask(image.mask_BN))
+        weights_BHTP = attention.weights(
+            text.states_BND, image.states_BND, padding_mask(image.mask_BN)
+        )
         maps_BTP = weights_BHTP.mean(dim=1)
         return AttentionMaps(maps_BTP[:, 0], maps_BTP).cells(image, leading=0)
 
@@ -143,9 +168,14 @@ class LXMERT(RegionModel):
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
         """See the base class; both sides are masked in the pass that matches them."""
-        regions, mask = self.read_regions(self.image_input_of(batch), batch.has_image_B), self.mask_of(corruption)
+        regions, mask = (
+            self.read_regions(self.image_input_of(batch), batch.has_image_B),
+            self.mask_of(corruption),
+        )
         assert mask is not None
-        encoded, fused, image_B = self.fuse_together(batch, corruption, self.embed_regions(regions, mask))
+        encoded, fused, image_B = self.fuse_together(
+            batch, corruption, self.embed_regions(regions, mask)
+        )
         truth = self.masked_regions(fused, regions, mask, batch, image_B)
         whole = self.embed_regions(regions) if self.config.mirror_weight else encoded.image
         return dataclasses.replace(encoded, image=whole, regions=truth)

@@ -39,19 +39,22 @@ class M3AEConfig(PixelDecoderConfig, DualStreamConfig):
 
 @register_system("m3ae")
 class M3AE(DualStreamModel):
-    """Dual-stream pretraining by masked words, masked patches and image-text matching, with equal weights.
+    """Dual-stream pretraining by masked words, masked patches and image-text matching, with equal
+    weights.
 
-    The published step runs the whole model three times. This one encodes every input once: the whole image serves
-    words and pairs, the unmasked text serves patches and pairs, the pixel branch stops where the decoder reads, and
-    words are predicted at masked positions only. The losses are the same, except that negatives are other images of
-    the batch instead of images decoded for the purpose.
+    The published step runs the whole model three times. This one encodes every input once: the
+    whole image serves words and pairs, the unmasked text serves patches and pairs, the pixel branch
+    stops where the decoder reads, and words are predicted at masked positions only. The losses are
+    the same, except that negatives are other images of the batch instead of images decoded for the
+    purpose.
 
-    With a CNN, which has no tokens to remove, cells of its last grid are masked (`encode_visible`). This is not in the
-    paper.
+    With a CNN, which has no tokens to remove, cells of its last grid are masked (`encode_visible`).
+    This is not in the paper.
 
-    Other deviations: the modality embedding has the fusion-encoder's learning rate, which the released code does not
-    apply because of its name; and parts of that code that are never used are left out: of its 391.6 million parameters,
-    25.3 are CLIP's text embeddings and 0.6 RoBERTa's pooler.
+    Other deviations: the modality embedding has the fusion-encoder's learning rate, which the
+    released code does not apply because of its name; and parts of that code that are never used are
+    left out: of its 391.6 million parameters, 25.3 are CLIP's text embeddings and 0.6 RoBERTa's
+    pooler.
     """
 
     Config = M3AEConfig
@@ -59,7 +62,11 @@ class M3AE(DualStreamModel):
     image_encoder: ImageEncoder
 
     def __init__(
-        self, config: M3AEConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: M3AEConfig,
+        image_encoder: ImageSource,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         patches = Patches.of(check_pixels(image_encoder, "m3ae"))
@@ -67,8 +74,12 @@ class M3AE(DualStreamModel):
         self.mim = MaskedImageModeling(config.mim_weight, self, config.mask_ratio)
         self.objectives = (self.mim, *self.objectives)
 
-    def reconstruct(self, image_BCHW: Tensor, image: Tokens, text: Tokens, patches: PatchMask) -> Tensor:
-        """(B, P, C): predict pixels of all patches from the kept ones and the texts; `image`, whole, is not read."""
+    def reconstruct(
+        self, image_BCHW: Tensor, image: Tokens, text: Tokens, patches: PatchMask
+    ) -> Tensor:
+        """(B, P, C): predict pixels of all patches from the kept ones and the texts; `image`,
+        whole, is not read.
+        """
         with freeze_batch_norm_statistics(self.image_encoder):  # they describe whole images
             visible = self.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
         _, stream = self.fusion.streams(text, visible, self.config.mim_layer)

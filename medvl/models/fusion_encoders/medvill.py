@@ -1,4 +1,6 @@
-"""MedViLL: one BERT over an image's cells and its report (Moon et al., arXiv 2105.11333, JBHI 2022)."""
+"""MedViLL: one BERT over an image's cells and its report (Moon et al., arXiv 2105.11333, JBHI
+2022).
+"""
 
 import abc
 import dataclasses
@@ -14,7 +16,11 @@ from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.pairs.itm import MatchingPairs
 from medvl.models.base import Parts
-from medvl.models.fusion_encoders.bases.base import FusionConfig, check_attention, create_pixel_encoders
+from medvl.models.fusion_encoders.bases.base import (
+    FusionConfig,
+    check_attention,
+    create_pixel_encoders,
+)
 from medvl.models.fusion_encoders.bases.bert_stream import BertStream
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.parts.attention_masks import CAUSAL_ATTENTIONS, Attention
@@ -34,19 +40,24 @@ from medvl.schema import Batch
 IMAGE, TEXT = 0, 1
 """BERT's token types."""
 _LEADING = 2
-"""Tokens of the image block that come from the text's ids: CLS, and the SEP that closes the block."""
+"""Tokens of the image block that come from the text's ids: CLS, and the SEP that closes the
+block.
+"""
 _GREEDY = Decoding()
 
 
 class JointBERT(BertStream):
-    """The sequence `[CLS] cells [SEP] text [SEP]` through BERT, under the configuration's attention mask.
+    """The sequence `[CLS] cells [SEP] text [SEP]` through BERT, under the configuration's attention
+    mask.
 
-    The image block, including CLS and SEP, has the first token type, the text the second. The positions of cells and of
-    the text both start from zero. `Fused.image` is the image block with CLS and SEP, `Fused.text` the text without CLS.
-    CLS is pooled; under "non_cross", where it reads no text, its product with the text's closing SEP (in the released
-    code with a second CLS before the text).
+    The image block, including CLS and SEP, has the first token type, the text the second. The
+    positions of cells and of the text both start from zero. `Fused.image` is the image block with
+    CLS and SEP, `Fused.text` the text without CLS. CLS is pooled; under "non_cross", where it reads
+    no text, its product with the text's closing SEP (in the released code with a second CLS before
+    the text).
 
-    A system writes `image_tokens`, which embeds the cells. Its configuration has `attention` and `seq2seq_share`.
+    A system writes `image_tokens`, which embeds the cells. Its configuration has `attention` and
+    `seq2seq_share`.
     """
 
     image_between_text_tokens = True
@@ -55,28 +66,41 @@ class JointBERT(BertStream):
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
         """Embed the cells of the images."""
 
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         """Embed CLS and SEP of the image block, then the text without its CLS."""
         return self.embed_texts(ids_BT, text_ends(ids_BT, mask_BT), mask_BT, has_text_B)
 
     def masked_text_tokens(self, batch: Batch, masked_ids_BT: Tensor) -> Tokens:
         """See the base class; the tokens around the image block are not masked."""
-        return self.embed_texts(masked_ids_BT, text_ends(batch.ids_BT, batch.mask_BT), batch.mask_BT, batch.has_text_B)
+        return self.embed_texts(
+            masked_ids_BT, text_ends(batch.ids_BT, batch.mask_BT), batch.mask_BT, batch.has_text_B
+        )
 
     def embed_texts(
         self, ids_BT: Tensor, leading_B2: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """See `text_tokens`; `leading_B2` are the ids of CLS and SEP, which masking must not change."""
+        """See `text_tokens`; `leading_B2` are the ids of CLS and SEP, which masking must not
+        change.
+        """
         all_B2 = torch.ones_like(leading_B2, dtype=torch.bool)
         position_B2 = torch.zeros_like(leading_B2)
         leading_B2D = self.text_encoder.embed(
-            leading_B2, all_B2, position_ids=position_B2, token_type_ids=torch.full_like(leading_B2, IMAGE)
+            leading_B2,
+            all_B2,
+            position_ids=position_B2,
+            token_type_ids=torch.full_like(leading_B2, IMAGE),
         )
         words_BT, real_BT = ids_BT[:, 1:], mask_BT[:, 1:]
-        words_BTD = self.text_encoder.embed(words_BT, real_BT, token_type_ids=torch.full_like(words_BT, TEXT))
+        words_BTD = self.text_encoder.embed(
+            words_BT, real_BT, token_type_ids=torch.full_like(words_BT, TEXT)
+        )
         if has_text_B is not None:
             real_BT = real_BT & has_text_B[:, None]
-        return Tokens(torch.cat([leading_B2D, words_BTD], dim=1), torch.cat([all_B2, real_BT], dim=1))
+        return Tokens(
+            torch.cat([leading_B2D, words_BTD], dim=1), torch.cat([all_B2, real_BT], dim=1)
+        )
 
     def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor | None]:
         """See the base class; the image block comes first."""
@@ -107,12 +131,15 @@ class JointBERT(BertStream):
         return fused.text.states_BND[row_N, column_N - 1]
 
     @torch.no_grad()
-    def generate(self, image: Tensor, has_image_B: Tensor | None = None, *, decoding: Decoding = _GREEDY) -> Generated:
-        """Write a report for every image, word by word after the image block, under the sequence-to-sequence mask.
+    def generate(
+        self, image: Tensor, has_image_B: Tensor | None = None, *, decoding: Decoding = _GREEDY
+    ) -> Generated:
+        """Write a report for every image, word by word after the image block, under the
+        sequence-to-sequence mask.
 
-        As in UniLM (Dong et al., arXiv 1905.03197, section 2.6), a mask token follows the words written so far, and
-        the word predicted there replaces it. The image block is encoded once and the keys and values of words are
-        cached, so that a step computes two tokens.
+        As in UniLM (Dong et al., arXiv 1905.03197, section 2.6), a mask token follows the words
+        written so far, and the word predicted there replaces it. The image block is encoded once
+        and the keys and values of words are cached, so that a step computes two tokens.
 
         Args:
             image: (B, C, H, W) pixels.
@@ -120,11 +147,14 @@ class JointBERT(BertStream):
             decoding: greedy by default.
 
         Raises:
-            ConfigError: the model was trained with an attention mask under which it cannot write, is in training mode,
-                has no tokenizer with a mask token, or has too few positions for texts of that length.
+            ConfigError: the model was trained with an attention mask under which it cannot write,
+                is in training mode, has no tokenizer with a mask token, or has too few positions
+                for texts of that length.
         """
         tokenizer, longest = self._check_decoding(decoding)
-        closing_B2 = torch.tensor([[tokenizer.cls_id, tokenizer.sep_id]], device=self.device).expand(len(image), -1)
+        closing_B2 = torch.tensor(
+            [[tokenizer.cls_id, tokenizer.sep_id]], device=self.device
+        ).expand(len(image), -1)
         no_text_B1 = torch.ones_like(closing_B2[:, :1], dtype=torch.bool)
         ends = self.embed_texts(closing_B2[:, :1], closing_B2, no_text_B1)
         block = image_block(ends, self.image_tokens(image, has_image_B))
@@ -144,21 +174,31 @@ class JointBERT(BertStream):
         return self.generate(batch.image_BCHW, batch.has_image_B, decoding=decoding)
 
     def _check_decoding(self, decoding: Decoding) -> tuple[Tokenizer, int]:
-        """Return the tokenizer and the maximum number of tokens. Raises ConfigError as `generate` does."""
+        """Return the tokenizer and the maximum number of tokens. Raises ConfigError as
+        `generate` does.
+        """
         if self.config.attention not in CAUSAL_ATTENTIONS:
-            message = f"writing needs attention {' or '.join(CAUSAL_ATTENTIONS)}, got {self.config.attention!r}"
+            message = (
+                f"writing needs attention {' or '.join(CAUSAL_ATTENTIONS)}, got "
+                f"{self.config.attention!r}"
+            )
             raise ConfigError(message, "unsupported", field="attention")
         if self.training:
             raise ConfigError("generate needs eval mode; call eval() first", "conflict")
         longest = self.config.max_tokens - 1 if decoding.max_tokens is None else decoding.max_tokens
         if longest > self.text_encoder.max_tokens:
-            message = f"max_tokens must be at most {self.text_encoder.max_tokens} (positions), got {longest}"
+            message = (
+                f"max_tokens must be at most {self.text_encoder.max_tokens} (positions), "
+                f"got {longest}"
+            )
             raise ConfigError(message, "out_of_range", field="max_tokens")
         return self.require_tokenizer("writing"), longest
 
 
 class MaskWriter:
-    """A `NextToken` that predicts the word at a mask token after the written ones; caches all but that token."""
+    """A `NextToken` that predicts the word at a mask token after the written ones; caches all
+    but that token.
+    """
 
     def __init__(self, model: JointBERT, block: Tokens, mask_id: int) -> None:
         from transformers import DynamicCache
@@ -196,7 +236,8 @@ class MaskWriter:
         )
         earlier_TW = torch.arange(self._written + new + 1, device=ids_RT.device) <= place_T[:, None]
         mask_RTK = torch.cat(
-            [self._image_mask_RI[:, None].expand(-1, new + 1, -1), earlier_TW.expand(rows, -1, -1)], dim=2
+            [self._image_mask_RI[:, None].expand(-1, new + 1, -1), earlier_TW.expand(rows, -1, -1)],
+            dim=2,
         )
         states_RTD = text_encoder.encode_next(hidden_RTD, mask_RTK, self._cache)
         self._cache.crop(-1)  # the mask token is not part of the text
@@ -226,8 +267,8 @@ def image_block(text: Tokens, image: Tokens) -> Tokens:
 class MedViLLConfig(FusionConfig):
     """Published settings of MedViLL.
 
-    The released code trains nothing of the ResNet: its list of layers to train is empty, where the paper freezes the
-    first ones.
+    The released code trains nothing of the ResNet: its list of layers to train is empty, where the
+    paper freezes the first ones.
     """
 
     image_encoder: str = "resnet50"
@@ -241,13 +282,19 @@ class MedViLLConfig(FusionConfig):
     frozen_image_layers: int = 1
     """Number of stages above the stem that are frozen together with it; 0 trains everything."""
     image_tokens: int = 180
-    """Grid cells that are sampled in training; all are used if there are no more, and in eval mode."""
+    """Grid cells that are sampled in training; all are used if there are no more, and in eval
+    mode.
+    """
     attention: Attention = "bar"
     seq2seq_share: float = 0.75
-    """With attention "mixed": share of samples that are trained with the sequence-to-sequence mask."""
+    """With attention "mixed": share of samples that are trained with the sequence-to-sequence
+    mask.
+    """
     objective: Literal["pretraining", "report"] = "pretraining"
-    """"pretraining": MLM and ITM. "report": fine-tuning for report generation by MLM alone, with matching images and
-    with the closing token masked like words (with attention `seq2seq` in the paper)."""
+    """"pretraining": MLM and ITM. "report": fine-tuning for report generation by MLM alone, with
+    matching images and with the closing token masked like words (with attention `seq2seq` in the
+    paper).
+    """
     max_tokens: int = 255
     """Including the first and the last token: 253 word pieces."""
 
@@ -262,7 +309,10 @@ class MedViLLConfig(FusionConfig):
             message = "objective 'report' is without matching; leave mirror_weight 0"
             raise ConfigError(message, "conflict", field="mirror_weight")
         if self.objective == "report" and self.attention not in CAUSAL_ATTENTIONS:
-            message = f"objective 'report' needs attention {' or '.join(CAUSAL_ATTENTIONS)}, got {self.attention!r}"
+            message = (
+                f"objective 'report' needs attention {' or '.join(CAUSAL_ATTENTIONS)}, "
+                f"got {self.attention!r}"
+            )
             raise ConfigError(message, "conflict", field="attention")
 
 
@@ -270,23 +320,32 @@ class MedViLLConfig(FusionConfig):
 class MedViLL(JointBERT):
     """Joint BERT pretrained by masked words and image-text matching in one pass.
 
-    Words are also predicted next to images that do not match. A wrong image is one of the batch whose text and labels
-    differ (without labels, whose text differs); exactly half of the samples match, where the released code flips a
-    coin. In eval mode all cells are used and a mixed mask is bidirectional, so that nothing is random.
+    Words are also predicted next to images that do not match. A wrong image is one of the batch
+    whose text and labels differ (without labels, whose text differs); exactly half of the samples
+    match, where the released code flips a coin. In eval mode all cells are used and a mixed mask is
+    bidirectional, so that nothing is random.
 
-    Positions of cells are rows of BERT's own table, so a checkpoint is fine-tuned at the image size that it has.
+    Positions of cells are rows of BERT's own table, so a checkpoint is fine-tuned at the image size
+    that it has.
     """
 
     Config = MedViLLConfig
     numbers_cells = True
 
     def __init__(
-        self, config: MedViLLConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: MedViLLConfig,
+        image_encoder: ImageEncoder,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         height, columns = image_encoder.grid(*image_encoder.image_size)
         if height * columns > text_encoder.max_tokens:
-            message = f"{height * columns} cells exceed {text_encoder.max_tokens} positions; use a smaller image_size"
+            message = (
+                f"{height * columns} cells exceed {text_encoder.max_tokens} positions; "
+                f"use a smaller image_size"
+            )
             raise ConfigError(message, "too_large", field="image_size")
         if config.objective == "report":
             self.objectives = (self.mlm,)
@@ -298,16 +357,23 @@ class MedViLL(JointBERT):
     @classmethod
     def build(cls, config: MedViLLConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
-        image_encoder, text_encoder = create_pixel_encoders(config, "medvill", pretrained=pretrained)
+        image_encoder, text_encoder = create_pixel_encoders(
+            config, "medvill", pretrained=pretrained
+        )
         freeze_layers(image_encoder, config.frozen_image_layers)
         transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     def for_reading(self) -> Self:
-        """See the base class: attention becomes bidirectional and training reads all cells, as in the released code."""
+        """See the base class: attention becomes bidirectional and training reads all cells, as
+        in the released code.
+        """
         encoder: Any = self.image_encoder
         height, columns = encoder.grid(*encoder.image_size)
-        if self.config.attention == "bidirectional" and self.config.image_tokens >= height * columns:
+        if (
+            self.config.attention == "bidirectional"
+            and self.config.image_tokens >= height * columns
+        ):
             return self
         config = dataclasses.replace(
             self.config,
@@ -323,17 +389,23 @@ class MedViLL(JointBERT):
         return other.train(self.training)
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
-        """Embed the cells; training samples `config.image_tokens` of them, the same for all images of a batch."""
+        """Embed the cells; training samples `config.image_tokens` of them, the same for all
+        images of a batch.
+        """
         tokens = encode_present(has_image_B, self.pooled_dim, self._embed_cells, image)
         if has_image_B is None:
             return tokens
-        return Tokens(tokens.states_BND, tokens.real_BN() & has_image_B[:, None])  # CLS and SEP remain as keys
+        return Tokens(
+            tokens.states_BND, tokens.real_BN() & has_image_B[:, None]
+        )  # CLS and SEP remain as keys
 
     def _embed_cells(self, image: Tensor) -> Tokens:
         cells_BPD = self.image_encoder(image).patches_BPD
         place_P = torch.arange(cells_BPD.shape[1], device=cells_BPD.device)
         if self.training and self.config.image_tokens < len(place_P):
-            place_P = sample_cells(len(place_P), self.config.image_tokens, 1)[0].to(cells_BPD.device)
+            place_P = sample_cells(len(place_P), self.config.image_tokens, 1)[0].to(
+                cells_BPD.device
+            )
         place_BP = place_P.expand(len(cells_BPD), -1)
         states_BPD = self.text_encoder.embed_vectors(
             self.image_input(cells_BPD[:, place_P]),
@@ -343,7 +415,9 @@ class MedViLL(JointBERT):
         return Tokens(states_BPD, None)
 
     def sample_pairs(self, batch: Batch) -> MatchingPairs:
-        """Sample pairs; samples with equal labels are not each other's negatives, samples without labels may be."""
+        """Sample pairs; samples with equal labels are not each other's negatives, samples
+        without labels may be.
+        """
         if not batch.labels_BL.shape[1]:
             return sample_pairs(batch)
         missing = -2.0  # not a label value; NaN does not equal NaN

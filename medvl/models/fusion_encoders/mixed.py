@@ -47,47 +47,59 @@ class MixedConfig(DualStreamConfig):
 
 @register_system("mixed")
 class MixedModel(DualStreamModel):
-    """Masked words of all texts, masked cells of all images at several scales, and matching of the pairs.
+    """Masked words of all texts, masked cells of all images at several scales, and matching of the
+    pairs.
 
-    The abstract describes a Transformer for paired data and for a mixture of paired and unpaired data, also of several
-    institutions; masked words; and masked vision modelling at several scales, which regenerates patches of the image.
-    No code is published; the other details are choices of medvl:
+    The abstract describes a Transformer for paired data and for a mixture of paired and unpaired
+    data, also of several institutions; masked words; and masked vision modelling at several scales,
+    which regenerates patches of the image. No code is published; the other details are choices of
+    medvl:
 
-    - Layout: the grid of a CNN and the states of a BERT, each projected and with its modality's embedding, in two
-      streams with co-attention.
-    - A missing modality is one null token, which holds the learned embedding of its modality; the other stream attends
-      to it, and attention to padding is masked.
-    - Cells and words are masked in one pass. For each image a scale is drawn, and whole blocks of s x s cells are
-      masked: their pixels are the mean before the image encoder, and their tokens a learned vector behind it.
-      Batch-norm statistics are thus those of masked images.
-    - Every scale has a linear head that regenerates each masked block, averaged over its cells, at the resolution of
-      one cell: s times smaller, in the units of the image encoder's input. The loss is the mean squared error over the
-      masked blocks of a scale, then the mean over scales.
-    - Matching (ITM) compares whole texts with masked images and counts complete samples only; a word or block counts
-      wherever its own text or image exists.
+    - Layout: the grid of a CNN and the states of a BERT, each projected and with its modality's
+      embedding, in two streams with co-attention.
+    - A missing modality is one null token, which holds the learned embedding of its modality; the
+      other stream attends to it, and attention to padding is masked.
+    - Cells and words are masked in one pass. For each image a scale is drawn, and whole blocks of s
+      x s cells are masked: their pixels are the mean before the image encoder, and their tokens a
+      learned vector behind it. Batch-norm statistics are thus those of masked images.
+    - Every scale has a linear head that regenerates each masked block, averaged over its cells, at
+      the resolution of one cell: s times smaller, in the units of the image encoder's input. The
+      loss is the mean squared error over the masked blocks of a scale, then the mean over scales.
+    - Matching (ITM) compares whole texts with masked images and counts complete samples only; a
+      word or block counts wherever its own text or image exists.
     """
 
     Config = MixedConfig
 
     def __init__(
-        self, config: MixedConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: MixedConfig,
+        image_encoder: ImageSource,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         self.patches = Patches.of(check_pixels(image_encoder, "mixed"))
         self.mim_head = BlockHead(config.width, self.patches.values, len(config.scales))
-        self.mim = MultiScaleMaskedImageModeling(config.mim_weight, self, config.mask_ratio, config.scales)
+        self.mim = MultiScaleMaskedImageModeling(
+            config.mim_weight, self, config.mask_ratio, config.scales
+        )
         self.objectives = (*self.objectives, self.mim)
 
     image_encoder: ImageEncoder
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
         """See the base class; all images are masked."""
-        return self.encode_apart(batch, corruption, self.masked_image_tokens(batch, corruption.of(self.mim)))
+        return self.encode_apart(
+            batch, corruption, self.masked_image_tokens(batch, corruption.of(self.mim))
+        )
 
     def masked_image_tokens(self, batch: Batch, masked_BP: Tensor) -> Tokens:
         """Encode images without information about the masked cells."""
         pixels_BCHW = self.image_encoder.normalize(batch.image_BCHW)
-        image = self.image_tokens(blank(pixels_BCHW, masked_BP, self.patches.side), batch.has_image_B)
+        image = self.image_tokens(
+            blank(pixels_BCHW, masked_BP, self.patches.side), batch.has_image_B
+        )
         cells_BPD = image.states_BND[:, 1:]
         if cells_BPD.shape[1] == 0:  # no sample has an image
             return image

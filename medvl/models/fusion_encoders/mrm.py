@@ -1,4 +1,6 @@
-"""MRM: masked records, pixels from a few patches and words from both (Zhou et al., ICLR 2023, arXiv 2301.13155)."""
+"""MRM: masked records, pixels from a few patches and words from both (Zhou et al., ICLR 2023,
+arXiv 2301.13155).
+"""
 
 import dataclasses
 import functools
@@ -17,7 +19,14 @@ from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
-from medvl.losses.masked import IGNORED, PatchMask, mask_patches, masked_positions, patchify, standardize
+from medvl.losses.masked import (
+    IGNORED,
+    PatchMask,
+    mask_patches,
+    masked_positions,
+    patchify,
+    standardize,
+)
 from medvl.losses.precision import full_precision
 from medvl.models.base import (
     EncoderArguments,
@@ -47,7 +56,9 @@ class MaskedPixelsConfig(PixelDecoderConfig, TowersConfig):
     target_scale: int = 2
     """The loader's images have this many times `image_size`; patches of them are reconstructed."""
     shrink_antialias: bool = True
-    """Shrink these images to `image_size` with antialiasing; MRM's released code does not, nor do imported models."""
+    """Shrink these images to `image_size` with antialiasing; MRM's released code does not, nor
+    do imported models.
+    """
     mask_ratio: float = 0.75
     decoder_width: int = 768
 
@@ -67,39 +78,58 @@ class MaskedPixels(TwoTowers):
     image_encoder: ImageEncoder
 
     def __init__(
-        self, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: Any,
+        image_encoder: ImageEncoder,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         if not image_encoder.can_drop_patches:
             message = f"{image_encoder.name} cannot drop patches: take a vision Transformer"
             raise ConfigError(message, "unsupported", field="image_encoder")
         patches, scale = Patches.of(image_encoder), config.target_scale
-        targets = dataclasses.replace(patches, side=patches.side * scale, values=patches.values * scale**2)
+        targets = dataclasses.replace(
+            patches, side=patches.side * scale, values=patches.values * scale**2
+        )
         self.mim_head = PixelDecoder(image_encoder.patch_dim, targets, config, "gelu")
 
     def mask_images(self, batch: Batch) -> tuple[Tensor, PatchMask]:
-        """Return the normalised pixels (B, C, H, W) of a batch, and the visible patches of each image.
+        """Return the normalised pixels (B, C, H, W) of a batch, and the visible patches of each
+        image.
 
         Raises ConfigError for images of another size than `image_size * target_scale`.
         """
         side = self.config.image_size * self.config.target_scale
         if batch.image_BCHW.shape[2:] != (side, side):
             message = f"expected images of {side} x {side}, got {tuple(batch.image_BCHW.shape[2:])}"
-            raise ConfigError(f"{message}: set the size of data.image", "mismatch", field="image_size")
+            raise ConfigError(
+                f"{message}: set the size of data.image", "mismatch", field="image_size"
+            )
         pixels_BCHW = self.image_encoder.normalize(batch.image_BCHW)
         count, ratio = math.prod(self.mim_head.patches.grid), self.config.mask_ratio
-        return pixels_BCHW, mask_patches(len(batch), count, ratio, torch.default_generator, batch.image_BCHW.device)
+        return pixels_BCHW, mask_patches(
+            len(batch), count, ratio, torch.default_generator, batch.image_BCHW.device
+        )
 
     def encode_visible(self, pixels_BCHW: Tensor, patches: PatchMask) -> ImageFeatures:
-        """Return the features of the kept patches of normalised pixels, at the encoder's resolution."""
+        """Return the features of the kept patches of normalised pixels, at the encoder's
+        resolution.
+        """
         size = (self.config.image_size, self.config.image_size)
         if self.config.target_scale > 1:
-            pixels_BCHW = F.interpolate(pixels_BCHW, size=size, mode="bicubic", antialias=self.config.shrink_antialias)
+            pixels_BCHW = F.interpolate(
+                pixels_BCHW, size=size, mode="bicubic", antialias=self.config.shrink_antialias
+            )
         features: ImageFeatures = self.image_encoder(pixels_BCHW, patches.kept_BK, normalized=True)
         return features
 
-    def pixel_loss(self, pixels_BCHW: Tensor, states_BND: Tensor, patches: PatchMask, batch: Batch) -> Tensor:
-        """Return the mean squared error of the removed patches, in units of each patch's own deviation."""
+    def pixel_loss(
+        self, pixels_BCHW: Tensor, states_BND: Tensor, patches: PatchMask, batch: Batch
+    ) -> Tensor:
+        """Return the mean squared error of the removed patches, in units of each patch's own
+        deviation.
+        """
         target_BPC = standardize(patchify(pixels_BCHW, self.mim_head.patches.side))
         masked_BP = patches.masked_BP
         if batch.has_image_B is not None:
@@ -116,7 +146,9 @@ class RecordContrastConfig:
     """Settings of the contrast, to inherit beside a system's other settings."""
 
     contrast_weight: float = 0.0
-    """Weight of the contrast of images and whole reports. MaCo's released code reads its balance and ignores it."""
+    """Weight of the contrast of images and whole reports. MaCo's released code reads its balance
+    and ignores it.
+    """
     contrast_scale: float = 1 / 0.03
     """Start of the learned factor of cosines."""
 
@@ -129,8 +161,9 @@ class RecordContrastConfig:
 class WeightedContrast(nn.Module):
     """MaCo's contrast: images whose informative patches were removed weigh less (section 3.3).
 
-    The logarithm of the factor of cosines is learned; in the released code it is the factor, which may become negative.
-    Equal reports of different images are negatives of each other, as published.
+    The logarithm of the factor of cosines is learned; in the released code it is the factor, which
+    may become negative. Equal reports of different images are negatives of each other, as
+    published.
 
     Args:
         image_dim, text_dim: widths of patches and of the text's vector.
@@ -138,15 +171,24 @@ class WeightedContrast(nn.Module):
         config: has the start of the factor.
     """
 
-    def __init__(self, image_dim: int, text_dim: int, cells: int, config: RecordContrastConfig) -> None:
+    def __init__(
+        self, image_dim: int, text_dim: int, cells: int, config: RecordContrastConfig
+    ) -> None:
         super().__init__()
-        self.image_head, self.text_head = nn.Linear(image_dim, image_dim), nn.Linear(text_dim, image_dim)
+        self.image_head, self.text_head = (
+            nn.Linear(image_dim, image_dim),
+            nn.Linear(text_dim, image_dim),
+        )
         self.place = nn.Linear(cells, 1)
         nn.init.zeros_(self.place.weight)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.contrast_scale)))
 
-    def forward(self, visible_BKD: Tensor, text_BD: Tensor, visible_BP: Tensor, row_K: Tensor) -> Tensor:
-        """Return the loss of the rows `row_K` among those of all ranks; 0 with a zero gradient without any."""
+    def forward(
+        self, visible_BKD: Tensor, text_BD: Tensor, visible_BP: Tensor, row_K: Tensor
+    ) -> Tensor:
+        """Return the loss of the rows `row_K` among those of all ranks; 0 with a zero gradient
+        without any.
+        """
         image_BE = F.normalize(self.image_head(visible_BKD).mean(dim=1).float(), dim=1)
         text_BE = F.normalize(self.text_head(text_BD).float(), dim=1)
         weight_B = F.softplus(self.place(visible_BP.to(self.place.weight.dtype)).float()).squeeze(1)
@@ -169,20 +211,64 @@ class WeightedContrast(nn.Module):
 # negations light.
 
 ENTITIES = (
-    *("effusion", "effusions", "pneumothorax", "edema", "atelectasis", "consolidation", "pneumonia", "cardiomegaly"),
-    *("fracture", "fractures", "nodule", "nodules", "mass", "opacity", "opacities", "infiltrate", "emphysema"),
-    *("hernia", "thickening", "scarring", "calcification", "granuloma", "congestion", "collapse", "fibrosis"),
-    *("catheter", "tube", "pacemaker", "line", "lung", "lungs", "heart", "mediastinum", "pleura", "hilar", "cardiac"),
+    *(
+        "effusion",
+        "effusions",
+        "pneumothorax",
+        "edema",
+        "atelectasis",
+        "consolidation",
+        "pneumonia",
+        "cardiomegaly",
+    ),
+    *(
+        "fracture",
+        "fractures",
+        "nodule",
+        "nodules",
+        "mass",
+        "opacity",
+        "opacities",
+        "infiltrate",
+        "emphysema",
+    ),
+    *(
+        "hernia",
+        "thickening",
+        "scarring",
+        "calcification",
+        "granuloma",
+        "congestion",
+        "collapse",
+        "fibrosis",
+    ),
+    *(
+        "catheter",
+        "tube",
+        "pacemaker",
+        "line",
+        "lung",
+        "lungs",
+        "heart",
+        "mediastinum",
+        "pleura",
+        "hilar",
+        "cardiac",
+    ),
 )
 """Words that name a finding, a device or an organ; ECAMP has 44 of its own."""
 _TEMPLATES = "there is no evidence of", "there is no"
 _NEAR = 2
-"""Tokens on each side of an entity that are masked with it, and before an entity that are its context."""
+"""Tokens on each side of an entity that are masked with it, and before an entity that are its
+context.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordWordsConfig:
-    """Settings of masked words, to inherit beside a system's other settings; MRM's by default, options are ECAMP's."""
+    """Settings of masked words, to inherit beside a system's other settings; MRM's by default,
+    options are ECAMP's.
+    """
 
     mlm_probability: float = 0.5
     """Share of the words that are replaced by the mask token."""
@@ -191,11 +277,14 @@ class RecordWordsConfig:
     """Mask words of entities and beside them before other words."""
     entities: tuple[str, ...] = ENTITIES
     negation_weight: float = 1.0
-    """Weight of the words "there is no (evidence of)". The difference is added to the weights of up to two words before
-    each entity (`entities_first`), or of all words of a text without entities."""
+    """Weight of the words "there is no (evidence of)". The difference is added to the weights of up
+    to two words before each entity (`entities_first`), or of all words of a text without
+    entities.
+    """
     text_fusion: Literal["add", "attention"] = "add"
-    """Image input of words: "add" adds the mean patch to each word; "attention" also adds its attention over the
-    patches."""
+    """Image input of words: "add" adds the mean patch to each word; "attention" also adds its
+    attention over the patches.
+    """
 
     def check_words(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -263,12 +352,16 @@ class RecordWords:
         )
 
     def word_weights(self, ids_BT: Tensor, mask_BT: Tensor, mention_BT: Tensor | None) -> Tensor:
-        """Return (B, T) float32: weights of the words, whose sum over a text is its number of tokens."""
+        """Return (B, T) float32: weights of the words, whose sum over a text is its number of
+        tokens.
+        """
         template_BT = self.templates(ids_BT, mask_BT).mention_BT.to(ids_BT.device) >= 0
         light_BT = torch.where(template_BT, self.negation_weight, 1.0)
         gains_BT = torch.zeros_like(template_BT)
         if mention_BT is not None:
-            first_BT = (mention_BT >= 0) & (mention_BT != F.pad(mention_BT, (1, 0), value=-1)[:, :-1])
+            first_BT = (mention_BT >= 0) & (
+                mention_BT != F.pad(mention_BT, (1, 0), value=-1)[:, :-1]
+            )
             for distance in range(1, _NEAR + 1):
                 gains_BT |= F.pad(first_BT, (0, distance))[:, distance:]
             gains_BT &= mask_BT.bool() & (ids_BT != self._stop)
@@ -281,7 +374,8 @@ class RecordWords:
 
 
 def _near_first(order_BT: Tensor, mention_BT: Tensor) -> Tensor:
-    """Return the share of a text's tokens that are selected before each one: units near a mention come first.
+    """Return the share of a text's tokens that are selected before each one: units near a mention
+    come first.
 
     The tokens of a unit have one number before and after; never selected ones keep infinity.
     """
@@ -289,9 +383,13 @@ def _near_first(order_BT: Tensor, mention_BT: Tensor) -> Tensor:
     near_BT = F.max_pool1d(near_BT, 2 * _NEAR + 1, stride=1, padding=_NEAR)[:, 0] > 0
     selectable_BT = order_BT.isfinite()
     same_BTT = (order_BT[:, :, None] == order_BT[:, None, :]) & selectable_BT[:, :, None]
-    near_BT = (same_BTT & near_BT[:, None, :]).any(dim=2)  # a unit is near where one of its tokens is
+    near_BT = (same_BTT & near_BT[:, None, :]).any(
+        dim=2
+    )  # a unit is near where one of its tokens is
     order_BT = torch.where(near_BT, order_BT, order_BT + 1)
-    before_BT = ((order_BT[:, None, :] < order_BT[:, :, None]) & selectable_BT[:, None, :]).sum(dim=2)
+    before_BT = ((order_BT[:, None, :] < order_BT[:, :, None]) & selectable_BT[:, None, :]).sum(
+        dim=2
+    )
     share_BT = before_BT / selectable_BT.sum(dim=1, keepdim=True).clamp(min=1)
     return share_BT.masked_fill(~selectable_BT, torch.inf)
 
@@ -301,13 +399,15 @@ def _near_first(order_BT: Tensor, mention_BT: Tensor) -> Tensor:
 
 
 class RecordWordModel(TwoTowers):
-    """An image encoder and a text encoder whose masked words read the image; settings are a `RecordWordsConfig`.
+    """An image encoder and a text encoder whose masked words read the image; settings are a
+    `RecordWordsConfig`.
 
-    The mean of the visible patches is added to the words, so that words that the text does not determine are read from
-    the image. Without `mlm_weight`, what only words need is frozen.
+    The mean of the visible patches is added to the words, so that words that the text does not
+    determine are read from the image. Without `mlm_weight`, what only words need is frozen.
 
     Attributes:
-        word_head: maps states of the text encoder to its vocabulary, with its table of word embeddings.
+        word_head: maps states of the text encoder to its vocabulary, with its table of word
+            embeddings.
         image_to_words: maps patches to the width of words.
         fusion: attention of words to patches, with `text_fusion` "attention".
     """
@@ -315,11 +415,17 @@ class RecordWordModel(TwoTowers):
     image_encoder: ImageEncoder
 
     def __init__(
-        self, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: Any,
+        image_encoder: ImageEncoder,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         width, table_width = text_encoder.token_dim, self._word_table().shape[1]
-        self.word_head = WordHead(width, text_encoder.vocab_size, tied=True, table_width=table_width)
+        self.word_head = WordHead(
+            width, text_encoder.vocab_size, tied=True, table_width=table_width
+        )
         self.image_to_words = nn.Linear(image_encoder.patch_dim, width)
         self.fusion: nn.MultiheadAttention | None = None
         if config.text_fusion == "attention":
@@ -334,18 +440,24 @@ class RecordWordModel(TwoTowers):
         return RecordWords(self, self.config)
 
     def word_loss(self, visible_BKD: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy of the masked words of samples with an image and a report, weighted by word."""
+        """Return the cross-entropy of the masked words of samples with an image and a report,
+        weighted by word.
+        """
         masked = self.words(batch)
         image_BKD = self.image_to_words(visible_BKD)
         hidden_BTD = self.text_encoder.embed(masked.ids_BT, batch.mask_BT)
         if self.fusion is not None:
-            hidden_BTD = hidden_BTD + self.fusion(hidden_BTD, image_BKD, image_BKD, need_weights=False)[0]
+            hidden_BTD = (
+                hidden_BTD + self.fusion(hidden_BTD, image_BKD, image_BKD, need_weights=False)[0]
+            )
         hidden_BTD = hidden_BTD + image_BKD.mean(dim=1, keepdim=True)
         states_BTD = self.text_encoder.features(hidden_BTD, batch.mask_BT).tokens_BTD
         states_ND = states_BTD.flatten(0, 1)[masked.position_N]
         logits_NV = self.word_head(states_ND, self._word_table())
         entropy_N = F.cross_entropy(logits_NV.float(), masked.target_N, reduction="none")
-        return (entropy_N * masked.weight_N).sum() / masked.weight_N.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        return (entropy_N * masked.weight_N).sum() / masked.weight_N.sum().clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
 
     def _word_table(self) -> Tensor:
         backbone: Any = self.text_encoder.backbone
@@ -353,15 +465,23 @@ class RecordWordModel(TwoTowers):
         return table_VD
 
 
-_BERT = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
+_BERT = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MRMConfig(MaskedPixelsConfig, RecordWordsConfig, RecordContrastConfig):
-    """Settings of the paper and the released code; options are ECAMP's (arXiv 2312.13316) and MaCo's (2309.05904).
+    """Settings of the paper and the released code; options are ECAMP's (arXiv 2312.13316) and
+    MaCo's (2309.05904).
 
-    ECAMP: `entities_first`, `negation_weight` 0.05, `text_fusion` "attention". MaCo: `mask_ratio` 0.5, `mlm_weight` 0
-    and `contrast_weight` 1. Not built: ECAMP's super-resolution head and its summaries by a language model.
+    ECAMP: `entities_first`, `negation_weight` 0.05, `text_fusion` "attention". MaCo: `mask_ratio`
+    0.5, `mlm_weight` 0
+    and `contrast_weight` 1. Not built: ECAMP's super-resolution head and its summaries by a
+    language model.
     """
 
     image_encoder: str = "mae_vit_b16"
@@ -382,30 +502,38 @@ class MRMConfig(MaskedPixelsConfig, RecordWordsConfig, RecordContrastConfig):
         self.check_contrast()
         check_within(self, "[1, inf)", "max_tokens")
         if not self.mlm_weight and not self.contrast_weight:
-            raise ConfigError("mlm_weight or contrast_weight must be above 0", "conflict", field="mlm_weight")
+            raise ConfigError(
+                "mlm_weight or contrast_weight must be above 0", "conflict", field="mlm_weight"
+            )
 
 
 @register_system("mrm")
 class MRM(MaskedPixels, RecordWordModel):
     """Pixels of removed patches, at twice the encoder's resolution, and masked words of the report.
 
-    The loss of words is over masked words alone: the released code counts padding and visible words as well, 36 to 42 %
-    and about 30 % of its terms. New weights start as BERT's or torch's, where the released code draws those of all
-    linear layers as MAE (Xavier, uniform). The image encoder's positions, which stay sines and cosines in MAE and MRM,
-    are trained. Samples without a report have pixels only. Encoders start other systems with `init_from` or
-    `load_towers`.
+    The loss of words is over masked words alone: the released code counts padding and visible words
+    as well, 36 to 42 % and about 30 % of its terms. New weights start as BERT's or torch's, where
+    the released code draws those of all linear layers as MAE (Xavier, uniform). The image encoder's
+    positions, which stay sines and cosines in MAE and MRM, are trained. Samples without a report
+    have pixels only. Encoders start other systems with `init_from` or `load_towers`.
     """
 
     Config = MRMConfig
 
     def __init__(
-        self, config: MRMConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: MRMConfig,
+        image_encoder: ImageEncoder,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         self.contrast: WeightedContrast | None = None
         if config.contrast_weight:
             cells = math.prod(self.mim_head.patches.grid)
-            self.contrast = WeightedContrast(image_encoder.patch_dim, text_encoder.feature_dim, cells, config)
+            self.contrast = WeightedContrast(
+                image_encoder.patch_dim, text_encoder.feature_dim, cells, config
+            )
 
     @classmethod
     def build(cls, config: MRMConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -429,7 +557,12 @@ class MRM(MaskedPixels, RecordWordModel):
         visible_BKD = features.patches_BPD
         assert visible_BKD is not None, "a vision Transformer has patches"
         states_BND = torch.cat([features.pooled_BD[:, None], visible_BKD], dim=1)
-        terms = {"mim": (self.pixel_loss(pixels_BCHW, states_BND, patches, batch), self.config.mim_weight)}
+        terms = {
+            "mim": (
+                self.pixel_loss(pixels_BCHW, states_BND, patches, batch),
+                self.config.mim_weight,
+            )
+        }
         if self.config.mlm_weight:
             terms["mlm"] = self.word_loss(visible_BKD, batch), self.config.mlm_weight
         if self.contrast is not None:

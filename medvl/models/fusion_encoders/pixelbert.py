@@ -1,4 +1,6 @@
-"""PixelBERT: a BERT over words and the cells of a CNN that is trained with it (Huang et al., arXiv 2004.00849)."""
+"""PixelBERT: a BERT over words and the cells of a CNN that is trained with it (Huang et al.,
+arXiv 2004.00849).
+"""
 
 import dataclasses
 
@@ -23,8 +25,9 @@ class PixelBERTConfig(FusionConfig):
     fusion_lr_mult: float = 1.0
     head_lr_mult: float = 1.0
     image_tokens: int | None = 100
-    """Cells ("pixels") that are sampled for each image in training (section 3.3); all are used if there are no more,
-    and in eval mode."""
+    """Cells ("pixels") that are sampled for each image in training (section 3.3); all are used if
+    there are no more, and in eval mode.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,9 +38,10 @@ class PixelBERTConfig(FusionConfig):
 class PixelBERT(BertStream):
     """Masked words with their own image, and matching of whole texts with images.
 
-    Cells have a projection and BERT's second token type, no position. The paper max-pools the grid of images with a
-    shorter side of 800 pixels to a 64th of their size; here the grid is a 32nd of smaller, square images. A text
-    has at most 64 tokens, as in M3AE: a length that is not taken from the paper.
+    Cells have a projection and BERT's second token type, no position. The paper max-pools the grid
+    of images with a shorter side of 800 pixels to a 64th of their size; here the grid is a 32nd of
+    smaller, square images. A text has at most 64 tokens, as in M3AE: a length that is not taken
+    from the paper.
     """
 
     Config = PixelBERTConfig
@@ -45,5 +49,7 @@ class PixelBERT(BertStream):
     def embed_image(self, features: ImageFeatures) -> Tensor:
         """See the base class; training samples `config.image_tokens` cells of each image."""
         assert features.patches_BPD is not None
-        cells_BPD = sample_tokens(features.patches_BPD, self.config.image_tokens if self.training else None)
+        cells_BPD = sample_tokens(
+            features.patches_BPD, self.config.image_tokens if self.training else None
+        )
         return super().embed_image(dataclasses.replace(features, patches_BPD=cells_BPD))

@@ -13,7 +13,11 @@ from medvl.common.config_io import check_within
 from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.models.base import EncoderArguments, Parts, init_weights
-from medvl.models.fusion_encoders.bases.base import MaskedMatchingModel, StreamConfig, check_attention
+from medvl.models.fusion_encoders.bases.base import (
+    MaskedMatchingModel,
+    StreamConfig,
+    check_attention,
+)
 from medvl.models.fusion_encoders.parts.attention_masks import Attention
 from medvl.models.fusion_encoders.parts.encoder import (
     AttentionMaps,
@@ -23,7 +27,12 @@ from medvl.models.fusion_encoders.parts.encoder import (
     SingleStream,
     Tokens,
 )
-from medvl.models.fusion_encoders.parts.inputs import ImageInput, ImageSource, encode_present, encode_visible
+from medvl.models.fusion_encoders.parts.inputs import (
+    ImageInput,
+    ImageSource,
+    encode_present,
+    encode_visible,
+)
 from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.registry import register_system
 
@@ -39,17 +48,22 @@ class DualStreamConfig(StreamConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SingleStreamConfig(StreamConfig):
-    """One Transformer over image and text tokens, on any two encoders (VisualBERT, UNITER, ViLT by options)."""
+    """One Transformer over image and text tokens, on any two encoders (VisualBERT, UNITER, ViLT
+    by options).
+    """
 
     image_encoder: str = "resnet50"
     text_encoder: str = "bert"
     image_positions: bool = True
     image_tokens: int | None = None
-    """Grid cells that are sampled for each image in training (ViLT: 200, PixelBERT: 100); None, and in eval mode:
-    all."""
+    """Grid cells that are sampled for each image in training (ViLT: 200, PixelBERT: 100); None, and
+    in eval mode: all.
+    """
     attention: Attention = "bidirectional"
     seq2seq_share: float = 0.5
-    """With attention "mixed": share of batches that are trained with the sequence-to-sequence mask."""
+    """With attention "mixed": share of batches that are trained with the sequence-to-sequence
+    mask.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +78,11 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
     """
 
     def __init__(
-        self, config: StreamConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: StreamConfig,
+        image_encoder: ImageSource,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         self.image_input = self.make_image_input(config, image_encoder)
@@ -81,7 +99,9 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
     def make_fusion(self, config: Any) -> FusionEncoder:
         """Create the fusion-encoder."""
 
-    def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None, keep_BK: Tensor | None = None) -> Tokens:
+    def image_tokens(
+        self, image: Tensor, has_image_B: Tensor | None = None, keep_BK: Tensor | None = None
+    ) -> Tokens:
         """See the base class; with `keep_BK`, only these patches are encoded (`encode_visible`)."""
         return encode_present(has_image_B, self.config.width, self._encode_images, image, keep_BK)
 
@@ -93,7 +113,9 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
             return self.image_input(encoder(image))
         return self.image_input(encode_visible(encoder, image, keep_BK), keep_BK=keep_BK)
 
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         """See the base class."""
         return encode_present(has_text_B, self.config.width, self._encode_texts, ids_BT, mask_BT)
 
@@ -129,9 +151,16 @@ class SingleStreamModel(StreamModel):
 
     Config = SingleStreamConfig
 
-    def make_image_input(self, config: SingleStreamConfig, image_encoder: ImageSource) -> ImageInput:
+    def make_image_input(
+        self, config: SingleStreamConfig, image_encoder: ImageSource
+    ) -> ImageInput:
         """See the base class."""
-        return ImageInput(image_encoder, config.width, positions=config.image_positions, sampled=config.image_tokens)
+        return ImageInput(
+            image_encoder,
+            config.width,
+            positions=config.image_positions,
+            sampled=config.image_tokens,
+        )
 
     def make_fusion(self, config: SingleStreamConfig) -> FusionEncoder:
         """See the base class."""

@@ -1,4 +1,6 @@
-"""UNITER: a BERT over words and regions with four pretraining tasks (Chen et al., arXiv 1909.11740, ECCV 2020)."""
+"""UNITER: a BERT over words and regions with four pretraining tasks (Chen et al., arXiv
+1909.11740, ECCV 2020).
+"""
 
 import dataclasses
 from typing import Any, Unpack
@@ -19,7 +21,12 @@ from medvl.models.fusion_encoders.bases.region_model import (
     RegionModel,
     TiedRegionHead,
 )
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective, WordPatchAlignment
+from medvl.models.fusion_encoders.objectives.base import (
+    Corruption,
+    Encoded,
+    Objective,
+    WordPatchAlignment,
+)
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.registry import register_system
@@ -35,8 +42,9 @@ class UNITERConfig(RegionConfig):
     max_tokens: int = 62
     wpa_weight: float = 0.1
     task_mix: bool = True
-    """Train one task per step, masked words : matching : region features : region classes as 2 : 2 : 1 : 1, the same on
-    all ranks; False: all tasks in each step."""
+    """Train one task per step, masked words : matching : region features : region classes as 2 : 2
+    : 1 : 1, the same on all ranks; False: all tasks in each step.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,7 +53,8 @@ class UNITERConfig(RegionConfig):
 
 @register_system("uniter")
 class UNITER(RegionModel, BertStream):
-    """Masked words, matching with word-region alignment, and masked regions, whose box code has seven numbers.
+    """Masked words, matching with word-region alignment, and masked regions, whose box code has
+    seven numbers.
 
     In a step with one task, the terms of the others are 0; in eval mode all tasks are computed.
     """
@@ -58,16 +67,29 @@ class UNITER(RegionModel, BertStream):
         width = self.fused_dim
         self.image_norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.mrfr_head = TiedRegionHead(width, self.image_input.features)
-        features = MaskedRegionRegression(config.region_feature_weight, self.sample_mask, self.score_features)
+        features = MaskedRegionRegression(
+            config.region_feature_weight, self.sample_mask, self.score_features
+        )
         tasks: list[Objective[Any, Any, Any]] = [features]
         if config.region_classes:
             self.mrc_head = RegionHead(width, config.region_classes)
-            tasks.append(MaskedRegionClassification(config.region_class_weight, self.sample_mask, self.mrc_head))
-        self.objectives = (self.mlm, self.itm, WordPatchAlignment(config.wpa_weight, text_ends=True), *tasks)
+            tasks.append(
+                MaskedRegionClassification(
+                    config.region_class_weight, self.sample_mask, self.mrc_head
+                )
+            )
+        self.objectives = (
+            self.mlm,
+            self.itm,
+            WordPatchAlignment(config.wpa_weight, text_ends=True),
+            *tasks,
+        )
         self.require_classes()
         self._task: str | None = None
 
-    def make_image_input(self, config: UNITERConfig, image_encoder: ImageSource, width: int) -> RegionInput:
+    def make_image_input(
+        self, config: UNITERConfig, image_encoder: ImageSource, width: int
+    ) -> RegionInput:
         """See the base class."""
         return RegionInput(image_encoder, 7, width)
 
@@ -94,7 +116,10 @@ class UNITER(RegionModel, BertStream):
     def embed_regions(self, regions: Tokens, mask: RegionMask | None = None) -> Tokens:
         """See the base class."""
         backbone: Any = self.text_encoder.backbone
-        states_BPD = self.image_input(regions.states_BND, mask, self.mrfr_head.mask_vector) + self.type_of_images
+        states_BPD = (
+            self.image_input(regions.states_BND, mask, self.mrfr_head.mask_vector)
+            + self.type_of_images
+        )
         return Tokens(backbone.embeddings.dropout(self.image_norm(states_BPD)), regions.mask_BN)
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:

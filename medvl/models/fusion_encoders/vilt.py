@@ -1,4 +1,6 @@
-"""ViLT: a vision Transformer over words and patches, without an image encoder (Kim et al., arXiv 2102.03334)."""
+"""ViLT: a vision Transformer over words and patches, without an image encoder (Kim et al., arXiv
+2102.03334).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ class ViLTConfig(FusionConfig):
         default_factory=lambda: {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1}
     )
     text_encoder: str = "bert"
-    text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 0})
+    text_arguments: EncoderArguments = dataclasses.field(
+        default_factory=lambda: {"num_hidden_layers": 0}
+    )
     image_size: int = 384
     fusion_lr_mult: float = 1.0
     head_lr_mult: float = 1.0
@@ -47,8 +51,8 @@ class ViLTConfig(FusionConfig):
 class ViLT(JointStream):
     """Masked whole words, image-text matching and word-patch alignment on one pre-LN Transformer.
 
-    `image_encoder` has the patch embedding and the joint blocks, which start from a ViT; the words' embeddings start at
-    random, as published. Images are square, where the paper keeps their aspect.
+    `image_encoder` has the patch embedding and the joint blocks, which start from a ViT; the words'
+    embeddings start at random, as published. Images are square, where the paper keeps their aspect.
     """
 
     Config = ViLTConfig
@@ -57,13 +61,23 @@ class ViLT(JointStream):
 
     def __init__(self, config: ViLTConfig, *encoders: Any, **parts: Unpack[Parts]) -> None:
         super().__init__(config, *encoders, **parts)
-        image, width, layers = self.image_encoder, self.text_encoder.token_dim, self.text_encoder.num_layers
+        image, width, layers = (
+            self.image_encoder,
+            self.text_encoder.token_dim,
+            self.text_encoder.num_layers,
+        )
         if not getattr(image, "has_attention", False) or (image.patch_dim, 0) != (width, layers):
-            message = "expected a ViT of timm, and text_arguments with its width as hidden_size and num_hidden_layers 0"
+            message = (
+                "expected a ViT of timm, and text_arguments with its width as hidden_size "
+                "and num_hidden_layers 0"
+            )
             raise ConfigError(message, "unsupported", field="image_encoder")
         self.modality = nn.Embedding(2, width).apply(init_weights)
         self.make_heads(width, width)
-        self.objectives = (*self.objectives, WordPatchAlignment(config.wpa_weight, text_ends=False, image_prefix=1))
+        self.objectives = (
+            *self.objectives,
+            WordPatchAlignment(config.wpa_weight, text_ends=False, image_prefix=1),
+        )
 
     @classmethod
     def build(cls, config: ViLTConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -81,7 +95,9 @@ class ViLT(JointStream):
         count = self.config.image_tokens if self.training else None
         return Tokens(sample_tokens(self.image_encoder.embed(image_BCHW), count, leading=1), None)
 
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         """See the base class."""
         tokens = super().text_tokens(ids_BT, mask_BT, has_text_B)
         return Tokens(tokens.states_BND + self.modality.weight[0], tokens.mask_BN)

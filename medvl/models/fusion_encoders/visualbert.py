@@ -1,4 +1,6 @@
-"""VisualBERT: a BERT over the words of a text and the regions of an image (Li et al., arXiv 1908.03557)."""
+"""VisualBERT: a BERT over the words of a text and the regions of an image (Li et al., arXiv
+1908.03557).
+"""
 
 import dataclasses
 from typing import Any, Unpack
@@ -19,7 +21,9 @@ from medvl.schema import Batch, ImageFeatures
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisualBERTConfig(FusionConfig):
-    """Published settings of VisualBERT, on a grid of cells unless `image_encoder` is `regions:WIDTH`."""
+    """Published settings of VisualBERT, on a grid of cells unless `image_encoder` is
+    `regions:WIDTH`.
+    """
 
     image_encoder: str = "resnet50"
     text_encoder: str = "bert"
@@ -34,22 +38,30 @@ class VisualBERTConfig(FusionConfig):
 
 @register_system("visualbert")
 class VisualBERT(BertStream):
-    """Masked words and sentence-image prediction from one pass, also of the words of texts that do not match.
+    """Masked words and sentence-image prediction from one pass, also of the words of texts that do
+    not match.
 
-    The paper's text consists of two captions, and the second may belong to another image; a report is one text, which
-    belongs to another image in half of the cases. The paper's regions are from a frozen detector (`regions:2048`); an
-    image encoder in its place is trained.
+    The paper's text consists of two captions, and the second may belong to another image; a report
+    is one text, which belongs to another image in half of the cases. The paper's regions are from a
+    frozen detector (`regions:2048`); an image encoder in its place is trained.
     """
 
     Config = VisualBERTConfig
 
     def __init__(
-        self, config: VisualBERTConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: VisualBERTConfig,
+        image_encoder: ImageSource,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         self.numbers_cells = config.image_positions
         words: Any = self._word_embeddings()
-        self.image_types, self.image_positions = nn.Embedding(*words[0].shape), nn.Embedding(*words[1].shape)
+        self.image_types, self.image_positions = (
+            nn.Embedding(*words[0].shape),
+            nn.Embedding(*words[1].shape),
+        )
         self._copy_embeddings()
 
     def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
@@ -65,15 +77,22 @@ class VisualBERT(BertStream):
     @torch.no_grad()
     def _copy_embeddings(self) -> None:
         """Start the types and positions of regions from those of words, as published."""
-        for table, words in zip((self.image_types, self.image_positions), self._word_embeddings(), strict=True):
+        for table, words in zip(
+            (self.image_types, self.image_positions), self._word_embeddings(), strict=True
+        ):
             table.weight.copy_(words)
 
     def embed_image(self, features: ImageFeatures) -> Tensor:
         """See the base class."""
         states_BPD: Tensor = self.image_input(features.patches_BPD)
-        place_P = torch.arange(states_BPD.shape[1], device=states_BPD.device) * self.config.image_positions
+        place_P = (
+            torch.arange(states_BPD.shape[1], device=states_BPD.device)
+            * self.config.image_positions
+        )
         type_P = torch.full_like(place_P, IMAGE_TYPE)
-        return self.embed_like_words(states_BPD, self.image_types(type_P) + self.image_positions(place_P))
+        return self.embed_like_words(
+            states_BPD, self.image_types(type_P) + self.image_positions(place_P)
+        )
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
         """See the base class."""

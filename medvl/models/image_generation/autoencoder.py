@@ -1,4 +1,6 @@
-"""Variational autoencoder of images, the first stage of latent diffusion (Rombach et al., arXiv 2112.10752)."""
+"""Variational autoencoder of images, the first stage of latent diffusion (Rombach et al., arXiv
+2112.10752).
+"""
 
 import dataclasses
 from typing import Any, Literal, Self
@@ -22,11 +24,15 @@ from medvl.schema import Batch, Losses
 
 
 def require_diffusers() -> Any:
-    """Return the package `diffusers`. Raises ConfigError that names the extra where it is not installed."""
+    """Return the package `diffusers`. Raises ConfigError that names the extra where it is not
+    installed.
+    """
     try:
         import diffusers
     except ImportError as error:
-        message = "image generation needs diffusers; install it with `pip install medvl[generation]`"
+        message = (
+            "image generation needs diffusers; install it with `pip install medvl[generation]`"
+        )
         raise ConfigError(message, "missing", field="diffusers") from error
     return diffusers
 
@@ -80,7 +86,9 @@ class AutoencoderSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UNetSizes:
-    """Sizes of diffusers' `UNet2DConditionModel`; those of Stable Diffusion 1 (859,520,964 parameters)."""
+    """Sizes of diffusers' `UNet2DConditionModel`; those of Stable Diffusion 1 (859,520,964
+    parameters).
+    """
 
     channels: tuple[int, ...] = (320, 640, 1280, 1280)
     """Channels of each level; between two levels, height and width are halved."""
@@ -99,13 +107,20 @@ class UNetSizes:
         check_groups("channels", self.channels, self.groups)
         check_groups("channels", self.channels, self.heads)
         if len(self.cross_attention) != len(self.channels):
-            message = f"expected one value for each of {len(self.channels)} levels, got {len(self.cross_attention)}"
+            message = (
+                f"expected one value for each of {len(self.channels)} levels, got "
+                f"{len(self.cross_attention)}"
+            )
             raise ConfigError(message, "conflict", field="cross_attention")
 
     def build(self, latent_channels: int, latent_size: int) -> Any:
         """Build the network with random weights."""
-        down = tuple("CrossAttnDownBlock2D" if each else "DownBlock2D" for each in self.cross_attention)
-        up = tuple("CrossAttnUpBlock2D" if each else "UpBlock2D" for each in reversed(self.cross_attention))
+        down = tuple(
+            "CrossAttnDownBlock2D" if each else "DownBlock2D" for each in self.cross_attention
+        )
+        up = tuple(
+            "CrossAttnUpBlock2D" if each else "UpBlock2D" for each in reversed(self.cross_attention)
+        )
         network: Any = require_diffusers().UNet2DConditionModel(
             sample_size=latent_size,
             in_channels=latent_channels,
@@ -130,7 +145,9 @@ def check_groups(field: str, channels: tuple[int, ...], groups: int) -> None:
 
 
 def to_signal(image_BCHW: Tensor, channels: int) -> Tensor:
-    """Return uint8 images as float32 in [-1, 1] with this number of channels; grey ones are repeated."""
+    """Return uint8 images as float32 in [-1, 1] with this number of channels; grey ones are
+    repeated.
+    """
     signal_BCHW = image_BCHW.float() / 127.5 - 1.0
     if signal_BCHW.shape[1] == channels:
         return signal_BCHW
@@ -152,7 +169,9 @@ def image_rows(batch: Batch) -> Tensor:
 
 
 class NoiseSchedule(nn.Module):
-    """Stable Diffusion's noise: 1,000 steps, square roots of beta linear from .00085 to .012 ("scaled linear")."""
+    """Stable Diffusion's noise: 1,000 steps, square roots of beta linear from .00085 to .012
+    ("scaled linear").
+    """
 
     STEPS, BETA_START, BETA_END = 1000, 0.00085, 0.012
     signal_S: Tensor
@@ -160,7 +179,12 @@ class NoiseSchedule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        beta_S = torch.linspace(self.BETA_START**0.5, self.BETA_END**0.5, self.STEPS, dtype=torch.float64) ** 2
+        beta_S = (
+            torch.linspace(
+                self.BETA_START**0.5, self.BETA_END**0.5, self.STEPS, dtype=torch.float64
+            )
+            ** 2
+        )
         self.register_buffer("signal_S", (1.0 - beta_S).cumprod(0).float(), persistent=False)
 
     def add(self, latent_BZHW: Tensor, noise_BZHW: Tensor, step_B: Tensor) -> Tensor:
@@ -208,8 +232,9 @@ class AutoencoderConfig(SystemConfig):
 class Autoencoder(System):
     """diffusers' `AutoencoderKL`, trained on images alone.
 
-    Terms of the loss: "l1", "l2", "edges", "kl". Rombach et al. train with a perceptual and an adversarial loss as
-    well, whose networks are not part of medvl; without them, fine texture is blurred.
+    Terms of the loss: "l1", "l2", "edges", "kl". Rombach et al. train with a perceptual and an
+    adversarial loss as well, whose networks are not part of medvl; without them, fine texture is
+    blurred.
 
     Attributes:
         autoencoder: diffusers' network, with its parameter names.
@@ -223,10 +248,16 @@ class Autoencoder(System):
         self.autoencoder = autoencoder
 
     @classmethod
-    def build(cls, config: AutoencoderConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class; weights of Stable Diffusion come with `medvl.export.load_stable_diffusion`."""
+    def build(
+        cls, config: AutoencoderConfig, *, pretrained: bool, tokenizer: Tokenizer | None
+    ) -> Self:
+        """See the base class; weights of Stable Diffusion come with
+        `medvl.export.load_stable_diffusion`.
+        """
         transform = EvalTransform(size=config.image_size, fit=config.fit)
-        return cls(config, config.sizes.build(config.image_size), transform=transform, tokenizer=tokenizer)
+        return cls(
+            config, config.sizes.build(config.image_size), transform=transform, tokenizer=tokenizer
+        )
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a batch of images; in eval mode the latents are the means."""
@@ -245,12 +276,17 @@ class Autoencoder(System):
             l1=(l1, self.config.l1_weight),
             l2=(l2, self.config.l2_weight),
             edges=(losses.edge_l1(predicted_BCHW, signal_BCHW), self.config.edge_weight),
-            kl=(losses.gaussian_kl(posterior.mean, posterior.logvar, pixels), self.config.kl_weight),
+            kl=(
+                losses.gaussian_kl(posterior.mean, posterior.logvar, pixels),
+                self.config.kl_weight,
+            ),
         )
 
     @torch.no_grad()
     def reconstruct(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, H, W) uint8: images encoded and decoded, the upper limit of latent diffusion on them."""
+        """Return (B, H, W) uint8: images encoded and decoded, the upper limit of latent
+        diffusion on them.
+        """
         network: Any = self.autoencoder
         signal_BCHW = to_signal(image_BCHW, self.config.sizes.image_channels)
         return to_grey(network.decode(network.encode(signal_BCHW).latent_dist.mode()).sample)

@@ -1,6 +1,7 @@
 """Latent diffusion from text (Rombach et al., arXiv 2112.10752), on any text encoder of medvl.
 
-B batch, Z latent channels, H and W height and width of the latents, T text tokens, D width of the text states.
+B batch, Z latent channels, H and W height and width of the latents, T text tokens, D width of the
+text states.
 """
 
 import copy
@@ -19,7 +20,14 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder, create_text_encoder, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import EncoderArguments, Parts, System, SystemConfig, complete_rows, zero_loss
+from medvl.models.base import (
+    EncoderArguments,
+    Parts,
+    System,
+    SystemConfig,
+    complete_rows,
+    zero_loss,
+)
 from medvl.models.checkpoint import described_model, load_parts
 from medvl.models.factory import create_model
 from medvl.models.image_generation.autoencoder import (
@@ -44,19 +52,25 @@ class LatentDiffusionConfig(SystemConfig):
     autoencoder: AutoencoderSizes = dataclasses.field(default_factory=AutoencoderSizes)
     unet: UNetSizes = dataclasses.field(default_factory=UNetSizes)
     latent_scale: float | None = None
-    """Factor that gives the latents a variance near 1; None takes that of the checkpoint that the autoencoder and the
-    U-Net come from, or else measures it on the training images."""
+    """Factor that gives the latents a variance near 1; None takes that of the checkpoint that the
+    autoencoder and the U-Net come from, or else measures it on the training images.
+    """
     text_encoder: str = "pubmedbert"
     text_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
     text_weights: str | None = None
-    """Initial weights of the text encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]` on the hub; None
-    takes those that `pretrained` selects. `create_model` reads them; a checkpoint has weights of its own."""
+    """Initial weights of the text encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]`
+    on the hub; None takes those that `pretrained` selects. `create_model` reads them; a checkpoint
+    has weights of its own.
+    """
     text_mask: bool = True
-    """Attend to real tokens only. False pads each text to `max_tokens` with its last token and attends to all of them,
-    as Stable Diffusion does with CLIP's text encoder."""
+    """Attend to real tokens only. False pads each text to `max_tokens` with its last token and
+    attends to all of them, as Stable Diffusion does with CLIP's text encoder.
+    """
     max_tokens: int = 128
     vocab_size: int | None = None
-    """Embeddings of the text encoder; None takes the tokenizer's size where one is given, else the preset's."""
+    """Embeddings of the text encoder; None takes the tokenizer's size where one is given, else
+    the preset's.
+    """
     train_text: bool = False
     """Train the text encoder with the U-Net; else it is frozen."""
     text_lr_mult: float = 1.0
@@ -64,14 +78,21 @@ class LatentDiffusionConfig(SystemConfig):
     target: Literal["epsilon", "v"] = "epsilon"
     """What the U-Net predicts: the noise, or the velocity (Salimans and Ho, arXiv 2202.00512)."""
     min_snr: float | None = None
-    """Gamma of min-SNR weights (Hang et al., arXiv 2303.09556; 5 is usual); None weighs all noise levels equally."""
+    """Gamma of min-SNR weights (Hang et al., arXiv 2303.09556; 5 is usual); None weighs all
+    noise levels equally.
+    """
     caption_dropout: float = 0.1
-    """Share of texts that are replaced by the empty text in training, which classifier-free guidance needs."""
+    """Share of texts that are replaced by the empty text in training, which classifier-free
+    guidance needs.
+    """
     ema_decay: float = 0.0
-    """Decay of the moving average of the U-Net's weights, which evaluation then uses; 0 is without. It starts low:
-    min(decay, (1 + updates) / (10 + updates))."""
+    """Decay of the moving average of the U-Net's weights, which evaluation then uses; 0 is without.
+    It starts low: min(decay, (1 + updates) / (10 + updates)).
+    """
     gradient_checkpointing: bool = False
-    """Recompute the U-Net's blocks in the backward pass: less memory for a third more arithmetic."""
+    """Recompute the U-Net's blocks in the backward pass: less memory for a third more
+    arithmetic.
+    """
 
     def __post_init__(self) -> None:
         check_choice(self.fit, ("crop", "pad", "squash"), "fit")
@@ -81,20 +102,27 @@ class LatentDiffusionConfig(SystemConfig):
         check_within(self, "[3, inf)", "max_tokens")
         size, halvings = self.image_size // self.autoencoder.reduction, len(self.unet.channels) - 1
         if size % 2**halvings:
-            message = f"latents of {size} x {size} cannot be halved {halvings} times by the U-Net; use fewer levels"
+            message = (
+                f"latents of {size} x {size} cannot be halved {halvings} times by the "
+                f"U-Net; use fewer levels"
+            )
             raise ConfigError(message, "conflict", field="image_size")
 
 
 @register_system("latent_diffusion")
 class LatentDiffusion(System):
-    """A frozen autoencoder, a U-Net that removes noise from its latents, and a text encoder that the U-Net attends to.
+    """A frozen autoencoder, a U-Net that removes noise from its latents, and a text encoder that
+    the U-Net attends to.
 
-    The loss, "denoising", is the mean squared error of the predicted noise or velocity at a random noise level.
+    The loss, "denoising", is the mean squared error of the predicted noise or velocity at a random
+    noise level.
 
     Attributes:
-        autoencoder, unet: diffusers' networks, with its parameter names. The autoencoder is never trained.
+        autoencoder, unet: diffusers' networks, with its parameter names. The autoencoder is never
+            trained.
         text_encoder: shared with other systems; frozen unless `config.train_text`.
-        text_projection: maps text states to the width that the U-Net attends to; the identity where widths agree.
+        text_projection: maps text states to the width that the U-Net attends to; the identity where
+            widths agree.
         ema_unet: moving average of the U-Net, or None; `denoiser` is the one to evaluate.
         latent_scale: factor of the latents.
     """
@@ -112,10 +140,16 @@ class LatentDiffusion(System):
             self.unet.enable_gradient_checkpointing()
         self.text_encoder = text_encoder.requires_grad_(config.train_text)
         fits = text_encoder.token_dim == sizes.text_width
-        self.text_projection = nn.Identity() if fits else nn.Linear(text_encoder.token_dim, sizes.text_width)
-        self.ema_unet: Any = copy.deepcopy(self.unet).requires_grad_(False) if config.ema_decay else None
+        self.text_projection = (
+            nn.Identity() if fits else nn.Linear(text_encoder.token_dim, sizes.text_width)
+        )
+        self.ema_unet: Any = (
+            copy.deepcopy(self.unet).requires_grad_(False) if config.ema_decay else None
+        )
         self.schedule = NoiseSchedule()
-        self.register_buffer("latent_scale", torch.tensor(config.latent_scale or 0.0))  # 0: not measured yet
+        self.register_buffer(
+            "latent_scale", torch.tensor(config.latent_scale or 0.0)
+        )  # 0: not measured yet
         self.train(self.training)
 
     @classmethod
@@ -127,7 +161,10 @@ class LatentDiffusion(System):
         arguments: dict[str, Any] = {**config.text_arguments, "vocab_size": config.vocab_size}
         text_encoder = create_text_encoder(config.text_encoder, pretrained=pretrained, **arguments)
         if config.max_tokens > text_encoder.max_tokens:
-            message = f"{config.text_encoder} reads at most {text_encoder.max_tokens} tokens, got {config.max_tokens}"
+            message = (
+                f"{config.text_encoder} reads at most {text_encoder.max_tokens} tokens, "
+                f"got {config.max_tokens}"
+            )
             raise ConfigError(message, "too_large", field="max_tokens")
         transform = EvalTransform(size=config.image_size, fit=config.fit)
         return cls(config, text_encoder, transform=transform, tokenizer=tokenizer)
@@ -148,8 +185,13 @@ class LatentDiffusion(System):
         return self.unet if self.training or self.ema_unet is None else self.ema_unet
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the loss of a training batch; a `LatentBatch` has latents, and text states of a frozen encoder."""
-        moments_BCHW, states_BTD = getattr(batch, "moments_BCHW", None), getattr(batch, "states_BTD", None)
+        """Return the loss of a training batch; a `LatentBatch` has latents, and text states of a
+        frozen encoder.
+        """
+        moments_BCHW, states_BTD = (
+            getattr(batch, "moments_BCHW", None),
+            getattr(batch, "states_BTD", None),
+        )
         ids_BT, mask_BT = batch.ids_BT, batch.mask_BT
         if moments_BCHW is None:
             row_K = complete_rows(batch)
@@ -159,11 +201,15 @@ class LatentDiffusion(System):
             moments_BCHW = self.encode_moments(batch.image_BCHW[row_K])
         latent_BZHW = self._sample(moments_BCHW) * self.latent_scale
         states_BTD, mask_BT = self._drop_captions(ids_BT, mask_BT, states_BTD)
-        step_B = torch.randint(0, self.schedule.STEPS, (len(latent_BZHW),), device=latent_BZHW.device)
+        step_B = torch.randint(
+            0, self.schedule.STEPS, (len(latent_BZHW),), device=latent_BZHW.device
+        )
         noise_BZHW = torch.randn_like(latent_BZHW)
         noisy_BZHW = self.schedule.add(latent_BZHW, noise_BZHW, step_B)
         is_v = self.config.target == "v"
-        target_BZHW = self.schedule.velocity(latent_BZHW, noise_BZHW, step_B) if is_v else noise_BZHW
+        target_BZHW = (
+            self.schedule.velocity(latent_BZHW, noise_BZHW, step_B) if is_v else noise_BZHW
+        )
         predicted_BZHW = self.predict(noisy_BZHW, step_B, states_BTD, mask_BT)
         return Losses.sum(
             denoising=losses.denoising(
@@ -175,18 +221,26 @@ class LatentDiffusion(System):
             )
         )
 
-    def predict(self, noisy_BZHW: Tensor, step_B: Tensor, states_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+    def predict(
+        self, noisy_BZHW: Tensor, step_B: Tensor, states_BTD: Tensor, mask_BT: Tensor
+    ) -> Tensor:
         """Return the U-Net's prediction of the noise or velocity, (B, Z, H, W)."""
         mask = mask_BT if self.config.text_mask else None
         text_BTD = self.text_projection(states_BTD)
         output: Tensor = self.denoiser(
-            noisy_BZHW, step_B, encoder_hidden_states=text_BTD, encoder_attention_mask=mask, return_dict=False
+            noisy_BZHW,
+            step_B,
+            encoder_hidden_states=text_BTD,
+            encoder_attention_mask=mask,
+            return_dict=False,
         )[0]
         return output
 
     @torch.no_grad()
     def encode_moments(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, 2Z, H, W): mean and log variance of the latents of uint8 images, before scaling."""
+        """Return (B, 2Z, H, W): mean and log variance of the latents of uint8 images, before
+        scaling.
+        """
         signal_BCHW = to_signal(image_BCHW, self.config.autoencoder.image_channels)
         moments_BCHW: Tensor = self.autoencoder.encode(signal_BCHW).latent_dist.parameters
         return moments_BCHW
@@ -198,17 +252,23 @@ class LatentDiffusion(System):
         return image_BCHW
 
     def reconstruct(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, H, W) uint8: images encoded and decoded, the upper limit of generated images."""
+        """Return (B, H, W) uint8: images encoded and decoded, the upper limit of generated
+        images.
+        """
         mean_BZHW = self.encode_moments(image_BCHW).chunk(2, dim=1)[0]
         return to_grey(self.decode(mean_BZHW * self.latent_scale))
 
     def text_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and mask as the text encoder reads them: padded to `max_tokens` without `text_mask`."""
+        """Return ids and mask as the text encoder reads them: padded to `max_tokens` without
+        `text_mask`.
+        """
         if self.config.text_mask:
             return ids_BT, mask_BT
         last_B1 = ids_BT.gather(1, mask_BT.sum(dim=1, keepdim=True).clamp(min=1) - 1)
         short = self.config.max_tokens - ids_BT.shape[1]
-        ids_BT = torch.cat([torch.where(mask_BT, ids_BT, last_B1), last_B1.expand(-1, short)], dim=1)
+        ids_BT = torch.cat(
+            [torch.where(mask_BT, ids_BT, last_B1), last_B1.expand(-1, short)], dim=1
+        )
         return ids_BT, torch.ones_like(ids_BT, dtype=torch.bool)
 
     def encode_text(self, ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,23 +280,37 @@ class LatentDiffusion(System):
     def empty_text(self) -> tuple[Tensor, Tensor]:
         """Return ids and mask (1, T) of the empty text."""
         if self.tokenizer is None:
-            message = "caption dropout and guidance need the empty text: give a tokenizer, or set caption_dropout 0"
+            message = (
+                "caption dropout and guidance need the empty text: give a tokenizer, or "
+                "set caption_dropout 0"
+            )
             raise ConfigError(message, "missing", field="tokenizer")
         return self.tokenize([""])
 
     def _sample(self, moments_BCHW: Tensor) -> Tensor:
         """Draw latents from their Gaussians."""
         mean_BZHW, logvar_BZHW = moments_BCHW.float().chunk(2, dim=1)
-        return mean_BZHW + torch.randn_like(mean_BZHW) * (0.5 * logvar_BZHW.clamp(-30.0, 20.0)).exp()
+        return (
+            mean_BZHW + torch.randn_like(mean_BZHW) * (0.5 * logvar_BZHW.clamp(-30.0, 20.0)).exp()
+        )
 
-    def _drop_captions(self, ids_BT: Tensor, mask_BT: Tensor, states_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return text states and their mask; in training, those of the empty text in place of some."""
+    def _drop_captions(
+        self, ids_BT: Tensor, mask_BT: Tensor, states_BTD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return text states and their mask; in training, those of the empty text in place of
+        some.
+        """
         if not (self.training and self.config.caption_dropout):
-            return self.encode_text(ids_BT, mask_BT) if states_BTD is None else (states_BTD, mask_BT)
+            return (
+                self.encode_text(ids_BT, mask_BT) if states_BTD is None else (states_BTD, mask_BT)
+            )
         drop_B1 = torch.rand(len(ids_BT), 1, device=ids_BT.device) < self.config.caption_dropout
         empty_1T, real_1T = self.empty_text()
         if states_BTD is None:
-            ids_BT, mask_BT = _replace(ids_BT, empty_1T, drop_B1), _replace(mask_BT, real_1T, drop_B1)
+            ids_BT, mask_BT = (
+                _replace(ids_BT, empty_1T, drop_B1),
+                _replace(mask_BT, real_1T, drop_B1),
+            )
             return self.encode_text(ids_BT, mask_BT)
         empty_1TD, real_1T = self.encode_text(empty_1T, real_1T)
         states_BTD = _replace(states_BTD, empty_1TD.to(states_BTD.dtype), drop_B1[:, :, None])
@@ -245,11 +319,15 @@ class LatentDiffusion(System):
     def before_step(self, step: int) -> None:
         """Raise ConfigError at the first step where the latents' scale was not measured."""
         if step == 0 and not float(self.latent_scale):
-            message = "latent_scale is not known: call measure_scale with latents of training images"
+            message = (
+                "latent_scale is not known: call measure_scale with latents of training images"
+            )
             raise ConfigError(message, "missing", field="latent_scale")
 
     def measure_scale(self, moments_BCHW: Tensor) -> None:
-        """Set `latent_scale` to 1 / standard deviation of latents, unless the config or a checkpoint has set it."""
+        """Set `latent_scale` to 1 / standard deviation of latents, unless the config or a
+        checkpoint has set it.
+        """
         if not float(self.latent_scale):
             mean_BZHW, logvar_BZHW = moments_BCHW.double().chunk(2, dim=1)
             variance = mean_BZHW.var() + logvar_BZHW.exp().mean()
@@ -261,10 +339,14 @@ class LatentDiffusion(System):
         if self.ema_unet is None:
             return
         decay = min(self.config.ema_decay, (2 + step) / (11 + step))
-        torch._foreach_lerp_(list(self.ema_unet.parameters()), list(self.unet.parameters()), 1.0 - decay)
+        torch._foreach_lerp_(
+            list(self.ema_unet.parameters()), list(self.unet.parameters()), 1.0 - decay
+        )
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: a trained text encoder at `text_lr_mult` times the rate of the U-Net."""
+        """Optimiser groups: a trained text encoder at `text_lr_mult` times the rate of the
+        U-Net.
+        """
         groups: list[dict[str, Any]] = []
         parts: Sequence[tuple[str, float]] = (
             ("unet", 1.0),
@@ -278,7 +360,9 @@ class LatentDiffusion(System):
 
 
 def _replace(values: Tensor, empty: Tensor, drop: Tensor) -> Tensor:
-    """Return rows (B, T, ...), padded with zeros to the longer length; where `drop` is True, the row `empty`."""
+    """Return rows (B, T, ...), padded with zeros to the longer length; where `drop` is True, the
+    row `empty`.
+    """
     length = max(values.shape[1], empty.shape[1])
     padded = [
         torch.cat([each, each.new_zeros(len(each), length - each.shape[1], *each.shape[2:])], dim=1)
@@ -300,19 +384,23 @@ def create_latent_diffusion(
     tokenizer: Tokenizer | Path | str | None = None,
     pretrained: bool = False,
 ) -> LatentDiffusion:
-    """Create a latent diffusion model from the weights of its parts; parts without weights start at random.
+    """Create a latent diffusion model from the weights of its parts; parts without weights start at
+    random.
 
     Args:
-        config: settings. With `autoencoder`, the sizes and the images' size must be that checkpoint's.
-        start: checkpoint of a latent diffusion model, such as an imported Stable Diffusion: its U-Net and autoencoder,
-            and its text encoder too where `config` names the same one and neither `text` nor `pretrained` is given.
-            With its autoencoder comes the scale of the latents.
-        random_unet: draw the U-Net, with the layer that maps text states to its width, at random; `start` then gives
-            the other parts.
-        autoencoder: checkpoint of the system `autoencoder`, in place of `start`'s. The scale of its latents is
-            `config.latent_scale`; None: `measure_scale` sets it before the training.
+        config: settings. With `autoencoder`, the sizes and the images' size must be that
+            checkpoint's.
+        start: checkpoint of a latent diffusion model, such as an imported Stable Diffusion: its
+            U-Net and autoencoder, and its text encoder too where `config` names the same one and
+            neither `text` nor `pretrained` is given. With its autoencoder comes the scale of the
+            latents.
+        random_unet: draw the U-Net, with the layer that maps text states to its width, at random;
+            `start` then gives the other parts.
+        autoencoder: checkpoint of the system `autoencoder`, in place of `start`'s. The scale of its
+            latents is `config.latent_scale`; None: `measure_scale` sets it before the training.
         text: checkpoint of any system with a text encoder of the same sizes, with its tokenizer.
-        tokenizer: the tokenizer or its folder. Default: that of `text`, of `start`, else the text encoder's own.
+        tokenizer: the tokenizer or its folder. Default: that of `text`, of `start`, else the text
+            encoder's own.
         pretrained: start the text encoder from its preset's published weights.
 
     Raises:
@@ -368,10 +456,14 @@ def _tokenizer(config: LatentDiffusionConfig, source: Path | str | None) -> Toke
 
 
 def _check_autoencoder(config: LatentDiffusionConfig, folder: Path | str) -> None:
-    """Raise ConfigError unless a checkpoint is an autoencoder of the configuration's sizes and images."""
+    """Raise ConfigError unless a checkpoint is an autoencoder of the configuration's sizes and
+    images.
+    """
     described = described_model(folder)
     if described["name"] != "autoencoder":
-        message = f"expected a checkpoint of the system autoencoder, got {described['name']} in {folder}"
+        message = (
+            f"expected a checkpoint of the system autoencoder, got {described['name']} in {folder}"
+        )
         raise ConfigError(message, "wrong_type", field="autoencoder")
     theirs = from_dict(AutoencoderConfig, described["settings"])
     for field, their, our in (
@@ -380,4 +472,6 @@ def _check_autoencoder(config: LatentDiffusionConfig, folder: Path | str) -> Non
         ("fit", theirs.fit, config.fit),
     ):
         if their != our:
-            raise ConfigError(f"{folder} has {field} {their}, the model {our}", "mismatch", field=field)
+            raise ConfigError(
+                f"{folder} has {field} {their}, the model {our}", "mismatch", field=field
+            )

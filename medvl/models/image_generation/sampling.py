@@ -1,4 +1,5 @@
-"""Sampling of latent diffusion models with classifier-free guidance (Ho and Salimans, arXiv 2207.12598).
+"""Sampling of latent diffusion models with classifier-free guidance (Ho and Salimans, arXiv
+2207.12598).
 
 B batch, Z latent channels, H and W height and width of the latents.
 """
@@ -23,12 +24,15 @@ class Sampling:
     """How images are drawn."""
 
     sampler: Sampler = "dpm"
-    """`dpm` (DPM-Solver++, second order), `ddim`, or `pndm`, which RoentGen and Stable Diffusion 1 used."""
+    """`dpm` (DPM-Solver++, second order), `ddim`, or `pndm`, which RoentGen and Stable Diffusion
+    1 used.
+    """
     steps: int = 25
     """Evaluations of the U-Net; RoentGen took 75 of PNDM. `pndm` needs one more."""
     guidance: float = 4.0
-    """Scale of the guidance: unconditional + scale * (conditional - unconditional); 1 is without, and twice as fast.
-    RoentGen took 4."""
+    """Scale of the guidance: unconditional + scale * (conditional - unconditional); 1 is without,
+    and twice as fast. RoentGen took 4.
+    """
 
     def __post_init__(self) -> None:
         check_choice(self.sampler, get_args(Sampler), "sampler")
@@ -37,13 +41,16 @@ class Sampling:
 
 
 @torch.no_grad()
-def sample_images(model: LatentDiffusion, prompts: Sequence[str], seeds: Sequence[int], sampling: Sampling) -> Tensor:
+def sample_images(
+    model: LatentDiffusion, prompts: Sequence[str], seeds: Sequence[int], sampling: Sampling
+) -> Tensor:
     """Return (B, H, W) uint8 grey images of prompts.
 
-    Each image's noise comes from its own seed, drawn on the CPU, so that an image does not depend on the others of its
-    batch except by rounding.
+    Each image's noise comes from its own seed, drawn on the CPU, so that an image does not depend
+    on the others of its batch except by rounding.
 
-    Raises ConfigError in training mode, without a tokenizer, or where the numbers of prompts and seeds differ.
+    Raises ConfigError in training mode, without a tokenizer, or where the numbers of prompts and
+    seeds differ.
     """
     if model.training:
         raise ConfigError("sample_images needs eval mode; call eval() first", "conflict")
@@ -68,7 +75,9 @@ def sample_images(model: LatentDiffusion, prompts: Sequence[str], seeds: Sequenc
     return to_grey(model.decode(latent_BZHW))
 
 
-def _with_empty(model: LatentDiffusion, states_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+def _with_empty(
+    model: LatentDiffusion, states_BTD: Tensor, mask_BT: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the states and mask (2B, T, ...) of the prompts, then those of as many empty texts."""
     empty_1TD, real_1T = model.encode_text(*model.empty_text())
     short = states_BTD.shape[1] - empty_1TD.shape[1]
@@ -78,7 +87,9 @@ def _with_empty(model: LatentDiffusion, states_BTD: Tensor, mask_BT: Tensor) -> 
     empty_1TD = torch.nn.functional.pad(empty_1TD, (0, 0, 0, max(short, 0)))
     real_1T = torch.nn.functional.pad(real_1T, (0, max(short, 0)))
     rows = len(states_BTD)
-    return torch.cat([states_BTD, empty_1TD.expand(rows, -1, -1)]), torch.cat([mask_BT, real_1T.expand(rows, -1)])
+    return torch.cat([states_BTD, empty_1TD.expand(rows, -1, -1)]), torch.cat(
+        [mask_BT, real_1T.expand(rows, -1)]
+    )
 
 
 def _noise(model: LatentDiffusion, seeds: Sequence[int]) -> Tensor:
@@ -90,7 +101,9 @@ def _noise(model: LatentDiffusion, seeds: Sequence[int]) -> Tensor:
 
 
 def _scheduler(model: LatentDiffusion, sampling: Sampling) -> Any:
-    """Return diffusers' scheduler with the model's noise schedule, its steps counted from the noisiest one."""
+    """Return diffusers' scheduler with the model's noise schedule, its steps counted from the
+    noisiest one.
+    """
     diffusers = require_diffusers()
     settings: dict[str, Any] = {
         "num_train_timesteps": NoiseSchedule.STEPS,
@@ -104,5 +117,9 @@ def _scheduler(model: LatentDiffusion, sampling: Sampling) -> Any:
             **settings, clip_sample=False, set_alpha_to_one=True, timestep_spacing="trailing"
         )
     if sampling.sampler == "pndm":
-        return diffusers.PNDMScheduler(**settings, skip_prk_steps=True, set_alpha_to_one=False, steps_offset=1)
-    return diffusers.DPMSolverMultistepScheduler(**settings, algorithm_type="dpmsolver++", timestep_spacing="trailing")
+        return diffusers.PNDMScheduler(
+            **settings, skip_prk_steps=True, set_alpha_to_one=False, steps_offset=1
+        )
+    return diffusers.DPMSolverMultistepScheduler(
+        **settings, algorithm_type="dpmsolver++", timestep_spacing="trailing"
+    )

@@ -1,4 +1,6 @@
-"""ALBERT on text alone (Lan et al., arXiv 1909.11942) as in BioALBERT (Naseem et al., arXiv 2107.04374, 2022)."""
+"""ALBERT on text alone (Lan et al., arXiv 1909.11942) as in BioALBERT (Naseem et al., arXiv
+2107.04374, 2022).
+"""
 
 import dataclasses
 from typing import Any
@@ -15,8 +17,8 @@ from medvl.models.registry import register_system
 class AlbertTextConfig(LanguageConfig):
     """ALBERT's settings: spans of up to three words, and sentence order prediction.
 
-    BioALBERT's paper does not say whether it masked spans. It predicts at most 20 tokens of a sequence of 512, which
-    leaves most of each sequence unused; that limit is not kept.
+    BioALBERT's paper does not say whether it masked spans. It predicts at most 20 tokens of a
+    sequence of 512, which leaves most of each sequence unused; that limit is not kept.
     """
 
     text_encoder: str = "bioalbert"
@@ -26,14 +28,18 @@ class AlbertTextConfig(LanguageConfig):
 
 @register_system("albert_text")
 class AlbertText(LanguageModel):
-    """Layers that share their parameters, narrow word embeddings, masked words and sentence order prediction."""
+    """Layers that share their parameters, narrow word embeddings, masked words and sentence
+    order prediction.
+    """
 
     Config = AlbertTextConfig
     pair_dropout = 0.1
 
     @classmethod
     def make_word_head(cls, text_encoder: TextEncoder) -> WordHead:
-        """Return ALBERT's head, which maps to the width of the word embeddings. Raises ConfigError for other models."""
+        """Return ALBERT's head, which maps to the width of the word embeddings. Raises
+        ConfigError for other models.
+        """
         config: Any = getattr(text_encoder.backbone, "config", None)
         if getattr(config, "model_type", None) != "albert":
             message = f"expected an ALBERT, got {text_encoder.name}; use the system masked_text"

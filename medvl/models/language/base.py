@@ -24,7 +24,15 @@ from medvl.encoders.pretrained import Pretrained, read_source
 from medvl.errors import ConfigError, WeightsError
 from medvl.losses.masked import IGNORED, masked_positions
 from medvl.losses.precision import mean_of
-from medvl.models.base import EncoderArguments, Parts, System, SystemConfig, WordHead, init_weights, text_masking
+from medvl.models.base import (
+    EncoderArguments,
+    Parts,
+    System,
+    SystemConfig,
+    WordHead,
+    init_weights,
+    text_masking,
+)
 from medvl.schema import Batch, Losses
 
 # An old text encoder under a new vocabulary.
@@ -33,7 +41,8 @@ _TABLE = "word_embeddings.weight"
 
 
 def load_under_new_vocabulary(encoder: TextEncoder, name: str, source: Pretrained) -> None:
-    """Load weights of an encoder with another vocabulary; the table of words of `encoder` stays as it is.
+    """Load weights of an encoder with another vocabulary; the table of words of `encoder` stays as
+    it is.
 
     Raises WeightsError where the weights are not available, have no table of words, or do not fit.
     """
@@ -57,11 +66,15 @@ class TextModelConfig(SystemConfig):
     text_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
     """Arguments of the text encoder by its library's names, such as `{"num_hidden_layers": 3}`."""
     text_weights: str | None = None
-    """Initial weights of the text encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]` on the hub; None
-    takes those that `pretrained` selects. `create_model` reads them; a checkpoint has weights of its own."""
+    """Initial weights of the text encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]`
+    on the hub; None takes those that `pretrained` selects. `create_model` reads them; a checkpoint
+    has weights of its own.
+    """
     max_tokens: int = 512
     vocab_size: int | None = None
-    """Embeddings of the text encoder; None takes the tokenizer's size where one is given, else the preset's."""
+    """Embeddings of the text encoder; None takes the tokenizer's size where one is given, else
+    the preset's.
+    """
 
     def __post_init__(self) -> None:
         check_within(self, "[1, inf)", "max_tokens")
@@ -72,11 +85,15 @@ class LanguageConfig(TextModelConfig):
     """Settings of every system that pretrains a text encoder by masked words."""
 
     new_vocabulary: bool = False
-    """Start from weights of another vocabulary: their table of words is left out and drawn anew, all else is kept."""
+    """Start from weights of another vocabulary: their table of words is left out and drawn anew,
+    all else is kept.
+    """
     mlm_probability: float = 0.15
     """Share of words that are masked; with `rate_ramp`, in evaluation only."""
     rate_ramp: tuple[float, ...] = ()
-    """Shares in equal parts of `ramp_steps`, such as 0.05, 0.1, 0.15, 0.2, 0.25; empty keeps `mlm_probability`."""
+    """Shares in equal parts of `ramp_steps`, such as 0.05, 0.1, 0.15, 0.2, 0.25; empty keeps
+    `mlm_probability`.
+    """
     ramp_steps: int | None = None
     """Steps over which `rate_ramp` runs, those of the training; the last share stays afterwards."""
     whole_words: bool = True
@@ -89,11 +106,14 @@ class LanguageConfig(TextModelConfig):
     short_probability: float = 0.0
     """Share of sequences that are cut to a random length; 0.1 in BERT's released code."""
     attention_dropout: float | None = None
-    """Dropout of attention in training; None is the encoder's default. At 0, packed text uses the GPU's kernel."""
+    """Dropout of attention in training; None is the encoder's default. At 0, packed text uses
+    the GPU's kernel.
+    """
     adversarial_weight: float = 0.0
-    """Weight of the symmetric KL between the predictions with and without noise on the word embeddings; the noise is
-    increased by one step along its gradient (ALUM, Liu et al., arXiv 2004.08994: 10). Costs two more passes; 0 is
-    without."""
+    """Weight of the symmetric KL between the predictions with and without noise on the word
+    embeddings; the noise is increased by one step along its gradient (ALUM, Liu et al., arXiv
+    2004.08994: 10). Costs two more passes; 0 is without.
+    """
     adversarial_std: float = 1e-5
     """Standard deviation of the first noise."""
     adversarial_step: float = 1e-3
@@ -102,26 +122,41 @@ class LanguageConfig(TextModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, 1)", "mlm_probability")
-        check_within(self, "[0, inf)", "pair_weight", "adversarial_weight", "adversarial_std", "adversarial_step")
+        check_within(
+            self,
+            "[0, inf)",
+            "pair_weight",
+            "adversarial_weight",
+            "adversarial_std",
+            "adversarial_step",
+        )
         check_within(self, "[0, 1)", "attention_dropout", "short_probability")
         check_within(self, "[1, inf)", "longest_span", "ramp_steps")
         check_choice(self.pairs, ("none", "next", "order"), "pairs")
         if not all(0 < rate < 1 for rate in self.rate_ramp):
-            raise ConfigError(f"rates must be within (0, 1), got {self.rate_ramp}", "out_of_range", field="rate_ramp")
+            raise ConfigError(
+                f"rates must be within (0, 1), got {self.rate_ramp}",
+                "out_of_range",
+                field="rate_ramp",
+            )
         if bool(self.rate_ramp) != (self.ramp_steps is not None):
-            raise ConfigError("give rate_ramp and ramp_steps, or neither", "conflict", field="ramp_steps")
+            raise ConfigError(
+                "give rate_ramp and ramp_steps, or neither", "conflict", field="ramp_steps"
+            )
 
 
 class LanguageModel(System):
-    """A text encoder with heads for masked words and, unless `config.pairs` is none, for pairs of segments.
+    """A text encoder with heads for masked words and, unless `config.pairs` is none, for pairs of
+    segments.
 
-    A system sets how the word head is built. Losses are divided by `Batch.mean_counts_K`, so that an update's
-    gradient equals that of the mean over all masked positions of its batches.
+    A system sets how the word head is built. Losses are divided by `Batch.mean_counts_K`, so that
+    an update's gradient equals that of the mean over all masked positions of its batches.
 
     Attributes:
         text_encoder: shared with other systems (`medvl.models.load_towers`).
         word_head: tied to the encoder's table of words.
-        pooler, pair_head: linear layer before a tanh on the first token, and 2 logits; None without pairs.
+        pooler, pair_head: linear layer before a tanh on the first token, and 2 logits; None without
+            pairs.
         rate: share of words that the current step masks.
     """
 
@@ -130,7 +165,9 @@ class LanguageModel(System):
     pair_dropout: ClassVar[float] = 0.0
     """Dropout between pooler and pair head."""
 
-    def __init__(self, config: Any, text_encoder: TextEncoder, word_head: WordHead, **parts: Unpack[Parts]) -> None:
+    def __init__(
+        self, config: Any, text_encoder: TextEncoder, word_head: WordHead, **parts: Unpack[Parts]
+    ) -> None:
         super().__init__(config, **parts)
         self.text_encoder, self.word_head = text_encoder, word_head
         self.pooler: nn.Linear | None = None
@@ -149,8 +186,12 @@ class LanguageModel(System):
         if config.attention_dropout is not None:
             arguments["attention_probs_dropout_prob"] = config.attention_dropout
         replaces_words = pretrained and config.new_vocabulary
-        encoder = create_text_encoder(config.text_encoder, pretrained=pretrained and not replaces_words, **arguments)
-        if not hasattr(encoder.backbone, "get_input_embeddings") or not hasattr(encoder.backbone, "embeddings"):
+        encoder = create_text_encoder(
+            config.text_encoder, pretrained=pretrained and not replaces_words, **arguments
+        )
+        if not hasattr(encoder.backbone, "get_input_embeddings") or not hasattr(
+            encoder.backbone, "embeddings"
+        ):
             message = f"{encoder.name} has no table of words to predict: use a BERT or an ALBERT"
             raise ConfigError(message, "unsupported", field="text_encoder")
         if replaces_words:
@@ -172,7 +213,9 @@ class LanguageModel(System):
         )
 
     def _load_encoder(self, part: str, source: Any) -> None:
-        """Load weights as the base class does; of another vocabulary without their table of words."""
+        """Load weights as the base class does; of another vocabulary without their table of
+        words.
+        """
         if part == "text_encoder" and self.config.new_vocabulary:
             load_under_new_vocabulary(self.text_encoder, self.config.text_encoder, source)
             return
@@ -182,11 +225,15 @@ class LanguageModel(System):
     def sequences(self) -> TextSequences:
         """Maker of the training sequences, for `open_text_loader`.
 
-        Raises ConfigError without a tokenizer, without a mask token in it, or where it has no pairs.
+        Raises ConfigError without a tokenizer, without a mask token in it, or where it has no
+        pairs.
         """
         config = self.config
         masking: TextMasking = text_masking(
-            self, rate=config.mlm_probability, whole_words=config.whole_words, longest_span=config.longest_span
+            self,
+            rate=config.mlm_probability,
+            whole_words=config.whole_words,
+            longest_span=config.longest_span,
         )
         return TextSequences(
             self.require_tokenizer("training"),
@@ -208,13 +255,16 @@ class LanguageModel(System):
         return MaskingDraw(batch.order_BT, batch.masked_BT).at(rate, batch.ids_BT)
 
     def loss_counts(self, batch: Batch) -> Tensor:
-        """Return (2,) float32: how many masked tokens and pairs of segments the losses of a batch are sums over."""
+        """Return (2,) float32: how many masked tokens and pairs of segments the losses of a
+        batch are sums over.
+        """
         batch = check_text_batch(batch)
         masked, pairs = self.mask(batch).labels_BT != IGNORED, batch.pair_B != IGNORED
         return torch.stack([masked.sum(), pairs.sum()]).float()
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the losses "mlm", "pairs" (unless `config.pairs` is none) and "adversarial" (if it has a weight).
+        """Return the losses "mlm", "pairs" (unless `config.pairs` is none) and "adversarial" (if it
+        has a weight).
 
         Raises ConfigError for a batch that `open_text_loader` did not make.
         """
@@ -223,7 +273,9 @@ class LanguageModel(System):
         position_N = masked_positions(masked.labels_BT)
         target_N = masked.labels_BT.flatten()[position_N]
         words, pairs = (None, None) if batch.mean_counts_K is None else batch.mean_counts_K
-        states_BTD = self.text_encoder(masked.ids_BT, batch.mask_BT, types_BT=batch.types_BT).tokens_BTD
+        states_BTD = self.text_encoder(
+            masked.ids_BT, batch.mask_BT, types_BT=batch.types_BT
+        ).tokens_BTD
         logits_NV = self.score_words(states_BTD.flatten(0, 1)[position_N])
         terms = {"mlm": (losses.mlm(logits_NV, target_N, words), 1.0)}
         if self.pair_head is not None:
@@ -231,7 +283,10 @@ class LanguageModel(System):
             terms["pairs"] = pair_loss, self.config.pair_weight
         if self.config.adversarial_weight:
             noisy_NV = self._score_with_noise(masked.ids_BT, batch, position_N, logits_NV.detach())
-            terms["adversarial"] = losses.symmetric_kl(logits_NV, noisy_NV, words), self.config.adversarial_weight
+            terms["adversarial"] = (
+                losses.symmetric_kl(logits_NV, noisy_NV, words),
+                self.config.adversarial_weight,
+            )
         return Losses.weighted(**terms)
 
     def score_words(self, states_ND: Tensor) -> Tensor:
@@ -246,27 +301,46 @@ class LanguageModel(System):
         Raises ConfigError in a model without pairs.
         """
         if self.pooler is None or self.pair_head is None:
-            raise ConfigError(f"this {self.name} was built with pairs 'none'", "unsupported", field="pairs")
+            raise ConfigError(
+                f"this {self.name} was built with pairs 'none'", "unsupported", field="pairs"
+            )
         pooled_BD = F.dropout(torch.tanh(self.pooler(first_BD)), self.pair_dropout, self.training)
         logits_B2: Tensor = self.pair_head(pooled_BD)
         return logits_B2
 
-    def _score_with_noise(self, ids_BT: Tensor, batch: TextBatch, position_N: Tensor, clean_NV: Tensor) -> Tensor:
-        """(N, V): scores with noise on the word embeddings, after a step away from the scores `clean_NV`."""
+    def _score_with_noise(
+        self, ids_BT: Tensor, batch: TextBatch, position_N: Tensor, clean_NV: Tensor
+    ) -> Tensor:
+        """(N, V): scores with noise on the word embeddings, after a step away from the scores
+        `clean_NV`.
+        """
         backbone: Any = self.text_encoder.backbone
         table = backbone.get_input_embeddings()
 
         def score(noise_BTD: Tensor) -> Tensor:
-            hidden_BTD = self.text_encoder.embed_vectors(table(ids_BT) + noise_BTD, token_type_ids=batch.types_BT)
+            hidden_BTD = self.text_encoder.embed_vectors(
+                table(ids_BT) + noise_BTD, token_type_ids=batch.types_BT
+            )
             states_BTD = self.text_encoder.features(hidden_BTD, batch.mask_BT).tokens_BTD
             return self.score_words(states_BTD.flatten(0, 1)[position_N])
 
-        noise_BTD = torch.randn(*ids_BT.shape, table.embedding_dim, device=ids_BT.device) * self.config.adversarial_std
+        noise_BTD = (
+            torch.randn(*ids_BT.shape, table.embedding_dim, device=ids_BT.device)
+            * self.config.adversarial_std
+        )
         if torch.is_grad_enabled():
             noise_BTD.requires_grad_()
-            (gradient_BTD,) = torch.autograd.grad(losses.symmetric_kl(clean_NV, score(noise_BTD)), noise_BTD)
-            largest_BT1 = gradient_BTD.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            noise_BTD = (noise_BTD + self.config.adversarial_step * gradient_BTD / largest_BT1).detach()
+            (gradient_BTD,) = torch.autograd.grad(
+                losses.symmetric_kl(clean_NV, score(noise_BTD)), noise_BTD
+            )
+            largest_BT1 = (
+                gradient_BTD.abs()
+                .amax(dim=-1, keepdim=True)
+                .clamp(min=torch.finfo(torch.float32).tiny)
+            )
+            noise_BTD = (
+                noise_BTD + self.config.adversarial_step * gradient_BTD / largest_BT1
+            ).detach()
         return score(noise_BTD)
 
 
@@ -278,7 +352,10 @@ def _pair_loss(logits_B2: Tensor, pair_B: Tensor, count: Tensor | None) -> Tenso
 def check_text_batch(batch: Batch) -> TextBatch:
     """Return the batch. Raises ConfigError unless `open_text_loader` made it."""
     if not isinstance(batch, TextBatch):
-        message = f"expected a batch of open_text_loader(source, model.sequences, ...), got a {type(batch).__name__}"
+        message = (
+            f"expected a batch of open_text_loader(source, model.sequences, ...), got a "
+            f"{type(batch).__name__}"
+        )
         raise ConfigError(message, "wrong_type", field="batch")
     return batch
 
@@ -290,14 +367,15 @@ class MaskedWordScore:
     """Evaluator of a language model for training runs.
 
     Args:
-        batches: validation batches, of an `open_text_loader` with `train=False`: masks are the same in every pass.
+        batches: validation batches, of an `open_text_loader` with `train=False`: masks are the same
+            in every pass.
 
     Calling it with a model returns
 
-        masked/accuracy        share of the masked tokens that get the highest score
-        masked/unigram         share of the most frequent one among them: accuracy of a constant prediction
-        masked/perplexity      exponential of the mean cross-entropy
-        pairs/accuracy         of the task on pairs, if the model has one
+        masked/accuracy  share of the masked tokens that get the highest score masked/unigram
+        share of the most frequent one among them: accuracy of a constant prediction
+        masked/perplexity  exponential of the mean cross-entropy pairs/accuracy   of the task on
+        pairs, if the model has one
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
@@ -312,7 +390,9 @@ class MaskedWordScore:
             masked = model.mask(batch)
             position_N = masked_positions(masked.labels_BT)
             target_N = masked.labels_BT.flatten()[position_N]
-            states_BTD = model.text_encoder(masked.ids_BT, batch.mask_BT, types_BT=batch.types_BT).tokens_BTD
+            states_BTD = model.text_encoder(
+                masked.ids_BT, batch.mask_BT, types_BT=batch.types_BT
+            ).tokens_BTD
             logits_NV = model.score_words(states_BTD.flatten(0, 1)[position_N]).float()
             right = (logits_NV.argmax(dim=1) == target_N).sum()
             entropy = torch.nn.functional.cross_entropy(logits_NV, target_N, reduction="sum")
@@ -329,4 +409,6 @@ class MaskedWordScore:
             "masked/unigram": int(counts_V.max()) / max(masked_count, 1),
             "masked/perplexity": float(torch.tensor(entropy / max(masked_count, 1)).exp()),
         }
-        return scores | ({"pairs/accuracy": pairs_right / max(pairs, 1)} if model.pair_head is not None else {})
+        return scores | (
+            {"pairs/accuracy": pairs_right / max(pairs, 1)} if model.pair_head is not None else {}
+        )

@@ -27,15 +27,18 @@ IGNORED = -100
 class ReportGenerator(System):
     """Base of systems that read the images of a sample and write its text, one token after another.
 
-    The loss, "words", is the mean cross-entropy of all words of a batch, each predicted from the image and the true
-    words before it. Samples without an image or a text are left out. A text that fills `config.max_tokens` may have
-    been cut, so its last token is not a target. The unknown word is a target, and is never written.
+    The loss, "words", is the mean cross-entropy of all words of a batch, each predicted from the
+    image and the true words before it. Samples without an image or a text are left out. A text that
+    fills `config.max_tokens` may have been cut, so its last token is not a target. The unknown word
+    is a target, and is never written.
     """
 
     shared_encoders = ("image_encoder",)
 
     @abc.abstractmethod
-    def image_tokens(self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None) -> Tokens:
+    def image_tokens(
+        self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None
+    ) -> Tokens:
         """Encode images, and other views of them where `has_other_B` is True (None: everywhere)."""
 
     @abc.abstractmethod
@@ -44,7 +47,9 @@ class ReportGenerator(System):
 
     @abc.abstractmethod
     def writer(self, image: Tokens, first_id: int) -> NextToken:
-        """Return a writer of texts about the images that begin with a token; it caches the states of earlier tokens."""
+        """Return a writer of texts about the images that begin with a token; it caches the
+        states of earlier tokens.
+        """
 
     def forward(self, batch: Batch) -> Losses:
         """Return the loss of a training batch."""
@@ -55,18 +60,27 @@ class ReportGenerator(System):
             if not len(row_K):
                 return Losses.sum(words=zero_loss(self))
             image, ids_BT, mask_BT = image[row_K], ids_BT[row_K], mask_BT[row_K]
-            other, has_other_B = (None if each is None else each[row_K] for each in (other, has_other_B))
+            other, has_other_B = (
+                None if each is None else each[row_K] for each in (other, has_other_B)
+            )
         scores_BTV = self.score_next(ids_BT[:, :-1], self.image_tokens(image, other, has_other_B))
         target_BT = self._targets(ids_BT, mask_BT)
         total = F.cross_entropy(
-            scores_BTV.flatten(0, 1).float(), target_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+            scores_BTV.flatten(0, 1).float(),
+            target_BT.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
         )
         return Losses.sum(words=update_mean(batch, total, (target_BT != IGNORED).sum()))
 
     def loss_counts(self, batch: Batch) -> Tensor:
         """Return (1,) float32: how many words the loss of a batch is a sum over."""
         row_K = complete_rows(batch)
-        return (self._targets(batch.ids_BT[row_K], batch.mask_BT[row_K]) != IGNORED).sum().float()[None]
+        return (
+            (self._targets(batch.ids_BT[row_K], batch.mask_BT[row_K]) != IGNORED)
+            .sum()
+            .float()[None]
+        )
 
     def _targets(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """(B, T - 1): the token after each token."""
@@ -76,7 +90,8 @@ class ReportGenerator(System):
 
     @torch.no_grad()
     def write_reports(self, batch: Batch, *, decoding: Decoding = _BEAMS) -> Generated:
-        """Return a text for each image of a batch, or several with sampling; its texts are not read.
+        """Return a text for each image of a batch, or several with sampling; its texts are not
+        read.
 
         Raises ConfigError in training mode, and without a tokenizer.
         """
@@ -105,7 +120,8 @@ _PERIODS, _INITIAL_BIAS = 10_000.0, 0.1
 
 
 def standardize(states: Tensor) -> Tensor:
-    """Subtract the mean of the last axis and divide by its unbiased standard deviation plus 1e-6, never in 16 bits.
+    """Subtract the mean of the last axis and divide by its unbiased standard deviation plus 1e-6,
+    never in 16 bits.
 
     PyTorch's LayerNorm divides by the square root of the biased variance plus its epsilon.
     """
@@ -127,13 +143,16 @@ class Norm(nn.Module):
 
 
 class ConditionalNorm(nn.Module):
-    """Norm whose scale and shift depend on the memory (R2Gen, section 2.3): gamma + MLP(m), beta + MLP(m)."""
+    """Norm whose scale and shift depend on the memory (R2Gen, section 2.3): gamma + MLP(m), beta
+    + MLP(m).
+    """
 
     def __init__(self, width: int, slots: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
         self.weight_change, self.bias_change = (
-            nn.Sequential(nn.Linear(slots * width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(2)
+            nn.Sequential(nn.Linear(slots * width, width), nn.ReLU(), nn.Linear(width, width))
+            for _ in range(2)
         )
         for name, parameter in self.named_parameters():
             if name.endswith(("change.0.bias", "change.2.bias")):
@@ -142,7 +161,10 @@ class ConditionalNorm(nn.Module):
     def forward(self, states_RTD: Tensor, memory_RTMD: Tensor) -> Tensor:
         """(R, T, D), from the memory after each token."""
         flat = memory_RTMD.flatten(2)
-        weight_RTD, bias_RTD = self.weight + self.weight_change(flat), self.bias + self.bias_change(flat)
+        weight_RTD, bias_RTD = (
+            self.weight + self.weight_change(flat),
+            self.bias + self.bias_change(flat),
+        )
         return weight_RTD * standardize(states_RTD) + bias_RTD
 
 
@@ -156,10 +178,16 @@ class Attention(nn.Module):
 
     def keys_values(self, context_BND: Tensor) -> KeysValues:
         """Project tokens to keys and values, (B, heads, N, D / heads) each."""
-        return split_heads(self.key(context_BND), self.heads), split_heads(self.value(context_BND), self.heads)
+        return split_heads(self.key(context_BND), self.heads), split_heads(
+            self.value(context_BND), self.heads
+        )
 
-    def attend(self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None = None) -> Tensor:
-        """(B, Q, D): attend to keys and values where the mask is True; a query with an empty mask to all."""
+    def attend(
+        self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None = None
+    ) -> Tensor:
+        """(B, Q, D): attend to keys and values where the mask is True; a query with an empty
+        mask to all.
+        """
         attended_BHQd = F.scaled_dot_product_attention(
             split_heads(self.query(states_BQD), self.heads),
             *kept,
@@ -174,7 +202,10 @@ class FeedForward(nn.Sequential):
     """Linear, ReLU, dropout, linear."""
 
     def __init__(self, sizes: Sizes) -> None:
-        inner, outer = nn.Linear(sizes.width, sizes.intermediate), nn.Linear(sizes.intermediate, sizes.width)
+        inner, outer = (
+            nn.Linear(sizes.width, sizes.intermediate),
+            nn.Linear(sizes.intermediate, sizes.width),
+        )
         super().__init__(inner, nn.ReLU(), nn.Dropout(sizes.dropout), outer)
 
 
@@ -225,12 +256,18 @@ class WritingState(NamedTuple):
 
     def rows(self, index_R: Tensor) -> "WritingState":
         """Select rows by index; each must stay with its sample."""
-        written = None if self.written is None else tuple((k[index_R], v[index_R]) for k, v in self.written)
+        written = (
+            None
+            if self.written is None
+            else tuple((k[index_R], v[index_R]) for k, v in self.written)
+        )
         return self._replace(written=written, memory_RMD=self.memory_RMD[index_R])
 
 
 class DecoderLayer(nn.Module):
-    """Attention to the text so far and to the image, feed-forward; each after a norm that depends on the memory."""
+    """Attention to the text so far and to the image, feed-forward; each after a norm that
+    depends on the memory.
+    """
 
     def __init__(self, sizes: Sizes, slots: int) -> None:
         super().__init__()
@@ -256,16 +293,23 @@ class DecoderLayer(nn.Module):
             kept = torch.cat([written[0], kept[0]], dim=2), torch.cat([written[1], kept[1]], dim=2)
         states_RTD = states_RTD + self.dropout(self.attention.attend(normed_RTD, kept, mask_RTK))
         normed_RTD = self.norms[1](states_RTD, memory_RTMD)
-        # Queries do not attend to each other here, so all rows of a sample share its keys and values.
+        # Queries do not attend to each other here, so all rows of a sample share its keys and
+        # values.
         together_BQD = normed_RTD.reshape(len(read[0]), -1, normed_RTD.shape[2])
         crossed_BQD = self.cross_attention.attend(together_BQD, read, read_mask_B1P)
         states_RTD = states_RTD + self.dropout(crossed_BQD.view_as(states_RTD))
-        states_RTD = states_RTD + self.dropout(self.feed_forward(self.norms[2](states_RTD, memory_RTMD)))
+        states_RTD = states_RTD + self.dropout(
+            self.feed_forward(self.norms[2](states_RTD, memory_RTMD))
+        )
         return states_RTD, kept
 
 
 def sines(place_T: Tensor, width: int) -> Tensor:
-    """(T, D): sines in even and cosines in odd columns (Vaswani et al., arXiv 1706.03762, section 3.5)."""
-    rate_F = torch.exp(torch.arange(0, width, 2, device=place_T.device) * (-math.log(_PERIODS) / width))
+    """(T, D): sines in even and cosines in odd columns (Vaswani et al., arXiv 1706.03762,
+    section 3.5).
+    """
+    rate_F = torch.exp(
+        torch.arange(0, width, 2, device=place_T.device) * (-math.log(_PERIODS) / width)
+    )
     angle_TF = place_T[:, None] * rate_F
     return torch.stack([angle_TF.sin(), angle_TF.cos()], dim=2).flatten(1)

@@ -1,4 +1,6 @@
-"""R2Gen: a Transformer with a relational memory that writes reports (Chen et al., arXiv 2010.16056, EMNLP 2020)."""
+"""R2Gen: a Transformer with a relational memory that writes reports (Chen et al., arXiv
+2010.16056, EMNLP 2020).
+"""
 
 import dataclasses
 import math
@@ -39,7 +41,8 @@ from medvl.schema import Inputs
 class RelationalMemory(nn.Module):
     """Slots that attend to themselves and to each new token, and are gated (R2Gen, section 2.2).
 
-    M' = M + Attention(M, [M; y]); M'' = M' + MLP(M'); i, f = sigmoid(W y + U tanh(M)); M <- i tanh(M'') + f M
+    M' = M + Attention(M, [M; y]); M'' = M' + MLP(M'); i, f = sigmoid(W y + U tanh(M)); M <- i
+    tanh(M'') + f M
     """
 
     def __init__(self, sizes: Sizes, slots: int, heads: int) -> None:
@@ -47,16 +50,25 @@ class RelationalMemory(nn.Module):
         width = sizes.width
         self.slots = slots
         self.attention = Attention(width, heads, sizes.dropout)
-        self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
-        self.token_gates, self.memory_gates = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+        )
+        self.token_gates, self.memory_gates = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, 2 * width),
+        )
 
     def start(self, samples: int) -> Tensor:
         """(B, M, D): the memory before the first token: an identity matrix, padded with zeros."""
         weight = self.token_gates.weight
-        return torch.eye(self.slots, weight.shape[1], device=weight.device, dtype=weight.dtype).expand(samples, -1, -1)
+        return torch.eye(
+            self.slots, weight.shape[1], device=weight.device, dtype=weight.dtype
+        ).expand(samples, -1, -1)
 
     def forward(self, tokens_RTD: Tensor, memory_RMD: Tensor) -> Tensor:
-        """(R, T, M, D): the memory after each token. A step depends on the memory before it and on its token only."""
+        """(R, T, M, D): the memory after each token. A step depends on the memory before it and
+        on its token only.
+        """
         token_keys, token_values = self.attention.keys_values(tokens_RTD)
         token_gates_RTF = self.token_gates(tokens_RTD)
         after = []
@@ -96,7 +108,9 @@ class MemoryDecoder(nn.Module):
         """Return the state before the first token, with the keys and values of the images."""
         layers: Any = self.layers
         read = tuple(layer.cross_attention.keys_values(image.states_BND) for layer in layers)
-        return WritingState(read, padding_mask(image.mask_BN), None, self.memory.start(len(image.states_BND)))
+        return WritingState(
+            read, padding_mask(image.mask_BN), None, self.memory.start(len(image.states_BND))
+        )
 
     def forward(self, ids_RT: Tensor, state: WritingState) -> tuple[Tensor, WritingState]:
         """Append tokens to the texts; return their states (R, T, D) and the state after them."""
@@ -105,24 +119,34 @@ class MemoryDecoder(nn.Module):
         place_T = torch.arange(before, before + tokens, device=ids_RT.device)
         width = self.sizes.width
         words_RTD = self.words(ids_RT) * math.sqrt(width) + sines(place_T, width)
-        memory_RTMD = self.memory(F.dropout(words_RTD, self.sizes.dropout, self.training), state.memory_RMD)
+        memory_RTMD = self.memory(
+            F.dropout(words_RTD, self.sizes.dropout, self.training), state.memory_RMD
+        )
         states_RTD = F.dropout(words_RTD, self.sizes.dropout, self.training)
         earlier_1TK = None
         if tokens > 1:
-            earlier_1TK = (torch.arange(before + tokens, device=ids_RT.device) <= place_T[:, None])[None]
+            earlier_1TK = (torch.arange(before + tokens, device=ids_RT.device) <= place_T[:, None])[
+                None
+            ]
         written = []
         for number, layer in enumerate(self.layers):
             old = None if state.written is None else state.written[number]
-            states_RTD, new = layer(states_RTD, memory_RTMD, old, earlier_1TK, state.read[number], state.read_mask_B1P)
+            states_RTD, new = layer(
+                states_RTD, memory_RTMD, old, earlier_1TK, state.read[number], state.read_mask_B1P
+            )
             written.append(new)
         after = state._replace(written=tuple(written), memory_RMD=memory_RTMD[:, -1])
         return self.norm(states_RTD), after
 
 
 class MemoryWriter:
-    """A `NextToken` of a `MemoryDecoder`: each step computes one token; keys, values and memory are cached."""
+    """A `NextToken` of a `MemoryDecoder`: each step computes one token; keys, values and memory
+    are cached.
+    """
 
-    def __init__(self, decoder: MemoryDecoder, word_head: nn.Linear, image: Tokens, first_id: int) -> None:
+    def __init__(
+        self, decoder: MemoryDecoder, word_head: nn.Linear, image: Tokens, first_id: int
+    ) -> None:
         self._decoder, self._word_head, self._first_id = decoder, word_head, first_id
         self._state = decoder.read(image)
 
@@ -168,7 +192,9 @@ class R2GenConfig(ImageConfig):
     image_lr_mult: float = 0.5
     """Learning rate of the image encoder, as a multiple of the other parts'."""
     max_tokens: int = 61
-    """Including the first and the last token: 59 words, as the released code's max_seq_length of 60."""
+    """Including the first and the last token: 59 words, as the released code's max_seq_length of
+    60.
+    """
     vocab_size: int | None = None
     """None: the value of the tokenizer."""
 
@@ -176,25 +202,35 @@ class R2GenConfig(ImageConfig):
         check_choice(self.fit, ("crop", "pad", "squash"), "fit")
         check_within(self, "[1, 2]", "views")
         check_within(self, "[0, 1)", "dropout", "cell_dropout")
-        check_within(self, "(0, inf)", "layers", "intermediate", "slots", "image_lr_mult", "max_tokens")
+        check_within(
+            self, "(0, inf)", "layers", "intermediate", "slots", "image_lr_mult", "max_tokens"
+        )
         if self.width % 2 or self.width % self.heads or self.width % self.memory_heads:
-            message = f"width must be even and a multiple of heads and memory_heads, got {self.width}"
+            message = (
+                f"width must be even and a multiple of heads and memory_heads, got {self.width}"
+            )
             raise ConfigError(message, "conflict", field="width")
 
 
 @register_system("r2gen")
 class R2Gen(ReportGenerator):
-    """Cells of one or two images, encoded together; the words of the report, each from those before it.
+    """Cells of one or two images, encoded together; the words of the report, each from those before
+    it.
 
-    Each view goes through the image encoder by itself, so that batch norms see the views apart, as released.
-    Differences: `<unk>` is never written; torchvision's second ImageNet weights instead of its first; biases and norms
-    are not decayed; finished hypotheses of a beam search stay among the others (`medvl.models.text_decoding`).
+    Each view goes through the image encoder by itself, so that batch norms see the views apart, as
+    released. Differences: `<unk>` is never written; torchvision's second ImageNet weights instead
+    of its first; biases and norms are not decayed; finished hypotheses of a beam search stay among
+    the others (`medvl.models.text_decoding`).
     """
 
     Config = R2GenConfig
 
     def __init__(
-        self, config: R2GenConfig, image_encoder: ImageEncoder, vocab_size: int, **parts: Unpack[Parts]
+        self,
+        config: R2GenConfig,
+        image_encoder: ImageEncoder,
+        vocab_size: int,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, **parts)
         self.inputs = Inputs(other_view=config.views == 2)
@@ -213,19 +249,28 @@ class R2Gen(ReportGenerator):
     def build(cls, config: R2GenConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class. Raises ConfigError without a vocabulary."""
         if config.vocab_size is None and tokenizer is None:
-            message = "r2gen needs a vocabulary; use create_model(..., tokenizer=FOLDER), of `medvl vocab --kind words`"
+            message = (
+                "r2gen needs a vocabulary; use create_model(..., tokenizer=FOLDER), of "
+                "`medvl vocab --kind words`"
+            )
             raise ConfigError(message, "missing", field="tokenizer")
         arguments: Mapping[str, Any] = config.image_arguments
         image_encoder = create_image_encoder(
             config.image_encoder, pretrained=pretrained, image_size=config.image_size, **arguments
         )
-        words = config.vocab_size if tokenizer is None or config.vocab_size is not None else tokenizer.vocab_size
+        words = (
+            config.vocab_size
+            if tokenizer is None or config.vocab_size is not None
+            else tokenizer.vocab_size
+        )
         assert words is not None
         config = dataclasses.replace(config, vocab_size=words)
         transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, image_encoder, words, transform=transform, tokenizer=tokenizer)
 
-    def image_tokens(self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None) -> Tokens:
+    def image_tokens(
+        self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None
+    ) -> Tokens:
         """See the base class."""
         tokens = self._cells(image)
         if self.config.views == 2 and other is not None:
@@ -250,11 +295,14 @@ class R2Gen(ReportGenerator):
         return MemoryWriter(self.decoder, self.word_head, image, first_id)
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: the image encoder at `image_lr_mult` times the rate of all other parts."""
+        """Optimiser groups: the image encoder at `image_lr_mult` times the rate of all other
+        parts.
+        """
         groups: list[dict[str, Any]] = []
         for name, child in self.named_children():
             rate = lr * (self.config.image_lr_mult if name == "image_encoder" else 1.0)
             groups += [
-                {**each, "name": f"{name}: {each['name']}"} for each in parameter_groups(child, rate, weight_decay)
+                {**each, "name": f"{name}: {each['name']}"}
+                for each in parameter_groups(child, rate, weight_decay)
             ]
         return groups

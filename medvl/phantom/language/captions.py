@@ -1,7 +1,7 @@
 """Captions of radiographs in case reports, and the sentences of the article that refer to them.
 
-Captions name the view and its findings in noun phrases. References repeat them in the past tense, or do not describe
-the figure at all. Templates have the form of `lexicon`.
+Captions name the view and its findings in noun phrases. References repeat them in the past tense,
+or do not describe the figure at all. Templates have the form of `lexicon`.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,10 @@ NOUN_PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
             "[linear|band-like|plate-like] atelectasis at the {where}",
             "linear opacities at the {where} in keeping with atelectasis",
         ),
-        "collapse": ("collapse of the {where}[| with volume loss]", "complete atelectasis of the {where}"),
+        "collapse": (
+            "collapse of the {where}[| with volume loss]",
+            "complete atelectasis of the {where}",
+        ),
     },
     "Cardiomegaly": {
         "any": (
@@ -71,20 +74,32 @@ NOUN_PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Fracture": {
         "rib": ("a [|displaced ]fracture of the {where}",),
-        "ribs": ("[multiple|several] {side} rib fractures", "fractures of [multiple|several] {side} ribs"),
+        "ribs": (
+            "[multiple|several] {side} rib fractures",
+            "fractures of [multiple|several] {side} ribs",
+        ),
         "clavicle": ("a displaced fracture of the {side} clavicle",),
     },
     "Lung Lesion": {
         "nodule": ("a {cm} cm [|rounded |pulmonary ]nodule in the {where}",),
-        "mass": ("a {cm} cm mass in the {where}", "a [large|well-defined] mass of {cm} cm in the {where}"),
+        "mass": (
+            "a {cm} cm mass in the {where}",
+            "a [large|well-defined] mass of {cm} cm in the {where}",
+        ),
         "several": ("[multiple|{count}] pulmonary nodules, the largest of {cm} cm",),
     },
     "Lung Opacity": {
-        "any": ("a [hazy|ill-defined|vague] opacity in the {where}", "{severity} ground-glass opacity in the {where}")
+        "any": (
+            "a [hazy|ill-defined|vague] opacity in the {where}",
+            "{severity} ground-glass opacity in the {where}",
+        )
     },
     "Pleural Effusion": {
         "one": ("a {size} {side} pleural effusion", "a {size} {side}-sided pleural effusion"),
-        "both": ("{size} bilateral pleural effusions", "bilateral pleural effusions, {larger} greater than {smaller}"),
+        "both": (
+            "{size} bilateral pleural effusions",
+            "bilateral pleural effusions, {larger} greater than {smaller}",
+        ),
     },
     "Pleural Other": {
         "thickening": ("{severity} {side} pleural thickening",),
@@ -92,11 +107,17 @@ NOUN_PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
         "plaque": ("calcified {side} pleural plaques",),
     },
     "Pneumonia": {
-        "any": ("{where} pneumonia", "patchy opacities in the {where} [consistent with|suggestive of] pneumonia")
+        "any": (
+            "{where} pneumonia",
+            "patchy opacities in the {where} [consistent with|suggestive of] pneumonia",
+        )
     },
     "Pneumothorax": {
         "any": ("a {size} {side} pneumothorax", "a {size} {side}-sided pneumothorax"),
-        "tension": ("a large {side} pneumothorax with mediastinal shift", "a {side} tension pneumothorax"),
+        "tension": (
+            "a large {side} pneumothorax with mediastinal shift",
+            "a {side} tension pneumothorax",
+        ),
     },
     "Support Devices": {
         "endotracheal tube": ("an endotracheal tube {cm} cm above the carina",),
@@ -132,11 +153,14 @@ NORMAL_REFERENCES = (
     "No abnormality was seen on the {view} ({figure}).",
 )
 UNINFORMATIVE_REFERENCES = (
-    "[Laboratory tests|Vital signs] were [unremarkable|stable] and imaging was performed ({figure}).",
+    "[Laboratory tests|Vital signs] were [unremarkable|stable] and imaging was performed "
+    "({figure}).",
     "The patient was [discharged|treated conservatively] on day {day} ({figure}).",
     "({figure}).",
 )
-"""References that do not describe the image; the last one imitates an error of sentence splitters."""
+"""References that do not describe the image; the last one imitates an error of sentence
+splitters.
+"""
 
 _NORMAL_NOUN = "no abnormality"
 _MAX_FINDINGS = 3  # findings per caption
@@ -144,25 +168,45 @@ _MARKS = ("(arrow)", "(arrows)", "(arrowhead)", "(white arrow)", "(asterisk)")
 
 
 def compose_caption(rng: np.random.Generator, study: Study, view: View) -> str:
-    """Return a caption of a view that names its most extensive visible findings and agrees with the ground truth."""
+    """Return a caption of a view that names its most extensive visible findings and agrees with
+    the ground truth.
+    """
     shown = _nouns(rng, view)
     if shown and rng.random() < 0.35:
         shown[0] += f" {pick(rng, _MARKS)}"
-    slots = {"view": _view_name(rng, view), "person": _person(study), "day": str(rng.integers(2, 15))}
-    caption = realize(rng, CAPTIONS if shown else NORMAL_CAPTIONS, {**slots, "shown": _enumerate_phrases(shown)})
+    slots = {
+        "view": _view_name(rng, view),
+        "person": _person(study),
+        "day": str(rng.integers(2, 15)),
+    }
+    caption = realize(
+        rng, CAPTIONS if shown else NORMAL_CAPTIONS, {**slots, "shown": _enumerate_phrases(shown)}
+    )
     negations = lexicon.ABSENT.items()
-    absent = [templates for labels, templates in negations if not any(study.labels[label] for label in labels)]
+    absent = [
+        templates
+        for labels, templates in negations
+        if not any(study.labels[label] for label in labels)
+    ]
     if absent and rng.random() < 0.12:
         caption += " " + realize(rng, absent[int(rng.integers(len(absent)))])
     return caption
 
 
-def compose_references(rng: np.random.Generator, view: View, number: int, maximum: int = 4) -> list[str]:
+def compose_references(
+    rng: np.random.Generator, view: View, number: int, maximum: int = 4
+) -> list[str]:
     """Return up to `maximum` sentences of the article that refer to figure `number`."""
     sentences = []
     for _ in range(min(maximum, int(rng.geometric(0.45)) - 1)):
         shown = _nouns(rng, view)
-        templates = UNINFORMATIVE_REFERENCES if rng.random() < 0.3 else REFERENCES if shown else NORMAL_REFERENCES
+        templates = (
+            UNINFORMATIVE_REFERENCES
+            if rng.random() < 0.3
+            else REFERENCES
+            if shown
+            else NORMAL_REFERENCES
+        )
         figure = pick(rng, [f"Figure {number}", f"Fig. {number}", f"Figure {number} "])
         slots = {"view": _view_name(rng, view), "figure": figure, "day": str(rng.integers(2, 15))}
         sentences.append(realize(rng, templates, {**slots, "shown": _enumerate_phrases(shown)}))
@@ -170,10 +214,17 @@ def compose_references(rng: np.random.Generator, view: View, number: int, maximu
 
 
 def _nouns(rng: np.random.Generator, view: View) -> list[str]:
-    """Return noun phrases of the findings that a caption of this view names, the most extensive first."""
-    visible = [finding for finding in view.findings if not (view.lateral and finding.label == "Fracture")]
+    """Return noun phrases of the findings that a caption of this view names, the most extensive
+    first.
+    """
+    visible = [
+        finding for finding in view.findings if not (view.lateral and finding.label == "Fracture")
+    ]
     devices = [finding for finding in visible if finding.label == "Support Devices"]
-    named = sorted((finding for finding in visible if finding not in devices), key=lambda finding: -finding.extent)
+    named = sorted(
+        (finding for finding in visible if finding not in devices),
+        key=lambda finding: -finding.extent,
+    )
     nouns = [_noun(rng, finding) for finding in named[:_MAX_FINDINGS]]
     if devices and (not nouns or rng.random() < 0.3):
         nouns.append(_noun(rng, devices[0]))
@@ -184,7 +235,9 @@ def _noun(rng: np.random.Generator, finding: Finding) -> str:
     """Return a noun phrase for a finding, for use within a sentence."""
     part = finding.parts[0]
     forms = NOUN_PHRASES[finding.label]
-    templates = forms[part.kind] if finding.label == "Support Devices" else forms[template_form(finding)]
+    templates = (
+        forms[part.kind] if finding.label == "Support Devices" else forms[template_form(finding)]
+    )
     text = realize(rng, templates, template_slots(finding, part))
     return text[0].lower() + text[1:]
 
@@ -219,7 +272,10 @@ _NAMES = {
 }
 _MASSES = {
     0: ("no mass", "no focal lesion"),
-    1: ("a [single |]{cm} cm mass on the {side}", "a [single |]mass of {cm} cm on the {side}[| side]"),
+    1: (
+        "a [single |]{cm} cm mass on the {side}",
+        "a [single |]mass of {cm} cm on the {side}[| side]",
+    ),
     2: ("two {side}-sided masses of {cm} cm", "two masses on the {side}, {cm} cm each"),
     3: ("three {side}-sided masses of {cm} cm", "three masses on the {side}, {cm} cm each"),
 }
@@ -252,6 +308,8 @@ def compose_slice_references(rng: np.random.Generator, part: Slice, number: int)
 def _slots(rng: np.random.Generator, part: Slice) -> dict[str, str]:
     return {
         "name": pick(rng, _NAMES[part.modality]).format(organ=part.organ),
-        "shown": pick(rng, _MASSES[len(part.masses)]).format(cm=f"{part.diameter:g}", side=part.side),
+        "shown": pick(rng, _MASSES[len(part.masses)]).format(
+            cm=f"{part.diameter:g}", side=part.side
+        ),
         "day": str(rng.integers(2, 15)),
     }

@@ -1,7 +1,8 @@
 """Case reports about patients: an article per patient, with figures, captions and references.
 
-Besides radiographs there are CT and MR slices, as in the literature. The defects of real figure corpora occur as well:
-blank captions, missing or empty files, duplicated table lines, and charts among the images.
+Besides radiographs there are CT and MR slices, as in the literature. The defects of real figure
+corpora occur as well: blank captions, missing or empty files, duplicated table lines, and charts
+among the images.
 """
 
 import dataclasses
@@ -20,14 +21,23 @@ from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.seeds import generator
 
 _STREAM = 94
-_BLANK_SHARE, _DUPLICATED_SHARE, _CHART_SHARE = 0.02, 0.01, 0.08  # of captions, of lines, of articles
+_BLANK_SHARE, _DUPLICATED_SHARE, _CHART_SHARE = (
+    0.02,
+    0.01,
+    0.08,
+)  # of captions, of lines, of articles
 _SLICE_SHARE = 0.6  # of studies
-_MISSING, _EMPTY = (100, 77), (200, 133)  # (period, remainder) of article numbers: below the budget of a conversion
+_MISSING, _EMPTY = (
+    (100, 77),
+    (200, 133),
+)  # (period, remainder) of article numbers: below the budget of a conversion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A figure of an article: a radiograph (`view`), a slice (`ct_mr_slice`), or a chart if both are None."""
+    """A figure of an article: a radiograph (`view`), a slice (`ct_mr_slice`), or a chart if both
+    are None.
+    """
 
     number: int
     """Number in the article, from 1."""
@@ -54,7 +64,9 @@ def article_id(patient: Patient) -> str:
 
 
 def article_figures(patient: Patient) -> list[Figure]:
-    """Return the figures of a patient's case report: views and slices study by study, then possibly a chart."""
+    """Return the figures of a patient's case report: views and slices study by study, then
+    possibly a chart.
+    """
     figures: list[Figure] = []
     for study in patient.studies:
         for view in study.views:
@@ -69,7 +81,9 @@ def article_figures(patient: Patient) -> list[Figure]:
                 duplicated=rng.random() < _DUPLICATED_SHARE,
                 file=_file_state(patient.index, number),
             )
-            figures.append(dataclasses.replace(figure, caption="") if rng.random() < _BLANK_SHARE else figure)
+            figures.append(
+                dataclasses.replace(figure, caption="") if rng.random() < _BLANK_SHARE else figure
+            )
         rng = generator(*study.key, _STREAM, 1)
         if rng.random() < _SLICE_SHARE:
             figures.append(_slice(rng, study, len(figures) + 1))
@@ -79,7 +93,13 @@ def article_figures(patient: Patient) -> list[Figure]:
         figures.append(
             Figure(
                 number=number,
-                caption=pick(rng, ["Course of body temperature during the hospital stay.", "Serum levels over time."]),
+                caption=pick(
+                    rng,
+                    [
+                        "Course of body temperature during the hospital stay.",
+                        "Serum levels over time.",
+                    ],
+                ),
                 references=(f"The course is shown in Figure {number}.",),
             )
         )

@@ -1,12 +1,21 @@
 """Sentence templates of reports.
 
-`[a|b|]` is a free choice, and `{slot}` is filled from the finding: {severity} an adjective of severity, {size} one of
-amount, {side} right, left or bilateral, {where} the place as a noun ("left lower lobe"), {basal} the place as an
-adjective ("left basilar"), {cm} a length, {count} a number word.
+`[a|b|]` is a free choice, and `{slot}` is filled from the finding: {severity} an adjective of
+severity, {size} one of amount, {side} right, left or bilateral, {where} the place as a noun ("left
+lower lobe"), {basal} the place as an adjective ("left basilar"), {cm} a length, {count} a number
+word.
 """
 
-SEVERITY_WORDS = {"mild": "[mild|mild|minimal]", "moderate": "[moderate|moderate]", "severe": "[severe|marked]"}
-SEVERITY_ADVERBS = {"mild": "[mildly|slightly]", "moderate": "moderately", "severe": "[severely|markedly]"}
+SEVERITY_WORDS = {
+    "mild": "[mild|mild|minimal]",
+    "moderate": "[moderate|moderate]",
+    "severe": "[severe|marked]",
+}
+SEVERITY_ADVERBS = {
+    "mild": "[mildly|slightly]",
+    "moderate": "moderately",
+    "severe": "[severely|markedly]",
+}
 SIZE_WORDS = {
     "mild": "[small|tiny|trace|minimal]",
     "moderate": "[moderate|moderate-sized|medium-sized]",
@@ -20,7 +29,8 @@ PRESENT: dict[str, dict[str, Templates]] = {
         "bands": (
             "[There is |]{severity} {basal} atelectasis.",
             "[Linear|Band-like|Plate-like] atelectasis is [seen|present|noted] at the {where}.",
-            "Streaky {basal} opacities [are consistent with|reflect|represent] {severity} atelectasis.",
+            "Streaky {basal} opacities [are consistent with|reflect|represent] {severity} "
+            "atelectasis.",
             "{severity} subsegmental atelectasis at the {where}.",
             "Low lung volumes with {severity} {basal} atelectasis.",
             "Linear densities at the {where} are compatible with atelectasis.",
@@ -55,18 +65,22 @@ PRESENT: dict[str, dict[str, Templates]] = {
         "any": (
             "[There is |]{severity} [pulmonary|interstitial] edema.",
             "{severity} pulmonary vascular congestion and edema.",
-            "[Perihilar|Bilateral perihilar] haziness [consistent with|compatible with|in keeping with] {severity} "
+            "[Perihilar|Bilateral perihilar] haziness [consistent with|compatible with|in "
+            "keeping with] {severity} "
             "pulmonary edema.",
-            "[Bilateral|Diffuse] interstitial opacities with Kerley B lines [reflect|represent] {severity} edema.",
+            "[Bilateral|Diffuse] interstitial opacities with Kerley B lines [reflect|represent] "
+            "{severity} edema.",
             "Indistinct pulmonary vasculature [is consistent with|indicates] {severity} edema.",
             "Findings of {severity} pulmonary edema[| are present].",
         )
     },
     "Enlarged Cardiomediastinum": {
         "any": (
-            "[There is |]{severity} widening of the [mediastinum|upper mediastinum|superior mediastinum].",
+            "[There is |]{severity} widening of the [mediastinum|upper mediastinum|superior "
+            "mediastinum].",
             "The mediastinum is {severity_adverb} widened.",
-            "The [mediastinal contour|cardiomediastinal contour] is {severity_adverb} [enlarged|widened].",
+            "The [mediastinal contour|cardiomediastinal contour] is {severity_adverb} "
+            "[enlarged|widened].",
             "Prominent [tortuous|ectatic] aorta with {severity} mediastinal widening.",
         )
     },
@@ -98,7 +112,8 @@ PRESENT: dict[str, dict[str, Templates]] = {
             "{where} mass measuring [up to |]{cm} cm.",
         ),
         "several": (
-            "[There are |][{count}|multiple] pulmonary nodules, the largest measuring {cm} cm in the {where}.",
+            "[There are |][{count}|multiple] pulmonary nodules, the largest measuring {cm} cm "
+            "in the {where}.",
             "{count} rounded nodules are seen, the largest {cm} cm.",
             "Multiple pulmonary nodules measuring up to {cm} cm.",
         ),
@@ -143,7 +158,8 @@ PRESENT: dict[str, dict[str, Templates]] = {
     "Pneumonia": {
         "any": (
             "{where} [pneumonia|bronchopneumonia].",
-            "Patchy opacities in the {where} [are consistent with|compatible with|in keeping with] pneumonia.",
+            "Patchy opacities in the {where} [are consistent with|compatible with|in keeping "
+            "with] pneumonia.",
             "Findings [are compatible with|are consistent with|indicate] pneumonia in the {where}.",
             "Multifocal airspace opacities in the {where} [represent|consistent with] pneumonia.",
         )
@@ -152,11 +168,13 @@ PRESENT: dict[str, dict[str, Templates]] = {
         "any": (
             "[There is |]a {size} {side} [pneumothorax|apical pneumothorax].",
             "{size} {side} pneumothorax[| is present| is seen].",
-            "A [thin|visible] pleural line on the {side} [is consistent with|indicates] a {size} pneumothorax.",
+            "A [thin|visible] pleural line on the {side} [is consistent with|indicates] a "
+            "{size} pneumothorax.",
         ),
         "tension": (
             "[There is |]a large {side} pneumothorax with shift of the mediastinum.",
-            "Large {side} pneumothorax[| with collapse of the underlying lung][|, concerning for tension].",
+            "Large {side} pneumothorax[| with collapse of the underlying lung][|, concerning "
+            "for tension].",
         ),
     },
     "Support Devices": {
@@ -165,15 +183,18 @@ PRESENT: dict[str, dict[str, Templates]] = {
             "ET tube [is in standard position|in place], {cm} cm above the carina.",
         ),
         "enteric tube": (
-            "[The |][enteric|nasogastric|orogastric] tube [terminates in the stomach|courses below the diaphragm].",
+            "[The |][enteric|nasogastric|orogastric] tube [terminates in the stomach|courses "
+            "below the diaphragm].",
             "[A nasogastric|An orogastric] tube [ends in|is seen in] the stomach.",
         ),
         "central line": (
-            "[A |]{side} {line} [terminates|ends] in the [SVC|superior vena cava|mid SVC|lower SVC].",
+            "[A |]{side} {line} [terminates|ends] in the [SVC|superior vena cava|mid SVC|lower "
+            "SVC].",
             "Tip of the {side} {line} is in the [SVC|superior vena cava].",
         ),
         "pacemaker": (
-            "[A |]{side}-sided [pacemaker|pacer|ICD] is [in place|seen] with leads in [standard|expected] position.",
+            "[A |]{side}-sided [pacemaker|pacer|ICD] is [in place|seen] with leads in "
+            "[standard|expected] position.",
             "{side} pectoral [pacemaker|pacing device] [with leads in place|is noted].",
         ),
         "chest tube": (
@@ -222,20 +243,28 @@ UNCERTAIN: dict[str, Templates] = {
     ),
     "Pleural Other": ("[Possible|Questionable] {side} pleural thickening.",),
     "Pneumonia": (
-        "Opacity in the {where} [may represent|could represent|is concerning for|is suspicious for] pneumonia.",
+        "Opacity in the {where} [may represent|could represent|is concerning for|is suspicious "
+        "for] pneumonia.",
         "Possible pneumonia in the {where}.",
-        "Patchy opacity in the {where}, pneumonia [cannot be excluded|is not excluded|is possible].",
-        "{where} opacity may be due to [pneumonia|aspiration pneumonia] in the appropriate clinical setting.",
+        "Patchy opacity in the {where}, pneumonia [cannot be excluded|is not excluded|is "
+        "possible].",
+        "{where} opacity may be due to [pneumonia|aspiration pneumonia] in the appropriate "
+        "clinical setting.",
     ),
     "Pneumothorax": (
         "[Possible|Questionable] tiny {side} pneumothorax.",
         "A tiny {side} apical pneumothorax cannot be excluded.",
     ),
 }
-"""Label -> hedged sentences about a present finding. A sentence that names an opacity asserts the opacity."""
+"""Label -> hedged sentences about a present finding. A sentence that names an opacity asserts
+the opacity.
+"""
 
 HEDGED: dict[str, Templates] = {
-    "Pneumonia": ("Superimposed pneumonia cannot be [entirely |]excluded.", "Early pneumonia is not excluded."),
+    "Pneumonia": (
+        "Superimposed pneumonia cannot be [entirely |]excluded.",
+        "Early pneumonia is not excluded.",
+    ),
     "Pleural Effusion": ("A [trace|small] pleural effusion cannot be excluded.",),
     "Atelectasis": ("Minimal basilar atelectasis is possible.",),
     "Edema": ("Mild vascular congestion or early edema is difficult to exclude.",),
@@ -254,7 +283,10 @@ ABSENT: dict[tuple[str, ...], Templates] = {
         "No focal consolidation, [pleural effusion|effusion], or pneumothorax[| is seen].",
         "No evidence of consolidation, effusion, or pneumothorax.",
     ),
-    ("Consolidation",): ("There is no [focal |]consolidation.", "No [focal |]consolidation[| is seen| is identified]."),
+    ("Consolidation",): (
+        "There is no [focal |]consolidation.",
+        "No [focal |]consolidation[| is seen| is identified].",
+    ),
     ("Lung Opacity",): (
         "[The lungs are|Lungs are|Both lungs are] [clear|well expanded and clear].",
         "The lungs are well-aerated and clear.",
@@ -263,8 +295,14 @@ ABSENT: dict[tuple[str, ...], Templates] = {
         "There is no [pulmonary edema|evidence of pulmonary edema|overt edema].",
         "No [overt |]pulmonary edema[| is seen].",
     ),
-    ("Edema", "Pneumonia"): ("No [evidence of |]pulmonary edema or pneumonia.", "There is no pneumonia or edema."),
-    ("Pneumonia",): ("No [evidence of |][acute |]pneumonia.", "There is no radiographic evidence of pneumonia."),
+    ("Edema", "Pneumonia"): (
+        "No [evidence of |]pulmonary edema or pneumonia.",
+        "There is no pneumonia or edema.",
+    ),
+    ("Pneumonia",): (
+        "No [evidence of |][acute |]pneumonia.",
+        "There is no radiographic evidence of pneumonia.",
+    ),
     ("Pleural Effusion",): (
         "There is no [large |]pleural effusion.",
         "No pleural effusion[| is seen].",
@@ -273,11 +311,13 @@ ABSENT: dict[tuple[str, ...], Templates] = {
     ("Pneumothorax",): ("There is no [evidence of |]pneumothorax.", "No pneumothorax[| is seen]."),
     ("Atelectasis",): ("There is no [significant |]atelectasis.", "No atelectasis."),
     ("Cardiomegaly",): (
-        "[The heart|Heart size|The cardiac silhouette] is [normal|within normal limits|not enlarged].",
+        "[The heart|Heart size|The cardiac silhouette] is [normal|within normal limits|not "
+        "enlarged].",
         "No cardiomegaly.",
     ),
     ("Cardiomegaly", "Enlarged Cardiomediastinum"): (
-        "[The cardiomediastinal silhouette|Cardiomediastinal silhouette|The cardiomediastinal contour] is "
+        "[The cardiomediastinal silhouette|Cardiomediastinal silhouette|The cardiomediastinal "
+        "contour] is "
         "[normal|within normal limits|unremarkable].",
         "Heart size and mediastinal contours are [normal|within normal limits|unremarkable].",
         "The cardiac, mediastinal and hilar contours are [normal|unremarkable].",
@@ -291,7 +331,10 @@ ABSENT: dict[tuple[str, ...], Templates] = {
         "[The osseous structures|The bony structures|Imaged bones] are intact.",
     ),
     ("Lung Lesion",): ("No [suspicious |]pulmonary nodule or mass.",),
-    ("Pleural Other",): ("No pleural thickening.", "There is no pleural thickening or calcification."),
+    ("Pleural Other",): (
+        "No pleural thickening.",
+        "There is no pleural thickening or calcification.",
+    ),
 }
 """Labels -> sentences that negate all of them."""
 
@@ -317,16 +360,19 @@ CHANGES: dict[str, Templates] = {
     "new": (", new [since|from|compared to] [the prior study|___].",),
     "worse": (", [increased|worsened|progressed] [since|compared to] [the prior study|___].",),
     "better": (", [improved|decreased] [since|compared to] [the prior study|___].",),
-    "same": (", [unchanged|stable|not significantly changed] [since|from|compared to] [the prior study|___].",),
+    "same": (
+        ", [unchanged|stable|not significantly changed] [since|from|compared to] [the prior "
+        "study|___].",
+    ),
 }
 RESOLVED = "[Previously seen|Prior] {name} [has resolved|is no longer seen]."
 
 NAMES = {
     "Atelectasis": "atelectasis", "Cardiomegaly": "cardiomegaly", "Consolidation": "consolidation",
-    "Edema": "pulmonary edema", "Enlarged Cardiomediastinum": "mediastinal widening", "Fracture": "fracture",
-    "Lung Lesion": "lung nodule", "Lung Opacity": "lung opacity", "Pleural Effusion": "pleural effusion",
-    "Pleural Other": "pleural thickening", "Pneumonia": "pneumonia", "Pneumothorax": "pneumothorax",
-    "Support Devices": "support devices",
+    "Edema": "pulmonary edema", "Enlarged Cardiomediastinum": "mediastinal widening",
+    "Fracture": "fracture", "Lung Lesion": "lung nodule", "Lung Opacity": "lung opacity",
+    "Pleural Effusion": "pleural effusion", "Pleural Other": "pleural thickening",
+    "Pneumonia": "pneumonia", "Pneumothorax": "pneumothorax", "Support Devices": "support devices",
 }  # fmt: skip
 """Label -> its name within a sentence or a question."""
 
@@ -336,7 +382,8 @@ NAMES = {
 INDICATIONS = (
     "[shortness of breath|dyspnea|SOB]",
     "[chest pain|pleuritic chest pain]",
-    "[fever|fever and cough|cough and fever] // [pneumonia?|eval for pneumonia|please evaluate for infiltrate]",
+    "[fever|fever and cough|cough and fever] // [pneumonia?|eval for pneumonia|please evaluate "
+    "for infiltrate]",
     "[CHF|heart failure] // [eval for pulmonary edema|volume status?|assess for edema]",
     "[s/p fall|MVC|trauma] // [fracture? pneumothorax?|eval for rib fracture]",
     "s/p [CABG|thoracotomy|line placement] // [interval change|eval for effusion|line position?]",
@@ -351,7 +398,8 @@ EXAMINATIONS = {
     "AP": "[CHEST (PORTABLE AP)|CHEST RADIOGRAPH|PORTABLE CHEST]",
 }
 TECHNIQUES = {
-    "two views": "[Chest PA and lateral|Frontal and lateral views of the chest|PA and lateral views].",
+    "two "
+    "views": "[Chest PA and lateral|Frontal and lateral views of the chest|PA and lateral views].",
     "PA": "[Single PA view of the chest|PA radiograph of the chest].",
     "AP": "[Single AP view of the chest|Portable AP chest radiograph|Portable upright AP view].",
 }

@@ -1,9 +1,13 @@
-"""The concepts that phantom texts name, and relations between them: a small ontology of the chest and of images."""
+"""The concepts that phantom texts name, and relations between them: a small ontology of the
+chest and of images.
+"""
 
 import dataclasses
 
 ANATOMY, DISEASE, SIGN, DEVICE, PROCEDURE, PLACE = "T023", "T047", "T033", "T074", "T060", "T082"
-"""Semantic types of UMLS: body part, disease, finding, medical device, diagnostic procedure, spatial concept."""
+"""Semantic types of UMLS: body part, disease, finding, medical device, diagnostic procedure,
+spatial concept.
+"""
 
 INVERSES = {
     "isa": "inverse_isa",
@@ -20,7 +24,9 @@ INVERSES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Concept:
-    """A concept: its names, the preferred one first, its semantic type, and its relations to other concepts."""
+    """A concept: its names, the preferred one first, its semantic type, and its relations to
+    other concepts.
+    """
 
     names: tuple[str, ...]
     kind: str
@@ -31,11 +37,20 @@ class Concept:
 def _concept(kind: str, names: str, *relations: str) -> Concept:
     """Return a concept from its names separated by `|` and relations such as "isa lung disease"."""
     pairs = [relation.split(" ", 1) for relation in relations]
-    return Concept(tuple(names.split("|")), kind, tuple((relation, other) for relation, other in pairs))
+    return Concept(
+        tuple(names.split("|")), kind, tuple((relation, other) for relation, other in pairs)
+    )
 
 
 _SIDES = ("right", "left")
-_LOBES = ("right upper lobe", "right middle lobe", "right lower lobe", "left upper lobe", "lingula", "left lower lobe")
+_LOBES = (
+    "right upper lobe",
+    "right middle lobe",
+    "right lower lobe",
+    "left upper lobe",
+    "lingula",
+    "left lower lobe",
+)
 
 
 def concepts() -> tuple[Concept, ...]:
@@ -56,19 +71,29 @@ def _anatomy() -> tuple[Concept, ...]:
         laterality = f"has_laterality {side}"
         sided += [
             _concept(ANATOMY, f"{side} lung", "part_of lung", laterality),
-            _concept(ANATOMY, f"{side} base|{side} basilar|{side} lung base", f"part_of {side} lung", laterality),
+            _concept(
+                ANATOMY,
+                f"{side} base|{side} basilar|{side} lung base",
+                f"part_of {side} lung",
+                laterality,
+            ),
             _concept(ANATOMY, f"{side} apex|{side} apical", f"part_of {side} lung", laterality),
             _concept(ANATOMY, f"{side} costophrenic angle", "part_of pleura", laterality),
             _concept(ANATOMY, f"{side} hemidiaphragm", "part_of diaphragm", laterality),
             _concept(ANATOMY, f"{side} clavicle|{side} clavicular", "part_of thorax", laterality),
         ]
-    lobes = [_concept(ANATOMY, lobe, f"part_of {'right' if 'right' in lobe else 'left'} lung") for lobe in _LOBES]
+    lobes = [
+        _concept(ANATOMY, lobe, f"part_of {'right' if 'right' in lobe else 'left'} lung")
+        for lobe in _LOBES
+    ]
     return (
         _concept(ANATOMY, "thorax|chest|intrathoracic"),
         _concept(ANATOMY, "lung|lungs|pulmonary", "part_of thorax"),
         _concept(ANATOMY, "pleura|pleural|pleural surfaces", "part_of thorax"),
         _concept(ANATOMY, "heart|cardiac|cardiac silhouette", "part_of mediastinum"),
-        _concept(ANATOMY, "mediastinum|mediastinal|cardiomediastinal|upper mediastinum", "part_of thorax"),
+        _concept(
+            ANATOMY, "mediastinum|mediastinal|cardiomediastinal|upper mediastinum", "part_of thorax"
+        ),
         _concept(ANATOMY, "hilum|hila|hilar|perihilar", "part_of lung"),
         _concept(ANATOMY, "aorta", "part_of mediastinum"),
         _concept(ANATOMY, "trachea", "part_of mediastinum"),
@@ -89,49 +114,127 @@ _DISEASES = (
     _concept(DISEASE, "lung disease|pulmonary disease", "has_finding_site lung"),
     _concept(DISEASE, "pleural disease", "has_finding_site pleura"),
     _concept(DISEASE, "heart disease|cardiopulmonary disease", "has_finding_site heart"),
-    _concept(DISEASE, "atelectasis|collapse|subsegmental atelectasis", "isa lung disease", "has_finding_site lung"),
-    _concept(DISEASE, "pneumonia|bronchopneumonia|aspiration pneumonia", "isa lung disease", "has_finding_site lung"),
-    _concept(DISEASE, "pulmonary edema|edema|interstitial edema", "isa lung disease", "has_finding_site lung"),
-    _concept(DISEASE, "pulmonary nodule|nodule|pulmonary nodules|nodules", "isa lung disease", "has_finding_site lung"),
+    _concept(
+        DISEASE,
+        "atelectasis|collapse|subsegmental atelectasis",
+        "isa lung disease",
+        "has_finding_site lung",
+    ),
+    _concept(
+        DISEASE,
+        "pneumonia|bronchopneumonia|aspiration pneumonia",
+        "isa lung disease",
+        "has_finding_site lung",
+    ),
+    _concept(
+        DISEASE,
+        "pulmonary edema|edema|interstitial edema",
+        "isa lung disease",
+        "has_finding_site lung",
+    ),
+    _concept(
+        DISEASE,
+        "pulmonary nodule|nodule|pulmonary nodules|nodules",
+        "isa lung disease",
+        "has_finding_site lung",
+    ),
     _concept(DISEASE, "mass|masses|focal lesion", "isa lung disease"),
     _concept(DISEASE, "cardiomegaly|enlarged heart", "isa heart disease", "has_finding_site heart"),
-    _concept(DISEASE, "pleural effusion|effusion|pleural effusions|effusions", "isa pleural disease"),
-    _concept(DISEASE, "pneumothorax|apical pneumothorax", "isa pleural disease", "has_finding_site pleura"),
+    _concept(
+        DISEASE, "pleural effusion|effusion|pleural effusions|effusions", "isa pleural disease"
+    ),
+    _concept(
+        DISEASE,
+        "pneumothorax|apical pneumothorax",
+        "isa pleural disease",
+        "has_finding_site pleura",
+    ),
     _concept(DISEASE, "tension pneumothorax", "isa pneumothorax", "cause_of mediastinal shift"),
-    _concept(DISEASE, "pleural thickening|apical pleural thickening", "isa pleural disease", "has_finding_site pleura"),
-    _concept(DISEASE, "pleural plaque|pleural plaques|pleural cap|pleural scarring", "isa pleural thickening"),
+    _concept(
+        DISEASE,
+        "pleural thickening|apical pleural thickening",
+        "isa pleural disease",
+        "has_finding_site pleura",
+    ),
+    _concept(
+        DISEASE,
+        "pleural plaque|pleural plaques|pleural cap|pleural scarring",
+        "isa pleural thickening",
+    ),
     _concept(DISEASE, "fracture|fractures"),
     _concept(DISEASE, "rib fracture|rib fractures", "isa fracture", "has_finding_site rib"),
     _concept(DISEASE, "clavicular fracture", "isa fracture"),
     _concept(DISEASE, "mediastinal widening|widened mediastinum", "has_finding_site mediastinum"),
 )
 _SIGNS = (
-    _concept(SIGN, "opacity|opacities|lung opacity|opacification|density|densities", "has_finding_site lung"),
-    _concept(SIGN, "consolidation|airspace consolidation", "isa opacity", "manifestation_of pneumonia"),
-    _concept(SIGN, "air bronchograms", "manifestation_of pneumonia"),
-    _concept(SIGN, "patchy opacities|airspace opacities", "isa opacity", "manifestation_of pneumonia"),
-    _concept(SIGN, "ground-glass opacity", "isa opacity"),
-    _concept(SIGN, "interstitial opacities|Kerley B lines", "isa opacity", "manifestation_of pulmonary edema"),
-    _concept(SIGN, "vascular congestion|pulmonary vascular congestion", "manifestation_of pulmonary edema"),
     _concept(
-        SIGN, "linear opacities|streaky opacities|linear densities", "isa opacity", "manifestation_of atelectasis"
+        SIGN,
+        "opacity|opacities|lung opacity|opacification|density|densities",
+        "has_finding_site lung",
     ),
-    _concept(SIGN, "volume loss|low lung volumes", "manifestation_of atelectasis", "has_finding_site lung"),
+    _concept(
+        SIGN, "consolidation|airspace consolidation", "isa opacity", "manifestation_of pneumonia"
+    ),
+    _concept(SIGN, "air bronchograms", "manifestation_of pneumonia"),
+    _concept(
+        SIGN, "patchy opacities|airspace opacities", "isa opacity", "manifestation_of pneumonia"
+    ),
+    _concept(SIGN, "ground-glass opacity", "isa opacity"),
+    _concept(
+        SIGN,
+        "interstitial opacities|Kerley B lines",
+        "isa opacity",
+        "manifestation_of pulmonary edema",
+    ),
+    _concept(
+        SIGN,
+        "vascular congestion|pulmonary vascular congestion",
+        "manifestation_of pulmonary edema",
+    ),
+    _concept(
+        SIGN,
+        "linear opacities|streaky opacities|linear densities",
+        "isa opacity",
+        "manifestation_of atelectasis",
+    ),
+    _concept(
+        SIGN,
+        "volume loss|low lung volumes",
+        "manifestation_of atelectasis",
+        "has_finding_site lung",
+    ),
     _concept(SIGN, "blunting", "manifestation_of pleural effusion", "has_finding_site pleura"),
     _concept(SIGN, "meniscus", "manifestation_of pleural effusion"),
     _concept(SIGN, "pleural line", "manifestation_of pneumothorax", "has_finding_site pleura"),
     _concept(SIGN, "mediastinal shift|shift of the mediastinum", "has_finding_site mediastinum"),
-    _concept(SIGN, "cardiac enlargement|enlargement", "manifestation_of cardiomegaly", "has_finding_site heart"),
+    _concept(
+        SIGN,
+        "cardiac enlargement|enlargement",
+        "manifestation_of cardiomegaly",
+        "has_finding_site heart",
+    ),
     _concept(SIGN, "degenerative changes", "has_finding_site thoracic spine"),
 )
 _DEVICES = (
     _concept(DEVICE, "medical device|device"),
     _concept(DEVICE, "endotracheal tube|ET tube", "isa medical device", "placed_in trachea"),
-    _concept(DEVICE, "enteric tube|nasogastric tube|orogastric tube", "isa medical device", "placed_in stomach"),
-    _concept(DEVICE, "central venous catheter|central line|PICC", "isa medical device", "placed_in superior vena cava"),
+    _concept(
+        DEVICE,
+        "enteric tube|nasogastric tube|orogastric tube",
+        "isa medical device",
+        "placed_in stomach",
+    ),
+    _concept(
+        DEVICE,
+        "central venous catheter|central line|PICC",
+        "isa medical device",
+        "placed_in superior vena cava",
+    ),
     _concept(DEVICE, "pacemaker|pacer|pacing device|ICD", "isa medical device", "placed_in heart"),
     _concept(DEVICE, "chest tube|pleural drain", "isa medical device", "placed_in pleura"),
-    _concept(DEVICE, "sternotomy wires|median sternotomy", "isa medical device", "placed_in thorax"),
+    _concept(
+        DEVICE, "sternotomy wires|median sternotomy", "isa medical device", "placed_in thorax"
+    ),
     _concept(DEVICE, "surgical clips", "isa medical device", "placed_in abdomen"),
 )
 _PROCEDURES = (

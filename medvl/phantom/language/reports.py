@@ -1,7 +1,8 @@
-"""Radiology reports in the form of MIMIC-CXR, and the labels that a labeler would extract from them.
+"""Radiology reports in the form of MIMIC-CXR, and the labels that a labeler would extract from
+them.
 
-A report never contradicts the ground truth of its study, but it is less complete: some mild findings are omitted, some
-are hedged, and only some absent findings are negated.
+A report never contradicts the ground truth of its study, but it is less complete: some mild
+findings are omitted, some are hedged, and only some absent findings are negated.
 """
 
 import dataclasses
@@ -46,23 +47,37 @@ def expand(rng: np.random.Generator, template: str) -> str:
     return template
 
 
-def realize(rng: np.random.Generator, templates: Sequence[str], slots: Mapping[str, str] | None = None) -> str:
-    """Return a sentence from one of the templates: make its choices, fill its slots, fix articles and capitals."""
+def realize(
+    rng: np.random.Generator, templates: Sequence[str], slots: Mapping[str, str] | None = None
+) -> str:
+    """Return a sentence from one of the templates: make its choices, fill its slots, fix
+    articles and capitals.
+    """
     text = expand(rng, expand(rng, pick(rng, templates)).format_map(slots or {}))
     text = _ARTICLE.sub(r"\1n ", re.sub(r"\s+", " ", text).strip())
     return text[:1].upper() + text[1:]
 
 
-def present_sentences(rng: np.random.Generator, finding: Finding, change: str | None) -> list[Sentence]:
-    """Return sentences that assert a finding, one per device; `change` is a key of `lexicon.CHANGES` or None."""
+def present_sentences(
+    rng: np.random.Generator, finding: Finding, change: str | None
+) -> list[Sentence]:
+    """Return sentences that assert a finding, one per device; `change` is a key of
+    `lexicon.CHANGES` or None.
+    """
     forms = lexicon.PRESENT[finding.label]
     if finding.label == "Support Devices":
-        texts = [realize(rng, forms[part.kind], template_slots(finding, part)) for part in finding.parts]
+        texts = [
+            realize(rng, forms[part.kind], template_slots(finding, part)) for part in finding.parts
+        ]
     else:
-        texts = [realize(rng, forms[template_form(finding)], template_slots(finding, finding.parts[0]))]
+        texts = [
+            realize(rng, forms[template_form(finding)], template_slots(finding, finding.parts[0]))
+        ]
     if change is not None:
         texts[-1] = texts[-1].removesuffix(".") + realize(rng, lexicon.CHANGES[change])
-    return [Sentence(text, _with_opacity(text, {finding.label: POSITIVE}, POSITIVE)) for text in texts]
+    return [
+        Sentence(text, _with_opacity(text, {finding.label: POSITIVE}, POSITIVE)) for text in texts
+    ]
 
 
 def uncertain_sentence(rng: np.random.Generator, finding: Finding) -> Sentence:
@@ -71,14 +86,18 @@ def uncertain_sentence(rng: np.random.Generator, finding: Finding) -> Sentence:
     return Sentence(text, _with_opacity(text, {finding.label: UNCERTAIN}, POSITIVE))
 
 
-def absent_sentence(rng: np.random.Generator, labels: Sequence[str], templates: Sequence[str]) -> Sentence:
+def absent_sentence(
+    rng: np.random.Generator, labels: Sequence[str], templates: Sequence[str]
+) -> Sentence:
     """Return a sentence that negates all of the labels."""
     text = realize(rng, templates)
     return Sentence(text, _with_opacity(text, dict.fromkeys(labels, NEGATIVE), NEGATIVE))
 
 
 def _with_opacity(text: str, mentions: dict[str, int], value: int) -> dict[str, int]:
-    """Add Lung Opacity to the mentions if the text names an opacity, infiltrate or airspace disease, as labelers do."""
+    """Add Lung Opacity to the mentions if the text names an opacity, infiltrate or airspace
+    disease, as labelers do.
+    """
     return {"Lung Opacity": value, **mentions} if _OPACITY.search(text) else mentions
 
 
@@ -97,25 +116,37 @@ def template_form(finding: Finding) -> str:
 
 
 def template_slots(finding: Finding, part: Part) -> dict[str, str]:
-    """Return the slots of a template for one part of a finding: slot -> text, which may contain choices."""
+    """Return the slots of a template for one part of a finding: slot -> text, which may contain
+    choices.
+    """
     side = part.side if finding.label == "Support Devices" else finding.side
-    zones = [part.zone] if finding.label == "Lung Lesion" else list(dict.fromkeys(part.zone for part in finding.parts))
+    zones = (
+        [part.zone]
+        if finding.label == "Lung Lesion"
+        else list(dict.fromkeys(part.zone for part in finding.parts))
+    )
     larger, smaller = _by_extent(finding)
-    tip = part.size if part.size else 6.0 - 3.0 * part.t  # distance of an endotracheal tube's tip above the carina
+    tip = (
+        part.size if part.size else 6.0 - 3.0 * part.t
+    )  # distance of an endotracheal tube's tip above the carina
     return {
         "severity": lexicon.SEVERITY_WORDS[finding.severity],
         "severity_adverb": lexicon.SEVERITY_ADVERBS[finding.severity],
         "size": lexicon.SIZE_WORDS[finding.severity],
         "side": side,
         "on_side": "bilaterally" if side == "bilateral" else f"on the {side}",
-        "angles": "both costophrenic angles" if side == "bilateral" else f"the {side} costophrenic angle",
+        "angles": "both costophrenic angles"
+        if side == "bilateral"
+        else f"the {side} costophrenic angle",
         "larger": larger,
         "smaller": smaller,
         "where": _join_zones(zones),
         "basal": _join_zones(zones).replace("lung bases", "bibasilar").replace(" base", " basilar"),
         "cm": f"{tip:.1f}",
         "count": _NUMBERS[min(5, len(finding.parts))],
-        "line": "internal jugular [central venous catheter|line]" if part.t > 0.5 and part.side == "right" else "PICC",
+        "line": "internal jugular [central venous catheter|line]"
+        if part.t > 0.5 and part.side == "right"
+        else "PICC",
     }
 
 
@@ -138,8 +169,9 @@ def _by_extent(finding: Finding) -> tuple[str, str]:
 
 _STREAM = 99  # separates the random numbers of the report from those of the views
 _ORDER = (
-    "Support Devices", "Edema", "Consolidation", "Pneumonia", "Atelectasis", "Lung Opacity", "Lung Lesion",
-    "Pleural Effusion", "Pneumothorax", "Pleural Other", "Cardiomegaly", "Enlarged Cardiomediastinum", "Fracture",
+    "Support Devices", "Edema", "Consolidation", "Pneumonia", "Atelectasis", "Lung Opacity",
+    "Lung Lesion", "Pleural Effusion", "Pneumothorax", "Pleural Other", "Cardiomegaly",
+    "Enlarged Cardiomediastinum", "Fracture",
 )  # fmt: skip
 _TITLE = " " * 33 + "FINAL REPORT"
 _RULE = " " + "_" * 78
@@ -164,7 +196,12 @@ def compose_report(study: Study) -> Report:
     stances = {finding.label: _sample_stance(rng, finding) for finding in study.findings}
     findings = _findings_section(rng, study, stances)
     impression = _impression_section(rng, study, stances)
-    style = str(rng.choice(["both", "impression", "findings", "combined", "neither"], p=[0.68, 0.12, 0.07, 0.08, 0.05]))
+    style = str(
+        rng.choice(
+            ["both", "impression", "findings", "combined", "neither"],
+            p=[0.68, 0.12, 0.07, 0.08, 0.05],
+        )
+    )
     sections = {
         "both": (findings, impression),
         "impression": ([], [*impression, *_negative_sentences(rng, study, 0.35)]),
@@ -182,7 +219,9 @@ def compose_report(study: Study) -> Report:
 
 
 def report_labels(sentences: Iterable[Sentence]) -> dict[str, int]:
-    """Return the labels of a report: present outweighs uncertain, uncertain outweighs absent; or No Finding."""
+    """Return the labels of a report: present outweighs uncertain, uncertain outweighs absent; or
+    No Finding.
+    """
     labels: dict[str, int] = {}
     order = (NEGATIVE, UNCERTAIN, POSITIVE)
     for sentence in sentences:
@@ -205,7 +244,9 @@ def _sample_stance(rng: np.random.Generator, finding: Finding) -> str:
     return "omitted" if u < omitted else "uncertain" if u < omitted + uncertain else "present"
 
 
-def _findings_section(rng: np.random.Generator, study: Study, stances: Mapping[str, str]) -> list[Sentence]:
+def _findings_section(
+    rng: np.random.Generator, study: Study, stances: Mapping[str, str]
+) -> list[Sentence]:
     sentences: list[Sentence] = []
     for finding in study.findings:
         sentences += _finding_sentences(rng, study, finding, stances[finding.label])
@@ -223,11 +264,16 @@ def _findings_section(rng: np.random.Generator, study: Study, stances: Mapping[s
 
 def _ordered(rng: np.random.Generator, sentences: list[Sentence]) -> list[Sentence]:
     """Return the sentences approximately in the order devices, lungs, pleura, heart, bones."""
-    ranks = [min((_ORDER.index(label) for label in s.mentions), default=rng.integers(13)) for s in sentences]
+    ranks = [
+        min((_ORDER.index(label) for label in s.mentions), default=rng.integers(13))
+        for s in sentences
+    ]
     return [sentences[i] for i in np.argsort(np.array(ranks) + rng.normal(0, 1.5, len(ranks)))]
 
 
-def _finding_sentences(rng: np.random.Generator, study: Study, finding: Finding, stance: str) -> list[Sentence]:
+def _finding_sentences(
+    rng: np.random.Generator, study: Study, finding: Finding, stance: str
+) -> list[Sentence]:
     if stance == "omitted":
         return []
     if stance == "uncertain":
@@ -247,9 +293,15 @@ def _change(rng: np.random.Generator, study: Study, finding: Finding) -> str | N
 
 def _resolved_sentences(rng: np.random.Generator, study: Study) -> list[Sentence]:
     """Return sentences about findings of the previous study that have resolved."""
-    gone = [old.label for old in study.prior or () if not study.labels[old.label] and old.label not in CHRONIC]
+    gone = [
+        old.label
+        for old in study.prior or ()
+        if not study.labels[old.label] and old.label not in CHRONIC
+    ]
     return [
-        Sentence(realize(rng, [lexicon.RESOLVED], {"name": lexicon.NAMES[label]}), {label: NEGATIVE})
+        Sentence(
+            realize(rng, [lexicon.RESOLVED], {"name": lexicon.NAMES[label]}), {label: NEGATIVE}
+        )
         for label in gone
         if label in lexicon.HEDGED and rng.random() < 0.3
     ]
@@ -258,7 +310,9 @@ def _resolved_sentences(rng: np.random.Generator, study: Study) -> list[Sentence
 def _negative_sentences(
     rng: np.random.Generator, study: Study, share: float, excluded: tuple[str, ...] = ()
 ) -> list[Sentence]:
-    """Return sentences that negate some absent findings; each true sentence is used with probability `share`."""
+    """Return sentences that negate some absent findings; each true sentence is used with
+    probability `share`.
+    """
     sentences, covered = [], set(excluded)
     if study.labels["Lung Opacity"]:
         covered.add("Pneumonia")  # the cause of an opacity remains open
@@ -272,8 +326,12 @@ def _negative_sentences(
     return sentences
 
 
-def _impression_section(rng: np.random.Generator, study: Study, stances: Mapping[str, str]) -> list[Sentence]:
-    named = [f for f in study.findings if stances[f.label] != "omitted" and f.label != "Support Devices"]
+def _impression_section(
+    rng: np.random.Generator, study: Study, stances: Mapping[str, str]
+) -> list[Sentence]:
+    named = [
+        f for f in study.findings if stances[f.label] != "omitted" and f.label != "Support Devices"
+    ]
     if not named:
         return [Sentence(realize(rng, lexicon.NORMAL), {})]
     named.sort(key=lambda finding: -finding.extent)
@@ -294,13 +352,19 @@ def _preamble(rng: np.random.Generator, study: Study) -> list[str]:
         "TECHNIQUE:  " + report_sections.TECHNIQUES[kind],
         "COMPARISON:  " + ("None." if study.prior is None else report_sections.COMPARISONS),
     ]
-    kept = [part for part, chance in zip(parts, (0.7, 0.9, 0.55, 0.75), strict=True) if rng.random() < chance]
+    kept = [
+        part
+        for part, chance in zip(parts, (0.7, 0.9, 0.55, 0.75), strict=True)
+        if rng.random() < chance
+    ]
     if len(kept) > 2 and rng.random() < 0.2:
         kept[-2:] = kept[:-3:-1]
     return [_wrapped(expand(rng, part)) for part in kept]
 
 
-def _body(rng: np.random.Generator, style: str, findings: list[Sentence], impression: list[Sentence]) -> list[str]:
+def _body(
+    rng: np.random.Generator, style: str, findings: list[Sentence], impression: list[Sentence]
+) -> list[str]:
     """Return the findings and the impression as paragraphs."""
     if style == "neither":
         return [_wrapped(_joined(findings))]
@@ -309,10 +373,16 @@ def _body(rng: np.random.Generator, style: str, findings: list[Sentence], impres
     if findings:
         paragraphs += _section("FINDINGS", _wrapped(_joined(findings)), inline)
     if impression:
-        header = "FINDINGS AND IMPRESSION" if style == "combined" else pick(rng, ["IMPRESSION"] * 9 + ["CONCLUSION"])
+        header = (
+            "FINDINGS AND IMPRESSION"
+            if style == "combined"
+            else pick(rng, ["IMPRESSION"] * 9 + ["CONCLUSION"])
+        )
         text = _wrapped(_joined(impression))
         if style != "combined" and len(impression) > 1 and rng.random() < 0.6:
-            text = "\n".join(_wrapped(f"{i}. {sentence.text}") for i, sentence in enumerate(impression, 1))
+            text = "\n".join(
+                _wrapped(f"{i}. {sentence.text}") for i, sentence in enumerate(impression, 1)
+            )
         paragraphs += _section(header, text, inline)
     return paragraphs
 
@@ -344,4 +414,7 @@ def _joined(sentences: list[Sentence]) -> str:
 
 def _wrapped(text: str) -> str:
     """Return the text in lines of at most 79 characters that start with a space."""
-    return "\n".join(" " + line for line in textwrap.wrap(text, 78, break_long_words=False, break_on_hyphens=False))
+    return "\n".join(
+        " " + line
+        for line in textwrap.wrap(text, 78, break_long_words=False, break_on_hyphens=False)
+    )

@@ -1,8 +1,10 @@
-"""Questions about images for the layouts of VQA-RAD and SLAKE, balanced so that the wording does not reveal the answer.
+"""Questions about images for the layouts of VQA-RAD and SLAKE, balanced so that the wording does
+not reveal the answer.
 
-Each patient has radiographs and mostly a CT or MR slice, so that modality, plane and organ have several answers.
-Questions concern what is visible: a mild finding is graded if present, but there is no question about its presence. The
-questions of a split are then reduced until no answer of a wording is more frequent than the second one.
+Each patient has radiographs and mostly a CT or MR slice, so that modality, plane and organ have
+several answers. Questions concern what is visible: a mild finding is graded if present, but there
+is no question about its presence. The questions of a split are then reduced until no answer of a
+wording is more frequent than the second one.
 """
 
 import dataclasses
@@ -25,7 +27,14 @@ MAX_IMAGES_PER_PATIENT = 8
 
 _STREAM = 93
 _MIN_VISIBLE_EXTENT = 0.34  # extent from which a finding is clearly visible: moderate and severe
-_PRESENCE_LABELS = ("Pleural Effusion", "Pneumothorax", "Edema", "Consolidation", "Support Devices", "Lung Lesion")
+_PRESENCE_LABELS = (
+    "Pleural Effusion",
+    "Pneumothorax",
+    "Edema",
+    "Consolidation",
+    "Support Devices",
+    "Lung Lesion",
+)
 _SIMILAR_LABELS = {
     "Consolidation": ("Pneumonia", "Lung Opacity", "Atelectasis"),
     "Lung Lesion": ("Pneumonia", "Consolidation"),
@@ -65,7 +74,9 @@ class VQAImage:
 
 
 def vqa_images(patient: Patient) -> list[VQAImage]:
-    """Return the views of a patient's last study and possibly a slice, with their questions; reproducible."""
+    """Return the views of a patient's last study and possibly a slice, with their questions;
+    reproducible.
+    """
     study = patient.studies[-1]
     first = patient.subject_id * MAX_IMAGES_PER_PATIENT  # unique among worlds of different seeds
     images = [_radiograph(first + number, view) for number, view in enumerate(study.views)]
@@ -76,15 +87,20 @@ def vqa_images(patient: Patient) -> list[VQAImage]:
 
 
 def balanced_rows(rows: Sequence[tuple[str, str, str]]) -> list[bool]:
-    """Return which rows (group, answer, name) to keep so that no answer of a group outnumbers the second most frequent.
+    """Return which rows (group, answer, name) to keep so that no answer of a group outnumbers the
+    second most frequent.
 
-    A group is a wording within a split. Two answers become equally frequent; a group with one answer is removed. Rows
-    are kept in the order of a hash of their name, independent of their order.
+    A group is a wording within a split. Two answers become equally frequent; a group with one
+    answer is removed. Rows are kept in the order of a hash of their name, independent of their
+    order.
     """
     counts: dict[str, Counter[str]] = {}
     for group, answer, _ in rows:
         counts.setdefault(group, Counter())[answer] += 1
-    limits = {group: sorted(answers.values())[-2] if len(answers) > 1 else 0 for group, answers in counts.items()}
+    limits = {
+        group: sorted(answers.values())[-2] if len(answers) > 1 else 0
+        for group, answers in counts.items()
+    }
     used: Counter[tuple[str, str]] = Counter()
     kept = [False] * len(rows)
     for position in sorted(range(len(rows)), key=lambda position: _hash(rows[position][2])):
@@ -104,49 +120,80 @@ def _radiograph(number: int, view: View) -> VQAImage:
     questions = [*_image_questions(rng, "chest", "X-ray", plane)]
     present = {finding.label for finding in view.findings}
     if view.lateral:  # most findings overlap in lateral views
-        questions.append(_yes_no("presence", "Are there any support devices?", "Support Devices" in present))
+        questions.append(
+            _yes_no("presence", "Are there any support devices?", "Support Devices" in present)
+        )
     else:
         questions += _presence_questions(rng, view)
         for finding in view.findings:
             questions += _finding_questions(rng, finding)
     return VQAImage(
-        number=number, organ="chest", modality="X-ray", plane=plane, source=view, questions=tuple(questions)
+        number=number,
+        organ="chest",
+        modality="X-ray",
+        plane=plane,
+        source=view,
+        questions=tuple(questions),
     )
 
 
 def _slice(number: int, part: Slice) -> VQAImage:
     rng = generator(*part.key, _STREAM)
-    questions = [*_image_questions(rng, part.organ, part.modality, "axial"), *_mass_questions(rng, part)]
+    questions = [
+        *_image_questions(rng, part.organ, part.modality, "axial"),
+        *_mass_questions(rng, part),
+    ]
     return VQAImage(
-        number=number, organ=part.organ, modality=part.modality, plane="axial", source=part, questions=tuple(questions)
+        number=number,
+        organ=part.organ,
+        modality=part.modality,
+        plane="axial",
+        source=part,
+        questions=tuple(questions),
     )
 
 
 def _yes_no(kind: str, question: str, is_true: bool) -> ImageQuestion:
-    return ImageQuestion(question=question, answer="yes" if is_true else "no", closed=True, kind=kind)
+    return ImageQuestion(
+        question=question, answer="yes" if is_true else "no", closed=True, kind=kind
+    )
 
 
 def _open(kind: str, question: str, answer: str) -> ImageQuestion:
     return ImageQuestion(question=question, answer=answer, closed=False, kind=kind)
 
 
-def _image_questions(rng: np.random.Generator, organ: str, modality: str, plane: str) -> Iterator[ImageQuestion]:
+def _image_questions(
+    rng: np.random.Generator, organ: str, modality: str, plane: str
+) -> Iterator[ImageQuestion]:
     """Yield an open and a closed question about modality, plane and organ."""
-    yield _open("modality", pick(rng, ["What modality is this?", "How was this image taken?"]), modality)
+    yield _open(
+        "modality", pick(rng, ["What modality is this?", "How was this image taken?"]), modality
+    )
     yield _open("plane", pick(rng, ["In which plane is this image?", "What is the plane?"]), plane)
-    yield _open("organ", pick(rng, ["Which part of the body is shown?", "What does this image show?"]), organ)
+    yield _open(
+        "organ",
+        pick(rng, ["Which part of the body is shown?", "What does this image show?"]),
+        organ,
+    )
     named = {"X-ray": "an X-ray", "CT": "a CT scan", "MRI": "an MRI"}
     guess = _guess(rng, modality, named)
     yield _yes_no("modality", f"Is this {named[guess]}?", guess == modality)
     guess = _guess(rng, plane, ("frontal", "lateral", "axial"))
-    yield _yes_no("plane", f"Is this {'an' if guess == 'axial' else 'a'} {guess} image?", guess == plane)
+    yield _yes_no(
+        "plane", f"Is this {'an' if guess == 'axial' else 'a'} {guess} image?", guess == plane
+    )
     guess = _guess(rng, organ, ORGANS)
     yield _yes_no("organ", f"Is this an image of the {guess}?", guess == organ)
 
 
 def _guess(rng: np.random.Generator, truth: str, options: Iterable[str]) -> str:
     """Return the correct or another option, with equal probability."""
-    return truth if rng.random() < 0.5 else pick(rng, [option for option in options if option != truth])
+    return (
+        truth
+        if rng.random() < 0.5
+        else pick(rng, [option for option in options if option != truth])
+    )
 
 
 def _presence_questions(rng: np.random.Generator, view: View) -> Iterator[ImageQuestion]:
@@ -158,8 +205,12 @@ def _presence_questions(rng: np.random.Generator, view: View) -> Iterator[ImageQ
         if finding.extent >= _MIN_VISIBLE_EXTENT or finding.label in _ALWAYS_VISIBLE
     }
     for label in _PRESENCE_LABELS:
-        if label in visible or not any(truth[name] for name in (label, *_SIMILAR_LABELS.get(label, ()))):
-            text = pick(rng, ["Is there {}?", "Does this image show {}?"]).format(_NAMED.get(label, NAMES[label]))
+        if label in visible or not any(
+            truth[name] for name in (label, *_SIMILAR_LABELS.get(label, ()))
+        ):
+            text = pick(rng, ["Is there {}?", "Does this image show {}?"]).format(
+                _NAMED.get(label, NAMES[label])
+            )
             yield _yes_no("presence", text, label in visible)
     if "Cardiomegaly" in visible or not truth["Cardiomegaly"]:
         enlarged = "Cardiomegaly" in visible
@@ -171,7 +222,9 @@ def _finding_questions(rng: np.random.Generator, finding: Finding) -> Iterator[I
     """Yield questions about side, severity and number of a finding."""
     name = NAMES[finding.label]
     if finding.label in _ONE_SIDED and finding.extent >= _MIN_VISIBLE_EXTENT:
-        yield _open("laterality", f"On which side is the {name}?", _SIDES.get(finding.side, finding.side))
+        yield _open(
+            "laterality", f"On which side is the {name}?", _SIDES.get(finding.side, finding.side)
+        )
         if finding.side in ("left", "right"):
             side = pick(rng, ["left", "right"])
             yield _yes_no("laterality", f"Is the {name} on the {side}?", finding.side == side)
@@ -183,7 +236,11 @@ def _finding_questions(rng: np.random.Generator, finding: Finding) -> Iterator[I
 
 def _mass_questions(rng: np.random.Generator, part: Slice) -> Iterator[ImageQuestion]:
     """Yield questions about presence, number, side and size of masses."""
-    yield _yes_no("presence", pick(rng, ["Is there a mass?", "Does this image show a mass?"]), bool(part.masses))
+    yield _yes_no(
+        "presence",
+        pick(rng, ["Is there a mass?", "Does this image show a mass?"]),
+        bool(part.masses),
+    )
     if not part.masses:
         return
     several = len(part.masses) > 1

@@ -1,4 +1,6 @@
-"""The phantom corpus in the layouts of corpora with boxes: ChestX-Det10, MS-CXR, Object-CXR and VinDr-CXR."""
+"""The phantom corpus in the layouts of corpora with boxes: ChestX-Det10, MS-CXR, Object-CXR and
+VinDr-CXR.
+"""
 
 import json
 from collections.abc import Iterator
@@ -22,28 +24,46 @@ from medvl.phantom.seeds import generator
 # The phantom corpus in the layout of ChestX-Det10 (2020): PNG files, and boxes in JSON.
 
 NAMES = {
-    "Atelectasis": "Atelectasis", "Consolidation": "Consolidation", "Fracture": "Fracture", "Lung Lesion": "Nodule",
-    "Pleural Effusion": "Effusion", "Pneumothorax": "Pneumothorax",
+    "Atelectasis": "Atelectasis", "Consolidation": "Consolidation", "Fracture": "Fracture",
+    "Lung Lesion": "Nodule", "Pleural Effusion": "Effusion", "Pneumothorax": "Pneumothorax",
 }  # fmt: skip
-"""Label of the phantom -> category of the release; the phantom has no calcification, emphysema, fibrosis or mass."""
+"""Label of the phantom -> category of the release; the phantom has no calcification, emphysema,
+fibrosis or mass.
+"""
 
 
 def write_chestxdet10(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = REFERENCE_SIZE, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = REFERENCE_SIZE,
+    workers: int | None = None,
 ) -> Path:
-    """Write a phantom ChestX-Det10: `train.json`, `test.json`, and PNG files in `train_data/` and `test_data/`.
+    """Write a phantom ChestX-Det10: `train.json`, `test.json`, and PNG files in `train_data/` and
+    `test_data/`.
 
-    There is one frontal image of each study, with a box around every part of six of the ten findings, in pixels of an
-    image of 1024 x 1024. A seventh of the patients is in the test split.
+    There is one frontal image of each study, with a box around every part of six of the ten
+    findings, in pixels of an image of 1024 x 1024. A seventh of the patients is in the test split.
 
-    Each patient has 2.3 images on average. `size` is the height and width of the images in pixels, 1024 in the real
-    release. The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
+    Each patient has 2.3 images on average. `size` is the height and width of the images in pixels,
+    1024 in the real release. The other arguments and the errors are those of `write_mimic_cxr`.
+    Returns the folder.
     """
     options = Options(
-        corpus="chestxdet10", patients=patients, seed=seed, size=size, split=(6 / 7, 0.0, 1 / 7), reports=False
+        corpus="chestxdet10",
+        patients=patients,
+        seed=seed,
+        size=size,
+        split=(6 / 7, 0.0, 1 / 7),
+        reports=False,
     )
     return write_release(
-        Path(out), options, _write_chestxdet10_patient, {"train.json": None, "test.json": None}, workers
+        Path(out),
+        options,
+        _write_chestxdet10_patient,
+        {"train.json": None, "test.json": None},
+        workers,
     )
 
 
@@ -71,12 +91,13 @@ def _write_chestxdet10_patient(root: Path, patient: Patient, options: Options) -
 
 TABLE = "MS_CXR_Local_Alignment_v1.1.0.csv"
 LABELS = (
-    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Lung Opacity", "Pleural Effusion", "Pneumonia",
-    "Pneumothorax",
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Lung Opacity", "Pleural Effusion",
+    "Pneumonia", "Pneumothorax",
 )  # fmt: skip
 """Labels with phrases in MS-CXR."""
 _HEADER = (
-    "dicom_id", "category_name", "label_text", "path", "x", "y", "w", "h", "image_width", "image_height", "split"
+    "dicom_id", "category_name", "label_text", "path", "x", "y", "w", "h", "image_width",
+    "image_height", "split"
 )  # fmt: skip
 _SPLITS = ("train", "val", "test")
 _MS_CXR_STREAM = 91  # separates the random numbers of phrases from those of reports
@@ -91,15 +112,20 @@ def write_ms_cxr(
     split: tuple[float, float, float] = (0.0, 0.0, 1.0),
     workers: int | None = None,
 ) -> Path:
-    """Write a phantom MS-CXR: its table, and the images that the real release takes from MIMIC-CXR-JPG.
+    """Write a phantom MS-CXR: its table, and the images that the real release takes from
+    MIMIC-CXR-JPG.
 
-    There is one frontal image of each study that has one of the findings. A phrase asserts a finding in the words of
-    the phantom's reports, and its boxes are those of all parts of the finding. Mild findings are included.
+    There is one frontal image of each study that has one of the findings. A phrase asserts a
+    finding in the words of the phantom's reports, and its boxes are those of all parts of the
+    finding. Mild findings are included.
 
-    Each patient has about four phrases on average. `split` has the shares of patients in train, val and test of the
-    table's column. The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
+    Each patient has about four phrases on average. `split` has the shares of patients in train, val
+    and test of the table's column. The other arguments and the errors are those of
+    `write_mimic_cxr`. Returns the folder.
     """
-    options = Options(corpus="ms-cxr", patients=patients, seed=seed, size=size, split=split, reports=False)
+    options = Options(
+        corpus="ms-cxr", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
     return write_release(Path(out), options, _write_ms_cxr_patient, {TABLE: _HEADER}, workers)
 
 
@@ -132,7 +158,11 @@ def _write_ms_cxr_patient(root: Path, patient: Patient, options: Options) -> Pat
             for box in finding_boxes:
                 position = (box.x, box.y, box.width, box.height, width, height)
                 rows.append([view.dicom_id, finding.label, text, path.as_posix(), *position, split])
-        truth.append(truth_row(view, study, options.size, path=path.as_posix(), subject_id=subject, split=split))
+        truth.append(
+            truth_row(
+                view, study, options.size, path=path.as_posix(), subject_id=subject, split=split
+            )
+        )
     return PatientRows(patient.index, {TABLE: rows}, truth)
 
 
@@ -152,19 +182,31 @@ Shape = tuple[int, NDArray[np.intp]]
 
 
 def write_object_cxr(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = 1024, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 1024,
+    workers: int | None = None,
 ) -> Path:
     """Write a phantom Object-CXR: `train.csv`, `dev.csv` and JPEG files in `train/` and `dev/`.
 
-    There is one frontal image of each study. Half of the images have one to three foreign objects, bright shapes
-    painted over the lungs: a rectangle (a clip), an ellipse (a button) or a polygon (a pendant). They are not part of
-    the phantom world. Its support devices are not annotated, as in the release. A ninth of the patients is in dev.
+    There is one frontal image of each study. Half of the images have one to three foreign objects,
+    bright shapes painted over the lungs: a rectangle (a clip), an ellipse (a button) or a polygon
+    (a pendant). They are not part of the phantom world. Its support devices are not annotated, as
+    in the release. A ninth of the patients is in dev.
 
-    Each patient has 2.3 images on average. The other arguments and the errors are those of `write_mimic_cxr`; rows of
-    the ground truth have `objects`, the annotation of the table. Returns the folder.
+    Each patient has 2.3 images on average. The other arguments and the errors are those of
+    `write_mimic_cxr`; rows of the ground truth have `objects`, the annotation of the table. Returns
+    the folder.
     """
     options = Options(
-        corpus="object-cxr", patients=patients, seed=seed, size=size, split=(8 / 9, 0.0, 1 / 9), reports=False
+        corpus="object-cxr",
+        patients=patients,
+        seed=seed,
+        size=size,
+        split=(8 / 9, 0.0, 1 / 9),
+        reports=False,
     )
     columns = {f"{split}.csv": ("image_name", "annotation") for split in SPLITS}
     return write_release(Path(out), options, _write_object_cxr_patient, columns, workers)
@@ -178,10 +220,17 @@ def foreign_objects(study: Study, height: int, width: int) -> Iterator[Shape]:
     for _ in range(int(rng.integers(1, _MAX_OBJECTS + 1))):
         kind = int(rng.integers(3))
         radius_2 = np.maximum(2, rng.uniform(_MIN_RADIUS, _MAX_RADIUS, 2) * min(height, width))
-        center_2 = np.array([width * (rng.uniform(0.2, 0.4) + 0.4 * rng.integers(2)), height * rng.uniform(0.25, 0.7)])
+        center_2 = np.array(
+            [
+                width * (rng.uniform(0.2, 0.4) + 0.4 * rng.integers(2)),
+                height * rng.uniform(0.25, 0.7),
+            ]
+        )
         angles = np.linspace(0, 2 * np.pi, 5, endpoint=False) + rng.uniform(0, np.pi)
         unit_N2 = (
-            np.stack([np.cos(angles), np.sin(angles)], axis=1) if kind == POLYGON else np.array([[-1, -1], [1, 1]])
+            np.stack([np.cos(angles), np.sin(angles)], axis=1)
+            if kind == POLYGON
+            else np.array([[-1, -1], [1, 1]])
         )
         yield kind, np.rint(center_2 + radius_2 * unit_N2).astype(np.intp)
 
@@ -217,9 +266,16 @@ def _write_object_cxr_patient(root: Path, patient: Patient, options: Options) ->
             image_HW = draw(view, options.size)
             paint(image_HW, shapes)
             write_file(root / path, encode_jpeg(image_HW))
-        text = ";".join(" ".join(map(str, (kind, *points_N2.ravel().tolist()))) for kind, points_N2 in shapes)
+        text = ";".join(
+            " ".join(map(str, (kind, *points_N2.ravel().tolist()))) for kind, points_N2 in shapes
+        )
         rows.append([path.name, text])
-        ids = {"path": path.as_posix(), "subject_id": patient.subject_id, "split": split, "objects": text}
+        ids = {
+            "path": path.as_posix(),
+            "subject_id": patient.subject_id,
+            "split": split,
+            "objects": text,
+        }
         truth.append(truth_row(view, study, options.size, **ids))
     return PatientRows(patient.index, {f"{split}.csv": rows}, truth)
 
@@ -228,50 +284,78 @@ def _write_object_cxr_patient(root: Path, patient: Patient, options: Options) ->
 # readers.
 
 LOCAL = (
-    "Aortic enlargement", "Atelectasis", "Calcification", "Cardiomegaly", "Clavicle fracture", "Consolidation", "Edema",
-    "Emphysema", "Enlarged PA", "ILD", "Infiltration", "Lung Opacity", "Lung cavity", "Lung cyst", "Mediastinal shift",
-    "Nodule/Mass", "Pleural effusion", "Pleural thickening", "Pneumothorax", "Pulmonary fibrosis", "Rib fracture",
-    "Other lesion",
+    "Aortic enlargement", "Atelectasis", "Calcification", "Cardiomegaly", "Clavicle fracture",
+    "Consolidation", "Edema", "Emphysema", "Enlarged PA", "ILD", "Infiltration", "Lung Opacity",
+    "Lung cavity", "Lung cyst", "Mediastinal shift", "Nodule/Mass", "Pleural effusion",
+    "Pleural thickening", "Pneumothorax", "Pulmonary fibrosis", "Rib fracture", "Other lesion",
 )  # fmt: skip
 _GLOBAL = ("COPD", "Lung tumor", "Pneumonia", "Tuberculosis")
 _NAMES = {
-    "Atelectasis": "Atelectasis", "Cardiomegaly": "Cardiomegaly", "Consolidation": "Consolidation", "Edema": "Edema",
-    "Enlarged Cardiomediastinum": "Other lesion", "Lung Lesion": "Nodule/Mass", "Lung Opacity": "Lung Opacity",
-    "Pleural Effusion": "Pleural effusion", "Pleural Other": "Pleural thickening", "Pneumothorax": "Pneumothorax",
+    "Atelectasis": "Atelectasis", "Cardiomegaly": "Cardiomegaly", "Consolidation": "Consolidation",
+    "Edema": "Edema", "Enlarged Cardiomediastinum": "Other lesion", "Lung Lesion": "Nodule/Mass",
+    "Lung Opacity": "Lung Opacity", "Pleural Effusion": "Pleural effusion",
+    "Pleural Other": "Pleural thickening", "Pneumothorax": "Pneumothorax",
 }  # fmt: skip
 """Label of the phantom -> finding of the release; fractures are of a rib or a clavicle."""
 _READERS = {"R8": -0.5, "R9": 0.5, "R10": 0.0}
-"""Reader -> shift of the boxes in pixels. Their mean is the truth, also without R10, who omits mild findings."""
+"""Reader -> shift of the boxes in pixels. Their mean is the truth, also without R10, who omits
+mild findings.
+"""
 _BOX = ("class_name", "x_min", "y_min", "x_max", "y_max")
 
 
 def _tables() -> dict[str, tuple[str, ...]]:
     columns = {}
-    for split, ids, other in (("train", ("image_id", "rad_id"), "diseases"), ("test", ("image_id",), "disease")):
+    for split, ids, other in (
+        ("train", ("image_id", "rad_id"), "diseases"),
+        ("test", ("image_id",), "disease"),
+    ):
         columns[f"annotations/annotations_{split}.csv"] = (*ids, *_BOX)
-        columns[f"annotations/image_labels_{split}.csv"] = (*ids, *LOCAL, *_GLOBAL, f"Other {other}", "No finding")
+        columns[f"annotations/image_labels_{split}.csv"] = (
+            *ids,
+            *LOCAL,
+            *_GLOBAL,
+            f"Other {other}",
+            "No finding",
+        )
     return columns
 
 
 def write_vindr_cxr(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = 1024, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 1024,
+    workers: int | None = None,
 ) -> Path:
-    """Write a phantom VinDr-CXR: its four tables and DICOM images of 12 bits, in the encodings of `write_mimic_cxr`.
+    """Write a phantom VinDr-CXR: its four tables and DICOM images of 12 bits, in the encodings of
+    `write_mimic_cxr`.
 
-    There is one frontal image of each study, with a box around every part of a finding that VinDr-CXR has. Three
-    readers annotate a training image: two draw all boxes, shifted by half a pixel to the left and to the right, the
-    third leaves out mild findings; the mean of the boxes is the truth. A fifth of the patients is in the test split,
-    with one set of boxes. Pneumonia is a diagnosis without boxes; support devices are not annotated.
+    There is one frontal image of each study, with a box around every part of a finding that
+    VinDr-CXR has. Three readers annotate a training image: two draw all boxes, shifted by half a
+    pixel to the left and to the right, the third leaves out mild findings; the mean of the boxes is
+    the truth. A fifth of the patients is in the test split, with one set of boxes. Pneumonia is a
+    diagnosis without boxes; support devices are not annotated.
 
-    Each patient has 2.3 images on average. The other arguments and the errors are those of `write_mimic_cxr`. Returns
-    the folder.
+    Each patient has 2.3 images on average. The other arguments and the errors are those of
+    `write_mimic_cxr`. Returns the folder.
     """
-    options = Options(corpus="vindr-cxr", patients=patients, seed=seed, size=size, split=(0.8, 0.0, 0.2), reports=False)
+    options = Options(
+        corpus="vindr-cxr",
+        patients=patients,
+        seed=seed,
+        size=size,
+        split=(0.8, 0.0, 0.2),
+        reports=False,
+    )
     return write_release(Path(out), options, _write_vindr_cxr_patient, _tables(), workers)
 
 
 def findings(view: View, size: int) -> Iterator[tuple[str, Box]]:
-    """Yield the finding of the release and the box of every visible part, in pixels of `draw(view, size)`."""
+    """Yield the finding of the release and the box of every visible part, in pixels of
+    `draw(view, size)`.
+    """
     for box in boxes(view, size):
         if box.label == "Fracture":
             yield "Clavicle fracture" if box.zone.endswith("clavicle") else "Rib fracture", box
@@ -301,13 +385,24 @@ def _write_vindr_cxr_patient(root: Path, patient: Patient, options: Options) -> 
             cells = [int(finding in named) for finding in (*LOCAL, *_GLOBAL)]
             labels.append([*ids, *cells, 0, int(not named)])
         truth.append(
-            truth_row(view, study, options.size, path=path.as_posix(), subject_id=patient.subject_id, split=split)
+            truth_row(
+                view,
+                study,
+                options.size,
+                path=path.as_posix(),
+                subject_id=patient.subject_id,
+                split=split,
+            )
         )
     return PatientRows(patient.index, tables, truth)
 
 
-def _readings(name: str, split: str, study: Study, view: View) -> Iterator[tuple[list[str], float, set[str]]]:
-    """Yield the first columns of a reader's rows, the shift of the boxes, and the labels that the reader gives."""
+def _readings(
+    name: str, split: str, study: Study, view: View
+) -> Iterator[tuple[list[str], float, set[str]]]:
+    """Yield the first columns of a reader's rows, the shift of the boxes, and the labels that
+    the reader gives.
+    """
     present = {finding.label for finding in view.findings}
     if split == "test":
         yield [name], 0.0, present

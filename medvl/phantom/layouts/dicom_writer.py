@@ -1,6 +1,7 @@
 """DICOM files of views: 12 bits, in the variety of encodings of hospital images.
 
-Unlike in the real release, the header has an invented name, ids and dates, so that tests can verify de-identification.
+Unlike in the real release, the header has an invented name, ids and dates, so that tests can verify
+de-identification.
 """
 
 import dataclasses
@@ -18,13 +19,28 @@ from medvl.phantom.rendering.scene import WHITE
 from medvl.phantom.seeds import generator
 
 _STREAM = 96
-_DIGITAL, _COMPUTED = UID("1.2.840.10008.5.1.4.1.1.1.1"), UID("1.2.840.10008.5.1.4.1.1.1")  # DX for presentation, CR
+_DIGITAL, _COMPUTED = (
+    UID("1.2.840.10008.5.1.4.1.1.1.1"),
+    UID("1.2.840.10008.5.1.4.1.1.1"),
+)  # DX for presentation, CR
 _SYNTAXES = {
     uid.ExplicitVRLittleEndian: 0.62, uid.ImplicitVRLittleEndian: 0.08, uid.RLELossless: 0.10,
     uid.JPEG2000Lossless: 0.10, uid.JPEGLSLossless: 0.10,
 }  # fmt: skip
-_SURNAMES = ("Ashgrove", "Brambleby", "Corncrake", "Dunmallow", "Eskwater", "Fernhollow", "Gorseley", "Hazelrigg")
-_GIVEN = {"F": ("Alma", "Beatrix", "Clementine", "Dorothea"), "M": ("Ambrose", "Barnaby", "Cornelius", "Digby")}
+_SURNAMES = (
+    "Ashgrove",
+    "Brambleby",
+    "Corncrake",
+    "Dunmallow",
+    "Eskwater",
+    "Fernhollow",
+    "Gorseley",
+    "Hazelrigg",
+)
+_GIVEN = {
+    "F": ("Alma", "Beatrix", "Clementine", "Dorothea"),
+    "M": ("Ambrose", "Barnaby", "Cornelius", "Digby"),
+}
 _VIEW_CODES = {
     "PA": ("399348003", "postero-anterior"),
     "AP": ("399348003", "antero-posterior"),
@@ -81,7 +97,9 @@ def procedure(study: Study) -> str:
     """Return the description of the examination."""
     if any(view.lateral for view in study.views):
         return "CHEST (PA AND LAT)"
-    return f"CHEST ({'PORTABLE ' if study.views[0].position == 'AP' else ''}{study.views[0].position})"
+    return (
+        f"CHEST ({'PORTABLE ' if study.views[0].position == 'AP' else ''}{study.views[0].position})"
+    )
 
 
 def orientation(view: View) -> str:
@@ -90,7 +108,9 @@ def orientation(view: View) -> str:
 
 
 def dicom_bytes(patient: Patient, study: Study, view: View, image_HW: NDArray[np.uint16]) -> bytes:
-    """Return the DICOM file of a view with the pixels `image_HW` of `draw`, which its VOI and polarity restore."""
+    """Return the DICOM file of a view with the pixels `image_HW` of `draw`, which its VOI and
+    polarity restore.
+    """
     encoding = encoding_of(view)
     rng = generator(*view.key, _STREAM + 1)
     meta = FileMetaDataset()
@@ -107,17 +127,26 @@ def dicom_bytes(patient: Patient, study: Study, view: View, image_HW: NDArray[np
 
 
 def _available(syntax: UID) -> UID:
-    """Return the syntax, or JPEG 2000 with the same pixels where no codec writes it: JPEG-LS needs pyjpegls."""
+    """Return the syntax, or JPEG 2000 with the same pixels where no codec writes it: JPEG-LS
+    needs pyjpegls.
+    """
     return syntax if get_encoder(syntax).is_available else uid.JPEG2000Lossless
 
 
-def _describe(dataset: Dataset, patient: Patient, study: Study, view: View, rng: np.random.Generator) -> None:
+def _describe(
+    dataset: Dataset, patient: Patient, study: Study, view: View, rng: np.random.Generator
+) -> None:
     person = generator(*study.key[:2], _STREAM)  # equal in all studies of a patient
     surname, given = (str(person.choice(names)) for names in (_SURNAMES, _GIVEN[study.sex]))
     digital = rng.random() < 0.7
-    dataset.SOPClassUID = dataset.file_meta.MediaStorageSOPClassUID = _DIGITAL if digital else _COMPUTED
+    dataset.SOPClassUID = dataset.file_meta.MediaStorageSOPClassUID = (
+        _DIGITAL if digital else _COMPUTED
+    )
     dataset.SOPInstanceUID = dataset.file_meta.MediaStorageSOPInstanceUID = _uid(view.dicom_id)
-    dataset.StudyInstanceUID, dataset.SeriesInstanceUID = _uid(f"{study.study_id:x}"), _uid(f"{study.study_id:x}01")
+    dataset.StudyInstanceUID, dataset.SeriesInstanceUID = (
+        _uid(f"{study.study_id:x}"),
+        _uid(f"{study.study_id:x}01"),
+    )
     dataset.Modality = "DX" if digital else "CR"
     dataset.PatientName = f"{surname}^{given}"
     dataset.PatientID = f"PHANTOM-{patient.subject_id}"
@@ -150,7 +179,9 @@ def _uid(hexadecimal: str) -> UID:
     return UID(f"2.25.{int(hexadecimal.replace('-', '')[:32], 16)}")
 
 
-def _add_pixels(dataset: Dataset, image_HW: NDArray[np.uint16], encoding: Encoding, view: View) -> None:
+def _add_pixels(
+    dataset: Dataset, image_HW: NDArray[np.uint16], encoding: Encoding, view: View
+) -> None:
     """Store values such that VOI (window or table) and then polarity restore `image_HW`."""
     brightness_HW = (WHITE - image_HW if encoding.inverted else image_HW) / WHITE
     span = encoding.high - encoding.low

@@ -21,7 +21,8 @@ from medvl.phantom.seeds import generator
 
 
 def figure_bytes(figure: Figure, size: int, suffix: str) -> bytes | None:
-    """Return the content of a figure's file (".jpg" or ".png") with `size` pixels on the longer side.
+    """Return the content of a figure's file (".jpg" or ".png") with `size` pixels on the longer
+    side.
 
     It is empty for an empty file, and None for a missing one.
     """
@@ -54,17 +55,32 @@ _LICENCES = ("cc-by", "cc-by-nc", "cc-by-nc-nd", None)
 
 
 def write_medicat(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = 512, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    workers: int | None = None,
 ) -> Path:
     """Write a phantom MedICaT: the table of figures and `figures/`. The release has no split.
 
-    An article is the case report of one patient. No figure has sub-figures, so sub-figure annotations only reject.
+    An article is the case report of one patient. No figure has sub-figures, so sub-figure
+    annotations only reject.
 
-    `patients` is the number of articles, with five figures on average; the other arguments and the errors are those of
-    `write_mimic_cxr`. Returns the folder.
+    `patients` is the number of articles, with five figures on average; the other arguments and the
+    errors are those of `write_mimic_cxr`. Returns the folder.
     """
-    options = Options(corpus="medicat", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=True)
-    return write_release(Path(out), options, _write_medicat_patient, {TABLE: None, SUBCAPTIONS: None}, workers)
+    options = Options(
+        corpus="medicat",
+        patients=patients,
+        seed=seed,
+        size=size,
+        split=(1.0, 0.0, 0.0),
+        reports=True,
+    )
+    return write_release(
+        Path(out), options, _write_medicat_patient, {TABLE: None, SUBCAPTIONS: None}, workers
+    )
 
 
 def _write_medicat_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
@@ -85,20 +101,42 @@ def _write_medicat_patient(root: Path, patient: Patient, options: Options) -> Pa
     for figure in article_figures(patient):
         uri = f"{2 + figure.number // 3}-Figure{figure.number}-1.png"
         path = Path("figures", f"{pdf_hash}_{uri}")
-        if not (root / path).exists() and (content := figure_bytes(figure, options.size, ".png")) is not None:
+        if (
+            not (root / path).exists()
+            and (content := figure_bytes(figure, options.size, ".png")) is not None
+        ):
             write_file(root / path, content)
-        line = json.dumps({"pdf_hash": pdf_hash, "fig_uri": uri, **_fields(figure, rng.random()), "oa_info": article})
+        line = json.dumps(
+            {
+                "pdf_hash": pdf_hash,
+                "fig_uri": uri,
+                **_fields(figure, rng.random()),
+                "oa_info": article,
+            }
+        )
         rows.extend([[line]] * (1 + figure.duplicated))
         if figure.view is not None and figure.study is not None:
             ids = {"pdf_hash": pdf_hash, "fig_uri": uri, "path": path.as_posix()}
-            truth.append(truth_row(figure.view, figure.study, options.size, **ids, subject_id=patient.subject_id))
-    annotation = {"pdf_hash": pdf_hash, "fig_key": "Figure1", "answer": "reject", "spans": [], "tokens": []}
+            truth.append(
+                truth_row(
+                    figure.view, figure.study, options.size, **ids, subject_id=patient.subject_id
+                )
+            )
+    annotation = {
+        "pdf_hash": pdf_hash,
+        "fig_key": "Figure1",
+        "answer": "reject",
+        "spans": [],
+        "tokens": [],
+    }
     annotations = [[json.dumps(annotation)]] if rng.random() < 0.05 else []
     return PatientRows(patient.index, {TABLE: rows, SUBCAPTIONS: annotations}, truth)
 
 
 def _fields(figure: Figure, u: float) -> dict[str, object]:
-    """Return the table's fields of a figure; `u`, uniform in [0, 1), selects the missing caption source."""
+    """Return the table's fields of a figure; `u`, uniform in [0, 1), selects the missing caption
+    source.
+    """
     caption = f"Figure {figure.number}. {figure.caption}" if figure.caption else ""
     return {
         "fig_key": f"Figure{figure.number}",
@@ -126,8 +164,9 @@ _MAX_FIGURES = 4 * MAX_STUDIES + 1  # figures of one article
 _FILM = "C1306645"  # plain radiography
 _SLICES = {"CT": "C0040405", "MRI": "C0024485"}
 _CUIS = {
-    "Atelectasis": "C0004144", "Cardiomegaly": "C0018800", "Consolidation": "C0521530", "Edema": "C0034063",
-    "Fracture": "C0016658", "Pleural Effusion": "C0032227", "Pneumonia": "C0032285", "Pneumothorax": "C0032326",
+    "Atelectasis": "C0004144", "Cardiomegaly": "C0018800", "Consolidation": "C0521530",
+    "Edema": "C0034063", "Fracture": "C0016658", "Pleural Effusion": "C0032227",
+    "Pneumonia": "C0032285", "Pneumothorax": "C0032326",
 }  # fmt: skip
 _STOP_WORDS = {"and", "the", "with", "for", "view", "showing", "shows", "chest"}
 
@@ -141,15 +180,18 @@ def write_roco(
     split: tuple[float, float, float] = (0.8, 0.1, 0.1),
     workers: int | None = None,
 ) -> Path:
-    """Write a phantom ROCO: `data/{train,validation,test}/{radiology,non-radiology}/` with images and tables.
+    """Write a phantom ROCO: `data/{train,validation,test}/{radiology,non-radiology}/` with images
+    and tables.
 
-    An article is the case report of one patient, and all its figures are in one split. The sentences that refer to a
-    figure are in `roco_references/`, in MedICaT's format.
+    An article is the case report of one patient, and all its figures are in one split. The
+    sentences that refer to a figure are in `roco_references/`, in MedICaT's format.
 
-    `patients` is the number of articles, with five figures on average; the other arguments and the errors are those of
-    `write_mimic_cxr`. Returns the folder that contains `data/`.
+    `patients` is the number of articles, with five figures on average; the other arguments and the
+    errors are those of `write_mimic_cxr`. Returns the folder that contains `data/`.
     """
-    options = Options(corpus="roco", patients=patients, seed=seed, size=size, split=split, reports=True)
+    options = Options(
+        corpus="roco", patients=patients, seed=seed, size=size, split=split, reports=True
+    )
     tables: dict[str, tuple[str, ...] | None] = {}
     for part in SPLITS:
         for kind in KINDS:
@@ -171,33 +213,56 @@ def _write_roco_patient(root: Path, patient: Patient, options: Options) -> Patie
         kind = KINDS[not figure.radiology]
         figure_id = f"ROCO_{patient.index * _MAX_FIGURES + figure.number:05d}"
         path = Path("data", split, kind, "images", f"{figure_id}.jpg")
-        if not (root / path).exists() and (content := figure_bytes(figure, options.size, ".jpg")) is not None:
+        if (
+            not (root / path).exists()
+            and (content := figure_bytes(figure, options.size, ".jpg")) is not None
+        ):
             write_file(root / path, content)
         file = f"{article_id(patient)}_phantom-g{figure.number:03d}.jpg"
         lines = _lines(figure, figure_id, article_id(patient))
         for name, line in lines.items():
-            tables.setdefault(_table(split, kind, name), []).extend([[line]] * (1 + figure.duplicated))
+            tables.setdefault(_table(split, kind, name), []).extend(
+                [[line]] * (1 + figure.duplicated)
+            )
         tables.setdefault(_table(split, kind, "licences"), []).append([figure_id, file, "CC BY"])
         if figure.references:
             reference = json.dumps({"roco_image_id": file, "gorc_references": figure.references})
             tables.setdefault(REFERENCES[split], []).append([reference])
         if figure.view is not None and figure.study is not None:
-            ids = {"figure": figure_id, "article": article_id(patient), "path": path.as_posix(), "split": split}
-            truth.append(truth_row(figure.view, figure.study, options.size, **ids, subject_id=patient.subject_id))
+            ids = {
+                "figure": figure_id,
+                "article": article_id(patient),
+                "path": path.as_posix(),
+                "split": split,
+            }
+            truth.append(
+                truth_row(
+                    figure.view, figure.study, options.size, **ids, subject_id=patient.subject_id
+                )
+            )
     return PatientRows(patient.index, tables, truth)
 
 
 def _lines(figure: Figure, figure_id: str, article: str) -> dict[str, str]:
     """Return table -> line of the figure."""
-    words = [word for word in re.findall(r"[a-z]{3,}", figure.caption.lower()) if word not in _STOP_WORDS]
+    words = [
+        word for word in re.findall(r"[a-z]{3,}", figure.caption.lower()) if word not in _STOP_WORDS
+    ]
     cuis = []
     if figure.view is not None:
         present = truth_labels(figure.view.findings)
         cuis = [_FILM, *(cui for label, cui in _CUIS.items() if present[label])]
     if figure.ct_mr_slice is not None:
         cuis = [_SLICES[figure.ct_mr_slice.modality]]
-    types = ["T060", "Diagnostic Procedure", *(["T047", "Disease or Syndrome"] if len(cuis) > 1 else [])]
-    link = f"wget -r ftp://phantom.invalid/pub/pmc/oa_package/{article[-4:-2]}/{article[-2:]}/{article}.tar.gz"
+    types = [
+        "T060",
+        "Diagnostic Procedure",
+        *(["T047", "Disease or Syndrome"] if len(cuis) > 1 else []),
+    ]
+    link = (
+        f"wget -r "
+        f"ftp://phantom.invalid/pub/pmc/oa_package/{article[-4:-2]}/{article[-2:]}/{article}.tar.gz"
+    )
     fields = {
         "captions": [f" {figure.caption}"],
         "keywords": ["", *dict.fromkeys(words)],

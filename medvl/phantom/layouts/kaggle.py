@@ -1,4 +1,6 @@
-"""The phantom corpus in the layouts of two Kaggle challenges: RSNA (pneumonia) and SIIM-ACR (pneumothorax)."""
+"""The phantom corpus in the layouts of two Kaggle challenges: RSNA (pneumonia) and SIIM-ACR
+(pneumothorax).
+"""
 
 import dataclasses
 import io
@@ -36,17 +38,25 @@ def square_frontal_views(patient: Patient) -> Iterator[tuple[Study, View]]:
 
 
 def challenge_options(corpus: str, patients: int, seed: int, size: int) -> Options:
-    """Return the options of a challenge: one labelled split, no reports. Raises ConfigError: "out_of_range"."""
-    return Options(corpus=corpus, patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=False)
+    """Return the options of a challenge: one labelled split, no reports. Raises ConfigError:
+    "out_of_range".
+    """
+    return Options(
+        corpus=corpus, patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=False
+    )
 
 
 def write_image(
     root: Path, path: Path, name: str, patient: Patient, study: Study, view: View, size: int
 ) -> dict[str, object]:
-    """Write the DICOM file of a view to `path` below `root` if it is missing; return its ground truth row."""
+    """Write the DICOM file of a view to `path` below `root` if it is missing; return its ground
+    truth row.
+    """
     if not (root / path).exists():
         write_file(root / path, plain_dicom(name, study, view, size))
-    return truth_row(view, study, REFERENCE_SIZE, path=path.as_posix(), subject_id=patient.subject_id)
+    return truth_row(
+        view, study, REFERENCE_SIZE, path=path.as_posix(), subject_id=patient.subject_id
+    )
 
 
 def image_uid_hex(view: View) -> str:
@@ -60,14 +70,20 @@ def uid(view: View) -> UID:
 
 
 def plain_dicom(name: str, study: Study, view: View, size: int) -> bytes:
-    """Return an uncompressed 8-bit DICOM file of `size` x `size` pixels; `name` becomes name and id of the patient."""
+    """Return an uncompressed 8-bit DICOM file of `size` x `size` pixels; `name` becomes name and
+    id of the patient.
+    """
     image_HW = (draw(view, size) >> 4).astype("u1")
     meta = FileMetaDataset()
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
     dataset = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
     dataset.SOPClassUID = meta.MediaStorageSOPClassUID = _SECONDARY_CAPTURE
     dataset.SOPInstanceUID = meta.MediaStorageSOPInstanceUID = uid(view)
-    dataset.Modality, dataset.BodyPartExamined, dataset.ViewPosition = "CR", "CHEST", view_position(view)
+    dataset.Modality, dataset.BodyPartExamined, dataset.ViewPosition = (
+        "CR",
+        "CHEST",
+        view_position(view),
+    )
     dataset.PatientID = dataset.PatientName = name
     dataset.PatientSex, dataset.PatientAge = study.sex, f"{study.age:03d}Y"
     dataset.Rows, dataset.Columns = image_HW.shape
@@ -87,23 +103,35 @@ RSNA_IMAGES, RSNA_MAPPING = "stage_2_train_images", "pneumonia-challenge-dataset
 LABELS, CLASSES = "stage_2_train_labels.csv", "stage_2_detailed_class_info.csv"
 BOXED_LABELS = ("Consolidation", "Pneumonia")
 """Findings with boxes: pneumonia-like opacities."""
-_COLUMNS = {LABELS: ("patientId", "x", "y", "width", "height", "Target"), CLASSES: ("patientId", "class")}
+_COLUMNS = {
+    LABELS: ("patientId", "x", "y", "width", "height", "Target"),
+    CLASSES: ("patientId", "class"),
+}
 _PIECES = (8, 4, 4, 4, 12)
 
 
 def write_rsna(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = REFERENCE_SIZE, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = REFERENCE_SIZE,
+    workers: int | None = None,
 ) -> Path:
-    """Write a phantom RSNA challenge: its two tables, DICOM images, and the mapping to patients of NIH.
+    """Write a phantom RSNA challenge: its two tables, DICOM images, and the mapping to patients of
+    NIH.
 
-    There is one frontal image of each study, with a box around every part of a consolidation or pneumonia, in pixels of
-    an image of 1024 x 1024. About 70% of the images have no box.
+    There is one frontal image of each study, with a box around every part of a consolidation or
+    pneumonia, in pixels of an image of 1024 x 1024. About 70% of the images have no box.
 
-    Each patient has 2.3 images on average. `size` is the height and width of the images in pixels, 1024 in the real
-    release. The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
+    Each patient has 2.3 images on average. `size` is the height and width of the images in pixels,
+    1024 in the real release. The other arguments and the errors are those of `write_mimic_cxr`.
+    Returns the folder.
     """
     options = challenge_options("rsna", patients, seed, size)
-    return write_release(Path(out), options, _write_rsna_patient, {**_COLUMNS, RSNA_MAPPING: None}, workers)
+    return write_release(
+        Path(out), options, _write_rsna_patient, {**_COLUMNS, RSNA_MAPPING: None}, workers
+    )
 
 
 def _write_rsna_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
@@ -145,23 +173,33 @@ def _image_id(view: View) -> str:
 SIIM_TABLE, SIIM_IMAGES = "stage_2_train.csv", "dicom-images-train"
 LABEL = "Pneumothorax"
 _NEGATIVE_SHARE = 0.25
-"""Share of studies without a pneumothorax that are kept; 20% of the images then have one, as in the release."""
+"""Share of studies without a pneumothorax that are kept; 20% of the images then have one, as in
+the release.
+"""
 _STREAM = 92
 
 
 def write_siim(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = REFERENCE_SIZE, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = REFERENCE_SIZE,
+    workers: int | None = None,
 ) -> Path:
     """Write a phantom SIIM-ACR challenge: DICOM images, and a table of run-length encoded masks.
 
-    There is one frontal image of each study with a pneumothorax, and of a quarter of the others, whose mask is "-1".
-    Masks refer to images of 1024 x 1024 pixels.
+    There is one frontal image of each study with a pneumothorax, and of a quarter of the others,
+    whose mask is "-1". Masks refer to images of 1024 x 1024 pixels.
 
-    There is one image per 1.4 patients. `size` is the height and width of the images in pixels, 1024 in the real
-    release. The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
+    There is one image per 1.4 patients. `size` is the height and width of the images in pixels,
+    1024 in the real release. The other arguments and the errors are those of `write_mimic_cxr`.
+    Returns the folder.
     """
     options = challenge_options("siim", patients, seed, size)
-    return write_release(Path(out), options, _write_siim_patient, {SIIM_TABLE: ("ImageId", "EncodedPixels")}, workers)
+    return write_release(
+        Path(out), options, _write_siim_patient, {SIIM_TABLE: ("ImageId", "EncodedPixels")}, workers
+    )
 
 
 def _write_siim_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
@@ -179,7 +217,9 @@ def _write_siim_patient(root: Path, patient: Patient, options: Options) -> Patie
 
 
 def encode_run_lengths(mask_HW: NDArray[np.bool_]) -> str:
-    """Return gap (from the previous run) and length of every run of a non-empty mask, column by column."""
+    """Return gap (from the previous run) and length of every run of a non-empty mask, column by
+    column.
+    """
     inside_P = np.pad(mask_HW.ravel(order="F"), 1)
     border = np.flatnonzero(np.diff(inside_P.astype(np.int8)))
     return " ".join(map(str, np.ediff1d(border, to_begin=border[:1]).tolist()))

@@ -4,7 +4,14 @@ import itertools
 from pathlib import Path
 
 from medvl.phantom.language.reports import compose_report
-from medvl.phantom.layouts.writer import Options, PatientRows, label_cells, truth_row, write_file, write_release
+from medvl.phantom.layouts.writer import (
+    Options,
+    PatientRows,
+    label_cells,
+    truth_row,
+    write_file,
+    write_release,
+)
 from medvl.phantom.population.findings import change_of
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.rendering.draw import draw
@@ -15,8 +22,9 @@ from medvl.phantom.rendering.scene import encode_jpeg
 FOLDER = "CheXpert-v1.0-small"
 SPLITS = ("train", "valid", "test")
 CHEXPERT_LABELS = (
-    "No Finding", "Enlarged Cardiomediastinum", "Cardiomegaly", "Lung Opacity", "Lung Lesion", "Edema", "Consolidation",
-    "Pneumonia", "Atelectasis", "Pneumothorax", "Pleural Effusion", "Pleural Other", "Fracture", "Support Devices",
+    "No Finding", "Enlarged Cardiomediastinum", "Cardiomegaly", "Lung Opacity", "Lung Lesion",
+    "Edema", "Consolidation", "Pneumonia", "Atelectasis", "Pneumothorax", "Pleural Effusion",
+    "Pleural Other", "Fracture", "Support Devices",
 )  # fmt: skip
 """Labels in CheXpert's order, which differs from that of MIMIC-CXR."""
 _CHEXPERT_HEADER = ("Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", *CHEXPERT_LABELS)
@@ -31,16 +39,20 @@ def write_chexpert(
     split: tuple[float, float, float] = (0.8, 0.05, 0.15),
     workers: int | None = None,
 ) -> Path:
-    """Write a phantom CheXpert: `CheXpert-v1.0-small` with train, valid and test folders and their tables.
+    """Write a phantom CheXpert: `CheXpert-v1.0-small` with train, valid and test folders and their
+    tables.
 
-    Labels of the training table come from the reports (1, 0, -1 or blank); those of valid and test are the ground truth
-    (1 or 0), like the radiologists' labels of the real release. There is no text.
+    Labels of the training table come from the reports (1, 0, -1 or blank); those of valid and test
+    are the ground truth (1 or 0), like the radiologists' labels of the real release. There is no
+    text.
 
-    `out` is the parent folder of `CheXpert-v1.0-small`; `size` is 390 for most images of the real small release;
-    `split` has the shares of patients in train, valid and test. The other arguments and the errors are those of
-    `write_mimic_cxr`. Returns the folder `CheXpert-v1.0-small`.
+    `out` is the parent folder of `CheXpert-v1.0-small`; `size` is 390 for most images of the real
+    small release; `split` has the shares of patients in train, valid and test. The other arguments
+    and the errors are those of `write_mimic_cxr`. Returns the folder `CheXpert-v1.0-small`.
     """
-    options = Options(corpus="chexpert", patients=patients, seed=seed, size=size, split=split, reports=False)
+    options = Options(
+        corpus="chexpert", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
     columns = {f"{name}.csv": _CHEXPERT_HEADER for name in SPLITS}
     return write_release(Path(out) / FOLDER, options, _write_chexpert_patient, columns, workers)
 
@@ -58,8 +70,14 @@ def _write_chexpert_patient(root: Path, patient: Patient, options: Options) -> P
                 write_file(root / path, encode_jpeg(draw(view, options.size)))
             full = Path(FOLDER, path).as_posix()
             sex = "Female" if study.sex == "F" else "Male"
-            rows.append([full, sex, study.age, *_projection(view), *label_cells(labels, CHEXPERT_LABELS)])
-            truth.append(truth_row(view, study, options.size, path=full, subject_id=patient.subject_id, split=split))
+            rows.append(
+                [full, sex, study.age, *_projection(view), *label_cells(labels, CHEXPERT_LABELS)]
+            )
+            truth.append(
+                truth_row(
+                    view, study, options.size, path=full, subject_id=patient.subject_id, split=split
+                )
+            )
     return PatientRows(patient.index, {f"{split}.csv": rows}, truth)
 
 
@@ -80,7 +98,11 @@ _MS_CXR_T_HEADER = (
     "dicom_id",
     "previous_study_id",
     "previous_dicom_id",
-    *(f"{column}_{kind}" for column in _COLUMNS.values() for kind in ("progression", "label_quality")),
+    *(
+        f"{column}_{kind}"
+        for column in _COLUMNS.values()
+        for kind in ("progression", "label_quality")
+    ),
 )
 _PROGRESSION = {
     "new": "worsening",
@@ -92,24 +114,40 @@ _PROGRESSION = {
 
 
 def write_ms_cxr_t(
-    out: Path | str, *, patients: int = 200, seed: int = 0, size: int = 512, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 200,
+    seed: int = 0,
+    size: int = 512,
+    workers: int | None = None,
 ) -> Path:
     """Write a phantom MS-CXR-T: its table of image pairs, and their images below `files/`.
 
-    Each study after a patient's first is compared with the previous one, by their first frontal images. A finding has a
-    label where one of the two studies has it: new and larger findings are worsening, smaller and resolved ones
-    improving, others stable. There are about 1.3 pairs per patient. Arguments and errors are those of
-    `write_mimic_cxr`.
+    Each study after a patient's first is compared with the previous one, by their first frontal
+    images. A finding has a label where one of the two studies has it: new and larger findings are
+    worsening, smaller and resolved ones improving, others stable. There are about 1.3 pairs per
+    patient. Arguments and errors are those of `write_mimic_cxr`.
     """
-    options = Options(corpus="ms-cxr-t", patients=patients, seed=seed, size=size, split=(0.0, 0.0, 1.0), reports=False)
-    return write_release(Path(out), options, _write_ms_cxr_t_patient, {TABLE: _MS_CXR_T_HEADER}, workers)
+    options = Options(
+        corpus="ms-cxr-t",
+        patients=patients,
+        seed=seed,
+        size=size,
+        split=(0.0, 0.0, 1.0),
+        reports=False,
+    )
+    return write_release(
+        Path(out), options, _write_ms_cxr_t_patient, {TABLE: _MS_CXR_T_HEADER}, workers
+    )
 
 
 def _write_ms_cxr_t_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     rows: list[list[object]] = []
     truth: dict[str, dict[str, object]] = {}
     for before, after in itertools.pairwise(patient.studies):
-        changes = {label: change_of(label, before.findings, after.findings) for label in CHANGE_LABELS}
+        changes = {
+            label: change_of(label, before.findings, after.findings) for label in CHANGE_LABELS
+        }
         if not any(changes.values()):
             continue
         names = [_name(patient, study) for study in (after, before)]
@@ -123,7 +161,9 @@ def _write_ms_cxr_t_patient(root: Path, patient: Patient, options: Options) -> P
             for change in changes.values()
             for cell in (_PROGRESSION.get(str(change), ""), "one_expert" if change else "")
         ]
-        rows.append([patient.subject_id, after.study_id, names[0], before.study_id, names[1], *cells])
+        rows.append(
+            [patient.subject_id, after.study_id, names[0], before.study_id, names[1], *cells]
+        )
     return PatientRows(patient.index, {TABLE: rows}, list(truth.values()))
 
 

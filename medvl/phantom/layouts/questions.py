@@ -17,13 +17,13 @@ CANDIDATES = "phantom_questions.csv"
 _COLUMNS = ("image", "split", "question", "answer", "answer_type", "kind", "organ", "modality")
 _SPLITS = ("train", "validate", "test")
 _RAD_KINDS = {
-    "modality": "MODALITY", "plane": "PLANE", "organ": "ORGAN", "presence": "PRES", "laterality": "POS",
-    "severity": "ATTRIB", "count": "COUNT", "size": "SIZE",
+    "modality": "MODALITY", "plane": "PLANE", "organ": "ORGAN", "presence": "PRES",
+    "laterality": "POS", "severity": "ATTRIB", "count": "COUNT", "size": "SIZE",
 }  # fmt: skip
 _RAD_ORGANS = {"head": "HEAD", "chest": "CHEST", "abdomen": "ABD"}
 _SLAKE_KINDS = {
-    "modality": "Modality", "plane": "Plane", "organ": "Organ", "presence": "Abnormality", "laterality": "Position",
-    "severity": "Abnormality", "count": "Quantity", "size": "Size",
+    "modality": "Modality", "plane": "Plane", "organ": "Organ", "presence": "Abnormality",
+    "laterality": "Position", "severity": "Abnormality", "count": "Quantity", "size": "Size",
 }  # fmt: skip
 _SLAKE_ORGANS = {"head": "Brain", "chest": "Lung", "abdomen": "Abdomen"}
 
@@ -44,17 +44,23 @@ def write_vqa_rad(
 
     Unlike in the real release, train and test share no image and no patient.
 
-    Each patient has two to three images and about 18 questions. `split` has the shares of patients in train, validation
-    and test; the layout has no validation split, so the first two are in `trainset.json`. The other arguments and the
-    errors are those of `write_mimic_cxr`. Returns the folder.
+    Each patient has two to three images and about 18 questions. `split` has the shares of patients
+    in train, validation and test; the layout has no validation split, so the first two are in
+    `trainset.json`. The other arguments and the errors are those of `write_mimic_cxr`. Returns the
+    folder.
     """
-    options = Options(corpus="vqa-rad", patients=patients, seed=seed, size=size, split=split, reports=False)
+    options = Options(
+        corpus="vqa-rad", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
     write_patient = functools.partial(_write_patient, path_format="images/synpic{}.jpg")
     root = write_release(Path(out), options, write_patient, {CANDIDATES: _COLUMNS}, workers)
     kept = _balanced(root, lambda row: "test" if row["split"] == "test" else "train")
     numbered = [(row, number) for number, row in enumerate(kept, 1)]
     for name, splits in (("trainset.json", ("train", "validate")), ("testset.json", ("test",))):
-        _write_json(root / name, [_rad_row(row, number) for row, number in numbered if row["split"] in splits])
+        _write_json(
+            root / name,
+            [_rad_row(row, number) for row, number in numbered if row["split"] in splits],
+        )
     return root
 
 
@@ -67,12 +73,15 @@ def write_slake(
     split: tuple[float, float, float] = (0.7, 0.15, 0.15),
     workers: int | None = None,
 ) -> Path:
-    """Write a phantom SLAKE: `train.json`, `validate.json`, `test.json` and `imgs/xmlabN/source.jpg`.
+    """Write a phantom SLAKE: `train.json`, `validate.json`, `test.json` and
+    `imgs/xmlabN/source.jpg`.
 
-    Questions are English; there are no masks, detections or knowledge graph. The arguments are those of
-    `write_vqa_rad`.
+    Questions are English; there are no masks, detections or knowledge graph. The arguments are
+    those of `write_vqa_rad`.
     """
-    options = Options(corpus="slake", patients=patients, seed=seed, size=size, split=split, reports=False)
+    options = Options(
+        corpus="slake", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
     write_patient = functools.partial(_write_patient, path_format="imgs/xmlab{}/source.jpg")
     root = write_release(Path(out), options, write_patient, {CANDIDATES: _COLUMNS}, workers)
     numbered = list(enumerate(_balanced(root, lambda row: row["split"])))
@@ -94,17 +103,25 @@ def _write_patient(root: Path, patient: Patient, options: Options, path_format: 
             kind = "CLOSED" if question.closed else "OPEN"
             facts = (kind, question.kind, image.organ, image.modality)
             rows.append([path, split, question.question, question.answer, *facts])
-        truth.append({"path": path, "split": split, "subject_id": patient.subject_id, "organ": image.organ,
+        truth.append({"path": path, "split": split, "subject_id": patient.subject_id,
+            "organ": image.organ,
                       "modality": image.modality, "plane": image.plane})  # fmt: skip
     return PatientRows(patient.index, {CANDIDATES: rows}, truth)
 
 
 def _balanced(root: Path, split_of_row: Callable[[Candidate], str]) -> list[Candidate]:
-    """Return the candidates that remain after balancing the answers of every wording in each split."""
+    """Return the candidates that remain after balancing the answers of every wording in each
+    split.
+    """
     with (root / CANDIDATES).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     keys = [
-        (f"{split_of_row(row)} {row['question']}", row["answer"], f"{row['image']} {row['question']}") for row in rows
+        (
+            f"{split_of_row(row)} {row['question']}",
+            row["answer"],
+            f"{row['image']} {row['question']}",
+        )
+        for row in rows
     ]
     return [row for row, kept in zip(rows, balanced_rows(keys), strict=True) if kept]
 

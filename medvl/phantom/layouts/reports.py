@@ -8,9 +8,22 @@ from xml.sax.saxutils import escape
 import cv2
 
 from medvl.phantom.language.reports import compose_report
-from medvl.phantom.layouts.dicom_writer import dicom_bytes, orientation, procedure, view_code, view_position
+from medvl.phantom.layouts.dicom_writer import (
+    dicom_bytes,
+    orientation,
+    procedure,
+    view_code,
+    view_position,
+)
 from medvl.phantom.layouts.kaggle import image_uid_hex
-from medvl.phantom.layouts.writer import Options, PatientRows, label_cells, truth_row, write_file, write_release
+from medvl.phantom.layouts.writer import (
+    Options,
+    PatientRows,
+    label_cells,
+    truth_row,
+    write_file,
+    write_release,
+)
 from medvl.phantom.population.findings import Finding
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.rendering.draw import draw
@@ -46,7 +59,10 @@ _TABLES = {
     _CHEXPERT: ("subject_id", "study_id", *FINDINGS),
     _NEGBIO: ("subject_id", "study_id", *FINDINGS),
 }
-_LISTS = {_RECORDS: ("subject_id", "study_id", "dicom_id", "path"), _STUDIES: ("subject_id", "study_id", "path")}
+_LISTS = {
+    _RECORDS: ("subject_id", "study_id", "dicom_id", "path"),
+    _STUDIES: ("subject_id", "study_id", "path"),
+}
 
 
 def write_mimic_cxr(
@@ -60,23 +76,26 @@ def write_mimic_cxr(
     site: int = 0,
     workers: int | None = None,
 ) -> Path:
-    """Write a phantom MIMIC-CXR: 12-bit DICOM files, reports beside the study folders, and the tables of the release.
+    """Write a phantom MIMIC-CXR: 12-bit DICOM files, reports beside the study folders, and the
+    tables of the release.
 
     Args:
-        out: folder of `files/` and the tables: empty or absent, or a finished or partial corpus with the same options.
-            A finished one is not changed.
+        out: folder of `files/` and the tables: empty or absent, or a finished or partial corpus
+            with the same options. A finished one is not changed.
         patients: number of patients, with 2.3 studies and 3.7 images on average.
         seed: seed of the world.
         size: pixels of the longer side of every image.
         split: shares of patients in train, validate and test.
-        frontal_only: leave out lateral views, which saves 40 % of the time; the frontal ones are the same.
-        site: hospital whose devices took the images: 0, or 1, 2, ... with other exposure, processing, noise and letters
-            in the image. Patients, findings and reports of a seed are the same at all sites.
-        workers: number of processes; None for one per core. The output does not depend on it. With more than one, a
-            script must call this below `if __name__ == "__main__":`.
+        frontal_only: leave out lateral views, which saves 40 % of the time; the frontal ones are
+            the same.
+        site: hospital whose devices took the images: 0, or 1, 2, ... with other exposure,
+            processing, noise and letters in the image. Patients, findings and reports of a seed are
+            the same at all sites.
+        workers: number of processes; None for one per core. The output does not depend on it. With
+            more than one, a script must call this below `if __name__ == "__main__":`.
 
-    Returns the folder. Raises ConfigError ("out_of_range") for an option, and CorpusError ("exists") if `out` contains
-    anything else.
+    Returns the folder. Raises ConfigError ("out_of_range") for an option, and CorpusError
+    ("exists") if `out` contains anything else.
     """
     options = Options(
         corpus="mimic-cxr",
@@ -106,8 +125,8 @@ def write_mimic_cxr_jpg(
 ) -> Path:
     """Write a phantom MIMIC-CXR-JPG: the patients of `write_mimic_cxr` as 8-bit JPEG.
 
-    The real release has no reports; users add those of MIMIC-CXR, as `reports=True` does. The other arguments are those
-    of `write_mimic_cxr`.
+    The real release has no reports; users add those of MIMIC-CXR, as `reports=True` does. The other
+    arguments are those of `write_mimic_cxr`.
     """
     options = Options(
         corpus="mimic-cxr-jpg",
@@ -120,17 +139,28 @@ def write_mimic_cxr_jpg(
         site=site,
     )
     return write_release(
-        Path(out), options, functools.partial(_write_mimic_cxr_patient, suffix=".jpg"), _TABLES, workers
+        Path(out),
+        options,
+        functools.partial(_write_mimic_cxr_patient, suffix=".jpg"),
+        _TABLES,
+        workers,
     )
 
 
-def _write_mimic_cxr_patient(root: Path, patient: Patient, options: Options, suffix: str) -> PatientRows:
+def _write_mimic_cxr_patient(
+    root: Path, patient: Patient, options: Options, suffix: str
+) -> PatientRows:
     split = SPLITS[options.split_index(patient.index)]
     tables: dict[str, list[list[object]]] = {name: [] for name in (*_TABLES, *_LISTS)}
     truth = []
     for study in patient.studies:
         ids = (patient.subject_id, study.study_id)
-        folder = Path("files", f"p{patient.subject_id // 10**6}", f"p{patient.subject_id}", f"s{study.study_id}")
+        folder = Path(
+            "files",
+            f"p{patient.subject_id // 10**6}",
+            f"p{patient.subject_id}",
+            f"s{study.study_id}",
+        )
         report = compose_report(study)
         if options.reports:
             write_file((root / folder).with_suffix(".txt"), report.text.encode())
@@ -143,26 +173,48 @@ def _write_mimic_cxr_patient(root: Path, patient: Patient, options: Options, suf
             path = folder / f"{view.dicom_id}{suffix}"
             if not (root / path).exists():
                 image_HW = draw(view, options.size)
-                content = dicom_bytes(patient, study, view, image_HW) if suffix == ".dcm" else encode_jpeg(image_HW)
+                content = (
+                    dicom_bytes(patient, study, view, image_HW)
+                    if suffix == ".dcm"
+                    else encode_jpeg(image_HW)
+                )
                 write_file(root / path, content)
             tables[_METADATA].append([view.dicom_id, *ids, *_metadata(study, view, options.size)])
             tables[_SPLIT].append([view.dicom_id, study.study_id, patient.subject_id, split])
             tables[_RECORDS].append([*ids, view.dicom_id, path.as_posix()])
-            row_ids = {"dicom_id": view.dicom_id, "subject_id": ids[0], "study_id": ids[1], "path": path.as_posix()}
+            row_ids = {
+                "dicom_id": view.dicom_id,
+                "subject_id": ids[0],
+                "study_id": ids[1],
+                "path": path.as_posix(),
+            }
             truth.append(truth_row(view, study, options.size, **row_ids, split=split))
     return PatientRows(patient.subject_id, tables, truth)
 
 
 def _metadata(study: Study, view: View, size: int) -> list[object]:
-    """Return the columns of the metadata table after the ids; StudyTime is a number without leading zeros."""
+    """Return the columns of the metadata table after the ids; StudyTime is a number without
+    leading zeros.
+    """
     name = procedure(study)
     time = round(float(study.taken.strftime("%H%M%S.%f")), 3)
     date = study.taken.strftime("%Y%m%d")
-    return [name, view_position(view), *view.camera.shape(size), date, time, name, view_code(view), orientation(view)]
+    return [
+        name,
+        view_position(view),
+        *view.camera.shape(size),
+        date,
+        time,
+        name,
+        view_code(view),
+        orientation(view),
+    ]
 
 
 def _other_labeler(study: Study, labels: Mapping[str, int]) -> dict[str, int]:
-    """Return the labels of a second labeler, which differs in some hedges and misses some negations."""
+    """Return the labels of a second labeler, which differs in some hedges and misses some
+    negations.
+    """
     rng = generator(*study.key, _NEGBIO_STREAM)
     result = {}
     for label, value in labels.items():
@@ -179,29 +231,42 @@ def _other_labeler(study: Study, labels: Mapping[str, int]) -> dict[str, int]:
 
 PROJECTIONS = "indiana_projections.csv"
 _TERMS = {
-    "Atelectasis": "Pulmonary Atelectasis", "Cardiomegaly": "Cardiomegaly", "Consolidation": "Consolidation/lung",
-    "Edema": "Pulmonary Edema", "Enlarged Cardiomediastinum": "Mediastinum/enlarged",
-    "Fracture": "Fractures, Bone", "Lung Lesion": "Nodule/lung", "Lung Opacity": "Opacity/lung",
-    "Pleural Effusion": "Pleural Effusion", "Pleural Other": "Thickening/pleura", "Pneumonia": "Pneumonia",
-    "Pneumothorax": "Pneumothorax", "Support Devices": "Implanted Medical Device",
+    "Atelectasis": "Pulmonary Atelectasis", "Cardiomegaly": "Cardiomegaly",
+    "Consolidation": "Consolidation/lung", "Edema": "Pulmonary Edema",
+    "Enlarged Cardiomediastinum": "Mediastinum/enlarged", "Fracture": "Fractures, Bone",
+    "Lung Lesion": "Nodule/lung", "Lung Opacity": "Opacity/lung",
+    "Pleural Effusion": "Pleural Effusion", "Pleural Other": "Thickening/pleura",
+    "Pneumonia": "Pneumonia", "Pneumothorax": "Pneumothorax",
+    "Support Devices": "Implanted Medical Device",
 }  # fmt: skip
 _OPENI_NORMAL = "normal"
 _OPENI_SIDES = ("right", "left", "bilateral")
 
 
 def write_openi(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = 512, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    workers: int | None = None,
 ) -> Path:
     """Write a phantom Open-i: `ecgen-radiology/`, `NLMCXR_png/` and the table of projections.
 
-    Each patient has one report, that of the first study, because the collection has no patient ids. MeSH terms are the
-    ground truth, with side and severity, also of findings that the report omits.
+    Each patient has one report, that of the first study, because the collection has no patient ids.
+    MeSH terms are the ground truth, with side and severity, also of findings that the report omits.
 
     The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
     """
-    options = Options(corpus="openi", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=True)
+    options = Options(
+        corpus="openi", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=True
+    )
     return write_release(
-        Path(out), options, _write_openi_patient, {PROJECTIONS: ("uid", "filename", "projection")}, workers
+        Path(out),
+        options,
+        _write_openi_patient,
+        {PROJECTIONS: ("uid", "filename", "projection")},
+        workers,
     )
 
 
@@ -232,11 +297,20 @@ def _write_openi_patient(root: Path, patient: Patient, options: Options) -> Pati
 
 def _xml(uid: int, study: Study) -> str:
     report = compose_report(study)
-    sections = {"COMPARISON": "None.", "INDICATION": "", "FINDINGS": report.findings, "IMPRESSION": report.impression}
-    texts = [f'<AbstractText Label="{name}">{escape(text)}</AbstractText>' for name, text in sections.items()]
+    sections = {
+        "COMPARISON": "None.",
+        "INDICATION": "",
+        "FINDINGS": report.findings,
+        "IMPRESSION": report.impression,
+    }
+    texts = [
+        f'<AbstractText Label="{name}">{escape(text)}</AbstractText>'
+        for name, text in sections.items()
+    ]
     terms = [f"<major>{escape(term)}</major>" for term in mesh_terms(study)]
     images = [
-        f'<parentImage id="CXR{uid}_IM-{uid:04d}-{number}001"><caption>Xray Chest</caption></parentImage>'
+        f'<parentImage id="CXR{uid}_IM-{uid:04d}-{number}001"><caption>Xray '
+        f"Chest</caption></parentImage>"
         for number in range(1, len(study.views) + 1)
     ]
     return "\n".join(
@@ -258,11 +332,12 @@ def _xml(uid: int, study: Study) -> str:
 
 TABLE = "PADCHEST_chest_x_ray_images_labels_160K_01.02.19.csv"
 COLUMNS = (
-    "", "ImageID", "ImageDir", "StudyDate_DICOM", "StudyID", "PatientID", "PatientBirth", "PatientSex_DICOM",
-    "ViewPosition_DICOM", "Projection", "MethodProjection", "Pediatric", "Modality_DICOM", "Manufacturer_DICOM",
-    "PhotometricInterpretation_DICOM", "PixelRepresentation_DICOM", "PixelAspectRatio_DICOM",
-    "SpatialResolution_DICOM", "BitsStored_DICOM", "WindowCenter_DICOM", "WindowWidth_DICOM", "Rows_DICOM",
-    "Columns_DICOM", "XRayTubeCurrent_DICOM", "Exposure_DICOM", "ExposureInuAs_DICOM", "ExposureTime",
+    "", "ImageID", "ImageDir", "StudyDate_DICOM", "StudyID", "PatientID", "PatientBirth",
+    "PatientSex_DICOM", "ViewPosition_DICOM", "Projection", "MethodProjection", "Pediatric",
+    "Modality_DICOM", "Manufacturer_DICOM", "PhotometricInterpretation_DICOM",
+    "PixelRepresentation_DICOM", "PixelAspectRatio_DICOM", "SpatialResolution_DICOM",
+    "BitsStored_DICOM", "WindowCenter_DICOM", "WindowWidth_DICOM", "Rows_DICOM", "Columns_DICOM",
+    "XRayTubeCurrent_DICOM", "Exposure_DICOM", "ExposureInuAs_DICOM", "ExposureTime",
     "RelativeXRayExposure_DICOM", "ReportID", "Report", "MethodLabel", "Labels", "Localizations",
     "LabelsLocalizationsBySentence", "labelCUIS", "LocalizationsCUIS",
 )  # fmt: skip
@@ -272,18 +347,21 @@ NAMES = {
     "Consolidation": ("consolidation", "C0521530", "consolid"),
     "Edema": ("pulmonary edema", "C0034063", "edem pulmonar"),
     "Enlarged Cardiomediastinum": ("mediastinal enlargement", "", "ensanch mediastin"),
-    "Lung Lesion": ("nodule", "C0028259", "nodul"), "Lung Opacity": ("increased density", "", "aument densid"),
-    "Pleural Effusion": ("pleural effusion", "C0032227", "derram pleural"),
-    "Pleural Other": ("pleural thickening", "", "engros pleural"), "Pneumonia": ("pneumonia", "C0032285", "neumoni"),
-    "Pneumothorax": ("pneumothorax", "C0032326", "neumotorax"),
-    "rib": ("rib fracture", "C0035522", "fractur costal"), "clavicle": ("clavicle fracture", "", "fractur clavicul"),
-    "endotracheal tube": ("endotracheal tube", "", "tub endotraqueal"),
+    "Lung Lesion": ("nodule", "C0028259", "nodul"), "Lung Opacity": ("increased density", "",
+    "aument densid"), "Pleural Effusion": ("pleural effusion", "C0032227", "derram pleural"),
+    "Pleural Other": ("pleural thickening", "", "engros pleural"), "Pneumonia": ("pneumonia",
+    "C0032285", "neumoni"), "Pneumothorax": ("pneumothorax", "C0032326", "neumotorax"),
+    "rib": ("rib fracture", "C0035522", "fractur costal"), "clavicle": ("clavicle fracture", "",
+    "fractur clavicul"), "endotracheal tube": ("endotracheal tube", "", "tub endotraqueal"),
     "enteric tube": ("NSG tube", "", "sond nasogastr"),
     "sternotomy wires": ("sternotomy", "", "esternotomi"),
     "central line": ("central venous catheter", "", "via central"),
-    "pacemaker": ("pacemaker", "C0030163", "marcapas"), "chest tube": ("chest drain tube", "", "tub drenaj"),
+    "pacemaker": ("pacemaker", "C0030163", "marcapas"), "chest tube": ("chest drain tube", "",
+    "tub drenaj"),
 }  # fmt: skip
-"""Label of the phantom, or kind of a fracture's or device's part -> label, CUI (where it has one here), word stems."""
+"""Label of the phantom, or kind of a fracture's or device's part -> label, CUI (where it has one
+here), word stems.
+"""
 _PADCHEST_NORMAL = ("normal", "C0205307", "sin hallazg patolog")
 _PADCHEST_SIDES = {"right": "derech", "left": "izquierd", "bilateral": "bilateral"}
 _PROJECTIONS = {"LATERAL": "L", "LL": "L"}
@@ -296,18 +374,32 @@ Sentence = tuple[list[tuple[str, str, str]], str]
 
 
 def write_padchest(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = 512, workers: int | None = None
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    workers: int | None = None,
 ) -> Path:
-    """Write a phantom PadChest: its table, and PNG files with 12-bit values in 16 bits in the folders `0/` to `54/`.
+    """Write a phantom PadChest: its table, and PNG files with 12-bit values in 16 bits in the
+    folders `0/` to `54/`.
 
-    All views of each study are written. Labels are the ground truth in PadChest's words, one sentence per finding with
-    its side as place; fractures and devices are named by their kind. Where there is nothing but devices, the label
-    normal is added, like the phantom's No Finding. The reports are the same in Spanish word stems. A share of 27% of
-    the studies is labelled by physicians, as in the release. UMLS codes are given for a part of the labels.
+    All views of each study are written. Labels are the ground truth in PadChest's words, one
+    sentence per finding with its side as place; fractures and devices are named by their kind.
+    Where there is nothing but devices, the label normal is added, like the phantom's No Finding.
+    The reports are the same in Spanish word stems. A share of 27% of the studies is labelled by
+    physicians, as in the release. UMLS codes are given for a part of the labels.
 
     The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
     """
-    options = Options(corpus="padchest", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=True)
+    options = Options(
+        corpus="padchest",
+        patients=patients,
+        seed=seed,
+        size=size,
+        split=(1.0, 0.0, 0.0),
+        reports=True,
+    )
     return write_release(Path(out), options, _write_padchest_patient, {TABLE: COLUMNS}, workers)
 
 
@@ -318,7 +410,11 @@ def sentences(study: Study) -> list[Sentence]:
 
 
 def _sentence(finding: Finding) -> Sentence:
-    kinds = [finding.label] if finding.label in NAMES else dict.fromkeys(part.kind for part in finding.parts)
+    kinds = (
+        [finding.label]
+        if finding.label in NAMES
+        else dict.fromkeys(part.kind for part in finding.parts)
+    )
     return [NAMES[kind] for kind in kinds], finding.side
 
 
@@ -328,11 +424,18 @@ def _write_padchest_patient(root: Path, patient: Patient, options: Options) -> P
     for study in patient.studies:
         for view in study.views:
             number = int(image_uid_hex(view), 16)
-            path = Path(str(patient.index % _FOLDERS), f"{number}_{number % 100:02d}-{number % 199:03d}-000.png")
+            path = Path(
+                str(patient.index % _FOLDERS),
+                f"{number}_{number % 100:02d}-{number % 199:03d}-000.png",
+            )
             if not (root / path).exists():
                 write_file(root / path, cv2.imencode(".png", draw(view, options.size))[1].tobytes())
             rows.append(_row(path, patient, study, view, options.size))
-            truth.append(truth_row(view, study, options.size, path=path.as_posix(), subject_id=patient.subject_id))
+            truth.append(
+                truth_row(
+                    view, study, options.size, path=path.as_posix(), subject_id=patient.subject_id
+                )
+            )
     return PatientRows(patient.index, {TABLE: rows}, truth)
 
 
@@ -341,9 +444,13 @@ def _row(path: Path, patient: Patient, study: Study, view: View, size: int) -> l
     parts = sentences(study)
     places = [[f"loc {side}"] if side in _PADCHEST_SIDES else [] for _, side in parts]
     stems = [
-        " ".join([*(stem for _, _, stem in names), _PADCHEST_SIDES.get(side, "")]).strip() for names, side in parts
+        " ".join([*(stem for _, _, stem in names), _PADCHEST_SIDES.get(side, "")]).strip()
+        for names, side in parts
     ]
-    by_sentence = [[*(name for name, _, _ in names), *place] for (names, _), place in zip(parts, places, strict=True)]
+    by_sentence = [
+        [*(name for name, _, _ in names), *place]
+        for (names, _), place in zip(parts, places, strict=True)
+    ]
     codes = " ".join(repr(code) for names, _ in parts for _, code, _ in names)
     physician = generator(*study.key, _STREAM).random() < _PHYSICIAN_SHARE
     cells: dict[str, object] = {

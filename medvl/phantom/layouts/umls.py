@@ -1,4 +1,6 @@
-"""The phantom's invented ontology in the files of a UMLS release: concepts, relations, types, definitions."""
+"""The phantom's invented ontology in the files of a UMLS release: concepts, relations, types,
+definitions.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ _FIRST_CUI = 9_000_000  # UMLS has no concepts with these numbers
 
 
 def write_umls(out: Path | str) -> Path:
-    """Write `MRCONSO.RRF`, `MRREL.RRF`, `MRSTY.RRF` and `MRDEF.RRF` into `META`, and return the folder above it.
+    """Write `MRCONSO.RRF`, `MRREL.RRF`, `MRSTY.RRF` and `MRDEF.RRF` into `META`, and return the
+    folder above it.
 
     Nothing in it is from UMLS. As in UMLS, every relation is there with its inverse.
     """
@@ -34,7 +37,19 @@ def _names() -> Iterator[list[str]]:
             atom += 1
             status, kind = ("P", "PT") if rank == 0 else ("S", "SY")
             ids = [f"L{atom:07d}", "PF", f"S{atom:07d}", "Y", f"A{atom:07d}", "", "", ""]
-            yield [_cui(place), "ENG", status, *ids, SOURCE, kind, f"P{place:04d}", name, "0", "N", ""]
+            yield [
+                _cui(place),
+                "ENG",
+                status,
+                *ids,
+                SOURCE,
+                kind,
+                f"P{place:04d}",
+                name,
+                "0",
+                "N",
+                "",
+            ]
 
 
 def _relations() -> Iterator[list[str]]:
@@ -68,6 +83,8 @@ def _types() -> Iterator[list[str]]:
 def _definitions() -> Iterator[list[str]]:
     for place, concept in enumerate(concepts()):
         if concept.relations:
-            facts = " and ".join(f"{relation.replace('_', ' ')} {other}" for relation, other in concept.relations)
+            facts = " and ".join(
+                f"{relation.replace('_', ' ')} {other}" for relation, other in concept.relations
+            )
             text = f"Something that {facts}, also known as {', '.join(concept.names)}."
             yield [_cui(place), "", f"AT9{place:07d}", "", SOURCE, text, "N", ""]

@@ -1,8 +1,8 @@
 """Parallel writing of corpora to disk, reproducible for any number of processes and safe to repeat.
 
-A release is a folder with images, tables, `phantom.json` (its options) and `phantom_truth.jsonl.gz` (one row of ground
-truth per view). Files are written to a temporary name and renamed, so an interrupted run leaves complete files only,
-and the same command resumes it.
+A release is a folder with images, tables, `phantom.json` (its options) and `phantom_truth.jsonl.gz`
+(one row of ground truth per view). Files are written to a temporary name and renamed, so an
+interrupted run leaves complete files only, and the same command resumes it.
 """
 
 import concurrent.futures
@@ -39,12 +39,14 @@ def workbook_bytes(header: Sequence[str], rows: Iterable[Sequence[object]]) -> b
     lines = []
     for number, row in enumerate([header, *rows], start=1):
         cells = "".join(
-            f'<c r="{chr(65 + column)}{number}" t="inlineStr"><is><t>{escape(str(value))}</t></is></c>'
+            f'<c r="{chr(65 + column)}{number}" '
+            f't="inlineStr"><is><t>{escape(str(value))}</t></is></c>'
             for column, value in enumerate(row)
         )
         lines.append(f'<row r="{number}">{cells}</row>')
     main, package = (
-        f"http://schemas.openxmlformats.org/{name}" for name in ("spreadsheetml/2006/main", "package/2006")
+        f"http://schemas.openxmlformats.org/{name}"
+        for name in ("spreadsheetml/2006/main", "package/2006")
     )
     office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
     kind = "application/vnd.openxmlformats-officedocument.spreadsheetml"
@@ -53,14 +55,20 @@ def workbook_bytes(header: Sequence[str], rows: Iterable[Sequence[object]]) -> b
         'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
         '<Default Extension="xml" ContentType="application/xml"/>'
         f'<Override PartName="/xl/workbook.xml" ContentType="{kind}.sheet.main+xml"/>'
-        f'<Override PartName="/xl/worksheets/sheet1.xml" ContentType="{kind}.worksheet+xml"/></Types>',
-        "_rels/.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" Type="{office}/'
+        f'<Override PartName="/xl/worksheets/sheet1.xml" '
+        f'ContentType="{kind}.worksheet+xml"/></Types>',
+        "_rels/.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" '
+        f'Type="{office}/'
         'officeDocument" Target="xl/workbook.xml"/></Relationships>',
-        "xl/workbook.xml": f'<workbook xmlns="{main}" xmlns:r="{office}"><sheets><sheet name="Sheet1" sheetId="1" '
+        "xl/workbook.xml": f'<workbook xmlns="{main}" xmlns:r="{office}"><sheets><sheet '
+        f'name="Sheet1" sheetId="1" '
         'r:id="rId1"/></sheets></workbook>',
-        "xl/_rels/workbook.xml.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" Type="'
+        "xl/_rels/workbook.xml.rels": f"<Relationships "
+        f'xmlns="{package}/relationships"><Relationship Id="rId1" '
+        f'Type="'
         f'{office}/worksheet" Target="worksheets/sheet1.xml"/></Relationships>',
-        "xl/worksheets/sheet1.xml": f'<worksheet xmlns="{main}"><sheetData>{"".join(lines)}</sheetData></worksheet>',
+        "xl/worksheets/sheet1.xml": f"<worksheet "
+        f'xmlns="{main}"><sheetData>{"".join(lines)}</sheetData></worksheet>',
     }
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as book:
@@ -94,9 +102,13 @@ class Options:
     frontal_only: bool = False
     """Leave out lateral views; the frontal ones are the same."""
     site: int = 0
-    """Hospital whose devices took the images (`medvl.phantom.population.world.at_site`); patients are the same."""
+    """Hospital whose devices took the images (`medvl.phantom.population.world.at_site`);
+    patients are the same.
+    """
     distractors: int = 0
-    """Largest number of opacities in an image that look like those of the mask and are not in it."""
+    """Largest number of opacities in an image that look like those of the mask and are not in
+    it.
+    """
 
     def __post_init__(self) -> None:
         expected = ""
@@ -107,10 +119,16 @@ class Options:
         elif len(self.split) != 3 or min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6:
             field, expected = "split", "three shares that add up to 1"
         else:
-            field = next((name for name in ("seed", "site", "distractors") if getattr(self, name) < 0), "")
+            field = next(
+                (name for name in ("seed", "site", "distractors") if getattr(self, name) < 0), ""
+            )
             expected = "0 or more" if field else ""
         if expected:
-            raise ConfigError(f"{field} must be {expected}, got {getattr(self, field)}", "out_of_range", field=field)
+            raise ConfigError(
+                f"{field} must be {expected}, got {getattr(self, field)}",
+                "out_of_range",
+                field=field,
+            )
 
     def split_index(self, index: int) -> int:
         """Return the split of a patient: 0 for training, 1 for validation, 2 for test."""
@@ -118,8 +136,14 @@ class Options:
 
     def as_json(self) -> dict[str, object]:
         """Return the content of `phantom.json`."""
-        content = {**dataclasses.asdict(self), "split": list(self.split), "generator_version": GENERATOR_VERSION}
-        return {name: value for name, value in content.items() if name not in _LEFT_OUT_AT_0 or value}
+        content = {
+            **dataclasses.asdict(self),
+            "split": list(self.split),
+            "generator_version": GENERATOR_VERSION,
+        }
+        return {
+            name: value for name, value in content.items() if name not in _LEFT_OUT_AT_0 or value
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,8 +162,9 @@ WritePatient = Callable[[Path, Patient, Options], PatientRows]
 def split_of(index: int, seed: int, shares: tuple[float, float, float]) -> int:
     """Return the split of a patient: 0, 1 or 2.
 
-    It depends on (seed, index) only, not on the number of patients, and the shares hold closely for the first n
-    patients of any n: multiples of the golden ratio are spread evenly over the unit interval.
+    It depends on (seed, index) only, not on the number of patients, and the shares hold closely for
+    the first n patients of any n: multiples of the golden ratio are spread evenly over the unit
+    interval.
     """
     position = (index * _GOLDEN + generator(seed, _STREAM).random()) % 1
     return 0 if position < shares[0] else 1 if position < shares[0] + shares[1] else 2
@@ -152,19 +177,24 @@ def write_release(
     columns: Mapping[str, Sequence[str] | None],
     workers: int | None,
 ) -> Path:
-    """Write all patients, then the tables, and return `root`. A finished release with the same options is not changed.
+    """Write all patients, then the tables, and return `root`. A finished release with the same
+    options is not changed.
 
     Args:
         root: an empty or absent folder, or a finished or partial release with the same `options`.
-        write_patient: function that writes the files of one patient below `root`; at module level, to be picklable.
-        columns: file name of each table -> its header; None for a file of lines, or for a JSON list (`.json`),
-            whose rows are one text each.
+        write_patient: function that writes the files of one patient below `root`; at module level,
+            to be picklable.
+        columns: file name of each table -> its header; None for a file of lines, or for a JSON list
+            (`.json`), whose rows are one text each.
         workers: number of processes; None for one per core.
 
-    Raises ConfigError ("out_of_range") for `workers`, and CorpusError ("exists") if `root` contains anything else.
+    Raises ConfigError ("out_of_range") for `workers`, and CorpusError ("exists") if `root` contains
+    anything else.
     """
     if workers is not None and workers < 1:
-        raise ConfigError(f"workers must be 1 or more, got {workers}", "out_of_range", field="workers")
+        raise ConfigError(
+            f"workers must be 1 or more, got {workers}", "out_of_range", field="workers"
+        )
     if _is_finished(root, options):
         return root
     _write_options(root, options, finished=False)
@@ -186,10 +216,16 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def read_truth(root: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a release's ground truth, one per view. Raises CorpusError if there is none."""
+    """Yield the rows of a release's ground truth, one per view. Raises CorpusError if there is
+    none.
+    """
     path = Path(root, TRUTH_FILE)
     if not path.is_file():
-        raise CorpusError(f"{path} does not exist: give a folder that `medvl phantom` wrote", "not_found", field="root")
+        raise CorpusError(
+            f"{path} does not exist: give a folder that `medvl phantom` wrote",
+            "not_found",
+            field="root",
+        )
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         yield from map(json.loads, lines)
 
@@ -218,7 +254,9 @@ def label_cells(labels: Mapping[str, int], names: Iterable[str]) -> list[str]:
     return [f"{labels[name]:.1f}" if name in labels else "" for name in names]
 
 
-def _run(root: Path, options: Options, write_patient: WritePatient, workers: int) -> Iterator[PatientRows]:
+def _run(
+    root: Path, options: Options, write_patient: WritePatient, workers: int
+) -> Iterator[PatientRows]:
     """Yield the rows of every patient, with a progress bar on a terminal."""
     indices = range(options.patients)
     task = _Task(root, options, write_patient)
@@ -237,8 +275,12 @@ def _run(root: Path, options: Options, write_patient: WritePatient, workers: int
             )
             stack.callback(pool.shutdown, cancel_futures=True)
             with interrupts_blocked():
-                results = pool.map(task, indices, chunksize=max(1, min(16, options.patients // (4 * workers))))
-        yield from tqdm(results, total=len(indices), unit="patient", desc=options.corpus, disable=None)
+                results = pool.map(
+                    task, indices, chunksize=max(1, min(16, options.patients // (4 * workers)))
+                )
+        yield from tqdm(
+            results, total=len(indices), unit="patient", desc=options.corpus, disable=None
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,10 +292,14 @@ class _Task:
     write_patient: WritePatient
 
     def __call__(self, index: int) -> PatientRows:
-        return self.write_patient(self.root, World(self.options.seed, self.options.site).patient(index), self.options)
+        return self.write_patient(
+            self.root, World(self.options.seed, self.options.site).patient(index), self.options
+        )
 
 
-def _table_bytes(name: str, header: Sequence[str] | None, rows: Iterable[Sequence[object]]) -> bytes:
+def _table_bytes(
+    name: str, header: Sequence[str] | None, rows: Iterable[Sequence[object]]
+) -> bytes:
     if name.endswith(".xlsx") and header is not None:
         return workbook_bytes(header, rows)
     text = io.StringIO()
@@ -275,7 +321,9 @@ def _write_options(root: Path, options: Options, finished: bool) -> None:
 
 
 def _is_finished(root: Path, options: Options) -> bool:
-    """Return whether `root` contains this release in finished form. Raises CorpusError if it contains anything else."""
+    """Return whether `root` contains this release in finished form. Raises CorpusError if it
+    contains anything else.
+    """
     # An immediate interruption leaves nothing but partial files.
     if not root.exists() or (root.is_dir() and not any(root.glob("[!.]*"))):
         return False
@@ -292,6 +340,9 @@ def _is_finished(root: Path, options: Options) -> bool:
         if not isinstance(existing, dict) or existing.get(name) != expected.get(name)
     ]  # fmt: skip
     if differing:
-        message = f"{root} contains a phantom corpus with another {', another '.join(differing)}: {advice}"
+        message = (
+            f"{root} contains a phantom corpus with another "
+            f"{', another '.join(differing)}: {advice}"
+        )
         raise CorpusError(message, "exists", field="out")
     return existing.get("finished") is True

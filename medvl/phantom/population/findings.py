@@ -1,8 +1,8 @@
 """Findings of a study, with their parts, prevalence and co-occurrence.
 
-The rates are round numbers in the range that chest radiograph corpora report. Each patient has a clinical profile, and
-findings are independent given the profile. This yields realistic co-occurrence: oedema with a large heart and
-effusions, fractures with pneumothorax.
+The rates are round numbers in the range that chest radiograph corpora report. Each patient has a
+clinical profile, and findings are independent given the profile. This yields realistic
+co-occurrence: oedema with a large heart and effusions, fractures with pneumothorax.
 """
 
 import dataclasses
@@ -52,7 +52,9 @@ def side_of_lobe(lobe: str) -> str:
 
 
 def sample_extent(rng: np.random.Generator) -> float:
-    """Sample an extent: mild, moderate and severe in shares of 30, 42 and 28 percent, uniform within each."""
+    """Sample an extent: mild, moderate and severe in shares of 30, 42 and 28 percent, uniform
+    within each.
+    """
     third = rng.choice(3, p=[0.30, 0.42, 0.28])
     return float((third + rng.random()) / 3)
 
@@ -74,7 +76,9 @@ def _other_extent(rng: np.random.Generator, extent: float) -> float:
     return float(extent * rng.uniform(0.45, 1.0))
 
 
-def _two_sided(rng: np.random.Generator, sides: tuple[str, ...], extent: float) -> list[tuple[str, float]]:
+def _two_sided(
+    rng: np.random.Generator, sides: tuple[str, ...], extent: float
+) -> list[tuple[str, float]]:
     """Return sides with their extents; one side has the full extent."""
     full = sides[rng.integers(len(sides))]
     return [(side, extent if side == full else _other_extent(rng, extent)) for side in sides]
@@ -86,12 +90,30 @@ def _central(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
 
 def _atelectasis(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     if extent > 0.66 and rng.random() < 0.55:
-        lobe = str(rng.choice(["right upper lobe", "right lower lobe", "left lower lobe"], p=[0.25, 0.3, 0.45]))
-        return (Part(kind="collapse", side=side_of_lobe(lobe), zone=lobe, extent=extent, seed=_seed(rng)),)
+        lobe = str(
+            rng.choice(
+                ["right upper lobe", "right lower lobe", "left lower lobe"], p=[0.25, 0.3, 0.45]
+            )
+        )
+        return (
+            Part(
+                kind="collapse", side=side_of_lobe(lobe), zone=lobe, extent=extent, seed=_seed(rng)
+            ),
+        )
     parts = []
     for side, share in _two_sided(rng, _sides(rng, 0.28, 0.34), extent):
         t, s = rng.uniform(0.72, 0.84), rng.uniform(0.4, 0.6)
-        parts.append(Part(kind="bands", side=side, zone=f"{side} base", extent=share, s=s, t=t, seed=_seed(rng)))
+        parts.append(
+            Part(
+                kind="bands",
+                side=side,
+                zone=f"{side} base",
+                extent=share,
+                s=s,
+                t=t,
+                seed=_seed(rng),
+            )
+        )
     return tuple(parts)
 
 
@@ -127,12 +149,18 @@ def _hazy(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
 
 def _edema(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     sides = [("right", extent), ("left", extent)]
-    return tuple(Part(kind="haze", side=side, zone="", extent=share, seed=_seed(rng)) for side, share in sides)
+    return tuple(
+        Part(kind="haze", side=side, zone="", extent=share, seed=_seed(rng))
+        for side, share in sides
+    )
 
 
 def _effusion(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     sides = _two_sided(rng, _sides(rng, 0.28, 0.27), extent)
-    return tuple(Part(kind="fluid", side=side, zone="", extent=share, seed=_seed(rng)) for side, share in sides)
+    return tuple(
+        Part(kind="fluid", side=side, zone="", extent=share, seed=_seed(rng))
+        for side, share in sides
+    )
 
 
 def _pneumothorax(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
@@ -167,47 +195,80 @@ def _lesion(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
 def _fracture(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     side = str(rng.choice(["right", "left"]))
     if rng.random() < 0.15:
-        return (Part(kind="clavicle", side=side, zone=f"{side} clavicle", extent=extent, s=0.55, seed=_seed(rng)),)
+        return (
+            Part(
+                kind="clavicle",
+                side=side,
+                zone=f"{side} clavicle",
+                extent=extent,
+                s=0.55,
+                seed=_seed(rng),
+            ),
+        )
     first, count = int(rng.integers(3, 7)), 1 + int(extent * 3)
     s = rng.uniform(0.62, 0.84)
     parts = []
     for rib in range(first, first + count):
         place = f"{side} {ORDINALS[rib]} rib"
-        parts.append(Part(kind="rib", side=side, zone=place, extent=extent, s=s, t=rib / 10, seed=_seed(rng)))
+        parts.append(
+            Part(kind="rib", side=side, zone=place, extent=extent, s=s, t=rib / 10, seed=_seed(rng))
+        )
     return tuple(parts)
 
 
 def _pleural(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     kind = str(rng.choice(["thickening", "apical cap", "plaque"], p=[0.4, 0.3, 0.3]))
-    place = {"thickening": "lateral chest wall", "apical cap": "apex", "plaque": "hemidiaphragm"}[kind]
+    place = {"thickening": "lateral chest wall", "apical cap": "apex", "plaque": "hemidiaphragm"}[
+        kind
+    ]
     sides = _two_sided(rng, _sides(rng, 0.35, 0.3), extent)
     zones = [(side, share, f"{side} {place}") for side, share in sides]
-    return tuple(Part(kind=kind, side=side, zone=zone, extent=share, seed=_seed(rng)) for side, share, zone in zones)
+    return tuple(
+        Part(kind=kind, side=side, zone=zone, extent=share, seed=_seed(rng))
+        for side, share, zone in zones
+    )
 
 
 def _devices(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     probabilities = {
-        "endotracheal tube": 0.28, "enteric tube": 0.30, "central line": 0.45, "pacemaker": 0.24, "chest tube": 0.14,
-        "sternotomy wires": 0.25,
+        "endotracheal tube": 0.28, "enteric tube": 0.30, "central line": 0.45, "pacemaker": 0.24,
+        "chest tube": 0.14, "sternotomy wires": 0.25,
     }  # fmt: skip
     kinds = [kind for kind, probability in probabilities.items() if rng.random() < probability]
     parts = []
     for kind in kinds or ["central line"]:
-        side = "midline" if kind in MIDLINE_DEVICES else str(rng.choice(["right", "left"], p=[0.5, 0.5]))
+        side = (
+            "midline"
+            if kind in MIDLINE_DEVICES
+            else str(rng.choice(["right", "left"], p=[0.5, 0.5]))
+        )
         if kind == "pacemaker":
             side = str(rng.choice(["left", "right"], p=[0.85, 0.15]))
-        parts.append(Part(kind=kind, side=side, zone="", extent=extent, t=rng.random(), seed=_seed(rng)))
+        parts.append(
+            Part(kind=kind, side=side, zone="", extent=extent, t=rng.random(), seed=_seed(rng))
+        )
     return tuple(parts)
 
 
 MIDLINE_DEVICES = ("endotracheal tube", "enteric tube", "sternotomy wires")
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+ORDINALS = (
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+)
 
 PART_SAMPLERS: dict[str, Callable[[np.random.Generator, float], tuple[Part, ...]]] = {
     "Atelectasis": _atelectasis, "Cardiomegaly": _central, "Consolidation": _lobar, "Edema": _edema,
-    "Enlarged Cardiomediastinum": _central, "Fracture": _fracture, "Lung Lesion": _lesion, "Lung Opacity": _hazy,
-    "Pleural Effusion": _effusion, "Pleural Other": _pleural, "Pneumonia": _patchy, "Pneumothorax": _pneumothorax,
-    "Support Devices": _devices,
+    "Enlarged Cardiomediastinum": _central, "Fracture": _fracture, "Lung Lesion": _lesion,
+    "Lung Opacity": _hazy, "Pleural Effusion": _effusion, "Pleural Other": _pleural,
+    "Pneumonia": _patchy, "Pneumothorax": _pneumothorax, "Support Devices": _devices,
 }  # fmt: skip
 """Label -> function of (generator, extent) that samples its parts."""
 
@@ -249,14 +310,18 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """Clinical profile: its share of the population, and the probability of each finding in a study."""
+    """Clinical profile: its share of the population, and the probability of each finding in a
+    study.
+    """
 
     share: float
     rates: Mapping[str, float]
 
 
 def _profile(share: float, *percent: float) -> Profile:
-    return Profile(share, {label: value / 100 for label, value in zip(RENDERED_LABELS, percent, strict=True)})
+    return Profile(
+        share, {label: value / 100 for label, value in zip(RENDERED_LABELS, percent, strict=True)}
+    )
 
 
 PROFILES = {
@@ -282,7 +347,9 @@ def sample_chronic(rng: np.random.Generator, profile: Profile) -> tuple[Finding,
     return tuple(_sample(rng, label) for label in CHRONIC if rng.random() < profile.rates[label])
 
 
-def sample_findings(rng: np.random.Generator, profile: Profile, chronic: tuple[Finding, ...]) -> tuple[Finding, ...]:
+def sample_findings(
+    rng: np.random.Generator, profile: Profile, chronic: tuple[Finding, ...]
+) -> tuple[Finding, ...]:
     """Sample the findings of a study, in the order of `FINDINGS`; none for a normal chest."""
     by_label = {finding.label: finding for finding in chronic}
     for label in RENDERED_LABELS:
@@ -298,9 +365,12 @@ def _sample(rng: np.random.Generator, label: str) -> Finding:
 
 
 def change_of(label: str, before: Iterable[Finding], after: Iterable[Finding]) -> str | None:
-    """Return how a finding changed between two studies: new, resolved, worse, better or same; None without it."""
+    """Return how a finding changed between two studies: new, resolved, worse, better or same;
+    None without it.
+    """
     extents = [
-        next((finding.extent for finding in findings if finding.label == label), None) for findings in (before, after)
+        next((finding.extent for finding in findings if finding.label == label), None)
+        for findings in (before, after)
     ]
     earlier, later = extents
     if earlier is None or later is None:
@@ -311,7 +381,9 @@ def change_of(label: str, before: Iterable[Finding], after: Iterable[Finding]) -
 
 
 def truth_labels(findings: tuple[Finding, ...]) -> dict[str, int]:
-    """Return the ground truth of all 14 labels (1 or 0), including the parent label Lung Opacity and No Finding."""
+    """Return the ground truth of all 14 labels (1 or 0), including the parent label Lung Opacity
+    and No Finding.
+    """
     present = {finding.label for finding in findings}
     if present & set(OPAQUE):
         present.add("Lung Opacity")

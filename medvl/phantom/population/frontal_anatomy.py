@@ -1,7 +1,7 @@
 """Parameters of a patient's chest, and the outlines of its frontal projection.
 
-All lengths are in centimetres. Sides are the patient's: "left" is on the right of a frontal image. Proportions are
-rounded textbook values for a plausible appearance; they are not measurements.
+All lengths are in centimetres. Sides are the patient's: "left" is on the right of a frontal image.
+Proportions are rounded textbook values for a plausible appearance; they are not measurements.
 """
 
 import dataclasses
@@ -96,10 +96,15 @@ def sign(side: str) -> int:
     return 1 if side == "left" else -1
 
 
-# Lateral and medial borders of the lung at fractions of its height, relative to the inner half width.
+# Lateral and medial borders of the lung at fractions of its height, relative to the inner half
+# width.
 _KNOTS = np.array([0.0, 0.01, 0.03, 0.07, 0.14, 0.24, 0.4, 0.6, 0.8, 1.0])
-_LEVELS, _LATERAL = spline(np.stack([_KNOTS, [0.42, 0.51, 0.59, 0.68, 0.785, 0.87, 0.95, 0.99, 1.0, 0.985]], 1)).T
-_MEDIAL = spline(np.stack([_KNOTS, [0.42, 0.33, 0.26, 0.20, 0.16, 0.14, 0.12, 0.12, 0.12, 0.12]], 1))[:, 1]
+_LEVELS, _LATERAL = spline(
+    np.stack([_KNOTS, [0.42, 0.51, 0.59, 0.68, 0.785, 0.87, 0.95, 0.99, 1.0, 0.985]], 1)
+).T
+_MEDIAL = spline(
+    np.stack([_KNOTS, [0.42, 0.33, 0.26, 0.20, 0.16, 0.14, 0.12, 0.12, 0.12, 0.12]], 1)
+)[:, 1]
 _DOWN = np.linspace(0, 1, 24) ** 2  # denser at the curved apex
 _DOME = np.linspace(1, 0, 25)  # along the diaphragm: 1 at the angle, 0 at the midline
 _DOME_OUTER = np.clip(2 * _DOME - 1, 0, 1) ** 2.4
@@ -107,7 +112,9 @@ _DOME_INNER = 7.0 * np.clip(0.5 - _DOME, 0, 1) ** 2
 
 
 class FrontalLung:
-    """Frontal projection of a lung; s runs from midline (0) to side (1), t from apex (0) to costophrenic angle (1)."""
+    """Frontal projection of a lung; s runs from midline (0) to side (1), t from apex (0) to
+    costophrenic angle (1).
+    """
 
     def __init__(self, chest: Chest, side: str) -> None:
         self.chest, self.side, self.sign = chest, side, sign(side)
@@ -153,7 +160,8 @@ def heart_outline(chest: Chest) -> Points:
         [-0.30 * right, top + 1.00 * height], [0.45 * left, top + 1.00 * height],
         [0.86 * left, top + 0.95 * height - lift], [1.00 * left, top + 0.80 * height - lift],
         [0.90 * left, top + 0.56 * height - 0.5 * lift], [0.68 * left, top + 0.30 * height],
-        [0.47 * left, top + 0.10 * height], [0.38 * left, top - 0.06 * height], [0.05 * left, top - 0.12 * height],
+        [0.47 * left, top + 0.10 * height], [0.38 * left, top - 0.06 * height], [0.05 * left,
+        top - 0.12 * height],
     ])  # fmt: skip
     return spline(control, closed=True) + np.array([chest.shift, 0.0])
 
@@ -162,10 +170,10 @@ def mediastinum_outline(chest: Chest) -> Points:
     """Return the outline of the mediastinum above the heart, with the aortic knob, (N, 2)."""
     m, knob = chest.mediastinum, chest.knob
     control = np.array([
-        [-0.75 * m, -17.0], [-0.80 * m, -11.0], [-0.98 * m, -7.0], [-1.00 * m, -2.0], [-1.00 * m, 2.5], [0.0, 5.0],
-        [1.05 * m, 3.0], [1.12 * m, 0.8], [0.92 * m, -0.9], [0.85 * m + 0.55 * knob, -2.0],
-        [0.80 * m + 0.85 * knob, -3.4], [0.80 * m + 0.45 * knob, -4.7], [0.85 * m, -6.2], [0.80 * m, -11.0],
-        [0.75 * m, -17.0],
+        [-0.75 * m, -17.0], [-0.80 * m, -11.0], [-0.98 * m, -7.0], [-1.00 * m, -2.0], [-1.00 * m,
+        2.5], [0.0, 5.0], [1.05 * m, 3.0], [1.12 * m, 0.8], [0.92 * m, -0.9],
+        [0.85 * m + 0.55 * knob, -2.0], [0.80 * m + 0.85 * knob, -3.4], [0.80 * m + 0.45 * knob,
+        -4.7], [0.85 * m, -6.2], [0.80 * m, -11.0], [0.75 * m, -17.0],
     ])  # fmt: skip
     control[:, 0] += chest.shift * np.clip((control[:, 1] + 17) / 12, 0, 1)
     return spline(control, closed=True)
@@ -191,7 +199,10 @@ def posterior_ribs(chest: Chest, side: str) -> Points:
     start = -11.2 + chest.rib_pitch * number
     lung = FrontalLung(chest, side)
     end = start + np.linspace(1.6, 1.0, 10) * chest.rib_slope
-    reach = np.interp((end - lung.top) / (lung.bottom - lung.top), _LEVELS, _LATERAL) * chest.half_width - 0.1
+    reach = (
+        np.interp((end - lung.top) / (lung.bottom - lung.top), _LEVELS, _LATERAL) * chest.half_width
+        - 0.1
+    )
     fractions = np.array([0.0, 0.25, 0.55, 0.82, 1.0])
     x = 1.6 + fractions * (reach[:, None] - 1.6)
     drop = np.array([0.0, -0.16, -0.02, 0.42, 1.0])
@@ -200,7 +211,9 @@ def posterior_ribs(chest: Chest, side: str) -> Points:
 
 
 def anterior_ribs(chest: Chest, side: str) -> Points:
-    """Return the anterior parts of seven ribs, from the side down to the costal cartilage, (7, N, 2)."""
+    """Return the anterior parts of seven ribs, from the side down to the costal cartilage, (7,
+    N, 2).
+    """
     back = posterior_ribs(chest, side)[:7, -1]
     span = np.linspace(4.6, 6.4, 7)[:, None]
     fractions = np.array([0.0, 0.12, 0.4, 0.7, 1.0])
@@ -214,21 +227,29 @@ def anterior_ribs(chest: Chest, side: str) -> Points:
 def clavicle(chest: Chest, side: str) -> Points:
     """Return the clavicle as a line from the sternum to the shoulder, (N, 2)."""
     s, tilt, reach = sign(side), chest.clavicle_tilt, chest.half_width
-    control = [[1.6, -7.6], [4.2, -8.6], [0.55 * reach, -9.0 - 0.5 * tilt], [1.15 * reach, -9.6 - 1.2 * tilt]]
+    control = [
+        [1.6, -7.6],
+        [4.2, -8.6],
+        [0.55 * reach, -9.0 - 0.5 * tilt],
+        [1.15 * reach, -9.6 - 1.2 * tilt],
+    ]
     return spline(np.array(control) * [s, 1.0])
 
 
 def vertebrae(chest: Chest) -> Points:
     """Return the centres of the vertebral bodies from the neck down, (20, 2)."""
     y = -22.0 + 2.45 * np.arange(20)
-    return np.stack([chest.spine_bend * np.cos(np.clip((y - 2) / 16, -1, 1) * np.pi / 2), y], axis=1)
+    return np.stack(
+        [chest.spine_bend * np.cos(np.clip((y - 2) / 16, -1, 1) * np.pi / 2), y], axis=1
+    )
 
 
 def scapula(chest: Chest, side: str) -> Points:
     """Return the outline of the scapula, mostly beside the lung, (N, 2)."""
     reach = chest.half_width
     control = [
-        [0.86 * reach, -10.6], [1.22 * reach, -9.8], [1.16 * reach, -7.2], [1.00 * reach, 0.5], [0.93 * reach, -1.0],
+        [0.86 * reach, -10.6], [1.22 * reach, -9.8], [1.16 * reach, -7.2], [1.00 * reach, 0.5],
+        [0.93 * reach, -1.0],
     ]  # fmt: skip
     return spline(np.array(control) * [sign(side), 1.0], closed=True, samples=5)
 
@@ -237,9 +258,9 @@ def torso(chest: Chest) -> Points:
     """Return the outline of neck, shoulders and trunk, (N, 2)."""
     side = chest.half_width + chest.wall
     control = np.array([
-        [4.9, -27.0], [5.0, -19.0], [6.6, -15.4], [0.72 * side, -13.9], [1.06 * side, -12.2], [1.28 * side, -8.5],
-        [1.24 * side, -4.5], [1.04 * side, -0.5], [1.0 * side, 5.0], [0.985 * side, 12.0], [0.98 * side, 18.0],
-        [1.02 * side, 30.0],
+        [4.9, -27.0], [5.0, -19.0], [6.6, -15.4], [0.72 * side, -13.9], [1.06 * side, -12.2],
+        [1.28 * side, -8.5], [1.24 * side, -4.5], [1.04 * side, -0.5], [1.0 * side, 5.0],
+        [0.985 * side, 12.0], [0.98 * side, 18.0], [1.02 * side, 30.0],
     ])  # fmt: skip
     half = spline(control)
     return np.concatenate([half, (half * [-1.0, 1.0])[::-1]])
@@ -250,8 +271,8 @@ def arm(chest: Chest, side: str, spread: float) -> Points:
     base = chest.half_width + chest.wall
     control = np.array([
         [0.80 * base, -12.0], [1.20 * base, -11.6], [1.42 * base + 0.3 * spread, -7.0],
-        [1.50 * base + 0.8 * spread, 2.0], [1.52 * base + 1.3 * spread, 16.0], [1.16 * base + 1.3 * spread, 16.0],
-        [1.10 * base + 0.8 * spread, 4.0], [1.02 * base, -3.5],
+        [1.50 * base + 0.8 * spread, 2.0], [1.52 * base + 1.3 * spread, 16.0],
+        [1.16 * base + 1.3 * spread, 16.0], [1.10 * base + 0.8 * spread, 4.0], [1.02 * base, -3.5],
     ])  # fmt: skip
     return spline(control * [sign(side), 1.0], closed=True)
 
@@ -259,22 +280,29 @@ def arm(chest: Chest, side: str, spread: float) -> Points:
 def breast(chest: Chest, side: str) -> Points:
     """Return the outline of a breast shadow, whose lower edge is below the lung base, (N, 2)."""
     r = chest.breast
-    return ellipse((sign(side) * 0.60 * chest.half_width, chest.dome_right - 0.42 * r), (1.15 * r, r), sign(side) * 8)
+    return ellipse(
+        (sign(side) * 0.60 * chest.half_width, chest.dome_right - 0.42 * r),
+        (1.15 * r, r),
+        sign(side) * 8,
+    )
 
 
 # Changes of a chest's shape by breathing, projection and findings.
 
 
 def pose_chest(chest: Chest, position: str, breath: float, findings: Iterable[Finding]) -> Chest:
-    """Return the chest, given at rest, in the pose of a view, with the shape changed by the findings.
+    """Return the chest, given at rest, in the pose of a view, with the shape changed by the
+    findings.
 
-    In AP views the heart is farther from the detector and magnified, and the patient inhales less. `breath` is the
-    number of centimetres by which breathing lowers the diaphragms.
+    In AP views the heart is farther from the detector and magnified, and the patient inhales less.
+    `breath` is the number of centimetres by which breathing lowers the diaphragms.
     """
     if position == "AP":
         chest = dataclasses.replace(chest, heart_ratio=1.06 * chest.heart_ratio)
         breath -= 0.9
-    chest = dataclasses.replace(chest, dome_right=chest.dome_right + breath, dome_left=chest.dome_left + breath)
+    chest = dataclasses.replace(
+        chest, dome_right=chest.dome_right + breath, dome_left=chest.dome_left + breath
+    )
     for finding in findings:
         chest = _deform(chest, finding)
     return chest
@@ -284,14 +312,22 @@ def _deform(chest: Chest, finding: Finding) -> Chest:
     extent = finding.extent
     if finding.label == "Cardiomegaly":
         ratio = 0.498 + 0.165 * extent + (chest.heart_ratio - 0.45) / 2
-        return dataclasses.replace(chest, heart_ratio=ratio, heart_right=chest.heart_right + 0.02 * extent)
+        return dataclasses.replace(
+            chest, heart_ratio=ratio, heart_right=chest.heart_right + 0.02 * extent
+        )
     if finding.label == "Enlarged Cardiomediastinum":
         width_factor, knob = 1.22 + 0.55 * extent, 1.15 + 0.55 * extent
-        return dataclasses.replace(chest, mediastinum=chest.mediastinum * width_factor, knob=chest.knob * knob)
+        return dataclasses.replace(
+            chest, mediastinum=chest.mediastinum * width_factor, knob=chest.knob * knob
+        )
     for part in finding.parts:
-        if finding.label == "Atelectasis":  # volume loss pulls the diaphragm and the heart to its side
+        if (
+            finding.label == "Atelectasis"
+        ):  # volume loss pulls the diaphragm and the heart to its side
             lift, pull = (2.4, 1.5) if part.kind == "collapse" else (0.5 + 1.6 * part.extent, 0.0)
-            chest = _shift_side(chest, part.side, lift * (0.3 if "upper" in part.zone else 1.0), pull)
+            chest = _shift_side(
+                chest, part.side, lift * (0.3 if "upper" in part.zone else 1.0), pull
+            )
         elif finding.label == "Pleural Effusion" and finding.side != "bilateral":
             chest = _shift_side(chest, part.side, 0.0, -1.6 * max(0.0, part.extent - 0.6) / 0.4)
         elif finding.label == "Pneumothorax":
@@ -301,7 +337,9 @@ def _deform(chest: Chest, finding: Finding) -> Chest:
 
 
 def _shift_side(chest: Chest, side: str, lift: float, pull: float) -> Chest:
-    """Return the chest with one diaphragm raised by `lift` and the mediastinum moved to its side by `pull` cm."""
+    """Return the chest with one diaphragm raised by `lift` and the mediastinum moved to its side
+    by `pull` cm.
+    """
     shift = chest.shift + sign(side) * pull
     if side == "right":
         return dataclasses.replace(chest, dome_right=chest.dome_right - lift, shift=shift)

@@ -11,7 +11,8 @@ from medvl.phantom.population.frontal_anatomy import Chest
 class LateralLung:
     """Lateral projection of a lung, with coordinates d and t.
 
-    d runs from the sternum (0) to the back (1), t from the apex (0) to the posterior costophrenic angle (1).
+    d runs from the sternum (0) to the back (1), t from the apex (0) to the posterior costophrenic
+    angle (1).
     """
 
     def __init__(self, chest: Chest, side: str = "right") -> None:
@@ -27,7 +28,12 @@ class LateralLung:
         knots = [0.0, 0.02, 0.06, 0.14, 0.3, 0.55, 0.8, 1.0]
         middle = (self.front + self.back) / 2
         ahead = [3.4, 2.0, 1.0, *(-self.front * np.array([-0.4, -0.66, -0.97, -1.03, -1.0]))]
-        behind = [3.4, 4.5, 5.3, *(middle + (self.back - middle) * np.array([0.64, 0.86, 0.99, 1.0, 0.93]))]
+        behind = [
+            3.4,
+            4.5,
+            5.3,
+            *(middle + (self.back - middle) * np.array([0.64, 0.86, 0.99, 1.0, 0.93])),
+        ]
         curve = spline(np.stack([np.stack([knots, ahead], 1), np.stack([knots, behind], 1)]))
         return curve[0, :, 0], curve[0, :, 1], curve[1, :, 1]
 
@@ -46,7 +52,9 @@ class LateralLung:
         x = np.linspace(self.back, self.front, 25)
         behind = np.clip((x - peak) / (self.back - peak), 0, 1)
         ahead = np.clip((peak - x) / (peak - self.front), 0, 1)
-        return np.stack([x, self.dome + behind**2.2 * (self.bottom - self.dome) + 1.3 * ahead**2], axis=-1)
+        return np.stack(
+            [x, self.dome + behind**2.2 * (self.bottom - self.dome) + 1.3 * ahead**2], axis=-1
+        )
 
     def outline(self) -> Points:
         """Return the outline of the air-filled lung, (N, 2)."""
@@ -67,10 +75,10 @@ def lateral_heart(chest: Chest) -> Points:
     height = (floor - 0.4) * min(1.1, 0.55 + 0.45 * grow)
     top = floor - height
     control = np.array([
-        [front + 0.3, floor - 0.3], [front - 0.1, floor - 0.45 * height], [front + 0.20 * reach, floor - 0.78 * height],
-        [front + 0.46 * reach, top + 0.02 * height], [front + 0.76 * reach, top + 0.12 * height],
-        [front + 0.98 * reach, top + 0.42 * height], [front + 0.97 * reach, top + 0.72 * height],
-        [front + 0.80 * reach, floor],
+        [front + 0.3, floor - 0.3], [front - 0.1, floor - 0.45 * height], [front + 0.20 * reach,
+        floor - 0.78 * height], [front + 0.46 * reach, top + 0.02 * height], [front + 0.76 * reach,
+        top + 0.12 * height], [front + 0.98 * reach, top + 0.42 * height], [front + 0.97 * reach,
+        top + 0.72 * height], [front + 0.80 * reach, floor],
     ])  # fmt: skip
     return spline(control, closed=True)
 
@@ -78,7 +86,13 @@ def lateral_heart(chest: Chest) -> Points:
 def great_vessels(chest: Chest) -> Points:
     """Return the outline of ascending aorta, arch and anterior upper mediastinum, (N, 2)."""
     wide = chest.mediastinum / 2.8
-    control = [[-3.0 * wide, 3.5], [-2.7 * wide, -2.0], [-1.2, -4.6 * wide], [1.8, -5.0 * wide], [3.9 * wide, -3.6]]
+    control = [
+        [-3.0 * wide, 3.5],
+        [-2.7 * wide, -2.0],
+        [-1.2, -4.6 * wide],
+        [1.8, -5.0 * wide],
+        [3.9 * wide, -3.6],
+    ]
     return spline([*control, [4.2 * wide, 0.0], [3.0, 4.0]], closed=True)
 
 
@@ -93,7 +107,9 @@ def trachea(chest: Chest) -> Points:
 
 
 def spine(chest: Chest) -> tuple[Points, Points]:
-    """Return the centres (18, 2) of the vertebral bodies from the neck down, and their directions (18, 2)."""
+    """Return the centres (18, 2) of the vertebral bodies from the neck down, and their
+    directions (18, 2).
+    """
     y = -22.0 + 2.45 * np.arange(18)
     bow = 1.6 * np.cos((y - 1.0) / 15.0 * np.pi / 2)  # kyphosis
     line = np.stack([chest.depth / 2 + 1.1 + bow, y], axis=1)
@@ -126,9 +142,10 @@ def body_side(chest: Chest) -> Points:
     back = chest.depth / 2 + 5.6 + 0.6 * chest.wall
     breast = 0.62 * chest.breast
     control = [
-        [-5.0, -28.0], [-4.4, -17.0], [0.66 * front, -10.5], [0.92 * front, -5.0], [front - 0.35 * breast, 1.0],
-        [front - breast, 6.0], [front - 0.25 * breast, 10.5], [front + 0.2, 16.0], [front, 30.0], [back - 1.6, 30.0],
-        [back - 1.0, 14.0], [back, 3.0], [back - 0.7, -6.0], [back - 2.8, -13.0], [7.5, -19.0], [6.0, -28.0],
+        [-5.0, -28.0], [-4.4, -17.0], [0.66 * front, -10.5], [0.92 * front, -5.0],
+        [front - 0.35 * breast, 1.0], [front - breast, 6.0], [front - 0.25 * breast, 10.5],
+        [front + 0.2, 16.0], [front, 30.0], [back - 1.6, 30.0], [back - 1.0, 14.0], [back, 3.0],
+        [back - 0.7, -6.0], [back - 2.8, -13.0], [7.5, -19.0], [6.0, -28.0],
     ]  # fmt: skip
     return spline(control)
 

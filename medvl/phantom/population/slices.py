@@ -74,13 +74,21 @@ def sample_slice(key: tuple[int, ...]) -> Slice:
     )
 
 
-def _masses(rng: np.random.Generator, organ: str, side: str, count: int, diameter: float) -> list[Mass]:
-    """Return masses on one side that do not touch, at equal angles around the middle of their site."""
+def _masses(
+    rng: np.random.Generator, organ: str, side: str, count: int, diameter: float
+) -> list[Mass]:
+    """Return masses on one side that do not touch, at equal angles around the middle of their
+    site.
+    """
     x, y, radius = _MASS_SITES[organ]
     offset = 0.0 if count == 1 else max(0.62 * diameter + 0.35, 0.55 * radius)
     angles = rng.uniform(0, 2 * np.pi) + np.arange(count) * 2 * np.pi / max(1, count)
     sign = -1 if side == "right" else 1
     return [
-        Mass(x=sign * (x + 0.8 * offset * float(np.cos(angle))), y=y + offset * float(np.sin(angle)), diameter=diameter)
+        Mass(
+            x=sign * (x + 0.8 * offset * float(np.cos(angle))),
+            y=y + offset * float(np.sin(angle)),
+            diameter=diameter,
+        )
         for angle in angles
     ]

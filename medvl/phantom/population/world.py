@@ -55,7 +55,9 @@ class Marker:
 
 
 def sample_exposure(rng: np.random.Generator, position: str) -> Exposure:
-    """Sample an exposure; portable AP images have less contrast, more noise and more uneven borders than PA images."""
+    """Sample an exposure; portable AP images have less contrast, more noise and more uneven
+    borders than PA images.
+    """
     portable = position == "AP"
     edges = rng.uniform(0.0, 0.05, 4) * (rng.random(4) < (0.45 if portable else 0.2))
     return Exposure(
@@ -76,17 +78,26 @@ def sample_markers(rng: np.random.Generator, position: str) -> tuple[Marker, ...
         return (Marker(text="L", x=rng.uniform(0.06, 0.12), y=rng.uniform(0.08, 0.2), height=1.0),)
     left = rng.random() < 0.6
     x = rng.uniform(0.86, 0.93) if left else rng.uniform(0.04, 0.1)
-    markers = [Marker(text="L" if left else "R", x=x, y=rng.uniform(0.06, 0.16), height=rng.uniform(0.9, 1.4))]
+    markers = [
+        Marker(
+            text="L" if left else "R", x=x, y=rng.uniform(0.06, 0.16), height=rng.uniform(0.9, 1.4)
+        )
+    ]
     if position == "AP" and rng.random() < 0.6:
         word = str(rng.choice(["AP", "PORTABLE", "SUPINE", "ERECT"]))
-        markers.append(Marker(text=word, x=0.05 if left else 0.78, y=rng.uniform(0.04, 0.1), height=0.55))
+        markers.append(
+            Marker(text=word, x=0.05 if left else 0.78, y=rng.uniform(0.04, 0.1), height=0.55)
+        )
     return tuple(markers)
 
 
-def at_site(exposure: Exposure, markers: tuple[Marker, ...], site: int) -> tuple[Exposure, tuple[Marker, ...]]:
+def at_site(
+    exposure: Exposure, markers: tuple[Marker, ...], site: int
+) -> tuple[Exposure, tuple[Marker, ...]]:
     """Return the exposure and the markers of a view at a site; site 0 does not change them.
 
-    A site has its own tube voltage, tone curve, processing, noise and background, and its letters in every image.
+    A site has its own tube voltage, tone curve, processing, noise and background, and its letters
+    in every image.
     """
     if site == 0:
         return exposure, markers
@@ -190,9 +201,13 @@ class World:
         self._offset = int(generator(seed).integers(10**7))
 
     def patient(self, index: int) -> Patient:
-        """Return the patient with this index in [0, 1,250,000). Raises ConfigError ("out_of_range") otherwise."""
+        """Return the patient with this index in [0, 1,250,000). Raises ConfigError
+        ("out_of_range") otherwise.
+        """
         if not 0 <= index < MAX_PATIENTS:
-            raise ConfigError(f"index must be in [0, {MAX_PATIENTS}), got {index}", "out_of_range", field="index")
+            raise ConfigError(
+                f"index must be in [0, {MAX_PATIENTS}), got {index}", "out_of_range", field="index"
+            )
         rng = generator(self.seed, index)
         sex = str(rng.choice(["F", "M"], p=[0.48, 0.52]))
         age = int(np.clip(rng.normal(60, 17), 18, 91))
@@ -207,9 +222,15 @@ class World:
             taken += datetime.timedelta(days=int(rng.exponential(200)) + (number > 0))
             years = (taken - first).days // 365
             prior = studies[-1].findings if studies else None
-            studies.append(self._study((index, number), taken, sex, age + years, chest, profile, chronic, prior))
+            studies.append(
+                self._study(
+                    (index, number), taken, sex, age + years, chest, profile, chronic, prior
+                )
+            )
         subject_id = 10**7 + (index * _STEP + self._offset) % 10**7
-        return Patient(index=index, subject_id=subject_id, sex=sex, chest=chest, studies=tuple(studies))
+        return Patient(
+            index=index, subject_id=subject_id, sex=sex, chest=chest, studies=tuple(studies)
+        )
 
     def patients(self, count: int) -> Iterator[Patient]:
         """Return the first `count` patients."""
@@ -232,7 +253,8 @@ class World:
         positions = enumerate(_positions(rng, findings))
         views = tuple(self._view((*key, i), position, chest, findings) for i, position in positions)
         return Study(
-            study_id=5 * 10**7 + ((number[0] * MAX_STUDIES + number[1]) * _STEP + self._offset) % 10**7,
+            study_id=5 * 10**7
+            + ((number[0] * MAX_STUDIES + number[1]) * _STEP + self._offset) % 10**7,
             taken=day + datetime.timedelta(milliseconds=int(rng.integers(24 * 3600 * 1000))),
             sex=sex,
             age=age,
@@ -242,14 +264,18 @@ class World:
             key=key,
         )
 
-    def _view(self, key: tuple[int, ...], position: str, chest: Chest, findings: tuple[Finding, ...]) -> View:
+    def _view(
+        self, key: tuple[int, ...], position: str, chest: Chest, findings: tuple[Finding, ...]
+    ) -> View:
         view = sample_view(key, position, chest, findings)
         exposure, markers = at_site(view.exposure, view.markers, self.site)
         return dataclasses.replace(view, exposure=exposure, markers=markers)
 
 
 def _positions(rng: np.random.Generator, findings: tuple[Finding, ...]) -> list[str]:
-    """Return the positions of a study's views: portable AP for the very ill, else PA, mostly with a lateral view."""
+    """Return the positions of a study's views: portable AP for the very ill, else PA, mostly
+    with a lateral view.
+    """
     kinds = {part.kind for finding in findings for part in finding.parts}
     bedside = 0.92 if kinds & {"endotracheal tube", "enteric tube", "chest tube"} else 0.32
     if rng.random() < bedside:
@@ -258,14 +284,21 @@ def _positions(rng: np.random.Generator, findings: tuple[Finding, ...]) -> list[
     return [["PA"], ["PA", lateral], ["PA", "PA", lateral]][rng.choice(3, p=[0.16, 0.77, 0.07])]
 
 
-def sample_view(key: tuple[int, ...], position: str, chest: Chest, findings: tuple[Finding, ...]) -> View:
-    """Return a view of a chest with findings; `key` (a seed first) determines position and exposure."""
+def sample_view(
+    key: tuple[int, ...], position: str, chest: Chest, findings: tuple[Finding, ...]
+) -> View:
+    """Return a view of a chest with findings; `key` (a seed first) determines position and
+    exposure.
+    """
     rng = generator(*key)
     kind = "LATERAL" if position in LATERAL_POSITIONS else position
     spread = 1.6 if kind == "AP" else 1.0  # portable views are positioned less precisely
     shown = pose_chest(chest, kind, float(rng.normal(0, 0.35)), findings)
     middle = (chest.apex + chest.dome_right + chest.angle_drop) / 2
-    center = (float(rng.normal(1.0 if kind == "LATERAL" else 0.0, 0.5 * spread)), middle + float(rng.normal(0, 0.5)))
+    center = (
+        float(rng.normal(1.0 if kind == "LATERAL" else 0.0, 0.5 * spread)),
+        middle + float(rng.normal(0, 0.5)),
+    )
     width = chest.depth + 15 if kind == "LATERAL" else 2 * chest.half_width
     portrait, square, landscape = (0.75, 0.2, 0.05) if kind == "LATERAL" else (0.45, 0.12, 0.43)
     camera = Camera(

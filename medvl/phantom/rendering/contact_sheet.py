@@ -21,20 +21,29 @@ _YELLOW, _WHITE = (0, 220, 255), (235, 235, 235)
 
 
 def contact_sheet(
-    world: World, out_png: Path | str, *, labels: Sequence[str] = RENDERED_LABELS, tile: int = 320, mark: bool = False
+    world: World,
+    out_png: Path | str,
+    *,
+    labels: Sequence[str] = RENDERED_LABELS,
+    tile: int = 320,
+    mark: bool = False,
 ) -> Path:
-    """Write a PNG with one row per finding: normal, mild, moderate, severe, and severe in lateral view.
+    """Write a PNG with one row per finding: normal, mild, moderate, severe, and severe in lateral
+    view.
 
     Args:
         world: population of the patients.
         out_png: path of the file, which is returned.
-        labels: findings to show, in this order. Raises ConfigError ("unknown_name") for unknown ones.
+        labels: findings to show, in this order. Raises ConfigError ("unknown_name") for unknown
+            ones.
         tile: pixels of the longer side of each image.
         mark: draw the ground truth boxes.
     """
     unknown = [label for label in labels if label not in PART_SAMPLERS]
     if unknown or not labels:
-        message = f"labels must be among {', '.join(RENDERED_LABELS)}; got {', '.join(unknown) or 'none'}"
+        message = (
+            f"labels must be among {', '.join(RENDERED_LABELS)}; got {', '.join(unknown) or 'none'}"
+        )
         raise ConfigError(message, "unknown_name", field="labels")
     rows = []
     for number, label in enumerate(labels):
@@ -65,7 +74,9 @@ def _row(world: World, number: int, label: str) -> list[tuple[str, View]]:
 
 
 def _captioned_view(view: View, caption: str, tile: int, mark: bool) -> NDArray[np.uint8]:
-    """Return a view in a square of `tile` pixels with its caption below, (tile + caption, tile, 3)."""
+    """Return a view in a square of `tile` pixels with its caption below, (tile + caption, tile,
+    3).
+    """
     image_HW = (draw(view, tile) >> 4).astype(np.uint8)
     canvas = np.zeros((tile + _CAPTION, tile, 3), np.uint8)
     top, left = (tile - image_HW.shape[0]) // 2, (tile - image_HW.shape[1]) // 2
@@ -74,7 +85,11 @@ def _captioned_view(view: View, caption: str, tile: int, mark: bool) -> NDArray[
         for box in boxes(view, tile):
             x, y = left + box.x, top + box.y
             cv2.rectangle(canvas, (x, y), (x + box.width - 1, y + box.height - 1), _YELLOW)
-    places = "; ".join(dict.fromkeys(part.zone or part.kind for f in view.findings for part in f.parts))
+    places = "; ".join(
+        dict.fromkeys(part.zone or part.kind for f in view.findings for part in f.parts)
+    )
     text = f"{caption}  ({places})" if places and "shape" not in places else caption
-    cv2.putText(canvas, text, (4, tile + 13), cv2.FONT_HERSHEY_SIMPLEX, 0.36, _WHITE, 1, cv2.LINE_AA)
+    cv2.putText(
+        canvas, text, (4, tile + 13), cv2.FONT_HERSHEY_SIMPLEX, 0.36, _WHITE, 1, cv2.LINE_AA
+    )
     return canvas

@@ -13,7 +13,14 @@ from medvl.phantom.population.world import View
 from medvl.phantom.rendering.findings import draw_findings, fractured_bones
 from medvl.phantom.rendering.frontal import frontal_scene
 from medvl.phantom.rendering.lateral import lateral_scene
-from medvl.phantom.rendering.scene import WHITE, collimate, develop, draw_markers, random_crop, white_noise
+from medvl.phantom.rendering.scene import (
+    WHITE,
+    collimate,
+    develop,
+    draw_markers,
+    random_crop,
+    white_noise,
+)
 from medvl.phantom.seeds import generator
 
 # Drawing of axial CT and MR slices, which give questions about modality, plane and organ several
@@ -24,9 +31,9 @@ from medvl.phantom.seeds import generator
 # plausible, not anatomically accurate.
 
 _TISSUES = {
-    "air": (0.0, 0.02), "lung": (0.09, 0.05), "fat": (0.30, 0.62), "fluid": (0.40, 0.96), "muscle": (0.52, 0.36),
-    "brain": (0.50, 0.52), "liver": (0.58, 0.42), "spleen": (0.60, 0.60), "kidney": (0.66, 0.70), "blood": (0.63, 0.12),
-    "bone": (1.0, 0.07), "mass": (0.86, 0.90),
+    "air": (0.0, 0.02), "lung": (0.09, 0.05), "fat": (0.30, 0.62), "fluid": (0.40, 0.96),
+    "muscle": (0.52, 0.36), "brain": (0.50, 0.52), "liver": (0.58, 0.42), "spleen": (0.60, 0.60),
+    "kidney": (0.66, 0.70), "blood": (0.63, 0.12), "bone": (1.0, 0.07), "mass": (0.86, 0.90),
 }  # fmt: skip
 """Brightness in CT and in T2-weighted MR."""
 Region = tuple[str, float, float, float, float]
@@ -43,8 +50,9 @@ _ORGANS: Mapping[str, tuple[Region, ...]] = {
     ),
     "abdomen": (
         ("fat", 0, 0, 17.0, 12.5), ("muscle", 0, 0, 15.4, 10.9), ("fat", 0, -1.0, 14.0, 9.0),
-        ("liver", -7.0, -1.6, 6.2, 7.2), ("spleen", 9.6, 1.8, 3.4, 4.4), ("kidney", -6.6, 6.0, 2.2, 2.6),
-        ("kidney", 6.6, 6.0, 2.2, 2.6), ("bone", 0, 6.6, 2.2, 1.9), ("blood", 1.0, 3.6, 1.1, 1.1),
+        ("liver", -7.0, -1.6, 6.2, 7.2), ("spleen", 9.6, 1.8, 3.4, 4.4), ("kidney", -6.6, 6.0, 2.2,
+        2.6), ("kidney", 6.6, 6.0, 2.2, 2.6), ("bone", 0, 6.6, 2.2, 1.9), ("blood", 1.0, 3.6, 1.1,
+        1.1),
     ),
 }  # fmt: skip
 
@@ -66,19 +74,27 @@ def draw_slice(part: Slice, size: int = 512) -> NDArray[np.uint16]:
 
 
 def _outlines(regions: Sequence[Region], stretch: tuple[float, float]) -> list[tuple[str, Points]]:
-    return [(tissue, ellipse((x, y), (rx, ry), points=48) * stretch) for tissue, x, y, rx, ry in regions]
+    return [
+        (tissue, ellipse((x, y), (rx, ry), points=48) * stretch) for tissue, x, y, rx, ry in regions
+    ]
 
 
-_MIN_PIXELS_PER_CM = 10.0  # smaller images are drawn at this resolution and reduced, to keep thin lines thin
+_MIN_PIXELS_PER_CM = (
+    10.0  # smaller images are drawn at this resolution and reduced, to keep thin lines thin
+)
 
 
 def draw(view: View, size: int = 512) -> NDArray[np.uint16]:
-    """Draw a view as a 12-bit image (H, W), 0 to 4095, dense tissue bright, the longer side `size` pixels.
+    """Draw a view as a 12-bit image (H, W), 0 to 4095, dense tissue bright, the longer side `size`
+    pixels.
 
-    Sizes of one view differ only in their noise. Raises ConfigError ("out_of_range") for a size below 16.
+    Sizes of one view differ only in their noise. Raises ConfigError ("out_of_range") for a size
+    below 16.
     """
     if size < 16:
-        raise ConfigError(f"size must be 16 pixels or more, got {size}", "out_of_range", field="size")
+        raise ConfigError(
+            f"size must be 16 pixels or more, got {size}", "out_of_range", field="size"
+        )
     shape_HW = view.camera.shape(size)
     factor = max(1.0, _MIN_PIXELS_PER_CM * view.camera.field / min(shape_HW))
     surface = Surface(view.camera, (round(shape_HW[0] * factor), round(shape_HW[1] * factor)))
@@ -99,5 +115,7 @@ def draw(view: View, size: int = 512) -> NDArray[np.uint16]:
 
 
 def draw_image(source: View | Slice, size: int = 512) -> NDArray[np.uint16]:
-    """Draw a radiograph or a CT or MR slice as a 12-bit image (H, W), the longer side `size` pixels."""
+    """Draw a radiograph or a CT or MR slice as a 12-bit image (H, W), the longer side `size`
+    pixels.
+    """
     return draw(source, size) if isinstance(source, View) else draw_slice(source, size)

@@ -9,7 +9,13 @@ import numpy as np
 from medvl.phantom.geometry import Points, ellipse, ribbon, spline
 from medvl.phantom.population.devices import DEVICES, Device, frontal_device, lateral_device
 from medvl.phantom.population.findings import Finding, Part
-from medvl.phantom.population.frontal_anatomy import Chest, FrontalLung, clavicle, hilum, posterior_ribs
+from medvl.phantom.population.frontal_anatomy import (
+    Chest,
+    FrontalLung,
+    clavicle,
+    hilum,
+    posterior_ribs,
+)
 from medvl.phantom.population.lateral_anatomy import LateralLung, lateral_hilum
 from medvl.phantom.rendering.frontal import FracturedBones, grow_tree, vessel_directions
 from medvl.phantom.rendering.scene import Scene
@@ -36,8 +42,8 @@ def draw_device(scene: Scene, device: Device) -> None:
 Lung = FrontalLung | LateralLung
 
 _FISSURES = {
-    "right upper lobe": (0.0, 0.50), "right middle lobe": (0.50, 0.92), "right lower lobe": (0.42, 1.0),
-    "left upper lobe": (0.0, 0.56), "lingula": (0.42, 0.90), "left lower lobe": (0.42, 1.0),
+    "right upper lobe": (0.0, 0.50), "right middle lobe": (0.50, 0.92), "right lower lobe": (0.42,
+    1.0), "left upper lobe": (0.0, 0.56), "lingula": (0.42, 0.90), "left lower lobe": (0.42, 1.0),
 }  # fmt: skip
 """Lobe -> its range of t."""
 
@@ -91,7 +97,9 @@ def meniscus(lung: Lung, part: Part) -> list[Points]:
 
 
 def collapsed_border(lung: Lung, part: Part) -> Points:
-    """Return the visceral pleura of a collapsed lung, from the midline over the apex downwards, (N, 2)."""
+    """Return the visceral pleura of a collapsed lung, from the midline over the apex downwards,
+    (N, 2).
+    """
     gap = 0.08 + 0.46 * part.extent
     wall = _wall(lung)
     root = lung.point(0.12, 0.52)
@@ -101,9 +109,13 @@ def collapsed_border(lung: Lung, part: Part) -> Points:
 
 
 def _wall(lung: Lung) -> Points:
-    """Return the parietal pleura from the midline over the apex to the costophrenic angle, (N, 2)."""
+    """Return the parietal pleura from the midline over the apex to the costophrenic angle, (N,
+    2).
+    """
     t = np.linspace(0, 1, 24) ** 1.6
-    return np.concatenate([lung.point(np.zeros(6), np.linspace(0.12, 0.012, 6)), lung.point(np.ones(24), t)])
+    return np.concatenate(
+        [lung.point(np.zeros(6), np.linspace(0.12, 0.012, 6)), lung.point(np.ones(24), t)]
+    )
 
 
 def free_gas(lung: Lung, part: Part) -> list[Points]:
@@ -119,13 +131,17 @@ def bands(lung: Lung, part: Part) -> list[Points]:
     dome = (lung.chest.dome(part.side) - lung.top) / (lung.bottom - lung.top)
     for number in range(1 + int(3.4 * part.extent)):
         length = rng.uniform(0.40, 0.62) + 0.2 * part.extent
-        start = np.clip(horizontal_position(lung, part) - length / 2 + rng.uniform(-0.1, 0.1), 0.06, 0.6)
+        start = np.clip(
+            horizontal_position(lung, part) - length / 2 + rng.uniform(-0.1, 0.1), 0.06, 0.6
+        )
         t = dome - 0.045 - 0.08 * number - rng.uniform(0.0, 0.02)
         u = start + length * np.linspace(0, 1, 5)
         tilt = rng.uniform(-0.06, 0.06) * np.linspace(-1, 1, 5) + rng.normal(0, 0.006, 5)
         line = spline(lung.point(u, t + tilt), samples=4)
         width = (0.30 + 0.65 * part.extent) * rng.uniform(0.75, 1.2)
-        taper = np.sin(np.linspace(0.06, np.pi - 0.06, len(line))) ** 0.6 * (1 + 0.25 * rng.uniform(-1, 1, len(line)))
+        taper = np.sin(np.linspace(0.06, np.pi - 0.06, len(line))) ** 0.6 * (
+            1 + 0.25 * rng.uniform(-1, 1, len(line))
+        )
         outlines.append(ribbon(line, width * taper))
     return outlines
 
@@ -170,8 +186,16 @@ def pleural_thickening(lung: Lung, part: Part) -> list[Points]:
     """Return pleural thickening along the lateral wall."""
     rng = part_generator(part)
     t = np.linspace(0.42 - 0.2 * part.extent, 0.90, 10)
-    depth = (0.055 + 0.10 * part.extent) * np.sin(np.linspace(0.25, np.pi - 0.05, 10)) * rng.uniform(0.7, 1.1, 10)
-    return [np.concatenate([spline(lung.point(1 - depth, t), samples=4), lung.point(np.full(10, 1.03), t)[::-1]])]
+    depth = (
+        (0.055 + 0.10 * part.extent)
+        * np.sin(np.linspace(0.25, np.pi - 0.05, 10))
+        * rng.uniform(0.7, 1.1, 10)
+    )
+    return [
+        np.concatenate(
+            [spline(lung.point(1 - depth, t), samples=4), lung.point(np.full(10, 1.03), t)[::-1]]
+        )
+    ]
 
 
 def apical_cap(lung: Lung, part: Part) -> list[Points]:
@@ -179,7 +203,11 @@ def apical_cap(lung: Lung, part: Part) -> list[Points]:
     rng = part_generator(part)
     u = np.linspace(1.05, -0.05, 9)
     depth = (0.055 + 0.10 * part.extent) * (1 + 0.35 * rng.uniform(-1, 1, 9))
-    return [np.concatenate([spline(lung.point(u, depth), samples=4), lung.point(u[::-1], np.full(9, -0.03))])]
+    return [
+        np.concatenate(
+            [spline(lung.point(u, depth), samples=4), lung.point(u[::-1], np.full(9, -0.03))]
+        )
+    ]
 
 
 def plaque(lung: Lung, part: Part) -> list[Points]:
@@ -196,7 +224,12 @@ def plaque(lung: Lung, part: Part) -> list[Points]:
         x, y = lung.point(rng.uniform(0.55, 0.9), rng.uniform(0.4, 0.7))
         angle = np.linspace(0, 2 * np.pi, 9, endpoint=False)
         radius = (0.5 + 0.7 * part.extent) * rng.uniform(0.4, 1.2, 9)
-        pieces.append(spline(np.stack([x + radius * np.cos(angle), y + 0.6 * radius * np.sin(angle)], 1), closed=True))
+        pieces.append(
+            spline(
+                np.stack([x + radius * np.cos(angle), y + 0.6 * radius * np.sin(angle)], 1),
+                closed=True,
+            )
+        )
     return pieces
 
 
@@ -238,7 +271,9 @@ def draw_findings(scene: Scene, chest: Chest, lateral: bool, findings: Iterable[
 def fractured_bones(chest: Chest, findings: Iterable[Finding]) -> FracturedBones:
     """Return the fractured bones, each as two lines (N, 2) with a step between them."""
     broken: FracturedBones = {}
-    for part in (part for finding in findings for part in finding.parts if part.kind in ("rib", "clavicle")):
+    for part in (
+        part for finding in findings for part in finding.parts if part.kind in ("rib", "clavicle")
+    ):
         line, cut = fractured_bone(chest, part)
         step = np.array([0.0, (0.65 + 0.5 * part.extent) * (1 if part.seed % 2 else -1)])
         index = -1 if part.kind == "clavicle" else round(10 * part.t)
@@ -273,10 +308,16 @@ def _hazy(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> None:
 
 def _haze(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> None:
     scene.add_opacity(outlines, 0.05 + 0.62 * part.extent, 1.5, 0.75, part.seed)
-    scene.surface.stroke(septal_lines(lung, part), 0.11, round(40 + 200 * part.extent), scene.detail)
+    scene.surface.stroke(
+        septal_lines(lung, part), 0.11, round(40 + 200 * part.extent), scene.detail
+    )
     if part.side == "right" and isinstance(lung, FrontalLung):
-        fissure = lung.point(np.linspace(0.3, 1.0, 6), 0.5 + 0.02 * np.sin(np.linspace(0, np.pi, 6)))
-        scene.surface.stroke([fissure], 0.10 + 0.12 * part.extent, round(50 + 150 * part.extent), scene.detail)
+        fissure = lung.point(
+            np.linspace(0.3, 1.0, 6), 0.5 + 0.02 * np.sin(np.linspace(0, np.pi, 6))
+        )
+        scene.surface.stroke(
+            [fissure], 0.10 + 0.12 * part.extent, round(50 + 150 * part.extent), scene.detail
+        )
     scene.blurred_vessels = max(scene.blurred_vessels, 0.1 + 0.9 * part.extent)
 
 
@@ -291,7 +332,9 @@ def _collapse(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> N
 
 
 def _fluid(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> None:
-    scene.add_fluid(outlines, 1.0 if isinstance(lung, FrontalLung) else 0.65)  # the lungs overlap in the lateral view
+    scene.add_fluid(
+        outlines, 1.0 if isinstance(lung, FrontalLung) else 0.65
+    )  # the lungs overlap in the lateral view
 
 
 def _gas(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> None:
@@ -308,7 +351,10 @@ def _nodule(scene: Scene, lung: Lung, part: Part, outlines: list[Points]) -> Non
     middles = [outline.mean(axis=0) for outline in outlines]
     for share in (1.0, 0.92, 0.8, 0.62, 0.4):  # thickness of a sphere
         value = (70 + 110 * math.sqrt(1.02 - share**2)) * min(1.35, 0.8 + 0.15 * part.size)
-        shells = [middle + share * (outline - middle) for middle, outline in zip(middles, outlines, strict=True)]
+        shells = [
+            middle + share * (outline - middle)
+            for middle, outline in zip(middles, outlines, strict=True)
+        ]
         scene.surface.fill(shells, min(255, round(value)), ball)
     scene.add_inside_lung(ball, 0.36)
 

@@ -14,7 +14,9 @@ from medvl.phantom.rendering.scene import Scene
 # Branching trees for the vessels of the lungs.
 
 _FRACTIONS = tuple(np.linspace(0, 1, steps) for steps in (4, 4, 3, 2, 2, 1))
-"""Points along a branch where its direction changes, by generation; the finest branches are straight."""
+"""Points along a branch where its direction changes, by generation; the finest branches are
+straight.
+"""
 _BRIGHTNESS = (120, 116, 104, 90, 74, 58)
 
 
@@ -35,9 +37,11 @@ def grow_tree(
     length: float = 2.6,
     width: float = 0.46,
 ) -> list[Branches]:
-    """Grow a tree from `root` in directions between the two angles of `fan` (degrees, 0 right, 90 down).
+    """Grow a tree from `root` in directions between the two angles of `fan` (degrees, 0 right, 90
+    down).
 
-    It has six generations; each has twice the branches, 0.82 of the length and 0.66 of the width of the previous one.
+    It has six generations; each has twice the branches, 0.82 of the length and 0.66 of the width of
+    the previous one.
     """
     angle = np.radians(np.linspace(*fan, trunks) + rng.normal(0, 6, trunks))
     start = np.array(root) + rng.normal(0, 0.25, (trunks, 2))
@@ -61,12 +65,16 @@ def grow_tree(
 
 
 def vessel_directions(side: str) -> tuple[float, float]:
-    """Return the range of directions of a lung's vessels in frontal projection (see `grow_tree`)."""
+    """Return the range of directions of a lung's vessels in frontal projection (see
+    `grow_tree`).
+    """
     right = (-math.degrees(math.pi * 1.46), -math.degrees(math.pi * 0.52))
     return right if side == "right" else (-180 - right[1], -180 - right[0])
 
 
-def stroke_tree(surface: Surface, canvas: Canvas, generations: list[Branches], strength: float) -> None:
+def stroke_tree(
+    surface: Surface, canvas: Canvas, generations: list[Branches], strength: float
+) -> None:
     """Draw a tree on a canvas, the finest and faintest branches first; `strength` 1 is typical."""
     for branches, value in reversed(list(zip(generations, _BRIGHTNESS, strict=True))):
         surface.stroke(branches.lines_KN2, branches.width, round(strength * value), canvas)
@@ -81,8 +89,8 @@ def frontal_scene(
 ) -> Scene:
     """Draw everything except findings.
 
-    `rng` generates the vessels, `arms` is the spread of the arms (1 is beside the trunk), and the lines of `broken`
-    bones replace the intact ones.
+    `rng` generates the vessels, `arms` is the spread of the arms (1 is beside the trunk), and the
+    lines of `broken` bones replace the intact ones.
     """
     lungs = [FrontalLung(chest, side) for side in SIDES]
     scene = Scene(surface, [lung.outline() for lung in lungs])
@@ -127,7 +135,9 @@ def _heart(scene: Scene, chest: Chest) -> None:
     organs = surface.fill([anatomy.mediastinum_outline(chest)], 190)
     surface.fill([heart], 255, organs)
     _, y = coarse.grid
-    below = np.clip((y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1)  # the liver is as dense there
+    below = np.clip(
+        (y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1
+    )  # the liver is as dense there
     above = np.clip((-6.0 - y) / 7.0, 0, 0.8)  # the neck is thin
     cv2.multiply(organs, surface.enlarge(1 - below - above), dst=organs, dtype=cv2.CV_8U)
     scene.add(organs, 0.33)
@@ -144,7 +154,12 @@ def _bones(scene: Scene, chest: Chest, broken: FracturedBones) -> None:
     for side in SIDES:
         ribs, near = anatomy.posterior_ribs(chest, side), anatomy.anterior_ribs(chest, side)
         intact = ribs[[(side, i) not in broken for i in range(len(ribs))]]
-        pieces = [line for (bone_side, i), lines in broken.items() if bone_side == side and i >= 0 for line in lines]
+        pieces = [
+            line
+            for (bone_side, i), lines in broken.items()
+            if bone_side == side and i >= 0
+            for line in lines
+        ]
         for width, value in ((1.0, 255), (0.7, 160)):
             surface.stroke(intact, width * chest.rib_width, value, rear)
             surface.stroke(pieces, width * chest.rib_width, value, rear)
@@ -154,7 +169,10 @@ def _bones(scene: Scene, chest: Chest, broken: FracturedBones) -> None:
     scene.add(rear, 0.16)
     girdle = surface.blank()
     for side in SIDES:
-        blade, collar = anatomy.scapula(chest, side), broken.get((side, -1), (anatomy.clavicle(chest, side),))
+        blade, collar = (
+            anatomy.scapula(chest, side),
+            broken.get((side, -1), (anatomy.clavicle(chest, side),)),
+        )
         surface.fill([blade], 40, girdle)
         surface.stroke([np.concatenate([blade, blade[:1]])], 0.35, 85, girdle)
         head = np.array([sign(side) * 1.20 * (chest.half_width + chest.wall), -9.3])
@@ -172,9 +190,22 @@ def _spine(scene: Scene, chest: Chest) -> None:
     spine = surface.blank()
     centers = anatomy.vertebrae(chest)
     square = np.array(
-        [[-1.65, -1.0], [0.0, -0.93], [1.65, -1.0], [1.5, 0.0], [1.65, 1.0], [0, 0.93], [-1.65, 1.0], [-1.5, 0]]
+        [
+            [-1.65, -1.0],
+            [0.0, -0.93],
+            [1.65, -1.0],
+            [1.5, 0.0],
+            [1.65, 1.0],
+            [0, 0.93],
+            [-1.65, 1.0],
+            [-1.5, 0],
+        ]
     )
     surface.fill(centers[:, None] + square, 48, spine)
-    for dx, dy, radii in ((-1.05, -0.2, (0.26, 0.45)), (1.05, -0.2, (0.26, 0.45)), (0.0, 0.7, (0.2, 0.6))):
+    for dx, dy, radii in (
+        (-1.05, -0.2, (0.26, 0.45)),
+        (1.05, -0.2, (0.26, 0.45)),
+        (0.0, 0.7, (0.2, 0.6)),
+    ):
         surface.fill(centers[:, None] + ellipse((dx, dy), radii, points=10), 82, spine)
     scene.add(spine, 0.36)

@@ -36,7 +36,9 @@ def boxes(view: View, size: int = 512) -> list[Box]:
     result = []
     for label, part, mask_HW in _parts(view, size):
         x, y, width, height = cv2.boundingRect(mask_HW)
-        result.append(Box(label=label, side=part.side, zone=part.zone, x=x, y=y, width=width, height=height))
+        result.append(
+            Box(label=label, side=part.side, zone=part.zone, x=x, y=y, width=width, height=height)
+        )
     return result
 
 
@@ -64,7 +66,9 @@ def _parts(view: View, size: int) -> Iterator[tuple[str, Part, Canvas]]:
 
 
 def _outlines(view: View, label: str, part: Part) -> list[Points]:
-    """Return closed outlines (N, 2) in centimetres; none if the part is invisible in this projection."""
+    """Return closed outlines (N, 2) in centimetres; none if the part is invisible in this
+    projection.
+    """
     chest, lateral = view.chest, view.lateral
     if part.kind in FINDING_KINDS:
         return FINDING_KINDS[part.kind].outlines(make_lung(chest, lateral, part.side), part)

@@ -19,7 +19,9 @@ def lateral_scene(chest: Chest, surface: Surface, rng: np.random.Generator) -> S
     _heart(scene, chest)
     _bones(scene, chest)
     for fan, trunks in (((-160, 20), 6), ((20, 120), 5)):
-        tree = grow_tree(rng, anatomy.lateral_hilum(chest), fan, trunks=trunks, length=2.3, width=0.5)
+        tree = grow_tree(
+            rng, anatomy.lateral_hilum(chest), fan, trunks=trunks, length=2.3, width=0.5
+        )
         stroke_tree(surface, scene.detail, tree, chest.markings)
     return scene
 
@@ -78,7 +80,18 @@ def _bones(scene: Scene, chest: Chest) -> None:
 
 def _vertebrae(chest: Chest) -> tuple[Points, Points]:
     """Return the bodies and posterior elements of all vertebrae, (18, N, 2) each."""
-    square = np.array([[-1.5, -1.0], [0, -0.88], [1.4, -1.0], [1.3, 0], [1.4, 1.0], [0, 0.88], [-1.5, 1.0], [-1.35, 0]])
+    square = np.array(
+        [
+            [-1.5, -1.0],
+            [0, -0.88],
+            [1.4, -1.0],
+            [1.3, 0],
+            [1.4, 1.0],
+            [0, 0.88],
+            [-1.5, 1.0],
+            [-1.35, 0],
+        ]
+    )
     process = np.array([[1.5, -0.5], [3.6, 0.7], [3.9, 1.6], [3.2, 1.5], [1.5, 0.5]])
     centers, down = anatomy.spine(chest)
     across = np.stack([down[:, 1], -down[:, 0]], axis=1)

@@ -1,9 +1,9 @@
 """Layers of one projection and their sum.
 
-An X-ray image integrates along each ray, so a scene is a sum of layers: soft tissue, solid structures (organs, bones,
-metal) and fine structure inside the lungs, minus the air of the lungs, which opacities reduce. The unit is optical
-depth, about 1 for the chest wall. Layers without sharp edges are coarse (see `geometry.Surface.coarse`) and enlarged
-once.
+An X-ray image integrates along each ray, so a scene is a sum of layers: soft tissue, solid
+structures (organs, bones, metal) and fine structure inside the lungs, minus the air of the lungs,
+which opacities reduce. The unit is optical depth, about 1 for the chest wall. Layers without sharp
+edges are coarse (see `geometry.Surface.coarse`) and enlarged once.
 """
 
 import functools
@@ -25,12 +25,16 @@ _SIDE = 1024
 @functools.cache
 def white_noise() -> Image:
     """Return white Gaussian noise with sigma 1, (1024, 1024); always the same."""
-    return np.random.Generator(np.random.PCG64(20240)).standard_normal((_SIDE, _SIDE), dtype=np.float32)
+    return np.random.Generator(np.random.PCG64(20240)).standard_normal(
+        (_SIDE, _SIDE), dtype=np.float32
+    )
 
 
 @functools.cache
 def fractal_noise(octaves: int = 4) -> Image:
-    """Return fractal noise from 0 to 1, (1024, 1024), with features of 64 pixels and less; always the same."""
+    """Return fractal noise from 0 to 1, (1024, 1024), with features of 64 pixels and less;
+    always the same.
+    """
     rng = np.random.Generator(np.random.PCG64(octaves))
     total: Image = np.zeros((_SIDE, _SIDE), np.float32)
     for octave in range(octaves):
@@ -47,12 +51,20 @@ def fractal_noise_uint8() -> Canvas:
     return (255 * fractal_noise(5)).astype(np.uint8)
 
 
-def random_crop(field_HW: Image, shape_HW: tuple[int, int], rng: np.random.Generator, zoom: float = 1.0) -> Image:
-    """Return a random crop (at most the whole field), resized to `shape_HW`; a pixel of it becomes `zoom` pixels."""
+def random_crop(
+    field_HW: Image, shape_HW: tuple[int, int], rng: np.random.Generator, zoom: float = 1.0
+) -> Image:
+    """Return a random crop (at most the whole field), resized to `shape_HW`; a pixel of it
+    becomes `zoom` pixels.
+    """
     height, width = (min(_SIDE, max(2, round(side / zoom))) for side in shape_HW)
     top, left = int(rng.random() * (_SIDE - height + 1)), int(rng.random() * (_SIDE - width + 1))
     crop = field_HW[top : top + height, left : left + width]
-    return crop if crop.shape == shape_HW else cv2.resize(crop, shape_HW[::-1], interpolation=cv2.INTER_LINEAR)
+    return (
+        crop
+        if crop.shape == shape_HW
+        else cv2.resize(crop, shape_HW[::-1], interpolation=cv2.INTER_LINEAR)
+    )
 
 
 _SOLID, _BRONCHI = 0.80, 0.12
@@ -69,7 +81,9 @@ class Scene:
         self.lung: Canvas = surface.fill(lungs)
         """Visibility of the lungs, 0 to 255."""
         self.air: Image = 0.50 + 0.17 * self.coarse.soft(lungs, 1.3)
-        """Reduction of optical depth by aerated lungs, on the coarse surface; opacities scale it down."""
+        """Reduction of optical depth by aerated lungs, on the coarse surface; opacities scale it
+        down.
+        """
         self.soft: Image = np.zeros(self.coarse.shape_HW, np.float32)
         self.solid = surface.blank()
         self.detail = surface.blank()
@@ -90,16 +104,21 @@ class Scene:
         """Reduce the lung by up to `share` behind organs, in proportion to their thickness."""
         cv2.subtract(self.lung, cv2.convertScaleAbs(organs, alpha=share), dst=self.lung)
 
-    def add_opacity(self, outlines: Sequence[Points], strength: float, blur: float, mottle: float, seed: int) -> None:
+    def add_opacity(
+        self, outlines: Sequence[Points], strength: float, blur: float, mottle: float, seed: int
+    ) -> None:
         """Reduce the air inside the outlines by the share `strength`.
 
-        `blur` is the softness of the edges in centimetres, `mottle` the unevenness from 0 (uniform) to 1 (with holes).
+        `blur` is the softness of the edges in centimetres, `mottle` the unevenness from 0 (uniform)
+        to 1 (with holes).
         """
         opacity_HW = self.coarse.soft(outlines, blur)
         if mottle:
             rng = np.random.Generator(np.random.PCG64(seed))
             zoom = self.coarse.pixels_per_cm / 22  # features of a few centimetres
-            opacity_HW *= 1 + mottle * (2.4 * random_crop(fractal_noise(), self.coarse.shape_HW, rng, zoom) - 1.3)
+            opacity_HW *= 1 + mottle * (
+                2.4 * random_crop(fractal_noise(), self.coarse.shape_HW, rng, zoom) - 1.3
+            )
         self.air *= 1 - strength * np.clip(opacity_HW, 0, 1)
 
     def clear_detail(self, outlines: Sequence[Points]) -> None:
@@ -112,7 +131,9 @@ class Scene:
         self.add_inside_lung(fluid, 0.15)
         cv2.multiply(self.lung, cv2.bitwise_not(fluid), dst=self.lung, scale=1 / 255)
 
-    def bronchogram(self, outlines: Sequence[Points], branches: Sequence[Points], width: float) -> None:
+    def bronchogram(
+        self, outlines: Sequence[Points], branches: Sequence[Points], width: float
+    ) -> None:
         """Draw air-filled bronchi (arrays KN2) inside the outlines."""
         tree = self.surface.blank()
         for lines_KN2 in branches:
@@ -127,7 +148,9 @@ class Scene:
         detail = self.detail
         if self.blurred_vessels > 0.2:
             detail = surface.blur(detail, 0.22 * self.blurred_vessels)
-        texture = random_crop(fractal_noise_uint8(), surface.shape_HW, rng, surface.pixels_per_cm / 26)
+        texture = random_crop(
+            fractal_noise_uint8(), surface.shape_HW, rng, surface.pixels_per_cm / 26
+        )
         fine = cv2.addWeighted(detail, 1.0, texture, 0.5, 0.0)
         fine = cv2.addWeighted(fine, _DETAIL / 255, total, 0.0, -1.12, dtype=cv2.CV_32F)
         cv2.multiply(inside, fine, dst=inside)  # opacities hide vessels
@@ -135,8 +158,12 @@ class Scene:
         cv2.add(total, inside, dst=total)
         cv2.addWeighted(self.solid, _SOLID / 255, total, 1.0, 0.0, dst=total, dtype=cv2.CV_32F)
         if self.bronchi is not None:
-            cv2.addWeighted(self.bronchi, -_BRONCHI / 255, total, 1.0, 0.0, dst=total, dtype=cv2.CV_32F)
-        surface.blur(total, max(0.045, 0.6 / surface.pixels_per_cm), total)  # blur of the detector and of motion
+            cv2.addWeighted(
+                self.bronchi, -_BRONCHI / 255, total, 1.0, 0.0, dst=total, dtype=cv2.CV_32F
+            )
+        surface.blur(
+            total, max(0.045, 0.6 / surface.pixels_per_cm), total
+        )  # blur of the detector and of motion
         return np.maximum(total, 0.0, out=total)
 
 
@@ -146,8 +173,12 @@ WHITE = 4095
 """The brightest value of a 12-bit image."""
 
 
-def develop(depth_HW: Image, exposure: Exposure, surface: Surface, rng: np.random.Generator) -> Image:
-    """Convert optical depth to brightness from 0 to 1, dense tissue bright; modifies `depth_HW` in place."""
+def develop(
+    depth_HW: Image, exposure: Exposure, surface: Surface, rng: np.random.Generator
+) -> Image:
+    """Convert optical depth to brightness from 0 to 1, dense tissue bright; modifies `depth_HW`
+    in place.
+    """
     if exposure.equalize:
         small = cv2.resize(depth_HW, surface.coarse.shape_HW[::-1])
         slow = surface.enlarge(surface.coarse.blur(small, 3.5))
@@ -182,7 +213,9 @@ def draw_markers(image_HW: Image, markers: tuple[Marker, ...], camera: Camera) -
         scale = marker.height * pixels_per_cm / 22  # cv2's letters are 22 pixels high at scale 1
         weight = max(1, round(0.16 * marker.height * pixels_per_cm))
         origin = (round(marker.x * width), round(marker.y * height))
-        cv2.putText(canvas, marker.text, origin, cv2.FONT_HERSHEY_SIMPLEX, scale, 250, weight, cv2.LINE_AA)
+        cv2.putText(
+            canvas, marker.text, origin, cv2.FONT_HERSHEY_SIMPLEX, scale, 250, weight, cv2.LINE_AA
+        )
         cv2.max(image_HW, canvas.astype(np.float32) / 255, dst=image_HW)
 
 

@@ -1,7 +1,8 @@
 """Measurement of a run's speed and of what limits it: `medvl doctor RECIPE`.
 
-Each part of the training is measured on its own, then all together, with the run's model, data, step and settings. The
-learning rate is zero, so the weights do not change, and nothing is left in the run folder.
+Each part of the training is measured on its own, then all together, with the run's model, data,
+step and settings. The learning rate is zero, so the weights do not change, and nothing is left in
+the run folder.
 """
 
 import contextlib
@@ -33,7 +34,9 @@ from medvl.train.run import Run, Settings
 # Timers and counters of operations and memory.
 
 COUNTED = 8
-"""Samples whose operations are counted: all but the similarity matrix of a contrastive loss grows with the batch."""
+"""Samples whose operations are counted: all but the similarity matrix of a contrastive loss
+grows with the batch.
+"""
 
 
 def synchronize(device: torch.device) -> None:
@@ -42,8 +45,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_each(function: Callable[[int], object], device: torch.device, seconds: float, least: int = 3) -> float:
-    """Return the mean time of `function(0)`, `function(1)`, ..., called for `seconds` and at least `least` times.
+def seconds_each(
+    function: Callable[[int], object], device: torch.device, seconds: float, least: int = 3
+) -> float:
+    """Return the mean time of `function(0)`, `function(1)`, ..., called for `seconds` and at least
+    `least` times.
 
     The device is synchronised at the start and the end only, so that calls overlap as in a run.
     """
@@ -66,16 +72,20 @@ def seconds_of(function: Callable[[], object], device: torch.device) -> float:
 
 
 def matmul_flops(device: torch.device, precision: Precision, seconds: float = 1.0) -> float:
-    """Return the operations per second of a large matrix product in the precision of the run: a reachable ceiling.
+    """Return the operations per second of a large matrix product in the precision of the run: a
+    reachable ceiling.
 
-    The matrices are 8,192 squared on a GPU and 1,536 squared on a CPU. The fastest product within `seconds` counts,
-    because other programs may use the machine.
+    The matrices are 8,192 squared on a GPU and 1,536 squared on a CPU. The fastest product within
+    `seconds` counts, because other programs may use the machine.
     """
     size = 8192 if device.type == "cuda" else 1536
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
     with precision.autocast():
-        left, right = (left @ right).mul(1 / size), right  # converts to the dtype of products in the run
+        left, right = (
+            (left @ right).mul(1 / size),
+            right,
+        )  # converts to the dtype of products in the run
         right = right.to(left.dtype)
         out = left @ right
         best, until = float("inf"), time.perf_counter() + seconds
@@ -85,17 +95,21 @@ def matmul_flops(device: torch.device, precision: Precision, seconds: float = 1.
 
 
 def flops_per_sample(model: nn.Module, batch: Batch, precision: Precision) -> float:
-    """Return the operations per sample of forward and backward pass, multiply and add as two, as counted by torch.
+    """Return the operations per sample of forward and backward pass, multiply and add as two, as
+    counted by torch.
 
-    Only matrix products and convolutions count. Attention is counted in its unfused form, without the recomputation of
-    a fused kernel. The model is called uncompiled, and its gradients are cleared afterwards.
+    Only matrix products and convolutions count. Attention is counted in its unfused form, without
+    the recomputation of a fused kernel. The model is called uncompiled, and its gradients are
+    cleared afterwards.
     """
     few = first_rows(batch, COUNTED)
     return count_operations(lambda: model.forward(few).total, model, precision) / len(few)
 
 
 def count_operations(loss: Callable[[], Tensor], model: nn.Module, precision: Precision) -> int:
-    """Return the operations of a loss of a model and of its backward pass, counted as `flops_per_sample` does."""
+    """Return the operations of a loss of a model and of its backward pass, counted as
+    `flops_per_sample` does.
+    """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         with precision.autocast():
             value = loss()
@@ -115,7 +129,9 @@ def first_rows(batch: Batch, count: int) -> Batch:
         return value[:count] if isinstance(value, Tensor | list) and len(value) == size else value
 
     fields = dataclasses.fields(batch)
-    return dataclasses.replace(batch, **{field.name: cut(getattr(batch, field.name)) for field in fields})
+    return dataclasses.replace(
+        batch, **{field.name: cut(getattr(batch, field.name)) for field in fields}
+    )
 
 
 def peak_memory(device: torch.device) -> int:
@@ -134,7 +150,9 @@ _WARM_UP = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examination:
-    """Measurements of a run. A pair is a sample of the run: an image with its text, question or labels."""
+    """Measurements of a run. A pair is a sample of the run: an image with its text, question or
+    labels.
+    """
 
     device: str
     precision: str
@@ -188,13 +206,19 @@ class Examination:
 
 
 def examine(run: Run, seconds: float = 10.0) -> Examination:
-    """Measure a run on one rank for about six times `seconds`. Raises ConfigError under torchrun with several ranks."""
+    """Measure a run on one rank for about six times `seconds`. Raises ConfigError under torchrun
+    with several ranks.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError("the doctor examines one rank; start it without torchrun", "unsupported")
     settings = run.settings.train
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join(settings.device))
-        stack.enter_context(machine_settings(ranks, settings.num_threads, settings.deterministic, settings.precision))
+        stack.enter_context(
+            machine_settings(
+                ranks, settings.num_threads, settings.deterministic, settings.precision
+            )
+        )
         stack.enter_context(preserve_generators(ranks.device))
         config = dataclasses.replace(
             settings,
@@ -255,7 +279,9 @@ def _reads_images(loader: object) -> bool:
     return isinstance(loader, Loader) and isinstance(loader.samples, SampleDataset)
 
 
-def _measure_step(training: Training, updates: Sequence[list[Batch]], seconds: float) -> dict[str, float]:
+def _measure_step(
+    training: Training, updates: Sequence[list[Batch]], seconds: float
+) -> dict[str, float]:
     """Measure the step alone on batches that are on the device, and the time to copy them there."""
     device, precision = training.state.ranks.device, training.state.precision
     placed = [[training.step.place(batch) for batch in batches] for batches in updates]
@@ -282,7 +308,9 @@ def _measure_step(training: Training, updates: Sequence[list[Batch]], seconds: f
     }
 
 
-def measure_loader(training: Training, numbers: Iterator[int], prefetched: int, seconds: float) -> float:
+def measure_loader(
+    training: Training, numbers: Iterator[int], prefetched: int, seconds: float
+) -> float:
     """Return pairs per second of the loader alone, after its prefetched updates are consumed."""
     for _ in range(prefetched):
         _ = list(training.state.stream.take(next(numbers)))
@@ -293,7 +321,9 @@ def measure_loader(training: Training, numbers: Iterator[int], prefetched: int, 
 
 
 def measure_run(training: Training, numbers: Iterator[int], seconds: float) -> tuple[float, float]:
-    """Return pairs per second of the run, and the fraction of time that it waited for the loader."""
+    """Return pairs per second of the run, and the fraction of time that it waited for the
+    loader.
+    """
     stream, device = training.state.stream, training.state.ranks.device
 
     def update() -> int:
@@ -344,14 +374,19 @@ _FREE_MEMORY = 0.5
 def limit(exam: Examination) -> Limit:
     """Return the part that limits the speed of the run.
 
-    `cores`: each part alone is fast enough, but they compete for CPU cores. `loading`: the loader, with unknown stages.
+    `cores`: each part alone is fast enough, but they compete for CPU cores. `loading`: the loader,
+    with unknown stages.
     """
     if exam.loader_rate < exam.model_rate:
         return slowest_stage(exam)
     update = exam.pairs / exam.model_rate
     if exam.transfer_seconds > _SLOW_TRANSFER * update:
         return "transfer"
-    if exam.device == "CPU" and exam.efficiency < _GOOD_EFFICIENCY and exam.workers + exam.threads > exam.cores:
+    if (
+        exam.device == "CPU"
+        and exam.efficiency < _GOOD_EFFICIENCY
+        and exam.workers + exam.threads > exam.cores
+    ):
         return "cores"
     return "compute"
 
@@ -361,7 +396,12 @@ def slowest_stage(exam: Examination) -> Limit:
     stages = exam.stages
     if stages is None:
         return "loading"
-    known: tuple[Literal["disk", "decode", "augmentation", "text"], ...] = ("disk", "decode", "augmentation", "text")
+    known: tuple[Literal["disk", "decode", "augmentation", "text"], ...] = (
+        "disk",
+        "decode",
+        "augmentation",
+        "text",
+    )
     return max(known, key=lambda name: getattr(stages, name))
 
 
@@ -371,10 +411,14 @@ def advice(exam: Examination, settings: Settings) -> list[str]:
     if part == "compute":
         return list(_faster_step(exam, settings))
     if part == "transfer":
-        return ["the GPU waits for its inputs: images are copied as uint8 already; check whether the link is shared"]
+        return [
+            "the GPU waits for its inputs: images are copied as uint8 already; check whether "
+            "the link is shared"
+        ]
     if part == "cores":
         return [
-            f"{exam.workers} workers and {exam.threads} threads share {exam.cores} cores: fewer --data.workers, or "
+            f"{exam.workers} workers and {exam.threads} threads share {exam.cores} cores: fewer "
+            f"--data.workers, or "
             "--train.num-threads so that both fit"
         ]
     return list(_faster_loader(exam, settings.data, part))
@@ -391,12 +435,14 @@ def _faster_step(exam: Examination, settings: Settings) -> Iterator[str]:
             yield "--train.compile True: a minute at the start, then fused kernels"
         if exam.peak_gb < _FREE_MEMORY * exam.memory_gb:
             yield (
-                f"--train.global-batch: {exam.peak_gb:.0f} of {exam.memory_gb:.0f} GB are used, a larger batch would "
+                f"--train.global-batch: {exam.peak_gb:.0f} of {exam.memory_gb:.0f} GB are used, "
+                f"a larger batch would "
                 "fit (it changes the number of negatives, and may need another learning rate)"
             )
     if exam.real_tokens < _MUCH_PADDING and not train.packed_text:
         yield (
-            f"{1 - exam.real_tokens:.0%} of the token positions are padding: --train.packed-text True leaves it out "
+            f"{1 - exam.real_tokens:.0%} of the token positions are padding: "
+            f"--train.packed-text True leaves it out "
             "(BERT family), a smaller --model.max-tokens cuts the longest texts"
         )
     if train.grad_cache is not None:
@@ -406,8 +452,14 @@ def _faster_step(exam: Examination, settings: Settings) -> Iterator[str]:
 def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
     spare = exam.cores - exam.workers - (exam.threads if exam.device == "CPU" else 1)
     if spare > 0 and part != "disk":
-        wanted = min(exam.workers + spare, -(-exam.workers * int(exam.model_rate) // max(1, int(exam.loader_rate))))
-        yield f"--data.workers {max(wanted, exam.workers + 1)}: {exam.cores} cores, {exam.workers} workers"
+        wanted = min(
+            exam.workers + spare,
+            -(-exam.workers * int(exam.model_rate) // max(1, int(exam.loader_rate))),
+        )
+        yield (
+            f"--data.workers {max(wanted, exam.workers + 1)}: {exam.cores} cores, "
+            f"{exam.workers} workers"
+        )
     elif part != "disk":
         yield f"all {exam.cores} cores are used by {exam.workers} workers: use more cores"
     if part == "disk":
@@ -416,7 +468,10 @@ def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
         size = getattr(getattr(data, "image", None), "size", None)
         yield f"smaller stored images: medvl shards --short-side, for training at {size} pixels"
     elif part == "augmentation":
-        if exam.memory_gb is not None and getattr(getattr(data, "image", None), "on_device", True) is False:
+        if (
+            exam.memory_gb is not None
+            and getattr(getattr(data, "image", None), "on_device", True) is False
+        ):
             yield "--data.image.on-device True: all of it but the crop on the GPU"
         yield "a weaker --data.image: blur and affine cost the most"
     elif part == "text":
@@ -430,15 +485,26 @@ def describe(exam: Examination, settings: Settings) -> str:
     unit = "GPU memory" if exam.memory_gb is not None else "resident memory"
     rows = [
         ("device", f"{exam.device}, {exam.precision}; {exam.cores} cores, {exam.workers} workers"),
-        ("model", f"{exam.parameters / 1e6:.1f} million parameters, {exam.gflop_per_pair:.2f} GFLOP per pair"),
-        ("step alone", f"{exam.model_rate:.1f} pairs/s, {1000 * exam.pairs / exam.model_rate:.1f} ms of {exam.pairs}"),
+        (
+            "model",
+            f"{exam.parameters / 1e6:.1f} million parameters, {exam.gflop_per_pair:.2f} GFLOP "
+            f"per pair",
+        ),
+        (
+            "step alone",
+            f"{exam.model_rate:.1f} pairs/s, {1000 * exam.pairs / exam.model_rate:.1f} ms of "
+            f"{exam.pairs}",
+        ),
         ("loader alone", f"{exam.loader_rate:.1f} images/s"),
         ("end to end", f"{exam.rate:.1f} pairs/s, {exam.efficiency:.2f} of the slower one"),
         ("waiting for data", f"{exam.wait_share:.1%} of the time"),
         ("MFU", f"{exam.mfu:.1%} of a measured {exam.ceiling_tflops:.3g} TFLOP/s"),
         ("peak memory", f"{exam.peak_gb:.2f} GB ({unit})"),
         ("real tokens", f"{exam.real_tokens:.0%} of the positions"),
-        ("first batch, first step", f"{exam.first_batch_seconds:.1f} s, {exam.first_step_seconds:.1f} s"),
+        (
+            "first batch, first step",
+            f"{exam.first_batch_seconds:.1f} s, {exam.first_step_seconds:.1f} s",
+        ),
         ("transfer", f"{1000 * exam.transfer_seconds:.2f} ms per update"),
         ("checkpoint", f"stops the run for {exam.checkpoint_seconds:.2f} s"),
     ]
@@ -446,5 +512,13 @@ def describe(exam: Examination, settings: Settings) -> str:
         costs = ", ".join(f"{name} {1000 * getattr(exam.stages, name):.2f}" for name in STAGES)
         rows.append(("per sample, on one core", f"{costs} ms"))
     lines = [f"{name:24}{value}" for name, value in rows]
-    suggestions = advice(exam, settings) or ["no option would help: use a faster device, or a smaller model"]
-    return "\n".join([*lines, f"{'the limit':24}{_LABELS[limit(exam)]}", *(f"{'':24}{line}" for line in suggestions)])
+    suggestions = advice(exam, settings) or [
+        "no option would help: use a faster device, or a smaller model"
+    ]
+    return "\n".join(
+        [
+            *lines,
+            f"{'the limit':24}{_LABELS[limit(exam)]}",
+            *(f"{'':24}{line}" for line in suggestions),
+        ]
+    )

@@ -1,4 +1,5 @@
-"""Checks of several nodes before a run: rendezvous, collectives, versions, clocks and the shared folder.
+"""Checks of several nodes before a run: rendezvous, collectives, versions, clocks and the shared
+folder.
 
 Every rank runs `check_nodes` at the same time; all get the same report.
 """
@@ -39,7 +40,9 @@ class NodesReport:
     latency_us: float
     """Median time of an all-reduce of one number."""
     bandwidth_gb: float
-    """Bus bandwidth of an all-reduce of `megabytes` in GB/s: bytes that each rank sends, per second."""
+    """Bus bandwidth of an all-reduce of `megabytes` in GB/s: bytes that each rank sends, per
+    second.
+    """
     megabytes: int
     problems: Sequence[str]
     """Reasons why a run would fail, or not resume."""
@@ -52,18 +55,33 @@ class NodesReport:
             seen = [rank["storage"] for rank in of_node if isinstance(rank["storage"], float)]
             clock = max((rank["clock"] for rank in of_node), key=abs)
             storage = f"{max(seen):.2f}" if seen else "-"
-            cells = (str(node), of_node[0]["host"], str(len(of_node)), of_node[0]["device"], f"{clock:+.3f}")
+            cells = (
+                str(node),
+                of_node[0]["host"],
+                str(len(of_node)),
+                of_node[0]["device"],
+                f"{clock:+.3f}",
+            )
             rows.append((*cells, storage, f"{max(rank['joined'] for rank in of_node):.1f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-        versions = ", ".join(f"{name} {version}" for name, version in self.ranks[0]["versions"].items())
+        lines = [
+            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        versions = ", ".join(
+            f"{name} {version}" for name, version in self.ranks[0]["versions"].items()
+        )
         lines.append(f"rank 0 has {versions}")
         size = f"{len(self.ranks)} ranks: {self.latency_us:.0f} µs for one number"
-        lines.append(f"all-reduce over {size}, {self.bandwidth_gb:.2f} GB/s for {self.megabytes} MB")
+        lines.append(
+            f"all-reduce over {size}, {self.bandwidth_gb:.2f} GB/s for {self.megabytes} MB"
+        )
         return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in self.problems or ())])
 
 
-def check_nodes(ranks: RankInfo, joined: float, storage: Path | None, megabytes: int = 64) -> NodesReport:
+def check_nodes(
+    ranks: RankInfo, joined: float, storage: Path | None, megabytes: int = 64
+) -> NodesReport:
     """Run all checks. Collective call.
 
     Args:
@@ -81,7 +99,9 @@ def check_nodes(ranks: RankInfo, joined: float, storage: Path | None, megabytes:
     own = {
         "node": int(os.environ.get("GROUP_RANK", 0)),
         "host": platform.node(),
-        "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(ranks.device)
+        if ranks.device.type == "cuda"
+        else "cpu",
         "versions": _versions(),
         "clock": _clock_offset(ranks),
         "joined": joined,
@@ -116,7 +136,9 @@ def _synchronize(ranks: RankInfo) -> None:
 
 
 def _clock_offset(ranks: RankInfo) -> float:
-    """Return the seconds by which this rank's clock is ahead of rank 0's, within the time of a barrier."""
+    """Return the seconds by which this rank's clock is ahead of rank 0's, within the time of a
+    barrier.
+    """
     offsets = []
     for _ in range(5):
         ranks.any(False)
@@ -136,7 +158,9 @@ def _versions() -> dict[str, str]:
 
 
 def _check_storage(ranks: RankInfo, storage: Path) -> float | str:
-    """Return the seconds until a file of rank 0 was visible, or the problem of the folder. Collective call."""
+    """Return the seconds until a file of rank 0 was visible, or the problem of the folder.
+    Collective call.
+    """
     name = ranks.from_main(f".medvl-doctor-{uuid.uuid4().hex}")
     folder = storage / name
     own: float | str = 0.0
@@ -146,13 +170,19 @@ def _check_storage(ranks: RankInfo, storage: Path) -> float | str:
             return f"rank 0 cannot write: {made}"
         started = time.perf_counter()
         problem = _problem(lambda: wait_for(folder / "0", seconds=30))
-        own = time.perf_counter() - started if problem is None else f"the folder of rank 0 is not seen: {problem}"
+        own = (
+            time.perf_counter() - started
+            if problem is None
+            else f"the folder of rank 0 is not seen: {problem}"
+        )
         if problem is None and ranks.rank:
             problem = _problem(lambda: _write(folder / str(ranks.rank)))
             own = own if problem is None else f"cannot write: {problem}"
         seen = ranks.exchange(own)  # all files are written now
         if ranks.is_main:
-            for rank in (rank for rank, result in enumerate(seen) if rank and isinstance(result, float)):
+            for rank in (
+                rank for rank, result in enumerate(seen) if rank and isinstance(result, float)
+            ):
                 problem = _problem(functools.partial(wait_for, folder / str(rank), seconds=30))
                 own = own if problem is None else f"rank 0 does not see the file of rank {rank}"
         return _check_lock(ranks, folder, own)
@@ -161,7 +191,9 @@ def _check_storage(ranks: RankInfo, storage: Path) -> float | str:
 def _check_lock(ranks: RankInfo, folder: Path, own: float | str) -> float | str:
     """Return `own`, or the problem that rank 0's lock on the folder does not exclude this rank."""
     with contextlib.ExitStack() as held:
-        failed = ranks.from_main(_problem(lambda: held.enter_context(RunLock(folder))) if ranks.is_main else None)
+        failed = ranks.from_main(
+            _problem(lambda: held.enter_context(RunLock(folder))) if ranks.is_main else None
+        )
         refused = ranks.is_main or failed is not None or _problem(lambda: _lock(folder)) is not None
         ranks.any(False)  # rank 0 holds the lock until all have tried
     if isinstance(own, str):
@@ -214,16 +246,28 @@ def _disagreements(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for name, version in found[0]["versions"].items():
             if other["versions"][name] != version:
                 here = other["versions"][name]
-                yield f"{where} has {name} {here}, rank 0 has {version}; install the same on all nodes"
+                yield (
+                    f"{where} has {name} {here}, rank 0 has {version}; install the same on "
+                    f"all nodes"
+                )
         if abs(other["clock"]) > _LARGEST_OFFSET:
-            yield f"{where} has a clock {other['clock']:+.1f} s off rank 0's; synchronise the clocks (NTP)"
+            yield (
+                f"{where} has a clock {other['clock']:+.1f} s off rank 0's; synchronise the "
+                f"clocks (NTP)"
+            )
         if isinstance(other["storage"], str):
             yield f"{where}: storage: {other['storage']}"
         elif other["storage"] is not None and other["storage"] > _SLOW_SIGHT:
-            yield f"{where} sees a new file after {other['storage']:.1f} s; shorten the attribute cache of the mount"
+            yield (
+                f"{where} sees a new file after {other['storage']:.1f} s; shorten the "
+                f"attribute cache of the mount"
+            )
 
 
 def _lost_nodes(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     several = len({rank["node"] for rank in found}) > 1
     if several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        yield "torchrun cannot replace a lost node; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes"
+        yield (
+            "torchrun cannot replace a lost node; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+            "all nodes"
+        )

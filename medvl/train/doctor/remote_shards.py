@@ -43,12 +43,14 @@ class RemoteShards:
 def check_remote_shards(address: str | Location) -> RemoteShards:
     """Measure remote shards: a few dozen requests, and one shard fetched whole.
 
-    Raises ConfigError for a local folder, ShardError where a file is missing or damaged, StorageError where the store
-    cannot be reached or refuses access.
+    Raises ConfigError for a local folder, ShardError where a file is missing or damaged,
+    StorageError where the store cannot be reached or refuses access.
     """
     target = locate(address)
     if not isinstance(target, RemotePath):
-        raise ConfigError(f"expected the address of remote shards, got {target}", "wrong_type", field="address")
+        raise ConfigError(
+            f"expected the address of remote shards, got {target}", "wrong_type", field="address"
+        )
     cache = Cache.from_environment()
     started = time.perf_counter()
     source = ShardSource(target, cache=Cache(cache.folder, 0))
@@ -56,7 +58,10 @@ def check_remote_shards(address: str | Location) -> RemoteShards:
     if not len(source):
         raise ConfigError(f"{target} has no samples; check another split", "empty", field="address")
     positions = np.random.default_rng(0).permutation(len(source))[: _SAMPLES + _WARM_UP].tolist()
-    times = [_seconds(source, position) for position in positions[: max(_WARM_UP + 1, len(positions) // 4)]]
+    times = [
+        _seconds(source, position)
+        for position in positions[: max(_WARM_UP + 1, len(positions) // 4)]
+    ]
     rest = positions[len(times) :] or positions
     fresh = ShardSource(target, cache=Cache(cache.folder, 0))
     started = time.perf_counter()
@@ -91,12 +96,23 @@ def _seconds(source: ShardSource, position: int) -> float:
 def describe_remote_shards(found: RemoteShards) -> str:
     """Return the measurements as a table, with advice at its end."""
     rows = [
-        ("shards", f"{found.address}: {found.samples} samples in {found.shards} shards, {found.bytes / 1e9:.2f} GB"),
+        (
+            "shards",
+            f"{found.address}: {found.samples} samples in {found.shards} shards, "
+            f"{found.bytes / 1e9:.2f} GB",
+        ),
         ("opened in", f"{found.open_seconds:.2f} s"),
         ("one sample", f"{found.latency_ms:.1f} ms (median)"),
-        ("at random", f"{found.samples_per_second:.0f} samples/s with {THREADS} threads, not cached"),
+        (
+            "at random",
+            f"{found.samples_per_second:.0f} samples/s with {THREADS} threads, not cached",
+        ),
         ("one shard", f"{found.megabytes_per_second:.1f} MB/s"),
-        ("cache", f"{found.cache_folder}: {found.cache_used / 1e9:.2f} of {found.cache_limit / 1e9:.2f} GB used"),
+        (
+            "cache",
+            f"{found.cache_folder}: {found.cache_used / 1e9:.2f} of "
+            f"{found.cache_limit / 1e9:.2f} GB used",
+        ),
     ]
     lines = [f"{name:24}{value}" for name, value in rows]
     return "\n".join([*lines, *(f"{'':24}{line}" for line in _advice(found))])
@@ -105,12 +121,20 @@ def describe_remote_shards(found: RemoteShards) -> str:
 def _advice(found: RemoteShards) -> list[str]:
     advice = []
     if not found.sends_ranges:
-        advice.append("the server sends whole files instead of parts of them: keep the cache larger than the shards")
+        advice.append(
+            "the server sends whole files instead of parts of them: keep the cache larger than "
+            "the shards"
+        )
     if found.cache_limit < found.bytes:
         missing = f"{found.bytes / 1e9:.2f} GB of shards, {found.cache_limit / 1e9:.2f} GB of cache"
-        advice.append(f"{missing}: the rest is requested in every epoch; raise MEDVL_CACHE_SIZE, or use a larger disk")
+        advice.append(
+            f"{missing}: the rest is requested in every epoch; raise MEDVL_CACHE_SIZE, or use a "
+            f"larger disk"
+        )
     elif found.samples_per_second:
         seconds = found.bytes / _MEGABYTE / max(found.megabytes_per_second, 1e-9)
         duration = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
-        advice.append(f"the cache has room for all shards: they are fetched once, in about {duration}")
+        advice.append(
+            f"the cache has room for all shards: they are fetched once, in about {duration}"
+        )
     return advice

@@ -1,15 +1,18 @@
 """Checkpoints of a run.
 
     run_dir/
-      checkpoints/step-00001200/     config.json, model.safetensors, tokenizer/    (the model: `medvl.load` reads it)
+      checkpoints/step-00001200/     config.json, model.safetensors, tokenizer/
+        (the model: `medvl.load` reads it)
                                      train_state/state.json, optimizer.safetensors (the run)
-                                     complete.json                                 (size and sha256 of every file)
-                                     sharded runs may write weights and optimiser in parts: `checkpoint_parts`
+                                     complete.json                               (size and sha256 of
+                                     every file) sharded runs may write weights and optimiser in
+                                     parts: `checkpoint_parts`
       last -> checkpoints/step-00001200
       best -> checkpoints/step-00000900
 
-A checkpoint is written under a temporary name, its marker last, flushed and renamed: after a kill there is the old one
-or the new one. Later damage is detected by the hashes. Nothing in it needs pickle.
+A checkpoint is written under a temporary name, its marker last, flushed and renamed: after a kill
+there is the old one or the new one. Later damage is detected by the hashes. Nothing in it needs
+pickle.
 """
 
 import contextlib
@@ -44,9 +47,13 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class ModelFiles(Protocol):
-    """Interface of reading and writing a model: `medvl.models.checkpoint`, or a replacement in tests."""
+    """Interface of reading and writing a model: `medvl.models.checkpoint`, or a replacement in
+    tests.
+    """
 
-    def save(self, model: Any, folder: Path, run: Mapping[str, Any], *, weights: bool = True) -> None:
+    def save(
+        self, model: Any, folder: Path, run: Mapping[str, Any], *, weights: bool = True
+    ) -> None:
         """Write the model into an existing folder, with its weights or without."""
 
     def load_weights(self, model: Any, folder: Path) -> None:
@@ -81,16 +88,21 @@ class Saved:
 
 
 def verify(folder: Path) -> None:
-    """Compare a checkpoint with its marker: every file with its size and hash; refuse weights that are a pickle.
+    """Compare a checkpoint with its marker: every file with its size and hash; refuse weights that
+    are a pickle.
 
     Raises CheckpointError that names the first file that differs.
     """
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist", "not_found")
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; checkpoints are folders, and pickles are not loaded", "wrong_type")
+        raise CheckpointError(
+            f"{folder} is a file; checkpoints are folders, and pickles are not loaded", "wrong_type"
+        )
     if not (folder / MARKER).is_file():
-        raise CheckpointError(f"{folder} has no {MARKER}: it is not a complete checkpoint of a medvl run", "missing")
+        raise CheckpointError(
+            f"{folder} has no {MARKER}: it is not a complete checkpoint of a medvl run", "missing"
+        )
     check_marker(folder)
     for path in folder.rglob("*.safetensors"):
         _refuse_pickle(path)
@@ -107,13 +119,17 @@ def read(folder: Path) -> Saved:
         raise _unreadable(folder, error) from error
     if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder / STATE}: expected format {FORMAT}, got {state.get('format')}; start a new run", "version"
+            f"{folder / STATE}: expected format {FORMAT}, got {state.get('format')}; start a "
+            f"new run",
+            "version",
         )
     return Saved(folder=folder, state=state)
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{folder}: train_state cannot be read ({type(error).__name__}: {error})", "malformed")
+    return CheckpointError(
+        f"{folder}: train_state cannot be read ({type(error).__name__}: {error})", "malformed"
+    )
 
 
 def write_marker(folder: Path, step: int, files: Mapping[str, Any]) -> None:
@@ -136,8 +152,11 @@ class Checkpoints:
         self.failures = 0
         """Number of failed saves and clean-ups."""
 
-    def save(self, model: nn.Module, state: Mapping[str, Any], optimizer: Mapping[str, Tensor]) -> Path:
-        """Write the checkpoint of `state["step"]`; link it as `last`, and as `best` if `state["best"]` has its step.
+    def save(
+        self, model: nn.Module, state: Mapping[str, Any], optimizer: Mapping[str, Tensor]
+    ) -> Path:
+        """Write the checkpoint of `state["step"]`; link it as `last`, and as `best` if
+        `state["best"]` has its step.
 
         Raises errors of the disk and of the model's format; existing checkpoints are not changed.
         """
@@ -145,7 +164,8 @@ class Checkpoints:
         with folders.new_folder(folder) as aside:
             self.write_description(model, aside, state, weights=True)
             save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}, aside / OPTIMIZER
+                {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()},
+                aside / OPTIMIZER,
             )
             write_marker(aside, state["step"], inventory(aside))
         self.finish(folder, state["best"]["step"])
@@ -154,7 +174,9 @@ class Checkpoints:
     def write_description(
         self, model: nn.Module, folder: Path, state: Mapping[str, Any], *, weights: bool = False
     ) -> None:
-        """Write all of a checkpoint but the optimiser, the marker and, without `weights`, the weights."""
+        """Write all of a checkpoint but the optimiser, the marker and, without `weights`, the
+        weights.
+        """
         model_files().save(model, folder, {**self._run, "marker": MARKER}, weights=weights)
         if state.get("metrics") and (folder / CARD).is_file():
             add_results(folder, state["metrics"])
@@ -167,15 +189,20 @@ class Checkpoints:
         self._prune()
 
     def attempt(self, save: Callable[[], Path], step: int) -> Path | None:
-        """Save; log and count a failure and return None instead of raising: a full disk must not end a run."""
+        """Save; log and count a failure and return None instead of raising: a full disk must not
+        end a run.
+        """
         try:
             return save()
-        except Exception as error:  # safetensors and tokenizers raise their own types on a full disk
+        except (
+            Exception
+        ) as error:  # safetensors and tokenizers raise their own types on a full disk
             if isinstance(error, RuntimeError) and worker_error(error) is not None:
                 raise  # a loader's worker died during the save; the disk is not the cause
             self.failures += 1
             _log.warning(
-                "the checkpoint of step %d could not be saved (%s: %s); training continues with the previous one, and "
+                "the checkpoint of step %d could not be saved (%s: %s); training continues with "
+                "the previous one, and "
                 "saving is retried",
                 *(step, type(error).__name__, error),
             )
@@ -210,7 +237,8 @@ class Checkpoints:
             return folder
         if damaged:
             raise CheckpointError(
-                f"all {len(damaged)} checkpoints in {self.folder} are damaged (newest: {damaged[0][1]}); restore one, "
+                f"all {len(damaged)} checkpoints in {self.folder} are damaged (newest: "
+                f"{damaged[0][1]}); restore one, "
                 "or choose another run_dir to start over",
                 "malformed",
             )
@@ -222,7 +250,9 @@ class Checkpoints:
         return link.resolve() if link.exists() else None
 
     def point(self, last: Path, best_step: int | None) -> None:
-        """Link `last` and `best` to these checkpoints. If the best one could not be saved, `best` is not changed."""
+        """Link `last` and `best` to these checkpoints. If the best one could not be saved,
+        `best` is not changed.
+        """
         folders.point(self._run_dir / "last", last)
         best, link = self.at(best_step), self._run_dir / "best"
         if best is not None:
@@ -237,7 +267,9 @@ class Checkpoints:
                 yield int(match[1]), folder
 
     def _prune(self) -> None:
-        """Remove all but the newest `keep_last` and the best; failures are retried at the next save."""
+        """Remove all but the newest `keep_last` and the best; failures are retried at the next
+        save.
+        """
         folders.sweep(self.folder)
         best = self.best()
         for step in self.steps()[self._keep_last :]:
@@ -248,10 +280,14 @@ class Checkpoints:
                 folders.discard(folder)
             except OSError as error:
                 self.failures += 1
-                _log.warning("%s could not be removed (%s); retried at the next save", folder, error)
+                _log.warning(
+                    "%s could not be removed (%s); retried at the next save", folder, error
+                )
 
     def _rename_damaged(self, folder: Path) -> None:
-        """Keep a damaged checkpoint for inspection, under a name that is not taken for a checkpoint."""
+        """Keep a damaged checkpoint for inspection, under a name that is not taken for a
+        checkpoint.
+        """
         aside = folder.with_name(f"damaged-{folder.name}")
         try:
             if aside.exists():
@@ -272,12 +308,16 @@ def inventory(folder: Path, files: Iterable[Path] | None = None) -> dict[str, di
 
 
 def _refuse_pickle(path: Path) -> None:
-    """Raise CheckpointError unless the file begins as safetensors do: the header's length (8 bytes) and a brace."""
+    """Raise CheckpointError unless the file begins as safetensors do: the header's length (8
+    bytes) and a brace.
+    """
     with path.open("rb") as file:
         head = file.read(9)
     if head[8:9] != b"{":
         kind = "a pickle" if head[:1] == b"\x80" or head[:2] == b"PK" else "another format"
-        raise CheckpointError(f"{path} is {kind} with the suffix of safetensors; it is not loaded", "malformed")
+        raise CheckpointError(
+            f"{path} is {kind} with the suffix of safetensors; it is not loaded", "malformed"
+        )
 
 
 # Checkpoints of sharded models that all ranks write at once, each its own part, without gathering
@@ -295,9 +335,13 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def save_parts(
-    checkpoints: Checkpoints, model: ParallelModel, state: Mapping[str, Any], optimizer: Mapping[str, Tensor]
+    checkpoints: Checkpoints,
+    model: ParallelModel,
+    state: Mapping[str, Any],
+    optimizer: Mapping[str, Tensor],
 ) -> Path:
-    """Write the checkpoint of `state["step"]` from all ranks, and link it as `Checkpoints.save` does. Collective call.
+    """Write the checkpoint of `state["step"]` from all ranks, and link it as `Checkpoints.save`
+    does. Collective call.
 
     Raises on all ranks where one of them fails; existing checkpoints are not changed.
     """
@@ -318,7 +362,9 @@ def save_parts(
 
         def finish() -> None:
             files = {name: entry for part in parts for name, entry in part.items()}
-            rest = [path for path in aside.rglob("*") if path.relative_to(aside).as_posix() not in files]
+            rest = [
+                path for path in aside.rglob("*") if path.relative_to(aside).as_posix() not in files
+            ]
             write_marker(aside, state["step"], files | inventory(aside, rest))
             stack.close()
             checkpoints.finish(folder, state["best"]["step"])

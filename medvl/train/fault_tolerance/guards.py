@@ -1,4 +1,6 @@
-"""Guards of a training run: non-finite losses, signals, garbage collection, and advice on errors."""
+"""Guards of a training run: non-finite losses, signals, garbage collection, and advice on
+errors.
+"""
 
 import collections
 import contextlib
@@ -26,14 +28,17 @@ from medvl.train.parallel.distributed import RankInfo
 def propagate_nonfinite(loss: Tensor) -> Tensor:
     """Return the loss with an all-NaN gradient where the loss is not finite.
 
-    A loss can be infinite while its gradient is finite or zero, and on one rank only. The NaN gradient reaches every
-    rank in DDP's reduction, so that one check of the gradient norm covers losses and gradients of all ranks.
+    A loss can be infinite while its gradient is finite or zero, and on one rank only. The NaN
+    gradient reaches every rank in DDP's reduction, so that one check of the gradient norm covers
+    losses and gradients of all ranks.
     """
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 class LossSpikeDetector:
-    """Detector of losses far above the median of recent ones. A mean would be raised by the spike itself."""
+    """Detector of losses far above the median of recent ones. A mean would be raised by the
+    spike itself.
+    """
 
     WINDOW, FEWEST = 64, 16
     """Number of recent losses, and the fewest that make a comparison."""
@@ -43,8 +48,12 @@ class LossSpikeDetector:
         self._losses = collections.deque(losses, maxlen=self.WINDOW)
 
     def observe(self, loss: float) -> bool:
-        """Return whether a loss is above `factor` times the median; if not, add it to the recent losses."""
-        spike = len(self._losses) >= self.FEWEST and loss > self._factor * statistics.median(self._losses)
+        """Return whether a loss is above `factor` times the median; if not, add it to the recent
+        losses.
+        """
+        spike = len(self._losses) >= self.FEWEST and loss > self._factor * statistics.median(
+            self._losses
+        )
         if not spike:
             self._losses.append(loss)
         return spike
@@ -61,13 +70,14 @@ class LossSpikeDetector:
 class BufferGuard:
     """Copy of a model's buffers from before a step, to restore when the step is skipped.
 
-    The forward pass itself changes them (running statistics, queues), so skipping the update is not enough. Buffers of
-    modules with `written_once` (`QueryBook`) are left as they are.
+    The forward pass itself changes them (running statistics, queues), so skipping the update is not
+    enough. Buffers of modules with `written_once` (`QueryBook`) are left as they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
         kept = (module for module in model.modules() if not getattr(module, "written_once", False))
-        # Listed once: torch's walk through all modules takes milliseconds, in which a GPU waits in every step.
+        # Listed once: torch's walk through all modules takes milliseconds, in which a GPU waits in
+        # every step.
         self._by_module = [module._buffers for module in kept]
         self._saved: list[Tensor] = []
 
@@ -83,7 +93,12 @@ class BufferGuard:
         _copy(self._buffers(), self._saved)
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for buffers in self._by_module for buffer in buffers.values() if buffer is not None]
+        return [
+            buffer
+            for buffers in self._by_module
+            for buffer in buffers.values()
+            if buffer is not None
+        ]
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
@@ -102,7 +117,8 @@ _NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocat
 
 @contextlib.contextmanager
 def with_advice(ranks: RankInfo, config: TrainConfig) -> Iterator[None]:
-    """Translate out-of-memory errors to TrainingError with advice, and the death of a loader worker to LoaderError.
+    """Translate out-of-memory errors to TrainingError with advice, and the death of a loader worker
+    to LoaderError.
 
     torch may raise the error of a dead worker anywhere in the main thread.
     """
@@ -123,18 +139,23 @@ def _out_of_memory(ranks: RankInfo, config: TrainConfig) -> TrainingError:
     local = config.micro_batch // ranks.size
     part = max(1, min(local, config.grad_cache or local) // 2)
     advice = [
-        f"set train.accumulate to {2 * config.accumulate} (the same global batch, but contrastive negatives from half "
+        f"set train.accumulate to {2 * config.accumulate} (the same global batch, but "
+        f"contrastive negatives from half "
         "as many pairs)",
         f"or train.grad_cache to {part} (all negatives, more time; contrastive dual-encoders only)",
     ]
     if config.precision == "fp32" and ranks.device.type == "cuda":
         advice.append("or train.precision to bf16")
     if ranks.size > 1 and not config.shard_weights:
-        advice.append("or train.shard_weights to True (each rank holds a part of weights and optimiser state)")
+        advice.append(
+            "or train.shard_weights to True (each rank holds a part of weights and optimiser state)"
+        )
     advice.append("or use more ranks or a smaller model")
     return TrainingError(
-        f"rank {ranks.rank} ran out of memory on {_device_memory(ranks.device)} with {local} pairs per rank and "
-        f"micro-batch: {', '.join(advice)}. The last checkpoint is intact: the same command resumes from it unless a "
+        f"rank {ranks.rank} ran out of memory on {_device_memory(ranks.device)} with {local} "
+        f"pairs per rank and "
+        f"micro-batch: {', '.join(advice)}. The last checkpoint is intact: the same command "
+        f"resumes from it unless a "
         "changed setting determines the weights",
         "too_large",
         field="global_batch",
@@ -144,7 +165,10 @@ def _out_of_memory(ranks: RankInfo, config: TrainConfig) -> TrainingError:
 def _device_memory(device: torch.device) -> str:
     if device.type != "cuda":
         return "the CPU"
-    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    peak, total = (
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.get_device_properties(device).total_memory,
+    )
     return f"{device} (peak {peak / 2**30:.1f} of {total / 2**30:.1f} GiB)"
 
 
@@ -154,10 +178,11 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """Context manager that records the first SIGTERM or SIGINT; the second one ends the process at once.
+    """Context manager that records the first SIGTERM or SIGINT; the second one ends the process at
+    once.
 
-    Handlers are installed in the main thread only; Python does not allow them elsewhere, where the signals keep their
-    effect.
+    Handlers are installed in the main thread only; Python does not allow them elsewhere, where the
+    signals keep their effect.
     """
 
     def __init__(self) -> None:
@@ -173,10 +198,15 @@ class StopSignals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler if callable(handler) or isinstance(handler, int) else signal.SIG_DFL)
+            signal.signal(
+                number, handler if callable(handler) or isinstance(handler, int) else signal.SIG_DFL
+            )
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -193,9 +223,9 @@ class StopSignals:
 def freeze_existing_objects() -> Iterator[None]:
     """Freeze existing objects so that full collections skip them.
 
-    A full collection visits every object of the process, libraries and model included, at another step on each rank,
-    and all other ranks wait for it. The run itself creates few objects, so collection can stay enabled. Forked worker
-    processes also write to fewer shared pages.
+    A full collection visits every object of the process, libraries and model included, at another
+    step on each rank, and all other ranks wait for it. The run itself creates few objects, so
+    collection can stay enabled. Forked worker processes also write to fewer shared pages.
     """
     gc.freeze()
     try:

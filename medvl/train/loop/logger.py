@@ -26,23 +26,40 @@ from medvl.train.parallel.distributed import RankInfo
 
 _log = logging.getLogger(__name__)
 
-_REPORTED = ("albumentations", "huggingface_hub", "joblib", "orjson", "sklearn", "timm", "torchvision", "transformers")
-"""Libraries that workers of a loader may import, and whose first import Weights & Biases reports once a run has begun,
-which ends a forked process with an error. They are imported before."""
+_REPORTED = (
+    "albumentations",
+    "huggingface_hub",
+    "joblib",
+    "orjson",
+    "sklearn",
+    "timm",
+    "torchvision",
+    "transformers",
+)
+"""Libraries that workers of a loader may import, and whose first import Weights & Biases reports
+once a run has begun, which ends a forked process with an error. They are imported before.
+"""
 
 
 class RunLogger:
     """Writer of a run's records; it writes on rank 0 only.
 
-    A record is one line of JSON with its `kind` ("train", "valid", "skip", "rollback") and `step`; values that depend
-    on the clock are under `timing`. On resume the records after the resumed step are removed, so that the final file
-    equals that of an uninterrupted run except for `timing`. `run` are the settings that Weights & Biases shows.
+    A record is one line of JSON with its `kind` ("train", "valid", "skip", "rollback") and `step`;
+    values that depend on the clock are under `timing`. On resume the records after the resumed step
+    are removed, so that the final file equals that of an uninterrupted run except for `timing`.
+    `run` are the settings that Weights & Biases shows.
 
     A full disk does not end a run: records are buffered and written when there is space again.
     """
 
     def __init__(
-        self, config: TrainConfig, *, step: int, total_steps: int, active: bool, run: Mapping[str, Any] | None = None
+        self,
+        config: TrainConfig,
+        *,
+        step: int,
+        total_steps: int,
+        active: bool,
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         self._total = total_steps
         self._file: Any = None
@@ -56,21 +73,31 @@ class RunLogger:
         path = config.run_dir / "metrics.jsonl"
         remove_records_after(path, step)
         self._file = _BufferedLines(path)
-        if config.tensorboard and step < total_steps:  # a finished run that is started again needs no empty file
+        if (
+            config.tensorboard and step < total_steps
+        ):  # a finished run that is started again needs no empty file
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)
+            self._tensorboard = SummaryWriter(
+                str(config.run_dir / "tensorboard"), purge_step=step + 1
+            )
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True)
 
     def record(
-        self, kind: str, step: int, values: Mapping[str, Any], timing: Mapping[str, float] | None = None
+        self,
+        kind: str,
+        step: int,
+        values: Mapping[str, Any],
+        timing: Mapping[str, float] | None = None,
     ) -> None:
         """Write one record. NaN and infinity, which JSON lacks, become null."""
         if self._file is None:
             return
         row = {"kind": kind, "step": step, **values, **({"timing": dict(timing)} if timing else {})}
-        self._file.add(json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False))
+        self._file.add(
+            json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False)
+        )
         scalars = {
             f"{kind}/{name}": float(value)
             for name, value in (*values.items(), *(timing or {}).items())
@@ -86,7 +113,9 @@ class RunLogger:
         if self._bar is not None:
             self._bar.update()
 
-    def log_progress(self, step: int, values: Mapping[str, float], timing: Mapping[str, float]) -> None:
+    def log_progress(
+        self, step: int, values: Mapping[str, float], timing: Mapping[str, float]
+    ) -> None:
         """Show the progress: beside the bar on a terminal, else as a log line."""
         if self._file is None:
             return
@@ -109,9 +138,15 @@ class RunLogger:
 
     def close(self) -> None:
         """Close all files and the bar."""
-        for writer, close in ((self._file, "close"), (self._tensorboard, "close"), (self._wandb, "finish")):
+        for writer, close in (
+            (self._file, "close"),
+            (self._tensorboard, "close"),
+            (self._wandb, "finish"),
+        ):
             if writer is not None:
-                with contextlib.suppress(OSError):  # TensorBoard's writer raises its earlier error again
+                with contextlib.suppress(
+                    OSError
+                ):  # TensorBoard's writer raises its earlier error again
                     getattr(writer, close)()
         if self._bar is not None:
             self._bar.close()
@@ -122,12 +157,16 @@ class RunLogger:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         except OSError as error:
-            _log.warning("the TensorBoard file cannot be written (%s); metrics.jsonl has all records", error)
+            _log.warning(
+                "the TensorBoard file cannot be written (%s); metrics.jsonl has all records", error
+            )
             self._tensorboard = None
 
 
 class _BufferedLines:
-    """File to which lines are appended. Lines that cannot be written are buffered and written before the next ones."""
+    """File to which lines are appended. Lines that cannot be written are buffered and written
+    before the next ones.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -151,7 +190,11 @@ class _BufferedLines:
         self._write()
         self._file.close()
         if self._buffer:
-            _log.warning("the last %d records could not be written to %s", self._buffer.count(b"\n"), self._path)
+            _log.warning(
+                "the last %d records could not be written to %s",
+                self._buffer.count(b"\n"),
+                self._path,
+            )
 
     def _write(self) -> None:
         try:
@@ -159,7 +202,11 @@ class _BufferedLines:
                 self._buffer = self._buffer[self._file.write(self._buffer) :]
         except OSError as error:
             if not self._failing:
-                _log.warning("%s cannot be written (%s); training continues and writing is retried", self._path, error)
+                _log.warning(
+                    "%s cannot be written (%s); training continues and writing is retried",
+                    self._path,
+                    error,
+                )
             self._failing = True
         else:
             self._failing = False
@@ -207,7 +254,9 @@ class _TqdmHandler(logging.Handler):
 
 
 def _start_wandb(project: str, run_dir: Path, settings: Mapping[str, Any]) -> Any:
-    """Start a run of Weights & Biases, or continue the one of this run folder, with the settings as its config."""
+    """Start a run of Weights & Biases, or continue the one of this run folder, with the settings
+    as its config.
+    """
     try:
         import wandb
     except ModuleNotFoundError:
@@ -241,9 +290,11 @@ def _finite(value: Any) -> Any:
 
 
 class LossMeter:
-    """Running sums of losses and gradient norms on the device; read once per record, never in a step.
+    """Running sums of losses and gradient norms on the device; read once per record, never in a
+    step.
 
-    They are part of a checkpoint, so that the first record after a resumed step equals that of an uninterrupted run.
+    They are part of a checkpoint, so that the first record after a resumed step equals that of an
+    uninterrupted run.
     """
 
     def __init__(self, ranks: RankInfo) -> None:
@@ -254,26 +305,34 @@ class LossMeter:
 
     def add(self, result: StepResult) -> None:
         """Add an update. Raises TrainingError where the model returns other terms than before."""
-        rows = [torch.stack([losses.total, *losses.terms.values()]).double() for losses in result.losses]
+        rows = [
+            torch.stack([losses.total, *losses.terms.values()]).double() for losses in result.losses
+        ]
         values = torch.cat([torch.stack(rows).mean(dim=0), result.grad_norm.double().reshape(1)])
         names = ["loss", *(f"loss/{name}" for name in result.losses[0].terms), "grad_norm"]
         if self._sums is None or not self._names:
             self._names, self._sums = names, torch.zeros_like(values)
         if names != self._names:
             raise TrainingError(
-                f"the model must return the same loss terms in each step, got {names} after {self._names}", "mismatch"
+                f"the model must return the same loss terms in each step, got {names} after "
+                f"{self._names}",
+                "mismatch",
             )
         self._sums += values
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Return means over steps and ranks since the last call; empty without an update. Collective call."""
+        """Return means over steps and ranks since the last call; empty without an update.
+        Collective call.
+        """
         parts = self._ranks.exchange(self._local())
         names, steps = parts[0]["names"], sum(part["steps"] for part in parts)
         self._sums, self._steps = None, 0
         if not steps:
             return {}
-        return {name: sum(part["sums"][i] for part in parts) / steps for i, name in enumerate(names)}
+        return {
+            name: sum(part["sums"][i] for part in parts) / steps for i, name in enumerate(names)
+        }
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the sums of all ranks as JSON values. Collective call."""
@@ -285,7 +344,11 @@ class LossMeter:
             return
         own = parts[self._ranks.rank]
         self._names, self._steps = list(own["names"]), own["steps"]
-        self._sums = torch.tensor(own["sums"], dtype=torch.float64, device=self._ranks.device) if own["steps"] else None
+        self._sums = (
+            torch.tensor(own["sums"], dtype=torch.float64, device=self._ranks.device)
+            if own["steps"]
+            else None
+        )
 
     def _local(self) -> dict[str, Any]:
         sums = self._sums.tolist() if self._sums is not None else []

@@ -1,4 +1,6 @@
-"""Preparation of a model for training: device, memory format, packing, checkpointing, compilation, parallelism."""
+"""Preparation of a model for training: device, memory format, packing, checkpointing,
+compilation, parallelism.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +18,8 @@ from medvl.train.parallel.model import DDPModel, ParallelModel
 
 
 def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Move the model to its device, switch to train mode, and apply the settings of its computation.
+    """Move the model to its device, switch to train mode, and apply the settings of its
+    computation.
 
     Raises ConfigError where `packed_text` or `checkpoint_activations` does not apply to this model.
     """
@@ -34,7 +37,8 @@ def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None
 
 
 def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> ParallelModel:
-    """Prepare the model, and wrap it for the ranks: sharded where the settings say so and there are several.
+    """Prepare the model, and wrap it for the ranks: sharded where the settings say so and there are
+    several.
 
     Raises ConfigError as `prepare` does.
     """
@@ -43,8 +47,11 @@ def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> Paral
         return DDPModel(model, ranks, config.find_unused_parameters)
     from medvl.train.parallel.model import FSDPModel  # torch's part of it takes seconds to import
 
-    # The complete model may not fit on the device, and sharding needs contiguous weights. Blocks are compiled alone.
-    prepare(model, dataclasses.replace(config, channels_last=False, compile=False), torch.device("cpu"))
+    # The complete model may not fit on the device, and sharding needs contiguous weights. Blocks
+    # are compiled alone.
+    prepare(
+        model, dataclasses.replace(config, channels_last=False, compile=False), torch.device("cpu")
+    )
     return FSDPModel(model, ranks, compile=config.compile)
 
 
@@ -52,14 +59,20 @@ def _pack(model: nn.Module) -> None:
     """Pack the text encoders, and the text's stream of a dual-stream fusion-encoder."""
     modules = list(model.modules())
     if not any(isinstance(module, TextEncoder) for module in modules):
-        raise ConfigError("the model has no text encoder; leave packed_text unset", "unsupported", field="packed_text")
+        raise ConfigError(
+            "the model has no text encoder; leave packed_text unset",
+            "unsupported",
+            field="packed_text",
+        )
     for module in modules:
         if isinstance(module, (TextEncoder, DualStream)):
             module.pack()
 
 
 def _checkpoint(encoders: Sequence[Encoder]) -> None:
-    """Checkpoint the activations of all encoders that support it; a CNN beside a Transformer is left unchanged."""
+    """Checkpoint the activations of all encoders that support it; a CNN beside a Transformer is
+    left unchanged.
+    """
     refusals = []
     for encoder in encoders:
         try:
@@ -69,5 +82,7 @@ def _checkpoint(encoders: Sequence[Encoder]) -> None:
     if len(refusals) == len(encoders):
         reasons = "; ".join(refusals) or "the model has no encoder"
         raise ConfigError(
-            f"{reasons}; leave checkpoint_activations unset", "unsupported", field="checkpoint_activations"
+            f"{reasons}; leave checkpoint_activations unset",
+            "unsupported",
+            field="checkpoint_activations",
         )

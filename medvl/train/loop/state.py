@@ -1,4 +1,6 @@
-"""State of a run as stored in checkpoints, and the check that a checkpoint belongs to the same run."""
+"""State of a run as stored in checkpoints, and the check that a checkpoint belongs to the same
+run.
+"""
 
 import dataclasses
 import json
@@ -20,7 +22,12 @@ from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import OPTIMIZER_PARTS, Saved
 from medvl.train.fault_tolerance.guards import LossSpikeDetector
 from medvl.train.loop.logger import BestTracker, LossMeter
-from medvl.train.optim.optimizer import LearningRate, Precision, load_optimizer_tensors, optimizer_tensors
+from medvl.train.optim.optimizer import (
+    LearningRate,
+    Precision,
+    load_optimizer_tensors,
+    optimizer_tensors,
+)
 from medvl.train.parallel.distributed import BatchStream, RankInfo
 from medvl.train.parallel.model import ParallelModel
 
@@ -31,11 +38,22 @@ _IDENTITY_FIELDS = ("seed", "global_batch", "accumulate", "grad_cache", "precisi
 _RECIPE_FIELDS = ("pretrained", "text_pretrained", "random_unet", "uncertain", "missing")
 """Settings of recipes that determine the start weights or the labels."""
 _NOT_IDENTITY = (
-    *("train", "valid", "valid_split", "extra_train", "tokenizer", "cache", "workers", "valid_batch", "max_skipped"),
+    *(
+        "train",
+        "valid",
+        "valid_split",
+        "extra_train",
+        "tokenizer",
+        "cache",
+        "workers",
+        "valid_batch",
+        "max_skipped",
+    ),
     "text.file",
 )
-"""Settings of the data that do not determine the batches, or that are compared by content: shards by the loader, a
-vocabulary and a file of statements in `start` (`medvl.train.run`)."""
+"""Settings of the data that do not determine the batches, or that are compared by content: shards
+by the loader, a vocabulary and a file of statements in `start` (`medvl.train.run`).
+"""
 
 
 _STEPS = "train.total_steps"
@@ -49,7 +67,9 @@ _NAMES = {
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
-    """State of a run. It has no generator states: the random numbers of a step follow from its number."""
+    """State of a run. It has no generator states: the random numbers of a step follow from its
+    number.
+    """
 
     model: ParallelModel
     stream: BatchStream
@@ -121,7 +141,10 @@ class TrainState:
             "streak": self.streak,
             "rollbacks": self.rollbacks,
             "spikes": None if self.spikes is None else self.spikes.state_dict(),
-            "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
+            "metrics": {
+                name: value if math.isfinite(value) else None
+                for name, value in self.metrics.items()
+            },
             "schedule": self.rate.state_dict(),
             "scaler": self.precision.state_dict(),
             "loader": self.stream.state_dict(),
@@ -133,7 +156,9 @@ class TrainState:
         }
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """Return the complete optimiser state, with sharded weights on rank 0 only. Collective call."""
+        """Return the complete optimiser state, with sharded weights on rank 0 only. Collective
+        call.
+        """
         return self.model.full_state(optimizer_tensors(self.optimizer, self.model.trained))
 
     def optimizer_parts(self) -> Mapping[str, Tensor]:
@@ -143,20 +168,24 @@ class TrainState:
     def restore(self, saved: Saved) -> None:
         """Restore everything from a checkpoint.
 
-        Raises CheckpointError where it belongs to another run (naming the differences) or to other data.
+        Raises CheckpointError where it belongs to another run (naming the differences) or to other
+        data.
         """
         check_identity(saved, self.identity)
         state = saved.state
         if state["world_size"] != self.ranks.size:
             _log.warning(
-                "the checkpoint was written on %d ranks, this run has %d: the batches are the same, but sums are "
+                "the checkpoint was written on %d ranks, this run has %d: the batches are the "
+                "same, but sums are "
                 "rounded in another order, so the weights will not be equal bit for bit",
                 *(state["world_size"], self.ranks.size),
             )
         try:
             self.stream.loader.load_state_dict(state["loader"])
         except ConfigError as error:
-            raise CheckpointError(f"{saved.folder} does not match this data: {error}", "mismatch") from error
+            raise CheckpointError(
+                f"{saved.folder} does not match this data: {error}", "mismatch"
+            ) from error
         self.restore_weights(saved)
         self.rate.load_state_dict(state["schedule"])
         self.tracker.load_state_dict(state["best"])
@@ -165,10 +194,15 @@ class TrainState:
             setattr(self, name, state[name])
         if self.spikes is not None:
             self.spikes.load_state_dict(state["spikes"])
-        self.metrics = {name: float("nan") if value is None else value for name, value in state["metrics"].items()}
+        self.metrics = {
+            name: float("nan") if value is None else value
+            for name, value in state["metrics"].items()
+        }
 
     def restore_weights(self, saved: Saved) -> None:
-        """Restore model and optimiser from a checkpoint; the position in the data stays as it is. Collective call."""
+        """Restore model and optimiser from a checkpoint; the position in the data stays as it
+        is. Collective call.
+        """
         if self.model.sharded and saved.in_parts:
             optimizer = self._restore_parts(saved.folder)
         else:
@@ -179,8 +213,12 @@ class TrainState:
         self.precision.load_state_dict(saved.state["scaler"])
 
     def _restore_parts(self, folder: Path) -> Mapping[str, Tensor]:
-        """Restore the weights of this rank, and return its part of the optimiser's state, without complete tensors."""
-        from medvl.train.parallel import model as parts  # torch's part of it takes seconds to import
+        """Restore the weights of this rank, and return its part of the optimiser's state,
+        without complete tensors.
+        """
+        from medvl.train.parallel import (
+            model as parts,
+        )  # torch's part of it takes seconds to import
 
         parts.read_parts(folder / WEIGHT_PARTS, self.model.weights(), self.ranks)  # in place
         optimizer = parts.empty_state(folder / OPTIMIZER_PARTS, self.model.trained)
@@ -190,12 +228,14 @@ class TrainState:
 
 
 def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> dict[str, Any]:
-    """Return the settings besides the data that determine the weights; a run resumes only where all are the same.
+    """Return the settings besides the data that determine the weights; a run resumes only where all
+    are the same.
 
     They are selected from `run`, the JSON values in the `config.json` of each checkpoint.
 
-    Not part of it: logging, saving and the number of ranks. The length of the run is part of it only where the learning
-    rate depends on it, and validation only where it controls the learning rate.
+    Not part of it: logging, saving and the number of ranks. The length of the run is part of it
+    only where the learning rate depends on it, and validation only where it controls the learning
+    rate.
     """
     settings, train = getattr(model, "config", None), run["train"]
     described: dict[str, Any] = {
@@ -214,7 +254,9 @@ def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> di
     if rate.depends_on_length or train.get("scale_below") is not None:
         described["train"]["total_steps"] = rate.total_steps
     if rate.depends_on_metric:
-        described["train"] |= {name: train[name] for name in ("validate_every", "best_metric", "best_mode")}
+        described["train"] |= {
+            name: train[name] for name in ("validate_every", "best_metric", "best_mode")
+        }
     settings = run.get("settings", {})
     described["start"] = run.get("start", {})  # hashes of checkpoints
     described["recipe"] = {name: settings[name] for name in _RECIPE_FIELDS if name in settings}
@@ -232,23 +274,41 @@ def _without(tree: Mapping[str, Any], names: Collection[str], prefix: str = "") 
 
 
 def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
-    """Raise CheckpointError naming every setting that differs between a checkpoint's run and this one."""
+    """Raise CheckpointError naming every setting that differs between a checkpoint's run and
+    this one.
+    """
     rows = differences(saved.state.get("identity", {}), expected)
     if len(rows) > 1:  # the number of steps follows from the others
         rows = [row for row in rows if row[0] != _STEPS]
     if rows:
-        listed = "; ".join(f"{_NAMES.get(path, path)} was {old!r} and is {new!r}" for path, old, new in rows)
+        listed = "; ".join(
+            f"{_NAMES.get(path, path)} was {old!r} and is {new!r}" for path, old, new in rows
+        )
         same = " ".join(option for path, old, _ in rows if (option := _option(path, old)))
-        advice = f"resume it with {same or 'the same settings'}, or start a new run in another run_dir"
+        advice = (
+            f"resume it with {same or 'the same settings'}, or start a new run in another run_dir"
+        )
         message = f"{saved.folder} belongs to another run: {listed}; {advice}"
         raise CheckpointError(message, "mismatch", field=rows[0][0])
 
 
 def _option(path: str, value: Any) -> str:
-    """Return the option of the command line that sets a value of `identity`; "" where none does so directly."""
-    if isinstance(value, Mapping) or path in _NAMES or path.startswith("start.") or path.endswith(".kind"):
+    """Return the option of the command line that sets a value of `identity`; "" where none does
+    so directly.
+    """
+    if (
+        isinstance(value, Mapping)
+        or path in _NAMES
+        or path.startswith("start.")
+        or path.endswith(".kind")
+    ):
         return ""
-    for prefix, group in (("model.settings.", "model."), ("recipe.", ""), ("train.", "train."), ("optim.", "optim.")):
+    for prefix, group in (
+        ("model.settings.", "model."),
+        ("recipe.", ""),
+        ("train.", "train."),
+        ("optim.", "optim."),
+    ):
         if path.startswith(prefix):
             written = " ".join(map(str, value)) if isinstance(value, list) else str(value)
             return f"--{group}{path.removeprefix(prefix).replace('_', '-')} {written}"
@@ -258,19 +318,23 @@ def _option(path: str, value: Any) -> str:
 def resume_path(resume: str, own: Path | None, run_dir: Path) -> Path | None:
     """Return the checkpoint to start from, given the newest valid one of the run folder.
 
-    The folder's own checkpoint takes precedence: a command that starts from another run's checkpoint resumes its own
-    run when it is repeated. Raises CheckpointError where `resume` conflicts with the folder.
+    The folder's own checkpoint takes precedence: a command that starts from another run's
+    checkpoint resumes its own run when it is repeated. Raises CheckpointError where `resume`
+    conflicts with the folder.
     """
     if resume == "never" and own is not None:
         raise CheckpointError(
-            f"{run_dir} holds checkpoints and resume is 'never'; choose another run_dir", "exists", field="resume"
+            f"{run_dir} holds checkpoints and resume is 'never'; choose another run_dir",
+            "exists",
+            field="resume",
         )
     if resume in ("auto", "never"):
         return own
     chosen = Path(resume).resolve()
     if own is not None and chosen != own.resolve() and own.resolve().parent == chosen.parent:
         raise CheckpointError(
-            f"{resume} is not the newest checkpoint of {run_dir}; remove the newer ones to resume from it, or start "
+            f"{resume} is not the newest checkpoint of {run_dir}; remove the newer ones to "
+            f"resume from it, or start "
             "from it in another run_dir",
             "conflict",
             field="resume",

@@ -29,11 +29,15 @@ class StepResult:
     keys: list[list[str]]
     """Sample keys of each micro-batch of this rank."""
     updated: bool
-    """Whether the weights were updated: not after a non-finite loss or gradient, or a loss spike."""
+    """Whether the weights were updated: not after a non-finite loss or gradient, or a loss
+    spike.
+    """
     spike: bool = False
     """Whether the loss was finite, but far above the losses before it."""
     scale_search: bool = False
-    """Whether the update was skipped because fp16's loss scale was too large, which the data did not cause."""
+    """Whether the update was skipped because fp16's loss scale was too large, which the data did
+    not cause.
+    """
 
     @property
     def pairs(self) -> int:
@@ -72,17 +76,25 @@ class Step:
     ) -> None:
         self.model, self.optimizer, self.precision = model, optimizer, precision
         self._spikes, self._seed = spikes, seed
-        self._clip_norm, self._clip_value, self._channels_last = clip_norm, clip_value, channels_last
+        self._clip_norm, self._clip_value, self._channels_last = (
+            clip_norm,
+            clip_value,
+            channels_last,
+        )
         self._parameters = trainable(optimizer)
-        self._cache = None if grad_cache is None else GradCache(model.trained, grad_cache, precision)
+        self._cache = (
+            None if grad_cache is None else GradCache(model.trained, grad_cache, precision)
+        )
         self._buffers = BufferGuard(model.trained)
 
     def __call__(self, step: int, lr: float, batches: Iterable[Batch], count: int) -> StepResult:
-        """Make update number `step` with the rate `lr` from `count` micro-batches, whose losses are averaged.
+        """Make update number `step` with the rate `lr` from `count` micro-batches, whose losses are
+        averaged.
 
-        After a loss or gradient that is not finite, on any rank and in any micro-batch, and after a loss spike, the
-        weights, optimiser and buffers stay as they were. All ranks take the same decision, because they take it from
-        the gradient after its reduction and from the mean of all losses.
+        After a loss or gradient that is not finite, on any rank and in any micro-batch, and after a
+        loss spike, the weights, optimiser and buffers stay as they were. All ranks take the same
+        decision, because they take it from the gradient after its reduction and from the mean of
+        all losses.
         """
         self._buffers.save()
         self.model.before_step(step)
@@ -91,7 +103,9 @@ class Step:
             self.model.check(batch)
             losses.append(self._accumulate(step, micro, batch, count))
             keys.append(batch.keys)
-        if self._cache is not None:  # it has many backward passes, and DDP would average the gradients after the first
+        if (
+            self._cache is not None
+        ):  # it has many backward passes, and DDP would average the gradients after the first
             average_gradients(self._parameters, self.model.ranks)
         self.precision.unscale(self.optimizer)
         grad_norm = self.model.clip(self._parameters, self._clip_norm, self._clip_value)
@@ -106,33 +120,52 @@ class Step:
             self.model.after_step(step)
         else:
             nonfinite_loss = not all(bool(loss.total.isfinite()) for loss in losses)
-            searching = self.precision.skip_step()  # after a spike too: gradients are unscaled once a step
+            searching = (
+                self.precision.skip_step()
+            )  # after a spike too: gradients are unscaled once a step
             scale_search = searching and not spike and not self.model.ranks.any(nonfinite_loss)
             self._buffers.restore()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(
-            losses=losses, grad_norm=grad_norm, keys=keys, updated=updated, spike=spike, scale_search=scale_search
+            losses=losses,
+            grad_norm=grad_norm,
+            keys=keys,
+            updated=updated,
+            spike=spike,
+            scale_search=scale_search,
         )
 
     def _device_decides(self) -> bool:
-        """Return whether the update itself is left out on the device after a non-finite norm: as Adam's fused one."""
-        fused = isinstance(self.optimizer, torch.optim.Adam) and self.optimizer.param_groups[0]["fused"]
-        by_host = self._spikes is not None or self.precision.scaler.is_enabled() or self.model.sharded
+        """Return whether the update itself is left out on the device after a non-finite norm: as
+        Adam's fused one.
+        """
+        fused = (
+            isinstance(self.optimizer, torch.optim.Adam) and self.optimizer.param_groups[0]["fused"]
+        )
+        by_host = (
+            self._spikes is not None or self.precision.scaler.is_enabled() or self.model.sharded
+        )
         return bool(fused) and not by_host
 
     def _update_first(self, grad_norm: Tensor) -> bool:
-        """Queue the update, which leaves the weights as they are unless the norm is finite, then wait for the norm.
+        """Queue the update, which leaves the weights as they are unless the norm is finite, then
+        wait for the norm.
 
-        The device computes the update while the host goes on to the next step. Returns whether the norm is finite.
+        The device computes the update while the host goes on to the next step. Returns whether the
+        norm is finite.
         """
         is_finite = on_host = grad_norm.isfinite()
         norm_is_known = None
         if is_finite.is_cuda:
-            on_host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(is_finite, non_blocking=True)
+            on_host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(
+                is_finite, non_blocking=True
+            )
             norm_is_known = torch.cuda.Event()
             norm_is_known.record()
         optimizer: Any = self.optimizer
-        optimizer.found_inf = (~is_finite).float()  # by which torch's GradScaler tells it to skip a step
+        optimizer.found_inf = (
+            ~is_finite
+        ).float()  # by which torch's GradScaler tells it to skip a step
         optimizer.step()
         del optimizer.found_inf
         if norm_is_known is not None:
@@ -140,26 +173,34 @@ class Step:
         return bool(on_host)
 
     def _with_counts(self, batches: Iterable[Batch], count: int) -> Iterable[Batch]:
-        """Give each batch the mean counts of all micro-batches and ranks, where the model's losses are sums over them.
+        """Give each batch the mean counts of all micro-batches and ranks, where the model's losses
+        are sums over them.
 
-        A loss divided by its mean count is, averaged over micro-batches and ranks, the mean over all elements, however
-        unevenly they are divided. Such an update's batches are held at once.
+        A loss divided by its mean count is, averaged over micro-batches and ranks, the mean over
+        all elements, however unevenly they are divided. Such an update's batches are held at once.
         """
         model = self.model.trained
         if not isinstance(model, System) or type(model).loss_counts is System.loss_counts:
             return batches
         placed = [self.place(batch) for batch in batches]
-        counts = [counts_K for batch in placed if (counts_K := model.loss_counts(batch)) is not None]
-        mean_K = self.model.ranks.sum(torch.stack(counts).sum(dim=0)) / (count * self.model.ranks.size)
+        counts = [
+            counts_K for batch in placed if (counts_K := model.loss_counts(batch)) is not None
+        ]
+        mean_K = self.model.ranks.sum(torch.stack(counts).sum(dim=0)) / (
+            count * self.model.ranks.size
+        )
         return [dataclasses.replace(batch, mean_counts_K=mean_K) for batch in placed]
 
     def place(self, batch: Batch) -> Batch:
         """Return the batch on this rank's device, in the model's memory format.
 
-        From the first batch on in which rows share an image or lack one, cuDNN does not benchmark its algorithms for
-        each number of images, which takes seconds; `machine_settings` restores this.
+        From the first batch on in which rows share an image or lack one, cuDNN does not benchmark
+        its algorithms for each number of images, which takes seconds; `machine_settings` restores
+        this.
         """
-        if not (batch.image_of_B is None and batch.has_image_B is None and batch.has_text_B is None):
+        if not (
+            batch.image_of_B is None and batch.has_image_B is None and batch.has_text_B is None
+        ):
             torch.backends.cudnn.benchmark = False
         return place(batch, self.model.ranks.device, self._channels_last)
 
@@ -170,7 +211,9 @@ class Step:
             loss = self._cache(self.place(batch), count, seed)
         else:
             seed()
-            with self.model.reduction(on=micro == count - 1):  # gradients are reduced in the last micro-batch only
+            with self.model.reduction(
+                on=micro == count - 1
+            ):  # gradients are reduced in the last micro-batch only
                 with self.precision.autocast():
                     loss = self.model.forward(self.place(batch))
                 self.precision.backward(propagate_nonfinite(loss.total) / count)
@@ -178,7 +221,9 @@ class Step:
         return Losses(total=loss.total.detach(), terms=terms)
 
     def _reseed(self, *position: int) -> None:
-        """Seed the generators from the position in the run, so that a resumed run draws the same numbers."""
+        """Seed the generators from the position in the run, so that a resumed run draws the same
+        numbers.
+        """
         reseed(derive(self._seed, "step", *position), self.model.ranks.device)
 
     def _mean(self, losses: list[Losses]) -> float:

@@ -1,13 +1,16 @@
 """The training loop, for every model.
 
-    step:     micro-batches -> losses -> gradients -> finite? -> clip -> update      (step.py)
-    record:   every `log_every` steps                                                (logger.py, meters.py)
-    validate: loss and evaluators -> best? plateau? early stop?                      (validate.py)
-    save:     atomically; after SIGTERM and Ctrl-C too, then the process exits        (fault_tolerance/checkpoint.py)
+    step:     micro-batches -> losses -> gradients -> finite? -> clip -> update  (step.py)
+    record:   every `log_every` steps
+        (logger.py, meters.py)
+    validate: loss and evaluators -> best? plateau? early stop?                  (validate.py)
+    save:     atomically; after SIGTERM and Ctrl-C too, then the process exits
+        (fault_tolerance/checkpoint.py)
 
-A resumed run ends with the same bits as an uninterrupted one under these conditions: the same code, settings, data and
-number of ranks, on the same kind of CPU. (Checkpoints hold the number of threads. On three ranks and more, DDP sums the
-first step's gradients in another order than later ones, so there the weights are equal up to rounding.)
+A resumed run ends with the same bits as an uninterrupted one under these conditions: the same code,
+settings, data and number of ranks, on the same kind of CPU. (Checkpoints hold the number of
+threads. On three ranks and more, DDP sums the first step's gradients in another order than later
+ones, so there the weights are equal up to rounding.)
 """
 
 import contextlib
@@ -50,7 +53,9 @@ from medvl.train.parallel.distributed import (
 
 _log = logging.getLogger(__name__)
 _MAX_EMPTY_UPDATES = 1000
-"""Updates without any loss or gradient at the start of a run, where an epoch has more, before it ends with an error."""
+"""Updates without any loss or gradient at the start of a run, where an epoch has more, before it
+ends with an error.
+"""
 
 _LONG_WARMUP = 1 / 8
 """Share of a run above which a warm-up is reported: a tenth is usual."""
@@ -81,7 +86,11 @@ class TrainResult:
 
     def __str__(self) -> str:
         """Return a summary in one line."""
-        best = "" if self.best is None else f"; best {self.best_metric} {self.best_value:.4f}: {self.best}"
+        best = (
+            ""
+            if self.best is None
+            else f"; best {self.best_metric} {self.best_value:.4f}: {self.best}"
+        )
         return f"{self.stopped} after step {self.step}{best}"
 
 
@@ -97,31 +106,42 @@ def train(
 ) -> TrainResult:
     """Train a model, or resume an interrupted run: the same call does both.
 
-    Under torchrun each rank makes this call with its own loaders. The run seeds torch's generators and restores them at
-    the end.
+    Under torchrun each rank makes this call with its own loaders. The run seeds torch's generators
+    and restores them at the end.
 
     Args:
         model: `model(batch) -> Losses`; on the CPU or on its device.
         train_loader: batches of `config.micro_batch` pairs over all ranks.
         optim: optimiser and learning rate.
         config: everything else; all ranks must have access to `run_dir`.
-        valid_loader: this rank's share of the validation batches, numbers r, r + W, r + 2 W, ... for rank r of W.
-        evals: functions of the model in eval mode; called on rank 0 only, while the other ranks wait.
-        run: JSON values for `config.json` of each checkpoint, besides the settings given here: recipe, data.
+        valid_loader: this rank's share of the validation batches, numbers r, r + W, r + 2 W, ...
+            for rank r of W.
+        evals: functions of the model in eval mode; called on rank 0 only, while the other ranks
+            wait.
+        run: JSON values for `config.json` of each checkpoint, besides the settings given here:
+            recipe, data.
 
     Raises:
         ConfigError: settings that exclude each other or do not apply to the model.
-        CheckpointError: the checkpoint to resume is damaged or of another run, or the last one cannot be saved.
-        TrainingError: `run_dir` is in use, `nonfinite_budget` is exceeded, or a batch does not fit into memory.
+        CheckpointError: the checkpoint to resume is damaged or of another run, or the last one
+            cannot be saved.
+        TrainingError: `run_dir` is in use, `nonfinite_budget` is exceeded, or a batch does not fit
+            into memory.
         LoaderError: a worker process of a loader died or hangs.
-        SystemExit: with status 0, after SIGTERM, or SIGINT on several ranks, once a checkpoint is saved.
-        KeyboardInterrupt: after the first SIGINT (Ctrl-C) on a single rank, once a checkpoint is saved.
+        SystemExit: with status 0, after SIGTERM, or SIGINT on several ranks, once a checkpoint is
+            saved.
+        KeyboardInterrupt: after the first SIGINT (Ctrl-C) on a single rank, once a checkpoint is
+            saved.
     """
-    config = dataclasses.replace(config, run_dir=Path(config.run_dir))  # programs often give a string
+    config = dataclasses.replace(
+        config, run_dir=Path(config.run_dir)
+    )  # programs often give a string
     _check(train_loader, optim, config, validates=valid_loader is not None or bool(evals))
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join(config.device))
-        stack.enter_context(machine_settings(ranks, config.num_threads, config.deterministic, config.precision))
+        stack.enter_context(
+            machine_settings(ranks, config.num_threads, config.deterministic, config.precision)
+        )
         stack.enter_context(preserve_generators(ranks.device))
         stack.enter_context(console(ranks.is_main))
         signals = stack.enter_context(StopSignals())
@@ -133,7 +153,11 @@ def train(
         with with_advice(ranks, config):
             stopped = training.run(signals)
         if stopped == "signal":
-            raise KeyboardInterrupt if signals.requested == "SIGINT" and ranks.size == 1 else SystemExit(0)
+            raise (
+                KeyboardInterrupt
+                if signals.requested == "SIGINT" and ranks.size == 1
+                else SystemExit(0)
+            )
         return training.result(stopped)
 
 
@@ -159,13 +183,22 @@ class Training:
     ) -> None:
         self._valid_loader, self._evals = valid_loader, evals
         versions = {"torch": str(torch.__version__), "python": platform.python_version()}
-        described = {**(run or {}), "train": to_dict(config), "optim": to_dict(optim), "versions": versions}
+        described = {
+            **(run or {}),
+            "train": to_dict(config),
+            "optim": to_dict(optim),
+            "versions": versions,
+        }
         parallel = parallelize(model, config, ranks)
-        stream = BatchStream(train_loader, config.accumulate, side_stream(ranks.device, config.channels_last))
+        stream = BatchStream(
+            train_loader, config.accumulate, side_stream(ranks.device, config.channels_last)
+        )
         total_steps = config.total_steps(stream.steps_per_epoch)
         optim, config = config.scaled(optim, total_steps)
         self.config = config
-        _warn_of_short_run(optim, config, total_steps, validates=valid_loader is not None or bool(evals))
+        _warn_of_short_run(
+            optim, config, total_steps, validates=valid_loader is not None or bool(evals)
+        )
         rate = LearningRate(optim, total_steps, config.best_mode, stream.steps_per_epoch)
         optimizer = build_optimizer(parallel.trained, optim)
         self.state = TrainState.create(parallel, stream, optimizer, rate, config, described)
@@ -205,7 +238,9 @@ class Training:
         """Make steps until the run is over or a signal arrives."""
         state = self.state
         if self._last_saved is None:
-            self.save(must=True)  # reveals problems with saving now instead of after the first epoch
+            self.save(
+                must=True
+            )  # reveals problems with saving now instead of after the first epoch
         while not state.exhausted:
             rolled_back = self._update()
             if self._due(self.config.log_every):
@@ -216,10 +251,18 @@ class Training:
             must_save = stopping or state.exhausted
             retry = self._save_pending and self._due(self.config.log_every)
             is_best = state.tracker.best_step == state.step
-            if must_save or retry or is_best or rolled_back or self._due(self.config.checkpoint_every):
+            if (
+                must_save
+                or retry
+                or is_best
+                or rolled_back
+                or self._due(self.config.checkpoint_every)
+            ):
                 self.save(must=must_save)
             if stopping:
-                _log.info("stopped by %s after step %d: checkpoint saved", signals.requested, state.step)
+                _log.info(
+                    "stopped by %s after step %d: checkpoint saved", signals.requested, state.step
+                )
                 return "signal"
         return "early_stop" if state.step < state.total_steps else "finished"
 
@@ -230,7 +273,9 @@ class Training:
             state.model.gather()  # saves in parts do not update the weights of the given model
         last = self._checkpoints.at(state.step)
         if last is None:
-            raise CheckpointError(f"{self._checkpoints.folder} has no checkpoint of step {state.step}", "not_found")
+            raise CheckpointError(
+                f"{self._checkpoints.folder} has no checkpoint of step {state.step}", "not_found"
+            )
         return TrainResult(
             step=state.step,
             stopped=stopped,
@@ -254,7 +299,11 @@ class Training:
             return
         started = time.perf_counter()
         values = state.state_dict()
-        write = self._save_parts if self.config.sharded_checkpoints and state.model.sharded else self._save_whole
+        write = (
+            self._save_parts
+            if self.config.sharded_checkpoints and state.model.sharded
+            else self._save_whole
+        )
         self._save_pending = not write(values, must)
         if not self._save_pending:
             self._last_saved = state.step
@@ -277,7 +326,9 @@ class Training:
 
     def _save_parts(self, values: Mapping[str, Any], must: bool) -> bool:
         """Save the part of every rank; return whether all parts were saved."""
-        from medvl.train.fault_tolerance.checkpoint import save_parts  # torch's part of it takes seconds
+        from medvl.train.fault_tolerance.checkpoint import (
+            save_parts,
+        )  # torch's part of it takes seconds
 
         state = self.state
         state.ranks.on_main(self.logger.flush)
@@ -299,7 +350,9 @@ class Training:
         saved = checkpoint.read(folder)
         state.restore(saved)
         if self.config.num_threads is None and state.ranks.device.type == "cpu":
-            torch.set_num_threads(min(saved.state["threads"], cpu_cores()))  # another number would round differently
+            torch.set_num_threads(
+                min(saved.state["threads"], cpu_cores())
+            )  # another number would round differently
         if folder.resolve().parent == self._checkpoints.folder.resolve():
             self._last_saved = state.step
             state.ranks.on_main(lambda: self._checkpoints.point(folder, state.tracker.best_step))
@@ -317,12 +370,18 @@ class Training:
     def _check_ranks_agree(self) -> None:
         """Raise TrainingError where the ranks have other settings or another number of steps."""
         state = self.state
-        own = {"settings": state.identity, "batches": state.stream.loader.steps_per_epoch, "steps": state.total_steps}
+        own = {
+            "settings": state.identity,
+            "batches": state.stream.loader.steps_per_epoch,
+            "steps": state.total_steps,
+        }
         for rank, other in enumerate(state.ranks.exchange(own)):
             if other != own:
                 names = ", ".join(name for name in own if other[name] != own[name])
                 message = f"ranks {state.ranks.rank} and {rank} differ in {names}"
-                raise TrainingError(f"{message}; start all ranks with the same command and data", "mismatch")
+                raise TrainingError(
+                    f"{message}; start all ranks with the same command and data", "mismatch"
+                )
 
     def _update(self) -> bool:
         """Make and count one update; return whether the weights were rolled back."""
@@ -343,9 +402,11 @@ class Training:
         return False
 
     def _check_learning(self, result: StepResult) -> None:
-        """Raise TrainingError where no update of the first epoch, or of the whole run, had a loss or a gradient.
+        """Raise TrainingError where no update of the first epoch, or of the whole run, had a loss
+        or a gradient.
 
-        Losses over no sample are 0, as those of a dual-encoder on images without texts: nothing would be trained.
+        Losses over no sample are 0, as those of a dual-encoder on images without texts: nothing
+        would be trained.
         """
         if self._learns:
             return
@@ -355,8 +416,14 @@ class Training:
         is_early = done < min(state.stream.steps_per_epoch, _MAX_EMPTY_UPDATES)
         if self._learns or (is_early and (self._first_step or not state.exhausted)):
             return
-        message = f"losses and gradients of the first {done} updates are 0: no sample has what the model learns from"
-        advice = "a pair needs an image and a text; see the counts of `medvl verify`, and the fields of the text policy"
+        message = (
+            f"losses and gradients of the first {done} updates are 0: no sample has what "
+            f"the model learns from"
+        )
+        advice = (
+            "a pair needs an image and a text; see the counts of `medvl verify`, and the "
+            "fields of the text policy"
+        )
         raise TrainingError(f"{message}; {advice}", "empty", field="data.train")
 
     def _record(self) -> None:
@@ -375,7 +442,9 @@ class Training:
         self.logger.log_progress(state.step, values, timing)
 
     def _validate(self) -> None:
-        """Compute the validation loss and the evaluators' metrics; update the best metric and the learning rate."""
+        """Compute the validation loss and the evaluators' metrics; update the best metric and
+        the learning rate.
+        """
         if self._valid_loader is None and not self._evals:
             return
         started = time.perf_counter()
@@ -384,7 +453,9 @@ class Training:
         metric = self.config.best_metric
         if metric not in state.metrics:
             self.save(must=False)
-            message = f"no validation returns the metric {metric!r}: {nearest(metric, state.metrics)}"
+            message = (
+                f"no validation returns the metric {metric!r}: {nearest(metric, state.metrics)}"
+            )
             advice = f"with another best_metric the same command continues after step {state.step}"
             raise ConfigError(f"{message}; {advice}", "unknown_name", field="best_metric")
         better = state.tracker.observe(state.step, state.metrics[metric])
@@ -392,7 +463,12 @@ class Training:
         self.logger.record("valid", state.step, state.metrics)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in state.metrics.items())
         notes = ["best so far"] * better + ["learning rate lowered"] * lowered
-        _log.info("validation after step %d: %s%s", state.step, shown, f" ({', '.join(notes)})" if notes else "")
+        _log.info(
+            "validation after step %d: %s%s",
+            state.step,
+            shown,
+            f" ({', '.join(notes)})" if notes else "",
+        )
         self.speed.pause(time.perf_counter() - started)
 
     def _validation_metrics(self) -> dict[str, float]:
@@ -402,7 +478,9 @@ class Training:
             if self._valid_loader is not None:
                 context = (state.ranks, state.precision, self.config.seed, self.step.place)
                 losses = validation_loss(model, self._valid_loader, *context)
-            metrics: dict[str, float] = state.ranks.on_main(lambda: run_evaluators(model, self._evals))
+            metrics: dict[str, float] = state.ranks.on_main(
+                lambda: run_evaluators(model, self._evals)
+            )
         return losses | metrics
 
     def _due(self, interval: Interval) -> bool:
@@ -411,28 +489,49 @@ class Training:
         return self.state.step % every == 0 or self.state.step == self.state.total_steps
 
 
-def _warn_of_short_run(optim: OptimConfig, config: TrainConfig, total_steps: int, validates: bool) -> None:
-    """Warn of settings for a longer run: a warm-up that takes much of this one, and validation only at its end."""
+def _warn_of_short_run(
+    optim: OptimConfig, config: TrainConfig, total_steps: int, validates: bool
+) -> None:
+    """Warn of settings for a longer run: a warm-up that takes much of this one, and validation
+    only at its end.
+    """
     warmup, every = optim.schedule.warmup_steps, config.validate_every
     if warmup > total_steps * _LONG_WARMUP:
         _log.warning(
-            "the learning rate rises during %d of %d steps, and reaches %.1e: --optim.schedule.warmup-steps %d takes a "
+            "the learning rate rises during %d of %d steps, and reaches %.1e: "
+            "--optim.schedule.warmup-steps %d takes a "
             "tenth of them",
-            *(min(warmup, total_steps), total_steps, optim.lr * min(1, total_steps / warmup), total_steps // 10),
+            *(
+                min(warmup, total_steps),
+                total_steps,
+                optim.lr * min(1, total_steps / warmup),
+                total_steps // 10,
+            ),
         )
     if validates and every != "epoch" and every > total_steps:
         _log.warning(
-            "the run validates once, after its %d steps: --train.validate-every %d validates four times",
+            "the run validates once, after its %d steps: --train.validate-every %d validates "
+            "four times",
             *(total_steps, max(1, total_steps // 4)),
         )
 
 
 def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validates: bool) -> None:
     if loader.global_batch != config.micro_batch:
-        message = f"expected {config.micro_batch} pairs per batch of the train loader, got {loader.global_batch}"
-        raise ConfigError(f"{message}; open it with TrainConfig.micro_batch", "mismatch", field="global_batch")
-    plateau, early_stop = isinstance(optim.schedule, Plateau), config.early_stop_patience is not None
+        message = (
+            f"expected {config.micro_batch} pairs per batch of the train loader, got "
+            f"{loader.global_batch}"
+        )
+        raise ConfigError(
+            f"{message}; open it with TrainConfig.micro_batch", "mismatch", field="global_batch"
+        )
+    plateau, early_stop = (
+        isinstance(optim.schedule, Plateau),
+        config.early_stop_patience is not None,
+    )
     for field, needed in (("schedule", plateau), ("early_stop_patience", early_stop)):
         if needed and not validates:
-            message = f"{field} depends on a validation metric; give train() a valid_loader or evals"
+            message = (
+                f"{field} depends on a validation metric; give train() a valid_loader or evals"
+            )
             raise ConfigError(message, "conflict", field=field)

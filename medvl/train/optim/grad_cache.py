@@ -1,11 +1,13 @@
-"""Large contrastive batches in the memory of small ones (GradCache: Gao et al., arXiv 2101.06983, section 3.2).
+"""Large contrastive batches in the memory of small ones (GradCache: Gao et al., arXiv 2101.06983,
+section 3.2).
 
-    encode every part, without a graph           embeddings of the complete batch
-    loss over all of them, backward              a gradient for every embedding, and for the temperature
-    encode every part again, with a graph        backward from its embeddings' gradients
+    encode every part, without a graph     embeddings of the complete batch
+    loss over all of them, backward        a gradient for every embedding, and for the temperature
+    encode every part again, with a graph  backward from its embeddings' gradients
 
-The gradient equals that of the complete batch up to the order of sums. A part draws the same random numbers (dropout)
-both times. Batch norm is the exception: it uses the statistics of a part, as under any other splitting of a batch.
+The gradient equals that of the complete batch up to the order of sums. A part draws the same random
+numbers (dropout) both times. Batch norm is the exception: it uses the statistics of a part, as
+under any other splitting of a batch.
 """
 
 import dataclasses
@@ -26,7 +28,8 @@ from medvl.train.optim.optimizer import Precision
 class GradCache:
     """Forward and backward pass of a batch in parts.
 
-    The gradients are those of this rank, before averaging (`medvl.train.parallel.distributed.average_gradients`).
+    The gradients are those of this rank, before averaging
+    (`medvl.train.parallel.distributed.average_gradients`).
 
     Args:
         model: a contrastive dual-encoder, whose loss depends on the embeddings of a batch only.
@@ -39,8 +42,10 @@ class GradCache:
     def __init__(self, model: nn.Module, part: int, precision: Precision) -> None:
         if not isinstance(model, ContrastiveEncoder):
             raise ConfigError(
-                "grad_cache needs a contrastive dual-encoder, whose loss depends on the embeddings only (ConVIRT, "
-                f"CLIP, GLoRIA, ...), got {getattr(model, 'name', type(model).__name__)}; leave it unset",
+                "grad_cache needs a contrastive dual-encoder, whose loss depends on the "
+                "embeddings only (ConVIRT, "
+                f"CLIP, GLoRIA, ...), got {getattr(model, 'name', type(model).__name__)}; leave "
+                f"it unset",
                 "unsupported",
                 field="grad_cache",
             )
@@ -48,7 +53,8 @@ class GradCache:
         self._buffers = BufferGuard(model)
 
     def __call__(self, batch: Batch, count: int, seed_part: Callable[[int], None]) -> Losses:
-        """Add the gradient of the total loss divided by `count` to the parameters; return the losses.
+        """Add the gradient of the total loss divided by `count` to the parameters; return the
+        losses.
 
         `seed_part` seeds the generators for a part, given its number.
         """
@@ -56,7 +62,8 @@ class GradCache:
         with torch.no_grad():
             self._buffers.save()
             encoded = [self._encode(part, number, seed_part) for number, part in enumerate(parts)]
-            self._buffers.restore()  # so that running statistics are updated by the second pass only
+            # so that running statistics are updated by the second pass only
+            self._buffers.restore()
         leaves = [[tensor.requires_grad_() for tensor in pairs.tensors()] for pairs in encoded]
         with self._precision.autocast():
             losses = self._model.pair_losses(Pairs.cat(encoded))
@@ -69,7 +76,9 @@ class GradCache:
                 for embedding, leaf in zip(embeddings, cached, strict=True)
                 if embedding.requires_grad and leaf.grad is not None
             ]
-            torch.autograd.backward([embedding for embedding, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(
+                [embedding for embedding, _ in pairs], [gradient for _, gradient in pairs]
+            )
         return losses
 
     def _encode(self, part: Batch, number: int, seed_part: Callable[[int], None]) -> Pairs:
@@ -79,10 +88,14 @@ class GradCache:
 
 
 def _split(batch: Batch, size: int) -> Iterator[Batch]:
-    """Yield the rows of a batch in as few and as even parts as possible, so that batch norms have rows enough."""
+    """Yield the rows of a batch in as few and as even parts as possible, so that batch norms
+    have rows enough.
+    """
     columns = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     parts = -(-len(batch) // size)
     for number in range(parts):
         rows = slice(number * len(batch) // parts, (number + 1) * len(batch) // parts)
-        part: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns.items()}
+        part: dict[str, Any] = {
+            name: None if column is None else column[rows] for name, column in columns.items()
+        }
         yield Batch(**part)

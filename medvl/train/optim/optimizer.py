@@ -17,7 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from medvl import encoders
 from medvl.errors import CheckpointError, ConfigError, TrainingError
-from medvl.train.config import Constant, Cosine, CosineRestarts, Linear, OptimConfig, Plateau, StepDecay
+from medvl.train.config import (
+    Constant,
+    Cosine,
+    CosineRestarts,
+    Linear,
+    OptimConfig,
+    Plateau,
+    StepDecay,
+)
 from medvl.train.parallel.model import STATE_SEPARATOR
 
 # Learning rate of each step.
@@ -37,7 +45,11 @@ class LearningRate:
     """
 
     def __init__(
-        self, optim: OptimConfig, total_steps: int, mode: Literal["min", "max"] = "min", steps_per_epoch: int = 1
+        self,
+        optim: OptimConfig,
+        total_steps: int,
+        mode: Literal["min", "max"] = "min",
+        steps_per_epoch: int = 1,
     ) -> None:
         self._lr, self._schedule, self._mode = optim.lr, optim.schedule, mode
         self.total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
@@ -58,18 +70,25 @@ class LearningRate:
         return isinstance(self._schedule, Plateau)
 
     def at(self, step: int) -> float:
-        """Return the rate of update number `step`; a decaying rate would reach `min_lr` at number `total_steps`."""
+        """Return the rate of update number `step`; a decaying rate would reach `min_lr` at
+        number `total_steps`.
+        """
         warmup = self._schedule.warmup_steps
         if step < warmup:
             return self._after_warmup(0.0) * (step + 1) / warmup
         if isinstance(self._schedule, StepDecay):
-            return self._lr * self._schedule.factor ** (step // self._steps_per_epoch // self._schedule.epochs)
+            return self._lr * self._schedule.factor ** (
+                step // self._steps_per_epoch // self._schedule.epochs
+            )
         if isinstance(self._schedule, CosineRestarts):
-            return self._after_warmup(step // self._steps_per_epoch % self._schedule.epochs / self._schedule.epochs)
+            return self._after_warmup(
+                step // self._steps_per_epoch % self._schedule.epochs / self._schedule.epochs
+            )
         return self._after_warmup((step - warmup) / max(self.total_steps - warmup, 1))
 
     def observe(self, value: float) -> bool:
-        """Record the metric of a validation; return whether the rate was lowered. A NaN counts as no improvement.
+        """Record the metric of a validation; return whether the rate was lowered. A NaN counts as
+        no improvement.
 
         The rule is that of torch's ReduceLROnPlateau with a relative threshold.
         """
@@ -93,7 +112,9 @@ class LearningRate:
         self.plateaus, self.best, self.bad = state["plateaus"], state["best"], state["bad"]
 
     def _after_warmup(self, progress: float) -> float:
-        """Return the rate at a fraction of the way from the end of the warm-up to the end of the run."""
+        """Return the rate at a fraction of the way from the end of the warm-up to the end of the
+        run.
+        """
         lr = self._lr
         match self._schedule:
             case Constant() | StepDecay():
@@ -123,13 +144,16 @@ _LOWEST_SCALE = 1.0
 class Precision:
     """Autocast, and for fp16 a loss scale that keeps small gradients from vanishing.
 
-    On a CPU whose instructions do not multiply bfloat16 (x86 without AVX-512), where torch is 15 times as slow in it as
-    in float32, "bf16" is computed in float32.
+    On a CPU whose instructions do not multiply bfloat16 (x86 without AVX-512), where torch is 15
+    times as slow in it as in float32, "bf16" is computed in float32.
     """
 
     def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
         if kind == "bf16" and device.type == "cpu" and not _cpu_multiplies_bf16():
-            _log.info("bf16 is computed in float32: this CPU has no instructions for it, and would be slower")
+            _log.info(
+                "bf16 is computed in float32: this CPU has no instructions for it, and would be "
+                "slower"
+            )
             kind = "fp32"
         self.kind, self.device = kind, device
         self.scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
@@ -138,8 +162,8 @@ class Precision:
     def autocast(self) -> Iterator[None]:
         """Run operations of this context in 16 bits where autocast allows it.
 
-        On a CPU, attention then uses torch's unfused form: the fused backward pass takes four times as long in 16 bits
-        (49 tokens, torch 2.13).
+        On a CPU, attention then uses torch's unfused form: the fused backward pass takes four times
+        as long in 16 bits (49 tokens, torch 2.13).
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._attention())
@@ -185,7 +209,9 @@ class Precision:
 
 
 def _cpu_multiplies_bf16() -> bool:
-    supported: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    supported: bool = (
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
     return supported
 
 
@@ -194,14 +220,15 @@ def _cpu_multiplies_bf16() -> bool:
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam's update with weight decay, scaled for each tensor by the norm of the weights over the norm of the update.
+    """Adam's update with weight decay, scaled for each tensor by the norm of the weights over the
+    norm of the update.
 
         m, v = moving averages of the gradient and of its square, bias-corrected
         r = m / (sqrt(v) + eps) + weight_decay * w
         w = w - lr * |w| / |r| * r
 
-    The ratio is 1 where either norm is 0, and for biases and norms (tensors of one dimension), which BERT's recipes
-    also exempt from decay.
+    The ratio is 1 where either norm is 0, and for biases and norms (tensors of one dimension),
+    which BERT's recipes also exempt from decay.
 
     Args:
         params: parameters, or groups with `lr` and `weight_decay` of their own.
@@ -216,11 +243,15 @@ class Lamb(torch.optim.Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters that have a gradient; `closure`, if given, computes the gradients and is returned."""
+        """Update the parameters that have a gradient; `closure`, if given, computes the
+        gradients and is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -235,36 +266,52 @@ class Lamb(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros_like(parameter),
+                torch.zeros_like(parameter),
+            )
         state["step"] += 1
-        step, (beta1, beta2) = float(state["step"]), group["betas"]  # on the host: no wait for the device
+        step, (beta1, beta2) = (
+            float(state["step"]),
+            group["betas"],
+        )  # on the host: no wait for the device
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        update = state["exp_avg"] / (1 - beta1**step) / denominator + group["weight_decay"] * parameter
+        update = (
+            state["exp_avg"] / (1 - beta1**step) / denominator + group["weight_decay"] * parameter
+        )
         if parameter.ndim > 1:
-            weight_norm, update_norm = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+            weight_norm, update_norm = (
+                torch.linalg.vector_norm(parameter),
+                torch.linalg.vector_norm(update),
+            )
             ratio = weight_norm / update_norm
-            update *= torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
+            update *= torch.where(
+                (weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio)
+            )
         parameter.sub_(group["lr"] * update)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Return groups of the trainable parameters with their `lr` and `weight_decay`.
 
-    A model's own `parameter_groups(lr, weight_decay)`, which may also accept `layer_decay`, takes precedence over
-    `medvl.encoders.parameter_groups`: no decay on biases, norms and scalars.
+    A model's own `parameter_groups(lr, weight_decay)`, which may also accept `layer_decay`, takes
+    precedence over `medvl.encoders.parameter_groups`: no decay on biases, norms and scalars.
 
-    Raises TrainingError where nothing is trainable, ConfigError where `layer_decay` is set and the model's own groups
-    do not accept it.
+    Raises TrainingError where nothing is trainable, ConfigError where `layer_decay` is set and the
+    model's own groups do not accept it.
     """
     own = getattr(model, "parameter_groups", None)
-    make: Callable[..., list[dict[str, Any]]] = own or functools.partial(encoders.parameter_groups, model)
+    make: Callable[..., list[dict[str, Any]]] = own or functools.partial(
+        encoders.parameter_groups, model
+    )
     options: dict[str, float] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.layer_decay is not None:
         if "layer_decay" not in inspect.signature(make).parameters:
             raise ConfigError(
-                f"{type(model).__name__} has parameter groups without layers; leave layer_decay unset",
+                f"{type(model).__name__} has parameter groups without layers; leave layer_decay "
+                f"unset",
                 "unsupported",
                 field="layer_decay",
             )
@@ -272,16 +319,19 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     groups = [dict(group, params=list(group["params"])) for group in make(**options)]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise TrainingError(f"{type(model).__name__} has no trainable parameter; unfreeze a part of it", "empty")
+        raise TrainingError(
+            f"{type(model).__name__} has no trainable parameter; unfreeze a part of it", "empty"
+        )
     return groups
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimiser over `parameter_groups`; Adam's is fused on a GPU. A group's `lr_scale` is its rate divided
-    by `lr`.
+    """Build the optimiser over `parameter_groups`; Adam's is fused on a GPU. A group's `lr_scale`
+    is its rate divided by `lr`.
 
-    A group of a sharded model is split in two, because a fused kernel takes only parameters of one kind. SGD is not
-    fused: torch's kernel fails where a parameter gets its first gradient in a later update than others.
+    A group of a sharded model is split in two, because a fused kernel takes only parameters of one
+    kind. SGD is not fused: torch's kernel fails where a parameter gets its first gradient in a
+    later update than others.
     """
     groups = [part for group in parameter_groups(model, config) for part in _by_kind(group)]
     for group in groups:
@@ -292,7 +342,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, amsgrad=config.amsgrad, fused=fused)
+    return kind(
+        groups,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        amsgrad=config.amsgrad,
+        fused=fused,
+    )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -307,7 +364,8 @@ def trainable(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Return the optimiser's state as `parameter name::state name` -> tensor: moments and step counts.
+    """Return the optimiser's state as `parameter name::state name` -> tensor: moments and step
+    counts.
 
     Rates and decays are not part of it: they follow from the config and the schedule.
     """
@@ -315,12 +373,18 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     for parameter, name in _names(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:  # SGD without momentum
-                tensors[f"{name}{STATE_SEPARATOR}{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"{name}{STATE_SEPARATOR}{key}"] = (
+                    value if isinstance(value, Tensor) else torch.tensor(value)
+                )
     return tensors
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load what `optimizer_tensors` returned. Raises CheckpointError where it belongs to other parameters."""
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
+) -> None:
+    """Load what `optimizer_tensors` returned. Raises CheckpointError where it belongs to other
+    parameters.
+    """
     parameters = {name: parameter for parameter, name in _names(model, optimizer).items()}
     indices = {name: index for index, name in enumerate(parameters)}
     state: dict[int, dict[str, Tensor]] = {}
@@ -328,23 +392,36 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         name, _, key = full_name.rpartition(STATE_SEPARATOR)
         if name not in indices:
             raise CheckpointError(
-                f"the optimiser state has a parameter {name!r} that this run does not train", "mismatch", field=name
+                f"the optimiser state has a parameter {name!r} that this run does not train",
+                "mismatch",
+                field=name,
             )
         shape = parameters[name].shape
         if tensor.ndim and tensor.shape != shape:
-            message = f"the optimiser state of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
+            message = (
+                f"the optimiser state of {name!r} has shape {tuple(tensor.shape)}, the "
+                f"parameter {tuple(shape)}"
+            )
             raise CheckpointError(message, "mismatch", field=name)
         state.setdefault(indices[name], {})[key] = _laid_out_as(parameters[name], tensor)
     # load_state_dict moves each tensor to its parameter's device and dtype, except the step counts.
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 
 def _laid_out_as(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    """Return a moment with its parameter's strides, which fused kernels require. Files hold contiguous tensors."""
-    strides = zip(tensor.shape, tensor.stride(), parameter.stride(), strict=False)  # a step count has none
+    """Return a moment with its parameter's strides, which fused kernels require. Files hold
+    contiguous tensors.
+    """
+    strides = zip(
+        tensor.shape, tensor.stride(), parameter.stride(), strict=False
+    )  # a step count has none
     if all(own == wanted for size, own, wanted in strides if size > 1):
         return tensor
-    return torch.empty_strided(tensor.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return torch.empty_strided(
+        tensor.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def _by_kind(group: Mapping[str, Any]) -> list[dict[str, Any]]:

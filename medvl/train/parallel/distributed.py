@@ -1,8 +1,8 @@
 """Ranks: the process group, exchange of decisions, and collectives on tensors.
 
-Two kinds of traffic. Gradients and embeddings use the device's backend (nccl, or gloo on the CPU). Decisions (stop, the
-metric of an evaluator, which checkpoint) are JSON over a gloo group with a timeout of a day, so that the ranks can wait
-while rank 0 evaluates or writes.
+Two kinds of traffic. Gradients and embeddings use the device's backend (nccl, or gloo on the CPU).
+Decisions (stop, the metric of an evaluator, which checkpoint) are JSON over a gloo group with a
+timeout of a day, so that the ranks can wait while rank 0 evaluates or writes.
 """
 
 import contextlib
@@ -71,7 +71,9 @@ class RankInfo:
         return self.exchange(value if self.is_main else None)[0]
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on at least one rank. Collective call, cheap enough for every step."""
+        """Return whether the flag is set on at least one rank. Collective call, cheap enough for
+        every step.
+        """
         if self.size == 1:
             return flag
         flags = torch.tensor([int(flag)])
@@ -81,14 +83,17 @@ class RankInfo:
     def on_all(self, function: Callable[[], Any]) -> list[Any]:
         """Run a function on every rank and return its JSON values, in rank order. Collective call.
 
-        Raises the function's error on the ranks that have one, and TrainingError with the first one on the others.
+        Raises the function's error on the ranks that have one, and TrainingError with the first one
+        on the others.
         """
         value, error = None, None
         try:
             value = function()
         except Exception as caught:  # raised again below, after the other ranks were informed
             error = caught
-        results = self.exchange([error and f"{type(error).__name__}: {error}", getattr(error, "code", "worker"), value])
+        results = self.exchange(
+            [error and f"{type(error).__name__}: {error}", getattr(error, "code", "worker"), value]
+        )
         if error is not None:
             raise error
         for rank, (message, code, _) in enumerate(results):
@@ -99,7 +104,8 @@ class RankInfo:
     def on_main(self, function: Callable[[], Any]) -> Any:
         """Run a function on rank 0 and return its JSON value on every rank. Collective call.
 
-        Raises the function's error on rank 0, and TrainingError with its message on the other ranks.
+        Raises the function's error on rank 0, and TrainingError with its message on the other
+        ranks.
         """
         return self.on_all(function if self.is_main else lambda: None)[0]
 
@@ -108,9 +114,9 @@ class RankInfo:
 def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
     """Join the ranks that torchrun started; a process without torchrun is a single rank.
 
-    On a CPU, this process keeps freed memory from now on (`medvl.common.process`). On exit the process groups that were
-    created here are destroyed: in a process group of the caller's, the one for decisions alone. Raises ConfigError
-    where a GPU is requested and this rank has none.
+    On a CPU, this process keeps freed memory from now on (`medvl.common.process`). On exit the
+    process groups that were created here are destroyed: in a process group of the caller's, the one
+    for decisions alone. Raises ConfigError where a GPU is requested and this rank has none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = choose_device(device, local_rank)
@@ -138,10 +144,11 @@ def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
 def _init_process_group(backend: str) -> None:
     """Initialise the process group under an unused prefix of torchrun's store.
 
-    torchrun reuses its store across restarts: without a fresh prefix the ranks would find the addresses of the killed
-    processes, and fail or wait for half an hour. The same holds for the second group of one process. With
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which a lost node needs to be replaced, each start has a store of its own; the
-    agents' counts of restarts differ then, so they are not part of the prefix.
+    torchrun reuses its store across restarts: without a fresh prefix the ranks would find the
+    addresses of the killed processes, and fail or wait for half an hour. The same holds for the
+    second group of one process. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which a lost node needs
+    to be replaced, each start has a store of its own; the agents' counts of restarts differ then,
+    so they are not part of the prefix.
     """
     rank, size = rank_and_world()
     store, _, _ = next(rendezvous("env://"))
@@ -152,10 +159,11 @@ def _init_process_group(backend: str) -> None:
 
 
 def unshared_buffers(model: nn.Module) -> list[str]:
-    """Return the names of the buffers that are equal on all ranks by construction, so that they need no broadcast.
+    """Return the names of the buffers that are equal on all ranks by construction, so that they
+    need no broadcast.
 
-    They belong to modules with `same_on_all_ranks`: a momentum queue is filled with the same rows everywhere, and
-    broadcasting its megabytes in every step would be wasted.
+    They belong to modules with `same_on_all_ranks`: a momentum queue is filled with the same rows
+    everywhere, and broadcasting its megabytes in every step would be wasted.
     """
     return [
         f"{prefix}.{name}".removeprefix(".")
@@ -181,7 +189,9 @@ def broadcast(tensors: Sequence[Tensor], group: Any = None) -> None:
         flat = torch.cat([tensor.flatten() for tensor in same_dtype])
         dist.broadcast(flat, src=0, group=group)
         pieces = flat.split([tensor.numel() for tensor in same_dtype])
-        torch._foreach_copy_(same_dtype, [piece.view_as(t) for piece, t in zip(pieces, same_dtype, strict=True)])
+        torch._foreach_copy_(
+            same_dtype, [piece.view_as(t) for piece, t in zip(pieces, same_dtype, strict=True)]
+        )
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], ranks: RankInfo) -> None:
@@ -191,9 +201,13 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: RankInfo) -> No
     """
     if ranks.size == 1 or not parameters:
         return
-    has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    has_gradient = torch.tensor(
+        [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
+    )
     dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=ranks.hosts)
-    used = [parameter for parameter, flag in zip(parameters, has_gradient.tolist(), strict=True) if flag]
+    used = [
+        parameter for parameter, flag in zip(parameters, has_gradient.tolist(), strict=True) if flag
+    ]
     gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in used]
     for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
         work.wait()
@@ -203,19 +217,25 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: RankInfo) -> No
 
 
 @contextlib.contextmanager
-def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bool, precision: str) -> Iterator[None]:
+def machine_settings(
+    ranks: RankInfo, num_threads: int | None, deterministic: bool, precision: str
+) -> Iterator[None]:
     """Set torch's CPU threads and GPU algorithms for a run; restore them on exit.
 
-    Without `num_threads`, the ranks on a CPU share the cores that are idle at the start: torch's threads wait for each
-    other actively, so that one of them on a busy core slows down all. torchrun gives each of several ranks one thread,
-    which would leave cores idle; a single rank takes at most the threads that torch has. On a GPU, 16-bit runs
-    multiply what remains in float32 (above all the losses) in TensorFloat32 (10 bits), which is eight times as fast;
-    and cuDNN benchmarks its algorithms for each shape of a convolution unless they must be deterministic, or (`Step`)
-    batches have ever new numbers of images.
+    Without `num_threads`, the ranks on a CPU share the cores that are idle at the start: torch's
+    threads wait for each other actively, so that one of them on a busy core slows down all.
+    torchrun gives each of several ranks one thread, which would leave cores idle; a single rank
+    takes at most the threads that torch has. On a GPU, 16-bit runs multiply what remains in float32
+    (above all the losses) in TensorFloat32 (10 bits), which is eight times as fast; and cuDNN
+    benchmarks its algorithms for each shape of a convolution unless they must be deterministic, or
+    (`Step`) batches have ever new numbers of images.
     """
     threads_before = torch.get_num_threads()
     algorithms_before = torch.are_deterministic_algorithms_enabled()
-    matmul_before, benchmark_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    matmul_before, benchmark_before = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+    )
     try:
         if ranks.device.type == "cuda":
             torch.backends.cudnn.benchmark = not deterministic
@@ -250,7 +270,8 @@ def cpu_cores() -> int:
 
 
 def idle_cores() -> int:
-    """Return how many of this process's cores no other process uses, rounded; measured for a quarter of a second.
+    """Return how many of this process's cores no other process uses, rounded; measured for a
+    quarter of a second.
 
     All cores count as idle on systems other than Linux.
     """
@@ -263,21 +284,28 @@ def idle_cores() -> int:
 
 
 def _idle_seconds() -> float:
-    """Return the seconds that this process's cores were idle since the start of the machine, by Linux's count."""
+    """Return the seconds that this process's cores were idle since the start of the machine, by
+    Linux's count.
+    """
     names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-    ticks = sum(int(row[4]) + int(row[5]) for row in rows if row and row[0] in names)  # idle, and waiting for a disk
+    ticks = sum(
+        int(row[4]) + int(row[5]) for row in rows if row and row[0] in names
+    )  # idle, and waiting for a disk
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """Return the GPU of a rank, or the CPU where there is none. Raises ConfigError where a rank lacks a GPU."""
+    """Return the GPU of a rank, or the CPU where there is none. Raises ConfigError where a rank
+    lacks a GPU.
+    """
     count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if count == 0 and device != "cuda":
         return torch.device("cpu")
     if local_rank >= count:  # a CPU rank among GPU ranks could not communicate with them
         raise ConfigError(
-            f"local rank {local_rank} has no GPU, there are {count}; start fewer ranks, or set device to 'cpu'",
+            f"local rank {local_rank} has no GPU, there are {count}; start fewer ranks, or set "
+            f"device to 'cpu'",
             "unsupported",
             field="device",
         )
@@ -289,7 +317,8 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> to
 
 
 def place(batch: Batch, device: torch.device, channels_last: bool) -> Batch:
-    """Copy a batch to the device, and augment its images there where that is left to it; in the model's memory format.
+    """Copy a batch to the device, and augment its images there where that is left to it; in the
+    model's memory format.
 
     A batch that is in place is returned as it is, and copies from page-locked memory do not block.
     """
@@ -301,7 +330,9 @@ def place(batch: Batch, device: torch.device, channels_last: bool) -> Batch:
 
 
 class SideStream:
-    """`place` on a CUDA stream of its own, concurrent with computation. On a CPU it is `place` alone."""
+    """`place` on a CUDA stream of its own, concurrent with computation. On a CPU it is `place`
+    alone.
+    """
 
     def __init__(self, device: torch.device, channels_last: bool) -> None:
         self._device, self._channels_last = device, channels_last
@@ -320,7 +351,9 @@ class SideStream:
             for field in dataclasses.fields(batch):
                 value = getattr(batch, field.name)
                 if isinstance(value, Tensor):
-                    value.record_stream(computing)  # keeps the side stream from reusing its memory during the step
+                    value.record_stream(
+                        computing
+                    )  # keeps the side stream from reusing its memory during the step
         return batch
 
 
@@ -335,8 +368,9 @@ def side_stream(device: torch.device, channels_last: bool) -> SideStream | None:
 class TrainLoader(Protocol):
     """Interface of a loader of training batches.
 
-    Worker processes must be in process groups of their own (`os.setpgid(0, 0)` in the worker's init): Ctrl-C and
-    torchrun signal the whole group, and a worker killed by the signal would end the run in the middle of a step.
+    Worker processes must be in process groups of their own (`os.setpgid(0, 0)` in the worker's
+    init): Ctrl-C and torchrun signal the whole group, and a worker killed by the signal would end
+    the run in the middle of a step.
     """
 
     @property
@@ -348,29 +382,44 @@ class TrainLoader(Protocol):
         """Batches of an epoch on this rank."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the current epoch; afterwards the loader is at the start of the next one."""
+        """Yield the rest of the current epoch; afterwards the loader is at the start of the next
+        one.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, counted in yielded batches, and a fingerprint of the data, as JSON values."""
+        """Return the position, counted in yielded batches, and a fingerprint of the data, as
+        JSON values.
+        """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position without reading what is before it. Raises ConfigError where it belongs to other data."""
+        """Go to a position without reading what is before it. Raises ConfigError where it
+        belongs to other data.
+        """
 
 
 class BatchStream:
-    """Endless batches, grouped into updates of `accumulate` micro-batches; the last update of an epoch may have fewer.
+    """Endless batches, grouped into updates of `accumulate` micro-batches; the last update of an
+    epoch may have fewer.
 
-    With a side stream the next batch is sent to the device as soon as the step has queued its work on the current one:
-    when the step requests another, before it waits for the device. Prefetching stops at the end of an epoch, where a
-    validation or the end of the run may follow. `state_dict` ignores the prefetched batch.
+    With a side stream the next batch is sent to the device as soon as the step has queued its work
+    on the current one: when the step requests another, before it waits for the device. Prefetching
+    stops at the end of an epoch, where a validation or the end of the run may follow. `state_dict`
+    ignores the prefetched batch.
     """
 
-    def __init__(self, loader: TrainLoader, accumulate: int, side: SideStream | None = None) -> None:
+    def __init__(
+        self, loader: TrainLoader, accumulate: int, side: SideStream | None = None
+    ) -> None:
         if loader.steps_per_epoch < 1:
-            raise TrainingError("the train loader has no batch in an epoch; use a smaller batch or more data", "empty")
+            raise TrainingError(
+                "the train loader has no batch in an epoch; use a smaller batch or more data",
+                "empty",
+            )
         self.loader = loader
         self.wait_seconds = 0.0
-        """Time spent waiting for batches so far; with a side stream, the device may work during that time."""
+        """Time spent waiting for batches so far; with a side stream, the device may work during
+        that time.
+        """
         self._accumulate, self.side = accumulate, side
         self._iterator: Iterator[Batch] | None = None
         self._prefetched: Batch | None = None
@@ -420,13 +469,20 @@ class BatchStream:
         expected = self.loader.steps_per_epoch
         if batch is not None:
             if at_start:
-                raise TrainingError(f"the train loader has more than its {expected} batches of an epoch", "mismatch")
+                raise TrainingError(
+                    f"the train loader has more than its {expected} batches of an epoch", "mismatch"
+                )
             return batch
         if self._iterator is not None and not at_start:
             message = f"the train loader ended before its {expected} batches of an epoch"
-            advice = "a batch in which no sample has the image or text that is read is left out: use a larger batch"
+            advice = (
+                "a batch in which no sample has the image or text that is read is left "
+                "out: use a larger batch"
+            )
             raise TrainingError(f"{message}; {advice}", "mismatch")
-        for _ in range(2 if at_start else 1):  # at the end of an epoch the rest is empty, then the next one follows
+        for _ in range(
+            2 if at_start else 1
+        ):  # at the end of an epoch the rest is empty, then the next one follows
             self._iterator = iter(self.loader)
             batch = next(self._iterator, None)
             if batch is not None:

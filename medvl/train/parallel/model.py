@@ -22,20 +22,29 @@ from medvl.common.files import wait_for
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.models.base import System
 from medvl.schema import Batch, Losses
-from medvl.train.parallel.distributed import RankInfo, average_gradients, broadcast, shared_buffers, unshared_buffers
+from medvl.train.parallel.distributed import (
+    RankInfo,
+    average_gradients,
+    broadcast,
+    shared_buffers,
+    unshared_buffers,
+)
 
 STATE_SEPARATOR = "::"
 """Between the name of a parameter and that of its optimiser state, in keys of a checkpoint."""
 
 
 class ParallelModel(abc.ABC):
-    """A model whose training is spread over the ranks. Methods are collective calls except where noted.
+    """A model whose training is spread over the ranks. Methods are collective calls except where
+    noted.
 
     Attributes:
         whole: the model as given to `train`; it is evaluated, saved, and loaded from checkpoints.
-        trained: the model whose parameters the optimiser updates; it is `whole` unless weights are sharded.
+        trained: the model whose parameters the optimiser updates; it is `whole` unless weights are
+            sharded.
         ranks: this process among the ranks.
-        sharded: whether each rank holds a part of the weights, so that `trained` differs from `whole`.
+        sharded: whether each rank holds a part of the weights, so that `trained` differs from
+            `whole`.
     """
 
     sharded = False
@@ -45,11 +54,12 @@ class ParallelModel(abc.ABC):
         self.ddp: DistributedDataParallel | None = None
 
     def leave_group(self) -> None:
-        """Release DDP before the process group is destroyed; the model can still be used, but not trained.
+        """Release DDP before the process group is destroyed; the model can still be used, but not
+        trained.
 
-        DDP's reducer holds the group. If it is freed after the group was destroyed, it can wait forever for a thread of
-        gloo, because it holds the GIL. The traceback of an error may keep the DDP module, so the reducer is released
-        for itself.
+        DDP's reducer holds the group. If it is freed after the group was destroyed, it can wait
+        forever for a thread of gloo, because it holds the GIL. The traceback of an error may keep
+        the DDP module, so the reducer is released for itself.
         """
         if self.ddp is not None:
             del self.ddp.reducer, self.ddp.logger
@@ -61,28 +71,43 @@ class ParallelModel(abc.ABC):
 
     @abc.abstractmethod
     def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
-        """Average the gradients of a backward pass over the ranks, or keep them on this rank for the next pass."""
+        """Average the gradients of a backward pass over the ranks, or keep them on this rank for
+        the next pass.
+        """
 
     @abc.abstractmethod
     def clip(
-        self, parameters: Sequence[nn.Parameter], clip_norm: float | None, clip_value: float | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        clip_norm: float | None,
+        clip_value: float | None = None,
     ) -> Tensor:
-        """Scale gradients down to `clip_norm`, then limit each value; return their norm before that, over all ranks."""
+        """Scale gradients down to `clip_norm`, then limit each value; return their norm before
+        that, over all ranks.
+        """
 
     @abc.abstractmethod
     def evaluation(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """Return a context with `whole` on the device, its weights and buffers current and equal on all ranks."""
+        """Return a context with `whole` on the device, its weights and buffers current and equal
+        on all ranks.
+        """
 
     @abc.abstractmethod
     def gather(self) -> None:
-        """Bring the weights and buffers of `whole` up to date before it is saved; nothing to do without shards."""
+        """Bring the weights and buffers of `whole` up to date before it is saved; nothing to do
+        without shards.
+        """
 
     @abc.abstractmethod
     def load_from_whole(self) -> None:
-        """Copy the weights and buffers of `whole` into `trained`, where they are two. Not collective."""
+        """Copy the weights and buffers of `whole` into `trained`, where they are two. Not
+        collective.
+        """
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights and buffers of `trained`, the buffers those of rank 0; a rank's part where sharded."""
+        """Return the weights and buffers of `trained`, the buffers those of rank 0; a rank's
+        part where sharded.
+        """
         return self.trained.state_dict()
 
     def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -95,7 +120,9 @@ class ParallelModel(abc.ABC):
 
     @abc.abstractmethod
     def check(self, batch: Batch) -> None:
-        """Raise TrainingError for a batch that this kind of parallelism cannot process. Not collective."""
+        """Raise TrainingError for a batch that this kind of parallelism cannot process. Not
+        collective.
+        """
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:
@@ -111,16 +138,22 @@ class ParallelModel(abc.ABC):
 
 
 class DDPModel(ParallelModel):
-    """A model on its device with all weights on every rank: in DDP on several ranks, by itself on one (`ddp` is None).
+    """A model on its device with all weights on every rank: in DDP on several ranks, by itself on
+    one (`ddp` is None).
 
-    Rank 0's weights and buffers are copied to all ranks at the start. DDP broadcasts rank 0's buffers before each step,
-    so the running statistics in a checkpoint are those of every rank; see `unshared_buffers` for the exception.
+    Rank 0's weights and buffers are copied to all ranks at the start. DDP broadcasts rank 0's
+    buffers before each step, so the running statistics in a checkpoint are those of every rank; see
+    `unshared_buffers` for the exception.
     """
 
-    def __init__(self, model: nn.Module, ranks: RankInfo, find_unused_parameters: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: RankInfo, find_unused_parameters: bool = False
+    ) -> None:
         super().__init__(model, model, ranks)
         if ranks.size > 1:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, unshared_buffers(model))
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                model, unshared_buffers(model)
+            )
             self.ddp = DistributedDataParallel(
                 model,
                 device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
@@ -138,9 +171,13 @@ class DDPModel(ParallelModel):
         return contextlib.nullcontext() if on or self.ddp is None else self.ddp.no_sync()
 
     def clip(
-        self, parameters: Sequence[nn.Parameter], clip_norm: float | None, clip_value: float | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        clip_norm: float | None,
+        clip_value: float | None = None,
     ) -> Tensor:
-        """Scale gradients down to `clip_norm`, then limit each value; return their norm before that.
+        """Scale gradients down to `clip_norm`, then limit each value; return their norm before
+        that.
 
         DDP has averaged the gradients, so the norm is the same on all ranks.
         """
@@ -197,13 +234,15 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 class FSDPModel(ParallelModel):
     """A model with its weights sharded over the ranks, and the complete model in host memory.
 
-    Rank 0's weights and buffers are copied to all ranks at the start. `trained` is a copy of `whole` with parameters
-    sharded along their first dimension; training leaves `whole` behind until `gather`.
+    Rank 0's weights and buffers are copied to all ranks at the start. `trained` is a copy of
+    `whole` with parameters sharded along their first dimension; training leaves `whole` behind
+    until `gather`.
 
     Args:
         whole: a model on the CPU, set up for training.
         ranks: two ranks or more; one in tests.
-        compile: compile the repeated blocks, one by one: the hooks that gather weights run between compiled graphs.
+        compile: compile the repeated blocks, one by one: the hooks that gather weights run between
+            compiled graphs.
 
     Raises ConfigError on several ranks with a torch that is too old.
     """
@@ -227,20 +266,24 @@ class FSDPModel(ParallelModel):
                 register_fsdp_forward_method(module, method)
         assert isinstance(trained, FSDPModule)
         if hasattr(trained, _UNUSED):
-            # Parameters that a rank's samples do not use (no masked word, say) get zero gradients: no rank hangs.
+            # Parameters that a rank's samples do not use (no masked word, say) get zero gradients:
+            # no rank hangs.
             trained.set_reduce_scatter_unused_params(True)
         self._fsdp: FSDPModule = trained
         super().__init__(whole, trained, ranks)
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the losses of this rank's batch; weights are gathered from all ranks block by block."""
+        """Return the losses of this rank's batch; weights are gathered from all ranks block by
+        block.
+        """
         losses: Losses = self.trained(batch)
         return losses
 
     def check(self, batch: Batch) -> None:
         """Raise TrainingError where no sample of this rank has an image, or none has a text.
 
-        The model would skip an encoder on this rank while other ranks wait for its shard of the weights.
+        The model would skip an encoder on this rank while other ranks wait for its shard of the
+        weights.
         """
         encoders = getattr(self.trained, "shared_encoders", ())
         for part, encoder, has_B in (
@@ -249,7 +292,10 @@ class FSDPModel(ParallelModel):
         ):
             if (not encoders or encoder in encoders) and has_B is not None and not has_B.any():
                 keys = ", ".join(batch.keys[:_SHOWN_KEYS])
-                message = f"none of the {len(batch)} samples of rank {self.ranks.rank} has {part} ({keys})"
+                message = (
+                    f"none of the {len(batch)} samples of rank {self.ranks.rank} has "
+                    f"{part} ({keys})"
+                )
                 advice = "use larger batches, leave out such samples, or leave shard_weights unset"
                 raise TrainingError(f"{message}; {advice}", "empty", field="shard_weights")
 
@@ -260,18 +306,25 @@ class FSDPModel(ParallelModel):
 
     @contextlib.contextmanager
     def reduction(self, on: bool) -> Iterator[None]:
-        """Scatter averaged gradients to the shards after a backward pass, or accumulate complete ones on this rank."""
+        """Scatter averaged gradients to the shards after a backward pass, or accumulate complete
+        ones on this rank.
+        """
         self._fsdp.set_requires_gradient_sync(on)
         yield
         if on:
             average_gradients(self._scalars, self.ranks)
 
     def clip(
-        self, parameters: Sequence[nn.Parameter], clip_norm: float | None, clip_value: float | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        clip_norm: float | None,
+        clip_value: float | None = None,
     ) -> Tensor:
-        """Scale gradients down to `clip_norm`, then limit each value; return their norm before that, over all ranks.
+        """Scale gradients down to `clip_norm`, then limit each value; return their norm before
+        that, over all ranks.
 
-        The norm is that of the complete gradients: squares are summed over the shards, and scalars are not sharded.
+        The norm is that of the complete gradients: squares are summed over the shards, and scalars
+        are not sharded.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
@@ -279,7 +332,9 @@ class FSDPModel(ParallelModel):
         square = torch.nn.utils.get_total_norm(shards).to(self.ranks.device).square()
         dist.all_reduce(square)
         norm = (square + torch.nn.utils.get_total_norm(scalars).to(square.device).square()).sqrt()
-        if clip_norm is not None:  # torch.nn.utils.clip_grads_with_norm_ does not accept DTensors beside tensors
+        if (
+            clip_norm is not None
+        ):  # torch.nn.utils.clip_grads_with_norm_ does not accept DTensors beside tensors
             torch._foreach_mul_([*shards, *scalars], (clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if clip_value is not None:
             for gradient in (*shards, *scalars):
@@ -288,7 +343,9 @@ class FSDPModel(ParallelModel):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
-        """Move the gathered model to the device within the context; every rank needs the memory for it."""
+        """Move the gathered model to the device within the context; every rank needs the memory
+        for it.
+        """
         broadcast(list(self.trained.buffers()))
         self.gather()
         self.whole.to(self.ranks.device)
@@ -300,31 +357,45 @@ class FSDPModel(ParallelModel):
     @torch.no_grad()
     def gather(self) -> None:
         """Copy the weights of all shards, and this rank's buffers, into `whole`. Collective."""
-        for parameter, shard in zip(self.whole.parameters(), self.trained.parameters(), strict=True):
+        for parameter, shard in zip(
+            self.whole.parameters(), self.trained.parameters(), strict=True
+        ):
             parameter.copy_(_full(shard))
         for buffer, own in zip(self.whole.buffers(), self.trained.buffers(), strict=True):
             buffer.copy_(own)
 
     @torch.no_grad()
     def load_from_whole(self) -> None:
-        """Copy this rank's shards and the buffers from the complete model, which is the same on all ranks."""
-        for parameter, shard in zip(self.whole.parameters(), self.trained.parameters(), strict=True):
+        """Copy this rank's shards and the buffers from the complete model, which is the same on
+        all ranks.
+        """
+        for parameter, shard in zip(
+            self.whole.parameters(), self.trained.parameters(), strict=True
+        ):
             _local(shard).copy_(_local(_shard_like(parameter, shard)))
         for buffer, own in zip(self.whole.buffers(), self.trained.buffers(), strict=True):
             own.copy_(buffer)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return this rank's part of the weights, and rank 0's buffers, which all ranks take over."""
+        """Return this rank's part of the weights, and rank 0's buffers, which all ranks take
+        over.
+        """
         broadcast(list(self.trained.buffers()))
         return self.trained.state_dict()
 
     def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return complete tensors of an optimiser's state in host memory on rank 0; an empty dict on other ranks."""
-        complete = ((name, _full(tensor)) for name, tensor in tensors.items())  # one at a time on the device
+        """Return complete tensors of an optimiser's state in host memory on rank 0; an empty
+        dict on other ranks.
+        """
+        complete = (
+            (name, _full(tensor)) for name, tensor in tensors.items()
+        )  # one at a time on the device
         return {name: full.cpu() for name, full in complete if self.ranks.is_main}
 
     def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return this rank's shard of each tensor; tensors that match no parameter are returned as they are."""
+        """Return this rank's shard of each tensor; tensors that match no parameter are returned
+        as they are.
+        """
         parameters = dict(self.trained.named_parameters())
         local = {}
         for name, tensor in tensors.items():
@@ -335,29 +406,44 @@ class FSDPModel(ParallelModel):
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a network: members of a container with several modules of the same class.
+    """Return the repeated blocks of a network: members of a container with several modules of the
+    same class.
 
-    These are Transformer layers and residual blocks; `fully_shard` gathers the weights of one at a time. Of nested
-    blocks (the stages of a CNN) the innermost are taken. Modules without children are not blocks.
+    These are Transformer layers and residual blocks; `fully_shard` gathers the weights of one at a
+    time. Of nested blocks (the stages of a CNN) the innermost are taken. Modules without children
+    are not blocks.
     """
     blocks: dict[nn.Module, None] = {}  # an ordered set
     for container in model.modules():
         if not isinstance(container, _CONTAINERS):
             continue
         kinds = collections.Counter(map(type, container.children()))
-        blocks |= {child: None for child in container.children() if kinds[type(child)] > 1 and any(child.children())}
+        blocks |= {
+            child: None
+            for child in container.children()
+            if kinds[type(child)] > 1 and any(child.children())
+        }
     with_parameters = [block for block in blocks if any(True for _ in block.parameters())]
-    return [block for block in with_parameters if not any(inner in blocks for inner in list(block.modules())[1:])]
+    return [
+        block
+        for block in with_parameters
+        if not any(inner in blocks for inner in list(block.modules())[1:])
+    ]
 
 
 def _copy_to_shard(whole: nn.Module, device: torch.device) -> tuple[nn.Module, list[nn.Parameter]]:
     """Return a copy of a model, and its scalars, which are on the device.
 
-    The other parameters share memory with `whole` until they are sharded, so that nothing is held twice.
+    The other parameters share memory with `whole` until they are sharded, so that nothing is held
+    twice.
     """
     copies, scalars = {}, []
     for parameter in whole.parameters():
-        data = parameter.detach().contiguous() if parameter.ndim else parameter.detach().to(device, copy=True)
+        data = (
+            parameter.detach().contiguous()
+            if parameter.ndim
+            else parameter.detach().to(device, copy=True)
+        )
         copies[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         if not parameter.ndim:
             scalars.append(copies[id(parameter)])
@@ -366,7 +452,9 @@ def _copy_to_shard(whole: nn.Module, device: torch.device) -> tuple[nn.Module, l
 
 @functools.cache
 def _register_losses() -> None:
-    """Register `Losses` as a pytree, so that `fully_shard` finds the tensors at which the backward pass begins."""
+    """Register `Losses` as a pytree, so that `fully_shard` finds the tensors at which the
+    backward pass begins.
+    """
     register_dataclass(Losses)
 
 
@@ -382,13 +470,20 @@ def _shard_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
     """Shard a tensor as the parameter is sharded. Every rank has it already, so nothing is sent."""
     if not isinstance(parameter, DTensor):
         return tensor
-    return distribute_tensor(tensor.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
 
 
 def _check_torch() -> None:
-    """Raise ConfigError where this torch cannot reduce the gradients of parameters that one rank did not use."""
+    """Raise ConfigError where this torch cannot reduce the gradients of parameters that one rank
+    did not use.
+    """
     if not hasattr(FSDPModule, _UNUSED):
-        reason = "with it, ranks could wait forever for gradients of parameters that one of them did not use"
+        reason = (
+            "with it, ranks could wait forever for gradients of parameters that one of "
+            "them did not use"
+        )
         advice = "install a newer one (2.13 has it), or leave shard_weights unset"
         message = f"shard_weights cannot be used with torch {torch.__version__}: {reason}; {advice}"
         raise ConfigError(message, "unsupported", field="shard_weights")
@@ -413,9 +508,11 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], ranks: RankInfo) ->
 
 
 def read_parts(folder: Path, tensors: Mapping[str, Tensor], ranks: RankInfo) -> None:
-    """Fill the tensors of this rank from a folder that `write_parts` filled on any number of ranks. Collective call.
+    """Fill the tensors of this rank from a folder that `write_parts` filled on any number of ranks.
+    Collective call.
 
-    Raises CheckpointError on all ranks where a tensor is missing or of another shape, or one of them cannot read it.
+    Raises CheckpointError on all ranks where a tensor is missing or of another shape, or one of
+    them cannot read it.
     """
     with _failures(folder, "read"):
         reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -423,10 +520,14 @@ def read_parts(folder: Path, tensors: Mapping[str, Tensor], ranks: RankInfo) -> 
 
 
 def empty_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Return an empty tensor, sharded as its parameter is, for every entry of an optimiser's state in a folder."""
+    """Return an empty tensor, sharded as its parameter is, for every entry of an optimiser's
+    state in a folder.
+    """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     state: dict[str, Tensor] = {}
-    for name, entry in dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+    for name, entry in (
+        dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items()
+    ):
         assert isinstance(entry, dcp.TensorStorageMetadata)
         parameter, dtype = parameters.get(parameter_name(name)), entry.properties.dtype
         if isinstance(parameter, DTensor) and parameter.shape == entry.size:
@@ -438,7 +539,9 @@ def empty_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _failures(folder: Path, verb: str) -> Iterator[None]:
-    """Raise CheckpointError for failures on any rank, which torch collects in an exception of its own."""
+    """Raise CheckpointError for failures on any rank, which torch collects in an exception of
+    its own.
+    """
     try:
         yield
     except dcp.CheckpointException as failure:

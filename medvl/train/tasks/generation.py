@@ -1,4 +1,6 @@
-"""Data settings and loaders for training image generators: images alone, and images with texts, or their latents."""
+"""Data settings and loaders for training image generators: images alone, and images with texts,
+or their latents.
+"""
 
 import dataclasses
 import hashlib
@@ -51,14 +53,19 @@ class GenerationDataConfig(LoaderConfig):
     views: tuple[str, ...] = ()
     """Views to read, such as PA and AP; empty reads all images."""
     tokenizer: Path | None = None
-    """Folder of a tokenizer; None: the tokenizer of the checkpoints that the run starts from, or of the text
-    encoder."""
-    text: WholeText = dataclasses.field(default_factory=lambda: WholeText(sections=("impression",), missing="no_text"))
+    """Folder of a tokenizer; None: the tokenizer of the checkpoints that the run starts from, or of
+    the text encoder.
+    """
+    text: WholeText = dataclasses.field(
+        default_factory=lambda: WholeText(sections=("impression",), missing="no_text")
+    )
     min_characters: int = 7
     """Samples with shorter texts are left out."""
     cache: Path | None = None
-    """Folder for latents and states of frozen text encoders, computed once before the first step and read again by
-    later runs with the same parts and data. They need 2 bytes per value. None encodes each batch again."""
+    """Folder for latents and states of frozen text encoders, computed once before the first step
+    and read again by later runs with the same parts and data. They need 2 bytes per value. None
+    encodes each batch again.
+    """
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
         """Yield (field, folder, file that it must contain) of the folders that the run reads."""
@@ -70,15 +77,17 @@ class GenerationDataConfig(LoaderConfig):
 def open_images(data: ImageDataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a run on images alone for this rank.
 
-    Raises ShardError where a folder is damaged, SplitError where training and validation share a patient, ConfigError
-    where no image has one of the views.
+    Raises ShardError where a folder is damaged, SplitError where training and validation share a
+    patient, ConfigError where no image has one of the views.
     """
     from medvl.data.loading.sources import no_text
 
     train, valid = open_split(data)
     options: dict[str, Any] = {"tokenizer": no_text, "text": WholeText()}
     described = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
-    loader = open_train(data, select_samples(train, data.views), micro_batch, image=data.image, **options)
+    loader = open_train(
+        data, select_samples(train, data.views), micro_batch, image=data.image, **options
+    )
     if valid is None:
         return DataLoaders(loader, None, None, described)
     chosen = select_samples(valid, data.views)
@@ -88,12 +97,16 @@ def open_images(data: ImageDataConfig, model: Any, micro_batch: int) -> DataLoad
 
 
 def open_generation(
-    data: GenerationDataConfig, model: Any, micro_batch: int, device: Literal["auto", "cpu", "cuda"] = "auto"
+    data: GenerationDataConfig,
+    model: Any,
+    micro_batch: int,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> DataLoaders:
-    """Open the loaders of a latent diffusion run for this rank, and measure the latents' scale where it is not known.
+    """Open the loaders of a latent diffusion run for this rank, and measure the latents' scale
+    where it is not known.
 
-    With `data.cache`, rank 0 encodes what is not in the cache yet while the others wait, on a GPU unless `device` is
-    "cpu".
+    With `data.cache`, rank 0 encodes what is not in the cache yet while the others wait, on a GPU
+    unless `device` is "cpu".
 
     Raises ShardError, SplitError and ConfigError as `open_images`.
     """
@@ -105,12 +118,24 @@ def open_generation(
     sources = [None if source is None else _with_texts(source, data) for source in (train, valid)]
     if data.cache is None:
         _measure_scale(data, sources[0], model)
-        options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": data.text, "image": model.transform}
-        losses = None if valid is None else open_valid(data, sources[1], keep_imageless=False, **options)
-        return DataLoaders(open_train(data, sources[0], micro_batch, **options), losses, None, described)
-    caches = [None if source is None else open_cache(data, source, model, device) for source in sources]
+        options: dict[str, Any] = {
+            "tokenizer": model.tokenizer,
+            "text": data.text,
+            "image": model.transform,
+        }
+        losses = (
+            None if valid is None else open_valid(data, sources[1], keep_imageless=False, **options)
+        )
+        return DataLoaders(
+            open_train(data, sources[0], micro_batch, **options), losses, None, described
+        )
+    caches = [
+        None if source is None else open_cache(data, source, model, device) for source in sources
+    ]
     assert caches[0] is not None
-    model.measure_scale(torch.from_numpy(caches[0].arrays["moments"][:_SCALE_IMAGES].astype(np.float32)))
+    model.measure_scale(
+        torch.from_numpy(caches[0].arrays["moments"][:_SCALE_IMAGES].astype(np.float32))
+    )
     loader = open_latent_loader(caches[0], batch=micro_batch, train=True, seed=data.seed)
     if caches[1] is None:
         return DataLoaders(loader, None, None, described)
@@ -119,9 +144,14 @@ def open_generation(
 
 
 def open_cache(
-    data: GenerationDataConfig, source: Any, model: Any, device: Literal["auto", "cpu", "cuda"] = "auto"
+    data: GenerationDataConfig,
+    source: Any,
+    model: Any,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> Any:
-    """Return the cache of a source's latents and texts; it is computed where `data.cache` does not have it yet."""
+    """Return the cache of a source's latents and texts; it is computed where `data.cache` does
+    not have it yet.
+    """
     from medvl.data.loading.latents import LatentCache
 
     assert data.cache is not None
@@ -147,15 +177,28 @@ def _with_texts(source: Any, data: GenerationDataConfig) -> Any:
 
 def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:
     """Return a hash of all inputs that determine the content of a cache."""
-    parts = [model.autoencoder] if model.config.train_text else [model.autoencoder, model.text_encoder]
+    parts = (
+        [model.autoencoder] if model.config.train_text else [model.autoencoder, model.text_encoder]
+    )
     digest = hashlib.sha256()
-    settings = [source.fingerprint, model.transform.settings(), repr(data.text), model.config.max_tokens]
-    settings += [model.config.text_mask, model.config.train_text, sorted(model.tokenizer.vocabulary.items())]
+    settings = [
+        source.fingerprint,
+        model.transform.settings(),
+        repr(data.text),
+        model.config.max_tokens,
+    ]
+    settings += [
+        model.config.text_mask,
+        model.config.train_text,
+        sorted(model.tokenizer.vocabulary.items()),
+    ]
     settings.append(has_color(source))
     digest.update(json.dumps(settings, sort_keys=True).encode())
     for part in parts:
         for name, tensor in part.state_dict().items():
-            digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
+            digest.update(
+                name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes()
+            )
     return digest.hexdigest()[:32]
 
 
@@ -164,13 +207,19 @@ def _encode(data: GenerationDataConfig, source: Any, model: Any, folder: Path) -
     """Write the files of a cache (`medvl.data.loading.latents`), computed on the model's device."""
     device, training = model.device, model.training
     model.eval()
-    loader = open_valid(data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer)
+    loader = open_valid(
+        data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer
+    )
     keys: list[str] = []
     rows: list[int] = []
     texts: dict[str, int] = {}
     moments: Any = None
     for batch in loader:
-        values = model.encode_moments(batch.image_BCHW.to(device)).float().clamp(-_HALF_LIMIT, _HALF_LIMIT)
+        values = (
+            model.encode_moments(batch.image_BCHW.to(device))
+            .float()
+            .clamp(-_HALF_LIMIT, _HALF_LIMIT)
+        )
         if moments is None:
             shape = (len(source), *values.shape[1:])
             moments = np.lib.format.open_memmap(folder / "moments.npy", "w+", np.float16, shape)
@@ -188,7 +237,11 @@ def _encode_texts(texts: list[str], batch: int, model: Any, folder: Path) -> Non
     """Write the tokens of distinct texts, and their states under a frozen text encoder."""
     ids_UT, mask_UT = model.tokenizer(texts)
     np.save(folder / "ids.npy", ids_UT.int().numpy())
-    lengths_U = mask_UT.sum(dim=1) if model.config.text_mask else torch.full((len(texts),), model.config.max_tokens)
+    lengths_U = (
+        mask_UT.sum(dim=1)
+        if model.config.text_mask
+        else torch.full((len(texts),), model.config.max_tokens)
+    )
     np.save(folder / "lengths.npy", lengths_U.int().numpy())
     if model.config.train_text:
         np.save(folder / "lengths.npy", mask_UT.sum(dim=1).int().numpy())
@@ -209,7 +262,9 @@ def _measure_scale(data: GenerationDataConfig, source: Any, model: Any) -> None:
     """Measure the latents' scale on the first images, where the model needs it."""
     if float(model.latent_scale):
         return
-    loader = open_valid(data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer)
+    loader = open_valid(
+        data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer
+    )
     moments, count = [], 0
     for batch in loader:
         moments.append(model.encode_moments(batch.image_BCHW))

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 # Data settings and loaders shared by all training tasks.
 
 _VALID_WORKERS = 2
-"""Maximum workers of a validation loader: it reads little, and its workers stay alive beside those of training."""
+"""Maximum workers of a validation loader: it reads little, and its workers stay alive beside
+those of training.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,32 +50,44 @@ class LoaderConfig:
     train: str | Path
     """Folder of shards for training, or its address: s3://, gs://, az://, hf:// or https://."""
     valid: Path | None
-    """Folder of shards for validation, of other patients, or its address; None disables validation."""
+    """Folder of shards for validation, of other patients, or its address; None disables
+    validation.
+    """
     workers: int = 8
     """Prefetching processes per rank. They affect the speed only."""
     valid_batch: int = 128
     """Samples of a validation batch; for contrastive losses also the pool of negatives."""
     max_skipped: float = 0.001
-    """Budget of unreadable samples over all epochs, each counted once: below 1 a fraction, else a number."""
+    """Budget of unreadable samples over all epochs, each counted once: below 1 a fraction, else
+    a number.
+    """
     seed: int = 0
     """Seed of the order of the samples and of their augmentation."""
     regions: str | None = None
-    """Name of the regions that `medvl regions` wrote beside each folder of shards, for a model with `image_encoder`
-    `regions:WIDTH`; None reads pixels."""
+    """Name of the regions that `medvl regions` wrote beside each folder of shards, for a model with
+    `image_encoder` `regions:WIDTH`; None reads pixels.
+    """
 
     def check(self, advice: str) -> None:
-        """Raise ConfigError where a folder is missing, StorageError where a store cannot be reached.
+        """Raise ConfigError where a folder is missing, StorageError where a store cannot be
+        reached.
 
         `advice` names the commands that create the folders.
         """
         located = [(name, locate(path), file) for name, path, file in self.inputs()]
-        missing = [(name, path, file) for name, path, file in located if not (path / file).is_file()]
+        missing = [
+            (name, path, file) for name, path, file in located if not (path / file).is_file()
+        ]
         if missing and all(name == "tokenizer" for name, _, _ in missing):
-            raise ConfigError(_no_tokenizer(self.train, missing[0][1]), "not_found", field="data.tokenizer")
+            raise ConfigError(
+                _no_tokenizer(self.train, missing[0][1]), "not_found", field="data.tokenizer"
+            )
         if missing:
             listed = ", ".join(f"data.{name} {path}" for name, path, _ in missing)
             splits = "" if missing[0][2] != MANIFEST else nearby_splits(missing[0][1])
-            message = f"no shards in {listed}; {splits}" if splits else f"not found: {listed}\n{advice}"
+            message = (
+                f"no shards in {listed}; {splits}" if splits else f"not found: {listed}\n{advice}"
+            )
             raise ConfigError(message, "not_found", field=f"data.{missing[0][0]}")
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
@@ -94,7 +108,9 @@ class DataLoaders:
     valid_images: Any | None
     """All validation images, for evaluators that run on one rank."""
     described: dict[str, Any]
-    """Entries for checkpoints: `data`, and `train_manifest` with the patients of the training data."""
+    """Entries for checkpoints: `data`, and `train_manifest` with the patients of the training
+    data.
+    """
 
 
 def _no_tokenizer(train: str | Path, folder: Any) -> str:
@@ -106,7 +122,10 @@ def _no_tokenizer(train: str | Path, folder: Any) -> str:
 def check_tokenizer(model: Any) -> None:
     """Raise ConfigError for a model without a tokenizer."""
     if model.tokenizer is None:
-        message = "the model has no tokenizer; set model.text_weights to a folder that has one beside the weights, or"
+        message = (
+            "the model has no tokenizer; set model.text_weights to a folder that has one "
+            "beside the weights, or"
+        )
         message += " data.tokenizer for a text encoder from scratch"
         raise ConfigError(message, "missing", field="data.tokenizer")
 
@@ -118,11 +137,13 @@ def open_split(
 
     Args:
         data: the folders.
-        one_folder: allow the same shards for both, for a corpus that splits questions instead of images.
-        train_regions: name of regions that the training shards alone have, in place of `data.regions`.
+        one_folder: allow the same shards for both, for a corpus that splits questions instead of
+            images.
+        train_regions: name of regions that the training shards alone have, in place of
+            `data.regions`.
 
-    Raises ShardError where a folder is damaged, SplitError where the two share a patient or the images of validation
-    are synthetic, ConfigError where they have regions of different detectors.
+    Raises ShardError where a folder is damaged, SplitError where the two share a patient or the
+    images of validation are synthetic, ConfigError where they have regions of different detectors.
     """
     from medvl.data.loading.sources import check_real
     from medvl.data.shards.regions import check_one_detector
@@ -143,7 +164,8 @@ def open_split(
 def bind_regions(model: Any, source: Any) -> dict[str, Any]:
     """Record the detector of a source's regions in the model that is trained with them.
 
-    Returns the entry for `describe`, empty without regions. Raises ConfigError as `RegionEncoder.bind` does.
+    Returns the entry for `describe`, empty without regions. Raises ConfigError as
+    `RegionEncoder.bind` does.
     """
     from medvl.data.loading.sources import region_manifest_of
     from medvl.encoders.regions import RegionEncoder
@@ -153,10 +175,15 @@ def bind_regions(model: Any, source: Any) -> dict[str, Any]:
         return {}
     encoders = [module for module in model.modules() if isinstance(module, RegionEncoder)]
     if not encoders:
-        message = f"{model.name} reads pixels: leave data.regions out, or set image_encoder to regions:{manifest.width}"
+        message = (
+            f"{model.name} reads pixels: leave data.regions out, or set image_encoder to "
+            f"regions:{manifest.width}"
+        )
         raise ConfigError(message, "conflict", field="data.regions")
     for encoder in encoders:
-        encoder.bind(manifest.detector, manifest.detector_sha256, manifest.width, manifest.trained_on)
+        encoder.bind(
+            manifest.detector, manifest.detector_sha256, manifest.width, manifest.trained_on
+        )
     return {"regions": manifest.summary()}
 
 
@@ -169,7 +196,9 @@ def open_train(data: LoaderConfig, source: Any, batch: int, **options: Any) -> "
 
 
 def open_valid(data: LoaderConfig, source: Any, *, shared: bool = True, **options: Any) -> "Loader":
-    """Open a validation loader: this rank's share of the batches, or with `shared=False` all of them on each rank."""
+    """Open a validation loader: this rank's share of the batches, or with `shared=False` all of
+    them on each rank.
+    """
     from medvl.common.ranks import rank_and_world
 
     workers = min(data.workers, _VALID_WORKERS)
@@ -180,15 +209,21 @@ def open_valid(data: LoaderConfig, source: Any, *, shared: bool = True, **option
     return _open(data, source, rank=0, world=1, workers=workers, **options)
 
 
-def _open(data: LoaderConfig, source: Any, opener: "Callable[..., Loader] | None" = None, **options: Any) -> "Loader":
+def _open(
+    data: LoaderConfig, source: Any, opener: "Callable[..., Loader] | None" = None, **options: Any
+) -> "Loader":
     """Open a loader with `opener`, by default `open_loader`."""
     from medvl.data.loading.loader import open_loader
 
-    return (opener or open_loader)(source, **{"seed": data.seed, "max_skipped": data.max_skipped, **options})
+    return (opener or open_loader)(
+        source, **{"seed": data.seed, "max_skipped": data.max_skipped, **options}
+    )
 
 
 def describe(train: Manifest, valid: Manifest | None, **options: Any) -> dict[str, Any]:
-    """Return the entries of `DataLoaders.described`; `options` describe the selection of training samples."""
+    """Return the entries of `DataLoaders.described`; `options` describe the selection of
+    training samples.
+    """
     data: dict[str, Mapping[str, Any]] = {"train": _summary(train) | options}
     if valid is not None:
         data["valid"] = _summary(valid)
@@ -212,29 +247,39 @@ _FIELD = "data.image_features"
 
 
 def check_can_read_features(data: "DataConfig", model: Any) -> None:
-    """Raise ConfigError unless a model and the settings of its data allow stored features in place of images.
+    """Raise ConfigError unless a model and the settings of its data allow stored features in place
+    of images.
 
-    The system must train from its image encoder's output alone ("unsupported"), and the encoder must be frozen. Regions
-    of a detector, and another transform than the model's own, such as an augmentation, exclude them ("conflict").
+    The system must train from its image encoder's output alone ("unsupported"), and the encoder
+    must be frozen. Regions of a detector, and another transform than the model's own, such as an
+    augmentation, exclude them ("conflict").
     """
     if not getattr(model, "reads_features", False):
         message = f"{model.name} does not train from stored features; leave {_FIELD} out"
         raise ConfigError(message, "unsupported", field=_FIELD)
     if any(parameter.requires_grad for parameter in model.image_encoder.parameters()):
-        message = "the image encoder is trained, so that its features change: freeze it (model.frozen_image True)"
+        message = (
+            "the image encoder is trained, so that its features change: freeze it "
+            "(model.frozen_image True)"
+        )
         raise ConfigError(f"{message}, or leave {_FIELD} out", "conflict", field=_FIELD)
     if data.regions is not None:
         message = f"data.regions and {_FIELD} are both in place of images; leave one out"
         raise ConfigError(message, "conflict", field=_FIELD)
     if not (isinstance(data.image, EvalTransform) and data.image == model.transform):
-        message = f"stored features are of images without augmentation: set data.image to {_named(model.transform)}"
+        message = (
+            f"stored features are of images without augmentation: set data.image to "
+            f"{_named(model.transform)}"
+        )
         raise ConfigError(f"{message}, or leave {_FIELD} out", "conflict", field="data.image")
 
 
 def check_features(model: Any, source: Any) -> dict[str, Any]:
-    """Return the entry for `describe` of the features beside a source, which are those of the model's image encoder.
+    """Return the entry for `describe` of the features beside a source, which are those of the
+    model's image encoder.
 
-    Raises ConfigError ("mismatch") if they are of another encoder, image size, transform or weights, or lack a token.
+    Raises ConfigError ("mismatch") if they are of another encoder, image size, transform or
+    weights, or lack a token.
     """
     manifest = region_manifest_of(source)
     assert manifest is not None, "the source was opened with its regions"
@@ -244,15 +289,26 @@ def check_features(model: Any, source: Any) -> dict[str, Any]:
     if not differing and manifest.detector_sha256 != weights_sha256(model.image_encoder, settings):
         differing = ["weights"]
     if differing:
-        pairs = [f"{name} {manifest.settings.get(name)}, expected {ours[name]}" for name in differing if name in ours]
-        message = f"{manifest.detector} has other {', '.join(differing)} than the model's frozen image encoder"
-        advice = "run `medvl regions --all-tokens` with the model's encoder, weights, image size and fit"
+        pairs = [
+            f"{name} {manifest.settings.get(name)}, expected {ours[name]}"
+            for name in differing
+            if name in ours
+        ]
+        message = (
+            f"{manifest.detector} has other {', '.join(differing)} than the model's "
+            f"frozen image encoder"
+        )
+        advice = (
+            "run `medvl regions --all-tokens` with the model's encoder, weights, image size and fit"
+        )
         raise ConfigError("; ".join([message, *pairs, advice]), "mismatch", field=_FIELD)
     return {"image_features": manifest.summary()}
 
 
 def _named(transform: EvalTransform) -> str:
-    settings = ", ".join(f"{name}={value!r}" for name, value in transform.settings().items() if value)
+    settings = ", ".join(
+        f"{name}={value!r}" for name, value in transform.settings().items() if value
+    )
     return f"EvalTransform({settings})"
 
 
@@ -261,29 +317,43 @@ class DataConfig(LoaderConfig):
     """Shards, text and augmentation for pretraining."""
 
     train: str
-    """Folder of shards, or its address: s3://, gs://, az://, hf:// or https://. Or webdataset tars without a manifest,
-    as a path or address with braces that ends in .tar (`medvl.data.loading.webdataset_loader`)."""
+    """Folder of shards, or its address: s3://, gs://, az://, hf:// or https://. Or webdataset tars
+    without a manifest, as a path or address with braces that ends in .tar
+    (`medvl.data.loading.webdataset_loader`).
+    """
     samples: int | None = None
     """Samples that make an epoch of webdataset tars, usually all of them; not needed for shards."""
     fields: TarFields = dataclasses.field(default_factory=TarFields)
     """Suffixes of image and text in webdataset tars."""
     extra_train: tuple[Path, ...] = ()
-    """Further folders of shards, shuffled together with `train`: pairs, images alone or texts alone."""
+    """Further folders of shards, shuffled together with `train`: pairs, images alone or texts
+    alone.
+    """
     weights: tuple[float, ...] = ()
-    """Shares of `train` and of each of `extra_train` in an epoch, of any sum. An epoch has as many samples as all of
-    them together; a folder whose share is above its size is drawn more than once. Empty: by size."""
+    """Shares of `train` and of each of `extra_train` in an epoch, of any sum. An epoch has as many
+    samples as all of them together; a folder whose share is above its size is drawn more than once.
+    Empty: by size.
+    """
     paired_fraction: float = 1.0
-    """Fraction of the patients of `train` whose images keep their texts (`medvl.data.loading.sources`)."""
+    """Fraction of the patients of `train` whose images keep their texts
+    (`medvl.data.loading.sources`).
+    """
     others: Literal["separate", "drop"] = "separate"
-    """Samples of the other patients: images alone and texts alone, for systems that learn from them; or left out."""
+    """Samples of the other patients: images alone and texts alone, for systems that learn from
+    them; or left out.
+    """
     tokenizer: Path | None = None
-    """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from the hub."""
+    """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from
+    the hub.
+    """
     image: ConVIRTAugmentation | EvalTransform | RandomCrop
     """Transform of the training images; validation uses the model's own."""
     image_features: str | None = None
-    """Name of the output of the model's frozen image encoder that `medvl regions --all-tokens` wrote beside the folders
-    of training shards. Training reads it in place of images and runs only what is trained; validation, and the
-    checkpoint in any use, run the image encoder. None reads images."""
+    """Name of the output of the model's frozen image encoder that `medvl regions --all-tokens`
+    wrote beside the folders of training shards. Training reads it in place of images and runs only
+    what is trained; validation, and the checkpoint in any use, run the image encoder. None reads
+    images.
+    """
     text: (
         RandomSentence
         | WholeText
@@ -312,9 +382,10 @@ class DataConfig(LoaderConfig):
 def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a pretraining run for this rank.
 
-    Raises ShardError where a folder is damaged, SplitError where training and validation share a patient, ConfigError
-    where the batch does not fit the ranks, the model has no tokenizer, a file of statements is of other studies, or
-    stored features are not those of the model's frozen encoder.
+    Raises ShardError where a folder is damaged, SplitError where training and validation share a
+    patient, ConfigError where the batch does not fit the ranks, the model has no tokenizer, a file
+    of statements is of other studies, or stored features are not those of the model's frozen
+    encoder.
     """
     from medvl.data.loading.sources import ConcatSource, UnpairedSource
     from medvl.data.shards.source import ShardSource
@@ -349,18 +420,27 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
 
 
 def _check_statements(text: Any, source: Any) -> None:
-    """Raise ConfigError where a file of statements has none about a study of the data: nothing would be trained."""
+    """Raise ConfigError where a file of statements has none about a study of the data: nothing
+    would be trained.
+    """
     if not isinstance(text, Statements) or text.file is None:
         return
     known = read_statements(text.file)
     if not any(known.get(source.sample(position).study) for position in range(len(source))):
-        message = f"{text.file} has no statement about a study of data.train: expected the names of the shards' studies"
+        message = (
+            f"{text.file} has no statement about a study of data.train: expected the "
+            f"names of the shards' studies"
+        )
         advice = "`medvl knowledge statements` makes them from those of MIMIC-CXR"
         raise ConfigError(f"{message}; {advice}", "mismatch", field="data.text.file")
 
 
-def _open_tars(data: DataConfig, model: Any, micro_batch: int, options: dict[str, Any]) -> DataLoaders:
-    """Open loaders where the training data are webdataset tars. Checkpoints then have no record of the patients."""
+def _open_tars(
+    data: DataConfig, model: Any, micro_batch: int, options: dict[str, Any]
+) -> DataLoaders:
+    """Open loaders where the training data are webdataset tars. Checkpoints then have no record
+    of the patients.
+    """
     from medvl.data.loading.webdataset_loader import open_webdataset_loader
     from medvl.data.shards.source import ShardSource
 
@@ -372,10 +452,14 @@ def _open_tars(data: DataConfig, model: Any, micro_batch: int, options: dict[str
         "image_features": data.image_features,
     }
     for name in (name for name, is_set in unsupported.items() if is_set):
-        message = f"data.{name} needs folders of shards; convert the tars with `medvl shards webdataset`"
+        message = (
+            f"data.{name} needs folders of shards; convert the tars with `medvl shards webdataset`"
+        )
         raise ConfigError(message, "conflict", field=f"data.{name}")
     if data.samples is None:
-        raise ConfigError("set data.samples to the number of samples in the tars", "missing", field="data.samples")
+        raise ConfigError(
+            "set data.samples to the number of samples in the tars", "missing", field="data.samples"
+        )
     loader = open_webdataset_loader(
         [data.train],
         samples=data.samples,
@@ -389,14 +473,21 @@ def _open_tars(data: DataConfig, model: Any, micro_batch: int, options: dict[str
         **options,
     )
     valid = None if data.valid is None else ShardSource(data.valid)
-    entry = {"corpus": "webdataset", "split": "train", "samples": data.samples, "fingerprint": loader.fingerprint}
+    entry = {
+        "corpus": "webdataset",
+        "split": "train",
+        "samples": data.samples,
+        "fingerprint": loader.fingerprint,
+    }
     described: dict[str, Any] = {"data": {"train": entry}}
     if valid is not None:
         described["data"]["valid"] = describe(valid.manifest, None)["data"]["train"]
     return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
 
 
-def _valid_loaders(data: DataConfig, valid: Any, model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+def _valid_loaders(
+    data: DataConfig, valid: Any, model: Any, options: dict[str, Any]
+) -> tuple[Any, Any]:
     if valid is None:
         return None, None
     options = {**options, "image": model.transform}

@@ -55,7 +55,9 @@ class LabelledDataConfig(LoaderConfig):
         check_within(self, "(0, 1]", "fraction")
 
     def choose_labels(self, available: Sequence[str], kind: str) -> tuple[str, ...]:
-        """Return the labels to learn. Raises ConfigError where the shards lack one, or have none of this kind."""
+        """Return the labels to learn. Raises ConfigError where the shards lack one, or have none
+        of this kind.
+        """
         unknown = [name for name in self.labels if name not in available]
         if unknown or not available:
             raise ConfigError(
@@ -72,45 +74,64 @@ class ClassificationDataConfig(LabelledDataConfig):
     """Shards, labels and augmentation for a classifier."""
 
     image: ConVIRTAugmentation | None = None
-    """Augmentation of the training images, of the size of the model's transform, with `pad` where that pads; None: the
-    model's transform, which validation always uses."""
+    """Augmentation of the training images, of the size of the model's transform, with `pad` where
+    that pads; None: the model's transform, which validation always uses.
+    """
     augment: bool = False
-    """Without `image`: ConVIRT's augmentation, of the size and with the borders of the model's transform."""
+    """Without `image`: ConVIRT's augmentation, of the size and with the borders of the model's
+    transform.
+    """
 
     def __post_init__(self) -> None:
         LabelledDataConfig.__post_init__(self)
         if self.augment and self.image is not None:
-            raise ConfigError("data.image is an augmentation: leave data.augment out", "conflict", field="augment")
+            raise ConfigError(
+                "data.image is an augmentation: leave data.augment out", "conflict", field="augment"
+            )
 
     def names(self) -> tuple[str, ...]:
         """Return the labels to learn. Raises ConfigError where the shards lack one."""
         return self.choose_labels(Manifest.read(self.train).label_names, "label")
 
 
-def open_classification(data: ClassificationDataConfig, model: Any, apply: ApplyPolicy, batch: int) -> DataLoaders:
+def open_classification(
+    data: ClassificationDataConfig, model: Any, apply: ApplyPolicy, batch: int
+) -> DataLoaders:
     """Open the loaders of a classifier for this rank; the label columns are `model.config.labels`.
 
     A model with a tokenizer reads whole reports, in training and validation.
 
-    Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where the batch
-    does not fit the ranks or the selected images, or the augmentation the model.
+    Raises ShardError where a folder is damaged, SplitError where the two share a patient,
+    ConfigError where the batch does not fit the ranks or the selected images, or the augmentation
+    the model.
     """
     from medvl.data.loading.sources import LabelPolicyView
 
     names = model.config.labels
-    return open_labelled(data, model, batch, lambda source: LabelPolicyView(source, names, apply), model.tokenizer)
+    return open_labelled(
+        data, model, batch, lambda source: LabelPolicyView(source, names, apply), model.tokenizer
+    )
 
 
 def open_labelled(
-    data: ClassificationDataConfig, model: Any, batch: int, with_labels: Callable[[Any], Any], tokenizer: Any
+    data: ClassificationDataConfig,
+    model: Any,
+    batch: int,
+    with_labels: Callable[[Any], Any],
+    tokenizer: Any,
 ) -> DataLoaders:
-    """Open the loaders of a classifier of any labels for this rank; raises as `open_classification` does.
+    """Open the loaders of a classifier of any labels for this rank; raises as `open_classification`
+    does.
 
     `with_labels` returns a source with the labels to learn. Without a `tokenizer` no text is read.
     """
     from medvl.data.loading.sources import Subset, label_fraction, no_text
 
-    options: dict[str, Any] = {"tokenizer": tokenizer or no_text, "text": WholeText(), "inputs": model.inputs}
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer or no_text,
+        "text": WholeText(),
+        "inputs": model.inputs,
+    }
     train, valid = open_split(data)
     assert valid is not None
     regions = bind_regions(model, train)
@@ -118,7 +139,11 @@ def open_labelled(
     patients = [train.sample(position).patient for position in range(len(train))]
     selected = Subset(train, label_fraction(patients, data.fraction, data.fraction_seed))
     loader = open_train(data, with_labels(selected), batch, image=training_images, **options)
-    selection = {"fraction": data.fraction, "fraction_seed": data.fraction_seed, "images": len(selected)}
+    selection = {
+        "fraction": data.fraction,
+        "fraction_seed": data.fraction_seed,
+        "images": len(selected),
+    }
     described = describe(train.manifest, valid.manifest, **selection, **regions)
     options["image"] = model.transform
     losses = open_valid(data, with_labels(valid), **options)
@@ -126,17 +151,22 @@ def open_labelled(
 
 
 def _training_images(data: ClassificationDataConfig, transform: EvalTransform) -> ImageTransform:
-    """Return the transform of the training images. Raises ConfigError for one that does not fit the model's."""
+    """Return the transform of the training images. Raises ConfigError for one that does not fit
+    the model's.
+    """
     augmentation, pads = data.image, transform.fit == "pad"
     if augmentation is None and not data.augment:
         return transform
     if augmentation is None:
         published = ConVIRTAugmentation(size=transform.size, pad=pads)
-        low, high = (sigma * transform.size / 224 for sigma in published.blur_sigma)  # published for 224 pixels
+        low, high = (
+            sigma * transform.size / 224 for sigma in published.blur_sigma
+        )  # published for 224 pixels
         return dataclasses.replace(published, blur_sigma=(low, high))
     if (augmentation.size, augmentation.pad) != (transform.size, pads):
         message = (
-            f"expected an augmentation of the model's {transform}, got size {augmentation.size} and pad "
+            f"expected an augmentation of the model's {transform}, got size {augmentation.size} "
+            f"and pad "
             f"{augmentation.pad}; set data.image.size {transform.size} and data.image.pad {pads}"
         )
         raise ConfigError(message, "mismatch", field="data.image")
@@ -148,30 +178,41 @@ def _training_images(data: ClassificationDataConfig, transform: EvalTransform) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeDataConfig(ClassificationDataConfig):
-    """Shards with labels of change, such as those of `medvl shards ms-cxr-t`, and the augmentation of both images."""
+    """Shards with labels of change, such as those of `medvl shards ms-cxr-t`, and the
+    augmentation of both images.
+    """
 
     def names(self) -> tuple[str, ...]:
-        """Return the findings to learn. Raises ConfigError where the shards have no label of change of one."""
+        """Return the findings to learn. Raises ConfigError where the shards have no label of
+        change of one.
+        """
         from medvl.data.loading.sources import changes_of
         from medvl.data.shards.source import ShardSource
 
         source = ShardSource(self.train)
-        found = {name for position in range(len(source)) for name in changes_of(source.sample(position))}
+        found = {
+            name for position in range(len(source)) for name in changes_of(source.sample(position))
+        }
         return self.choose_labels(sorted(found), "label of change")
 
 
 def open_change(data: ChangeDataConfig, model: Any, batch: int) -> DataLoaders:
-    """Open the loaders of a classifier of change for this rank; the findings are `model.config.findings`.
+    """Open the loaders of a classifier of change for this rank; the findings are
+    `model.config.findings`.
 
-    Batches hold the prior images too, which have no labels of their own unless they have prior images.
+    Batches hold the prior images too, which have no labels of their own unless they have prior
+    images.
 
-    Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where the batch
-    does not fit the ranks or the selected images, or the augmentation the model.
+    Raises ShardError where a folder is damaged, SplitError where the two share a patient,
+    ConfigError where the batch does not fit the ranks or the selected images, or the augmentation
+    the model.
     """
     from medvl.data.loading.sources import ChangeLabels
 
     findings = model.config.findings
-    return open_labelled(data, model, batch, lambda source: ChangeLabels(source, findings), tokenizer=None)
+    return open_labelled(
+        data, model, batch, lambda source: ChangeLabels(source, findings), tokenizer=None
+    )
 
 
 # Data settings and loaders for visual question answering.
@@ -184,14 +225,19 @@ class VQADataConfig(LoaderConfig):
     train: Path
     """Folder of shards with questions."""
     train_split: str = "train"
-    """Split of the questions; in a corpus that splits questions instead of images, one folder has both splits."""
+    """Split of the questions; in a corpus that splits questions instead of images, one folder
+    has both splits.
+    """
     valid_split: str = "validate"
     image: ConVIRTAugmentation | EvalTransform
-    """Transform of the training images, without flips, because answers name sides; validation uses the model's own. An
-    `EvalTransform` gives the size alone: training images have the model's fit too."""
+    """Transform of the training images, without flips, because answers name sides; validation uses
+    the model's own. An `EvalTransform` gives the size alone: training images have the model's fit
+    too.
+    """
     together: int = 1
-    """Number of questions about one image in succession in training. They share its crop, and the image is encoded
-    once: 4 take about half the time of 1."""
+    """Number of questions about one image in succession in training. They share its crop, and the
+    image is encoded once: 4 take about half the time of 1.
+    """
 
     def __post_init__(self) -> None:
         if self.image.flip != "off":
@@ -203,12 +249,17 @@ class VQADataConfig(LoaderConfig):
 
 
 def open_vqa(
-    data: VQADataConfig, model: Any, answers: Sequence[str], normalize: Callable[[str], str], batch: int
+    data: VQADataConfig,
+    model: Any,
+    answers: Sequence[str],
+    normalize: Callable[[str], str],
+    batch: int,
 ) -> DataLoaders:
     """Open the loaders of a VQA run for this rank; `answers` are the columns of the labels.
 
-    Raises ShardError where a folder is damaged, CorpusError where it has no question of the split, SplitError where
-    two folders share a patient, ConfigError where the batch does not fit the ranks or the model has no tokenizer.
+    Raises ShardError where a folder is damaged, CorpusError where it has no question of the split,
+    SplitError where two folders share a patient, ConfigError where the batch does not fit the ranks
+    or the model has no tokenizer.
     """
     from medvl.data.loading.studies import QuestionSource
 
@@ -231,7 +282,9 @@ def open_vqa(
     held_out = QuestionSource(valid, data.valid_split, answers, normalize)
     options["image"] = model.transform
     losses = open_valid(data, held_out, **options)
-    return DataLoaders(loader, losses, open_valid(data, held_out, shared=False, **options), described)
+    return DataLoaders(
+        loader, losses, open_valid(data, held_out, shared=False, **options), described
+    )
 
 
 # Data settings and loaders for detection and segmentation.
@@ -242,13 +295,15 @@ class DenseDataConfig(LabelledDataConfig):
     """Shards with boxes or masks, their texts and the augmentation."""
 
     image: LViTAugmentation | None = None
-    """Augmentation of the training images, with the size and fit of the model's transform; None: the model's transform,
-    which validation always uses."""
+    """Augmentation of the training images, with the size and fit of the model's transform; None:
+    the model's transform, which validation always uses.
+    """
     text: WholeText = dataclasses.field(default_factory=WholeText)
     """Text of a sample, for models that read text."""
     unlabelled: bool = False
-    """Also train on the images of the other patients if `fraction` is below 1, without their annotations, for models
-    that learn from unlabelled images (`LViT`)."""
+    """Also train on the images of the other patients if `fraction` is below 1, without their
+    annotations, for models that learn from unlabelled images (`LViT`).
+    """
 
     def __post_init__(self) -> None:
         LabelledDataConfig.__post_init__(self)
@@ -257,12 +312,16 @@ class DenseDataConfig(LabelledDataConfig):
             raise ConfigError(message, "conflict", field="unlabelled")
 
     def names(self, kind: "Kind") -> tuple[str, ...]:
-        """Return the labels to learn. Raises ConfigError where the shards have no box (or mask) of one."""
+        """Return the labels to learn. Raises ConfigError where the shards have no box (or mask)
+        of one.
+        """
         from medvl.data.loading.dense_targets import annotated_labels
         from medvl.data.shards.source import ShardSource
 
         source = ShardSource(self.train)
-        return self.choose_labels(annotated_labels([source.sample(i) for i in range(len(source))], kind), kind)
+        return self.choose_labels(
+            annotated_labels([source.sample(i) for i in range(len(source))], kind), kind
+        )
 
     def unlabelled_images(self, kind: "Kind") -> int:
         """Return the number of training images that `unlabelled` adds."""
@@ -274,15 +333,18 @@ class DenseDataConfig(LabelledDataConfig):
 def open_dense(data: DenseDataConfig, model: Any, kind: "Kind", batch: int) -> DataLoaders:
     """Open the loaders of a detector or segmenter for this rank; labels and grid are the model's.
 
-    Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where the batch
-    does not fit the ranks or the selected images, or the augmentation the model. Samples with malformed boxes or masks
-    count as unreadable.
+    Raises ShardError where a folder is damaged, SplitError where the two share a patient,
+    ConfigError where the batch does not fit the ranks or the selected images, or the augmentation
+    the model. Samples with malformed boxes or masks count as unreadable.
     """
     from medvl.data.loading.dense_targets import DenseTargets
     from medvl.data.loading.sources import no_text
 
     if data.image is not None and data.image.base() != model.transform:
-        message = f"expected an augmentation of the model's {model.transform}, got {data.image}; set its size and fit"
+        message = (
+            f"expected an augmentation of the model's {model.transform}, got "
+            f"{data.image}; set its size and fit"
+        )
         raise ConfigError(message, "mismatch", field="data.image")
     options: dict[str, Any] = {"tokenizer": model.tokenizer or no_text, "text": data.text}
     train, valid = open_split(data)
@@ -297,18 +359,26 @@ def open_dense(data: DenseDataConfig, model: Any, kind: "Kind", batch: int) -> D
         targets = dataclasses.replace(targets, unlabelled=unlabelled)
     options |= {"image": data.image or model.transform, "targets": targets}
     loader = open_train(data, selected, batch, **options)
-    selection = {"fraction": data.fraction, "fraction_seed": data.fraction_seed, "images": len(selected)}
+    selection = {
+        "fraction": data.fraction,
+        "fraction_seed": data.fraction_seed,
+        "images": len(selected),
+    }
     if data.unlabelled:
         selection["unlabelled"] = len(unlabelled)
-    return DataLoaders(loader, losses, images, describe(train.manifest, valid.manifest, **selection))
+    return DataLoaders(
+        loader, losses, images, describe(train.manifest, valid.manifest, **selection)
+    )
 
 
 def _annotated(
     shards: "ShardSource", kind: "Kind", data: DenseDataConfig | None = None
 ) -> "tuple[Subset, dict[str, int]]":
-    """Return the images that were annotated with boxes or masks, and the numbers of those that are unlabelled, by key.
+    """Return the images that were annotated with boxes or masks, and the numbers of those that are
+    unlabelled, by key.
 
-    These are the images of a fraction of the patients, and with `data.unlabelled` those of the others.
+    These are the images of a fraction of the patients, and with `data.unlabelled` those of the
+    others.
     """
     from medvl.data.loading.dense_targets import is_annotated
     from medvl.data.loading.sources import Subset, label_fraction
@@ -318,8 +388,12 @@ def _annotated(
     labelled = set(label_fraction([sample.patient for sample in samples], fraction, seed).tolist())
     positions = [position for position, sample in enumerate(samples) if is_annotated(sample, kind)]
     if not labelled & set(positions):
-        raise ConfigError(f"{shards.folder}: no image of the selected patients was annotated with {kind}", "empty")
+        raise ConfigError(
+            f"{shards.folder}: no image of the selected patients was annotated with {kind}", "empty"
+        )
     others = [samples[position].key for position in positions if position not in labelled]
     if data is None or not data.unlabelled:
         positions = [position for position in positions if position in labelled]
-    return Subset(shards, np.array(positions, np.int64)), {key: number for number, key in enumerate(others)}
+    return Subset(shards, np.array(positions, np.int64)), {
+        key: number for number, key in enumerate(others)
+    }

@@ -23,16 +23,22 @@ class TextDataConfig(LoaderConfig):
     """Shards with texts, and the tokenizer."""
 
     tokenizer: Path | None = None
-    """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from the hub."""
+    """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from
+    the hub.
+    """
     sections: tuple[str, ...] = ()
-    """Sections that form a text, one line each; empty takes all. For shards of images with reports."""
+    """Sections that form a text, one line each; empty takes all. For shards of images with
+    reports.
+    """
     extra_train: tuple[Path, ...] = ()
     """Further folders of shards, shuffled together with `train`."""
     weights: tuple[float, ...] = ()
     """Shares of `train` and of each of `extra_train` in an epoch, of any sum; empty: by size."""
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
-        """Yield (field, folder, file that it must contain) of the local folders that the run reads."""
+        """Yield (field, folder, file that it must contain) of the local folders that the run
+        reads.
+        """
         yield from LoaderConfig.inputs(self)
         for path in self.extra_train:
             yield "extra_train", path, MANIFEST
@@ -43,8 +49,9 @@ class TextDataConfig(LoaderConfig):
 def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a run on text for this rank.
 
-    Raises ShardError where a folder is damaged, SplitError where training and validation share a document, ConfigError
-    where the batch does not fit the ranks, or the model's tokenizer cannot mask words.
+    Raises ShardError where a folder is damaged, SplitError where training and validation share a
+    document, ConfigError where the batch does not fit the ranks, or the model's tokenizer cannot
+    mask words.
     """
     from medvl.data.loading.sources import ConcatSource
     from medvl.data.loading.text_loader import open_text_loader
@@ -57,7 +64,11 @@ def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders
         source = ConcatSource([train, *map(ShardSource, data.extra_train)], data.weights or None)
         if valid is not None:
             check_against(source.manifest, valid.manifest)
-    options: dict[str, Any] = {"opener": open_text_loader, "sequences": model.sequences, "sections": data.sections}
+    options: dict[str, Any] = {
+        "opener": open_text_loader,
+        "sequences": model.sequences,
+        "sections": data.sections,
+    }
     loader = open_train(data, source, micro_batch, **options)
     chosen = {"weights": list(data.weights)} if data.weights else {}
     described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)

@@ -1,4 +1,6 @@
-"""`medvl shards` and `medvl vocab` as users run them: warnings, salts, locks, interrupts, and folders that are in use."""
+"""`medvl shards` and `medvl vocab` as users run them: warnings, salts, locks, interrupts, and
+folders that are in use.
+"""
 
 import contextlib
 import json
@@ -28,18 +30,44 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, MedvlError
 
 
-def command(folder: Path, *options: str, texts: tuple[str, ...] = ("Clear.",), count: int = 4) -> list[str]:
+def command(
+    folder: Path, *options: str, texts: tuple[str, ...] = ("Clear.",), count: int = 4
+) -> list[str]:
     """Write a table with images, and return the command that converts it into `folder / "out"`."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
         (folder / f"images/{number}.png").write_bytes(encode_png(textured(number, 40, 50)))
         text = texts[number % len(texts)]
-        rows.append({"image": f"images/{number}.png", "patient": f"p{number}", "text": text, "edema": number % 2})
+        rows.append(
+            {
+                "image": f"images/{number}.png",
+                "patient": f"p{number}",
+                "text": text,
+                "edema": number % 2,
+            }
+        )
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    required = ["--table", str(folder / "rows.jsonl"), "--image-column", "image", "--patient-column", "patient"]
+    required = [
+        "--table",
+        str(folder / "rows.jsonl"),
+        "--image-column",
+        "image",
+        "--patient-column",
+        "patient",
+    ]
     text = [] if "--label-column" in options else ["--text-column", "text"]
-    return ["shards", "table", *required, *text, "--out", str(folder / "out"), "--workers", "1", *options]
+    return [
+        "shards",
+        "table",
+        *required,
+        *text,
+        "--out",
+        str(folder / "out"),
+        "--workers",
+        "1",
+        *options,
+    ]
 
 
 def test_warnings_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,8 +81,12 @@ def test_warnings_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "may name a person" not in out
 
 
-def test_identifiers_in_extra_columns_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = command(tmp_path, "--extra-column", "note", "codes", "score", "prior", "--splits", "train=1")
+def test_identifiers_in_extra_columns_are_counted_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = command(
+        tmp_path, "--extra-column", "note", "codes", "score", "prior", "--splits", "train=1"
+    )
     table = tmp_path / "rows.jsonl"
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     rows[0] |= {"note": "Read by Mr. Smith on 03/14/2015", "codes": 12345678}
@@ -62,7 +94,10 @@ def test_identifiers_in_extra_columns_are_counted_and_kept(tmp_path: Path, capsy
     rows[2] |= {"note": None, "codes": 7, "score": 0.123456789}
     rows[3] |= {"score": True, "prior": "CT on 03/14/2015"}
     table.write_text(
-        "".join(json.dumps({"note": "", "codes": "", "score": "", "prior": ""} | row) + "\n" for row in rows)
+        "".join(
+            json.dumps({"note": "", "codes": "", "score": "", "prior": ""} | row) + "\n"
+            for row in rows
+        )
     )
     cli.main(arguments)
     out = capsys.readouterr().out
@@ -83,7 +118,9 @@ def test_burned_in_text_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "may name a person" in out
 
 
-def test_labels_without_text_are_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_without_text_are_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli.main(command(tmp_path, "--label-column", "edema"))
     manifests = [Manifest.read(path.parent) for path in (tmp_path / "out").glob("*/manifest.json")]
     assert sum(manifest.samples for manifest in manifests) == 4
@@ -117,7 +154,9 @@ def test_named_salt_file_must_exist(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Creating" not in capsys.readouterr().err
 
 
-def test_two_conversions_into_one_folder_exclude_each_other(tmp_path: Path, deid: Deidentifier) -> None:
+def test_two_conversions_into_one_folder_exclude_each_other(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
     seen: list[MedvlError] = []
     original = pipeline.build_shard
@@ -139,22 +178,33 @@ def test_two_conversions_into_one_folder_exclude_each_other(tmp_path: Path, deid
 
 
 def interrupt_conversion(folder: Path, count: int) -> tuple[list[str], int, str]:
-    """Send SIGINT to a conversion and its workers after two shards; return its arguments, exit status and errors."""
-    arguments = command(folder, "--workers", "2", "--samples-per-shard", "4", "--split-column", "split", count=count)
+    """Send SIGINT to a conversion and its workers after two shards; return its arguments, exit
+    status and errors.
+    """
+    arguments = command(
+        folder, "--workers", "2", "--samples-per-shard", "4", "--split-column", "split", count=count
+    )
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     pictures = [encode_png(textured(number, 700, 600)) for number in range(7)]
     for number, row in enumerate(rows):
         (folder / row["image"]).write_bytes(pictures[number % 7])
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"split": "train"}) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps(row | {"split": "train"}) + "\n" for row in rows)
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "medvl", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where a shell runs the tests with &
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where a shell runs the tests with &
     )
     for _ in range(3000):
-        if len(list((folder / "out-private").glob("table-*.json"))) >= 2 or process.poll() is not None:
+        if (
+            len(list((folder / "out-private").glob("table-*.json"))) >= 2
+            or process.poll() is not None
+        ):
             break
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
@@ -165,8 +215,14 @@ def interrupt_conversion(folder: Path, count: int) -> tuple[list[str], int, str]
 
 @pytest.mark.slow
 def test_ctrl_c_ends_with_one_line_and_the_command_resumes(tmp_path: Path) -> None:
-    """Send SIGINT to the command and its workers, as a terminal does, then run the same command again."""
-    for count in (120, 400, 1200):  # on a busy machine a short conversion may end before it gets the signal
+    """Send SIGINT to the command and its workers, as a terminal does, then run the same command
+    again.
+    """
+    for count in (
+        120,
+        400,
+        1200,
+    ):  # on a busy machine a short conversion may end before it gets the signal
         folder = tmp_path / str(count)
         arguments, status, errors = interrupt_conversion(folder, count)
         if status:
@@ -179,7 +235,8 @@ def test_ctrl_c_ends_with_one_line_and_the_command_resumes(tmp_path: Path) -> No
     tars = list((folder / "out/train").glob("*.tar"))
     finished = {path: path.stat().st_mtime_ns for path in tars if path.stem in recorded}
     assert 2 <= len(recorded) == len(finished) < count // 4
-    # A shard is recorded after it is renamed, so those in flight (two for each worker) may be there without a record.
+    # A shard is recorded after it is renamed, so those in flight (two for each worker) may be there
+    # without a record.
     assert len(tars) - len(finished) <= 4
     cli.main([*arguments, "--workers", "1"])
     assert Manifest.read(folder / "out/train").samples == count

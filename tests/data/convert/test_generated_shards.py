@@ -1,4 +1,6 @@
-"""Shards of generated images: their lineage, the leak checks through it, and refusal as test data."""
+"""Shards of generated images: their lineage, the leak checks through it, and refusal as test
+data.
+"""
 
 import dataclasses
 import json
@@ -41,14 +43,17 @@ PROMPTS = ("Small left pleural effusion.", "No pleural effusion.")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Real shards of three sets of patients, images generated after training on the first from prompts of the second,
-    and their shards."""
+    """Real shards of three sets of patients, images generated after training on the first from
+    prompts of the second, and their shards.
+    """
     root = tmp_path_factory.mktemp("generated")
     real = make_plan(root / "images")
     found = {}
     for number, name in enumerate(("seen", "prompts", "other")):
         records = [
-            dataclasses.replace(each, sample=dataclasses.replace(each.sample, patient=f"{name}{place // 2}"))
+            dataclasses.replace(
+                each, sample=dataclasses.replace(each.sample, patient=f"{name}{place // 2}")
+            )
             for place, each in enumerate(real.records[4 * number : 4 * number + 4])
         ]
         part = dataclasses.replace(real, records=records)
@@ -75,7 +80,10 @@ def test_samples_carry_prompt_labels_and_origin(folders):
     assert [sample.sections for sample in samples] == [{"impression": prompt} for prompt in PROMPTS]
     assert [sample.labels.get("Pleural Effusion") for sample in samples] == [1, 0]
     assert {sample.patient for sample in samples} == {"prompts0"}
-    assert all(sample.extra["synthetic"] is True and sample.extra["generator"] == "ab" * 32 for sample in samples)
+    assert all(
+        sample.extra["synthetic"] is True and sample.extra["generator"] == "ab" * 32
+        for sample in samples
+    )
 
 
 def test_labels_of_prompts_follow_the_conventions(tmp_path):
@@ -121,9 +129,13 @@ def test_training_on_the_images_counts_as_training_on_the_generators_data(folder
 
 
 def test_lineage_goes_through_two_generators(folders):
-    """A generator that was trained on another generator's images has seen that one's training data too."""
+    """A generator that was trained on another generator's images has seen that one's training
+    data too.
+    """
     first = Manifest.read(folders["synthetic"])
-    second = dataclasses.replace(first, generators=({"sha256": "c", "trained_on": [first.to_json()]},))
+    second = dataclasses.replace(
+        first, generators=({"sha256": "c", "trained_on": [first.to_json()]},)
+    )
     assert [each.patients for each in second.lineage()][-1] == ("seen0", "seen1")
     assert "training of a generator of images | " not in model_card("clip", {}, [], {})
     card = model_card("clip", {}, [second.to_json()], {})

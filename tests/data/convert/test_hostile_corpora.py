@@ -71,9 +71,13 @@ def test_images_that_are_no_regular_files_are_skipped(tmp_path: Path, deid: Deid
     }
     records = [*plan.records, *(sample(number, folder / name) for number, name in enumerate(names))]
     plan = Plan("lab", records, plan.label_names, RowCounts(), folders=InputFolders.of(folder))
-    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=99), OPTIONS)["train"]
+    manifest = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=99), OPTIONS
+    )["train"]
     assert manifest.samples == 6
-    assert dict(manifest.skipped_keys) == {f"bad{number}": reason for number, reason in enumerate(names.values())}
+    assert dict(manifest.skipped_keys) == {
+        f"bad{number}": reason for number, reason in enumerate(names.values())
+    }
     assert len((tmp_path / "out-private/skipped.jsonl").read_text().splitlines()) == len(names)
 
 
@@ -92,24 +96,39 @@ def test_a_linked_report_does_not_bring_other_texts_into_shards(
     run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=9)
     manifests = write_shards(mimic_cxr.plan(mimic_root, deid), deid, run)
     assert manifests["validate"].skipped == manifests["test"].skipped == {"report_unreadable": 1}
-    assert not any(b"0123456789abcdef" in path.read_bytes() for path in (tmp_path / "out").rglob("*.tar"))
+    assert not any(
+        b"0123456789abcdef" in path.read_bytes() for path in (tmp_path / "out").rglob("*.tar")
+    )
     trusted = mimic_cxr.plan(mimic_root, deid, follow_links=True)
     write_shards(trusted, deid, ShardRun(out=tmp_path / "trusted", workers=1, max_skipped=9))
-    assert ShardSource(tmp_path / "trusted/validate").sample(0).sections == {"findings": "0123456789abcdef"}
+    assert ShardSource(tmp_path / "trusted/validate").sample(0).sections == {
+        "findings": "0123456789abcdef"
+    }
 
 
 @pytest.mark.fault("S16")
 def test_trees_of_links_are_converted_with_follow_links(
     mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A tree of links to a store elsewhere, as DataLad and caches of downloads make it, tables included."""
+    """A tree of links to a store elsewhere, as DataLad and caches of downloads make it, tables
+    included.
+    """
     tree = tmp_path / "tree"
     for path in mimic_root.rglob("*"):
         if path.is_file():
             link = tree / path.relative_to(mimic_root)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path)
-    command = ["shards", "mimic-cxr", "--root", str(tree), "--out", str(tmp_path / "out"), "--workers", "1"]
+    command = [
+        "shards",
+        "mimic-cxr",
+        "--root",
+        str(tree),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+    ]
     with pytest.raises(SystemExit):
         cli.main(command)
     assert "--follow-links" in capsys.readouterr().err
@@ -153,8 +172,14 @@ COLUMNS = TableColumns(image_column="image", patient_column="patient", text_colu
         ({"image": "../a.png", "patient": "1", "text": "x"}, "cell_malformed"),
     ],
 )
-def test_hostile_rows_are_skipped(tmp_path: Path, deid: Deidentifier, row: dict[str, object], reason: str) -> None:
-    assert_skipped(table.plan(write_table(tmp_path / "t", row), COLUMNS, deid), reason, names="t.jsonl, row 1: ")
+def test_hostile_rows_are_skipped(
+    tmp_path: Path, deid: Deidentifier, row: dict[str, object], reason: str
+) -> None:
+    assert_skipped(
+        table.plan(write_table(tmp_path / "t", row), COLUMNS, deid),
+        reason,
+        names="t.jsonl, row 1: ",
+    )
 
 
 @pytest.mark.fault("S17")
@@ -171,7 +196,9 @@ def test_endless_cells_and_lines_raise(tmp_path: Path, deid: Deidentifier, suffi
     else:
         row = json.dumps({"image": "a.png", "patient": "1", "text": long})
         text = f"image,patient,text\na.png,1,{long}\n" if suffix.startswith("csv") else row
-        path.write_bytes(gzip.compress(text.encode(), 1) if suffix.endswith("gz") else text.encode())
+        path.write_bytes(
+            gzip.compress(text.encode(), 1) if suffix.endswith("gz") else text.encode()
+        )
     with raises(CorpusError, "too_large"):
         table.plan(path, COLUMNS, deid)
 
@@ -187,7 +214,9 @@ def test_hostile_json_and_pickles_raise(tmp_path: Path, deid: Deidentifier) -> N
     assert_skipped(table.plan(path, COLUMNS, deid), "row_malformed")
     for part in ("train", "val", "test"):
         (tmp_path / "qas" / part).mkdir(parents=True)
-        (tmp_path / f"qas/{part}/{part}_qa.json").write_text('[{"image": "a", "question": "b", "answer": "c"}]')
+        (tmp_path / f"qas/{part}/{part}_qa.json").write_text(
+            '[{"image": "a", "question": "b", "answer": "c"}]'
+        )
     for row in (
         {"image": "\ud800", "question": "", "answer": ""},
         {"image": "a", "question": "b", "answer": 1 << 20000},
@@ -208,8 +237,19 @@ def test_hostile_json_and_pickles_raise(tmp_path: Path, deid: Deidentifier) -> N
     ("field", "value"),
     [
         *(("sections", value) for value in (["findings"], {"findings": ["a"]}, "text")),
-        *(("labels", value) for value in ({"Edema": 7}, {"Edema": "1"}, {"Edema": True}, ["Edema"])),
-        *(("age", "40"), ("age", 4.5), ("view", 1), ("sex", ["F"]), ("patient", 5), ("key", None), ("extra", [1])),
+        *(
+            ("labels", value)
+            for value in ({"Edema": 7}, {"Edema": "1"}, {"Edema": True}, ["Edema"])
+        ),
+        *(
+            ("age", "40"),
+            ("age", 4.5),
+            ("view", 1),
+            ("sex", ["F"]),
+            ("patient", 5),
+            ("key", None),
+            ("extra", [1]),
+        ),
     ],
 )
 def test_samples_with_fields_of_other_types_are_refused(
@@ -232,7 +272,10 @@ def test_shards_with_fields_of_other_types_are_named(tmp_path: Path, deid: Deide
     folder = tmp_path / "out/train"
     tar = folder / "lab-train-000000.tar"
     data = tar.read_bytes()
-    right, wrong = b'"sections":{"caption":"This is image 1."}', b'"sections":["caption","This is image 1."]'
+    right, wrong = (
+        b'"sections":{"caption":"This is image 1."}',
+        b'"sections":["caption","This is image 1."]',
+    )
     tar.write_bytes(data.replace(right, wrong))
     assert tar.read_bytes() != data
     reseal(folder, 0)
@@ -256,10 +299,14 @@ READERS = [
 
 @pytest.mark.parametrize("path", READERS, ids=lambda path: path.name)
 def test_corpora_open_files_through_one_function(path: Path) -> None:
-    """Readers of a corpus open files by `InputFolders.open` only, so that links and special files are checked."""
+    """Readers of a corpus open files by `InputFolders.open` only, so that links and special
+    files are checked.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             call = ast.unparse(node.func)
             allowed = call in ("folders.open", "allowed.open", "ANYWHERE.open", "tarfile.open")
             name = call.rpartition(".")[2]
-            assert allowed or name not in ("open", "read_text", "read_bytes", "memory_map"), ast.unparse(node)
+            assert allowed or name not in ("open", "read_text", "read_bytes", "memory_map"), (
+                ast.unparse(node)
+            )

@@ -34,7 +34,9 @@ SPLITS = ("train", "train", "train", "validate", "test")
 
 
 def make_plan(folder: Path, count: int = 40) -> Plan:
-    """Return a plan with two images per patient in three splits; one is unreadable, one has no text."""
+    """Return a plan with two images per patient in three splits; one is unreadable, one has no
+    text.
+    """
     folder.mkdir(exist_ok=True)
     records = []
     for number in range(count):
@@ -61,17 +63,28 @@ def make_plan(folder: Path, count: int = 40) -> Plan:
     )
 
 
-def make_parts(folder: Path, deid: Deidentifier, parts: int, plan: Plan | None = None) -> list[Path]:
+def make_parts(
+    folder: Path, deid: Deidentifier, parts: int, plan: Plan | None = None
+) -> list[Path]:
     plan = plan or make_plan(folder / "images")
     outs = []
     for number in range(1, parts + 1):
         outs.append(folder / "parts" / str(number))
-        write_shards(plan, deid, ShardRun(out=outs[-1], workers=1, max_skipped=1, part=f"{number}/{parts}"), OPTIONS)
+        write_shards(
+            plan,
+            deid,
+            ShardRun(out=outs[-1], workers=1, max_skipped=1, part=f"{number}/{parts}"),
+            OPTIONS,
+        )
     return outs
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("parts", [1, 3, 16])
@@ -96,12 +109,17 @@ def test_parts_are_disjoint_and_of_equal_size(tmp_path: Path, deid: Deidentifier
     named = [{path.name for path in folder.rglob("*.tar")} for folder in folders]
     assert sum(map(len, named)) == len(set.union(*named)) == 14
     assert max(map(len, named)) - min(map(len, named)) <= 1
-    sources = [(folder.with_name(folder.name + "-private") / "sources.tsv").read_text() for folder in folders]
+    sources = [
+        (folder.with_name(folder.name + "-private") / "sources.tsv").read_text()
+        for folder in folders
+    ]
     keys = sorted(line.split("\t")[0] for text in sources for line in text.splitlines())
     assert keys == sorted(record.sample.key for record in plan.records)
 
 
-def test_interrupted_part_resumes(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_part_resumes(
+    tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = make_parts(tmp_path, deid, 2)
     before = contents(tmp_path / "parts")
     victim = sorted(folders[1].rglob("*.tar"))[2]
@@ -121,7 +139,9 @@ def test_interrupted_part_resumes(tmp_path: Path, deid: Deidentifier, monkeypatc
     assert contents(tmp_path / "parts") == before
 
 
-def test_interrupted_merge_resumes(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_merge_resumes(
+    tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = make_parts(tmp_path, deid, 2)
     original, seen = merge._link, [0]
 
@@ -139,12 +159,17 @@ def test_interrupted_merge_resumes(tmp_path: Path, deid: Deidentifier, monkeypat
     merge_parts(tmp_path / "merged", folders)
     merge_parts(tmp_path / "merged", folders)  # a third time changes nothing
     write_shards(
-        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "whole", workers=1, max_skipped=1), OPTIONS
+        make_plan(tmp_path / "images"),
+        deid,
+        ShardRun(out=tmp_path / "whole", workers=1, max_skipped=1),
+        OPTIONS,
     )
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
 
 
-def test_files_are_copied_where_links_fail(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_copied_where_links_fail(
+    tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = make_parts(tmp_path, deid, 2)
 
     def refuse(*_: object) -> None:
@@ -157,7 +182,9 @@ def test_files_are_copied_where_links_fail(tmp_path: Path, deid: Deidentifier, m
     assert all(path.stat().st_nlink == 1 for path in tars)
 
 
-def test_missing_duplicate_and_foreign_parts_are_refused(tmp_path: Path, deid: Deidentifier) -> None:
+def test_missing_duplicate_and_foreign_parts_are_refused(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     plan = make_plan(tmp_path / "images")
     folders = make_parts(tmp_path, deid, 3, plan)
     out = tmp_path / "merged"
@@ -206,7 +233,9 @@ def test_parts_of_different_conversions_are_refused(
     assert not (tmp_path / "merged").exists()
 
 
-def test_damage_is_reported_with_its_part_and_can_be_repaired(tmp_path: Path, deid: Deidentifier) -> None:
+def test_damage_is_reported_with_its_part_and_can_be_repaired(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     folders = make_parts(tmp_path, deid, 2)
     victim = sorted(folders[0].rglob("*train*.tar"))[0]
     data = bytearray(victim.read_bytes())
@@ -259,15 +288,20 @@ def test_shards_and_merge_commands(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = ["image,patient,text"]
     rng = np.random.default_rng(0)
     for number in range(24):
-        (tmp_path / f"images/{number}.png").write_bytes(encode_png(rng.integers(0, 256, (20, 20)).astype(np.uint8)))
+        (tmp_path / f"images/{number}.png").write_bytes(
+            encode_png(rng.integers(0, 256, (20, 20)).astype(np.uint8))
+        )
         rows.append(f"images/{number}.png,p{number},Image {number}.")
     (tmp_path / "rows.csv").write_text("\n".join(rows))
     shared = ["shards", "table", "--table", str(tmp_path / "rows.csv"), "--image-column", "image",
-              "--patient-column", "patient", "--text-column", "text", "--samples-per-shard", "4", "--workers", "1"]  # fmt: skip
+              "--patient-column", "patient", "--text-column", "text", "--samples-per-shard", "4",
+              "--workers", "1"]  # fmt: skip
     for number in (1, 2):
         cli.main([*shared, "--out", str(tmp_path / f"parts/{number}"), "--part", f"{number}/2"])
     assert "medvl merge OUT PART" in capsys.readouterr().out
-    folders = [str(path) for path in sorted((tmp_path / "parts").iterdir())]  # like parts/* of a shell
+    folders = [
+        str(path) for path in sorted((tmp_path / "parts").iterdir())
+    ]  # like parts/* of a shell
     assert len(folders) == 4
     cli.main(["merge", str(tmp_path / "out"), *folders])
     assert "verified" in capsys.readouterr().out

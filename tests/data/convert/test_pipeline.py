@@ -1,4 +1,6 @@
-"""Conversion to shards: determinism, resuming, accounting for every image, and reading the shards back."""
+"""Conversion to shards: determinism, resuming, accounting for every image, and reading the
+shards back.
+"""
 
 import dataclasses
 import json
@@ -58,7 +60,9 @@ def test_shards_return_the_converted_samples(tmp_path: Path, deid: Deidentifier)
 
 
 def test_webdataset_reads_the_shards(tmp_path: Path, deid: Deidentifier) -> None:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    )
     urls = [str(path) for path in sorted((tmp_path / "out/train").glob("*.tar"))]
     samples = list(webdataset.WebDataset(urls, shardshuffle=False))
     assert [sample["__key__"] for sample in samples] == [f"key{number:03d}" for number in range(12)]
@@ -80,12 +84,22 @@ def test_skipped_images_are_counted_and_listed(tmp_path: Path, deid: Deidentifie
     plan = make_plan(tmp_path / "images", bad={0: b"zero", 4: whole[: len(whole) // 2], 7: b"text"})
     (tmp_path / "images/0.png").write_bytes(b"")
     (tmp_path / "images/9.png").unlink()
-    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=4), OPTIONS)["train"]
+    manifest = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=4), OPTIONS
+    )["train"]
     assert (manifest.samples, manifest.planned, sum(manifest.skipped.values())) == (8, 12, 4)
-    reasons = {"key000": "empty", "key004": "truncated", "key007": "unknown_format", "key009": "image_missing"}
+    reasons = {
+        "key000": "empty",
+        "key004": "truncated",
+        "key007": "unknown_format",
+        "key009": "image_missing",
+    }
     assert manifest.skipped_keys == tuple(reasons.items())
     assert manifest.skipped == dict.fromkeys(reasons.values(), 1)
-    private = [json.loads(line) for line in (tmp_path / "out-private/skipped.jsonl").read_text().splitlines()]
+    private = [
+        json.loads(line)
+        for line in (tmp_path / "out-private/skipped.jsonl").read_text().splitlines()
+    ]
     assert {row["key"]: row["reason"] for row in private} == dict(manifest.skipped_keys)
     assert all(f"{int(row['key'][3:])}.png" in row["message"] for row in private)
     assert (tmp_path / "out-private").stat().st_mode & 0o077 == 0
@@ -94,7 +108,9 @@ def test_skipped_images_are_counted_and_listed(tmp_path: Path, deid: Deidentifie
 @pytest.mark.parametrize("shape", [(1, 600), (600, 1), (15, 15), (20, 1200)])
 def test_strips_are_skipped(tmp_path: Path, deid: Deidentifier, shape: tuple[int, int]) -> None:
     plan = make_plan(tmp_path / "images", bad={0: encode_png(textured(0, *shape))})
-    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=1), OPTIONS)["train"]
+    manifest = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=1), OPTIONS
+    )["train"]
     assert manifest.skipped_keys == (("key000", "too_small"),)
 
 
@@ -106,7 +122,9 @@ def test_frame_of_multi_frame_files_is_an_option(tmp_path: Path, deid: Deidentif
     run = ShardRun(out=tmp_path / "without", workers=1, max_skipped=1)
     manifest = write_shards(plan, deid, run, OPTIONS)["train"]
     assert manifest.skipped == {"multi_frame": 1}
-    assert not {"frame", "follow_links"} & set(manifest.options), "manifests of other conversions are unchanged"
+    assert not {"frame", "follow_links"} & set(manifest.options), (
+        "manifests of other conversions are unchanged"
+    )
     run = dataclasses.replace(run, out=tmp_path / "with")
     manifest = write_shards(plan, deid, run, dataclasses.replace(OPTIONS, frame=1))["train"]
     assert (manifest.samples, manifest.options["frame"]) == (2, 1)
@@ -115,12 +133,20 @@ def test_frame_of_multi_frame_files_is_an_option(tmp_path: Path, deid: Deidentif
 
 
 @pytest.mark.fault("F12")
-def test_conversion_stops_over_budget_and_resumes_with_a_larger_one(tmp_path: Path, deid: Deidentifier) -> None:
+def test_conversion_stops_over_budget_and_resumes_with_a_larger_one(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     plan = make_plan(tmp_path / "images", bad={1: b"x", 8: b"y"})
-    with raises(BudgetError, "budget", "max_skipped", names=str(tmp_path / "out-private/skipped.jsonl")):
-        write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0.1), OPTIONS)
+    with raises(
+        BudgetError, "budget", "max_skipped", names=str(tmp_path / "out-private/skipped.jsonl")
+    ):
+        write_shards(
+            plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0.1), OPTIONS
+        )
     assert not (tmp_path / "out/train/manifest.json").exists()
-    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0.2), OPTIONS)["train"]
+    manifest = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0.2), OPTIONS
+    )["train"]
     assert manifest.samples == 10
 
 
@@ -130,17 +156,31 @@ def test_images_without_text_are_excluded(tmp_path: Path, deid: Deidentifier) ->
     manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "a", workers=1), OPTIONS)["train"]
     assert (manifest.samples, manifest.excluded, manifest.skipped) == (3, {"no_text": 1}, {})
     keep = dataclasses.replace(OPTIONS, keep_textless=True)
-    assert write_shards(plan, deid, ShardRun(out=tmp_path / "b", workers=1), keep)["train"].samples == 4
+    assert (
+        write_shards(plan, deid, ShardRun(out=tmp_path / "b", workers=1), keep)["train"].samples
+        == 4
+    )
 
 
 @pytest.mark.parametrize("part", [None, "1/1"])
-def test_a_conversion_without_a_sample_is_an_error(tmp_path: Path, deid: Deidentifier, part: str | None) -> None:
+def test_a_conversion_without_a_sample_is_an_error(
+    tmp_path: Path, deid: Deidentifier, part: str | None
+) -> None:
     full = make_plan(tmp_path / "images", 4)
-    textless = [Record(dataclasses.replace(each.sample, sections={"caption": ""})) for each in full.records]
+    textless = [
+        Record(dataclasses.replace(each.sample, sections={"caption": ""})) for each in full.records
+    ]
     plan = dataclasses.replace(full, records=textless)
     run = ShardRun(out=tmp_path / "out", workers=1, part=part)
-    for _ in range(2):  # a second run of the same command has nothing to convert, and no sample either
-        with raises(CorpusError, "empty", "out", names="no sample was written of 4 (4 no_text); to keep images"):
+    for _ in range(
+        2
+    ):  # a second run of the same command has nothing to convert, and no sample either
+        with raises(
+            CorpusError,
+            "empty",
+            "out",
+            names="no sample was written of 4 (4 no_text); to keep images",
+        ):
             if part is None:
                 write_shards(plan, deid, run, OPTIONS)
             else:
@@ -149,7 +189,9 @@ def test_a_conversion_without_a_sample_is_an_error(tmp_path: Path, deid: Deident
     assert not list(tmp_path.rglob("manifest.json"))
     unreadable = make_plan(tmp_path / "others", 2, bad={0: b"x", 1: b"y"})
     with raises(CorpusError, "empty", names="of 2 (2 unknown_format); remove"):
-        write_shards(unreadable, deid, ShardRun(out=tmp_path / "other", workers=1, max_skipped=2), OPTIONS)
+        write_shards(
+            unreadable, deid, ShardRun(out=tmp_path / "other", workers=1, max_skipped=2), OPTIONS
+        )
 
 
 @pytest.mark.parametrize("stop_after", [0, 3, 5, 8, 11])
@@ -186,11 +228,14 @@ def test_run_killed_by_the_system_resumes(tmp_path: Path, deid: Deidentifier) ->
     rows = []
     for number in range(100):
         (folder / f"{number}.png").write_bytes(encode_png(textured(number, 600, 500)))
-        rows.append({"image": f"images/{number}.png", "patient": f"p{number}", "text": f"Image {number}."})
+        rows.append(
+            {"image": f"images/{number}.png", "patient": f"p{number}", "text": f"Image {number}."}
+        )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "medvl", "shards", "table", "--table", str(tmp_path / "rows.jsonl"),
-               "--image-column", "image", "--patient-column", "patient", "--text-column", "text", "--workers", "2",
-               "--samples-per-shard", "7"]  # fmt: skip
+    command = [sys.executable, "-m", "medvl", "shards", "table", "--table",
+        str(tmp_path / "rows.jsonl"),
+               "--image-column", "image", "--patient-column", "patient", "--text-column", "text",
+               "--workers", "2", "--samples-per-shard", "7"]  # fmt: skip
     forked.run([*command, "--out", str(tmp_path / "whole")]).check_returncode()
     out = tmp_path / "out"
     process = forked.start([*command, "--out", str(out)], cwd=tmp_path, new_session=True)
@@ -208,7 +253,9 @@ def test_run_killed_by_the_system_resumes(tmp_path: Path, deid: Deidentifier) ->
         assert {name: actual[name] for name in expected} == expected
 
 
-def test_second_run_writes_nothing_and_another_plan_is_refused(tmp_path: Path, deid: Deidentifier) -> None:
+def test_second_run_writes_nothing_and_another_plan_is_refused(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
     write_shards(plan, deid, run, OPTIONS)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out/train").iterdir()}
@@ -227,7 +274,9 @@ def test_second_run_writes_nothing_and_another_plan_is_refused(tmp_path: Path, d
 
 
 def test_private_files_are_closed_to_other_users(tmp_path: Path, deid: Deidentifier) -> None:
-    """Whatever the modes of a folder that was there before; a link is refused, and its target stays as it was."""
+    """Whatever the modes of a folder that was there before; a link is refused, and its target
+    stays as it was.
+    """
     plan, private = make_plan(tmp_path / "images", 4), tmp_path / "out-private"
     private.mkdir()
     (private / "sources.tsv").touch()
@@ -244,17 +293,26 @@ def test_private_files_are_closed_to_other_users(tmp_path: Path, deid: Deidentif
     assert not list((tmp_path / "target").iterdir())
 
 
-@pytest.mark.parametrize(("max_skipped", "passes"), [(2, True), (1, False), (0.34, True), (0.3, False)])
+@pytest.mark.parametrize(
+    ("max_skipped", "passes"), [(2, True), (1, False), (0.34, True), (0.3, False)]
+)
 def test_unusable_rows_are_held_to_the_budget(
     tmp_path: Path, deid: Deidentifier, max_skipped: float, passes: bool
 ) -> None:
-    """One of six rows was skipped while planning, and one image is unreadable; rows that an option excludes are free."""
+    """One of six rows was skipped while planning, and one image is unreadable; rows that an
+    option excludes are free.
+    """
     plan = make_plan(tmp_path / "images", 5, bad={2: b"no image"})
     counts = RowCounts(read=9, kept=5, excluded=Counter(view=3), skipped=Counter(text_unreadable=1))
     run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=max_skipped)
     if passes:
         manifest = write_shards(dataclasses.replace(plan, rows=counts), deid, run, OPTIONS)["train"]
-        assert manifest.rows == {"unit": "images", "read": 9, "kept": 5, "skipped": {"text_unreadable": 1}}
+        assert manifest.rows == {
+            "unit": "images",
+            "read": 9,
+            "kept": 5,
+            "skipped": {"text_unreadable": 1},
+        }
         assert manifest.excluded_from_corpus == {"view": 3}
     else:
         with raises(BudgetError, "budget", "max_skipped"):
@@ -290,11 +348,18 @@ def test_empty_plans_and_duplicate_keys_are_refused(tmp_path: Path, deid: Deiden
         )
     plan = make_plan(tmp_path / "images", 2)
     with raises(CorpusError, "conflict", "key", names="key000"):
-        write_shards(Plan("lab", plan.records * 2, (), RowCounts()), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
+        write_shards(
+            Plan("lab", plan.records * 2, (), RowCounts()),
+            deid,
+            ShardRun(out=tmp_path / "out"),
+            OPTIONS,
+        )
 
 
 @pytest.mark.fault("F2")
-def test_full_disk_keeps_finished_shards(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_finished_shards(
+    tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
     original, calls = os.fsync, [0]
 
@@ -313,14 +378,20 @@ def test_full_disk_keeps_finished_shards(tmp_path: Path, deid: Deidentifier, mon
 
 
 @pytest.mark.fault("F6")
-def test_dead_worker_raises(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_worker_raises(
+    tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pipeline, "_start_worker", os._exit)
     with raises(ShardError, "worker", names="no worker process started"):
-        write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=2), OPTIONS)
+        write_shards(
+            make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=2), OPTIONS
+        )
 
 
 def test_slow_shards_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks hold all records of a shard: four are queued for two workers, however long the shards take."""
+    """Tasks hold all records of a shard: four are queued for two workers, however long the
+    shards take.
+    """
     pool, submitted = Mock(), list[ShardTask]()
     pool.submit = lambda _, task: submitted.append(task) or Future[object]()
     monkeypatch.setattr(pipeline, "ProcessPoolExecutor", lambda *_, **__: pool)
@@ -333,11 +404,20 @@ def test_slow_shards_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(submitted) == 4
 
 
-def test_mimic_cxr_is_converted_without_identifiers(mimic_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
+def test_mimic_cxr_is_converted_without_identifiers(
+    mimic_root: Path, tmp_path: Path, deid: Deidentifier
+) -> None:
     manifests = write_shards(
-        mimic_cxr.plan(mimic_root, deid), deid, ShardRun(out=tmp_path / "out", workers=1), ShardOptions(short_side=64)
+        mimic_cxr.plan(mimic_root, deid),
+        deid,
+        ShardRun(out=tmp_path / "out", workers=1),
+        ShardOptions(short_side=64),
     )
-    assert {split: manifest.samples for split, manifest in manifests.items()} == {"train": 3, "validate": 1, "test": 1}
+    assert {split: manifest.samples for split, manifest in manifests.items()} == {
+        "train": 3,
+        "validate": 1,
+        "test": 1,
+    }
     assert manifests["train"].label_names == FINDINGS
     assert manifests["test"].warnings["no_findings_or_impression"] == 1
     source = ShardSource(tmp_path / "out/train")
@@ -363,12 +443,20 @@ def test_missing_reports_are_skipped_and_latin_1_reports_are_read(
     manifests = write_shards(mimic_cxr.plan(mimic_root, deid), deid, run)
     assert manifests["validate"].skipped == {"report_missing": 1}
     assert manifests["test"].warnings["not_utf8"] == 1
-    assert ShardSource(tmp_path / "out/test").sample(0).sections["findings"] == "Médiastinum widened."
+    assert (
+        ShardSource(tmp_path / "out/test").sample(0).sections["findings"] == "Médiastinum widened."
+    )
 
 
 def test_sample_json_round_trip_and_other_json_is_refused() -> None:
     sample = Sample(
-        key="k", corpus="c", split="s", patient="p", study="t", sections={"caption": "5 µm"}, labels={"A": -1}
+        key="k",
+        corpus="c",
+        split="s",
+        patient="p",
+        study="t",
+        sections={"caption": "5 µm"},
+        labels={"A": -1},
     )
     assert sample_from_json(sample_to_json(sample)) == sample
     for data in (b"", b"[]", b'{"key": 1}', b'{"key": "k", "unknown": 1}', b"\xff\xfe"):
@@ -385,7 +473,9 @@ def test_keys_that_are_not_file_names_are_refused(key: str) -> None:
 
 @pytest.mark.fault("S4")
 def test_tars_contain_plain_files_with_fixed_headers(tmp_path: Path, deid: Deidentifier) -> None:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    )
     with tarfile.open(tmp_path / "out/train/lab-train-000000.tar") as archive:
         for member in archive:
             assert (member.mtime, member.uid, member.uname, member.isreg()) == (0, 0, "", True)
@@ -397,17 +487,31 @@ def test_tars_contain_plain_files_with_fixed_headers(tmp_path: Path, deid: Deide
     [
         (lambda folder: (folder / "manifest.json").unlink(), "not_found", "manifest.json"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "malformed", "manifest.json"),
-        (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 99}'), "version", "got 99"),
-        (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 2}'), "malformed", "manifest.json"),
+        (
+            lambda folder: (folder / "manifest.json").write_text('{"schema_version": 99}'),
+            "version",
+            "got 99",
+        ),
+        (
+            lambda folder: (folder / "manifest.json").write_text('{"schema_version": 2}'),
+            "malformed",
+            "manifest.json",
+        ),
         (lambda folder: (folder / "lab-train-000001.tar").unlink(), "not_found", "000001.tar"),
         (lambda folder: (folder / "lab-train-000001.index").unlink(), "not_found", "000001.index"),
         (lambda folder: os.truncate(folder / "lab-train-000001.tar", 1000), "mismatch", "got 1000"),
         (
-            lambda folder: (folder / "lab-train-000001.index").write_text("# medvl index 1\na\tb\n"),
+            lambda folder: (folder / "lab-train-000001.index").write_text(
+                "# medvl index 1\na\tb\n"
+            ),
             "malformed",
             "000001.index",
         ),
-        (lambda folder: (folder / "lab-train-000001.index").write_bytes(b"\xff\xfe\x00"), "malformed", "000001.index"),
+        (
+            lambda folder: (folder / "lab-train-000001.index").write_bytes(b"\xff\xfe\x00"),
+            "malformed",
+            "000001.index",
+        ),
         (
             lambda folder: (folder / "lab-train-000001.index").write_bytes(
                 (folder / "lab-train-000002.index").read_bytes()
@@ -420,7 +524,9 @@ def test_tars_contain_plain_files_with_fixed_headers(tmp_path: Path, deid: Deide
 def test_opening_a_damaged_folder_raises(
     tmp_path: Path, deid: Deidentifier, damage: Callable[[Path], object], code: str, names: str
 ) -> None:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    )
     damage(tmp_path / "out/train")
     with raises(ShardError, code, names=names):
         ShardSource(tmp_path / "out/train")

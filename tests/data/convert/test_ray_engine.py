@@ -1,4 +1,6 @@
-"""Conversion on Ray: the same bytes as on local processes, lost workers, a killed driver, and settings."""
+"""Conversion on Ray: the same bytes as on local processes, lost workers, a killed driver, and
+settings.
+"""
 
 import dataclasses
 import os
@@ -57,7 +59,9 @@ def ray_session() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_ray_writes_the_bytes_of_local_processes(tmp_path: Path, deid: Deidentifier) -> None:
-    """Also after a worker was killed, and after a shard was damaged; an error of a node ends the conversion."""
+    """Also after a worker was killed, and after a shard was damaged; an error of a node ends the
+    conversion.
+    """
     large = {number: encode_png(textured(number, 1200, 1500)) for number in range(6, 12)}
     plan = make_plan(tmp_path / "images", bad={3: b"no image", **large})
     local = ShardRun(out=tmp_path / "local", workers=1, max_skipped=1)
@@ -89,7 +93,9 @@ def _kill_a_worker() -> None:
     while True:
         for status in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                if status.read_bytes().startswith(b"ray::_build_on_node") and _is_below(int(status.parent.name)):
+                if status.read_bytes().startswith(b"ray::_build_on_node") and _is_below(
+                    int(status.parent.name)
+                ):
                     os.kill(int(status.parent.name), signal.SIGKILL)
                     return
             except OSError:  # the process ended meanwhile

@@ -15,7 +15,9 @@ from medvl.errors import BudgetError
 
 
 @pytest.mark.parametrize("repair", ["added", "replaced", "moved", "none"])
-def test_conversion_over_budget_resumes_with_repaired_images(tmp_path: Path, deid: Deidentifier, repair: str) -> None:
+def test_conversion_over_budget_resumes_with_repaired_images(
+    tmp_path: Path, deid: Deidentifier, repair: str
+) -> None:
     plan = make_plan(tmp_path / "images", bad={8: b"y"})
     whole, image = encode_png(textured(8, 40, 50)), tmp_path / "images/8.png"
     if repair in ("added", "moved"):
@@ -35,17 +37,23 @@ def test_conversion_over_budget_resumes_with_repaired_images(tmp_path: Path, dei
     manifest = write_shards(plan, deid, run, OPTIONS)["train"]
     assert (manifest.samples, manifest.skipped) == (12, {})
     assert (tmp_path / "out/train/lab-train-000000.tar").stat().st_mtime_ns == kept.st_mtime_ns
-    write_shards(make_plan(tmp_path / "images2"), deid, ShardRun(out=tmp_path / "whole", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images2"), deid, ShardRun(out=tmp_path / "whole", workers=1), OPTIONS
+    )
     assert contents(tmp_path / "out/train") == contents(tmp_path / "whole/train")
 
 
-def test_a_path_that_messages_quote_does_not_count_as_moved(tmp_path: Path, deid: Deidentifier) -> None:
+def test_a_path_that_messages_quote_does_not_count_as_moved(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     plan = make_plan(tmp_path / "back\\slash")
     (tmp_path / "back\\slash/8.png").unlink()
     run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=0)
     with raises(BudgetError, "budget", "max_skipped"):
         write_shards(plan, deid, run, OPTIONS)
-    notes = {path: path.stat().st_mtime_ns for path in (tmp_path / "out-private").rglob("lab-*.json")}
+    notes = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "out-private").rglob("lab-*.json")
+    }
     assert notes
     with raises(BudgetError, "budget", "max_skipped"):
         write_shards(plan, deid, run, OPTIONS)

@@ -1,4 +1,6 @@
-"""MIMIC-CXR, CheXpert and table converters on valid and invalid fixtures in the published layouts."""
+"""MIMIC-CXR, CheXpert and table converters on valid and invalid fixtures in the published
+layouts.
+"""
 
 import csv
 import dataclasses
@@ -62,11 +64,18 @@ def test_mimic_samples_contain_no_raw_ids(mimic_root: Path, deid: Deidentifier) 
             assert dicom_id[:8] not in stored
 
 
-def test_mimic_studies_are_ordered_by_date_and_time_which_are_not_kept(mimic_root: Path, deid: Deidentifier) -> None:
-    times = {"50414267": ("21800506", "93012.5"), "53189527": ("21800506", "213014.531"), "57375967": ("", "")}
+def test_mimic_studies_are_ordered_by_date_and_time_which_are_not_kept(
+    mimic_root: Path, deid: Deidentifier
+) -> None:
+    times = {
+        "50414267": ("21800506", "93012.5"),
+        "53189527": ("21800506", "213014.531"),
+        "57375967": ("", ""),
+    }
     columns = ["dicom_id", "subject_id", "study_id", "ViewPosition", "StudyDate", "StudyTime"]
     rows = [
-        [image, subject, study, view, *times.get(study, ("22001231", ""))] for subject, study, image, view, _ in IMAGES
+        [image, subject, study, view, *times.get(study, ("22001231", ""))]
+        for subject, study, image, view, _ in IMAGES
     ]
     write_csv_gz(mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz", columns, rows)
     samples = list(mimic_cxr.plan(mimic_root, deid).iter_samples())
@@ -75,7 +84,9 @@ def test_mimic_studies_are_ordered_by_date_and_time_which_are_not_kept(mimic_roo
         assert not re.search("2180|2200|93012|213014", sample_to_json(sample).decode())
 
 
-def test_mimic_views_and_split_select_and_count_images(mimic_root: Path, deid: Deidentifier) -> None:
+def test_mimic_views_and_split_select_and_count_images(
+    mimic_root: Path, deid: Deidentifier
+) -> None:
     frontal = mimic_cxr.plan(mimic_root, deid, views=("PA", "AP"))
     assert len(frontal.records) == 3
     assert frontal.excluded == {"view": 2}
@@ -87,13 +98,19 @@ def test_mimic_views_and_split_select_and_count_images(mimic_root: Path, deid: D
 def test_mimic_images_without_labels_are_counted(mimic_root: Path, deid: Deidentifier) -> None:
     assert not mimic_cxr.plan(mimic_root, deid).warnings
     rows = [["1", "50000001.0", *["1"] * len(FINDINGS)]]
-    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows)
+    write_csv_gz(
+        mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows
+    )
     plan = mimic_cxr.plan(mimic_root, deid)
     assert plan.warnings == {"no_labels": len(plan.records)}
 
 
 def test_mimic_missing_table_or_column_raises(mimic_root: Path, deid: Deidentifier) -> None:
-    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS[:-1]], [])
+    write_csv_gz(
+        mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz",
+        ["subject_id", "study_id", *FINDINGS[:-1]],
+        [],
+    )
     with raises(CorpusError, "missing", "Support Devices", names="chexpert.csv.gz"):
         mimic_cxr.plan(mimic_root, deid)
     (mimic_root / "mimic-cxr-2.0.0-split.csv.gz").unlink()
@@ -106,10 +123,16 @@ def test_mimic_missing_table_or_column_raises(mimic_root: Path, deid: Deidentifi
 @pytest.mark.parametrize("column", ["dicom_id", "subject_id", "study_id"])
 def test_mimic_id_with_a_path_raises(mimic_root: Path, deid: Deidentifier, column: str) -> None:
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition"]
-    row = {"dicom_id": IMAGES[0][2], "subject_id": "10000032", "study_id": "50414267", "ViewPosition": "PA"}
+    row = {
+        "dicom_id": IMAGES[0][2],
+        "subject_id": "10000032",
+        "study_id": "50414267",
+        "ViewPosition": "PA",
+    }
     row[column] = "../../../secret"
     write_csv_gz(mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz", names, [list(row.values())])
-    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-split.csv.gz", ["dicom_id", "study_id", "subject_id", "split"],
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-split.csv.gz", ["dicom_id", "study_id", "subject_id",
+        "split"],
                  [[row["dicom_id"], row["study_id"], row["subject_id"], "train"]])  # fmt: skip
     with raises(CorpusError, "malformed"):
         mimic_cxr.plan(mimic_root, deid)
@@ -117,22 +140,28 @@ def test_mimic_id_with_a_path_raises(mimic_root: Path, deid: Deidentifier, colum
 
 def test_mimic_invalid_label_raises(mimic_root: Path, deid: Deidentifier) -> None:
     rows = [["10000032", "50414267", "yes", *[""] * 13]]
-    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows)
+    write_csv_gz(
+        mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows
+    )
     with raises(CorpusError, "malformed", "Atelectasis"):
         mimic_cxr.plan(mimic_root, deid)
 
 
 @pytest.mark.parametrize("damage", [b"", b"not gzip", "truncated"])
-def test_mimic_damaged_table_raises(mimic_root: Path, deid: Deidentifier, damage: bytes | str) -> None:
+def test_mimic_damaged_table_raises(
+    mimic_root: Path, deid: Deidentifier, damage: bytes | str
+) -> None:
     path = mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz"
     path.write_bytes(path.read_bytes()[:40] if damage == "truncated" else damage)
     with raises(CorpusError, "malformed", names="metadata.csv.gz"):
         mimic_cxr.plan(mimic_root, deid)
 
 
-CHEXPERT_COLUMNS = ["Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", "No Finding", "Enlarged Cardiomediastinum",
-                    "Cardiomegaly", "Lung Opacity", "Lung Lesion", "Edema", "Consolidation", "Pneumonia", "Atelectasis",
-                    "Pneumothorax", "Pleural Effusion", "Pleural Other", "Fracture", "Support Devices"]  # fmt: skip
+CHEXPERT_COLUMNS = ["Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", "No Finding",
+    "Enlarged Cardiomediastinum",
+                    "Cardiomegaly", "Lung Opacity", "Lung Lesion", "Edema", "Consolidation",
+                    "Pneumonia", "Atelectasis", "Pneumothorax", "Pleural Effusion", "Pleural Other",
+                    "Fracture", "Support Devices"]  # fmt: skip
 
 
 @pytest.fixture
@@ -140,7 +169,15 @@ def chexpert_root(tmp_path: Path) -> Path:
     root = tmp_path / "CheXpert-v1.0-small"
     rows = {
         "train": [
-            ["train/patient00001/study1/view1_frontal.jpg", "Female", "68", "Frontal", "AP", "1.0", *[""] * 13],
+            [
+                "train/patient00001/study1/view1_frontal.jpg",
+                "Female",
+                "68",
+                "Frontal",
+                "AP",
+                "1.0",
+                *[""] * 13,
+            ],
             [
                 "train/patient00002/study2/view1_frontal.jpg",
                 "Unknown",
@@ -151,9 +188,27 @@ def chexpert_root(tmp_path: Path) -> Path:
                 *["-1.0"] * 2,
                 *[""] * 11,
             ],
-            ["train/patient00002/study2/view2_lateral.jpg", "Male", "90", "Lateral", "", "", *["0.0"] * 13],
+            [
+                "train/patient00002/study2/view2_lateral.jpg",
+                "Male",
+                "90",
+                "Lateral",
+                "",
+                "",
+                *["0.0"] * 13,
+            ],
         ],
-        "valid": [["valid/patient64541/study1/view1_frontal.jpg", "Male", "73", "Frontal", "AP", *["0.0"] * 13, "1.0"]],
+        "valid": [
+            [
+                "valid/patient64541/study1/view1_frontal.jpg",
+                "Male",
+                "73",
+                "Frontal",
+                "AP",
+                *["0.0"] * 13,
+                "1.0",
+            ]
+        ],
     }
     for split, lines in rows.items():
         (root / split).mkdir(parents=True)
@@ -161,7 +216,9 @@ def chexpert_root(tmp_path: Path) -> Path:
             writer = csv.writer(file)
             writer.writerow(CHEXPERT_COLUMNS)
             writer.writerows([[f"CheXpert-v1.0-small/{line[0]}", *line[1:]] for line in lines])
-    with (root / "test.csv").open("w", newline="") as file:  # the later release: path and findings only
+    with (root / "test.csv").open(
+        "w", newline=""
+    ) as file:  # the later release: path and findings only
         writer = csv.writer(file)
         writer.writerow(["Path", *FINDINGS])
         writer.writerow(["test/patient64741/study1/view1_frontal.jpg", *["1.0"] * 14])
@@ -182,7 +239,9 @@ def test_chexpert_samples_match_tables(chexpert_root: Path, deid: Deidentifier) 
     assert samples[0].image == chexpert_root / "train/patient00001/study1/view1_frontal.jpg"
 
 
-def test_chexpert_excludes_laterals_and_raises_on_malformed_tables(chexpert_root: Path, deid: Deidentifier) -> None:
+def test_chexpert_excludes_laterals_and_raises_on_malformed_tables(
+    chexpert_root: Path, deid: Deidentifier
+) -> None:
     plan = chexpert.plan(chexpert_root, deid, frontal_only=True, split="train")
     assert len(plan.records) == 2
     assert plan.excluded == {"lateral": 1}
@@ -191,15 +250,38 @@ def test_chexpert_excludes_laterals_and_raises_on_malformed_tables(chexpert_root
     (chexpert_root / "valid.csv").write_text(",".join(CHEXPERT_COLUMNS[:-1]) + "\n")
     with raises(CorpusError, "missing", "Support Devices", names="valid.csv"):
         chexpert.plan(chexpert_root, deid)
-    (chexpert_root / "valid.csv").write_text(",".join(CHEXPERT_COLUMNS) + "\n" + "../../etc/passwd,," + "," * 16 + "\n")
+    (chexpert_root / "valid.csv").write_text(
+        ",".join(CHEXPERT_COLUMNS) + "\n" + "../../etc/passwd,," + "," * 16 + "\n"
+    )
     with raises(CorpusError, "malformed", "Path"):
         chexpert.plan(chexpert_root, deid)
 
 
 ROWS = [
-    {"image": "a.png", "patient": "p1", "caption": "CT of the chest.", "plane": "Axial", "tags": ["mass"], "age": 40},
-    {"image": "b.png", "patient": "p2", "caption": "MR of the brain.", "plane": "Sagittal", "tags": [], "age": None},
-    {"image": "c.png", "patient": "p2", "caption": "", "plane": "", "tags": ["mass", "edema"], "age": 95},
+    {
+        "image": "a.png",
+        "patient": "p1",
+        "caption": "CT of the chest.",
+        "plane": "Axial",
+        "tags": ["mass"],
+        "age": 40,
+    },
+    {
+        "image": "b.png",
+        "patient": "p2",
+        "caption": "MR of the brain.",
+        "plane": "Sagittal",
+        "tags": [],
+        "age": None,
+    },
+    {
+        "image": "c.png",
+        "patient": "p2",
+        "caption": "",
+        "plane": "",
+        "tags": ["mass", "edema"],
+        "age": 95,
+    },
 ]
 COLUMNS = TableColumns(
     image_column="image",
@@ -214,7 +296,9 @@ COLUMNS = TableColumns(
 def write_rows(folder: Path, kind: str) -> Path:
     path = folder / f"rows.{kind}"
     if kind.startswith("csv"):
-        with (gzip.open if kind.endswith("gz") else open)(path, "wt", newline="", encoding="utf-8") as file:
+        with (gzip.open if kind.endswith("gz") else open)(
+            path, "wt", newline="", encoding="utf-8"
+        ) as file:
             writer = csv.DictWriter(file, list(ROWS[0]))
             writer.writeheader()
             writer.writerows({**row, "tags": "|".join(row["tags"])} for row in ROWS)
@@ -240,7 +324,9 @@ def test_table_formats_give_equal_samples(tmp_path: Path, deid: Deidentifier, ki
     assert first.image == (tmp_path / "a.png").resolve()
 
 
-def test_table_where_split_column_and_parse_reports_are_applied(tmp_path: Path, deid: Deidentifier) -> None:
+def test_table_where_split_column_and_parse_reports_are_applied(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     path = tmp_path / "rows.jsonl"
     row = {
         "image": "a.png",
@@ -249,7 +335,11 @@ def test_table_where_split_column_and_parse_reports_are_applied(tmp_path: Path, 
         "report": "FINDINGS: Clear.\nIMPRESSION: Normal.",
         "source": "x",
     }
-    path.write_text("".join(json.dumps(row | {"image": f"{n}.png", "source": s}) + "\n" for n, s in enumerate("xyx")))
+    path.write_text(
+        "".join(
+            json.dumps(row | {"image": f"{n}.png", "source": s}) + "\n" for n, s in enumerate("xyx")
+        )
+    )
     columns = TableColumns(
         image_column="image",
         patient_column="patient",
@@ -275,25 +365,37 @@ ADDENDUM: Small nodule.
 """
 
 
-def hospital_sample(tmp_path: Path, deid: Deidentifier, reports: dict[str, str]) -> tuple[Sample, Counter[str]]:
+def hospital_sample(
+    tmp_path: Path, deid: Deidentifier, reports: dict[str, str]
+) -> tuple[Sample, Counter[str]]:
     """The sample of a one-row table with texts to parse, and the warnings."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"image": "a.png", "patient": "p", **reports}) + "\n")
-    columns = TableColumns(image_column="image", patient_column="patient", text_column=tuple(reports))
+    columns = TableColumns(
+        image_column="image", patient_column="patient", text_column=tuple(reports)
+    )
     plan = table.plan(path, columns, deid, parse_reports=True)
     return plan.records[0].sample, plan.warnings
 
 
-def test_sections_of_a_report_are_the_same_in_every_corpus(tmp_path: Path, deid: Deidentifier) -> None:
+def test_sections_of_a_report_are_the_same_in_every_corpus(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     """No section that identifies a person is stored, and all that is left out is counted."""
-    expected = {"indication": "Evaluate for pneumonia.", "findings": "Clear.", "addendum": "Small nodule."}
+    expected = {
+        "indication": "Evaluate for pneumonia.",
+        "findings": "Clear.",
+        "addendum": "Small nodule.",
+    }
     counts = {"sections_naming_a_person": 3, "text_before_first_header": 1, "repeated_sections": 1}
     sample, warnings = hospital_sample(tmp_path, deid, {"report": HOSPITAL})
     assert sample.sections == expected
     assert warnings == counts
     (tmp_path / "s1.txt").write_text(HOSPITAL)
     counted = Counter[str]()
-    sample = read_record(Record(dataclasses.replace(sample, sections={}), tmp_path / "s1.txt"), counted, ANYWHERE)
+    sample = read_record(
+        Record(dataclasses.replace(sample, sections={}), tmp_path / "s1.txt"), counted, ANYWHERE
+    )
     assert sample.sections == expected
     assert +counted == counts
 
@@ -311,8 +413,13 @@ def test_table_joins_text_columns_of_one_section(tmp_path: Path, deid: Deidentif
 
 
 def test_table_without_findings_has_the_last_paragraph(tmp_path: Path, deid: Deidentifier) -> None:
-    sample, warnings = hospital_sample(tmp_path, deid, {"report": "MRN: 1\nEXAM: CHEST\n\nThe lungs are clear.\n"})
-    assert sample.sections == {"examination": "CHEST. The lungs are clear.", "last_paragraph": "The lungs are clear."}
+    sample, warnings = hospital_sample(
+        tmp_path, deid, {"report": "MRN: 1\nEXAM: CHEST\n\nThe lungs are clear.\n"}
+    )
+    assert sample.sections == {
+        "examination": "CHEST. The lungs are clear.",
+        "last_paragraph": "The lungs are clear.",
+    }
     assert warnings == {"sections_naming_a_person": 1, "no_findings_or_impression": 1}
 
 
@@ -326,11 +433,16 @@ def test_reports_without_description_are_counted(tmp_path: Path, deid: Deidentif
     assert +warnings == {"no_description": 1}
 
 
-@pytest.mark.parametrize(("wanted", "kept"), [("true", ["0.png"]), ("1", ["0.png"]), ("False", ["1.png"]), ("yes", [])])
-def test_table_where_matches_booleans(tmp_path: Path, deid: Deidentifier, wanted: str, kept: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "kept"), [("true", ["0.png"]), ("1", ["0.png"]), ("False", ["1.png"]), ("yes", [])]
+)
+def test_table_where_matches_booleans(
+    tmp_path: Path, deid: Deidentifier, wanted: str, kept: list[str]
+) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [
-        {"image": f"{n}.png", "patient": "p", "text": "Clear.", "seen": seen} for n, seen in enumerate([True, False])
+        {"image": f"{n}.png", "patient": "p", "text": "Clear.", "seen": seen}
+        for n, seen in enumerate([True, False])
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = TableColumns(image_column="image", patient_column="patient", text_column=("text",))
@@ -355,15 +467,23 @@ def test_table_invalid_row_is_skipped(
     path = tmp_path / "rows.jsonl"
     row = {"image": "a.png", "patient": "p", "part": "train", "label": 1} | change
     path.write_text(json.dumps(row) + "\n")
-    columns = TableColumns(image_column="image", patient_column="patient", split_column="part", label_column=("label",))
+    columns = TableColumns(
+        image_column="image", patient_column="patient", split_column="part", label_column=("label",)
+    )
     code, column = expected
-    assert_skipped(table.plan(path, columns, deid), f"cell_{code}", names=f"rows.jsonl, row 1: {column} ")
+    assert_skipped(
+        table.plan(path, columns, deid), f"cell_{code}", names=f"rows.jsonl, row 1: {column} "
+    )
 
 
 def test_table_unreadable_file_raises(tmp_path: Path, deid: Deidentifier) -> None:
     path = write_rows(tmp_path, "csv")
     with raises(CorpusError, "missing", "report"):
-        table.plan(path, TableColumns(image_column="image", patient_column="patient", text_column=("report",)), deid)
+        table.plan(
+            path,
+            TableColumns(image_column="image", patient_column="patient", text_column=("report",)),
+            deid,
+        )
     with raises(CorpusError, "not_found"):
         table.plan(tmp_path / "none.csv", COLUMNS, deid)
     with raises(CorpusError, "unsupported"):
@@ -376,7 +496,11 @@ def test_table_unreadable_file_raises(tmp_path: Path, deid: Deidentifier) -> Non
         table.plan(tmp_path / "bad.parquet", COLUMNS, deid)
     (tmp_path / "latin.csv").write_bytes("image,patient\na.png,J\xf6rg\n".encode("latin-1"))
     with raises(CorpusError, "malformed"):
-        table.plan(tmp_path / "latin.csv", TableColumns(image_column="image", patient_column="patient"), deid)
+        table.plan(
+            tmp_path / "latin.csv",
+            TableColumns(image_column="image", patient_column="patient"),
+            deid,
+        )
     with raises(ConfigError, "out_of_range", "splits"):
         table.plan(path, COLUMNS, deid, fractions={"train": 0.5})
 
@@ -385,7 +509,9 @@ def test_table_unreadable_file_raises(tmp_path: Path, deid: Deidentifier) -> Non
 def test_parquet_cells_are_refused_before_they_take_memory(
     kind: str, tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cell that fills its group of rows, or the limit of a group, or that all rows share (3 GB if each had its own)."""
+    """A cell that fills its group of rows, or the limit of a group, or that all rows share (3 GB
+    if each had its own).
+    """
     monkeypatch.setattr(table, "_PARQUET_GROUP", 3 << 20)
     texts = {
         "alone": ["a" * (1 << 20)],
@@ -393,7 +519,9 @@ def test_parquet_cells_are_refused_before_they_take_memory(
         "shared by rows": ["a" * (1 << 20)],
     }
     rows = 3000 if kind == "shared by rows" else len(texts[kind])
-    column = pyarrow.DictionaryArray.from_arrays([0] * rows if kind == "shared by rows" else range(rows), texts[kind])
+    column = pyarrow.DictionaryArray.from_arrays(
+        [0] * rows if kind == "shared by rows" else range(rows), texts[kind]
+    )
     cells = {"image": [f"{n}.png" for n in range(rows)], "patient": ["p"] * rows, "text": column}
     pyarrow.parquet.write_table(pyarrow.table(cells), tmp_path / "rows.parquet", compression="zstd")
     assert (tmp_path / "rows.parquet").stat().st_size < 1 << 18
@@ -426,12 +554,20 @@ except CorpusError as error:
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory limit works on Linux only")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the memory limit works on Linux only"
+)
 def test_memory_for_a_huge_parquet_cell_is_bounded(tmp_path: Path) -> None:
-    """In a process that has freed no memory: 128 MB of text among empty cells, which three copies would take."""
+    """In a process that has freed no memory: 128 MB of text among empty cells, which three
+    copies would take.
+    """
     cells = ["a" * (128 << 20), *[""] * 4000]
-    pyarrow.parquet.write_table(pyarrow.table({"text": cells}), tmp_path / "huge.parquet", compression="zstd")
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 1000] * 4000}), tmp_path / "small.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": cells}), tmp_path / "huge.parquet", compression="zstd"
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["a" * 1000] * 4000}), tmp_path / "small.parquet"
+    )
     code, kilobytes = run_python(READ_PARQUET, tmp_path / "huge.parquet")
     assert code == "too_large"
     assert int(kilobytes) < 300 << 10

@@ -1,4 +1,5 @@
-"""Counts of every corpus that the phantom writes: the printed summary, the manifests, `medvl verify` and the budget.
+"""Counts of every corpus that the phantom writes: the printed summary, the manifests, `medvl
+verify` and the budget.
 
 Each layout is written, converted and verified as a user does it, by `medvl` commands.
 """
@@ -30,8 +31,12 @@ SELECTION = {
 """Layout -> options that leave rows out."""
 ROOT_OF = {"chexpert": "CheXpert-v1.0-small"}
 DAMAGED = 2
-CORPUS_LINE = re.compile(r"^([\w-]+): read (\d+) (\w+): kept (\d+), left out (\d+)(?: \((.*)\))?$", re.MULTILINE)
-SPLIT_LINE = re.compile(r"^(?:[\w-]+/)?([\w-]+): (\d+) samples of (\d+) patients(.*)$", re.MULTILINE)
+CORPUS_LINE = re.compile(
+    r"^([\w-]+): read (\d+) (\w+): kept (\d+), left out (\d+)(?: \((.*)\))?$", re.MULTILINE
+)
+SPLIT_LINE = re.compile(
+    r"^(?:[\w-]+/)?([\w-]+): (\d+) samples of (\d+) patients(.*)$", re.MULTILINE
+)
 
 
 class Finished(NamedTuple):
@@ -56,22 +61,33 @@ def reasons(text: str) -> Counter[str]:
     return Counter({reason: int(count) for count, reason in re.findall(r"(\d+) ([a-z]\w*)", text)})
 
 
-def check_counts(capsys: pytest.CaptureFixture[str], printed: str, out: Path) -> dict[str, Manifest]:
-    """Check that rows and images add up, in the summary, the manifests and `medvl verify`. Return the manifests."""
+def check_counts(
+    capsys: pytest.CaptureFixture[str], printed: str, out: Path
+) -> dict[str, Manifest]:
+    """Check that rows and images add up, in the summary, the manifests and `medvl verify`.
+    Return the manifests.
+    """
     manifests = {folder.name: Manifest.read(folder) for folder in split_folders(out)}
     (line,) = CORPUS_LINE.finditer(printed)
     name, read, unit, kept, left_out, why = line.groups()
     by_reason = reasons(why or "")
     assert int(read) == int(kept) + int(left_out) > 0
     assert by_reason.total() == int(left_out)
-    splits = {split: (int(samples), reasons(rest)) for split, samples, _, rest in SPLIT_LINE.findall(printed)}
+    splits = {
+        split: (int(samples), reasons(rest))
+        for split, samples, _, rest in SPLIT_LINE.findall(printed)
+    }
     assert splits.keys() == manifests.keys()
     for split, manifest in manifests.items():
-        assert not [warning for warning in manifest.warnings if warning.startswith("possible_")], "nobody is named"
+        assert not [warning for warning in manifest.warnings if warning.startswith("possible_")], (
+            "nobody is named"
+        )
         assert manifest.corpus == name
         assert manifest.rows["unit"] == unit
         assert (manifest.rows["read"], manifest.rows["kept"]) == (int(read), int(kept))
-        assert Counter(manifest.excluded_from_corpus) + Counter(manifest.rows["skipped"]) == by_reason
+        assert (
+            Counter(manifest.excluded_from_corpus) + Counter(manifest.rows["skipped"]) == by_reason
+        )
         omitted = Counter(manifest.excluded) + Counter(manifest.skipped)
         assert splits[split] == (manifest.samples, omitted)
         assert manifest.planned == manifest.samples + omitted.total()
@@ -96,7 +112,9 @@ def images_of(out: Path) -> Iterator[Path]:
 
 
 def test_every_layout_has_a_corpus() -> None:
-    assert {CORPUS_OF.get(layout, layout) for layout in LAYOUTS.keys() - NOT_CONVERTED} <= CORPORA.keys()
+    assert {
+        CORPUS_OF.get(layout, layout) for layout in LAYOUTS.keys() - NOT_CONVERTED
+    } <= CORPORA.keys()
     assert SELECTION.keys() | ROOT_OF.keys() | CORPUS_OF.keys() <= LAYOUTS.keys()
 
 
@@ -107,14 +125,26 @@ def test_rows_and_images_of_a_layout_are_counted(
     size = ("--patients", 8, "--size", 64, "--workers", 1)
     assert medvl(capsys, "phantom", layout, "--out", tmp_path / "corpus", *size).status == 0
     root = tmp_path / "corpus" / ROOT_OF.get(layout, "")
-    command = ["shards", CORPUS_OF.get(layout, layout), "--root", root, "--short-side", 32, "--workers", 1]
+    command = [
+        "shards",
+        CORPUS_OF.get(layout, layout),
+        "--root",
+        root,
+        "--short-side",
+        32,
+        "--workers",
+        1,
+    ]
 
     def convert(name: str, *options: object) -> Finished:
         return medvl(capsys, *command, *options, "--out", tmp_path / name)
 
     whole = convert("whole")
     assert whole.status == 0, whole.err
-    planned = {split: each.planned for split, each in check_counts(capsys, whole.out, tmp_path / "whole").items()}
+    planned = {
+        split: each.planned
+        for split, each in check_counts(capsys, whole.out, tmp_path / "whole").items()
+    }
     options = SELECTION.get(layout, ())
     if options:
         selected = convert("selected", *options)
@@ -138,11 +168,30 @@ def test_rows_and_images_of_a_layout_are_counted(
     assert sum(Counter(each.skipped).total() for each in manifests.values()) == DAMAGED
 
 
-def test_concepts_of_the_ontology_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_concepts_of_the_ontology_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     graph = tmp_path / "graph"
     assert medvl(capsys, "phantom", "umls", "--out", tmp_path / "umls").status == 0
-    assert medvl(capsys, "knowledge", "build", "--umls", tmp_path / "umls", "--out", graph).status == 0
-    command = ["shards", "concepts", "--knowledge", graph, "--umls", tmp_path / "umls", "--workers", 1]
+    assert (
+        medvl(capsys, "knowledge", "build", "--umls", tmp_path / "umls", "--out", graph).status == 0
+    )
+    command = [
+        "shards",
+        "concepts",
+        "--knowledge",
+        graph,
+        "--umls",
+        tmp_path / "umls",
+        "--workers",
+        1,
+    ]
     done = medvl(capsys, *command, "--out", tmp_path / "out")
     assert done.status == 0, done.err
-    assert sum(manifest.samples for manifest in check_counts(capsys, done.out, tmp_path / "out").values()) > 100
+    assert (
+        sum(
+            manifest.samples
+            for manifest in check_counts(capsys, done.out, tmp_path / "out").values()
+        )
+        > 100
+    )

@@ -1,4 +1,6 @@
-"""MedViLL's JSON lines and M3AE's Arrow files, which users have from these projects' own preparation."""
+"""MedViLL's JSON lines and M3AE's Arrow files, which users have from these projects' own
+preparation.
+"""
 
 import json
 import subprocess
@@ -28,7 +30,9 @@ def deid(tmp_path: Path) -> Deidentifier:
 
 
 def png(seed: int = 0) -> bytes:
-    return cv2.imencode(".png", np.random.default_rng(seed).integers(0, 256, (40, 40), np.uint8))[1].tobytes()
+    return cv2.imencode(".png", np.random.default_rng(seed).integers(0, 256, (40, 40), np.uint8))[
+        1
+    ].tobytes()
 
 
 def line(name: str, **fields: Any) -> dict[str, Any]:
@@ -47,7 +51,11 @@ def write_lines(root: Path, **files: list[Any]) -> Path:
 
 
 def test_medvill_openi(tmp_path: Path, deid: Deidentifier) -> None:
-    root = write_lines(tmp_path / "openi", Train=[line("2548"), line("60", label="''")], Test=[line("1000", text=" ")])
+    root = write_lines(
+        tmp_path / "openi",
+        Train=[line("2548"), line("60", label="''")],
+        Test=[line("1000", text=" ")],
+    )
     plan = medvill_jsonl.plan(root, deid)
     first, second, test = plan.iter_samples()
     assert first.patient == deid.patient("CXR2548"), "the patient of the Open-i shards"
@@ -60,12 +68,17 @@ def test_medvill_openi(tmp_path: Path, deid: Deidentifier) -> None:
 
 
 def test_medvill_labels_in_another_form_are_counted(tmp_path: Path, deid: Deidentifier) -> None:
-    root = write_lines(tmp_path / "openi", Train=[line("1", label="Edema, Pneumonia"), line("2"), line("3", label="")])
+    root = write_lines(
+        tmp_path / "openi",
+        Train=[line("1", label="Edema, Pneumonia"), line("2"), line("3", label="")],
+    )
     plan = medvill_jsonl.plan(root, deid)
     assert plan.warnings == {"label_unreadable": 1}
 
 
-def test_medvill_mimic_with_and_without_the_table_of_patients(tmp_path: Path, deid: Deidentifier) -> None:
+def test_medvill_mimic_with_and_without_the_table_of_patients(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     rows = [line(name, split="valid") for name in ("s50414267", "02aa804e-bde0", "s59999999")]
     root = write_lines(tmp_path / "mimic", Valid=rows)
     (tmp_path / "split.csv").write_text(
@@ -83,7 +96,9 @@ def test_medvill_mimic_with_and_without_the_table_of_patients(tmp_path: Path, de
 
 
 @pytest.mark.parametrize("change", [{"img": "../../etc/passwd"}, {"text": None}, {"id": "a/b"}])
-def test_medvill_refuses_malformed_lines(change: dict[str, Any], tmp_path: Path, deid: Deidentifier) -> None:
+def test_medvill_refuses_malformed_lines(
+    change: dict[str, Any], tmp_path: Path, deid: Deidentifier
+) -> None:
     with raises(CorpusError, "not_found"):
         medvill_jsonl.plan(tmp_path, deid)
     (tmp_path / "Train.jsonl").write_text(json.dumps({**line("1"), **change}))
@@ -94,7 +109,10 @@ def test_medvill_refuses_malformed_lines(change: dict[str, Any], tmp_path: Path,
 def arrow(path: Path, rows: list[tuple[Any, list[str], str]], **columns: Any) -> None:
     images, captions, names = zip(*rows, strict=True)
     table = pyarrow.table({"image": images, "caption": captions, "image_id": names, **columns})
-    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+    with (
+        pyarrow.OSFile(str(path), "wb") as sink,
+        pyarrow.ipc.new_file(sink, table.schema) as writer,
+    ):
         writer.write_table(table)
 
 
@@ -103,12 +121,20 @@ CAPTION, REFERENCE = "Chest radiograph with an effusion.", "The effusion was dra
 
 def test_m3ae_figures_and_reports(tmp_path: Path, deid: Deidentifier) -> None:
     pdf = "0a1b2c3d4e" * 4
-    names = (f"data/release/figures/{pdf}_3-Figure1-1.png", "roco/val/PMC4083729_AMHSR-4-14-g002.jpg", "other/1.png")
+    names = (
+        f"data/release/figures/{pdf}_3-Figure1-1.png",
+        "roco/val/PMC4083729_AMHSR-4-14-g002.jpg",
+        "other/1.png",
+    )
     arrow(tmp_path / "medicat_train.arrow", [(png(), [CAPTION, REFERENCE, REFERENCE], names[0])])
     arrow(tmp_path / "roco_val.arrow", [(png(1), [CAPTION], name) for name in names[1:]])
     study = "files/p10/p10000032/s50414267/02aa.jpg"
     labels = {"chexpert": [[0, 1]], "split": ["test"]}
-    arrow(tmp_path / "mimic_cxr_test.arrow", [(png(2), ["No effusion.", "Normal heart."], study)], **labels)
+    arrow(
+        tmp_path / "mimic_cxr_test.arrow",
+        [(png(2), ["No effusion.", "Normal heart."], study)],
+        **labels,
+    )
     plan = m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked")
     samples = {sample.key: sample for sample in plan.iter_samples()}
     figure, roco, other, report = (samples[deid.image(name)] for name in (*names, study))
@@ -123,11 +149,16 @@ def test_m3ae_figures_and_reports(tmp_path: Path, deid: Deidentifier) -> None:
     assert plan.warnings == {"repeated_reference": 1, "no_article": 1}
 
 
-def test_the_caption_of_a_figure_of_roco_follows_its_references(tmp_path: Path, deid: Deidentifier) -> None:
+def test_the_caption_of_a_figure_of_roco_follows_its_references(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     """M3AE's preparation appends the captions of ROCO after the references of MedICaT."""
     names = [f"data/roco/train/radiology/images/ROCO_0000{number}.jpg" for number in (2, 3)]
     texts = ([REFERENCE, CAPTION], [CAPTION])
-    arrow(tmp_path / "roco_train.arrow", [(png(), text, name) for text, name in zip(texts, names, strict=True)])
+    arrow(
+        tmp_path / "roco_train.arrow",
+        [(png(), text, name) for text, name in zip(texts, names, strict=True)],
+    )
     first, second = m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked").iter_samples()
     assert first.sections == {"caption": CAPTION, "reference-1": REFERENCE}
     assert second.sections == {"caption": CAPTION}
@@ -166,10 +197,16 @@ except CorpusError as error:
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory limit works on Linux only")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the memory limit works on Linux only"
+)
 @pytest.mark.parametrize(("compression", "printed"), [("zstd", "too_large"), (None, "1")])
-def test_a_compressed_batch_cannot_fill_the_memory(tmp_path: Path, compression: str | None, printed: str) -> None:
-    """In a process that has freed no memory: a batch of 150 MB, which is mapped where it is not compressed."""
+def test_a_compressed_batch_cannot_fill_the_memory(
+    tmp_path: Path, compression: str | None, printed: str
+) -> None:
+    """In a process that has freed no memory: a batch of 150 MB, which is mapped where it is not
+    compressed.
+    """
     table = pyarrow.table({"image": [bytes(150 << 20)], "caption": [["a"]], "image_id": ["x"]})
     options = pyarrow.ipc.IpcWriteOptions(compression=compression)
     with pyarrow.ipc.new_file(tmp_path / "roco_train.arrow", table.schema, options=options) as file:
@@ -182,14 +219,35 @@ def test_a_compressed_batch_cannot_fill_the_memory(tmp_path: Path, compression: 
 
 def test_the_commands_write_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write_lines(tmp_path / "openi", Train=[line("2548"), line("60")], Valid=[line("100")])
-    cli.main(["shards", "medvill-jsonl", "--root", str(root), "--out", str(tmp_path / "jsonl"), "--workers", "1"])
+    cli.main(
+        [
+            "shards",
+            "medvill-jsonl",
+            "--root",
+            str(root),
+            "--out",
+            str(tmp_path / "jsonl"),
+            "--workers",
+            "1",
+        ]
+    )
     assert "train: 2 samples of 2 patients" in capsys.readouterr().out
     (tmp_path / "arrow").mkdir()
     arrow(
-        tmp_path / "arrow" / "roco_train.arrow", [(png(), [CAPTION], "PMC1_a.jpg"), (png(1), [CAPTION], "PMC2_b.jpg")]
+        tmp_path / "arrow" / "roco_train.arrow",
+        [(png(), [CAPTION], "PMC1_a.jpg"), (png(1), [CAPTION], "PMC2_b.jpg")],
     )
     cli.main(
-        ["shards", "m3ae-arrow", "--root", str(tmp_path / "arrow"), "--out", str(tmp_path / "out"), "--workers", "1"]
+        [
+            "shards",
+            "m3ae-arrow",
+            "--root",
+            str(tmp_path / "arrow"),
+            "--out",
+            str(tmp_path / "out"),
+            "--workers",
+            "1",
+        ]
     )
     assert "train: 2 samples of 2 patients" in capsys.readouterr().out
     source = ShardSource(tmp_path / "out" / "train")

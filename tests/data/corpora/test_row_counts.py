@@ -16,9 +16,13 @@ from medvl.schema import Sample
 
 CORPORA = Path(medvl.data.__file__).parent / "corpora"
 PLANNING = [
-    path for path in sorted(CORPORA.rglob("*.py")) if " Plan(" in path.read_text() or "(Plan(" in path.read_text()
+    path
+    for path in sorted(CORPORA.rglob("*.py"))
+    if " Plan(" in path.read_text() or "(Plan(" in path.read_text()
 ]
-QUESTIONS = [path for path in sorted(CORPORA.rglob("*.py")) if "plan_questions(" in path.read_text()]
+QUESTIONS = [
+    path for path in sorted(CORPORA.rglob("*.py")) if "plan_questions(" in path.read_text()
+]
 
 
 def calls(path: Path) -> Counter[str]:
@@ -28,13 +32,19 @@ def calls(path: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    "path", sorted({*PLANNING, *QUESTIONS} - {CORPORA / "common/questions.py"}), ids=lambda path: path.stem
+    "path",
+    sorted({*PLANNING, *QUESTIONS} - {CORPORA / "common/questions.py"}),
+    ids=lambda path: path.stem,
 )
 def test_every_corpus_counts_its_rows(path: Path) -> None:
-    """`Plan` checks the sum of the counts in every test of a corpus; here, no corpus makes a plan without counts."""
+    """`Plan` checks the sum of the counts in every test of a corpus; here, no corpus makes a
+    plan without counts.
+    """
     called = calls(path)
     assert called["RowCounts"]
-    assert called["reading"] or path.name == "webdataset_tars.py", "tars count samples without any member to read too"
+    assert called["reading"] or path.name == "webdataset_tars.py", (
+        "tars count samples without any member to read too"
+    )
 
 
 def test_all_corpora_are_found() -> None:
@@ -51,7 +61,9 @@ def test_all_corpora_are_found() -> None:
     ],
 )
 def test_counts_that_do_not_add_up_are_refused(rows: RowCounts) -> None:
-    sample = Sample(key="a", corpus="lab", split="train", patient="p", study="s", image=Path("a.png"))
+    sample = Sample(
+        key="a", corpus="lab", split="train", patient="p", study="s", image=Path("a.png")
+    )
     with raises(CorpusError, "mismatch", "rows"):
         Plan("lab", Records([Record(sample)]), (), rows)
 

@@ -1,4 +1,6 @@
-"""Tables as people have them: separators, encodings, headers, cells, and messages that name the row and quote no cell."""
+"""Tables as people have them: separators, encodings, headers, cells, and messages that name the
+row and quote no cell.
+"""
 
 import dataclasses
 import datetime
@@ -22,7 +24,9 @@ from medvl.data.privacy import Deidentifier
 from medvl.errors import BudgetError, ConfigError, CorpusError, SplitError
 from medvl.schema import Sample
 
-COLUMNS = TableColumns(image_column="image", patient_column="patient", text_column=("text",), label_column=("edema",))
+COLUMNS = TableColumns(
+    image_column="image", patient_column="patient", text_column=("text",), label_column=("edema",)
+)
 CSV = "image,patient,text,edema\na.png,p1,Clear lungs.,0\nb.png,p2,Edema.,1\n"
 
 
@@ -35,19 +39,25 @@ def write(folder: Path, content: str | bytes, name: str = "rows.csv") -> Path:
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz", "rows.tsv"])
-def test_separator_is_detected(tmp_path: Path, deid: Deidentifier, separator: str, name: str) -> None:
+def test_separator_is_detected(
+    tmp_path: Path, deid: Deidentifier, separator: str, name: str
+) -> None:
     expected = [record.sample for record in table.plan(write(tmp_path, CSV), COLUMNS, deid).records]
     path = write(tmp_path, "\ufeff" + CSV.replace(",", separator), name)
     assert [record.sample for record in table.plan(path, COLUMNS, deid).records] == expected
 
 
-def test_separator_is_detected_where_a_column_is_missing(tmp_path: Path, deid: Deidentifier) -> None:
+def test_separator_is_detected_where_a_column_is_missing(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     path = write(tmp_path, "image;patient;edema\na.png;p1;1\n")
     with raises(CorpusError, "missing", "text", names="it has image, patient, edema"):
         table.plan(path, COLUMNS, deid)
 
 
-def test_first_row_is_not_quoted_where_the_header_is_missing(tmp_path: Path, deid: Deidentifier) -> None:
+def test_first_row_is_not_quoted_where_the_header_is_missing(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     path = write(tmp_path, "a.png,Jane Roe,Edema.,1\nb.png,p2,Clear.,0\n")
     with raises(CorpusError, "missing", "image", names="4 fields") as caught:
         table.plan(path, COLUMNS, deid)
@@ -56,7 +66,8 @@ def test_first_row_is_not_quoted_where_the_header_is_missing(tmp_path: Path, dei
 
 
 @pytest.mark.parametrize(
-    ("encoding", "advice"), [("cp1252", "WINDOWS-1252"), ("latin-1", "WINDOWS-"), ("utf-16-le", "UTF-16")]
+    ("encoding", "advice"),
+    [("cp1252", "WINDOWS-1252"), ("latin-1", "WINDOWS-"), ("utf-16-le", "UTF-16")],
 )
 def test_other_encodings_are_refused_with_the_way_to_convert(
     tmp_path: Path, deid: Deidentifier, encoding: str, advice: str
@@ -80,13 +91,24 @@ def plan_rows(folder: Path, deid: Deidentifier, rows: str, columns: TableColumns
     return table.plan(write(folder, "image,patient,text,edema,split\n" + rows), columns, deid)
 
 
-def samples(folder: Path, deid: Deidentifier, rows: str, columns: TableColumns = COLUMNS) -> list[Sample]:
+def samples(
+    folder: Path, deid: Deidentifier, rows: str, columns: TableColumns = COLUMNS
+) -> list[Sample]:
     return [record.sample for record in plan_rows(folder, deid, rows, columns).records]
 
 
 @pytest.mark.parametrize(
     ("cell", "label"),
-    [("True", 1), ("FALSE", 0), ("true", 1), ("1.0", 1), ("nan", None), ("NA", None), ("<NA>", None), ("None", None)],
+    [
+        ("True", 1),
+        ("FALSE", 0),
+        ("true", 1),
+        ("1.0", 1),
+        ("nan", None),
+        ("NA", None),
+        ("<NA>", None),
+        ("None", None),
+    ],
 )
 def test_label_cells_of_other_programs_are_read(
     tmp_path: Path, deid: Deidentifier, cell: str, label: int | None
@@ -97,26 +119,44 @@ def test_label_cells_of_other_programs_are_read(
 
 
 def test_missing_patients_and_categories_are_not_words(tmp_path: Path, deid: Deidentifier) -> None:
-    assert_skipped(plan_rows(tmp_path, deid, "a.png,nan,Clear.,1,\n"), "cell_missing", names="patient is empty")
-    columns = TableColumns(image_column="image", patient_column="patient", category_column=("edema",))
-    plan = table.plan(write(tmp_path, "image,patient,edema\na.png,p,yes\nb.png,q,NaN\n"), columns, deid)
+    assert_skipped(
+        plan_rows(tmp_path, deid, "a.png,nan,Clear.,1,\n"), "cell_missing", names="patient is empty"
+    )
+    columns = TableColumns(
+        image_column="image", patient_column="patient", category_column=("edema",)
+    )
+    plan = table.plan(
+        write(tmp_path, "image,patient,edema\na.png,p,yes\nb.png,q,NaN\n"), columns, deid
+    )
     assert plan.label_names == ("edema=yes",)
 
 
-def test_invalid_cells_are_skipped_and_named_without_their_values(tmp_path: Path, deid: Deidentifier) -> None:
+def test_invalid_cells_are_skipped_and_named_without_their_values(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     plan = plan_rows(tmp_path, deid, "a.png,p,,SECRET,\nb.png,p,,1,\nc.png,,,1,\nd.png,p,,2,\n")
-    messages = assert_skipped(plan, "cell_malformed", "cell_missing", "cell_malformed", names="rows.csv, row 1: edema")
+    messages = assert_skipped(
+        plan, "cell_malformed", "cell_missing", "cell_malformed", names="rows.csv, row 1: edema"
+    )
     assert [record.sample.image.name for record in plan.records if record.sample.image] == ["b.png"]
-    assert all(part in messages for part in ("rows.csv, row 3: patient is empty", "rows.csv, row 4: edema"))
+    assert all(
+        part in messages for part in ("rows.csv, row 3: patient is empty", "rows.csv, row 4: edema")
+    )
     assert "row 2" not in messages
     assert "SECRET" not in messages
     many = plan_rows(tmp_path, deid, "".join(f"{number}.png,p,,x,\n" for number in range(15)))
-    assert many.rows.describe_skipped().endswith("row 10: edema must be 1, 0, -1, true, false or empty; and 5 more")
+    assert many.rows.describe_skipped().endswith(
+        "row 10: edema must be 1, 0, -1, true, false or empty; and 5 more"
+    )
 
 
-def test_invalid_rows_count_towards_the_budget_and_are_listed(tmp_path: Path, deid: Deidentifier) -> None:
+def test_invalid_rows_count_towards_the_budget_and_are_listed(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     rows = "image,patient,text\na.png,p,Clear.\nb.png,q\nc.png,r,Edema.\n,s,Nodule.\n"
-    columns = TableColumns(image_column="image", patient_column="patient", text_column=("text",), tags_column=("text",))
+    columns = TableColumns(
+        image_column="image", patient_column="patient", text_column=("text",), tags_column=("text",)
+    )
     plan = table.plan(write(tmp_path, rows), columns, deid, fractions={"train": 1.0})
     assert_skipped(plan, "row_malformed", "cell_missing", names="rows.csv, row 4: image is empty")
     assert plan.label_names == ("Clear.", "Edema.", "Nodule.")
@@ -125,14 +165,20 @@ def test_invalid_rows_count_towards_the_budget_and_are_listed(tmp_path: Path, de
     run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=1)
     with raises(BudgetError, "budget", "max_skipped", names="line 3: expected 3 fields") as caught:
         write_shards(plan, deid, run)
-    assert "2 of 4 images cannot be used (1 cell_missing, 1 row_malformed), over the budget of 1" in str(caught.value)
+    assert (
+        "2 of 4 images cannot be used (1 cell_missing, 1 row_malformed), over the budget of 1"
+        in str(caught.value)
+    )
     assert not run.out.exists()
     manifest = write_shards(plan, deid, dataclasses.replace(run, max_skipped=2))["train"]
     assert manifest.samples == 2
     assert manifest.rows == {
         "unit": "images", "read": 4, "kept": 2, "skipped": {"cell_missing": 1, "row_malformed": 1}
     }  # fmt: skip
-    listed = [json.loads(line) for line in (tmp_path / "out-private/skipped.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line)
+        for line in (tmp_path / "out-private/skipped.jsonl").read_text().splitlines()
+    ]
     assert [(row["reason"], row["message"]) for row in listed] == plan.rows.messages
 
 
@@ -166,8 +212,12 @@ def test_names_with_a_path_are_refused(tmp_path: Path, deid: Deidentifier, name:
         table.plan(write(tmp_path, CSV), COLUMNS, deid, fractions={name: 1.0})
 
 
-@pytest.mark.parametrize(("name", "part"), [("images.zip", "unpack"), ("nowhere", "does not exist")])
-def test_image_root_must_be_a_folder(tmp_path: Path, deid: Deidentifier, name: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "part"), [("images.zip", "unpack"), ("nowhere", "does not exist")]
+)
+def test_image_root_must_be_a_folder(
+    tmp_path: Path, deid: Deidentifier, name: str, part: str
+) -> None:
     path = write(tmp_path, CSV)
     (tmp_path / "images.zip").write_bytes(b"PK")
     with raises(ConfigError, "not_found", "image_root", names=part):
@@ -176,9 +226,14 @@ def test_image_root_must_be_a_folder(tmp_path: Path, deid: Deidentifier, name: s
 
 @pytest.mark.parametrize(
     "rows",
-    ['a.png,p,1,"Clear.\nb.png,q,1,Edema.\n', 'a.png,p,1,"Clear.\nb.png,q,1,Edema.\nc.png,r,1,"Nodule"\nd.png,s,1,x\n'],
+    [
+        'a.png,p,1,"Clear.\nb.png,q,1,Edema.\n',
+        'a.png,p,1,"Clear.\nb.png,q,1,Edema.\nc.png,r,1,"Nodule"\nd.png,s,1,x\n',
+    ],
 )
-def test_a_quote_that_is_not_closed_joins_no_rows(tmp_path: Path, deid: Deidentifier, rows: str) -> None:
+def test_a_quote_that_is_not_closed_joins_no_rows(
+    tmp_path: Path, deid: Deidentifier, rows: str
+) -> None:
     path = write(tmp_path, "image,patient,edema,text\nz.png,p,1,Clear.\n" + rows)
     with raises(CorpusError, "malformed", names="after line 2") as caught:
         table.plan(path, COLUMNS, deid)
@@ -197,8 +252,12 @@ def plan_json(folder: Path, deid: Deidentifier, *rows: dict[str, object], **colu
 
 
 def test_whole_numbers_are_the_same_id_in_every_form(tmp_path: Path, deid: Deidentifier) -> None:
-    plan = plan_json(tmp_path, deid, {"patient": 7}, {"patient": "7"}, {"patient": 7.0}, {"patient": "007"})
-    assert [record.sample.patient for record in plan.records] == [deid.patient("7")] * 3 + [deid.patient("007")]
+    plan = plan_json(
+        tmp_path, deid, {"patient": 7}, {"patient": "7"}, {"patient": 7.0}, {"patient": "007"}
+    )
+    assert [record.sample.patient for record in plan.records] == [deid.patient("7")] * 3 + [
+        deid.patient("007")
+    ]
     texts = plan_json(tmp_path, deid, {"patient": "7.0"}, {"patient": "1.2.840.0"})
     assert texts.warnings == {"ids_like_1.0": 1}
 
@@ -213,13 +272,23 @@ def test_rounded_ids_are_skipped(tmp_path: Path, deid: Deidentifier, cell: objec
 
 @pytest.mark.parametrize("column", ["text", "patient", "image"])
 def test_a_list_is_not_a_text(tmp_path: Path, deid: Deidentifier, column: str) -> None:
-    plan = plan_json(tmp_path, deid, {"patient": "p", "text": "Clear.", column: ["Clear."]}, text_column=("text",))
+    plan = plan_json(
+        tmp_path,
+        deid,
+        {"patient": "p", "text": "Clear.", column: ["Clear."]},
+        text_column=("text",),
+    )
     assert_skipped(plan, "cell_malformed", names=f"row 1: {column} must be")
 
 
-def test_lists_of_tags_are_read_in_json_and_with_bars_only(tmp_path: Path, deid: Deidentifier) -> None:
+def test_lists_of_tags_are_read_in_json_and_with_bars_only(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     columns = TableColumns(image_column="image", patient_column="patient", tags_column=("tags",))
-    path = write(tmp_path, 'image,patient,tags\na.png,p,"[""mass"", ""nodule""]"\nb.png,q,mass|edema\nc.png,r,nan\n')
+    path = write(
+        tmp_path,
+        'image,patient,tags\na.png,p,"[""mass"", ""nodule""]"\nb.png,q,mass|edema\nc.png,r,nan\n',
+    )
     assert table.plan(path, columns, deid).label_names == ("edema", "mass", "nodule")
     path = write(tmp_path, "image,patient,tags\na.png,p,mass\nb.png,q,\"['mass', 'nodule']\"\n")
     plan = table.plan(path, columns, deid)
@@ -228,7 +297,9 @@ def test_lists_of_tags_are_read_in_json_and_with_bars_only(tmp_path: Path, deid:
 
 
 def test_a_missing_field_of_json_lines_is_named_by_row(tmp_path: Path, deid: Deidentifier) -> None:
-    plan = plan_json(tmp_path, deid, {"patient": "p", "text": "Clear."}, {"patient": "q"}, text_column=("text",))
+    plan = plan_json(
+        tmp_path, deid, {"patient": "p", "text": "Clear."}, {"patient": "q"}, text_column=("text",)
+    )
     assert_skipped(plan, "cell_missing", names="rows.jsonl, row 2 lacks the column text")
 
 

@@ -1,4 +1,6 @@
-"""`medvl shards text`: documents to blocks, duplicates, evaluation sets, splits, PubMed's XML, reports of shards."""
+"""`medvl shards text`: documents to blocks, duplicates, evaluation sets, splits, PubMed's XML,
+reports of shards.
+"""
 
 import gzip
 import json
@@ -51,10 +53,14 @@ PUBMED = """<?xml version="1.0" encoding="utf-8"?>
 
 def sentences(count: int, seed: int = 0, words: int = 9) -> str:
     rng = random.Random(seed)
-    return " ".join(" ".join(f"w{rng.randrange(5000)}" for _ in range(words)) + "." for _ in range(count))
+    return " ".join(
+        " ".join(f"w{rng.randrange(5000)}" for _ in range(words)) + "." for _ in range(count)
+    )
 
 
-def excluded(documents: list[Document], options: TextOptions, held_out: HeldOutTexts | None) -> Mapping[str, int]:
+def excluded(
+    documents: list[Document], options: TextOptions, held_out: HeldOutTexts | None
+) -> Mapping[str, int]:
     return plan(documents, DEID, options=options, held_out=held_out).excluded
 
 
@@ -86,8 +92,14 @@ def test_blocks_of_a_document_stay_together_and_lose_nothing() -> None:
     of_block = [record.sample for record in records]
     assert " ".join(sample.sections["text"] for sample in of_block) == text
     assert [sample.order for sample in of_block] == [0, 1, 2, 3]
-    assert len({sample.patient for sample in of_block}) == len({sample.split for sample in of_block}) == 1
-    assert len({sample.study for sample in of_block}) == len({sample.key for sample in of_block}) == 4
+    assert (
+        len({sample.patient for sample in of_block})
+        == len({sample.split for sample in of_block})
+        == 1
+    )
+    assert (
+        len({sample.study for sample in of_block}) == len({sample.key for sample in of_block}) == 4
+    )
     for sample in of_block:
         assert 50 < len(sample.sections["text"].split()) <= 100
         assert sample.sections["text"].endswith(".")
@@ -100,7 +112,8 @@ def test_a_document_has_one_split_in_every_corpus_and_order() -> None:
     documents = [Document(text=sentences(1, seed)) for seed in range(60)]
     fractions = {"train": 0.5, "test": 0.5}
     splits = {
-        record.sample.patient: record.sample.split for record in plan(documents, DEID, fractions=fractions).records
+        record.sample.patient: record.sample.split
+        for record in plan(documents, DEID, fractions=fractions).records
     }
     assert 15 < list(splits.values()).count("test") < 45
     for record in plan(documents[::-1], DEID, name="other", fractions=fractions).records:
@@ -110,7 +123,9 @@ def test_a_document_has_one_split_in_every_corpus_and_order() -> None:
 def test_files_of_all_kinds_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One line.\n\n  Two.\n")
     (tmp_path / "b.jsonl.gz").write_bytes(
-        gzip.compress(b'{"text": "Three.", "pmid": 3}\n{"text": " Four. ", "pmid": 4}\n{"text": "5", "pmid": null}')
+        gzip.compress(
+            b'{"text": "Three.", "pmid": 3}\n{"text": " Four. ", "pmid": 4}\n{"text": "5", "pmid": null}'
+        )
     )
     (tmp_path / "c.xml").write_text(PUBMED)
     (tmp_path / "d.pdf").write_text("no text")
@@ -119,9 +134,16 @@ def test_files_of_all_kinds_are_read(tmp_path: Path) -> None:
     assert [path.name for path in files] == ["a.txt", "b.jsonl.gz", "c.xml"]
     lines, json_lines, articles = (list(read_documents(path, options)) for path in files)
     assert [document.text for document in lines] == ["One line.", "Two."]
-    assert [(document.text, document.id) for document in json_lines] == [("Three.", "3"), ("Four.", "4"), ("5", None)]
+    assert [(document.text, document.id) for document in json_lines] == [
+        ("Three.", "3"),
+        ("Four.", "4"),
+        ("5", None),
+    ]
     abstract = "Effect of IL-2 on T cells. We studied H2O < 3. It works."
-    assert [(document.text, document.id) for document in articles] == [(abstract, "PMID 11"), ("", "PMID 12")]
+    assert [(document.text, document.id) for document in articles] == [
+        (abstract, "PMID 11"),
+        ("", "PMID 12"),
+    ]
     paragraphs = DocumentFormat(layout="paragraphs")
     (tmp_path / "p.txt").write_text("A sentence.\nAnother.\n\n\nSecond document.")
     assert [d.text for d in read_documents(tmp_path / "p.txt", paragraphs)] == [
@@ -152,10 +174,15 @@ def test_damaged_files_raise(tmp_path: Path, name: str, content: str, code: str)
             list(read_documents(path, DocumentFormat()))
 
 
-def test_pubmed_articles_that_cross_reads_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pubmed_articles_that_cross_reads_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("medvl.data.corpora.common.documents._CHUNK", 7)
     (tmp_path / "c.xml").write_text(PUBMED)
-    assert [document.id for document in read_documents(tmp_path / "c.xml", DocumentFormat())] == ["PMID 11", "PMID 12"]
+    assert [document.id for document in read_documents(tmp_path / "c.xml", DocumentFormat())] == [
+        "PMID 11",
+        "PMID 12",
+    ]
 
 
 def test_evaluation_sets_in_all_formats_are_found(tmp_path: Path) -> None:
@@ -169,9 +196,22 @@ def test_evaluation_sets_in_all_formats_are_found(tmp_path: Path) -> None:
     (tmp_path / "f.tsv").write_text("".join(f"{word}\tO\n" for word in quoted))
     (tmp_path / "g.iob2").write_text("".join(f"{word} NN O\n" for word in words[2:16]))
     (tmp_path / "h.tokens").write_text("\n".join(words[4:16]))
-    (tmp_path / "i.xml").write_text(f'<document><sentence text="{" ".join(words[8:20])}"><e/></sentence></document>')
-    (tmp_path / "j.xml").write_text(f"<d><t>{' '.join(words[7:13])}</t><t>{' '.join(words[13:19])}</t></d>")
-    starts = {"a.jsonl": 0, "b.tsv": 10, "c.txt": 12, "d.csv": 0, "e.json": 3, "f.tsv": 6, "g.iob2": 2, "h.tokens": 4}
+    (tmp_path / "i.xml").write_text(
+        f'<document><sentence text="{" ".join(words[8:20])}"><e/></sentence></document>'
+    )
+    (tmp_path / "j.xml").write_text(
+        f"<d><t>{' '.join(words[7:13])}</t><t>{' '.join(words[13:19])}</t></d>"
+    )
+    starts = {
+        "a.jsonl": 0,
+        "b.tsv": 10,
+        "c.txt": 12,
+        "d.csv": 0,
+        "e.json": 3,
+        "f.tsv": 6,
+        "g.iob2": 2,
+        "h.tokens": 4,
+    }
     for path, start in {**starts, "i.xml": 8, "j.xml": 7}.items():
         found = HeldOutTexts({"set": read_texts(tmp_path / path)})
         assert found.find(["before", *words[start : start + RUN], "after"]) == "set"
@@ -198,12 +238,23 @@ def test_hash_set_matches_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
         plain.add(number)
 
 
-def test_command_writes_verified_shards_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_verified_shards_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "texts").mkdir()
     lines = [sentences(4, seed) for seed in range(30)]
     (tmp_path / "texts/a.txt").write_text("\n".join([*lines, lines[0]]))
     (tmp_path / "set.txt").write_text(lines[1])
-    command = ["shards", "text", "--sources", str(tmp_path / "texts"), "--out", str(tmp_path / "out"), "--workers", "1"]
+    command = [
+        "shards",
+        "text",
+        "--sources",
+        str(tmp_path / "texts"),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+    ]
     command += [
         "--held-out",
         f"quiz={tmp_path / 'set.txt'}",
@@ -226,7 +277,18 @@ def test_command_writes_verified_shards_and_resumes(tmp_path: Path, capsys: pyte
     cli.main(command)  # finished shards are kept
     assert {split: Manifest.read(tmp_path / "out" / split) for split in manifests} == manifests
 
-    cli.main(["shards", "text", "--sources", str(tmp_path / "out"), "--out", str(tmp_path / "again"), "--workers", "1"])
+    cli.main(
+        [
+            "shards",
+            "text",
+            "--sources",
+            str(tmp_path / "out"),
+            "--out",
+            str(tmp_path / "again"),
+            "--workers",
+            "1",
+        ]
+    )
     for split, manifest in manifests.items():  # reports of shards keep patient and split
         again = Manifest.read(tmp_path / "again" / split)
         assert again.patients == manifest.patients
@@ -238,7 +300,9 @@ def test_command_writes_verified_shards_and_resumes(tmp_path: Path, capsys: pyte
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
-    """Twelve shards take as much memory as two: 10 MB more of text, less than 3 MB more of memory."""
+    """Twelve shards take as much memory as two: 10 MB more of text, less than 3 MB more of
+    memory.
+    """
     grown = []
     for documents in (200, 1200):
         source = tmp_path / f"{documents}.txt"
@@ -256,15 +320,29 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 def _convert(source: Path, grown: Connection) -> None:
     """Convert a file in this process, and send the kilobytes by which its memory grew."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    command = ["shards", "text", "--sources", str(source), "--out", str(source.with_suffix("")), "--workers", "1"]
+    command = [
+        "shards",
+        "text",
+        "--sources",
+        str(source),
+        "--out",
+        str(source.with_suffix("")),
+        "--workers",
+        "1",
+    ]
     cli.main([*command, "--samples-per-shard", "100"])
     grown.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.real
 def test_pretraining_text_that_is_in_an_evaluation_set_is_left_out(real_data: Path) -> None:
-    """HoC's abstracts are PubMed's: every document of the file overlaps; of case texts, none does."""
+    """HoC's abstracts are PubMed's: every document of the file overlaps; of case texts, none
+    does.
+    """
     held_out = HeldOutTexts({"hoc": read_texts(real_data / "blurb/hoc")})
     for name, overlapping in (("pubmed_abstracts_hoc", 1852), ("medpix2_case_text", 0)):
         documents = read_documents(real_data / f"mlm/{name}.txt.gz", DocumentFormat())
-        assert sum(held_out.find(words_of(document.text)) is not None for document in documents) == overlapping
+        assert (
+            sum(held_out.find(words_of(document.text)) is not None for document in documents)
+            == overlapping
+        )

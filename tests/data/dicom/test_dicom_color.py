@@ -16,7 +16,9 @@ def colors() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (12, 10, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize(("dtype", "white"), [(np.uint8, 255), (np.uint16, 65535), (np.uint32, 2**32 - 1)])
+@pytest.mark.parametrize(
+    ("dtype", "white"), [(np.uint8, 255), (np.uint16, 65535), (np.uint32, 2**32 - 1)]
+)
 @pytest.mark.parametrize("planar", [0, 1])
 def test_rgb_becomes_luma(tmp_path, colors, dtype, white, planar):
     samples = (colors / 255 * white).astype(dtype)
@@ -32,20 +34,32 @@ def test_rgb_becomes_luma(tmp_path, colors, dtype, white, planar):
 
 def test_window_does_not_apply_to_color(tmp_path, colors):
     plain = read_dicom(write_dataset(tmp_path / "a.dcm", image_dataset(colors)))
-    windowed = read_dicom(write_dataset(tmp_path / "b.dcm", image_dataset(colors, WindowCenter=10, WindowWidth=5)))
+    windowed = read_dicom(
+        write_dataset(tmp_path / "b.dcm", image_dataset(colors, WindowCenter=10, WindowWidth=5))
+    )
     assert np.array_equal(plain.pixels_HW, windowed.pixels_HW)
 
 
 def test_ybr_luma_is_the_first_component(tmp_path, colors):
     full = image_dataset(colors, PhotometricInterpretation="YBR_FULL")
-    assert np.array_equal(read_dicom(write_dataset(tmp_path / "a.dcm", full)).pixels_HW, colors[:, :, 0])
-    pairs = colors.reshape(12, 5, 2, 3)  # 4:2:2 stores two luma samples, then the chroma of the first
+    assert np.array_equal(
+        read_dicom(write_dataset(tmp_path / "a.dcm", full)).pixels_HW, colors[:, :, 0]
+    )
+    pairs = colors.reshape(
+        12, 5, 2, 3
+    )  # 4:2:2 stores two luma samples, then the chroma of the first
     packed = np.concatenate([pairs[:, :, :, 0], pairs[:, :, 0, 1:]], axis=-1)
-    halved = image_dataset(colors, PhotometricInterpretation="YBR_FULL_422", PixelData=packed.tobytes())
-    assert np.array_equal(read_dicom(write_dataset(tmp_path / "b.dcm", halved)).pixels_HW, colors[:, :, 0])
+    halved = image_dataset(
+        colors, PhotometricInterpretation="YBR_FULL_422", PixelData=packed.tobytes()
+    )
+    assert np.array_equal(
+        read_dicom(write_dataset(tmp_path / "b.dcm", halved)).pixels_HW, colors[:, :, 0]
+    )
 
 
-def palette_dataset(indices: np.ndarray, palette: np.ndarray, first: int, bits: int, **fields: object):
+def palette_dataset(
+    indices: np.ndarray, palette: np.ndarray, first: int, bits: int, **fields: object
+):
     data = image_dataset(indices, PhotometricInterpretation="PALETTE COLOR", **fields)
     for channel, name in enumerate(("Red", "Green", "Blue")):
         prefix = f"{name}PaletteColorLookupTable"
@@ -72,7 +86,9 @@ def test_segmented_palettes(tmp_path):
     segments = np.array([0, 3, 10, 20, 30, 1, 4, 50, 2, 2, 0, 0, 1, 3, 20], "<u2")
     once = [10, 20, 30, 35, 40, 45, 50]
     expanded = np.array([*once, *once, 40, 30, 20]) * 256
-    data = image_dataset(np.arange(17, dtype=np.uint8)[None], PhotometricInterpretation="PALETTE COLOR")
+    data = image_dataset(
+        np.arange(17, dtype=np.uint8)[None], PhotometricInterpretation="PALETTE COLOR"
+    )
     for name in ("Red", "Green", "Blue"):
         setattr(data, f"{name}PaletteColorLookupTableDescriptor", [17, 0, 16])
         values = segments.copy()

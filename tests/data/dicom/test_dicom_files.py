@@ -1,4 +1,6 @@
-"""DICOM file structure: transfer syntaxes, missing parts, kept header fields, and unreadable files."""
+"""DICOM file structure: transfer syntaxes, missing parts, kept header fields, and unreadable
+files.
+"""
 
 import logging
 import re
@@ -46,7 +48,9 @@ def plain(tmp_path, pixels) -> DicomImage:
     return read_dicom(write_dataset(tmp_path / "plain.dcm", image_dataset(pixels, **WINDOW)))
 
 
-@pytest.mark.parametrize("syntax", [ImplicitVRLittleEndian, ExplicitVRBigEndian, DeflatedExplicitVRLittleEndian])
+@pytest.mark.parametrize(
+    "syntax", [ImplicitVRLittleEndian, ExplicitVRBigEndian, DeflatedExplicitVRLittleEndian]
+)
 def test_native_transfer_syntaxes(tmp_path, pixels, plain, syntax):
     data = image_dataset(pixels, **WINDOW)
     data.file_meta.TransferSyntaxUID = syntax
@@ -59,9 +63,13 @@ def test_native_transfer_syntaxes(tmp_path, pixels, plain, syntax):
 
 @pytest.mark.parametrize("frame", range(3))
 def test_big_endian_bytes_written_as_words(tmp_path, frame):
-    frames = np.random.default_rng(0).integers(0, 256, (3, 5, 3), dtype=np.uint8)  # an odd number of bytes
+    frames = np.random.default_rng(0).integers(
+        0, 256, (3, 5, 3), dtype=np.uint8
+    )  # an odd number of bytes
     data = image_dataset(
-        frames, NumberOfFrames=3, PixelData=np.frombuffer(frames.tobytes() + b"\0", "u2").byteswap().tobytes()
+        frames,
+        NumberOfFrames=3,
+        PixelData=np.frombuffer(frames.tobytes() + b"\0", "u2").byteswap().tobytes(),
     )
     data["PixelData"].VR = "OW"
     data.file_meta.TransferSyntaxUID = ExplicitVRBigEndian
@@ -79,7 +87,9 @@ def test_lossless_compression(tmp_path, pixels, syntax, signed):
     data.compress(syntax)
     packed = write_dataset(tmp_path / "packed.dcm", data)
     for frame in range(2):
-        assert np.array_equal(read_dicom(packed, frame=frame).pixels_HW, read_dicom(plain, frame=frame).pixels_HW)
+        assert np.array_equal(
+            read_dicom(packed, frame=frame).pixels_HW, read_dicom(plain, frame=frame).pixels_HW
+        )
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -100,38 +110,59 @@ def test_gdcm_decodes_jpeg_ls_where_pyjpegls_is_missing(tmp_path, pixels, signed
 
 @pytest.mark.parametrize("fragments_per_frame", [1, 3])
 @pytest.mark.parametrize("table", ["none", "basic", "extended"])
-def test_frames_in_fragments_with_and_without_offset_tables(tmp_path, pixels, fragments_per_frame, table):
-    data = image_dataset(np.stack([pixels, pixels[::-1], pixels[:, ::-1]]), NumberOfFrames=3, **WINDOW)
+def test_frames_in_fragments_with_and_without_offset_tables(
+    tmp_path, pixels, fragments_per_frame, table
+):
+    data = image_dataset(
+        np.stack([pixels, pixels[::-1], pixels[:, ::-1]]), NumberOfFrames=3, **WINDOW
+    )
     plain = write_dataset(tmp_path / "plain.dcm", data)
     data.compress(JPEG2000Lossless)
     frames = list(generate_frames(data.PixelData, number_of_frames=3))
     if table == "extended":
-        data.PixelData, data.ExtendedOffsetTable, data.ExtendedOffsetTableLengths = encapsulate_extended(frames)
+        data.PixelData, data.ExtendedOffsetTable, data.ExtendedOffsetTableLengths = (
+            encapsulate_extended(frames)
+        )
     else:
-        data.PixelData = encapsulate(frames, fragments_per_frame=fragments_per_frame, has_bot=table == "basic")
+        data.PixelData = encapsulate(
+            frames, fragments_per_frame=fragments_per_frame, has_bot=table == "basic"
+        )
     data["PixelData"].is_undefined_length = True
     packed = write_dataset(tmp_path / "packed.dcm", data)
     for frame in range(3):
-        assert np.array_equal(read_dicom(packed, frame=frame).pixels_HW, read_dicom(plain, frame=frame).pixels_HW)
+        assert np.array_equal(
+            read_dicom(packed, frame=frame).pixels_HW, read_dicom(plain, frame=frame).pixels_HW
+        )
 
 
 def test_deflated_frames(tmp_path, pixels):
     packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     frame = packer.compress(pixels.tobytes()) + packer.flush()
-    plain = raw_file(b"1.2.840.10008.1.2.1", layout(80, 71) + element(0x7FE00010, b"OW", pixels.tobytes()))
-    for name, data in (("plain", plain), ("packed", raw_file(DEFLATED_FRAMES, layout(80, 71) + fragments(frame)))):
+    plain = raw_file(
+        b"1.2.840.10008.1.2.1", layout(80, 71) + element(0x7FE00010, b"OW", pixels.tobytes())
+    )
+    for name, data in (
+        ("plain", plain),
+        ("packed", raw_file(DEFLATED_FRAMES, layout(80, 71) + fragments(frame))),
+    ):
         (tmp_path / f"{name}.dcm").write_bytes(data)
     packed = read_dicom(tmp_path / "packed.dcm")
     assert np.array_equal(packed.pixels_HW, read_dicom(tmp_path / "plain.dcm").pixels_HW)
     for damaged, code in ((frame[:-50], "truncated"), (b"no deflated data", "malformed")):
-        (tmp_path / "a.dcm").write_bytes(raw_file(DEFLATED_FRAMES, layout(80, 71) + fragments(damaged)))
+        (tmp_path / "a.dcm").write_bytes(
+            raw_file(DEFLATED_FRAMES, layout(80, 71) + fragments(damaged))
+        )
         with raises(DicomError, code):
             read_dicom(tmp_path / "a.dcm")
 
 
 def test_jpeg_lossless_of_12_bits(tmp_path, pixels, plain):
     path = tmp_path / "plain.dcm"
-    reader, change, writer = gdcm.ImageReader(), gdcm.ImageChangeTransferSyntax(), gdcm.ImageWriter()
+    reader, change, writer = (
+        gdcm.ImageReader(),
+        gdcm.ImageChangeTransferSyntax(),
+        gdcm.ImageWriter(),
+    )
     reader.SetFileName(str(path))
     assert reader.Read()
     change.SetTransferSyntax(gdcm.TransferSyntax(gdcm.TransferSyntax.JPEGLosslessProcess14_1))
@@ -156,7 +187,9 @@ def test_jpeg_of_8_bits(tmp_path, photometric, adobe):
     encoded = tmp_path / "a.jpg"
     Image.fromarray(samples).save(encoded, quality=95, keep_rgb=photometric == "RGB")
     jpeg = encoded.read_bytes()
-    if photometric == "RGB" and not adobe:  # remove the marker, so that only the DICOM header states RGB
+    if (
+        photometric == "RGB" and not adobe
+    ):  # remove the marker, so that only the DICOM header states RGB
         jpeg = re.sub(rb"\xff\xee\x00\x0eAdobe.{7}", b"", jpeg, flags=re.DOTALL)
     elif adobe and photometric != "RGB":
         mark = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([1 if color else 0])
@@ -209,7 +242,9 @@ def test_header_fields(tmp_path, pixels):
         "PixelSpacing": [0.139, 0.140],
         "BurnedInAnnotation": "NO",
     }
-    header = read_dicom(write_dataset(tmp_path / "a.dcm", image_dataset(pixels, **WINDOW, **fields))).header
+    header = read_dicom(
+        write_dataset(tmp_path / "a.dcm", image_dataset(pixels, **WINDOW, **fields))
+    ).header
     assert header == DicomHeader(
         rows=80,
         columns=71,
@@ -243,7 +278,12 @@ def identified(pixels: np.ndarray) -> Dataset:
     person = Dataset()
     person.PatientName = CANARY
     data.ReferencedPatientSequence = [person]
-    for name, vr in (("ViewPosition", "CS"), ("BodyPartExamined", "CS"), ("PatientSex", "CS"), ("Modality", "CS")):
+    for name, vr in (
+        ("ViewPosition", "CS"),
+        ("BodyPartExamined", "CS"),
+        ("PatientSex", "CS"),
+        ("Modality", "CS"),
+    ):
         data.add_new(pydicom.datadict.tag_for_keyword(name), vr, CANARY)
     data.add_new(0x00101010, "LO", CANARY)
     data.add_new(0x00080005, "CS", CANARY)
@@ -263,7 +303,9 @@ def test_no_output_names_a_patient(tmp_path, pixels, caplog, recwarn):
     for name, data in {
         "truncated": content[:-100],
         "cut_header": content[:700],
-        "frames": content.replace(b"\x28\0\x10\0US", element(0x00280008, b"IS", CANARY.encode()) + b"\x28\0\x10\0US"),
+        "frames": content.replace(
+            b"\x28\0\x10\0US", element(0x00280008, b"IS", CANARY.encode()) + b"\x28\0\x10\0US"
+        ),
         "photometric": content.replace(b"MONOCHROME2 ", CANARY.encode() * 2),
         "syntax": raw_file(CANARY.encode(), content[content.index(b"\x08\0\x16\0UI") :]),
     }.items():
@@ -271,7 +313,9 @@ def test_no_output_names_a_patient(tmp_path, pixels, caplog, recwarn):
         with pytest.raises(DicomError) as caught:
             read_dicom(tmp_path / f"{name}.dcm")
         texts.append(str(caught.value))
-    texts += [str(warning.message) for warning in recwarn] + [record.getMessage() for record in caplog.records]
+    texts += [str(warning.message) for warning in recwarn] + [
+        record.getMessage() for record in caplog.records
+    ]
     assert not [text for text in texts if CANARY in text or "1.2.3.4" in text or "20200102" in text]
 
 

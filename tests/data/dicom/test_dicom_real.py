@@ -1,6 +1,7 @@
 """Real DICOM files: those bundled with pydicom, and 136 more with a manifest from the real data.
 
-Each is either decoded and equals pydicom's own transformations, or raises DicomError with the code listed here.
+Each is either decoded and equals pydicom's own transformations, or raises DicomError with the code
+listed here.
 """
 
 import csv
@@ -56,8 +57,12 @@ BEYOND_PYDICOM = (
     "emri_small_jpeg_2k_lossless_too_short",  # all frames, but no delimiter after the last
 )
 HAS_12_BITS = "pylibjpeg" in get_decoder(JPEGExtended12Bit).available_plugins
-"""Whether pylibjpeg-libjpeg (extra `gpl-codecs`) is installed, the only codec of 12-bit JPEG Extended."""
-if HAS_12_BITS:  # JPGExtended is decoded; JPEG-lossy has a damaged scan, which libjpeg refuses (2.3.0, 2.4.0 and 2.5.0)
+"""Whether pylibjpeg-libjpeg (extra `gpl-codecs`) is installed, the only codec of 12-bit JPEG
+Extended.
+"""
+# JPGExtended is decoded; JPEG-lossy has a damaged scan, which libjpeg refuses (2.3.0, 2.4.0 and
+# 2.5.0)
+if HAS_12_BITS:
     ERRORS |= {"JPEG-lossy": "undecodable"}
 else:
     ERRORS |= {"JPEG-lossy": "no_codec", "JPGExtended": "no_codec"}
@@ -65,7 +70,9 @@ LUMA = np.array([0.299, 0.587, 0.114])
 
 
 def check(path: Path) -> DicomImage | None:
-    """Read and check the first and the last frame; return None when the file raises the listed error."""
+    """Read and check the first and the last frame; return None when the file raises the listed
+    error.
+    """
     try:
         frames = read_dicom(path, frame=0).header.frames
         images = {frame: read_dicom(path, frame=frame, bits=16) for frame in {0, frames - 1}}
@@ -92,16 +99,23 @@ def _reference(data: Dataset, stored: np.ndarray, frame: int, shading: str) -> n
         return colors @ LUMA / np.iinfo(colors.dtype).max
     if shading == "color":
         return stored @ LUMA / (2.0**data.BitsStored - 1)
-    for sequence, index in (("PerFrameFunctionalGroupsSequence", frame), ("SharedFunctionalGroupsSequence", 0)):
+    for sequence, index in (
+        ("PerFrameFunctionalGroupsSequence", frame),
+        ("SharedFunctionalGroupsSequence", 0),
+    ):
         for name in ("PixelValueTransformationSequence", "FrameVOILUTSequence"):
             if sequence in data and name in data[sequence][index]:
                 data.update(data[sequence][index][name][0])
     values = np.asarray(apply_modality_lut(stored, data), float)
     kept = stored != data.get("PixelPaddingValue", np.inf)
     if shading == "voi_lut":
-        shades = apply_voi_lut(values.astype(int), data) / (2 ** data.VOILUTSequence[0].LUTDescriptor[2] - 1)
+        shades = apply_voi_lut(values.astype(int), data) / (
+            2 ** data.VOILUTSequence[0].LUTDescriptor[2] - 1
+        )
     elif shading == "window":
-        center, width = (float(np.atleast_1d(data[name].value)[0]) for name in ("WindowCenter", "WindowWidth"))
+        center, width = (
+            float(np.atleast_1d(data[name].value)[0]) for name in ("WindowCenter", "WindowWidth")
+        )
         step = 0 if stored.dtype.kind == "f" else 1
         shades = (values - (center - step / 2)) / (width - step) + 0.5
     elif shading == "full_range":
@@ -110,7 +124,9 @@ def _reference(data: Dataset, stored: np.ndarray, frame: int, shading: str) -> n
         low, high = np.quantile(values[kept], [0.005, 0.995], method="inverted_cdf")
         shades = (values - low) / max(high - low, 1e-9)
     shades = np.clip(shades, 0, 1)
-    return np.where(kept, 1 - shades if data.PhotometricInterpretation == "MONOCHROME1" else shades, 0)
+    return np.where(
+        kept, 1 - shades if data.PhotometricInterpretation == "MONOCHROME1" else shades, 0
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:pydicom")
@@ -129,7 +145,9 @@ def test_real_files_match_their_manifest(real_data):
         image = check(real_data / "dicom" / row["file"])
         is_ok = row["decode_pydicom3+pylibjpeg"].startswith("ok")
         if image is None:
-            assert not is_ok or "JPGExtended" in row["file"]  # the manifest was made with the GPL codec
+            assert (
+                not is_ok or "JPGExtended" in row["file"]
+            )  # the manifest was made with the GPL codec
             continue
         decoded.add(row["file"])
         if row["rows_x_cols"] == "x":  # pydicom could not read it
@@ -170,5 +188,7 @@ def test_lungs_are_dark_and_the_spine_is_bright(real_data, name):
 def test_inverted_copy_is_inverted(real_data):
     folder = real_data / "dicom" / "txv"
     inverted = read_dicom(folder / "Fake_MONOHR1.dcm").pixels_HW
-    original = read_dicom(folder / "1.2.276.0.7230010.3.1.4.8323329.6904.1517875201.850819.dcm").pixels_HW
+    original = read_dicom(
+        folder / "1.2.276.0.7230010.3.1.4.8323329.6904.1517875201.850819.dcm"
+    ).pixels_HW
     assert np.array_equal(inverted, 255 - original)

@@ -38,10 +38,17 @@ def png(width: int, height: int, bits: int, color_type: int, samples: bytes = b"
     """Return a PNG: signature, IHDR, IDAT, IEND."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, bits, color_type, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(samples)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(samples))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
@@ -53,7 +60,9 @@ def test_jpeg_decoding_equals_pillow(scene, mode):
         expected = np.asarray(reference.convert("RGB").convert(target))
         assert decoded.dtype == np.uint8
         assert decoded.shape == expected.shape
-        assert np.abs(decoded.astype(int) - expected).max() <= 3  # two roundings of a colour conversion
+        assert (
+            np.abs(decoded.astype(int) - expected).max() <= 3
+        )  # two roundings of a colour conversion
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"keep_rgb": True}, {"subsampling": 0}])
@@ -75,7 +84,9 @@ def test_16_bit_png_is_scaled_to_8_bits():
     rows = b"".join(b"\0" + row.tobytes() for row in ramp)
     scaled = np.round(np.arange(65536) / 257).reshape(256, 256)
     assert np.array_equal(decode_image(png(256, 256, 16, 0, rows)), scaled)
-    assert np.array_equal(decode_image(png(256, 256, 16, 0, rows), color=True), np.stack([scaled] * 3, axis=-1))
+    assert np.array_equal(
+        decode_image(png(256, 256, 16, 0, rows), color=True), np.stack([scaled] * 3, axis=-1)
+    )
     rows_rgb = b"".join(b"\0" + np.repeat(row, 3).tobytes() for row in ramp)
     assert np.abs(decode_image(png(256, 256, 16, 2, rows_rgb)).astype(int) - scaled).max() <= 1
     rows_alpha = b"".join(b"\0" + np.repeat(row, 2).tobytes() for row in ramp)
@@ -142,7 +153,9 @@ def test_encoding_round_trip(scene):
     assert np.abs(decode_image(encode_jpeg(grey)).astype(int) - grey).mean() < 1
     assert np.abs(decode_image(encode_jpeg(scene), color=True).astype(int) - scene).mean() < 1.5
     assert len(encode_jpeg(scene, 50)) < len(encode_jpeg(scene, 95))
-    assert encode_jpeg(grey[:, ::-1]) == encode_jpeg(grey[:, ::-1].copy())  # from a view too, and deterministic
+    assert encode_jpeg(grey[:, ::-1]) == encode_jpeg(
+        grey[:, ::-1].copy()
+    )  # from a view too, and deterministic
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
@@ -194,7 +207,9 @@ def test_mutated_files_decode_or_raise_image_errors(scene, kind):
         data = bytearray(original)
         for _ in range(random.integers(1, 6)):
             start = int(random.integers(len(data)))
-            data[start : start + int(random.integers(0, 9))] = random.bytes(int(random.integers(0, 9)))
+            data[start : start + int(random.integers(0, 9))] = random.bytes(
+                int(random.integers(0, 9))
+            )
         try:
             decoded = decode_image(bytes(data), color=True, max_pixels=1 << 20)
         except ImageError as error:
@@ -218,7 +233,12 @@ def test_resize_short_side_shapes(scene):
 def test_shrinking_averages_areas():
     image = np.random.default_rng(0).integers(0, 256, (64, 96), dtype=np.uint8)
     means = image.reshape(16, 4, 24, 4).mean(axis=(1, 3))
-    assert np.abs(resize_short_side(image, 20) - cv2.resize(image, (30, 20), interpolation=cv2.INTER_AREA)).max() == 0
+    assert (
+        np.abs(
+            resize_short_side(image, 20) - cv2.resize(image, (30, 20), interpolation=cv2.INTER_AREA)
+        ).max()
+        == 0
+    )
     assert np.abs(resize_short_side(image, 16) - means).max() <= 1  # halved before: rounded twice
 
 
@@ -233,7 +253,9 @@ def test_halving_large_images_first_changes_little(scene):
 
 @pytest.mark.fault("S6")
 def test_jpegs_of_many_scans_are_refused_before_decoding() -> None:
-    """Each scan of a progressive JPEG is a pass over all pixels, and costs the file a dozen bytes."""
+    """Each scan of a progressive JPEG is a pass over all pixels, and costs the file a dozen
+    bytes.
+    """
     data = saved(Image.fromarray(np.full((1024, 1024), 127, np.uint8)), "JPEG", progressive=True)
     assert decode_image(data).shape == (1024, 1024)
     last = data.rfind(b"\xff\xda")
@@ -241,5 +263,7 @@ def test_jpegs_of_many_scans_are_refused_before_decoding() -> None:
         decode_image(data[:last] + data[last:-2] * 20_000 + data[-2:])
     with raises(ImageError, "too_large"):
         decode_image(data[:2] + b"\xff\xfe\0\2" * 1_000_000 + data[2:])
-    metadata = b"\xff\xe1" + (2 + 500 * 4).to_bytes(2, "big") + b"\xff\xda\0\2" * 500  # as of an embedded thumbnail
+    metadata = (
+        b"\xff\xe1" + (2 + 500 * 4).to_bytes(2, "big") + b"\xff\xda\0\2" * 500
+    )  # as of an embedded thumbnail
     assert decode_image(data[:2] + metadata + data[2:]).shape == (1024, 1024)

@@ -33,12 +33,16 @@ def image(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, (8, 8), np.uint8)
 
 
-def write(folder: Path, numbers: list[int] | None = None, generation: Generation = GENERATION) -> list[int]:
+def write(
+    folder: Path, numbers: list[int] | None = None, generation: Generation = GENERATION
+) -> list[int]:
     """Write some of the missing images; return the numbers that were missing."""
     with GeneratedImagesWriter(folder, generation, MANIFESTS) as writer:
         missing = writer.missing()
         for number in missing if numbers is None else numbers:
-            writer.add(number, image(number), prompt=PROMPT, prompt_key="0", seed=number, cut_tokens=number)
+            writer.add(
+                number, image(number), prompt=PROMPT, prompt_key="0", seed=number, cut_tokens=number
+            )
     return missing
 
 
@@ -46,7 +50,9 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert write(tmp_path / "out") == [0, 1, 2]
     images = GeneratedImages.open(tmp_path / "out")
     assert len(images) == 3
-    assert images.generation == dataclasses.replace(GENERATION, config={"sizes": [1, 2], "target": "v"})
+    assert images.generation == dataclasses.replace(
+        GENERATION, config={"sizes": [1, 2], "target": "v"}
+    )
     assert images.train_manifests() == MANIFESTS
     for number, row in enumerate(images.rows):
         assert (row.prompt, row.seed, row.cut_tokens, row.guidance, row.synthetic) == (
@@ -59,7 +65,12 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert np.array_equal(images.pixels(number), image(number))
         assert row.pixel_hash == pixel_hash(image(number))
     with Image.open(tmp_path / "out" / images.rows[2].file) as file:
-        assert file.text == {"synthetic": "true", "prompt": PROMPT, "seed": "2", "generator": "ab" * 32}
+        assert file.text == {
+            "synthetic": "true",
+            "prompt": PROMPT,
+            "seed": "2",
+            "generator": "ab" * 32,
+        }
         assert file.mode == "L"
 
 

@@ -25,8 +25,20 @@ def test_kinds_of_a_grey_image_agree(tmp_path: Path) -> None:
     path = tmp_path / "grey.png"
     path.write_bytes(encode_png(GREY_HW))
     kinds = [
-        *(path, str(path), path.read_bytes(), Image.open(path), GREY_HW, GREY_HW[:, :, None], GREY_HW[None]),
-        *(torch.from_numpy(GREY_HW), torch.from_numpy(GREY_HW)[None], torch.from_numpy(GREY_HW) / 255),
+        *(
+            path,
+            str(path),
+            path.read_bytes(),
+            Image.open(path),
+            GREY_HW,
+            GREY_HW[:, :, None],
+            GREY_HW[None],
+        ),
+        *(
+            torch.from_numpy(GREY_HW),
+            torch.from_numpy(GREY_HW)[None],
+            torch.from_numpy(GREY_HW) / 255,
+        ),
         *(GREY_HW.astype(np.float64) / 255, GREY_HW.astype(np.int64)),
     ]
     for image in kinds:
@@ -38,10 +50,22 @@ def test_kinds_of_a_color_image_agree(tmp_path: Path) -> None:
     path = tmp_path / "color.png"
     path.write_bytes(encode_png(RGB_HWC))
     tensor = torch.from_numpy(RGB_HWC).permute(2, 0, 1)
-    for image in (path, path.read_bytes(), Image.open(path).convert("RGBA"), RGB_HWC, tensor, tensor / 255):
+    for image in (
+        path,
+        path.read_bytes(),
+        Image.open(path).convert("RGBA"),
+        RGB_HWC,
+        tensor,
+        tensor / 255,
+    ):
         np.testing.assert_array_equal(read_image(image), RGB_HWC)
     for image in (path, Image.open(path), RGB_HWC):
-        assert np.abs(read_image(image, color=False).astype(int) - np.array(Image.open(path).convert("L"))).max() <= 1
+        assert (
+            np.abs(
+                read_image(image, color=False).astype(int) - np.array(Image.open(path).convert("L"))
+            ).max()
+            <= 1
+        )
 
 
 def test_16_bits_are_scaled_by_their_depth(tmp_path: Path) -> None:

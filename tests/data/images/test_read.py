@@ -25,7 +25,9 @@ def test_png_is_read_without_a_header(tmp_path: Path) -> None:
 
 
 def test_dicom_is_read_with_its_header_and_screened_for_text(tmp_path: Path) -> None:
-    dataset = image_dataset(np.zeros((64, 64), np.uint16), ViewPosition="PA", BurnedInAnnotation="YES")
+    dataset = image_dataset(
+        np.zeros((64, 64), np.uint16), ViewPosition="PA", BurnedInAnnotation="YES"
+    )
     warnings = Counter[str]()
     pixels, header = read_pixels(write_dataset(tmp_path / "a.dcm", dataset), warnings=warnings)
     assert pixels.shape == (64, 64)
@@ -75,7 +77,9 @@ def test_rotated_photographs_are_turned_and_counted(tmp_path: Path) -> None:
     image_HW = textured(0, 20, 30)
     Image.fromarray(image_HW).save(tmp_path / "a.png", exif=exif)
     warnings = Counter[str]()
-    assert np.array_equal(read_pixels(tmp_path / "a.png", warnings=warnings)[0], np.rot90(image_HW, -1))
+    assert np.array_equal(
+        read_pixels(tmp_path / "a.png", warnings=warnings)[0], np.rot90(image_HW, -1)
+    )
     assert warnings == {"turned_by_exif": 1}
 
 

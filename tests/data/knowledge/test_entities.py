@@ -1,4 +1,6 @@
-"""Mentions of entities in texts and in token ids, and the parts of a batch that loaders make of them."""
+"""Mentions of entities in texts and in token ids, and the parts of a batch that loaders make of
+them.
+"""
 
 import pickle
 from pathlib import Path
@@ -15,7 +17,14 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
 from medvl.schema import Inputs, Sample
 
-NAMES = [("pleural effusion", 0), ("effusion", 1), ("lung", 2), ("x-ray", 3), ("ET tube", 4), ("Ménière disease", 5)]
+NAMES = [
+    ("pleural effusion", 0),
+    ("effusion", 1),
+    ("lung", 2),
+    ("x-ray", 3),
+    ("ET tube", 4),
+    ("Ménière disease", 5),
+]
 FINDER = EntityFinder.of(NAMES)
 TEXTS = ["Small left pleural effusion on the X-ray.", "No effusion; ET tube.", "Nothing here."]
 
@@ -35,13 +44,17 @@ def test_longest_names_of_whole_words_are_found() -> None:
 
 
 def test_overlapping_names_start_first_then_longest() -> None:
-    finder = EntityFinder.of([("a1 b", 0), ("b c d", 1), ("c", 2), ("a1 b c", 3), ("a1 b c d e", 4)])
+    finder = EntityFinder.of(
+        [("a1 b", 0), ("b c d", 1), ("c", 2), ("a1 b c", 3), ("a1 b c d e", 4)]
+    )
     assert found("a1 b c d", finder) == [("a1 b c", 3)]
     assert found("a1 b x b c d", finder) == [("a1 b", 0), ("b c d", 1)]
 
 
 def test_unusable_names_are_left_out_and_the_first_of_equal_names_counts() -> None:
-    finder = EntityFinder.of([("ALL", 0), ("x", 1), ("12", 2), ("w " * 11, 3), ("CT", 4), ("ct", 5), ("---", 6)])
+    finder = EntityFinder.of(
+        [("ALL", 0), ("x", 1), ("12", 2), ("w " * 11, 3), ("CT", 4), ("ct", 5), ("---", 6)]
+    )
     assert len(finder) == 1
     assert found("All x of 12 CT --- scans", finder) == [("CT", 4)]
 
@@ -55,7 +68,9 @@ def test_equals_a_naive_search_of_random_texts() -> None:
         expected, place = [], 0
         while place < len(words):
             most = min(10, len(words) - place)
-            length = next((k for k in range(most, 0, -1) if " ".join(words[place : place + k]) in first), 0)
+            length = next(
+                (k for k in range(most, 0, -1) if " ".join(words[place : place + k]) in first), 0
+            )
             if length:
                 expected.append((name := " ".join(words[place : place + length]), first[name]))
             place += max(length, 1)
@@ -69,12 +84,19 @@ def test_tokens_of_mentions(kind: str, tmp_path: Path) -> None:
     else:
         tokenizer = load_tokenizer(write_byte_level(tmp_path, TEXTS, 300))
     ids_BT, mask_BT = tokenizer(TEXTS)
-    linker = pickle.loads(pickle.dumps(EntityLinker(FINDER, tokenizer)))  # as for a loader's workers
+    linker = pickle.loads(
+        pickle.dumps(EntityLinker(FINDER, tokenizer))
+    )  # as for a loader's workers
     entity_BN, mention_BT = linker(ids_BT, mask_BT)
     assert entity_BN.tolist() == [[0, 3], [1, 4], [-1, -1]]
     assert mention_BT.shape == ids_BT.shape
     spelled = [
-        ["".join(tokenizer.token_texts[i] for i in ids_BT[row][mention_BT[row] == n].tolist()).strip() for n in (0, 1)]
+        [
+            "".join(
+                tokenizer.token_texts[i] for i in ids_BT[row][mention_BT[row] == n].tolist()
+            ).strip()
+            for n in (0, 1)
+        ]
         for row in (0, 1)
     ]
     words = [[mention.lower().replace(" ", "") for mention in of_row] for of_row in spelled]
@@ -91,7 +113,9 @@ def test_truncated_texts_and_the_most_entities(tmp_path: Path) -> None:
     assert mention_BT.max() == 23
     ids_BT, mask_BT = words(["lung effusion"])
     last = int(mask_BT.sum()) - 2
-    entity_BN, _ = EntityLinker(FINDER, words)(ids_BT[:, :last], mask_BT[:, :last])  # "effusion" is cut or missing
+    entity_BN, _ = EntityLinker(FINDER, words)(
+        ids_BT[:, :last], mask_BT[:, :last]
+    )  # "effusion" is cut or missing
     assert 0 not in entity_BN.tolist()[0]
     empty = EntityLinker(FINDER, words)(ids_BT[:0], mask_BT[:0])
     assert empty.entity_BN.shape == (0, 1)
@@ -112,7 +136,11 @@ def test_batches_have_the_entities_of_their_texts_and_of_all_texts_of_a_sample()
     assert batch.entity_BN.tolist() == [[4, 2], [-1, -1]]
     assert batch.image_entity_BN.tolist() == [[2, 1, 4], [-1, -1, -1]]
     plain, _ = Collate(tokenizer)(
-        [ItemMaker(EvalTransform(size=16), WholeText(), (), 0)(samples[0], items[0].image_HWC[..., 0], 0)]
+        [
+            ItemMaker(EvalTransform(size=16), WholeText(), (), 0)(
+                samples[0], items[0].image_HWC[..., 0], 0
+            )
+        ]
     )
     assert plain is not None
     assert plain.entity_BN is plain.mention_BT is plain.image_entity_BN is None

@@ -31,12 +31,22 @@ from medvl.phantom.language.ontology import concepts
 LUNG, EFFUSION, PLEURA, LONER, OLD = "C0000001", "C0000002", "C0000003", "C0000004", "C0000005"
 
 
-def conso(cui: str, name: str, *, preferred: bool = True, lat: str = "ENG", sab: str = "A", suppress: str = "N") -> str:
+def conso(
+    cui: str,
+    name: str,
+    *,
+    preferred: bool = True,
+    lat: str = "ENG",
+    sab: str = "A",
+    suppress: str = "N",
+) -> str:
     status, form = ("P", "PF") if preferred else ("S", "VO")
     return f"{cui}|{lat}|{status}|L1|{form}|S1|Y|A1||||{sab}|PT|c|{name}|0|{suppress}||\n"
 
 
-def rel(tail: str, rela: str, head: str, *, code: str = "RO", sab: str = "A", suppress: str = "N") -> str:
+def rel(
+    tail: str, rela: str, head: str, *, code: str = "RO", sab: str = "A", suppress: str = "N"
+) -> str:
     return f"{tail}|A1|AUI|{code}|{head}|A2|AUI|{rela}|R1||{sab}|{sab}||Y|{suppress}||\n"
 
 
@@ -45,14 +55,16 @@ def release(tmp_path: Path) -> Path:
     meta = tmp_path / "META"
     meta.mkdir()
     names = [
-        conso(LUNG, "Lung"), conso(LUNG, "Pulmo", preferred=False, lat="LAT"), conso(LUNG, "lung", preferred=False),
-        conso(EFFUSION, "effusion", preferred=False, sab="B"), conso(EFFUSION, "Pleural  effusion"),
-        conso(PLEURA, "Pleura"), conso(LONER, "Loner"), conso(OLD, "Old name", suppress="O"),
+        conso(LUNG, "Lung"), conso(LUNG, "Pulmo", preferred=False, lat="LAT"), conso(LUNG, "lung",
+        preferred=False), conso(EFFUSION, "effusion", preferred=False, sab="B"), conso(EFFUSION,
+        "Pleural  effusion"), conso(PLEURA, "Pleura"), conso(LONER, "Loner"), conso(OLD, "Old name",
+        suppress="O"),
     ]  # fmt: skip
     rows = [
         rel(PLEURA, "has_finding_site", EFFUSION), rel(EFFUSION, "finding_site_of", PLEURA),
-        rel(EFFUSION, "finding_site_of", PLEURA), rel(LUNG, "", PLEURA, code="RB"), rel(LUNG, "near", LUNG),
-        rel(LUNG, "adjacent_to", PLEURA, sab="B"), rel(OLD, "isa", LUNG), rel(LUNG, "isa", PLEURA, suppress="Y"),
+        rel(EFFUSION, "finding_site_of", PLEURA), rel(LUNG, "", PLEURA, code="RB"), rel(LUNG,
+        "near", LUNG), rel(LUNG, "adjacent_to", PLEURA, sab="B"), rel(OLD, "isa", LUNG), rel(LUNG,
+        "isa", PLEURA, suppress="Y"),
     ]  # fmt: skip
     (meta / "MRCONSO.RRF").write_text("".join(names))
     (meta / "MRREL.RRF").write_text("".join(rows))
@@ -83,8 +95,16 @@ def test_umls_rows_become_entities_and_triples(release: Path) -> None:
     ("options", "entities", "relations"),
     [
         ({"sources": ("A",)}, [EFFUSION, PLEURA], ["finding_site_of", "has_finding_site"]),
-        ({"relations": ("RB", "finding_site_of")}, [LUNG, EFFUSION, PLEURA], ["RB", "finding_site_of"]),
-        ({"semantic_types": ("T047", "T023")}, [EFFUSION, PLEURA], ["finding_site_of", "has_finding_site"]),
+        (
+            {"relations": ("RB", "finding_site_of")},
+            [LUNG, EFFUSION, PLEURA],
+            ["RB", "finding_site_of"],
+        ),
+        (
+            {"semantic_types": ("T047", "T023")},
+            [EFFUSION, PLEURA],
+            ["finding_site_of", "has_finding_site"],
+        ),
         (
             {"keep_isolated": True, "sources": ("A",)},
             [LUNG, EFFUSION, PLEURA, LONER],
@@ -93,7 +113,9 @@ def test_umls_rows_become_entities_and_triples(release: Path) -> None:
         ({"suppressible": True, "relations": ("isa",)}, [LUNG, PLEURA, OLD], ["isa"]),
     ],
 )
-def test_selections(release: Path, options: dict[str, object], entities: list[str], relations: list[str]) -> None:
+def test_selections(
+    release: Path, options: dict[str, object], entities: list[str], relations: list[str]
+) -> None:
     graph = read_umls(release, UMLSOptions(**options))
     assert (sorted(graph.identifiers), sorted(graph.relations)) == (entities, sorted(relations))
 
@@ -118,13 +140,16 @@ def _drop_column(path: Path) -> None:
         (lambda meta: (meta / "MRREL.RRF").write_text(rel(LUNG, "isa", "12345")), "malformed", "CUI2"),
         (lambda meta: (meta / "MRCONSO.RRF").write_text("subject_id,name\n"), "malformed", "columns"),
         (lambda meta: (meta / "MRCONSO.RRF").write_text(conso(LUNG, "Lung").rstrip()), "malformed", "columns"),
-        (lambda meta: (meta / "MRCONSO.RRF").write_bytes(conso(LUNG, "Pouls é").encode("latin-1")), "undecodable", None),
+        (lambda meta: (meta / "MRCONSO.RRF").write_bytes(conso(LUNG, "Pouls "
+                                                                     "é").encode("latin-1")), "undecodable", None),
         (lambda meta: (meta / "MRREL.RRF").unlink(), "not_found", None),
         (lambda meta: (meta / "MRREL.RRF").write_text(""), "empty", None),
         (lambda meta: (meta / "MRCONSO.RRF").write_text(""), "empty", None),
     ],
 )  # fmt: skip
-def test_wrong_files_are_refused(release: Path, damage: Callable[[Path], None], code: str, field: str | None) -> None:
+def test_wrong_files_are_refused(
+    release: Path, damage: Callable[[Path], None], code: str, field: str | None
+) -> None:
     damage(release / "META")
     with raises(CorpusError, code, field):
         read_umls(release)
@@ -133,7 +158,11 @@ def test_wrong_files_are_refused(release: Path, damage: Callable[[Path], None], 
 def test_folders_keep_the_graph_and_notice_changes(release: Path, tmp_path: Path) -> None:
     graph = write_knowledge(read_umls(release), tmp_path / "graph")
     again = read_knowledge(tmp_path / "graph")
-    assert (again.sha256, again.identifiers, again.names) == (graph.sha256, graph.identifiers, graph.names)
+    assert (again.sha256, again.identifiers, again.names) == (
+        graph.sha256,
+        graph.identifiers,
+        graph.names,
+    )
     assert triples(again) == triples(graph)
     write_knowledge(graph, tmp_path / "graph")
     with raises(CorpusError, "exists", "out"):
@@ -155,10 +184,15 @@ def test_names_of_several_entities_belong_to_the_one_that_prefers_them() -> None
 
 def ring(entities: int = 40) -> KnowledgeGraph:
     """Entities on a ring; each relation is a number of steps."""
-    rows = [(head, r, (head + steps) % entities) for r, steps in enumerate((1, 7, 11)) for head in range(entities)]
+    rows = [
+        (head, r, (head + steps) % entities)
+        for r, steps in enumerate((1, 7, 11))
+        for head in range(entities)
+    ]
     return KnowledgeGraph(
-        identifiers=[f"C{n:07d}" for n in range(entities)], names=[[f"name {n}"] for n in range(entities)],
-        relations=["one", "seven", "eleven"], triples_N3=np.array(rows),
+        identifiers=[f"C{n:07d}" for n in range(entities)],
+        names=[[f"name {n}"] for n in range(entities)], relations=["one", "seven", "eleven"],
+        triples_N3=np.array(rows),
     )  # fmt: skip
 
 
@@ -171,9 +205,12 @@ def test_transe_predicts_held_out_links_and_the_seed_determines_it() -> None:
     assert links is not None
     assert links.triples == 12
     assert links.mrr > 2 * links.chance_mrr
-    again, other = (train_transe(ring(), dataclasses.replace(config, epochs=2, seed=seed))[0] for seed in (0, 1))
+    again, other = (
+        train_transe(ring(), dataclasses.replace(config, epochs=2, seed=seed))[0] for seed in (0, 1)
+    )
     assert torch.equal(
-        train_transe(ring(), dataclasses.replace(config, epochs=2))[0].entities.weight, again.entities.weight
+        train_transe(ring(), dataclasses.replace(config, epochs=2))[0].entities.weight,
+        again.entities.weight,
     )
     assert not torch.equal(other.entities.weight, again.entities.weight)
     assert train_transe(ring(), TransEConfig(dim=4, epochs=1))[1] is None
@@ -183,7 +220,10 @@ def test_distances_and_ranks_equal_their_definitions() -> None:
     torch.manual_seed(0)
     graph, model = ring(12), TransE(12, 3, 8)
     test_N3 = torch.from_numpy(graph.triples_N3[::5])
-    unit_ED, unit_RD = F.normalize(model.entities.weight, dim=1), F.normalize(model.relations.weight, dim=1)
+    unit_ED, unit_RD = (
+        F.normalize(model.entities.weight, dim=1),
+        F.normalize(model.relations.weight, dim=1),
+    )
 
     def distance(head: int, relation: int, tail: int) -> float:
         return (unit_ED[head] + unit_RD[relation] - unit_ED[tail]).abs().sum().item()
@@ -193,8 +233,15 @@ def test_distances_and_ranks_equal_their_definitions() -> None:
     known = {tuple(row) for row in graph.triples_N3.tolist()}
     ranks = []
     for head, relation, tail in test_N3.tolist():
-        for others in ([(head, relation, e) for e in range(12)], [(e, relation, tail) for e in range(12)]):
-            closer = [t for t in others if t not in known and distance(*t) < distance(head, relation, tail)]
+        for others in (
+            [(head, relation, e) for e in range(12)],
+            [(e, relation, tail) for e in range(12)],
+        ):
+            closer = [
+                t
+                for t in others
+                if t not in known and distance(*t) < distance(head, relation, tail)
+            ]
             ranks.append(1 + len(closer))
     links = link_prediction(model, test_N3, graph.triples_N3)
     assert links.mrr == pytest.approx(np.mean([1 / rank for rank in ranks]))
@@ -213,7 +260,9 @@ def test_negatives_differ_in_one_entity_and_are_never_known() -> None:
     assert known.contains(true_B3).all()
     # one head with nine tails: its head is replaced nine times in ten
     star = np.array([(0, 0, tail) for tail in range(1, 10)])
-    false_BM3 = _Known(star, 10, 1).corrupt(torch.from_numpy(star), 200, torch.Generator().manual_seed(0))
+    false_BM3 = _Known(star, 10, 1).corrupt(
+        torch.from_numpy(star), 200, torch.Generator().manual_seed(0)
+    )
     assert (false_BM3[..., 0] != 0).float().mean() == pytest.approx(0.9, abs=0.03)
 
 
@@ -221,7 +270,10 @@ def test_pairs_are_held_out_with_all_their_relations() -> None:
     rows = np.array([(a, r, b) for a in range(8) for b in range(8) if a != b for r in (0, 1)])
     held_N = held_out(rows, 0.25, 0)
     assert held_N.sum() == 28  # 7 of 28 pairs, two directions, two relations
-    pairs = {held: {frozenset(row) for row in rows[held_N == held][:, [0, 2]].tolist()} for held in (True, False)}
+    pairs = {
+        held: {frozenset(row) for row in rows[held_N == held][:, [0, 2]].tolist()}
+        for held in (True, False)
+    }
     assert not pairs[True] & pairs[False]
     chain = np.array([(0, 0, 1), (1, 0, 2)])
     assert not held_out(chain, 0.5, 0).any()  # an entity would not be trained
@@ -241,7 +293,9 @@ def test_embeddings_belong_to_their_graph(tmp_path: Path) -> None:
         TransEConfig(margin=0)
 
 
-def test_phantom_ontology_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_phantom_ontology_by_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_umls(tmp_path / "umls")
     graph = str(tmp_path / "graph")
     main(["knowledge", "build", "--umls", str(tmp_path / "umls"), "--out", graph])
@@ -261,11 +315,24 @@ def test_phantom_ontology_by_the_command_line(tmp_path: Path, capsys: pytest.Cap
             "0.1",
         ]
     )
-    main(["knowledge", "find", "--folder", graph, "--text", "ET tube above the carina, no pneumothorax."])
+    main(
+        [
+            "knowledge",
+            "find",
+            "--folder",
+            graph,
+            "--text",
+            "ET tube above the carina, no pneumothorax.",
+        ]
+    )
     output = capsys.readouterr().out
     assert "held-out triples: MRR" in output
     found = [line.split("\t")[2:] for line in output.splitlines()[-3:]]
-    assert found == [["endotracheal tube", "positive"], ["carina", "positive"], ["pneumothorax", "negative"]]
+    assert found == [
+        ["endotracheal tube", "positive"],
+        ["carina", "positive"],
+        ["pneumothorax", "negative"],
+    ]
     for conventions, value in (("chexpert", "uncertain"), ("indexed", "positive")):
         options = ["--text", "Probable pneumothorax.", "--conventions", conventions]
         main(["knowledge", "find", "--folder", graph, *options])

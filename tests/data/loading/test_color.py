@@ -1,4 +1,6 @@
-"""Loaders read shards in the colour that they are stored in, and evaluations as the model was trained."""
+"""Loaders read shards in the colour that they are stored in, and evaluations as the model was
+trained.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -60,7 +62,13 @@ def shards(home: Path, name: str) -> ShardSource:
 
 def first_batch(source: Any, train: bool, **options: Any) -> torch.Tensor:
     image = ConVIRTAugmentation(size=SIZE) if train else EvalTransform(size=SIZE)
-    settings: dict[str, Any] = {"batch": 4, "image": image, "text": WholeText(), "tokenizer": no_text, "train": train}
+    settings: dict[str, Any] = {
+        "batch": 4,
+        "image": image,
+        "text": WholeText(),
+        "tokenizer": no_text,
+        "train": train,
+    }
     return next(iter(open_loader(source, **settings | options))).image_BCHW
 
 
@@ -71,7 +79,12 @@ def test_batches_have_the_channels_of_the_shards(home: Path, train: bool) -> Non
     assert first_batch(grey, train, color=True).shape == (4, 3, SIZE, SIZE)
     assert first_batch(color, train, color=False).shape == (4, 1, SIZE, SIZE)
     assert first_batch(color, train, inputs=Inputs(other_view=True)).shape == (4, 3, SIZE, SIZE)
-    views = [color, Subset(color, range(5)), OtherTexts(Subset(color, range(5)), "none"), UnpairedSource(color, 1.0)]
+    views = [
+        color,
+        Subset(color, range(5)),
+        OtherTexts(Subset(color, range(5)), "none"),
+        UnpairedSource(color, 1.0),
+    ]
     for view in views:
         image_BCHW = first_batch(view, train)
         assert image_BCHW.shape == (4, 3, SIZE, SIZE)
@@ -79,7 +92,9 @@ def test_batches_have_the_channels_of_the_shards(home: Path, train: bool) -> Non
 
 
 def test_one_folder_in_color_is_enough(home: Path) -> None:
-    """All rows of a batch have the same channels, and the merged manifest, which a checkpoint stores, is in colour."""
+    """All rows of a batch have the same channels, and the merged manifest, which a checkpoint
+    stores, is in colour.
+    """
     source = ConcatSource([shards(home, "grey"), shards(home, "color")])
     assert source.manifest.color
     assert not ConcatSource([shards(home, "grey")]).manifest.color
@@ -101,13 +116,17 @@ def test_pixels_are_those_of_the_shards_unless_asked(home: Path) -> None:
 
 @pytest.mark.parametrize("name", ["color", "grey"])
 @pytest.mark.parametrize("trained", [True, False, None])
-def test_evaluations_read_the_pixels_of_the_original_files(home: Path, name: str, trained: bool | None) -> None:
+def test_evaluations_read_the_pixels_of_the_original_files(
+    home: Path, name: str, trained: bool | None
+) -> None:
     """A model trained in grey gets grey images of colour shards too, as of colour files."""
     source, transform = shards(home, name), EvalTransform(size=SIZE)
     if trained is not None:
         stored = {"short_side": 40, "image_format": "png", "quality": 95, "color": trained}
         transform = OriginalTransform(**transform.settings(), **stored)
-    image_BCHW = next(iter(open_for_evaluation(source, transform, batch=COUNT, workers=0))).image_BCHW
+    image_BCHW = next(
+        iter(open_for_evaluation(source, transform, batch=COUNT, workers=0))
+    ).image_BCHW
     expected_BCHW = transform([home / f"images/{number}.png" for number in range(COUNT)])
     if trained is None:  # the files have colour, whatever the shards were made with
         assert image_BCHW.shape[1] == (3 if name == "color" else 1)
@@ -118,15 +137,21 @@ def test_evaluations_read_the_pixels_of_the_original_files(home: Path, name: str
         assert torch.equal(image_BCHW[:, 0], image_BCHW[:, 1])  # grey shards have lost the colours
         return
     difference = (image_BCHW.int() - expected_BCHW.int()).abs().max()
-    assert difference <= (1 if name == "color" and not trained else 0)  # luma before or after shrinking
+    assert difference <= (
+        1 if name == "color" and not trained else 0
+    )  # luma before or after shrinking
 
 
 def test_regions_are_found_in_the_colors_of_the_shards(home: Path) -> None:
     """`medvl regions` reads what a loader gives to the same encoder."""
     encoder = create_image_encoder("timm:resnet10t", pretrained=False, image_size=64)
     grid, source = GridRegions(encoder, EvalTransform(size=64), "grid"), shards(home, "color")
-    image_B3HW = next(iter(open_for_evaluation(source, grid.transform, batch=2, workers=0))).image_BCHW
-    prepared = [grid.prepare(source.pixels(position, grid.color)).pixels_CHW for position in range(2)]
+    image_B3HW = next(
+        iter(open_for_evaluation(source, grid.transform, batch=2, workers=0))
+    ).image_BCHW
+    prepared = [
+        grid.prepare(source.pixels(position, grid.color)).pixels_CHW for position in range(2)
+    ]
     np.testing.assert_array_equal(np.stack(prepared), image_B3HW.numpy())
     stored = {"short_side": 40, "image_format": "png", "quality": 95, "color": False}
     trained = OriginalTransform(**grid.transform.settings(), **stored)
@@ -144,6 +169,8 @@ def test_encoders_with_grey_statistics_read_color(in_channels: int) -> None:
     torch.testing.assert_close(same, encoder.normalize(grey_B1HW).expand_as(same))
     assert encoder(rgb_B3HW).pooled_BD.isfinite().all()
     unit_B3HW = rgb_B3HW / 255
-    luma_B1HW = (unit_B3HW * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(dim=1, keepdim=True)
+    luma_B1HW = (unit_B3HW * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(
+        dim=1, keepdim=True
+    )
     expected = ((unit_B3HW if in_channels == 3 else luma_B1HW) - 0.5) / 0.25
     torch.testing.assert_close(encoder.normalize(rgb_B3HW), expected)

@@ -22,17 +22,26 @@ from medvl.data.transforms.text import RandomSection, WholeText
 from medvl.errors import ConfigError, ImageError
 
 
-def write(home: Path, corpus: str, count: int, salt: bytes = bytes(32), **labels: int) -> ShardSource:
+def write(
+    home: Path, corpus: str, count: int, salt: bytes = bytes(32), **labels: int
+) -> ShardSource:
     """Write a folder of shards with its own images and patients."""
     (home / corpus).mkdir(parents=True)
     plan = make_plan(home / corpus / "images", count)
     for number, record in enumerate(plan.records):
-        names: dict[str, Any] = {"key": f"{corpus}-{record.sample.key}", "patient": f"{corpus}-{number}"}
-        sample = dataclasses.replace(record.sample, **names, corpus=corpus, split="train", labels=labels)
+        names: dict[str, Any] = {
+            "key": f"{corpus}-{record.sample.key}",
+            "patient": f"{corpus}-{number}",
+        }
+        sample = dataclasses.replace(
+            record.sample, **names, corpus=corpus, split="train", labels=labels
+        )
         plan.records[number] = Record(sample, record.report)
     plan = dataclasses.replace(plan, corpus=corpus, label_names=tuple(labels))
     run = ShardRun(out=home / corpus / "out", workers=1)
-    write_shards(plan, Deidentifier(salt), run, ShardOptions(samples_per_shard=3, keep_textless=True))
+    write_shards(
+        plan, Deidentifier(salt), run, ShardOptions(samples_per_shard=3, keep_textless=True)
+    )
     return ShardSource(home / corpus / "out" / "train")
 
 
@@ -42,7 +51,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardSource, Shar
     return write(home, "roco", 5, Edema=1), write(home, "medicat", 4, Edema=0, Mass=1)
 
 
-def test_samples_of_the_sources_follow_one_another(sources: tuple[ShardSource, ShardSource]) -> None:
+def test_samples_of_the_sources_follow_one_another(
+    sources: tuple[ShardSource, ShardSource],
+) -> None:
     joined = ConcatSource(sources)
     assert len(joined) == 9
     expected = [source.sample(place) for source in sources for place in range(len(source))]
@@ -58,7 +69,9 @@ def test_labels_patients_and_shards_are_merged(sources: tuple[ShardSource, Shard
     assert joined.label_names == ("Edema", "Mass")
     assert joined.manifest.corpus == "roco+medicat"
     assert joined.manifest.samples == 9
-    assert set(joined.manifest.patients) == {p for source in sources for p in source.manifest.patients}
+    assert set(joined.manifest.patients) == {
+        p for source in sources for p in source.manifest.patients
+    }
     assert joined.fingerprint != ConcatSource(sources[::-1]).fingerprint  # the order matters
     assert all(str(source.folder) in joined.folder for source in sources)
 
@@ -80,7 +93,12 @@ def test_weights_set_the_shares_of_an_epoch(sources: tuple[ShardSource, ShardSou
 
     def open_it(weights: tuple[float, ...] | None) -> Loader:
         image = ConVIRTAugmentation(size=32, flip="off")
-        options: dict[str, Any] = {"batch": 3, "image": image, "text": WholeText(), "tokenizer": tokenizer}
+        options: dict[str, Any] = {
+            "batch": 3,
+            "image": image,
+            "text": WholeText(),
+            "tokenizer": tokenizer,
+        }
         return open_loader(ConcatSource(sources, weights), train=True, **options)
 
     loader = open_it((1, 2))
@@ -96,7 +114,11 @@ def test_weights_set_the_shares_of_an_epoch(sources: tuple[ShardSource, ShardSou
     for other in ((2.0, 1.0), None):
         with raises(ConfigError, "mismatch", "fingerprint"):
             open_it(other).load_state_dict(state)
-    for weights, code in (((1.0,), "mismatch"), ((1.0, 0.0), "out_of_range"), ((1.0, float("nan")), "out_of_range")):
+    for weights, code in (
+        ((1.0,), "mismatch"),
+        ((1.0, 0.0), "out_of_range"),
+        ((1.0, float("nan")), "out_of_range"),
+    ):
         with raises(ConfigError, code, "weights"):
             ConcatSource(sources, weights)
 
@@ -118,10 +140,16 @@ def test_pairs_are_separated_by_patient(sources: tuple[ShardSource, ShardSource]
     assert kinds == [(True, True)] * 2 + [(True, False)] * 3 + [(False, True)] * 3
     assert len({mixed.sample(position).key for position in range(len(mixed))}) == len(mixed)
     alone = UnpairedSource(source, 0.4, others="drop")
-    assert [alone.sample(place) for place in range(2)] == [mixed.sample(place) for place in range(2)]
+    assert [alone.sample(place) for place in range(2)] == [
+        mixed.sample(place) for place in range(2)
+    ]
     assert len(alone) == 2
     assert (
-        len({UnpairedSource(source, fraction).fingerprint for fraction in (0.0, 0.4, 1.0)} | {alone.fingerprint}) == 4
+        len(
+            {UnpairedSource(source, fraction).fingerprint for fraction in (0.0, 0.4, 1.0)}
+            | {alone.fingerprint}
+        )
+        == 4
     )
     assert len(ConcatSource([mixed, sources[1]], (1, 1))) == 12
     for fraction, others in ((1.5, "separate"), (0.0, "drop")):
@@ -130,10 +158,17 @@ def test_pairs_are_separated_by_patient(sources: tuple[ShardSource, ShardSource]
 
 
 def test_random_section_draws_complete_sections_uniformly() -> None:
-    sections = {"caption": "Figure of a chest.", "reference-1": "It shows a mass there.", "reference-2": "See."}
+    sections = {
+        "caption": "Figure of a chest.",
+        "reference-1": "It shows a mass there.",
+        "reference-2": "See.",
+    }
     rng = np.random.default_rng(0)
     drawn = [RandomSection()(sections, rng) for _ in range(400)]
-    assert set(drawn) == {"Figure of a chest.", "It shows a mass there."}  # the short one is excluded
+    assert set(drawn) == {
+        "Figure of a chest.",
+        "It shows a mass there.",
+    }  # the short one is excluded
     assert abs(drawn.count("Figure of a chest.") - 200) < 40
     assert RandomSection()({"caption": "See."}, rng) == "See."
     assert RandomSection()({}, rng) == ""

@@ -9,7 +9,14 @@ import torch
 from helpers.errors import raises
 from helpers.eval_fakes import FakeSource
 
-from medvl.data import DenseTargets, EvalTransform, LViTAugmentation, WholeText, encode_runs, open_loader
+from medvl.data import (
+    DenseTargets,
+    EvalTransform,
+    LViTAugmentation,
+    WholeText,
+    encode_runs,
+    open_loader,
+)
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.reports.cleaning import names_place, names_side
 from medvl.errors import BudgetError, ConfigError
@@ -80,9 +87,13 @@ def test_masks_are_turned_with_their_images(flip: Any) -> None:
 def test_boxes_are_turned_with_their_images() -> None:
     batch = batch_of("boxes", flip="plain", rotation=0)
     assert batch.boxes_BN5 is not None
-    for image_HW, (left, top, right, bottom, label) in zip(batch.image_BCHW[:, 0], batch.boxes_BN5[:, 0], strict=True):
+    for image_HW, (left, top, right, bottom, label) in zip(
+        batch.image_BCHW[:, 0], batch.boxes_BN5[:, 0], strict=True
+    ):
         x, y, width, height = cv2.boundingRect((image_HW.numpy() > 127).astype(np.uint8))
-        np.testing.assert_allclose([left, top, right, bottom], [x, y, x + width, y + height], atol=1)
+        np.testing.assert_allclose(
+            [left, top, right, bottom], [x, y, x + width, y + height], atol=1
+        )
         assert label == 0
     rotated = batch_of("boxes", flip="off", turns=False)
     assert rotated.boxes_BN5 is not None
@@ -101,13 +112,21 @@ def test_texts_agree_with_turned_images() -> None:
         assert batch.turn_B22 is not None
         names = []
         for key, text, turn_22 in zip(batch.keys, batch.texts, batch.turn_B22, strict=True):
-            kind = "mirrored" if torch.equal(turn_22, mirror) else "none" if torch.equal(turn_22, upright) else "turned"
+            kind = (
+                "mirrored"
+                if torch.equal(turn_22, mirror)
+                else "none"
+                if torch.equal(turn_22, upright)
+                else "turned"
+            )
             names.append((TEXTS[int(key[1:]) % 4], text, kind))
         return names
 
     swapped = {"upper left lung": "upper right lung", "lower right lung": "lower left lung"}
     rows = kinds(flip="swap_text")
-    assert all(text == (swapped.get(own, own) if kind == "mirrored" else own) for own, text, kind in rows)
+    assert all(
+        text == (swapped.get(own, own) if kind == "mirrored" else own) for own, text, kind in rows
+    )
     assert all(kind != "turned" for own, _, kind in rows if own in swapped)
     assert {kind for own, _, kind in rows if own in swapped} == {"mirrored", "none"}
     assert any(kind == "turned" for own, _, kind in rows if own not in swapped)
@@ -121,13 +140,20 @@ def test_texts_agree_with_turned_images() -> None:
 
 
 def test_sides_and_places_of_texts() -> None:
-    assert [names_side(text) for text in ("left lung", "R > L", "upper lobe", "left ventricle")] == [
+    assert [
+        names_side(text) for text in ("left lung", "R > L", "upper lobe", "left ventricle")
+    ] == [
         True,
         True,
         False,
         False,
     ]
-    assert [names_place(text) for text in ("right lung", "upper lobe", "nuclei", "basal")] == [True, True, False, True]
+    assert [names_place(text) for text in ("right lung", "upper lobe", "nuclei", "basal")] == [
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_malformed_masks_count_as_unreadable() -> None:
@@ -136,7 +162,9 @@ def test_malformed_masks_count_as_unreadable() -> None:
 
 
 def test_unlabelled_images_have_no_mask_and_a_number() -> None:
-    targets = DenseTargets("masks", ("A",), EvalTransform(size=SIZE, fit="squash"), (8, 8), {"k1": 0, "k3": 1})
+    targets = DenseTargets(
+        "masks", ("A",), EvalTransform(size=SIZE, fit="squash"), (8, 8), {"k1": 0, "k3": 1}
+    )
     source = source_of()
     views = LViTAugmentation(size=SIZE).build()(source.pixels(1), np.random.default_rng(0))
     made = [targets(source.sample(number), views) for number in range(3)]

@@ -1,4 +1,6 @@
-"""Data faults: workers that die or hang, damaged shards, ranks without data, resuming with other ranks."""
+"""Data faults: workers that die or hang, damaged shards, ranks without data, resuming with other
+ranks.
+"""
 
 import json
 import multiprocessing
@@ -34,11 +36,18 @@ from medvl.errors import BudgetError, ConfigError, LoaderError, ShardError
 from medvl.schema import Sample
 
 COUNT, BATCH = 26, 4
-SETTINGS: dict[str, Any] = {"image": EvalTransform(size=32), "text": WholeText(), "tokenizer": no_text, "seed": 3}
+SETTINGS: dict[str, Any] = {
+    "image": EvalTransform(size=32),
+    "text": WholeText(),
+    "tokenizer": no_text,
+    "seed": 3,
+}
 
 
 def write(folder: Path, deid: Deidentifier) -> Path:
-    write_shards(make_plan(folder / "images", COUNT), deid, ShardRun(out=folder / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(folder / "images", COUNT), deid, ShardRun(out=folder / "out", workers=1), OPTIONS
+    )
     return folder / "out" / "train"
 
 
@@ -54,7 +63,9 @@ def folder(tmp_path: Path, deid: Deidentifier) -> Path:
 
 
 def opened(folder: Path, **changes: Any) -> Loader:
-    return open_loader(ShardSource(folder), **{"batch": BATCH, "train": True, **SETTINGS, **changes})
+    return open_loader(
+        ShardSource(folder), **{"batch": BATCH, "train": True, **SETTINGS, **changes}
+    )
 
 
 class FaultySource:
@@ -70,7 +81,14 @@ class FaultySource:
         return 12
 
     def sample(self, position: int) -> Sample:
-        return Sample(key=f"k{position}", corpus="c", split="s", patient="p", study="t", sections={"caption": "x"})
+        return Sample(
+            key=f"k{position}",
+            corpus="c",
+            split="s",
+            patient="p",
+            study="t",
+            sections={"caption": "x"},
+        )
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         if position == 2:
@@ -98,9 +116,13 @@ def stop() -> None:
     [(die, "worker died"), (hang, "within the timeout"), (stop, "within the timeout")],
     ids=["dies", "hangs", "is stopped"],
 )
-def test_dead_or_hung_worker_raises_without_deadlock(fault: Callable[[], object], names: str) -> None:
+def test_dead_or_hung_worker_raises_without_deadlock(
+    fault: Callable[[], object], names: str
+) -> None:
     started = time.monotonic()
-    loader = open_loader(FaultySource(fault), batch=2, train=False, workers=2, timeout=2.0, **SETTINGS)
+    loader = open_loader(
+        FaultySource(fault), batch=2, train=False, workers=2, timeout=2.0, **SETTINGS
+    )
     with raises(LoaderError, "worker", names=names):
         list(loader)
     del loader
@@ -113,7 +135,9 @@ def test_dead_or_hung_worker_raises_without_deadlock(fault: Callable[[], object]
 
 @pytest.mark.fault("F4")
 def test_workers_end_at_the_sigterm_of_their_parent_alone() -> None:
-    """systemd and SLURM send it to all processes of a job, of which the training ends with a checkpoint."""
+    """systemd and SLURM send it to all processes of a job, of which the training ends with a
+    checkpoint.
+    """
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -131,7 +155,9 @@ _ARMED: list[signal.Signals] = []
 
 
 def _signal_in_child() -> None:
-    """Send the signals that are armed to a child process at its first moment, before any line of its own."""
+    """Send the signals that are armed to a child process at its first moment, before any line of
+    its own.
+    """
     for number in _ARMED:
         os.kill(os.getpid(), number)
 
@@ -163,7 +189,9 @@ def test_workers_know_their_parent_however_they_are_started(method: Any) -> None
     context: Any = multiprocessing.get_context(method)
     ready = context.Event()
     worker = context.Process(target=workers.wait, args=(ready,))
-    with signals_blocked():  # as a loader starts its workers: libraries start threads during their imports
+    with (
+        signals_blocked()
+    ):  # as a loader starts its workers: libraries start threads during their imports
         worker.start()
     assert ready.wait(60)
     subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # from another process
@@ -184,7 +212,9 @@ def test_exceptions_raised_in_a_worker_are_not_translated() -> None:
 
 
 def keys(loaders: list[Loader], epochs: int) -> list[Counter[str]]:
-    """Return the keys of each global batch over all ranks, until the start of epoch number `epochs`."""
+    """Return the keys of each global batch over all ranks, until the start of epoch number
+    `epochs`.
+    """
     seen = []
     while loaders[0].epoch < epochs:
         for batches in zip(*loaders, strict=True):
@@ -200,7 +230,9 @@ def keys(loaders: list[Loader], epochs: int) -> list[Counter[str]]:
 def test_resume_with_other_workers_and_ranks_yields_the_same_samples(
     position: int, world: int, workers: int, shards: Path
 ) -> None:
-    """Each global batch is the same from the first batch, the middle, the last one and an epoch's end."""
+    """Each global batch is the same from the first batch, the middle, the last one and an
+    epoch's end.
+    """
     reference = opened(shards)
     assert reference.steps_per_epoch == 6
     expected = keys([reference], 2)[position:]
@@ -254,11 +286,15 @@ class Damage:
         """Give the second sample the key of the first."""
         for row in (self.index.image[1], self.index.meta[1]):
             place = int(row[0]) - 512
-            header = tarfile.TarInfo.frombuf(bytes(self.data[place : place + 512]), "ascii", "strict")
+            header = tarfile.TarInfo.frombuf(
+                bytes(self.data[place : place + 512]), "ascii", "strict"
+            )
             header.name = header.name.replace("key001", "key000")
             self.data[place : place + 512] = header.tobuf(tarfile.USTAR_FORMAT)
         start, size = map(int, self.index.meta[1])
-        self.data[start : start + size] = self.data[start : start + size].replace(b'"key001"', b'"key000"')
+        self.data[start : start + size] = self.data[start : start + size].replace(
+            b'"key001"', b'"key000"'
+        )
         self.tar.write_bytes(self.data)
 
     def interleaved_keys(self) -> None:
@@ -286,7 +322,9 @@ class Damage:
         self.tar.write_bytes(self.data)
 
 
-KINDS = {  # effect on the loader: refused when opened, skipped, read, or either (one flipped bit may still decode)
+# effect on the loader: refused when opened, skipped, read, or either (one flipped bit may still
+# decode)
+KINDS = {
     "truncated": "opening",
     "zero_bytes": "opening",
     "filled_with_zeros": "skipped",
@@ -302,7 +340,9 @@ KINDS = {  # effect on the loader: refused when opened, skipped, read, or either
 
 @pytest.mark.fault("F11")
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_shards_are_refused_or_skipped_and_verify_reports_them(kind: str, folder: Path) -> None:
+def test_damaged_shards_are_refused_or_skipped_and_verify_reports_them(
+    kind: str, folder: Path
+) -> None:
     getattr(Damage(folder), kind)()
     assert verify_folder(folder).problems, "verify compares the hash"
     if KINDS[kind] == "opening":
@@ -330,7 +370,8 @@ def test_empty_reports_are_flagged_not_skipped(tmp_path: Path, deid: Deidentifie
 
     plan = make_plan(tmp_path / "images", 4)
     plan.records[1] = dataclasses.replace(
-        plan.records[1], sample=dataclasses.replace(plan.records[1].sample, sections={"findings": " "})
+        plan.records[1],
+        sample=dataclasses.replace(plan.records[1].sample, sections={"findings": " "}),
     )
     plan.records[2] = dataclasses.replace(
         plan.records[2], sample=dataclasses.replace(plan.records[2].sample, sections={})

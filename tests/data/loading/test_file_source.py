@@ -28,19 +28,27 @@ def samples(tmp_path: Path) -> list[Sample]:
 
 
 @pytest.mark.fault("S7")
-def test_links_out_of_the_folder_of_all_images_are_refused(samples: list[Sample], tmp_path: Path) -> None:
+def test_links_out_of_the_folder_of_all_images_are_refused(
+    samples: list[Sample], tmp_path: Path
+) -> None:
     source = FileSource(samples, ())
     assert source.pixels(0).shape == source.pixels(1).shape == (8, 8)
     with raises(MedvlError, "outside_folder"):
         source.pixels(2)
     assert FileSource(samples, (), InputFolders.of(tmp_path)).pixels(2).shape == (8, 8)
-    assert FileSource(samples, (), InputFolders.of(tmp_path / "corpus", follow_links=True)).pixels(2).shape == (8, 8)
+    assert FileSource(samples, (), InputFolders.of(tmp_path / "corpus", follow_links=True)).pixels(
+        2
+    ).shape == (8, 8)
 
 
-def test_a_plan_without_folders_has_that_of_its_files(samples: list[Sample], tmp_path: Path) -> None:
+def test_a_plan_without_folders_has_that_of_its_files(
+    samples: list[Sample], tmp_path: Path
+) -> None:
     records = [Record(sample) for sample in samples]
     root = f"{tmp_path.resolve()}/"
-    assert Plan("lab", records, (), RowCounts()).allowed_folders() == InputFolders((f"{root}corpus/",))
+    assert Plan("lab", records, (), RowCounts()).allowed_folders() == InputFolders(
+        (f"{root}corpus/",)
+    )
     report = Record(samples[0], report=tmp_path / "reports/0.txt")
     masked = Record(samples[0], masks={"Edema": tmp_path / "masks/0.png"})
     assert Plan("lab", [report], (), RowCounts()).allowed_folders() == InputFolders((root,))

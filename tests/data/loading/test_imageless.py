@@ -64,7 +64,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ShardSource:
 
 def open_it(source: Any, **changes: Any) -> Loader:
     image = ConVIRTAugmentation(size=32, flip="swap_text")
-    settings: dict[str, Any] = {"batch": 4, "image": image, "text": WholeText(), "train": True, **changes}
+    settings: dict[str, Any] = {
+        "batch": 4,
+        "image": image,
+        "text": WholeText(),
+        "train": True,
+        **changes,
+    }
     return open_loader(source, tokenizer=TOKENIZER, **settings)
 
 
@@ -78,7 +84,11 @@ def test_empty_image_cells_are_skipped_unless_asked_for(tmp_path: Path, deid: De
 
 def test_shards_hold_texts_without_an_image(source: ShardSource) -> None:
     manifest = Manifest.read(source.folder)
-    assert (manifest.samples, manifest.planned, manifest.warnings["no_image"]) == (ROWS, ROWS, ROWS // 2)
+    assert (manifest.samples, manifest.planned, manifest.warnings["no_image"]) == (
+        ROWS,
+        ROWS,
+        ROWS // 2,
+    )
     assert len({source.key(position) for position in range(ROWS)}) == ROWS
     without = []
     for position in range(ROWS):
@@ -136,7 +146,11 @@ def test_batches_have_placeholders_and_say_so(source: ShardSource, color: bool) 
         assert batch.second_image_BCHW is not None
         assert batch.second_image_BCHW.shape == batch.image_BCHW.shape
         assert batch.has_text_B is None
-        assert not any("right" in text for text, has in zip(batch.texts, batch.has_image_B, strict=True) if not has)
+        assert not any(
+            "right" in text
+            for text, has in zip(batch.texts, batch.has_image_B, strict=True)
+            if not has
+        )
 
 
 def test_evaluation_leaves_them_out_and_counts_them(source: ShardSource) -> None:

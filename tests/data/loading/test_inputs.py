@@ -19,7 +19,10 @@ from medvl.data.transforms.text import RandomSentence, TextPair, WholeText
 from medvl.errors import ConfigError
 from medvl.schema import Batch, Inputs, Sample
 
-REPORT = "1. The left lung is clear today. 2. There is a small right effusion.  ___. No pneumothorax\nis seen."
+REPORT = (
+    "1. The left lung is clear today. 2. There is a small right effusion.  ___. No "
+    "pneumothorax\nis seen."
+)
 COUNT = 10
 ALL = Inputs(second_image=True, second_text=True, sentences=True, prior_image=True)
 OPTIONAL = (
@@ -44,7 +47,12 @@ class MemorySource:
 
     def sample(self, position: int) -> Sample:
         return Sample(
-            key=f"k{position}", corpus="c", split="train", patient="p", study="s", sections={"findings": REPORT}
+            key=f"k{position}",
+            corpus="c",
+            split="train",
+            patient="p",
+            study="s",
+            sections={"findings": REPORT},
         )
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
@@ -84,7 +92,11 @@ def parts(batch: Batch) -> dict[str, Any]:
 def assert_equal(left: Batch, right: Batch) -> None:
     for name, value in parts(left).items():
         other = parts(right)[name]
-        assert torch.equal(value.nan_to_num(9), other.nan_to_num(9)) if torch.is_tensor(value) else value == other, name
+        assert (
+            torch.equal(value.nan_to_num(9), other.nan_to_num(9))
+            if torch.is_tensor(value)
+            else value == other
+        ), name
 
 
 def test_a_loader_makes_only_the_declared_inputs(tokenizer: Tokenizer) -> None:
@@ -103,7 +115,10 @@ def test_second_views_differ_and_flip_with_the_text(tokenizer: Tokenizer) -> Non
     batch = next(iter(open_it(tokenizer, batch=8)))
     assert batch.second_image_BCHW is not None
     assert batch.second_image_BCHW.shape == batch.image_BCHW.shape
-    assert all(not torch.equal(*views) for views in zip(batch.image_BCHW, batch.second_image_BCHW, strict=True))
+    assert all(
+        not torch.equal(*views)
+        for views in zip(batch.image_BCHW, batch.second_image_BCHW, strict=True)
+    )
     loader = open_it(tokenizer)
     maker = loader.samples.maker
     for key in map(str, range(20)):
@@ -117,8 +132,13 @@ def test_second_texts_are_drawn_on_their_own(tokenizer: Tokenizer) -> None:
     batch = next(iter(open_it(tokenizer, batch=8)))
     assert batch.second_ids_BT is not None
     assert batch.second_mask_BT is not None
-    second = [tokenizer.decode(ids[mask]) for ids, mask in zip(batch.second_ids_BT, batch.second_mask_BT, strict=True)]
-    first = [tokenizer.decode(ids[mask]) for ids, mask in zip(batch.ids_BT, batch.mask_BT, strict=True)]
+    second = [
+        tokenizer.decode(ids[mask])
+        for ids, mask in zip(batch.second_ids_BT, batch.second_mask_BT, strict=True)
+    ]
+    first = [
+        tokenizer.decode(ids[mask]) for ids, mask in zip(batch.ids_BT, batch.mask_BT, strict=True)
+    ]
     assert first != second
     assert len(set(second)) > 1
 
@@ -129,10 +149,16 @@ def test_the_two_texts_of_a_pair_come_from_a_policy_each(tokenizer: Tokenizer) -
     class Sections(OrderedSource):
         def sample(self, position: int) -> Sample:
             impression = {"impression": "No pneumothorax."} if position % 2 else {}
-            return dataclasses.replace(super().sample(position), sections={"findings": REPORT, **impression})
+            return dataclasses.replace(
+                super().sample(position), sections={"findings": REPORT, **impression}
+            )
 
-    text = TextPair(first=WholeText(sections=("impression",)), second=WholeText(sections=("findings",)))
-    batch = next(iter(open_it(tokenizer, source=Sections(), text=text, inputs=Inputs(second_text=True))))
+    text = TextPair(
+        first=WholeText(sections=("impression",)), second=WholeText(sections=("findings",))
+    )
+    batch = next(
+        iter(open_it(tokenizer, source=Sections(), text=text, inputs=Inputs(second_text=True)))
+    )
     assert batch.has_second_text_B is not None
     assert batch.second_mask_BT is not None
     odd = [int(key[1:]) % 2 == 1 for key in batch.keys]
@@ -143,7 +169,11 @@ def test_the_two_texts_of_a_pair_come_from_a_policy_each(tokenizer: Tokenizer) -
 
 
 def test_every_token_has_the_number_of_its_sentence(tokenizer: Tokenizer) -> None:
-    batch = next(iter(open_it(tokenizer, text=WholeText(), image=EvalTransform(size=32), train=False, batch=2)))
+    batch = next(
+        iter(
+            open_it(tokenizer, text=WholeText(), image=EvalTransform(size=32), train=False, batch=2)
+        )
+    )
     assert batch.sentence_BT is not None
     assert batch.sentence_BT.shape == batch.ids_BT.shape
     sentences = split_sentences(batch.texts[0])
@@ -171,9 +201,18 @@ def test_the_prior_image_is_that_of_the_source(tokenizer: Tokenizer) -> None:
 
 
 def test_prior_images_are_those_of_the_latest_earlier_study(tokenizer: Tokenizer) -> None:
-    """Frontal with frontal images, the same view first; a patient's studies need no consecutive numbers."""
+    """Frontal with frontal images, the same view first; a patient's studies need no consecutive
+    numbers.
+    """
     rows = [
-        *(("a", 0, "PA"), ("a", 0, "LATERAL"), ("a", 2, "AP"), ("a", 2, "PA"), ("a", 2, "LL"), ("a", 5, "PA")),
+        *(
+            ("a", 0, "PA"),
+            ("a", 0, "LATERAL"),
+            ("a", 2, "AP"),
+            ("a", 2, "PA"),
+            ("a", 2, "LL"),
+            ("a", 5, "PA"),
+        ),
         *(("b", 3, "AP"), ("b", None, "AP"), ("b", 4, "LATERAL"), ("a", 6, "LATERAL")),
     ]
     expected = [-1, -1, 0, 0, 1, 3, -1, -1, -1, 4]
@@ -181,7 +220,9 @@ def test_prior_images_are_those_of_the_latest_earlier_study(tokenizer: Tokenizer
     class Rows(MemorySource):
         def sample(self, position: int) -> Sample:
             patient, order, view = rows[position]
-            return dataclasses.replace(super().sample(position), patient=patient, order=order, view=view)
+            return dataclasses.replace(
+                super().sample(position), patient=patient, order=order, view=view
+            )
 
     assert prior_positions(Rows()).tolist() == expected
 
@@ -201,7 +242,9 @@ def test_inputs_are_the_same_on_any_ranks_and_after_a_resume(tokenizer: Tokenize
     ranks = [list(open_it(tokenizer, rank=rank, world=2)) for rank in (0, 1)]
     for batch, *shares in zip(full, *ranks, strict=True):
         for name in ("image_BCHW", "second_image_BCHW", "prior_BCHW", "has_prior_B"):
-            assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(batch, name)), name
+            assert torch.equal(
+                torch.cat([getattr(share, name) for share in shares]), getattr(batch, name)
+            ), name
     first = open_it(tokenizer)
     next(iter(first))
     resumed = open_it(tokenizer)
@@ -217,7 +260,9 @@ def test_inputs_that_the_source_cannot_give_are_refused(tokenizer: Tokenizer) ->
         open_it(tokenizer, source=MemorySource())
     with raises(ConfigError, "missing", "labels"):
         open_it(tokenizer, inputs=Inputs(labels=True))
-    assert open_it(tokenizer, source=MemorySource(("Edema",)), inputs=Inputs(labels=True)) is not None
+    assert (
+        open_it(tokenizer, source=MemorySource(("Edema",)), inputs=Inputs(labels=True)) is not None
+    )
     shared: Any = OrderedSource()
     shared.image_keys = ["same"] * COUNT
     with raises(ConfigError, "conflict", "second_image"):

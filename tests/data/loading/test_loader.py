@@ -1,4 +1,6 @@
-"""The loader: global batches that do not depend on ranks and workers, exact resume, skipped samples."""
+"""The loader: global batches that do not depend on ranks and workers, exact resume, skipped
+samples.
+"""
 
 import dataclasses
 import json
@@ -31,7 +33,11 @@ from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch
 
 COUNT = 23
-SENTENCES = ["The left lung is clear today.", "There is a small right effusion.", "No pneumothorax is seen."]
+SENTENCES = [
+    "The left lung is clear today.",
+    "There is a small right effusion.",
+    "No pneumothorax is seen.",
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return train_wordpiece(
-        [*SENTENCES, *[f"image number {number} of all" for number in range(COUNT)]], vocab_size=200, min_frequency=1
+        [*SENTENCES, *[f"image number {number} of all" for number in range(COUNT)]],
+        vocab_size=200,
+        min_frequency=1,
     )
 
 
@@ -88,8 +96,12 @@ def epochs(loader: Loader, count: int) -> Iterator[Batch]:
         yield from loader
 
 
-def test_batch_fields_follow_the_schema(open_it: Callable[..., Loader], tokenizer: Tokenizer) -> None:
-    batch = next(iter(open_it(image=EvalTransform(size=32), text=WholeText(), train=False, batch=5)))
+def test_batch_fields_follow_the_schema(
+    open_it: Callable[..., Loader], tokenizer: Tokenizer
+) -> None:
+    batch = next(
+        iter(open_it(image=EvalTransform(size=32), text=WholeText(), train=False, batch=5))
+    )
     assert batch.image_BCHW.shape == (5, 1, 32, 32)
     assert batch.image_BCHW.dtype == torch.uint8
     assert batch.keys == [f"key{number:03d}" for number in range(5)]
@@ -101,14 +113,21 @@ def test_batch_fields_follow_the_schema(open_it: Callable[..., Loader], tokenize
     assert "image number 3" in batch.texts[3]
     assert batch.studies == ["study0", "study0", "study1", "study1", "study2"]
     assert batch.has_text_B is None
-    expected = EvalTransform(size=32).build()(textured(3, 40, 50), np.random.default_rng(0)).image_HWC
+    expected = (
+        EvalTransform(size=32).build()(textured(3, 40, 50), np.random.default_rng(0)).image_HWC
+    )
     assert np.array_equal(batch.image_BCHW[3].permute(1, 2, 0), expected)
 
 
 def test_samples_without_text_are_flagged(open_it: Callable[..., Loader], folder: Path) -> None:
     """Whatever ids the tokenizer returns for an empty text."""
     images = folder.parent.parent / "images"
-    sections: list[dict[str, str]] = [{"findings": "Clear."}, {}, {"findings": " "}, {"findings": "An effusion."}]
+    sections: list[dict[str, str]] = [
+        {"findings": "Clear."},
+        {},
+        {"findings": " "},
+        {"findings": "An effusion."},
+    ]
     shards = ShardSource(folder)
     samples = [
         dataclasses.replace(shards.sample(row), image=images / f"{row}.png", sections=text)
@@ -119,7 +138,9 @@ def test_samples_without_text_are_flagged(open_it: Callable[..., Loader], folder
     assert batch.has_text_B.tolist() == [True, False, False, True]
 
 
-def test_epoch_yields_every_sample_once_except_the_remainder(open_it: Callable[..., Loader]) -> None:
+def test_epoch_yields_every_sample_once_except_the_remainder(
+    open_it: Callable[..., Loader],
+) -> None:
     loader = open_it()
     orders = []
     for _ in range(3):
@@ -135,7 +156,9 @@ def test_epoch_yields_every_sample_once_except_the_remainder(open_it: Callable[.
 
 @pytest.mark.fault("F8")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_number_of_workers_does_not_change_the_batches(open_it: Callable[..., Loader], workers: int) -> None:
+def test_number_of_workers_does_not_change_the_batches(
+    open_it: Callable[..., Loader], workers: int
+) -> None:
     for mine, theirs in zip(epochs(open_it(), 2), epochs(open_it(workers=workers), 2), strict=True):
         assert same(mine, theirs)
 
@@ -144,7 +167,9 @@ def test_number_of_workers_does_not_change_the_batches(open_it: Callable[..., Lo
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_divide_the_global_batches(open_it: Callable[..., Loader], world: int) -> None:
     ranks = [open_it(rank=rank, world=world) for rank in range(world)]
-    for full, *parts in zip(epochs(open_it(), 2), *(epochs(loader, 2) for loader in ranks), strict=True):
+    for full, *parts in zip(
+        epochs(open_it(), 2), *(epochs(loader, 2) for loader in ranks), strict=True
+    ):
         assert [key for part in parts for key in part.keys] == full.keys
         assert len({len(part) for part in parts}) == 1
         assert torch.equal(torch.cat([part.image_BCHW for part in parts]), full.image_BCHW)
@@ -172,10 +197,17 @@ def test_ranks_of_the_process_group_are_the_default(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_evaluation_yields_every_sample_once_in_full_batches(open_it: Callable[..., Loader], world: int) -> None:
+def test_evaluation_yields_every_sample_once_in_full_batches(
+    open_it: Callable[..., Loader], world: int
+) -> None:
     expected = [batch.keys for batch in open_it(train=False)]
-    assert [key for keys in expected for key in keys] == [f"key{number:03d}" for number in range(COUNT)]
-    ranks = [[batch.keys for batch in open_it(train=False, rank=rank, world=world)] for rank in range(world)]
+    assert [key for keys in expected for key in keys] == [
+        f"key{number:03d}" for number in range(COUNT)
+    ]
+    ranks = [
+        [batch.keys for batch in open_it(train=False, rank=rank, world=world)]
+        for rank in range(world)
+    ]
     for rank, batches in enumerate(ranks):
         assert batches == expected[rank::world]
 
@@ -183,7 +215,9 @@ def test_evaluation_yields_every_sample_once_in_full_batches(open_it: Callable[.
 @pytest.mark.fault("F7")
 @pytest.mark.parametrize("position", [0, 1, 3, 4, 5, 7, 12])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resume_is_exact_from_any_position(open_it: Callable[..., Loader], position: int, workers: int) -> None:
+def test_resume_is_exact_from_any_position(
+    open_it: Callable[..., Loader], position: int, workers: int
+) -> None:
     loader = open_it()
     expected = epochs(loader, 4)
     for _ in range(position):
@@ -211,7 +245,9 @@ def test_state_counts_yielded_batches_not_prefetched_ones(open_it: Callable[...,
         ({"source": "other"}, "samples, fingerprint"),
     ],
 )
-def test_state_of_another_run_is_refused(open_it: Callable[..., Loader], change: dict, field: str) -> None:
+def test_state_of_another_run_is_refused(
+    open_it: Callable[..., Loader], change: dict, field: str
+) -> None:
     if change.get("source"):
         source = ShardSource(open_it().source.folder)
         change = {"source": FileSource([source.sample(number) for number in range(9)], ["even"])}
@@ -247,8 +283,14 @@ def test_purposes_have_independent_generators() -> None:
 
 
 @pytest.mark.parametrize("flip", ["swap_text", "plain"])
-def test_flipped_images_get_swapped_text_only_with_swap_text(open_it: Callable[..., Loader], flip: str) -> None:
-    plain = {key: text for batch in open_it(batch=1) for key, text in zip(batch.keys, batch.texts, strict=True)}
+def test_flipped_images_get_swapped_text_only_with_swap_text(
+    open_it: Callable[..., Loader], flip: str
+) -> None:
+    plain = {
+        key: text
+        for batch in open_it(batch=1)
+        for key, text in zip(batch.keys, batch.texts, strict=True)
+    }
     changed = Counter()
     for batch in open_it(batch=1, image=ConVIRTAugmentation(size=32, flip=flip)):
         (key,), (text,) = batch.keys, batch.texts
@@ -258,21 +300,27 @@ def test_flipped_images_get_swapped_text_only_with_swap_text(open_it: Callable[.
 
 
 def test_random_sentence_is_uniform_and_excludes_short_ones() -> None:
-    sections = {"findings": "Clear. The lungs are clear. No effusion is seen.", "impression": "Normal chest today."}
+    sections = {
+        "findings": "Clear. The lungs are clear. No effusion is seen.",
+        "impression": "Normal chest today.",
+    }
     policy = RandomSentence(min_tokens=3, sections=("findings", "impression"))
     drawn = Counter(policy(sections, np.random.default_rng(seed)) for seed in range(3000))
     assert set(drawn) == {"The lungs are clear.", "No effusion is seen.", "Normal chest today."}
     assert all(900 < count < 1100 for count in drawn.values())
     assert policy({"findings": "Clear."}, np.random.default_rng(0)) == "Clear."
     assert (
-        policy({"caption": "An axial slice of the brain."}, np.random.default_rng(0)) == "An axial slice of the brain."
+        policy({"caption": "An axial slice of the brain."}, np.random.default_rng(0))
+        == "An axial slice of the brain."
     )
     assert policy({}, np.random.default_rng(0)) == ""
     assert WholeText()(sections, np.random.default_rng(0)) == " ".join(sections.values())
 
 
 def damage(folder: Path, tmp_path: Path, rows: list[int]) -> Path:
-    """Return a copy of the folder in which some images of the first shard are zeroed; sizes and index are unchanged."""
+    """Return a copy of the folder in which some images of the first shard are zeroed; sizes and
+    index are unchanged.
+    """
     copy = tmp_path / "damaged"
     copy.mkdir()
     for path in folder.iterdir():
@@ -290,7 +338,9 @@ def damage(folder: Path, tmp_path: Path, rows: list[int]) -> Path:
 def test_unreadable_samples_are_counted_within_the_budget(
     open_it: Callable[..., Loader], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = open_it(source=ShardSource(damage(folder, tmp_path, [1, 3])), train=False, batch=5, max_skipped=2)
+    loader = open_it(
+        source=ShardSource(damage(folder, tmp_path, [1, 3])), train=False, batch=5, max_skipped=2
+    )
     sizes = [len(batch) for batch in loader]
     assert sizes == [3, 5, 5, 5, 3]
     assert loader.skipped.total() == 2
@@ -301,7 +351,11 @@ def test_unreadable_samples_are_counted_within_the_budget(
 
 @pytest.mark.parametrize("train", [True, False])
 def test_a_sample_that_is_unreadable_in_every_pass_counts_once(
-    open_it: Callable[..., Loader], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, train: bool
+    open_it: Callable[..., Loader],
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    train: bool,
 ) -> None:
     """A run within its budget stays within it, however many epochs or validations it makes."""
     source = ShardSource(damage(folder, tmp_path, [1, 3]))
@@ -312,13 +366,17 @@ def test_a_sample_that_is_unreadable_in_every_pass_counts_once(
     assert caplog.text.count("skipped sample key001") == 1
 
 
-def test_batch_without_a_readable_sample_raises(open_it: Callable[..., Loader], folder: Path, tmp_path: Path) -> None:
+def test_batch_without_a_readable_sample_raises(
+    open_it: Callable[..., Loader], folder: Path, tmp_path: Path
+) -> None:
     source = ShardSource(damage(folder, tmp_path, [0, 1, 2, 3, 4]))
     with raises(ShardError, "empty"):
         list(open_it(source=source, train=False, batch=5, max_skipped=10))
 
 
-def test_tar_truncated_after_opening_raises(open_it: Callable[..., Loader], folder: Path, tmp_path: Path) -> None:
+def test_tar_truncated_after_opening_raises(
+    open_it: Callable[..., Loader], folder: Path, tmp_path: Path
+) -> None:
     source = ShardSource(damage(folder, tmp_path, []))
     with (source.folder / "lab-train-000000.tar").open("r+b") as file:
         file.truncate(100)
@@ -358,6 +416,8 @@ def test_file_source_reads_corpus_files(tmp_path: Path, tokenizer: Tokenizer) ->
         ({"source": FileSource([], ())}, "empty", "source"),
     ],
 )
-def test_invalid_settings_are_refused(open_it: Callable[..., Loader], changes: dict, code: str, field: str) -> None:
+def test_invalid_settings_are_refused(
+    open_it: Callable[..., Loader], changes: dict, code: str, field: str
+) -> None:
     with raises(ConfigError, code, field):
         open_it(**changes)

@@ -1,4 +1,6 @@
-"""Region features in batches: padding, order, resume, workers, joined and unpaired sources, shared images."""
+"""Region features in batches: padding, order, resume, workers, joined and unpaired sources,
+shared images.
+"""
 
 import pickle
 from pathlib import Path
@@ -48,7 +50,13 @@ def open_it(source: Any, **changes: Any) -> Loader:
 
 
 def parts(batch: Batch) -> list[Any]:
-    return [batch.keys, batch.regions_BPD, batch.region_boxes_BP4, batch.region_classes_BPK, batch.has_image_B]
+    return [
+        batch.keys,
+        batch.regions_BPD,
+        batch.region_boxes_BP4,
+        batch.region_classes_BPK,
+        batch.has_image_B,
+    ]
 
 
 def equal(one: Batch, other: Batch) -> bool:
@@ -79,7 +87,9 @@ def test_batches_hold_the_regions_padded_with_zeros(source: ShardSource) -> None
                 lengths.add(count)
                 np.testing.assert_array_equal(batch.regions_BPD[row, :count], stored.features_PD)
                 np.testing.assert_array_equal(batch.region_boxes_BP4[row, :count], stored.boxes_P4)
-                np.testing.assert_array_equal(batch.region_classes_BPK[row, :count], stored.classes_PK)
+                np.testing.assert_array_equal(
+                    batch.region_classes_BPK[row, :count], stored.classes_PK
+                )
             else:
                 assert batch.has_image_B is not None
             assert batch.has_image_B is None or bool(batch.has_image_B[row]) == (count > 0)
@@ -98,9 +108,14 @@ def test_only_what_is_declared_is_made(source: ShardSource) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_order_is_that_of_one_process_on_every_rank_and_worker(source: ShardSource, workers: int) -> None:
+def test_order_is_that_of_one_process_on_every_rank_and_worker(
+    source: ShardSource, workers: int
+) -> None:
     whole = list(open_it(source))
-    ranks = [list(open_it(source, rank=rank, world=2, workers=workers if rank else 0)) for rank in range(2)]
+    ranks = [
+        list(open_it(source, rank=rank, world=2, workers=workers if rank else 0))
+        for rank in range(2)
+    ]
     for batch, first, second in zip(whole, *ranks, strict=True):
         assert batch.keys == first.keys + second.keys
         for row, part in enumerate((first, second)):
@@ -177,7 +192,9 @@ def test_samples_without_an_image_are_left_out_of_an_evaluation(source: ShardSou
     keys = [key for batch in loader for key in batch.keys]
     assert len(keys) == len(source) - 1
     assert loader.skipped == {"no_image": 1}
-    only_text = Subset(source, [position for position in range(len(source)) if not source.has_image(position)])
+    only_text = Subset(
+        source, [position for position in range(len(source)) if not source.has_image(position)]
+    )
     batch = next(iter(open_it(only_text, batch=1)))
     assert batch.has_image_B is not None
     assert batch.has_image_B.tolist() == [False]

@@ -49,7 +49,9 @@ def test_parts_are_drawn_in_their_shares_and_equally_often() -> None:
     drawn_N = np.bincount(draws_N2[:, 1], minlength=12)
     assert set(drawn_N[:8].tolist()) == {1, 2}
     assert set(drawn_N[8:].tolist()) == {9}
-    assert len(np.unique(draws_N2, axis=0)) == len(draws_N2)  # no two draws have the same augmentation
+    assert len(np.unique(draws_N2, axis=0)) == len(
+        draws_N2
+    )  # no two draws have the same augmentation
     assert (sampler.passes(1) == sampler.passes(1)).all()
     assert sampler.passes(0)[:6].tolist() == PINNED
 

@@ -48,8 +48,8 @@ class Images:
         study, view, number, _ = IMAGES[position]
         extra = {} if number is None else {"image_number": number}
         return Sample(
-            key=f"k{position}", corpus="c", split="train", patient=study, study=study, view=view, extra=extra,
-            sections={"findings": f"left {study}"},
+            key=f"k{position}", corpus="c", split="train", patient=study, study=study, view=view,
+            extra=extra, sections={"findings": f"left {study}"},
         )  # fmt: skip
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
@@ -77,8 +77,8 @@ def test_each_study_is_one_sample_with_its_other_projection() -> None:
 
 def open_it(**changes: Any) -> Any:
     settings: dict[str, Any] = {
-        "batch": 6, "image": EvalTransform(size=16), "text": WholeText(), "tokenizer": no_text, "train": False,
-        "inputs": Inputs(other_view=True),
+        "batch": 6, "image": EvalTransform(size=16), "text": WholeText(), "tokenizer": no_text,
+        "train": False, "inputs": Inputs(other_view=True),
     }  # fmt: skip
     settings |= changes
     return open_loader(settings.pop("source", Images()), **settings)
@@ -88,7 +88,9 @@ def open_it(**changes: Any) -> Any:
 def test_batches_hold_studies_and_their_other_views(workers: int) -> None:
     loader = open_it(workers=workers)
     (batch,) = list(loader)
-    others = torch.where(batch.has_other_view_B, batch.other_view_BCHW[:, 0, 0, 0].long(), -1).tolist()
+    others = torch.where(
+        batch.has_other_view_B, batch.other_view_BCHW[:, 0, 0, 0].long(), -1
+    ).tolist()
     found = {(first, None if other < 0 else other) for first, other in
              zip(batch.image_BCHW[:, 0, 0, 0].tolist(), others, strict=True)}  # fmt: skip
     assert found == set(PAIRS)
@@ -101,14 +103,18 @@ def test_batches_hold_studies_and_their_other_views(workers: int) -> None:
 
 
 def test_drawn_views_are_all_images_of_a_study_in_training_alone() -> None:
-    """Two different ones in each epoch, the same on every start; a study with one image has no other."""
+    """Two different ones in each epoch, the same on every start; a study with one image has no
+    other.
+    """
     loader = open_it(train=True, inputs=Inputs(drawn_view=True), seed=1)
     epochs = [batch for _ in range(40) for batch in loader]
     found = {study: set() for study in "abcdef"}
     for batch in epochs:
         first_B, other_B = batch.image_BCHW[:, 0, 0, 0], batch.other_view_BCHW[:, 0, 0, 0]
         for row, study in enumerate(batch.studies):
-            found[study].add((int(first_B[row]), int(other_B[row]) if batch.has_other_view_B[row] else None))
+            found[study].add(
+                (int(first_B[row]), int(other_B[row]) if batch.has_other_view_B[row] else None)
+            )
     assert found["b"] == {(20, None)}
     assert found["a"] == {(10, 30), (30, 10)}
     assert found["d"] == set(itertools.permutations((60, 70, 80), 2))

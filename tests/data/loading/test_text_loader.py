@@ -37,14 +37,19 @@ def rows(batches: Any) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def test_epochs_are_shuffled_resumed_and_equal_on_any_ranks(source: ShardSource, sequences: TextSequences) -> None:
+def test_epochs_are_shuffled_resumed_and_equal_on_any_ranks(
+    source: ShardSource, sequences: TextSequences
+) -> None:
     whole = open_text_loader(source, sequences, batch=4, train=True)
     first, second = rows(whole), rows(whole)
     assert len(first) == len(source) // 4 * 4
     assert len(set(source.manifest.patients)) < len(source)  # several blocks of a document
     shared = first.keys() & second.keys()
     assert any(first[key] != second[key] for key in shared)  # drawn anew in each epoch
-    ranks = [open_text_loader(source, sequences, batch=4, train=True, rank=rank, world=2) for rank in range(2)]
+    ranks = [
+        open_text_loader(source, sequences, batch=4, train=True, rank=rank, world=2)
+        for rank in range(2)
+    ]
     assert rows(ranks[0]) | rows(ranks[1]) == first
     resumed = open_text_loader(source, sequences, batch=4, train=True)
     iterator = iter(resumed)
@@ -72,19 +77,29 @@ class SomeTexts:
     """Sequences of a source whose every second sample has another section."""
 
     def __init__(self, source: ShardSource) -> None:
-        self.source, self.label_names, self.fingerprint = source, source.label_names, source.fingerprint
+        self.source, self.label_names, self.fingerprint = (
+            source,
+            source.label_names,
+            source.fingerprint,
+        )
 
     def __len__(self) -> int:
         return len(self.source)
 
     def sample(self, position: int) -> Sample:
         sample = self.source.sample(position)
-        return dataclasses.replace(sample, sections={("findings", "other")[position % 2]: "No effusion. Clear lungs."})
+        return dataclasses.replace(
+            sample, sections={("findings", "other")[position % 2]: "No effusion. Clear lungs."}
+        )
 
 
-def test_samples_without_the_section_do_not_count_as_unreadable(source: ShardSource, sequences: TextSequences) -> None:
+def test_samples_without_the_section_do_not_count_as_unreadable(
+    source: ShardSource, sequences: TextSequences
+) -> None:
     some: Any = SomeTexts(source)
-    loader = open_text_loader(some, sequences, batch=4, train=True, max_skipped=0, sections=["findings"])
+    loader = open_text_loader(
+        some, sequences, batch=4, train=True, max_skipped=0, sections=["findings"]
+    )
     for _ in range(2):
         assert 0 < sum(map(len, loader)) <= -(-len(source) // 2)
     assert loader.skipped["no_text"] > len(source) // 4

@@ -1,4 +1,6 @@
-"""JSON lines, prompts, tables and text files as editors, spreadsheets and other programs save them."""
+"""JSON lines, prompts, tables and text files as editors, spreadsheets and other programs save
+them.
+"""
 
 import codecs
 import csv
@@ -8,7 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from medvl.schema import FINDINGS
 
-TEXTS = ("Kein Pleuraerguß – Herz groß.", "Épanchement pleural à gauche.", "Zeile\u2028mit Trenner, “zitiert”.")
+TEXTS = (
+    "Kein Pleuraerguß – Herz groß.",
+    "Épanchement pleural à gauche.",
+    "Zeile\u2028mit Trenner, “zitiert”.",
+)
 """Texts with letters outside of ASCII, of which cp1252 has all but U+2028."""
 
 READ: Mapping[str, Callable[[str], bytes]] = {
@@ -18,7 +24,9 @@ READ: Mapping[str, Callable[[str], bytes]] = {
     "utf-16, big-endian": lambda text: codecs.BOM_UTF16_BE + text.encode("utf-16-be"),
     "utf-32": lambda text: text.encode("utf-32"),
     "lines of Windows": lambda text: text.replace("\n", "\r\n").encode(),
-    "lines of Windows in utf-16": lambda text: codecs.BOM_UTF16_LE + text.replace("\n", "\r\n").encode("utf-16-le"),
+    "lines of Windows in utf-16": lambda text: (
+        codecs.BOM_UTF16_LE + text.replace("\n", "\r\n").encode("utf-16-le")
+    ),
     "lines of an old Mac": lambda text: text.replace("\n", "\r").encode(),
     "blank lines": lambda text: ("\n\n" + text.replace("\n", "\n \t\n") + "\n\n").encode(),
     "no end of the last line": lambda text: text.removesuffix("\n").encode(),
@@ -27,7 +35,9 @@ READ: Mapping[str, Callable[[str], bytes]] = {
 
 REFUSED: Mapping[str, Callable[[str], bytes]] = {
     "cp1252": lambda text: text.replace("\u2028", " ").encode("cp1252"),
-    "latin-1": lambda text: text.translate({0x2013: "-", 0x201C: '"', 0x201D: '"', 0x2028: " "}).encode("latin-1"),
+    "latin-1": lambda text: text.translate(
+        {0x2013: "-", 0x201C: '"', 0x201D: '"', 0x2028: " "}
+    ).encode("latin-1"),
     "utf-16 without a mark": lambda text: text.encode("utf-16-le"),
     "mac-roman": lambda text: text.replace("\u2028", " ").encode("mac-roman"),
     "cut within a letter": lambda text: text.encode()[: text.encode().index("ß".encode()) + 1],
@@ -43,7 +53,10 @@ def json_lines(rows: Sequence[Mapping[str, object]]) -> str:
 
 def reports() -> list[dict[str, object]]:
     """Return generated reports with their references."""
-    return [{"key": f"r{number}", "generated": text, "reference": text} for number, text in enumerate(TEXTS)]
+    return [
+        {"key": f"r{number}", "generated": text, "reference": text}
+        for number, text in enumerate(TEXTS)
+    ]
 
 
 def answers() -> list[dict[str, object]]:
@@ -84,5 +97,6 @@ def chexbert_table(texts: Sequence[str]) -> str:
 def prompt_file() -> str:
     """Return a prompt set with letters outside of ASCII."""
     sides = {"positive": ["Ein Ödem ist zu sehen."], "negative": ["Kein Ödem."]}
-    return json.dumps({"name": "german", "scoring": "margin", "temperature": 1, "classes": {"Edema": sides}},
+    return json.dumps({"name": "german", "scoring": "margin", "temperature": 1,
+        "classes": {"Edema": sides}},
                       ensure_ascii=False, indent=1) + "\n"  # fmt: skip

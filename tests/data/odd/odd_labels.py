@@ -1,7 +1,7 @@
 """Statements of findings as hospitals, templates and dictation write them, with their right labels.
 
-`PHRASES` has kind -> texts with their labels by the short names of `NAMES`: 1 present, 0 absent, -1 doubtful. A finding
-without a label is not mentioned.
+`PHRASES` has kind -> texts with their labels by the short names of `NAMES`: 1 present, 0 absent, -1
+doubtful. A finding without a label is not mentioned.
 """
 
 import itertools
@@ -23,7 +23,16 @@ NAMES = {
     "PTX": "Pneumothorax",
     "DEV": "Support Devices",
 }
-NOUNS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Fracture", "Pneumonia", "Pneumothorax", "Effusion")
+NOUNS = (
+    "Atelectasis",
+    "Cardiomegaly",
+    "Consolidation",
+    "Edema",
+    "Fracture",
+    "Pneumonia",
+    "Pneumothorax",
+    "Effusion",
+)
 """Names of findings that are looked for as entities, too."""
 WORDS = {"": 1, "no ": 0, "possible ": -1}
 EN, EM, MINUS, DOTS = "\u2013", "\u2014", "\u2212", "\u2026"
@@ -172,7 +181,10 @@ PHRASES: dict[str, list[tuple[str, str]]] = {
         ("Nodules / masses: none", "LES 0"),
         ("Nodules/masses = none seen", "LES 0"),
         ("Focal consolidation: None visualized.", "CON 0"),
-        ("Focal consolidation: None. Pneumothorax: None. Pleural effusion: Small, bilateral.", "CON 0, PTX 0, EFF 1"),
+        (
+            "Focal consolidation: None. Pneumothorax: None. Pleural effusion: Small, bilateral.",
+            "CON 0, PTX 0, EFF 1",
+        ),
         ("Pulmonary edema: Absent", "EDE 0"),
         ("Pulmonary edema: mild", "EDE 1"),
         ("Pulmonary edema: moderate, unchanged", "EDE 1"),
@@ -235,7 +247,10 @@ PHRASES: dict[str, list[tuple[str, str]]] = {
         ("Costophrenic angles: blunted on the left", "EFF 1"),
         ("Costophrenic angles: sharp", "EFF 0"),
         ("Lines and tubes: ETT 4 cm above the carina", "DEV 1"),
-        ("Heart: enlarged. Mediastinum: widened. Lungs: clear. Bones: intact.", "CAR 1, MED 1, OPA 0, FRA 0"),
+        (
+            "Heart: enlarged. Mediastinum: widened. Lungs: clear. Bones: intact.",
+            "CAR 1, MED 1, OPA 0, FRA 0",
+        ),
         ("Heart: enlarged; lungs: clear; pleura: left effusion", "CAR 1, OPA 0, EFF 1"),
         ("Heart enlarged. Lungs clear.", "CAR 1, OPA 0"),
         ("Bones: No acute fracture. Soft tissues: normal.", "FRA 0"),
@@ -564,7 +579,13 @@ PHRASES: dict[str, list[tuple[str, str]]] = {
 def cases(kind: str) -> list[tuple[str, dict[str, int]]]:
     """Return the texts of a kind with their labels."""
     return [
-        (text, {NAMES[name]: int(value) for name, value in map(str.split, filter(None, labels.split(", ")))})
+        (
+            text,
+            {
+                NAMES[name]: int(value)
+                for name, value in map(str.split, filter(None, labels.split(", ")))
+            },
+        )
         for text, labels in PHRASES[kind]
     ]
 
@@ -577,7 +598,9 @@ def strongest(values: Iterable[int]) -> int:
 def stated_values(statements: Iterable[str], findings: Iterable[str]) -> dict[str, int]:
     """Return the values of findings by canonical statements: "There is [no|possible] X."."""
     values = {finding: [] for finding in findings}
-    for each, (finding, found), (word, value) in itertools.product(statements, values.items(), WORDS.items()):
+    for each, (finding, found), (word, value) in itertools.product(
+        statements, values.items(), WORDS.items()
+    ):
         name = {"Pleural Other": "pleural thickening", "Support Devices": "support device"}.get(
             finding, finding.lower()
         )
@@ -596,5 +619,7 @@ def entity_values(values: Iterable[tuple[int, int | None]]) -> dict[str, int]:
     found: dict[str, list[int]] = {}
     for number, value in values:
         if value is not None:
-            found.setdefault(NOUNS[number].replace("Effusion", "Pleural Effusion"), []).append(value)
+            found.setdefault(NOUNS[number].replace("Effusion", "Pleural Effusion"), []).append(
+                value
+            )
     return {finding: strongest(of_finding) for finding, of_finding in found.items()}

@@ -1,4 +1,6 @@
-"""Tables as spreadsheets, databases and hands write them, and tables that would take minutes or all memory."""
+"""Tables as spreadsheets, databases and hands write them, and tables that would take minutes or
+all memory.
+"""
 
 import gzip
 import io
@@ -34,7 +36,8 @@ READ: Mapping[str, bytes] = {
     "blanks in the header": rows_of(",", pad=" ").encode(),
     "blank lines": ("\n\n" + rows_of(",", "\n").replace('"c.png"', '\n"c.png"') + "\n\n").encode(),
     "bars": rows_of("|").encode(),
-    "a column twice that is not read": rows_of(",").replace("text\r\n", "text,x,x\r\n").replace('"\r\n', '",1,2\r\n').encode(),
+    "a column twice that is not read": rows_of(",").replace("text\r\n",
+    "text,x,x\r\n").replace('"\r\n', '",1,2\r\n').encode(),
 }  # fmt: skip
 """Name -> bytes of a CSV table with the rows above."""
 
@@ -44,15 +47,27 @@ REFUSED: Mapping[str, tuple[bytes, str]] = {
     "UTF-16 without a mark": (PLAIN.encode("utf-16-le"), "iconv -f UTF-16LE"),
     "UTF-32": (PLAIN.encode("utf-32"), "not UTF-8"),
     "cut in UTF-16": (rows_of("\t").encode("utf-16")[:-3], "UTF-16"),
-    "a title above": (("Export of 2020-01-02,,,,\n" + PLAIN).encode(), "column names are in line 2"),
+    "a title above": (
+        ("Export of 2020-01-02,,,,\n" + PLAIN).encode(),
+        "column names are in line 2",
+    ),
     "a title and a blank line": (("Export\n\n;;\n" + PLAIN).encode(), "column names are in line 4"),
-    "a row too short": (PLAIN.encode() + b"b.png,8,44\n", "line 3: expected 5 fields as in the header, got 3"),
-    "a row too long": (PLAIN.encode() + b"b.png,8,44,0,a,b\n", "line 3: expected 5 fields as in the header, got 6"),
+    "a row too short": (
+        PLAIN.encode() + b"b.png,8,44\n",
+        "line 3: expected 5 fields as in the header, got 3",
+    ),
+    "a row too long": (
+        PLAIN.encode() + b"b.png,8,44,0,a,b\n",
+        "line 3: expected 5 fields as in the header, got 6",
+    ),
     "an open quote": (PLAIN.encode() + b'b.png,8,44,0,"a\nc.png,9,44,0,b\n', "close each quote"),
     "a column twice": (PLAIN.replace("age", "patient").encode(), "patient 2 times"),
     "no header": (PLAIN.partition("\n")[2].encode(), "none of the columns"),
     "nothing": (b"", "lacks the columns"),
-    "many columns": (b"image,patient,age,effusion,text" + b",x" * 20_000 + b"\n", "at most 16384 columns"),
+    "many columns": (
+        b"image,patient,age,effusion,text" + b",x" * 20_000 + b"\n",
+        "at most 16384 columns",
+    ),
     "an endless row": (PLAIN.encode() + b'"x\n",' * 3_500_000, "a row of 16777216"),
 }
 """Name -> bytes of a CSV table, and a part of the message."""
@@ -64,10 +79,19 @@ def packed_rows(rows: int) -> bytes:
 
 
 JSON_REFUSED: Mapping[str, tuple[bytes, str]] = {
-    "a key twice": (b'{"image": "a.png", "patient": 1, "patient": 2, "text": "x"}\n', "'patient' twice"),
-    "beyond float64": (b'{"image": "a.png", "patient": 1, "age": 1e400, "text": "x"}\n', "beyond the range"),
+    "a key twice": (
+        b'{"image": "a.png", "patient": 1, "patient": 2, "text": "x"}\n',
+        "'patient' twice",
+    ),
+    "beyond float64": (
+        b'{"image": "a.png", "patient": 1, "age": 1e400, "text": "x"}\n',
+        "beyond the range",
+    ),
     "NaN": (b'{"image": "a.png", "patient": 1, "age": NaN, "text": "x"}\n', "write null"),
-    "Infinity": (b'{"image": "a.png", "patient": 1, "age": -Infinity, "text": "x"}\n', "write null"),
+    "Infinity": (
+        b'{"image": "a.png", "patient": 1, "age": -Infinity, "text": "x"}\n',
+        "write null",
+    ),
 }
 
 
@@ -81,12 +105,14 @@ def workbook(rows: str, strings: str = "") -> bytes:
         "[Content_Types].xml": f'<Types xmlns="{package}/content-types"><Default Extension="rels" '
         'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
         f'<Override PartName="/xl/workbook.xml" ContentType="{kind}.sheet.main+xml"/>'
-        f'<Override PartName="/xl/worksheets/sheet1.xml" ContentType="{kind}.worksheet+xml"/></Types>',
+        f'<Override PartName="/xl/worksheets/sheet1.xml" '
+        f'ContentType="{kind}.worksheet+xml"/></Types>',
         "_rels/.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" '
         f'Type="{office}/officeDocument" Target="xl/workbook.xml"/></Relationships>',
         "xl/workbook.xml": f'<workbook xmlns="{main}" xmlns:r="{office}"><sheets>'
         '<sheet name="a" sheetId="1" r:id="rId1"/></sheets></workbook>',
-        "xl/_rels/workbook.xml.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" '
+        "xl/_rels/workbook.xml.rels": f"<Relationships "
+        f'xmlns="{package}/relationships"><Relationship Id="rId1" '
         f'Type="{office}/worksheet" Target="worksheets/sheet1.xml"/></Relationships>',
         "xl/worksheets/sheet1.xml": f'<worksheet xmlns="{main}"><dimension ref="A1:XFD1048576"/>'
         f"<sheetData>{rows}</sheetData></worksheet>",
@@ -106,11 +132,15 @@ def row(number: int, *cells: str) -> str:
 
 SPARSE = workbook(row(1, "Image", "Description") + row(1_048_576, "a.png", "A text."))
 """Two rows, a million apart."""
-MANY_CELLS = workbook(row(1, "Image", "Description") + "".join(row(n, *"x" * 200) for n in range(2, 1400)))
+MANY_CELLS = workbook(
+    row(1, "Image", "Description") + "".join(row(n, *"x" * 200) for n in range(2, 1400))
+)
 MANY_BYTES = workbook(row(1, "Image", "Description") + row(2, "a", "b") * 200_000)
 MANY_TAGS: Mapping[str, str] = {
     "empty cells": "<row>" + "<c/>" * 1_320_000 + "</row>",
     "unknown elements": "<x/>" * 1_320_000,
-    "empty runs of text": "<row>" + '<c t="inlineStr"><is><r/><r/><r/></is></c>' * 190_000 + "</row>",
+    "empty runs of text": "<row>"
+    + '<c t="inlineStr"><is><r/><r/><r/></is></c>' * 190_000
+    + "</row>",
 }
 """Name -> rows in XML that take as long to read as cells with content, and have none."""

@@ -1,4 +1,6 @@
-"""Numbers of header values: which are read, which are refused, and what pydicom makes of the same files."""
+"""Numbers of header values: which are read, which are refused, and what pydicom makes of the
+same files.
+"""
 
 import io
 import time
@@ -95,15 +97,18 @@ def test_parsing_takes_linear_time() -> None:
         ({DETECTOR: b"nan\\nan"}, None, ("ImagerPixelSpacing",)),
     ],
 )
-def test_a_damaged_spacing_is_none_and_named(elements: dict, spacing: tuple | None, damaged: tuple) -> None:
+def test_a_damaged_spacing_is_none_and_named(
+    elements: dict, spacing: tuple | None, damaged: tuple
+) -> None:
     header = decode_dicom(io.BytesIO(odd_dicom.file({**elements, **SHOWN}))).header
     assert (header.pixel_spacing, header.damaged) == (spacing, damaged)
 
 
 AS_PYDICOM = (
-    "slope b'+0.5'", "slope b'5E-1'", "slope b'.5'", "slope b' 0.5 '", "slope b'1.0e0'", "intercept b'-1024 '",
-    "intercept b'-1024.00000'", "window b'1000\\\\40'", "window b'+1.0e3'", "window b'1000\\\\'", "function b'sigmoid'",
-    "function b'linear_exact'", "frames b'0'", "frames b'1.0'", "b'MONOCHROME2' b' Identity'", "rows as b'IS' b'64'",
+    "slope b'+0.5'", "slope b'5E-1'", "slope b'.5'", "slope b' 0.5 '", "slope b'1.0e0'",
+    "intercept b'-1024 '", "intercept b'-1024.00000'", "window b'1000\\\\40'", "window b'+1.0e3'",
+    "window b'1000\\\\'", "function b'sigmoid'", "function b'linear_exact'", "frames b'0'",
+    "frames b'1.0'", "b'MONOCHROME2' b' Identity'", "rows as b'IS' b'64'",
     "high bit below the stored ones", "no high bit", "LUT of signed samples, with a sign",
 )  # fmt: skip
 """Cases that pydicom reads as a viewer does."""
@@ -121,7 +126,8 @@ def test_shades_are_those_of_pydicom_where_it_reads_the_file_as_viewers_do() -> 
             low, high = 0.0, 65535.0
         else:
             slope, intercept = (
-                float(data.get(key) or usual) for key, usual in (("RescaleSlope", 1), ("RescaleIntercept", 0))
+                float(data.get(key) or usual)
+                for key, usual in (("RescaleSlope", 1), ("RescaleIntercept", 0))
             )
             low, high = intercept, intercept + slope * (2.0**data.BitsStored - 1)
         shown = (apply_voi_lut(values, data) - low) / (high - low)

@@ -1,7 +1,8 @@
-"""Inputs as other programs and hospitals write them, through the public commands, each with its right value.
+"""Inputs as other programs and hospitals write them, through the public commands, each with its
+right value.
 
-The inputs are made by code in the `odd_*.py` files of this folder. A public bug report becomes a case there before it is
-mended.
+The inputs are made by code in the `odd_*.py` files of this folder. A public bug report becomes a
+case there before it is mended.
 """
 
 import csv
@@ -92,20 +93,31 @@ def write_table(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-def test_header_values_of_dicom_files_are_read_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_header_values_of_dicom_files_are_read_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     read, refused = odd_dicom.read_cases(), odd_dicom.refused_cases()
     for number, case in enumerate(read + refused):
         (tmp_path / f"{number}.dcm").write_bytes(case.data)
-    rows = [{"image": f"{number}.dcm", "patient": number, "case": number} for number in range(len(read + refused))]
+    rows = [
+        {"image": f"{number}.dcm", "patient": number, "case": number}
+        for number in range(len(read + refused))
+    ]
     table = write_table(tmp_path / "rows.csv", rows)
     finished = medvl(
-        capsys, "shards", "table", "--table", table, "--image-column", "image", "--patient-column", "patient",
-        "--extra-column", "case", "--out", tmp_path / "out", "--splits", "train=1", "--short-side", "64",
-        "--image-format", "png", "--max-skipped", "1000", "--workers", "1",
+        capsys, "shards", "table", "--table", table, "--image-column", "image", "--patient-column",
+        "patient", "--extra-column", "case", "--out", tmp_path / "out", "--splits", "train=1",
+        "--short-side", "64", "--image-format", "png", "--max-skipped", "1000", "--workers", "1",
     )  # fmt: skip
     assert finished.status == 0, finished.err
-    assert f"train: {len(read)} samples of {len(read)} patients, {len(refused)} malformed" in finished.out
-    listed = [json.loads(line) for line in (tmp_path / "out-private" / "skipped.jsonl").read_text().splitlines()]
+    assert (
+        f"train: {len(read)} samples of {len(read)} patients, {len(refused)} malformed"
+        in finished.out
+    )
+    listed = [
+        json.loads(line)
+        for line in (tmp_path / "out-private" / "skipped.jsonl").read_text().splitlines()
+    ]
     messages = dict(row["message"].split(": ", 1) for row in listed)
     for number, case in enumerate(refused, len(read)):
         assert messages[str(tmp_path / f"{number}.dcm")].startswith(f"{case.keyword} ("), case.name
@@ -128,12 +140,16 @@ def test_header_values_of_dicom_files_are_read_or_named(tmp_path: Path, capsys: 
 def convert_tar(capsys: pytest.CaptureFixture[str], tar: Path, *options: str) -> Finished:
     out = tar.with_suffix(".shards")
     command = ["shards", "webdataset", "--tars", tar, "--out", out, "--splits", "train=1"]
-    return medvl(capsys, *command, "--salt-file", tar.parent / "salt", "--new-salt", "--workers", 1, *options)
+    return medvl(
+        capsys, *command, "--salt-file", tar.parent / "salt", "--new-salt", "--workers", 1, *options
+    )
 
 
 @pytest.mark.parametrize("case", odd_tars.READ)
 def test_tars_are_read(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each sample is in the shards, or is left out with a printed reason that `medvl verify` repeats."""
+    """Each sample is in the shards, or is left out with a printed reason that `medvl verify`
+    repeats.
+    """
     members, options, samples, printed = odd_tars.READ[case]
     tar = odd_tars.write(tmp_path / "a.tar", members)
     done = convert_tar(capsys, tar, *options)
@@ -146,23 +162,36 @@ def test_tars_are_read(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert printed in verified.out
 
 
-def test_captions_of_tars_are_cleaned_as_cells_of_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_captions_of_tars_are_cleaned_as_cells_of_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = (*odd_reports.NO_TEXT_CELLS, *odd_reports.POINTING_CELLS)
     texts = dict.fromkeys(empty, "") | odd_reports.CLEANED_CELLS
     members: list[tuple[str, bytes]] = []
     for number, text in enumerate(texts):
         caption = text.encode() if number % 2 else json.dumps({"caption": text}).encode()
-        members += [(f"{number:03d}.jpg", odd_tars.JPEG), (f"{number:03d}.{'txt' if number % 2 else 'json'}", caption)]
+        members += [
+            (f"{number:03d}.jpg", odd_tars.JPEG),
+            (f"{number:03d}.{'txt' if number % 2 else 'json'}", caption),
+        ]
     tar = odd_tars.write(tmp_path / "a.tar", members)
     for sample, expected in zip(read_tar(locate(tar), TarFields()), texts.values(), strict=True):
-        assert first_text(TarFields().texts_of(sample), Counter()) == expected  # as training on the tar reads it
+        assert (
+            first_text(TarFields().texts_of(sample), Counter()) == expected
+        )  # as training on the tar reads it
     done = convert_tar(capsys, tar)
     assert done.status == 0, done.err
     stored = [ShardSource(folder) for folder in split_folders(tar.with_suffix(".shards"))]
-    kept = [source.sample(row).sections["caption"] for source in stored for row in range(len(source))]
+    kept = [
+        source.sample(row).sections["caption"] for source in stored for row in range(len(source))
+    ]
     assert sorted(kept) == sorted(filter(None, texts.values()))
-    counted = Counter({name: int(count) for count, name in re.findall(r"(\d+) (\w+_texts|texts_\w+)", done.out)})
-    assert counted["missing_texts"] + counted["texts_referring_elsewhere"] == len(list(filter(str.strip, empty)))
+    counted = Counter(
+        {name: int(count) for count, name in re.findall(r"(\d+) (\w+_texts|texts_\w+)", done.out)}
+    )
+    assert counted["missing_texts"] + counted["texts_referring_elsewhere"] == len(
+        list(filter(str.strip, empty))
+    )
     assert counted["cleaned_texts"] > 9
 
 
@@ -182,7 +211,9 @@ def test_links_in_tars_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--hard-dereference" in done.err
 
 
-@pytest.mark.parametrize("case", odd_images.png_cases() + odd_images.jpeg_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", odd_images.png_cases() + odd_images.jpeg_cases(), ids=lambda case: case.name
+)
 def test_images_of_other_programs_are_read_as_viewers_show_them(case: odd_images.Case) -> None:
     for color in (False, True):
         pixels = read_image(case.data, color=color)
@@ -192,7 +223,9 @@ def test_images_of_other_programs_are_read_as_viewers_show_them(case: odd_images
 
 
 @pytest.mark.parametrize("case", odd_images.refused_cases(), ids=lambda case: case.name)
-def test_images_that_are_damaged_or_too_large_are_refused(case: odd_images.Case, tmp_path: Path) -> None:
+def test_images_that_are_damaged_or_too_large_are_refused(
+    case: odd_images.Case, tmp_path: Path
+) -> None:
     (tmp_path / "image.png").write_bytes(case.data)
     with raises(ImageError, case.code, names="image.png"):
         read_image(tmp_path / "image.png")
@@ -219,7 +252,11 @@ def test_the_largest_images_take_less_than_512_mb(tmp_path: Path) -> None:
         (tmp_path / f"{number}.png").write_bytes(case.data)
     paths = [str(tmp_path / f"{number}.png") for number in range(len(cases))]
     run = subprocess.run(
-        [sys.executable, "-c", DECODE, *paths], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", DECODE, *paths],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     for case, line in zip(cases, run.stdout.splitlines(), strict=True):
         seconds, peak = map(float, line.split())
@@ -229,33 +266,85 @@ def test_the_largest_images_take_less_than_512_mb(tmp_path: Path) -> None:
 
 def convert_table(capsys: pytest.CaptureFixture[str], table: Path, content: bytes) -> Finished:
     table.write_bytes(content)
-    command = ["shards", "table", "--table", table, "--patient-column", "patient", "--text-column", "text"]
-    command += ["--extra-column", "image", "--age-column", "age", "--splits", "train=1", "--workers", 1]
+    command = [
+        "shards",
+        "table",
+        "--table",
+        table,
+        "--patient-column",
+        "patient",
+        "--text-column",
+        "text",
+    ]
+    command += [
+        "--extra-column",
+        "image",
+        "--age-column",
+        "age",
+        "--splits",
+        "train=1",
+        "--workers",
+        1,
+    ]
     labels = [] if ".jsonl" in table.name else ["--label-column", "effusion"]
     return medvl(
-        capsys, *command, *labels, "--out", table.parent / "out", "--salt-file", table.parent / "salt", "--new-salt"
+        capsys,
+        *command,
+        *labels,
+        "--out",
+        table.parent / "out",
+        "--salt-file",
+        table.parent / "salt",
+        "--new-salt",
     )
 
 
 @pytest.mark.parametrize("case", odd_tables.READ)
-def test_tables_of_spreadsheets_are_read(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_spreadsheets_are_read(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = convert_table(capsys, tmp_path / "rows.csv", odd_tables.READ[case])
     assert done.status == 0, done.err
     assert "table: read 3 rows: kept 3, left out 0" in done.out
     source = ShardSource(tmp_path / "out" / "train")
-    samples = sorted(map(source.sample, range(len(source))), key=lambda sample: str(sample.extra["image"]))
-    values = [(sample.age, sample.labels.get("effusion"), sample.sections["text"]) for sample in samples]
+    samples = sorted(
+        map(source.sample, range(len(source))), key=lambda sample: str(sample.extra["image"])
+    )
+    values = [
+        (sample.age, sample.labels.get("effusion"), sample.sections["text"]) for sample in samples
+    ]
     assert values == odd_tables.VALUES
 
 
 def test_invalid_rows_are_printed_and_counted_and_no_sample_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"patient": n, "text": "Clear." if n % 4 else "None", "age": 40, "effusion": n % 2} for n in range(200)]
+    rows = [
+        {"patient": n, "text": "Clear." if n % 4 else "None", "age": 40, "effusion": n % 2}
+        for n in range(200)
+    ]
     rows[7]["effusion"] = rows[9]["effusion"] = "SECRET"
     table = write_table(tmp_path / "rows.csv", rows)
-    command = ["shards", "table", "--table", table, "--patient-column", "patient", "--text-column", "text"]
-    command += ["--label-column", "effusion", "--splits", "train=1", "--workers", 1, "--out", tmp_path / "out"]
+    command = [
+        "shards",
+        "table",
+        "--table",
+        table,
+        "--patient-column",
+        "patient",
+        "--text-column",
+        "text",
+    ]
+    command += [
+        "--label-column",
+        "effusion",
+        "--splits",
+        "train=1",
+        "--workers",
+        1,
+        "--out",
+        tmp_path / "out",
+    ]
     done = medvl(capsys, *command)
     assert done.status == 0, done.err
     assert "table: read 200 rows: kept 198, left out 2 (2 cell_malformed)" in done.out
@@ -278,7 +367,9 @@ def test_invalid_rows_are_printed_and_counted_and_no_sample_is_an_error(
 
 
 @pytest.mark.parametrize("case", odd_tables.REFUSED)
-def test_tables_that_cannot_be_read_are_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_that_cannot_be_read_are_refused(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content, message = odd_tables.REFUSED[case]
     done = convert_table(capsys, tmp_path / "rows.csv", content)
     assert done.status == 1
@@ -286,14 +377,18 @@ def test_tables_that_cannot_be_read_are_refused(case: str, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("case", odd_tables.JSON_REFUSED)
-def test_json_lines_with_lost_values_are_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_with_lost_values_are_refused(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content, message = odd_tables.JSON_REFUSED[case]
     done = convert_table(capsys, tmp_path / "rows.jsonl", content)
     assert done.status == 1
     assert message in done.err
 
 
-def test_tables_that_unpack_to_too_much_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_that_unpack_to_too_much_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = convert_table(capsys, tmp_path / "rows.csv.gz", odd_tables.packed_rows(2_000_000))
     assert done.status == 1
     assert "gunzip" in done.err
@@ -304,14 +399,18 @@ def test_tables_that_unpack_to_too_much_are_refused(tmp_path: Path, capsys: pyte
     for name, rows_of_tags in odd_tables.MANY_TAGS.items():
         (tmp_path / "tags.xlsx").write_bytes(odd_tables.workbook(rows_of_tags))
         with raises(CorpusError, "too_large", names="more than 1310720 tags"):
-            pytest.fail(f"{name}: {len(list(read_sheet(tmp_path / 'tags.xlsx', ['Image'], ANYWHERE)))} rows")
+            pytest.fail(
+                f"{name}: {len(list(read_sheet(tmp_path / 'tags.xlsx', ['Image'], ANYWHERE)))} rows"
+            )
     (tmp_path / "sparse.xlsx").write_bytes(odd_tables.SPARSE)
     rows = list(read_sheet(tmp_path / "sparse.xlsx", ["Image"], ANYWHERE))
     assert rows == [{"Image": "a.png", "Description": "A text."}]
 
 
 @pytest.mark.parametrize("line", [b"a.png,1,x\n", b"\n", b"\r", b",,\r\n", b"a.png\n"])
-def test_packed_tables_of_too_many_lines_are_refused_soon(tmp_path: Path, line: bytes, deid: Deidentifier) -> None:
+def test_packed_tables_of_too_many_lines_are_refused_soon(
+    tmp_path: Path, line: bytes, deid: Deidentifier
+) -> None:
     path, header = tmp_path / "rows.csv.gz", b"image,patient,text\n"
     path.write_bytes(gzip.compress(header + line * (FREE_LINES + 1)))
     columns = TableColumns(image_column="image", patient_column="patient")
@@ -323,11 +422,17 @@ def test_packed_tables_of_too_many_lines_are_refused_soon(tmp_path: Path, line: 
     assert own_table.plan(path, columns, deid).rows.kept == 1
 
 
-def test_rows_that_are_filtered_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = write_table(tmp_path / "rows.csv", [{"p": n, "text": "A text.", "source": "ab"[n % 2]} for n in range(10)])
+def test_rows_that_are_filtered_out_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = write_table(
+        tmp_path / "rows.csv",
+        [{"p": n, "text": "A text.", "source": "ab"[n % 2]} for n in range(10)],
+    )
     done = medvl(
-        capsys, "shards", "table", "--table", table, "--patient-column", "p", "--text-column", "text", "--where",
-        "source=a", "--out", tmp_path / "out", "--splits", "train=1", "--workers", "1",
+        capsys, "shards", "table", "--table", table, "--patient-column", "p", "--text-column",
+        "text", "--where", "source=a", "--out", tmp_path / "out", "--splits", "train=1",
+        "--workers", "1",
     )  # fmt: skip
     line = "table: read 10 rows: kept 5, left out 5 (5 where)"
     assert line in done.out
@@ -335,7 +440,9 @@ def test_rows_that_are_filtered_out_are_counted(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", odd_files.READ)
-def test_texts_of_every_known_encoding_are_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_of_every_known_encoding_are_read(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     encode = odd_files.READ[name]
     path = tmp_path / "file"
     path.write_bytes(encode(odd_files.json_lines(odd_files.answers())))
@@ -347,7 +454,8 @@ def test_texts_of_every_known_encoding_are_read(name: str, tmp_path: Path, capsy
     (tmp_path / "reports.jsonl").write_bytes(encode(odd_files.json_lines(odd_files.reports())))
     (tmp_path / "labels.csv").write_bytes(encode(odd_files.chexbert_table(odd_files.TEXTS)))
     out, labels = tmp_path / "out", tmp_path / "labels.csv"
-    done = medvl(capsys, "eval", "report-generation", "--predictions", tmp_path / "reports.jsonl", "--out", out,
+    done = medvl(capsys, "eval", "report-generation", "--predictions", tmp_path / "reports.jsonl",
+        "--out", out,
                  "--chexbert", labels, labels, "--resamples", 2)  # fmt: skip
     assert done.status == 0, done.err
     lines = (out / "predictions.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
@@ -360,7 +468,9 @@ def test_texts_of_unknown_encodings_are_refused_by_file_and_line(
 ) -> None:
     path = tmp_path / "file.jsonl"
     path.write_bytes(odd_files.REFUSED[name](odd_files.json_lines(odd_files.reports())))
-    refused = medvl(capsys, "eval", "report-generation", "--predictions", path, "--out", tmp_path / "out")
+    refused = medvl(
+        capsys, "eval", "report-generation", "--predictions", path, "--out", tmp_path / "out"
+    )
     assert refused.status == 1
     assert f"{path}, line 1" in refused.err
     assert "UTF-8" in refused.err
@@ -382,11 +492,16 @@ def test_damaged_json_lines_are_refused_by_file_and_line(name: str, tmp_path: Pa
 
 
 def test_labels_in_odd_spellings_are_evaluated_as_their_findings() -> None:
-    spellings = {"Pleural Effusion": "Pleural_Effusion", "Cardiomegaly": "cardiomegaly", "Edema": "EDEMA",
+    spellings = {"Pleural Effusion": "Pleural_Effusion", "Cardiomegaly": "cardiomegaly",
+        "Edema": "EDEMA",
                  "Lung Opacity": "Airspace Opacity", "Pneumothorax": " pneumothorax"}  # fmt: skip
     prompts = load_prompts("chexpert_pairs").for_labels(list(spellings.values()))
     assert prompts.labels_of(list(spellings.values())) == spellings
-    asked = load_prompts("statements").for_labels([*spellings.values(), "finding=mass", "Rib_Fracture"]).texts()
+    asked = (
+        load_prompts("statements")
+        .for_labels([*spellings.values(), "finding=mass", "Rib_Fracture"])
+        .texts()
+    )
     assert {"There is mass.", "There is rib fracture.", "There is airspace opacity."} <= set(asked)
     assert not any(sign in text for text in asked for sign in "_=")
 
@@ -401,7 +516,9 @@ def test_phrases_of_findings_have_their_labels(kind: str) -> None:
         labels.pop("No Finding", None)
         stated = odd_labels.stated_values(statements_of(text), expected)
         mentions = finder.find(text)
-        values = zip((entity for _, _, entity in mentions), mention_values(text, mentions), strict=True)
+        values = zip(
+            (entity for _, _, entity in mentions), mention_values(text, mentions), strict=True
+        )
         entities = odd_labels.entity_values(values)
         named = {finding: value for finding, value in expected.items() if finding in entities}
         if not labels == stated == expected or entities != named:
@@ -418,13 +535,16 @@ def test_identifiers_in_texts_are_counted_and_phrases_of_reports_are_not(
     for name, texts in (("identifiers", found), ("phrases", odd_texts.PHRASES)):
         rows = [{"text": text, "patient": number} for number, text in enumerate(texts)]
         finished = medvl(
-            capsys, "shards", "table", "--table", write_table(tmp_path / f"{name}.csv", rows), "--patient-column", "patient",
-            "--text-column", "text", "--out", tmp_path / name, "--workers", "1", "--splits", "train=1",
+            capsys, "shards", "table", "--table", write_table(tmp_path / f"{name}.csv", rows),
+            "--patient-column", "patient", "--text-column", "text", "--out", tmp_path / name,
+            "--workers", "1", "--splits", "train=1",
         )  # fmt: skip
         assert finished.status == 0, finished.err
         (split,) = split_folders(tmp_path / name)
         warnings = Manifest.read(tmp_path / name / split).warnings
-        warned[name] = sum(count for kind, count in warnings.items() if kind.startswith("possible_"))
+        warned[name] = sum(
+            count for kind, count in warnings.items() if kind.startswith("possible_")
+        )
     assert warned["identifiers"] >= len(found)
     assert warned["phrases"] == 0
     assert "possible_name" in Manifest.read(tmp_path / "identifiers" / "train").warnings
@@ -432,7 +552,9 @@ def test_identifiers_in_texts_are_counted_and_phrases_of_reports_are_not(
 
 def tiny_resnet(**options: Any) -> Any:
     torch.manual_seed(0)
-    return create_image_encoder("resnet18", layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), **options).eval()
+    return create_image_encoder(
+        "resnet18", layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), **options
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -446,9 +568,14 @@ def weights() -> dict[str, Tensor]:
     }
 
 
-def loads(expected: Mapping[str, Tensor], factor: float = 1, tolerance: float = 0, **options: Any) -> bool:
+def loads(
+    expected: Mapping[str, Tensor], factor: float = 1, tolerance: float = 0, **options: Any
+) -> bool:
     state = tiny_resnet(**options).backbone.state_dict()
-    return all(torch.allclose(state[name], factor * tensor, rtol=tolerance) for name, tensor in expected.items())
+    return all(
+        torch.allclose(state[name], factor * tensor, rtol=tolerance)
+        for name, tensor in expected.items()
+    )
 
 
 def test_files_of_weights_are_read_exactly(weights: dict[str, Tensor], tmp_path: Path) -> None:
@@ -495,23 +622,37 @@ def test_import_reads_one_set_of_weights_and_lists_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = random_tensors(shapes_of("biovil_image"))
-    averaged = {key: tensor * 2 if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
+    averaged = {
+        key: tensor * 2 if tensor.is_floating_point() else tensor for key, tensor in tensors.items()
+    }
     torch.save({"model": tensors, "model_ema": averaged, "epoch": 3}, tmp_path / "b.pt")
     refused = medvl(capsys, "import", "biovil_image", tmp_path / "b.pt", "--out", tmp_path / "a")
     assert refused.status != 0
     assert "several sets of weights: model, model_ema" in refused.err
     assert not (tmp_path / "a").exists()
     done = medvl(
-        capsys, "import", "biovil_image", tmp_path / "b.pt", "--weights", "model_ema", "--out", tmp_path / "ema"
+        capsys,
+        "import",
+        "biovil_image",
+        tmp_path / "b.pt",
+        "--weights",
+        "model_ema",
+        "--out",
+        tmp_path / "ema",
     )
     assert done.status == 0
     assert "not read: model: another set of weights" in done.out
     report = json.loads((tmp_path / "ema" / "import.json").read_text())
     assert report["weights"] == "model_ema"
-    assert report["beside"] == {"model": "another set of weights", "epoch": "no weights of the model"}
+    assert report["beside"] == {
+        "model": "another set of weights",
+        "epoch": "no weights of the model",
+    }
     stem = load_encoder(tmp_path / "ema" / "image_encoder").get_parameter("backbone.conv1.weight")
     assert torch.equal(stem, averaged["encoder.encoder.conv1.weight"])
-    torch.save({**tensors, "encoder.encoder.conv1.weight": stem.detach() * torch.inf}, tmp_path / "nan.pt")
+    torch.save(
+        {**tensors, "encoder.encoder.conv1.weight": stem.detach() * torch.inf}, tmp_path / "nan.pt"
+    )
     broken = medvl(capsys, "import", "biovil_image", tmp_path / "nan.pt", "--out", tmp_path / "nan")
     assert broken.status != 0
     assert "NaN or infinite" in broken.err
@@ -520,15 +661,32 @@ def test_import_reads_one_set_of_weights_and_lists_the_others(
 def converted_reports(
     capsys: pytest.CaptureFixture[str], folder: Path, rows: list[dict[str, str]], *options: str
 ) -> tuple[dict[str, dict[str, str]], str]:
-    """Convert a table of reports; return the stored sections by the column `name`, and the output."""
+    """Convert a table of reports; return the stored sections by the column `name`, and the
+    output.
+    """
     table, salt, out = folder / "reports.jsonl", folder / "salt", folder / "shards"
     table.write_text(
-        "".join(json.dumps({"patient": f"p{n}", "split": "train", **row}) + "\n" for n, row in enumerate(rows))
+        "".join(
+            json.dumps({"patient": f"p{n}", "split": "train", **row}) + "\n"
+            for n, row in enumerate(rows)
+        )
     )
     salt.write_text("5e" * 32)
     salt.chmod(0o600)
     columns = ("--patient-column", "patient", "--split-column", "split", "--extra-column", "name")
-    made = medvl(capsys, "shards", "table", "--table", table, *columns, "--salt-file", salt, "--out", out, *options)
+    made = medvl(
+        capsys,
+        "shards",
+        "table",
+        "--table",
+        table,
+        *columns,
+        "--salt-file",
+        salt,
+        "--out",
+        out,
+        *options,
+    )
     assert made.status == 0, made.err
     assert medvl(capsys, "verify", out / "train").status == 0
     samples = ShardSource(out / "train")
@@ -536,17 +694,28 @@ def converted_reports(
     return {str(sample.extra["name"]): dict(sample.sections) for sample in stored}, made.out
 
 
-def test_reports_in_the_layouts_of_many_hospitals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_reports_in_the_layouts_of_many_hospitals(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     rows = [{"name": name, "report": layout.text} for name, layout in odd_reports.LAYOUTS.items()]
-    stored, printed = converted_reports(capsys, tmp_path, rows, "--text-column", "report", "--parse-reports")
+    stored, printed = converted_reports(
+        capsys, tmp_path, rows, "--text-column", "report", "--parse-reports"
+    )
     assert stored.keys() == odd_reports.LAYOUTS.keys()
     for name, layout in odd_reports.LAYOUTS.items():
         sections = stored[name]
-        for section, sentences in (("findings", layout.findings), ("impression", layout.impression)):
-            found = [sentence.rstrip(".,;") for sentence in split_sentences(sections.pop(section, ""))]
+        for section, sentences in (
+            ("findings", layout.findings),
+            ("impression", layout.impression),
+        ):
+            found = [
+                sentence.rstrip(".,;") for sentence in split_sentences(sections.pop(section, ""))
+            ]
             assert found == list(sentences), (name, section)
         assert set(sections) == set(layout.context), name
-    for count, times in Counter(count for layout in odd_reports.LAYOUTS.values() for count in layout.counts).items():
+    for count, times in Counter(
+        count for layout in odd_reports.LAYOUTS.values() for count in layout.counts
+    ).items():
         assert int(re.search(rf"(\d+) {count}\b", printed)[1]) >= times, (count, printed)
 
 
@@ -560,9 +729,14 @@ def test_cells_of_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     stored, printed = converted_reports(capsys, tmp_path, rows, *columns)
     for n, text in enumerate(texts):
         findings = odd_reports.CLEANED_CELLS.get(text)
-        assert stored[f"{n}."] == ({} if findings is None else {"findings": findings}) | {"history": "Pneumonia?"}, text
+        assert stored[f"{n}."] == ({} if findings is None else {"findings": findings}) | {
+            "history": "Pneumonia?"
+        }, text
     missing = sum(bool(text.strip()) for text in odd_reports.NO_TEXT_CELLS)
     assert f"{missing} missing_texts" in printed
     assert f"{len(odd_reports.POINTING_CELLS)} texts_referring_elsewhere" in printed
-    assert f"{len(odd_reports.NO_TEXT_CELLS) + len(odd_reports.POINTING_CELLS)} no_description" in printed
+    assert (
+        f"{len(odd_reports.NO_TEXT_CELLS) + len(odd_reports.POINTING_CELLS)} no_description"
+        in printed
+    )
     assert "cleaned_texts" in printed

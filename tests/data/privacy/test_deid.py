@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 
-from medvl.data.privacy import Deidentifier, cap_age, default_salt_file, find_identifiers, is_identifying_header
+from medvl.data.privacy import (
+    Deidentifier,
+    cap_age,
+    default_salt_file,
+    find_identifiers,
+    is_identifying_header,
+)
 from medvl.errors import ConfigError, CorpusError
 
 SALT = bytes(range(32))
@@ -24,7 +30,11 @@ def deid() -> Deidentifier:
 def test_hashes_are_stable_hexadecimal_and_depend_on_the_salt(deid):
     # Fixed value: a different hash would not match the ids in existing shards.
     assert deid.patient("10000032") == "8eb5a950e3f825eb9f64"
-    assert deid.patient("10000032") == Deidentifier(SALT).patient(10000032) == deid.patient(" 10000032 ")
+    assert (
+        deid.patient("10000032")
+        == Deidentifier(SALT).patient(10000032)
+        == deid.patient(" 10000032 ")
+    )
     assert re.fullmatch(r"[0-9a-f]{20}", deid.patient("10000032"))
     assert deid.patient("10000032") != Deidentifier(SALT[::-1]).patient("10000032")
 
@@ -33,7 +43,11 @@ def test_kinds_of_id_never_collide(deid):
     assert len({deid.patient("7"), deid.image("7"), deid.study("7", "7")}) == 3
     assert deid.study("ab", "c") != deid.study("a", "bc")
     ids = [str(number) for number in range(3000)]
-    hashes = [hashed for one in ids for hashed in (deid.patient(one), deid.image(one), deid.study(one, "1"))]
+    hashes = [
+        hashed
+        for one in ids
+        for hashed in (deid.patient(one), deid.image(one), deid.study(one, "1"))
+    ]
     assert len(set(hashes)) == len(hashes)
 
 
@@ -65,7 +79,9 @@ def test_created_salt_file_is_private_and_reusable(tmp_path):
     assert re.fullmatch(r"[0-9a-f]{64}\n", path.read_text())
     assert Deidentifier.from_file(path) == Deidentifier.from_file(path, create=True) == created
     assert Deidentifier.from_file(tmp_path / "other", create=True) != created
-    assert sorted(child.name for child in path.parent.iterdir()) == ["salt"]  # no temporary file is left
+    assert sorted(child.name for child in path.parent.iterdir()) == [
+        "salt"
+    ]  # no temporary file is left
 
 
 def _fingerprint(path: Path) -> str:
@@ -143,7 +159,11 @@ def test_cap_age(age, years):
         ("MRN: 12345, accession 98765432", {"number": 2}),
         ("Discussed with Dr. Miller and Dr O'Brien.", {"doctor": 2}),
         ("Discussed with Dr. ___ at 3:45 p.m. on ___, 5 minutes after discovery.", {}),
-        ("Compared with XXXX by Dr. XXXX XXXX. A 3.2 x 1.5 cm nodule, ribs 5-8, T12/L1, 1/2 of the lung.", {}),
+        (
+            "Compared with XXXX by Dr. XXXX XXXX. A 3.2 x 1.5 cm nodule, ribs 5-8, T12/L1, 1/2 "
+            "of the lung.",
+            {},
+        ),
         ("ETT 4.5 cm above the carina; 02 sat 88-92%, BP 120/80, in 2015.", {}),
         ("", {}),
     ],

@@ -13,7 +13,10 @@ from medvl.data.privacy import CODES, find_identifiers, free_texts
         ("Mr. Smith, 97 year old, seen 14-Mar-2015.", {"name": 1, "age": 1, "date": 1}),
         ("SSN 123-45-6789, pager 12345, accession CR15-00123.", {"number": 2, "phone": 1}),
         ("Lungs are clear.\nJohn Smith, MD", {"name": 1}),
-        ("Device serial number 12345 at 12 Main Street, Boston, MA 02139.", {"number": 1, "address": 2}),
+        (
+            "Device serial number 12345 at 12 Main Street, Boston, MA 02139.",
+            {"number": 1, "address": 2},
+        ),
         ("Discussed with Dr. Chen at Mayo Clinic, room 312.", {"doctor": 1, "place": 2}),
         ("Mail js@hospital.org, www.hospital.org, 10.1.2.3.", {"email": 1, "url": 2}),
         ("An age of 89, a line to T8, 3/4 of the lung, 5-6 mm, in 2015.", {}),
@@ -37,6 +40,12 @@ def test_the_time_is_linear(part: str) -> None:
 
 
 def test_free_texts_of_extra_fields_are_the_words_and_numbers_without_codes() -> None:
-    extra = {"note": "a", "list": ["b", {"c": 12345678}], "flag": True, "score": 0.5, "nothing": None}
+    extra = {
+        "note": "a",
+        "list": ["b", {"c": 12345678}],
+        "flag": True,
+        "score": 0.5,
+        "nothing": None,
+    }
     extra |= dict.fromkeys(CODES, "C0032285")
     assert list(free_texts(extra)) == ["a", "b", "12345678"]

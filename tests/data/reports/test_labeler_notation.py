@@ -31,7 +31,8 @@ def test_spelling(sentence: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sentence", ["No  effusion isn't seen", "[ ] effusion [x] edema", "\u0130 **effusion** (-)", "[x]"]
+    "sentence",
+    ["No  effusion isn't seen", "[ ] effusion [x] edema", "\u0130 **effusion** (-)", "[x]"],
 )
 def test_places_of_characters_after_spelling(sentence: str) -> None:
     text, places = spell(sentence)

@@ -9,7 +9,12 @@ from helpers.list_forms import ITEM_FORMS, NUMBER_FORMS, listed
 from medvl.data import label_report
 from medvl.data.reports.sections import parse_report
 from medvl.data.reports.sentences import join_texts, one_line, split_sentences
-from medvl.data.transforms.text import RandomSentence, ShuffledSentences, SwappedSentences, WholeText
+from medvl.data.transforms.text import (
+    RandomSentence,
+    ShuffledSentences,
+    SwappedSentences,
+    WholeText,
+)
 
 TEXTS = ("No pneumothorax", "Small left pleural effusion", "Mild cardiomegaly")
 FORMS = (*ITEM_FORMS, *NUMBER_FORMS)
@@ -26,7 +31,11 @@ def test_items_are_sentences(form: str, end: str) -> None:
         items = listed(form + end, texts)
         for text in (items, items.replace("\n", "\r\n"), items.replace("\n", "\r")):
             assert bare(text) == texts
-            assert label_report(text) == {"Cardiomegaly": 1, "Pneumothorax": 0, "Pleural Effusion": 1}
+            assert label_report(text) == {
+                "Cardiomegaly": 1,
+                "Pneumothorax": 0,
+                "Pleural Effusion": 1,
+            }
         stored = parse_report(f"FINDINGS:\n{items}\nIMPRESSION: Normal.").findings or ""
         assert bare(stored) == texts
 
@@ -44,12 +53,15 @@ def test_items_in_small_letters_are_sentences(form: str) -> None:
     [
         ("No pneumothorax\nsmall left effusion", ("No pneumothorax", "small left effusion")),
         ("NO PNEUMOTHORAX\nCARDIOMEGALY", ("NO PNEUMOTHORAX", "CARDIOMEGALY")),
-        ("no effusion\natelectasis at the left base", ("no effusion", "atelectasis at the left base")),
+        ("no effusion\natelectasis at the left "
+         "base", ("no effusion", "atelectasis at the left base")),
         ("Effusion on the left\nNo pneumothorax", ("Effusion on the left", "No pneumothorax")),
-        ("Heart:\nEnlarged\nLungs:\nNo consolidation", ("Heart: Enlarged", "Lungs: No consolidation")),
+        ("Heart:\nEnlarged\nLungs:\nNo "
+         "consolidation", ("Heart: Enlarged", "Lungs: No consolidation")),
         ("HEART\nEnlarged\nLUNGS\nClear", ("HEART Enlarged", "LUNGS Clear")),
         ("Heart        enlarged\nLungs        clear", ("Heart enlarged", "Lungs clear")),
-        ("Lungs clear.\nHeart normal\nNo effusion.", ("Lungs clear.", "Heart normal", "No effusion")),
+        ("Lungs clear.\nHeart normal\nNo "
+         "effusion.", ("Lungs clear.", "Heart normal", "No effusion")),
         ("Nodule\n> 3 cm", ("Nodule > 3 cm",)),
         ("+PPD", ("+PPD",)),
         ("13 - 14 mm nodule", ("13 - 14 mm nodule",)),
@@ -68,11 +80,20 @@ def test_statements_on_lines(text: str, sentences: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "There is no\npneumothorax", "THERE IS NO\nPNEUMOTHORAX", "No focal\nconsolidation", "NO FOCAL\nCONSOLIDATION",
-        "There is a right\nPICC in place", "no evidence of pneumonia\nor effusion", "Seen by Dr.\nMiller today", "The lungs\nare clear",
-        "There is a 3\ncm nodule", "A nodule measuring\n3 cm", "Evidence of left lower lobe\npneumonia", "Tip of the\n___ catheter",
-        "compared with the study of\nMarch 2014", "opacity overlying\nthe heart", "Right lower lobe\n(RLL) consolidation",
-        "Low lung volumes, otherwise\nno acute disease", "A Swan-Ganz catheter and left subclavian\nPICC are seen",
+        "There is "
+        "no\npneumothorax", "THERE IS "
+                            "NO\nPNEUMOTHORAX", "No "
+                                                "focal\nconsolidation", "NO FOCAL\nCONSOLIDATION",
+        "There is a right\nPICC in "
+        "place", "no evidence of pneumonia\nor "
+                 "effusion", "Seen by Dr.\nMiller today", "The lungs\nare clear",
+        "There is a 3\ncm "
+        "nodule", "A nodule measuring\n3 "
+                  "cm", "Evidence of left lower lobe\npneumonia", "Tip of the\n___ catheter",
+        "compared with the study of\nMarch "
+        "2014", "opacity overlying\nthe heart", "Right lower lobe\n(RLL) consolidation",
+        "Low lung volumes, otherwise\nno acute "
+        "disease", "A Swan-Ganz catheter and left subclavian\nPICC are seen",
         "Right-to-left\nmediastinal shift", "Images were\nreviewed by\n2 readers",
     ],
 )  # fmt: skip
@@ -106,7 +127,11 @@ def test_joined_texts_never_share_a_sentence() -> None:
     assert label_report(text) == {"Cardiomegaly": 1, "Consolidation": 0}
     rng = np.random.default_rng(0)
     assert WholeText()(sections, rng) == text
-    for policy in (RandomSentence(min_tokens=1), SwappedSentences(min_tokens=1), ShuffledSentences()):
+    for policy in (
+        RandomSentence(min_tokens=1),
+        SwappedSentences(min_tokens=1),
+        ShuffledSentences(),
+    ):
         drawn = {sentence for _ in range(20) for sentence in split_sentences(policy(sections, rng))}
         assert drawn == set(sections.values())
 
@@ -135,7 +160,15 @@ def test_joined_texts_never_share_a_sentence() -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "start", ["Cardiomegaly", "cardiomegaly", "1. Cardiomegaly", "- cardiomegaly", "___ cardiomegaly", "3 nodules"]
+    "start",
+    [
+        "Cardiomegaly",
+        "cardiomegaly",
+        "1. Cardiomegaly",
+        "- cardiomegaly",
+        "___ cardiomegaly",
+        "3 nodules",
+    ],
 )
 @pytest.mark.parametrize("separator", [" ", "\n"])
 def test_joined_texts_are_divided_whatever_their_ends(end: str, start: str, separator: str) -> None:

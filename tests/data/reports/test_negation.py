@@ -6,7 +6,14 @@ from medvl.data import EntityFinder, mention_values
 from medvl.data.reports.labeler import label_report
 
 FINDER = EntityFinder.of(
-    [("pleural effusion", 0), ("effusion", 1), ("lung", 2), ("x-ray", 3), ("ET tube", 4), ("Ménière disease", 5)]
+    [
+        ("pleural effusion", 0),
+        ("effusion", 1),
+        ("lung", 2),
+        ("x-ray", 3),
+        ("ET tube", 4),
+        ("Ménière disease", 5),
+    ]
 )
 VALUES = {
     "No pleural  effusion or\nx-ray.  The lung is clear; possible effusion.": [0, 0, 1, -1],
@@ -25,12 +32,19 @@ def test_values_of_mentions_follow_the_cues_of_their_sentence(text: str) -> None
 
 
 def test_findings_have_the_values_of_the_labeler() -> None:
-    text = "Small left effusion. No pneumothorax or focal consolidation, possible edema. Prior pneumonia has resolved."
-    names = {"effusion": "Pleural Effusion", "pneumothorax": "Pneumothorax", "focal consolidation": "Consolidation"}
+    text = (
+        "Small left effusion. No pneumothorax or focal consolidation, possible edema. Prior "
+        "pneumonia has resolved."
+    )
+    names = {
+        "effusion": "Pleural Effusion",
+        "pneumothorax": "Pneumothorax",
+        "focal consolidation": "Consolidation",
+    }
     names |= {"edema": "Edema", "pneumonia": "Pneumonia"}
     mentions = EntityFinder.of((name, number) for number, name in enumerate(names)).find(text)
     labels = label_report(text)
     values = mention_values(text, mentions)
-    assert {text[start:end]: value for (start, end, _), value in zip(mentions, values, strict=True)} == {
-        name: labels.get(finding) for name, finding in names.items()
-    }
+    assert {
+        text[start:end]: value for (start, end, _), value in zip(mentions, values, strict=True)
+    } == {name: labels.get(finding) for name, finding in names.items()}

@@ -1,4 +1,6 @@
-"""Statements from RadGraph's annotations: both forms of labels, names, places, damaged files, and training on them."""
+"""Statements from RadGraph's annotations: both forms of labels, names, places, damaged files,
+and training on them.
+"""
 
 import json
 import runpy
@@ -29,7 +31,13 @@ def entity(tokens: str, label: str, *relations: list[str], long: bool = False) -
     kind, _, certainty = label.partition("-")
     name = {"OBS": "Observation", "ANAT": "Anatomy"}[kind]
     full = f"{name}::{LONG[certainty]}" if long else label
-    return {"tokens": tokens, "label": full, "start_ix": 0, "end_ix": 0, "relations": list(relations)}
+    return {
+        "tokens": tokens,
+        "label": full,
+        "start_ix": 0,
+        "end_ix": 0,
+        "relations": list(relations),
+    }
 
 
 def report(long: bool) -> dict[str, Any]:
@@ -52,7 +60,9 @@ STATEMENTS = (
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_observations_become_statements_with_modifiers_and_places(tmp_path: Path, long: bool) -> None:
+def test_observations_become_statements_with_modifiers_and_places(
+    tmp_path: Path, long: bool
+) -> None:
     path = tmp_path / "graphs.json"
     path.write_text(json.dumps({NAME: report(long), "other": {"entities": {}}}))
     assert list(radgraph_statements(path)) == [(NAME, STATEMENTS), ("other", ())]
@@ -76,7 +86,9 @@ def test_modifiers_that_form_a_circle_end() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["[1]", "{", '{"a": 1}', '{"a": {"entities": {"1": {"tokens": "x", "label": "OBS-DP", "relations": [["modify", "9"]]}}}}',
+    ["[1]", "{", '{"a": '
+                 '1}', '{"a": {"entities": {"1": {"tokens": "x", "label": "OBS-DP", '
+                       '"relations": [["modify", "9"]]}}}}',
      '{"a": {"entities": {"1": {"tokens": "x", "label": "?"}}}}'],
 )  # fmt: skip
 def test_other_files_are_refused_without_their_text(tmp_path: Path, content: str) -> None:
@@ -111,8 +123,16 @@ def test_labels_and_places_of_training_are_those_of_the_file(
         maker = ItemMaker(image, text, FINDINGS, 0, Inputs(labels=True, positions=True))
         item = maker(sample, np.zeros((20, 20), np.uint8), 0)
         assert item.text == " ".join(STATEMENTS)
-        found = {name: value for name, value in zip(FINDINGS, item.labels_L, strict=True) if not np.isnan(value)}
-        places = {name: PLACES[place] for name, place in zip(FINDINGS, item.positions, strict=True) if place >= 0}
+        found = {
+            name: value
+            for name, value in zip(FINDINGS, item.labels_L, strict=True)
+            if not np.isnan(value)
+        }
+        places = {
+            name: PLACES[place]
+            for name, place in zip(FINDINGS, item.positions, strict=True)
+            if place >= 0
+        }
         if relabel:
             assert found == {"Edema": -1, "Pleural Effusion": 1, "Pneumothorax": 0}
             assert places == {"Pleural Effusion": "left side"}
@@ -129,8 +149,21 @@ def test_statements_by_names_of_mimic_have_those_of_its_shards(
     file, out, salt = tmp_path / "written.jsonl", tmp_path / "statements.jsonl", tmp_path / "salt"
     salt.write_text("00" * 32)
     names = NAME, "p10/p10000032/s50414267x", "own"
-    file.write_text("".join(json.dumps({"study": name, "statements": [name]}) + "\n" for name in names))
-    main(["knowledge", "statements", "--file", str(file), "--out", str(out), "--salt-file", str(salt)])
+    file.write_text(
+        "".join(json.dumps({"study": name, "statements": [name]}) + "\n" for name in names)
+    )
+    main(
+        [
+            "knowledge",
+            "statements",
+            "--file",
+            str(file),
+            "--out",
+            str(out),
+            "--salt-file",
+            str(salt),
+        ]
+    )
     assert f"--data.text.file {out}" in capsys.readouterr().out
     hashed = Deidentifier.from_file(salt).study("10000032", "50414267")
     assert dict(read_statements(out)) == {hashed: (NAME,), names[1]: (names[1],), "own": ("own",)}

@@ -44,7 +44,10 @@ def test_a_report_is_read(tmp_path):
     assert report.empty_sections == ("indication",)
     assert report.mesh_major == ("Pleural Effusion/left", "Opacity")
     assert report.mesh_automatic == ("effusion",)
-    assert report.images == (OpeniImage("CXR7_IM-0001-3001", "PA view"), OpeniImage("CXR7_IM-0001-4001", None))
+    assert report.images == (
+        OpeniImage("CXR7_IM-0001-3001", "PA view"),
+        OpeniImage("CXR7_IM-0001-4001", None),
+    )
 
 
 def test_folder_and_archive_give_equal_reports(tmp_path):
@@ -121,10 +124,14 @@ def test_archive_bomb_raises(tmp_path, monkeypatch):
     with raises(CorpusError, "too_large"):
         list(iter_openi_reports(large))
     monkeypatch.setattr(openi, "MAX_ARCHIVE_BYTES", 1 << 20)
-    many = archive(tmp_path / "many.tgz", [(f"{number}.txt", bytes(100_000)) for number in range(20)])
+    many = archive(
+        tmp_path / "many.tgz", [(f"{number}.txt", bytes(100_000)) for number in range(20)]
+    )
     with raises(CorpusError, "too_large"):
         list(iter_openi_reports(many))
-    with tarfile.open(tmp_path / "name.tgz", "w:gz", pax_headers={"comment": "x" * (2 << 20)}) as tar:
+    with tarfile.open(
+        tmp_path / "name.tgz", "w:gz", pax_headers={"comment": "x" * (2 << 20)}
+    ) as tar:
         tar.addfile(tarfile.TarInfo("1.xml"))
     with raises(CorpusError, "too_large"):
         list(iter_openi_reports(tmp_path / "name.tgz"))

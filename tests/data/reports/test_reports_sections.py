@@ -1,4 +1,6 @@
-"""Report sections: layouts of MIMIC-CXR and other hospitals, old encodings, and unreadable files."""
+"""Report sections: layouts of MIMIC-CXR and other hospitals, old encodings, and unreadable
+files.
+"""
 
 import time
 from collections import Counter
@@ -63,7 +65,8 @@ def test_complete_mimic_report():
         "comparison": "___",
         "findings": "The heart is normal. There is a 3.2 cm mass in the left lung. "
         "Discussed with Dr. X: he agreed at 3:00 PM. No effusion.",
-        "notification": "The findings were telephoned to ___ at 10:15 on ___, 5 minutes after discovery.",
+        "notification": "The findings were telephoned to ___ at 10:15 on ___, 5 minutes after "
+        "discovery.",
         "impression": "1. Left lung mass. 2. No acute process.",
     }
     assert list(report.sections)[:2] == ["wet_read", "examination"]
@@ -87,20 +90,30 @@ def test_complete_mimic_report():
     ("header", "section"),
     [
         ("IMPRESSION", "impression"), ("CONCLUSION", "impression"), ("CONCLUSIONS", "impression"),
-        ("FINDINGS AND IMPRESSION", "impression"), ("FINDINGS/IMPRESSION", "impression"), ("SUMMARY", "impression"),
+        ("FINDINGS AND "
+         "IMPRESSION", "impression"), ("FINDINGS/IMPRESSION", "impression"), ("SUMMARY", "impression"),
         ("FINDINGS", "findings"), ("FINDING", "findings"), ("CHEST, TWO VIEWS", "findings"),
-        ("PA AND LATERAL VIEWS OF THE CHEST", "findings"), ("PORTABLE AP CHEST RADIOGRAPH", "findings"),
+        ("PA AND LATERAL VIEWS OF THE "
+         "CHEST", "findings"), ("PORTABLE AP CHEST RADIOGRAPH", "findings"),
         ("PFI", "history"), ("CLINICAL HISTORY", "history"), ("REASON FOR EXAM", "indication"),
-        ("REASON FOR EXAMINATION", "indication"), ("COMPARISONS", "comparison"), ("EXAM", "examination"),
+        ("REASON FOR "
+         "EXAMINATION", "indication"), ("COMPARISONS", "comparison"), ("EXAM", "examination"),
         ("STUDY", "examination"), ("RECOMMENDATIONS", "recommendation"), ("WET READ", "wet_read"),
-        ("IMPRESSON", "impression"), ("IMPRESSION AND PLAN", "impression"), ("COMPARISION", "comparison"),
-        ("COMPARISON CHEST RADIOGRAPH", "comparison"), ("FINDGINGS", "findings"), ("NDICATION", "indication"),
-        ("PORTABLE, UPRIGHT", "findings"), ("PERTINENT HISTORY", "history"), ("WETREAD", "wet_read"),
-        ("CHEST READ BY", "chest read by"), ("OPERATORS NOTE", "operators note"), ("DOSE (IN MGY)", "dose (in mgy)"),
+        ("IMPRESSON", "impression"), ("IMPRESSION AND "
+                                      "PLAN", "impression"), ("COMPARISION", "comparison"),
+        ("COMPARISON CHEST "
+         "RADIOGRAPH", "comparison"), ("FINDGINGS", "findings"), ("NDICATION", "indication"),
+        ("PORTABLE, "
+         "UPRIGHT", "findings"), ("PERTINENT HISTORY", "history"), ("WETREAD", "wet_read"),
+        ("CHEST READ "
+         "BY", "chest read "
+               "by"), ("OPERATORS NOTE", "operators note"), ("DOSE (IN MGY)", "dose (in mgy)"),
     ],
 )  # fmt: skip
 def test_header_names(header, section):
-    assert dict(parse_report(f" {header}:  Some text here.").sections) == {section: "Some text here."}
+    assert dict(parse_report(f" {header}:  Some text here.").sections) == {
+        section: "Some text here."
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,7 +121,8 @@ def test_header_names(header, section):
     [
         (
             "impression",
-            "impresson imprression imoression impressoin imprssion impresion imperssion mpression impession",
+            "impresson imprression imoression impressoin imprssion impresion imperssion "
+            "mpression impession",
         ),
         ("findings", "findins findindgs findgings findngs findnings finidngs"),
         ("comparison", "comparision comparsion comparrison comparisions"),
@@ -136,38 +150,56 @@ def test_misspelt_headers_as_in_the_section_parser_of_mimic_cxr(header, spelling
         ),
         ("CLINICAL HISTORY: Cough. FINDINGS: Clear.", {"history": "Cough.", "findings": "Clear."}),
         (
-            "FINDINGS:\nLUNGS: Clear.\nHEART: Normal\nBONES AND SOFT TISSUES: Normal.\nIMPRESSION: Normal.",
-            {"findings": "LUNGS: Clear. HEART: Normal. BONES AND SOFT TISSUES: Normal.", "impression": "Normal."},
+            "FINDINGS:\nLUNGS: Clear.\nHEART: Normal\nBONES AND SOFT TISSUES: "
+            "Normal.\nIMPRESSION: Normal.",
+            {"findings": "LUNGS: Clear. HEART: Normal. BONES AND SOFT TISSUES: "
+                         "Normal.", "impression": "Normal."},
         ),
         ("Findings:\nLungs: clear\nHeart: normal", {"findings": "Lungs: clear. Heart: normal"}),
         ("FINDINGS: First.\nFINDINGS: Second.", {"findings": "Second."}),
-        ("FINDINGS: First.\nIMPRESSION: Normal.\nFINDINGS:\n", {"findings": "First.", "impression": "Normal."}),
+        ("FINDINGS: First.\nIMPRESSION: "
+         "Normal.\nFINDINGS:\n", {"findings": "First.", "impression": "Normal."}),
         ("FINDINGS: No change\n- Tube\n- Line", {"findings": "No change. - Tube. - Line"}),
         ("Findings: Clear.\nSigned by: Jane Doe", {"findings": "Clear.", "signed by": "Jane Doe"}),
         (
             "Impression: Clear.\nElectronically signed by Jane Doe, MD",
             {"impression": "Clear.", "electronically signed by": "Jane Doe, MD"},
         ),
-        ("IMPRESSION: Clear.\n  DICTATED BY: DOE\n JANE", {"impression": "Clear.", "dictated by": "DOE JANE"}),
-        ("Impression: Clear.\n/s/ Jane Doe, MD", {"impression": "Clear.", "signed by": "Jane Doe, MD"}),
-        ("Impression: Clear.\nReported by: Jane Doe", {"impression": "Clear.", "reported by": "Jane Doe"}),
-        ("Indication: Cough\nReported by the patient.", {"indication": "Cough. Reported by the patient."}),
+        ("IMPRESSION: Clear.\n  DICTATED BY: DOE\n "
+         "JANE", {"impression": "Clear.", "dictated by": "DOE JANE"}),
+        ("Impression: Clear.\n/s/ Jane Doe, "
+         "MD", {"impression": "Clear.", "signed by": "Jane Doe, MD"}),
+        ("Impression: Clear.\nReported by: Jane "
+         "Doe", {"impression": "Clear.", "reported by": "Jane Doe"}),
+        ("Indication: Cough\nReported by the "
+         "patient.", {"indication": "Cough. Reported by the patient."}),
         ("MRN# 12345\nFindings: Clear.", {"mrn": "12345", "findings": "Clear."}),
-        ("Findings: Clear.\nAccession no. 9876543", {"findings": "Clear.", "accession no": "9876543"}),
+        ("Findings: Clear.\nAccession no. "
+         "9876543", {"findings": "Clear.", "accession no": "9876543"}),
         ("Date of birth: 1950\nFindings: Clear.", {"date of birth": "1950", "findings": "Clear."}),
-        ("FINDINGS:1. Clear.\nIMPRESSION:2 mm nodule.", {"findings": "1. Clear.", "impression": "2 mm nodule."}),
-        ("CLINICAL HISTORY: Cough. FINDINGS:1. Clear.", {"history": "Cough.", "findings": "1. Clear."}),
+        ("FINDINGS:1. Clear.\nIMPRESSION:2 mm "
+         "nodule.", {"findings": "1. Clear.", "impression": "2 mm nodule."}),
+        ("CLINICAL HISTORY: Cough. FINDINGS:1. "
+         "Clear.", {"history": "Cough.", "findings": "1. Clear."}),
         ("FINDINGS: Clear.\nRatio:2\nSeen at:10:30", {"findings": "Clear. Ratio:2. Seen at:10:30"}),
         *(
-            (f"FINDINGS: Clear.\n{line}\nIMPRESSION: Normal.", {"findings": "Clear.", name: "12", "impression": "Normal."})
+            (f"FINDINGS: Clear.\n{line}\nIMPRESSION: "
+             f"Normal.", {"findings": "Clear.", name: "12", "impression": "Normal."})
             for line, name in [
-                ("MRN:12", "mrn"), ("MRN #: 12", "mrn"), ("Accession#:12", "accession"), ("Account No.: 12", "account no"),
-                ("D.O.B.:12", "d.o.b"), ("Date of birth:12", "date of birth"), ("PATIENT ID#: 12", "patient id"),
+                ("MRN:12", "mrn"), ("MRN #: "
+                                    "12", "mrn"), ("Accession#:12", "accession"), ("Account "
+                                                                                   "No.: "
+                                                                                   "12", "account no"),
+                ("D.O.B.:12", "d.o.b"), ("Date of "
+                                         "birth:12", "date of "
+                                                     "birth"), ("PATIENT ID#: 12", "patient id"),
                 ("Patient ID: 12", "patient id"), ("Pt name: 12", "pt name"),
             ]
         ),
-        ("Findings: Clear, films\nread by the team.", {"findings": "Clear, films read by the team."}),
-        ("Findings: Clear.\nMass next to the physician: no", {"findings": "Clear. Mass next to the physician: no"}),
+        ("Findings: Clear, films\nread by the "
+         "team.", {"findings": "Clear, films read by the team."}),
+        ("Findings: Clear.\nMass next to the physician: "
+         "no", {"findings": "Clear. Mass next to the physician: no"}),
         ("The findings: none.\nSeen by Dr. X: yes.\n3:00 at noon\nAt: home", {}),
         ("", {}),
     ],
@@ -177,7 +209,10 @@ def test_section_layouts(text, sections):
 
 
 def test_sections_named_by_a_number_of_the_patient_are_not_stored() -> None:
-    report, warnings = parse_report("FINDINGS: Clear.\nMRN:12345678\nD.O.B.: 01/02/1950"), Counter[str]()
+    report, warnings = (
+        parse_report("FINDINGS: Clear.\nMRN:12345678\nD.O.B.: 01/02/1950"),
+        Counter[str](),
+    )
     assert report_sections(report, warnings) == {"findings": "Clear."}
     assert warnings["sections_naming_a_person"] == 2
 
@@ -203,7 +238,10 @@ def test_empty_sections_are_dropped_and_listed_once():
         ("PORTABLE CHEST\n COMPARISON: ___.\n\n The lungs are\n clear.", "The lungs are clear."),
         ("One.\n\nTwo.\n\n\n", "Two."),
         ("Two views of the chest. Clear.", "Two views of the chest. Clear."),
-        ("TECHNIQUE: AP.\n\n The lungs are\n clear.\n\n NOTIFICATION: Dr. ___\n\n at ___.\n", "The lungs are clear."),
+        (
+            "TECHNIQUE: AP.\n\n The lungs are\n clear.\n\n NOTIFICATION: Dr. ___\n\n at ___.\n",
+            "The lungs are clear.",
+        ),
         ("INDICATION: Cough.\n\nCOMPARISON: None.\n", None),
         ("COMPARISON:\n\nNone.\n", None),
         ("COMPARISON: None.\n\nClear.\n\nSIGNED BY: Jane Doe\n\nJane Doe, MD", "Clear."),
@@ -219,7 +257,9 @@ def test_last_paragraph_replaces_missing_sections(text, last_paragraph):
 
 
 def test_text_before_the_headers_of_every_block_is_preamble():
-    report = parse_report(f"Read at 3 AM.\nWET READ: Clear.\n{RULE}\nFINAL REPORT\nPortable film.\nFINDINGS: Clear.")
+    report = parse_report(
+        f"Read at 3 AM.\nWET READ: Clear.\n{RULE}\nFINAL REPORT\nPortable film.\nFINDINGS: Clear."
+    )
     assert report.preamble == "Read at 3 AM. Portable film."
     assert report.has_headers
     assert not parse_report("Portable film.").has_headers
@@ -284,7 +324,9 @@ def test_mutated_reports_raise_only_report_errors(tmp_path):
         data = bytearray(MIMIC.encode())
         for _ in range(random.integers(1, 8)):
             start = int(random.integers(len(data)))
-            data[start : start + int(random.integers(0, 40))] = random.bytes(int(random.integers(0, 12)))
+            data[start : start + int(random.integers(0, 40))] = random.bytes(
+                int(random.integers(0, 12))
+            )
         path.write_bytes(data)
         try:
             report = read_report(path)
@@ -297,7 +339,12 @@ def test_mutated_reports_raise_only_report_errors(tmp_path):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from([*MIMIC.splitlines(), "", "Findings:", "CHEST:", "1. One", "___"]), max_size=30))
+@given(
+    st.lists(
+        st.sampled_from([*MIMIC.splitlines(), "", "Findings:", "CHEST:", "1. One", "___"]),
+        max_size=30,
+    )
+)
 def test_section_texts_are_never_empty_or_wrapped(lines):
     report = parse_report("\n".join(lines))
     texts = [*report.sections.values(), *report.addenda]
@@ -307,14 +354,19 @@ def test_section_texts_are_never_empty_or_wrapped(lines):
 
 
 def test_a_report_of_one_line_is_divided_at_its_headers():
-    line = "EXAM: CHEST PA AND LATERAL INDICATION: cough FINDINGS: Clear lungs IMPRESSION: No acute disease"
+    line = (
+        "EXAM: CHEST PA AND LATERAL INDICATION: cough FINDINGS: Clear lungs IMPRESSION: No "
+        "acute disease"
+    )
     assert parse_report(line).sections == {
         "examination": "CHEST PA AND LATERAL",
         "indication": "cough",
         "findings": "Clear lungs",
         "impression": "No acute disease",
     }
-    kept = parse_report("FINDINGS: Clear lungs as in the IMPRESSION: of before.\nIMPRESSION: Normal.")
+    kept = parse_report(
+        "FINDINGS: Clear lungs as in the IMPRESSION: of before.\nIMPRESSION: Normal."
+    )
     assert kept.findings == "Clear lungs as in the IMPRESSION: of before."
 
 
@@ -323,14 +375,18 @@ def test_a_report_of_one_line_is_divided_at_its_headers():
     [
         ("FINDINGS AND IMPRESSION: Clear lungs.", {"impression": "Clear lungs."}),
         (
-            "CLINICAL HISTORY: cough. FINDINGS: Clear lungs. IMPRESSION AND RECOMMENDATIONS: Normal.",
+            "CLINICAL HISTORY: cough. FINDINGS: Clear lungs. IMPRESSION AND RECOMMENDATIONS: "
+            "Normal.",
             {"history": "cough.", "findings": "Clear lungs.", "impression": "Normal."},
         ),
         (
             "EXAM: CHEST INDICATION AND HISTORY: cough FINDINGS/IMPRESSION: Normal",
             {"examination": "CHEST", "history": "cough", "impression": "Normal"},
         ),
-        ("HISTORY: cough. FINDINGS & IMPRESSION: Normal", {"history": "cough.", "impression": "Normal"}),
+        (
+            "HISTORY: cough. FINDINGS & IMPRESSION: Normal",
+            {"history": "cough.", "impression": "Normal"},
+        ),
     ],
 )
 def test_headers_of_several_words_are_not_divided(line, sections):
@@ -371,6 +427,8 @@ def test_headers_in_markdown(text: str) -> None:
 
 
 def test_markdown_hides_no_identifying_header() -> None:
-    report = parse_report("**Patient name:** Jane Doe\n## FINDINGS\n* The **left** lung is clear.\n# 3 tube in place.")
+    report = parse_report(
+        "**Patient name:** Jane Doe\n## FINDINGS\n* The **left** lung is clear.\n# 3 tube in place."
+    )
     assert report.sections["patient name"] == "Jane Doe"
     assert report.sections["findings"] == "* The **left** lung is clear. # 3 tube in place."

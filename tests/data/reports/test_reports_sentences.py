@@ -7,7 +7,10 @@ from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import split_sentences
 
 SENTENCES = [
-    ("Basilar opacity, ? pneumonia. Effusion? No.", ["Basilar opacity, ? pneumonia.", "Effusion?", "No."]),
+    (
+        "Basilar opacity, ? pneumonia. Effusion? No.",
+        ["Basilar opacity, ? pneumonia.", "Effusion?", "No."],
+    ),
     ("Lungs are clear. No effusion.", ["Lungs are clear.", "No effusion."]),
     ("A 3.2 cm mass. Another of 1.5 x 0.8 cm.", ["A 3.2 cm mass.", "Another of 1.5 x 0.8 cm."]),
     ("It measures 4 cm. No change.", ["It measures 4 cm.", "No change."]),
@@ -16,22 +19,37 @@ SENTENCES = [
         "Paged to Dr. ___ at 9:30 a.m. on ___. Lungs clear.",
         ["Paged to Dr. ___ at 9:30 a.m. on ___.", "Lungs clear."],
     ),
-    ("Reviewed with Dr. A. Miller at 3 p.m. The tube ends", ["Reviewed with Dr. A. Miller at 3 p.m.", "The tube ends"]),
+    (
+        "Reviewed with Dr. A. Miller at 3 p.m. The tube ends",
+        ["Reviewed with Dr. A. Miller at 3 p.m.", "The tube ends"],
+    ),
     ("History of hepatitis C. No ascites.", ["History of hepatitis C.", "No ascites."]),
     ("Opacity, e.g. pneumonia vs. atelectasis.", ["Opacity, e.g. pneumonia vs. atelectasis."]),
     ("Edema vs. Pneumonia, i.e. Infection.", ["Edema vs. Pneumonia, i.e. Infection."]),
-    ("Tubes, lines, etc. are gone. Others, etc. The", ["Tubes, lines, etc. are gone.", "Others, etc.", "The"]),
+    (
+        "Tubes, lines, etc. are gone. Others, etc. The",
+        ["Tubes, lines, etc. are gone.", "Others, etc.", "The"],
+    ),
     ("Rib no. 7 is broken. There is no. 2.", ["Rib no. 7 is broken.", "There is no. 2."]),
     ("1. Small effusion. 2. No pneumothorax.", ["Small effusion.", "No pneumothorax."]),
-    ("1. Small effusion 2. No pneumothorax 3. Clear", ["Small effusion", "No pneumothorax", "Clear"]),
+    (
+        "1. Small effusion 2. No pneumothorax 3. Clear",
+        ["Small effusion", "No pneumothorax", "Clear"],
+    ),
     ("1.Small effusion. 2.No pneumothorax.", ["Small effusion.", "No pneumothorax."]),
     ("(1) Small effusion. (2) 3 mm nodule.", ["Small effusion.", "3 mm nodule."]),
     ("1) Small effusion\n2) No pneumothorax", ["Small effusion", "No pneumothorax"]),
     ("1. Grade 2 injury. 2. No change", ["Grade 2 injury.", "No change"]),
     ("2.5 cm nodule. 1.2 cm nodule.", ["2.5 cm nodule.", "1.2 cm nodule."]),
     ("- Small effusion\n- No pneumothorax", ["Small effusion", "No pneumothorax"]),
-    ("Small effusion.No pneumothorax.The heart", ["Small effusion.", "No pneumothorax.", "The heart"]),
-    ("Tip at T4.No pneumothorax. L4.L5 is narrow.", ["Tip at T4.", "No pneumothorax.", "L4.L5 is narrow."]),
+    (
+        "Small effusion.No pneumothorax.The heart",
+        ["Small effusion.", "No pneumothorax.", "The heart"],
+    ),
+    (
+        "Tip at T4.No pneumothorax. L4.L5 is narrow.",
+        ["Tip at T4.", "No pneumothorax.", "L4.L5 is narrow."],
+    ),
     ("Removed on ___.No change.", ["Removed on ___.", "No change."]),
     ("___ is compared to ___. ___ year old.", ["___ is compared to ___.", "___ year old."]),
     ("___. XXXX XXXX. 12. Clear XXXX.", ["Clear XXXX."]),
@@ -41,7 +59,10 @@ SENTENCES = [
     ("Normal.. Clear... Stable.", ["Normal..", "Clear...", "Stable."]),
     ("(Seen on ___.) No change.", ["(Seen on ___.)", "No change."]),
     ("the heart is normal. no effusion.", ["the heart is normal.", "no effusion."]),
-    ("At 10.30 the U.S. was done. M.D. was told.", ["At 10.30 the U.S. was done.", "M.D. was told."]),
+    (
+        "At 10.30 the U.S. was done. M.D. was told.",
+        ["At 10.30 the U.S. was done.", "M.D. was told."],
+    ),
     ("J. Smith, M.D. reviewed it.", ["J. Smith, M.D. reviewed it."]),
     ("", []),
     (" \n ", []),
@@ -63,20 +84,36 @@ def test_sentences_keep_characters_in_order(text):
 
 
 def test_long_runs_split_in_linear_time():
-    for text in ("a." * 50_000, "1. " * 50_000, " " * 500_000, "-" * 300_000, "Dr. " * 50_000, "\n" * 300_000):
+    for text in (
+        "a." * 50_000,
+        "1. " * 50_000,
+        " " * 500_000,
+        "-" * 300_000,
+        "Dr. " * 50_000,
+        "\n" * 300_000,
+    ):
         assert len(split_sentences(text)) <= 1
 
 
 SWAPS = [
     ("Left lower lobe opacity.", "Right lower lobe opacity."),
-    ("RIGHT effusion, left-sided PICC, leftward shift.", "LEFT effusion, right-sided PICC, rightward shift."),
+    (
+        "RIGHT effusion, left-sided PICC, leftward shift.",
+        "LEFT effusion, right-sided PICC, rightward shift.",
+    ),
     ("Small effusions, right greater than left.", "Small effusions, left greater than right."),
     ("RLL and LUL opacities, RML clear, rul.", "LLL and RUL opacities, LML clear, lul."),
     ("RIJ line, LUQ clips, R IJ sheath.", "LIJ line, RUQ clips, L IJ sheath."),
     ("R pleural effusion, L PICC, L > R.", "L pleural effusion, R PICC, R > L."),
     ("R>L, (L), R/L, Lt. lung, rt base", "L>R, (R), L/R, Rt. lung, lt base"),
-    ("Dextroscoliosis, levocurvature, levo-convex.", "Levoscoliosis, dextrocurvature, dextro-convex."),
-    ("Right heart border, left cardiac silhouette.", "Left heart border, right cardiac silhouette."),
+    (
+        "Dextroscoliosis, levocurvature, levo-convex.",
+        "Levoscoliosis, dextrocurvature, dextro-convex.",
+    ),
+    (
+        "Right heart border, left cardiac silhouette.",
+        "Left heart border, right cardiac silhouette.",
+    ),
     ("Left main bronchus; right pulmonary artery.", "Right main bronchus; left pulmonary artery."),
     ("Left of midline; right hemidiaphragm.", "Right of midline; left hemidiaphragm."),
     ("Leads in the right atrium, from the right.", "Leads in the right atrium, from the left."),

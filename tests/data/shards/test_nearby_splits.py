@@ -18,8 +18,13 @@ from medvl.train.tasks.pretraining import DataConfig, LoaderConfig
 
 @pytest.mark.parametrize("name", ["", "valid"])
 def test_split_is_named(tmp_path: Path, deid: Deidentifier, name: str) -> None:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS)
-    folder, advice = tmp_path / "shards" / name, f"give the folder of one split: {tmp_path / 'shards/train'}"
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS
+    )
+    folder, advice = (
+        tmp_path / "shards" / name,
+        f"give the folder of one split: {tmp_path / 'shards/train'}",
+    )
     with raises(ShardError, "not_found", names=advice):
         ShardSource(folder)
     with raises(ConfigError, "not_found", "data.train", names=advice):
@@ -34,7 +39,9 @@ def test_folder_without_splits_names_the_commands(tmp_path: Path) -> None:
 
 
 def test_a_missing_tokenizer_names_the_commands(tmp_path: Path, deid: Deidentifier) -> None:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS
+    )
     policies = {"image": EvalTransform(), "text": WholeText()}
     train, vocabulary = str(tmp_path / "shards/train"), tmp_path / "shards/vocab"
     data = DataConfig(train=train, valid=None, tokenizer=vocabulary, **policies)

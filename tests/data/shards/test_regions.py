@@ -1,4 +1,6 @@
-"""Region features beside shards: written once, resumable, verified, and tied to their shards and detector."""
+"""Region features beside shards: written once, resumable, verified, and tied to their shards and
+detector.
+"""
 
 import json
 import shutil
@@ -48,7 +50,10 @@ def test_every_image_has_the_detectors_regions(folder: Path) -> None:
                 source.regions(position)
             continue
         images += 1
-        expected, regions = detector.regions(detector.prepare(source.pixels(position))), source.regions(position)
+        expected, regions = (
+            detector.regions(detector.prepare(source.pixels(position))),
+            source.regions(position),
+        )
         assert regions.features_PD.dtype == np.float16
         np.testing.assert_array_equal(regions.features_PD, expected.features_PD.astype(np.float16))
         np.testing.assert_array_equal(regions.boxes_P4, expected.boxes_P4)
@@ -57,12 +62,16 @@ def test_every_image_has_the_detectors_regions(folder: Path) -> None:
     manifest = source.region_manifest
     assert manifest is not None
     assert (manifest.images, manifest.skipped, manifest.width) == (images, 0, 2)
-    assert manifest.regions == sum(len(source.regions(p).boxes_P4) for p in range(len(source)) if source.has_image(p))
+    assert manifest.regions == sum(
+        len(source.regions(p).boxes_P4) for p in range(len(source)) if source.has_image(p)
+    )
     assert (manifest.detector, manifest.detector_sha256) == ("quarters", "d" * 64)
     assert source.fingerprint != ShardSource(folder).fingerprint
 
 
-def test_bytes_are_the_same_whenever_they_are_written(shards: Path, folder: Path, tmp_path: Path) -> None:
+def test_bytes_are_the_same_whenever_they_are_written(
+    shards: Path, folder: Path, tmp_path: Path
+) -> None:
     other = Path(shutil.copytree(shards, tmp_path / "other"))
     with_regions(folder, batch=2, workers=1)
     with_regions(other, batch=2, workers=3)
@@ -90,7 +99,9 @@ class Interrupted(QuarterDetector):
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-def test_an_interrupted_run_resumes_with_the_same_bytes(stop: int, shards: Path, folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_the_same_bytes(
+    stop: int, shards: Path, folder: Path, tmp_path: Path
+) -> None:
     whole = Path(shutil.copytree(shards, tmp_path / "whole"))
     with_regions(whole, batch=2)
     with pytest.raises(KeyboardInterrupt):
@@ -100,7 +111,9 @@ def test_an_interrupted_run_resumes_with_the_same_bytes(stop: int, shards: Path,
     with raises(ShardError, "not_found", "regions"):
         ShardSource(folder, regions="quarters")
     with raises(ConfigError, "exists", "name"):
-        write_regions(ShardSource(folder), QuarterDetector("e" * 64), "quarters", RegionOptions(batch=2))
+        write_regions(
+            ShardSource(folder), QuarterDetector("e" * 64), "quarters", RegionOptions(batch=2)
+        )
     with raises(ConfigError, "exists", "name"):
         write_regions(ShardSource(folder), QuarterDetector(), "quarters", RegionOptions(batch=3))
     resumed = QuarterDetector()
@@ -138,10 +151,14 @@ def test_unreadable_images_are_counted_within_a_budget(tmp_path: Path) -> None:
     data[offset : offset + size] = bytes(size)
     tar.write_bytes(data)
     with raises(BudgetError, "budget", "max_skipped"):
-        write_regions(ShardSource(folder), QuarterDetector(), "quarters", RegionOptions(max_skipped=0))
+        write_regions(
+            ShardSource(folder), QuarterDetector(), "quarters", RegionOptions(max_skipped=0)
+        )
     source = with_regions(folder, "some", max_skipped=1)
     assert source.region_manifest is not None
-    assert [key for shard in source.region_manifest.shards for key, _ in shard.skipped] == [index.keys[0]]
+    assert [key for shard in source.region_manifest.shards for key, _ in shard.skipped] == [
+        index.keys[0]
+    ]
     with raises(ImageError, "no_regions"):
         source.regions(0)
 
@@ -184,7 +201,9 @@ def test_damaged_and_foreign_regions_are_refused(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("other", [{"width": 3}, {"class_names": ["dark"]}, {"class_names": []}])
-def test_samples_of_another_form_than_the_manifest_are_refused(other: dict[str, Any], folder: Path) -> None:
+def test_samples_of_another_form_than_the_manifest_are_refused(
+    other: dict[str, Any], folder: Path
+) -> None:
     with_regions(folder)
     manifest = folder / "regions/quarters/regions.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **other}))
@@ -214,7 +233,10 @@ def test_verify_prints_the_regions(folder: Path, capsys: pytest.CaptureFixture[s
     source = with_regions(folder)
     cli.main(["verify", str(folder)])
     assert source.region_manifest is not None
-    counts = f"{source.region_manifest.regions} regions of {source.region_manifest.images} images, 0 images skipped"
+    counts = (
+        f"{source.region_manifest.regions} regions of {source.region_manifest.images} "
+        f"images, 0 images skipped"
+    )
     assert f"  regions quarters by quarters: {counts}: intact" in capsys.readouterr().out
     next((folder / "regions/quarters").glob("*.tar")).unlink()
     with pytest.raises(SystemExit):

@@ -18,7 +18,9 @@ from medvl.errors import SplitError
 
 @pytest.fixture
 def folder(tmp_path: Path, deid: Deidentifier) -> Path:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    )
     return tmp_path / "out/train"
 
 
@@ -69,7 +71,9 @@ def test_damage_with_a_matching_hash_is_reported(folder: Path) -> None:
 
 
 def test_index_of_another_tar_is_reported(folder: Path) -> None:
-    (folder / "lab-train-000000.index").write_bytes((folder / "lab-train-000001.index").read_bytes())
+    (folder / "lab-train-000000.index").write_bytes(
+        (folder / "lab-train-000001.index").read_bytes()
+    )
     reseal(folder, 0)
     problems = verify_folder(folder).problems
     assert any("does not match the index" in problem for problem in problems)
@@ -109,12 +113,18 @@ def test_check_against_refuses_shared_patients_and_other_salts(folder: Path) -> 
 def test_compare_counts_reports_differences(folder: Path) -> None:
     manifests = {"train": Manifest.read(folder)}
     assert compare_counts(manifests, {"images": 12, "train": 12}) == {}
-    assert compare_counts(manifests, {"images": 100, "valid": 1}) == {"images": (12, 100), "valid": (0, 1)}
+    assert compare_counts(manifests, {"images": 100, "valid": 1}) == {
+        "images": (12, 100),
+        "valid": (0, 1),
+    }
 
 
 def test_verify_command_prints_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["verify", str(folder.parent), "--decode"])
-    assert "lab/train: 12 samples of 6 patients in 3 shards, 0 left out: intact" in capsys.readouterr().out
+    assert (
+        "lab/train: 12 samples of 6 patients in 3 shards, 0 left out: intact"
+        in capsys.readouterr().out
+    )
     flip_byte(folder / "lab-train-000001.tar", 700)
     with pytest.raises(SystemExit, match="1"):
         cli.main(["verify", str(folder)])

@@ -55,7 +55,10 @@ def test_least_recently_used_files_make_room(tmp_path: Path) -> None:
     assert held(cache) == [0, 3, 4]
     assert add(cache, 5) is None  # the others were used within the last minute
     assert held(cache) == [0, 3, 4]
-    assert Cache(tmp_path / "small", SIZE - 1).add(name(1), SIZE, lambda: [content(1)], name="x") is None
+    assert (
+        Cache(tmp_path / "small", SIZE - 1).add(name(1), SIZE, lambda: [content(1)], name="x")
+        is None
+    )
 
 
 @pytest.mark.parametrize("blocks", [[content(2)], [content(1)[:-1]], [content(1), b"x"], []])
@@ -91,7 +94,10 @@ def test_processes_share_a_cache_within_its_limit(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     numbers = [*range(6), *range(6)]
     orders = [numbers, numbers[::-1], numbers[3:] + numbers[:3]]
-    workers = [context.Process(target=_fetch, args=(tmp_path / "cache", tmp_path, order)) for order in orders]
+    workers = [
+        context.Process(target=_fetch, args=(tmp_path / "cache", tmp_path, order))
+        for order in orders
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -104,7 +110,10 @@ def test_processes_share_a_cache_within_its_limit(tmp_path: Path) -> None:
 
 def test_a_file_is_fetched_once_by_processes_that_want_it_together(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_fetch, args=(tmp_path / "cache", tmp_path, [1, 2, 3])) for _ in range(3)]
+    workers = [
+        context.Process(target=_fetch, args=(tmp_path / "cache", tmp_path, [1, 2, 3]))
+        for _ in range(3)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -127,7 +136,9 @@ def test_what_a_killed_process_had_begun_is_removed(tmp_path: Path) -> None:
     while not list(cache.folder.glob("*.partial")):
         time.sleep(0.01)
     assert add(cache, 2) is not None
-    assert cache.add(name(1), SIZE, lambda: [content(1)], name="file", wait=False) is None  # being fetched
+    assert (
+        cache.add(name(1), SIZE, lambda: [content(1)], name="file", wait=False) is None
+    )  # being fetched
     assert add(cache, 3) is None  # its space is reserved
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
@@ -137,7 +148,9 @@ def test_what_a_killed_process_had_begun_is_removed(tmp_path: Path) -> None:
     assert not list(cache.folder.glob("*.partial"))
 
 
-def test_cache_that_cannot_be_written_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_that_cannot_be_written_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file/cache", 10 * SIZE)
     assert add(cache, 1) is None
@@ -152,7 +165,9 @@ def plant(cache: Cache, number: int, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"x" * SIZE, b"", b"x"], ids=["same size", "empty", "short"])
-def test_a_planted_file_is_not_believed(tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_planted_file_is_not_believed(
+    tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = Cache(tmp_path / "cache", 10 * SIZE)
     plant(cache, 1, data)
     assert cache.find(name(1)) is None
@@ -160,7 +175,9 @@ def test_a_planted_file_is_not_believed(tmp_path: Path, data: bytes, caplog: pyt
     path = add(cache, 1)
     assert path is not None
     assert path.read_bytes() == content(1)
-    assert Cache(cache.folder, cache.limit).read(name(1), lambda: b"not asked", name="x") == content(1)
+    assert Cache(cache.folder, cache.limit).read(
+        name(1), lambda: b"not asked", name="x"
+    ) == content(1)
 
 
 def test_a_file_that_was_changed_since_it_was_compared_is_fetched_again(tmp_path: Path) -> None:
@@ -169,7 +186,9 @@ def test_a_file_that_was_changed_since_it_was_compared_is_fetched_again(tmp_path
     assert path is not None
     found = path.stat()
     path.write_bytes(b"x" * SIZE)
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # the time of the last change cannot be set back
+    os.utime(
+        path, ns=(found.st_atime_ns, found.st_mtime_ns)
+    )  # the time of the last change cannot be set back
     fresh = Cache(cache.folder, cache.limit)
     assert fresh.read(name(1), lambda: content(1), name="x") == content(1)
     path.unlink()
@@ -178,7 +197,9 @@ def test_a_file_that_was_changed_since_it_was_compared_is_fetched_again(tmp_path
     assert Cache(cache.folder, cache.limit).find(name(1)) is None
 
 
-def test_a_file_from_elsewhere_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_from_elsewhere_is_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = Cache(tmp_path / "cache", 10 * SIZE)
     plant(cache, 1, content(1))  # a copy of another machine's cache
     assert cache.find(name(1)) is not None
@@ -194,7 +215,9 @@ def test_the_folder_is_closed_to_others_and_their_marks_do_not_count(tmp_path: P
     path.write_bytes(b"x" * SIZE)
     found = path.stat()
     times = f"{found.st_mtime_ns} {found.st_ctime_ns}"
-    (cache.folder / "verified" / name(1)).write_text(f"{found.st_dev} {found.st_ino} {found.st_size} {times}\n")
+    (cache.folder / "verified" / name(1)).write_text(
+        f"{found.st_dev} {found.st_ino} {found.st_size} {times}\n"
+    )
     cache.folder.chmod(0o777)
     assert Cache(cache.folder, cache.limit).find(name(1)) is None
     assert stat.S_IMODE(cache.folder.stat().st_mode) == 0o700
@@ -214,7 +237,9 @@ def test_a_folder_of_another_user_is_not_used(
     assert "belongs to another user" in caplog.text
 
 
-def test_settings_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEDVL_CACHE", str(tmp_path / "here"))
     monkeypatch.setenv("MEDVL_CACHE_SIZE", "1.5 GB")
     cache = Cache.from_environment()

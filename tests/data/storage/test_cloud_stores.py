@@ -1,4 +1,6 @@
-"""Google Cloud Storage and Azure: their libraries against stand-ins of the services, with faults."""
+"""Google Cloud Storage and Azure: their libraries against stand-ins of the services, with
+faults.
+"""
 
 import dataclasses
 import os
@@ -29,7 +31,12 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ShardError, StorageError
 
-SETTINGS: dict[str, Any] = {"image": EvalTransform(size=32), "text": WholeText(), "tokenizer": no_text, "train": True}
+SETTINGS: dict[str, Any] = {
+    "image": EvalTransform(size=32),
+    "text": WholeText(),
+    "tokenizer": no_text,
+    "train": True,
+}
 COUNT = 10
 TAR = "lab-train-000001.tar"
 
@@ -53,7 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["gs", "az"])
-def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cloud]:
+def cloud(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Cloud]:
     scheme = request.param
     pytest.importorskip(store.PACKAGES[scheme])
     monkeypatch.setenv("MEDVL_CACHE", str(tmp_path / "cache"))
@@ -64,7 +73,11 @@ def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
         if scheme == "gs":
             options: dict[str, Any] = {"endpoint_url": proxy.url, "token": "anon"}
         else:
-            names = {"AccountName": "lab", "AccountKey": AZURE_KEY, "BlobEndpoint": f"{proxy.url}/lab"}
+            names = {
+                "AccountName": "lab",
+                "AccountKey": AZURE_KEY,
+                "BlobEndpoint": f"{proxy.url}/lab",
+            }
             texts = [f"{name}={value}" for name, value in names.items()]
             options = {"connection_string": ";".join(["DefaultEndpointsProtocol=http", *texts])}
         monkeypatch.setitem(fsspec.config.conf, scheme, options)
@@ -80,7 +93,9 @@ def keys(source: ShardSource, **changes: Any) -> list[list[str]]:
 
 def test_shards_go_there_and_back(cloud: Cloud, folder: Path, tmp_path: Path) -> None:
     upload_shards(folder, f"{cloud.address}/lab")
-    assert cloud.objects.data == {f"lab/train/{name}": data for name, data in contents(folder / "train").items()}
+    assert cloud.objects.data == {
+        f"lab/train/{name}": data for name, data in contents(folder / "train").items()
+    }
     address = f"{cloud.address}/lab/train"
     assert not verify_folder(address).problems
     local = ShardSource(folder / "train")
@@ -89,7 +104,9 @@ def test_shards_go_there_and_back(cloud: Cloud, folder: Path, tmp_path: Path) ->
         assert remote.manifest == local.manifest
         for rank in range(2):
             assert keys(remote, rank=rank, world=2) == keys(local, rank=rank, world=2)
-        assert [remote.image_bytes(n) for n in range(COUNT)] == [local.image_bytes(n) for n in range(COUNT)]
+        assert [remote.image_bytes(n) for n in range(COUNT)] == [
+            local.image_bytes(n) for n in range(COUNT)
+        ]
 
 
 def test_large_files_are_sent_in_parts(cloud: Cloud, tmp_path: Path) -> None:
@@ -121,14 +138,22 @@ def test_what_is_not_there(cloud: Cloud) -> None:
 @pytest.mark.parametrize("fault", ["reset", "truncated", "short", "503"])
 def test_passing_faults_change_nothing(fault: str, cloud: Cloud, folder: Path) -> None:
     upload_shards(folder, f"{cloud.address}/lab")
-    cloud.proxy.fail_first(2, fault, ".tar" if fault == "short" else "lab-train-")  # a short index has another hash
+    cloud.proxy.fail_first(
+        2, fault, ".tar" if fault == "short" else "lab-train-"
+    )  # a short index has another hash
     remote = ShardSource(f"{cloud.address}/lab/train", cache=Cache("/nowhere", 0))
     assert keys(remote) == keys(ShardSource(folder / "train"))
 
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [("reset", "network"), ("truncated", "network"), ("503", "network"), ("denied", "denied"), ("short", "truncated")],
+    [
+        ("reset", "network"),
+        ("truncated", "network"),
+        ("503", "network"),
+        ("denied", "denied"),
+        ("short", "truncated"),
+    ],
 )
 def test_lasting_faults_are_named(
     fault: str, code: str, cloud: Cloud, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,14 +166,18 @@ def test_lasting_faults_are_named(
     with raises(StorageError, code, names=TAR) as caught:
         keys(source, max_skipped=1000)
     assert AZURE_KEY not in str(caught.value)
-    assert time.perf_counter() - started < 15, "the libraries repeat requests with pauses of their own"
+    assert time.perf_counter() - started < 15, (
+        "the libraries repeat requests with pauses of their own"
+    )
 
 
 def test_lists_that_are_cut_into_pages(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both services answer a list of many objects in several parts."""
     monkeypatch.setattr(Objects, "PAGE", 3)
     cloud.objects.data.update({f"lab/{number:02d}": bytes(number) for number in range(10)})
-    assert RemotePath(f"{cloud.address}/lab").sizes() == {f"{number:02d}": number for number in range(10)}
+    assert RemotePath(f"{cloud.address}/lab").sizes() == {
+        f"{number:02d}": number for number in range(10)
+    }
 
 
 def test_azure_without_an_account_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

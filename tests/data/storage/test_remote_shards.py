@@ -42,7 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four shards of five samples."""
     home = tmp_path_factory.mktemp("shards")
     write_shards(
-        make_plan(home / "images", COUNT), Deidentifier(bytes(16)), ShardRun(out=home / "out", workers=1), OPTIONS
+        make_plan(home / "images", COUNT),
+        Deidentifier(bytes(16)),
+        ShardRun(out=home / "out", workers=1),
+        OPTIONS,
     )
     return home / "out/train"
 
@@ -53,17 +56,29 @@ def address(bucket: Bucket, folder: Path) -> str:
 
 
 def batches(source: Any, **changes: Any) -> list[tuple[list[str], torch.Tensor]]:
-    return [(batch.keys, batch.image_BCHW) for batch in open_loader(source, **{"batch": 4, **SETTINGS, **changes})]
+    return [
+        (batch.keys, batch.image_BCHW)
+        for batch in open_loader(source, **{"batch": 4, **SETTINGS, **changes})
+    ]
 
 
-def assert_equal(first: list[tuple[list[str], torch.Tensor]], second: list[tuple[list[str], torch.Tensor]]) -> None:
+def assert_equal(
+    first: list[tuple[list[str], torch.Tensor]], second: list[tuple[list[str], torch.Tensor]]
+) -> None:
     assert [keys for keys, _ in first] == [keys for keys, _ in second]
-    assert all(torch.equal(image, other) for (_, image), (_, other) in zip(first, second, strict=True))
+    assert all(
+        torch.equal(image, other) for (_, image), (_, other) in zip(first, second, strict=True)
+    )
 
 
 @pytest.mark.parametrize("limit", [0, 10**9])
-def test_samples_are_those_of_the_local_folder(folder: Path, address: str, tmp_path: Path, limit: int) -> None:
-    local, remote = ShardSource(folder), ShardSource(address, cache=Cache(tmp_path / "cache", limit))
+def test_samples_are_those_of_the_local_folder(
+    folder: Path, address: str, tmp_path: Path, limit: int
+) -> None:
+    local, remote = (
+        ShardSource(folder),
+        ShardSource(address, cache=Cache(tmp_path / "cache", limit)),
+    )
     assert remote.manifest == local.manifest
     assert remote.fingerprint == local.fingerprint
     for position in [*range(len(local) - 1, -1, -1), *range(len(local))]:
@@ -101,7 +116,9 @@ def test_local_state_is_resumed_on_remote_shards(folder: Path, address: str) -> 
     next(iter(local))
     remote = open_loader(ShardSource(address), batch=4, **SETTINGS)
     remote.load_state_dict(local.state_dict())
-    assert [batch.keys for batch in remote] == [keys for keys, _ in batches(ShardSource(folder))][1:]
+    assert [batch.keys for batch in remote] == [keys for keys, _ in batches(ShardSource(folder))][
+        1:
+    ]
 
 
 def test_views_of_remote_shards_read_in_threads(folder: Path, address: str, bucket: Bucket) -> None:
@@ -134,10 +151,14 @@ def test_remote_folder_is_verified(folder: Path, address: str, bucket: Bucket) -
     )
 
 
-def test_missing_files_and_other_sizes_are_named(folder: Path, address: str, bucket: Bucket) -> None:
+def test_missing_files_and_other_sizes_are_named(
+    folder: Path, address: str, bucket: Bucket
+) -> None:
     with raises(ShardError, "not_found", names=f"{bucket.address}/nowhere/manifest.json"):
         ShardSource(f"{bucket.address}/nowhere")
-    bucket.put("lab/train/lab-train-000001.tar", bucket.get("lab/train/lab-train-000001.tar")[:-512])
+    bucket.put(
+        "lab/train/lab-train-000001.tar", bucket.get("lab/train/lab-train-000001.tar")[:-512]
+    )
     with raises(ShardError, "mismatch", names="lab-train-000001.tar"):
         ShardSource(address)
     bucket.client.delete_object(Bucket=bucket.name, Key="lab/train/lab-train-000001.tar")

@@ -1,4 +1,6 @@
-"""Faults of an object store: repeated where that helps, named where it does not, and never a lost or other sample."""
+"""Faults of an object store: repeated where that helps, named where it does not, and never a
+lost or other sample.
+"""
 
 import functools
 import http.server
@@ -28,7 +30,12 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, StorageError
 
-SETTINGS: dict[str, Any] = {"image": EvalTransform(size=32), "text": WholeText(), "tokenizer": no_text, "train": True}
+SETTINGS: dict[str, Any] = {
+    "image": EvalTransform(size=32),
+    "text": WholeText(),
+    "tokenizer": no_text,
+    "train": True,
+}
 COUNT = 10
 TAR = "lab-train-000001.tar"
 
@@ -55,7 +62,9 @@ def keys(source: ShardSource, **changes: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("fault", ["reset", "truncated", "short", "slow", "503"])
-def test_passing_faults_change_nothing(fault: str, bucket: Bucket, address: str, folder: Path) -> None:
+def test_passing_faults_change_nothing(
+    fault: str, bucket: Bucket, address: str, folder: Path
+) -> None:
     """The first requests of every file fail, in all ways of reading."""
     bucket.proxy.fail_first(2, fault, "lab/train/lab-")
     remote = ShardSource(address, cache=Cache("/nowhere", 0))
@@ -63,17 +72,27 @@ def test_passing_faults_change_nothing(fault: str, bucket: Bucket, address: str,
     local = ShardSource(folder)
     bucket.proxy.fail_first(2, fault, "lab/train/lab-")
     cached = ShardSource(address)
-    assert [cached.image_bytes(n) for n in range(COUNT)] == [local.image_bytes(n) for n in range(COUNT)]
+    assert [cached.image_bytes(n) for n in range(COUNT)] == [
+        local.image_bytes(n) for n in range(COUNT)
+    ]
 
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [("reset", "network"), ("truncated", "network"), ("503", "network"), ("expired", "denied"), ("denied", "denied")],
+    [
+        ("reset", "network"),
+        ("truncated", "network"),
+        ("503", "network"),
+        ("expired", "denied"),
+        ("denied", "denied"),
+    ],
 )
 def test_lasting_faults_are_named(
     fault: str, code: str, bucket: Bucket, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The credentials expire, or the network fails, while a run reads. No sample is skipped, whatever the budget."""
+    """The credentials expire, or the network fails, while a run reads. No sample is skipped,
+    whatever the budget.
+    """
     monkeypatch.setenv("MEDVL_REMOTE_RETRIES", "1")
     source = ShardSource(address, cache=Cache("/nowhere", 0))
     bucket.proxy.fail_always(fault, TAR)
@@ -87,7 +106,9 @@ def test_lasting_faults_are_named(
     assert len(keys(source)) == 2
 
 
-def test_answers_that_stay_short_are_named(bucket: Bucket, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_stay_short_are_named(
+    bucket: Bucket, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEDVL_REMOTE_RETRIES", "1")
     source = ShardSource(address, cache=Cache("/nowhere", 0))
     bucket.proxy.fail_always("short", TAR)
@@ -104,7 +125,9 @@ def test_refused_access_is_named_when_the_folder_is_opened(bucket: Bucket, addre
         assert bucket.proxy.answered("manifest.json") <= 1  # not repeated
 
 
-def test_shard_that_is_replaced_during_a_run_is_refused(bucket: Bucket, address: str, tmp_path: Path) -> None:
+def test_shard_that_is_replaced_during_a_run_is_refused(
+    bucket: Bucket, address: str, tmp_path: Path
+) -> None:
     """With the same size and members it is noticed by its hash, before it enters the cache."""
     cache = Cache(tmp_path / "cache", 10**9)
     source = ShardSource(address, cache=cache)
@@ -141,19 +164,25 @@ def web_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(store, "_whole_senders", set())
     handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
 @pytest.mark.parametrize("limit", [0, 10**9])
-def test_web_server_without_ranges(web_server: str, folder: Path, tmp_path: Path, limit: int) -> None:
+def test_web_server_without_ranges(
+    web_server: str, folder: Path, tmp_path: Path, limit: int
+) -> None:
     source = ShardSource(web_server, cache=Cache(tmp_path / "cache", limit))
     assert keys(source) == keys(ShardSource(folder))
     assert not verify_folder(web_server).problems
 
 
-def test_faults_of_a_web_server(web_server: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_faults_of_a_web_server(
+    web_server: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MEDVL_REMOTE_RETRIES", "1")
     host, port = web_server.removeprefix("http://").split(":")
     with proxied(host, int(port)) as proxy:
@@ -175,7 +204,9 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ShardSource("gs://bucket/train")
 
 
-def test_store_without_asynchronous_requests(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_store_without_asynchronous_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As the Hugging Face hub's: read, listed and written through files of fsspec."""
     files = fsspec.filesystem("memory")
     monkeypatch.setattr(store, "_filesystem", lambda url: (files, f"/{url.partition('://')[2]}"))

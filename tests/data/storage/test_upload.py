@@ -22,14 +22,18 @@ from medvl.errors import ConfigError, ShardError, StorageError
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     deid = Deidentifier(bytes(16))
-    write_shards(make_plan(tmp_path / "images", 10), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images", 10), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    )
     return tmp_path / "out"
 
 
 def test_conversion_writes_to_an_address(bucket: Bucket, folder: Path, tmp_path: Path) -> None:
     run = ShardRun(out=Path(f"{bucket.address}/lab"), staging=tmp_path / "staging", workers=1)
     for _ in range(2):  # the second time everything is there
-        manifests = write_shards(make_plan(tmp_path / "images", 10), Deidentifier(bytes(16)), run, OPTIONS)
+        manifests = write_shards(
+            make_plan(tmp_path / "images", 10), Deidentifier(bytes(16)), run, OPTIONS
+        )
         expected = contents(folder / "train")
         assert {f"lab/train/{name}" for name in expected} == set(bucket.objects())
         assert all(bucket.get(f"lab/train/{name}") == data for name, data in expected.items())
@@ -58,10 +62,16 @@ def test_interrupted_upload_has_no_manifest_and_resumes(
     with raises(ShardError, "not_found"):
         Manifest.read(f"{bucket.address}/lab/train")
     bucket.proxy.heal()
-    bucket.put("lab/train/lab-train-000000.tar", bytes(len(bucket.get("lab/train/lab-train-000000.tar"))))
+    bucket.put(
+        "lab/train/lab-train-000000.tar", bytes(len(bucket.get("lab/train/lab-train-000000.tar")))
+    )
     bucket.proxy.requests.clear()
     main(["upload", str(folder), f"{bucket.address}/lab"])
-    sent = [path.rpartition("/")[2].partition("?")[0] for method, path, _ in bucket.proxy.requests if method == "PUT"]
+    sent = [
+        path.rpartition("/")[2].partition("?")[0]
+        for method, path, _ in bucket.proxy.requests
+        if method == "PUT"
+    ]
     assert sent.count("lab-train-000000.tar") == 1  # had the right size and other bytes
     assert sent[-1] == "manifest.json"
     assert "lab/train" in capsys.readouterr().out
@@ -76,7 +86,9 @@ def test_other_shards_are_not_replaced(bucket: Bucket, folder: Path) -> None:
         upload_shards(folder / "train", f"{bucket.address}/lab")
 
 
-def test_damage_on_either_side_is_found(bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_on_either_side_is_found(
+    bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEDVL_REMOTE_RETRIES", "1")
     bucket.proxy.fail_always("reset", "lab-train-000000.tar")
     with raises(StorageError, "network", names="lab-train-000000.tar"):

@@ -1,4 +1,6 @@
-"""Tars of other projects: training on them as they are, conversion to shards, evaluation, and hostile ones."""
+"""Tars of other projects: training on them as they are, conversion to shards, evaluation, and
+hostile ones.
+"""
 
 import io
 import itertools
@@ -34,7 +36,12 @@ from medvl.eval.core.open import open_source
 from medvl.schema import Inputs
 
 COUNT, TARS = 20, 4
-SETTINGS: dict[str, Any] = {"image": EvalTransform(size=32), "text": WholeText(), "tokenizer": no_text, "seed": 3}
+SETTINGS: dict[str, Any] = {
+    "image": EvalTransform(size=32),
+    "text": WholeText(),
+    "tokenizer": no_text,
+    "seed": 3,
+}
 
 
 def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -44,13 +51,19 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def write_tar(path: Path, numbers: range) -> None:
-    """A tar as PMC-OA's: samples numbered from zero in each, long names, a JSON with the article."""
+    """A tar as PMC-OA's: samples numbered from zero in each, long names, a JSON with the
+    article.
+    """
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
         for place, number in enumerate(numbers):
             key = f"{'folder' * 20}/{place:05d}"
             add(tar, f"{key}.jpg", encode_jpeg(textured(number, 40, 50), 95))
             add(tar, f"{key}.txt", f"Caption of image {number}.".encode())
-            add(tar, f"{key}.json", json.dumps({"pmcid": f"PMC{number // 3}", "caption": f"field {number}"}).encode())
+            add(
+                tar,
+                f"{key}.json",
+                json.dumps({"pmcid": f"PMC{number // 3}", "caption": f"field {number}"}).encode(),
+            )
             add(tar, f"{key}.cls", b"7")
 
 
@@ -63,10 +76,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(pattern: str | Path, **changes: Any) -> WebdatasetLoader:
-    return open_webdataset_loader([pattern], **{"samples": COUNT, "batch": 4, "workers": 0, **SETTINGS, **changes})
+    return open_webdataset_loader(
+        [pattern], **{"samples": COUNT, "batch": 4, "workers": 0, **SETTINGS, **changes}
+    )
 
 
-def test_tars_train_as_they_are(folder: Path, bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_tars_train_as_they_are(
+    folder: Path, bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
     pattern = folder / "pmc-{00000..00003}.tar"
     with caplog.at_level(logging.WARNING):
         loader = opened(pattern)
@@ -78,7 +95,9 @@ def test_tars_train_as_they_are(folder: Path, bucket: Bucket, caplog: pytest.Log
     assert next(iter(opened(pattern, color=False))).image_BCHW.shape[1] == 1
     assert len(keys) >= COUNT // 2
     assert max(keys.values()) <= 2
-    assert {text for batch in batches for text in batch.texts} <= {f"Caption of image {n}." for n in range(COUNT)}
+    assert {text for batch in batches for text in batch.texts} <= {
+        f"Caption of image {n}." for n in range(COUNT)
+    }
     assert [batch.keys for batch in loader] != [batch.keys for batch in batches]  # the next epoch
     address = bucket.upload(folder, "pmc")
     bucket.proxy.fail_first(1, "reset", ".tar")
@@ -90,7 +109,10 @@ def test_tars_train_as_they_are(folder: Path, bucket: Bucket, caplog: pytest.Log
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ranks_read_disjoint_tars(folder: Path, workers: int) -> None:
-    ranks = [list(opened(folder / "pmc-{00000..00003}.tar", rank=r, world=2, workers=workers)) for r in range(2)]
+    ranks = [
+        list(opened(folder / "pmc-{00000..00003}.tar", rank=r, world=2, workers=workers))
+        for r in range(2)
+    ]
     assert [len(batches) for batches in ranks] == [5, 5]
     first, second = ({key for batch in batches for key in batch.keys} for batches in ranks)
     assert not first & second
@@ -120,15 +142,26 @@ def test_resume_yields_the_remaining_batches(folder: Path, position: int) -> Non
         ({"inputs": Inputs(regions=True)}, "unsupported", "regions"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(folder: Path, changes: dict[str, Any], code: str, field: str) -> None:
+def test_settings_that_do_not_fit_are_refused(
+    folder: Path, changes: dict[str, Any], code: str, field: str
+) -> None:
     with raises(ConfigError, code, field):
         opened(folder / "pmc-{00000..00003}.tar", **changes)
 
 
-def test_conversion_makes_shards(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversion_makes_shards(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, salt = tmp_path / "out", tmp_path / "salt"
     salt.write_text("5a" * 32)  # a random salt can put all articles into one split
-    command = ["shards", "webdataset", "--tars", str(folder / "pmc-{00000..00003}.tar"), "--out", str(out)]
+    command = [
+        "shards",
+        "webdataset",
+        "--tars",
+        str(folder / "pmc-{00000..00003}.tar"),
+        "--out",
+        str(out),
+    ]
     command += ["--salt-file", str(salt), "--workers", "1", "--name", "pmc"]
     main([*command, "--group", "json:pmcid", "--splits", "train=0.5", "test=0.5"])
     manifests = [Manifest.read(out / split) for split in ("train", "test")]
@@ -142,7 +175,9 @@ def test_conversion_makes_shards(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "not noticed" not in capsys.readouterr().out
 
 
-def test_evaluations_read_tars(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_read_tars(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEDVL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     pattern = folder / "pmc-{00000..00003}.tar"
@@ -156,7 +191,14 @@ def test_evaluations_read_tars(folder: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "pattern", ["pipe:cat a.tar", "pipe:curl {0..3}.tar", "file:///a.tar", "a.tar::pipe:id", "ftp://host/a.tar"]
+    "pattern",
+    [
+        "pipe:cat a.tar",
+        "pipe:curl {0..3}.tar",
+        "file:///a.tar",
+        "a.tar::pipe:id",
+        "ftp://host/a.tar",
+    ],
 )
 def test_commands_are_never_run(pattern: str) -> None:
     with raises(ConfigError, "unsupported", "tars"):
@@ -237,7 +279,11 @@ def test_damaged_and_hostile_tars_are_refused(tmp_path: Path, kind: str, code: s
 def test_unreadable_samples_are_counted_within_the_budget(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for number in range(8):
-            add(tar, f"{number}.jpg", b"no image" if number == 3 else encode_jpeg(textured(number, 40, 50), 95))
+            add(
+                tar,
+                f"{number}.jpg",
+                b"no image" if number == 3 else encode_jpeg(textured(number, 40, 50), 95),
+            )
             add(tar, f"{number}.txt", b"caf\xe9" if number == 5 else b"A text.")
     loader = opened(tmp_path / "a.tar", samples=8, max_skipped=100, buffer=1)
     assert sum(map(len, loader)) < 8
@@ -247,7 +293,9 @@ def test_unreadable_samples_are_counted_within_the_budget(tmp_path: Path) -> Non
 
 
 def test_images_are_read_as_conversion_reads_them(tmp_path: Path) -> None:
-    """Upright by their EXIF data, and without strips that a transform would enlarge to gigabytes."""
+    """Upright by their EXIF data, and without strips that a transform would enlarge to
+    gigabytes.
+    """
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = io.BytesIO()
@@ -264,7 +312,9 @@ def test_images_are_read_as_conversion_reads_them(tmp_path: Path) -> None:
     assert set(loader.skipped) == {"too_small"}
 
 
-def test_lists_are_no_texts_and_blank_groups_are_none(folder: Path, deid: Deidentifier, tmp_path: Path) -> None:
+def test_lists_are_no_texts_and_blank_groups_are_none(
+    folder: Path, deid: Deidentifier, tmp_path: Path
+) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for number, content in enumerate(
             [{"caption": ["A", "B"]}, {"caption": "A", "id": " "}, {"caption": "B", "id": ""}]
@@ -272,7 +322,9 @@ def test_lists_are_no_texts_and_blank_groups_are_none(folder: Path, deid: Deiden
             add(tar, f"{number}.jpg", encode_jpeg(textured(number, 40, 50), 95))
             add(tar, f"{number}.json", json.dumps({"id": "x"} | content).encode())
     fields = TarFields(text="json:caption")
-    plan = webdataset_tars.plan([tmp_path / "a.tar"], deid, tmp_path / "unpacked", fields=fields, group="json:id")
+    plan = webdataset_tars.plan(
+        [tmp_path / "a.tar"], deid, tmp_path / "unpacked", fields=fields, group="json:id"
+    )
     assert plan.rows.skipped == {"text_unreadable": 1}
     assert plan.warnings == {"no_group": 2}
     assert len({record.sample.patient for record in plan.records}) == 2
@@ -280,12 +332,16 @@ def test_lists_are_no_texts_and_blank_groups_are_none(folder: Path, deid: Deiden
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("fields", [TarFields(), TarFields(image="webp", text="cap")])
-def test_tars_without_any_sample_are_refused(tmp_path: Path, workers: int, fields: TarFields) -> None:
+def test_tars_without_any_sample_are_refused(
+    tmp_path: Path, workers: int, fields: TarFields
+) -> None:
     path = tmp_path / "other.tar"
     with tarfile.open(path, "w") as tar:
         if fields == TarFields():
             add(tar, "a.webp", b"x")
-    loader = open_webdataset_loader([path], samples=4, batch=2, workers=workers, fields=fields, **SETTINGS)
+    loader = open_webdataset_loader(
+        [path], samples=4, batch=2, workers=workers, fields=fields, **SETTINGS
+    )
     with raises(ShardError, "empty", names=str(path)):
         next(iter(loader))
 

@@ -1,4 +1,6 @@
-"""Data sets of text tasks: compact files, original releases, the texts of relations, damaged files."""
+"""Data sets of text tasks: compact files, original releases, the texts of relations, damaged
+files.
+"""
 
 import gzip
 import json
@@ -28,12 +30,24 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> None:
 
 
 def test_compact_files_of_every_kind(tmp_path: Path) -> None:
-    write_rows(tmp_path / "bc2gm/test.jsonl.gz", {"id": "s1", "tokens": ["IL-2", "gene"], "tags": ["B", "I"]})
-    write_rows(tmp_path / "ebm-pico/dev.jsonl.gz", {"id": "p", "doc": "7", "tokens": ["rest"], "tags": ["INT"]})
-    write_rows(tmp_path / "hoc/test.jsonl.gz", {"id": "3", "sentences": ["A b.", "C."], "labels": [1, 9]})
-    write_rows(tmp_path / "biosses/dev.jsonl.gz", {"id": "4", "sentence1": "a", "sentence2": "b", "score": 2.5})
     write_rows(
-        tmp_path / "pubmedqa/train.jsonl.gz", {"id": "5", "question": "Is it?", "context": ["a", "b"], "label": "yes"}
+        tmp_path / "bc2gm/test.jsonl.gz",
+        {"id": "s1", "tokens": ["IL-2", "gene"], "tags": ["B", "I"]},
+    )
+    write_rows(
+        tmp_path / "ebm-pico/dev.jsonl.gz",
+        {"id": "p", "doc": "7", "tokens": ["rest"], "tags": ["INT"]},
+    )
+    write_rows(
+        tmp_path / "hoc/test.jsonl.gz", {"id": "3", "sentences": ["A b.", "C."], "labels": [1, 9]}
+    )
+    write_rows(
+        tmp_path / "biosses/dev.jsonl.gz",
+        {"id": "4", "sentence1": "a", "sentence2": "b", "score": 2.5},
+    )
+    write_rows(
+        tmp_path / "pubmedqa/train.jsonl.gz",
+        {"id": "5", "question": "Is it?", "context": ["a", "b"], "label": "yes"},
     )
     words = read_text_task(tmp_path, TASKS["bc2gm"])["test"][0]
     assert (words.texts, words.label, words.document) == (("IL-2", "gene"), ("B", "I"), "s1")
@@ -65,12 +79,18 @@ def test_relations_show_their_mentions(tmp_path: Path, form: RelationText, expec
     assert example.texts == (expected,)
     assert example.spans is not None
     shown = [expected[start:end] for start, end in example.spans]
-    marked = [("<e1>Aspirin</e1>", "<e2>warfarin</e2>"), ("Aspirin", "warfarin"), ("@DRUG$", "@DRUG$")]
+    marked = [
+        ("<e1>Aspirin</e1>", "<e2>warfarin</e2>"),
+        ("Aspirin", "warfarin"),
+        ("@DRUG$", "@DRUG$"),
+    ]
     assert tuple(shown) in marked
 
 
 def test_overlapping_mentions_are_one_dummy() -> None:
-    example = TextExample(key="k", document="d", texts=(TEXT,), label="false", spans=((0, 7), (0, 14)))
+    example = TextExample(
+        key="k", document="d", texts=(TEXT,), label="false", spans=((0, 7), (0, 14))
+    )
     assert relation_text(example, TASKS["ddi"], "dummies")[0] == "@DRUG-DRUG$ warfarin levels."
     marked, _ = relation_text(example, TASKS["ddi"], "markers")
     assert marked == "<e1><e2>Aspirin raises</e2></e1> warfarin levels."
@@ -92,8 +112,13 @@ def test_releases_of_tagged_words(tmp_path: Path) -> None:
     assert len({example.document for example in splits["train"]}) == 1
     write(tmp_path / "BC2GM-IOB/test.tsv", lines.replace("(1)", "O") * 2)
     documents = [example.document for example in read_text_task(tmp_path, TASKS["bc2gm"])["test"]]
-    assert documents[0] == documents[1] != documents[2] == documents[3]  # the same line begins every document
-    write(tmp_path / "jnlpba/Genia4ERtask2.iob2", "###MEDLINE:1\n\nNF-kappa\tB-protein\nB\tI-protein\n\n")
+    assert (
+        documents[0] == documents[1] != documents[2] == documents[3]
+    )  # the same line begins every document
+    write(
+        tmp_path / "jnlpba/Genia4ERtask2.iob2",
+        "###MEDLINE:1\n\nNF-kappa\tB-protein\nB\tI-protein\n\n",
+    )
     write(tmp_path / "jnlpba/Genia4EReval2.iob2", "x\tO\n")
     assert read_text_task(tmp_path, TASKS["jnlpba"])["train"][0].label == ("B", "I")
 
@@ -116,14 +141,20 @@ def test_release_of_pico_keeps_the_last_element(tmp_path: Path) -> None:
 
 def test_releases_of_relations(tmp_path: Path) -> None:
     sentence = (
-        '<document id="D"><sentence id="s" text="a b c"><entity id="e0" charOffset="0-0"/><entity id="e1" charOffset="4-4"/>'
+        '<document id="D"><sentence id="s" text="a b c"><entity id="e0" '
+        'charOffset="0-0"/><entity id="e1" charOffset="4-4"/>'
         '<pair id="p" e1="e1" e2="e0" ddi="true" type="effect"/></sentence></document>'
     )
     write(tmp_path / "DDICorpus/Train/x.xml", sentence)
     for split, names in (("train", "/Train/x.xml\n"), ("dev", ""), ("test", "")):
         write(tmp_path / f"DDICorpus/{split}_files.tsv", names)
     (pair,) = read_text_task(tmp_path, TASKS["ddi"], "original")["train"]
-    assert (pair.texts, pair.spans, pair.label, pair.document) == (("a b c",), ((0, 1), (4, 5)), "effect", "D")
+    assert (pair.texts, pair.spans, pair.label, pair.document) == (
+        ("a b c",),
+        ((0, 1), (4, 5)),
+        "effect",
+        "D",
+    )
     write(tmp_path / "GAD/1/train.tsv", "".join(f"s{n} @GENE$\t{n % 2}\n" for n in range(4270)))
     write(tmp_path / "GAD/1/test.tsv", "index\tsentence\tlabel\n0\tx\t1\n")
     gad = read_text_task(tmp_path, TASKS["gad"])
@@ -136,10 +167,17 @@ def test_releases_of_relations(tmp_path: Path) -> None:
     (chem,) = read_text_task(tmp_path, TASKS["chemprot"])["train"]
     assert (chem.texts, chem.label) == (("@CHEMICAL$ blocks @GENE$ now.",), "CPR:4")
     also = "1\tCPR:1\tN\tPART-OF\tArg1:T1\tArg2:T2\n"  # BLURB's script would make the pair "false"
-    write(folder / "chemprot_training_relations.tsv", "1\tCPR:4\tY\tINHIBITOR\tArg1:T1\tArg2:T2\n" + also)
-    assert [pair.label for pair in read_text_task(tmp_path, TASKS["chemprot"])["train"]] == ["CPR:4"]
+    write(
+        folder / "chemprot_training_relations.tsv",
+        "1\tCPR:4\tY\tINHIBITOR\tArg1:T1\tArg2:T2\n" + also,
+    )
+    assert [pair.label for pair in read_text_task(tmp_path, TASKS["chemprot"])["train"]] == [
+        "CPR:4"
+    ]
     write(folder / "chemprot_training_relations.tsv", also)
-    assert [pair.label for pair in read_text_task(tmp_path, TASKS["chemprot"])["train"]] == ["false"]
+    assert [pair.label for pair in read_text_task(tmp_path, TASKS["chemprot"])["train"]] == [
+        "false"
+    ]
 
 
 def test_chemprot_of_scibert_is_a_task_beside_that_of_blurb(tmp_path: Path) -> None:
@@ -147,14 +185,20 @@ def test_chemprot_of_scibert_is_a_task_beside_that_of_blurb(tmp_path: Path) -> N
     text, task = "<< Zinc >> blocks [[ XYZ1 ]].", TASKS["chemprot-scibert"]
     row = {"id": "c-0", "marked": text, "relation": "INHIBITOR", "group": "CPR:4"}
     write_rows(tmp_path / "chemprot/scibert-train.jsonl.gz", row)
-    write_rows(tmp_path / "chemprot/blurb-dev.jsonl.gz", {"id": "1.T1.T2", "doc": "1", "dummy": "a", "label": "false"})
+    write_rows(
+        tmp_path / "chemprot/blurb-dev.jsonl.gz",
+        {"id": "1.T1.T2", "doc": "1", "dummy": "a", "label": "false"},
+    )
     (example,) = read_text_task(tmp_path, task)["train"]
     assert (example.key, example.texts, example.label) == ("c-0", (text,), "INHIBITOR")
     assert set(read_text_task(tmp_path, TASKS["chemprot"])) == {"dev"}
     release = json.dumps({"text": text, "label": "AGONIST", "metadata": []}) + "\n"
     write(tmp_path / "chemprot-scibert/test.txt", release * 2)
     assert [row.label for row in read_text_task(tmp_path, task)["test"]] == ["AGONIST", "AGONIST"]
-    write(tmp_path / "chemprot-scibert/test.txt", release + json.dumps({"text": text, "label": "CPR:4"}))
+    write(
+        tmp_path / "chemprot-scibert/test.txt",
+        release + json.dumps({"text": text, "label": "CPR:4"}),
+    )
     with raises(CorpusError, "unknown_name", "label", names="CPR:4"):
         read_text_task(tmp_path, task)
     write_rows(tmp_path / "chemprot/train.jsonl.gz", {"id": "1", "dummy": "a", "label": "CPR:4"})
@@ -175,24 +219,41 @@ def test_releases_of_documents_and_questions(tmp_path: Path) -> None:
     answer = {"QUESTION": "Q?", "CONTEXTS": ["a", "b"], "final_decision": "no"}
     write(tmp_path / "pubmedqa/test_set.json", json.dumps({"9": answer}))
     assert read_text_task(tmp_path, TASKS["pubmedqa"])["test"][0].texts == ("Q?", "a b")
-    question = {"id": "q", "type": "yesno", "body": "B?", "exact_answer": "Yes", "snippets": [{"text": "s"}]}
-    write(tmp_path / "BioASQ/training7b.json", json.dumps({"questions": [question, question | {"type": "list"}]}))
+    question = {
+        "id": "q",
+        "type": "yesno",
+        "body": "B?",
+        "exact_answer": "Yes",
+        "snippets": [{"text": "s"}],
+    }
+    write(
+        tmp_path / "BioASQ/training7b.json",
+        json.dumps({"questions": [question, question | {"type": "list"}]}),
+    )
     for split, ids in (("train", "q"), ("dev", ""), ("test", "")):
         write(tmp_path / f"BioASQ/{split}_id.tsv", ids)
     assert read_text_task(tmp_path, TASKS["bioasq"])["train"][0].label == "yes"
     row = {"sentence1": "a", "sentence2": "b", "gold_label": "neutral", "pairID": "x"}
     write(tmp_path / "mednli/mli_train_v1.jsonl", json.dumps(row))
     assert read_text_task(tmp_path, TASKS["mednli"])["train"][0].label == "neutral"
-    write(tmp_path / "mednli/mli_dev_v1.jsonl", json.dumps(row | {"sentence1": "a\u2028b\x85c"}, ensure_ascii=False))
+    write(
+        tmp_path / "mednli/mli_dev_v1.jsonl",
+        json.dumps(row | {"sentence1": "a\u2028b\x85c"}, ensure_ascii=False),
+    )
     assert read_text_task(tmp_path, TASKS["mednli"])["dev"][0].texts[0] == "a\u2028b\x85c"
 
 
 def test_releases_of_similar_sentences(tmp_path: Path) -> None:
     """Three columns, with and without an empty line; BLUE's and BLURB's tables."""
     write(tmp_path / "medsts/clinicalSTS.train.txt", 'a "\u2028\tb\t3.5\n\n')
-    write(tmp_path / "medsts/dev.tsv", "index\tsource1\tsentence1\tsentence2\tscore\n0\tx\tc\td\t2\n")
+    write(
+        tmp_path / "medsts/dev.tsv", "index\tsource1\tsentence1\tsentence2\tscore\n0\tx\tc\td\t2\n"
+    )
     splits = read_text_task(tmp_path, TASKS["medsts"])
-    found = {split: [(example.texts, example.label) for example in rows] for split, rows in splits.items()}
+    found = {
+        split: [(example.texts, example.label) for example in rows]
+        for split, rows in splits.items()
+    }
     assert found == {"train": [(('a "\u2028', "b"), 3.5)], "dev": [(("c", "d"), 2.0)]}
     write(tmp_path / "BIOSSES/test.tsv", "score\tsent1\tsent2\n1.5\te\tf\n")
     (example,) = read_text_task(tmp_path, TASKS["biosses"])["test"]
@@ -236,12 +297,28 @@ _TEXT = "Secret words"
         ("gad", {"GAD/train.tsv": f"a\t1\n{_TEXT}\n"}, "train.tsv, line 2"),
         ("biosses", {"BIOSSES/dev.tsv": f"a\tb\t1\na\tb\t{_TEXT}\n"}, "dev.tsv, line 2"),
         ("medsts", {"medsts/x.test.txt": f"a\tb\t1\n\n{_TEXT}\n"}, "x.test.txt, line 3"),
-        ("mednli", {"mednli/mli_dev_v1.jsonl": json.dumps({"sentence1": _TEXT})}, "mli_dev_v1.jsonl, line 1"),
+        (
+            "mednli",
+            {"mednli/mli_dev_v1.jsonl": json.dumps({"sentence1": _TEXT})},
+            "mli_dev_v1.jsonl, line 1",
+        ),
         ("mednli", {"mednli/mli_dev_v1.jsonl": f'\n{{"{_TEXT}'}, "mli_dev_v1.jsonl, line 2"),
-        ("pubmedqa", {"pubmedqa/test_set.json": json.dumps({"7": {"QUESTION": _TEXT}})}, "test_set.json, entry 7"),
+        (
+            "pubmedqa",
+            {"pubmedqa/test_set.json": json.dumps({"7": {"QUESTION": _TEXT}})},
+            "test_set.json, entry 7",
+        ),
         ("pubmedqa", {"pubmedqa/test_set.json": "[]"}, "test_set.json"),
-        ("bioasq", {"BioASQ/a.json": json.dumps({"questions": [{"type": "list"}, {}]})}, "a.json, question 2"),
-        ("ddi", {"DDICorpus/a.xml": '<document><sentence text="a"/><sentence/></document>'}, "a.xml, sentence 2"),
+        (
+            "bioasq",
+            {"BioASQ/a.json": json.dumps({"questions": [{"type": "list"}, {}]})},
+            "a.json, question 2",
+        ),
+        (
+            "ddi",
+            {"DDICorpus/a.xml": '<document><sentence text="a"/><sentence/></document>'},
+            "a.xml, sentence 2",
+        ),
         ("ddi", {"DDICorpus/a.xml": f"<document>{_TEXT}"}, "a.xml"),
         (
             "chemprot",
@@ -251,7 +328,11 @@ _TEXT = "Secret words"
             },
             "chemprot_test_entities.tsv, line 1",
         ),
-        ("chemprot-scibert", {"chemprot-scibert/train.txt": f'{{"text": "{_TEXT}"}}'}, "train.txt, line 1"),
+        (
+            "chemprot-scibert",
+            {"chemprot-scibert/train.txt": f'{{"text": "{_TEXT}"}}'},
+            "train.txt, line 1",
+        ),
     ],
 )
 def test_damaged_rows_of_releases_are_named_and_not_quoted(
@@ -289,7 +370,9 @@ def test_files_outside_of_a_release_and_endless_ones_are_not_read(
         ("inside.xml", "not_found"),  # it has no pairs, and so no examples
     ):
         write(root / "train_files.tsv", name)
-        with raises(CorpusError, code, None if code in ("outside_folder", "not_a_file") else "data"):
+        with raises(
+            CorpusError, code, None if code in ("outside_folder", "not_a_file") else "data"
+        ):
             read_text_task(root.parent, TASKS["ddi"])
     monkeypatch.setattr(releases, "MAX_FILE_BYTES", 40)
     with raises(CorpusError, "too_large"):
@@ -331,7 +414,17 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.real
 def test_counts_are_those_of_the_paper(real_data: Path) -> None:
-    complete = ("bc5-chem", "ncbi-disease", "bc2gm", "jnlpba", "gad", "biosses", "hoc", "pubmedqa", "ddi")
+    complete = (
+        "bc5-chem",
+        "ncbi-disease",
+        "bc2gm",
+        "jnlpba",
+        "gad",
+        "biosses",
+        "hoc",
+        "pubmedqa",
+        "ddi",
+    )
     for name in complete:
         task, splits = TASKS[name], read_text_task(real_data / "blurb", TASKS[name])
         counts = [len(splits[split]) for split in ("train", "dev", "test")]
@@ -349,7 +442,9 @@ def test_counts_are_those_of_the_paper(real_data: Path) -> None:
 
 @pytest.mark.real
 def test_original_text_caps_relations(real_data: Path) -> None:
-    """A reader that must give all pairs of a sentence one label, and knows the best one (Gu et al. 2021, Table 14)."""
+    """A reader that must give all pairs of a sentence one label, and knows the best one (Gu et
+    al. 2021, Table 14).
+    """
     test = read_text_task(real_data / "blurb", TASKS["ddi"], "original")["test"]
     by_text: dict[str, list[str]] = {}
     for example in test:
@@ -357,7 +452,9 @@ def test_original_text_caps_relations(real_data: Path) -> None:
     right = sum(max(labels.count(name) for name in set(labels)) for labels in by_text.values())
     assert right / len(test) == pytest.approx(0.870, abs=5e-4)
     best, penalty, truth = 0.0, 0.5, [example.label for example in test]
-    for _ in range(20):  # F1 = 2 tp / (found + true) is largest where tp - f / 2 found is, with f the F1 itself
+    for _ in range(
+        20
+    ):  # F1 = 2 tp / (found + true) is largest where tp - f / 2 found is, with f the F1 itself
         chosen = {text: _best_label(labels, penalty) for text, labels in by_text.items()}
         predicted = [chosen[example.texts[0]] for example in test]
         best, penalty = summed_metric(TASKS["ddi"], truth, predicted)(), best / 2

@@ -10,14 +10,27 @@ from helpers.vocabularies import write_byte_level
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.errors import ConfigError
 
-TEXTS = ["Small left pleural effusion with IL-2 binding.", "No pneumothorax is seen; heart size is normal."] * 3
-FIRST = ["Is there a left effusion?", "heart", "the heart size is normal and there is no left pleural effusion seen"]
+TEXTS = [
+    "Small left pleural effusion with IL-2 binding.",
+    "No pneumothorax is seen; heart size is normal.",
+] * 3
+FIRST = [
+    "Is there a left effusion?",
+    "heart",
+    "the heart size is normal and there is no left pleural effusion seen",
+]
 SECOND = ["Small left pleural effusion is seen in the binding.", "No", "normal"]
-WORDS = [["IL-2", "binding", ",", "left"], ["effusion"], ["a-b-c-d-e-f", "pleural", "\u200b", "heart", "size", "no"]]
+WORDS = [
+    ["IL-2", "binding", ",", "left"],
+    ["effusion"],
+    ["a-b-c-d-e-f", "pleural", "\u200b", "heart", "size", "no"],
+]
 
 
 @pytest.fixture(scope="module", params=["wordpiece", "byte level"])
-def tokenizers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
+def tokenizers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Any]:
     """Return medvl's tokenizer of 16 tokens and transformers' tokenizer of the same vocabulary."""
     import transformers
 
@@ -32,9 +45,13 @@ def tokenizers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("truncation", ["longest_first", "only_second", "only_first"])
-def test_pairs_are_those_of_transformers(tokenizers: tuple[Tokenizer, Any], truncation: Any) -> None:
+def test_pairs_are_those_of_transformers(
+    tokenizers: tuple[Tokenizer, Any], truncation: Any
+) -> None:
     ours, theirs = tokenizers
-    first, second = ([f" {text}" for text in texts] for texts in (FIRST, SECOND))  # as with add_prefix_space
+    first, second = (
+        [f" {text}" for text in texts] for texts in (FIRST, SECOND)
+    )  # as with add_prefix_space
     if truncation != "longest_first":
         first, second = first[:1], second[:1]
     if truncation == "only_second":
@@ -42,7 +59,12 @@ def test_pairs_are_those_of_transformers(tokenizers: tuple[Tokenizer, Any], trun
     if truncation == "only_first":
         second = [" heart"]
     pairs = ours.pairs(first, second, truncation)
-    options = {"padding": True, "max_length": 16, "return_token_type_ids": True, "return_tensors": "pt"}
+    options = {
+        "padding": True,
+        "max_length": 16,
+        "return_token_type_ids": True,
+        "return_tensors": "pt",
+    }
     expected = theirs(first, second, truncation=truncation, **options)
     assert torch.equal(pairs.ids_BT, expected["input_ids"])
     assert torch.equal(pairs.mask_BT, expected["attention_mask"].bool())
@@ -69,7 +91,12 @@ def test_given_words_are_those_of_transformers(tokenizers: tuple[Tokenizer, Any]
     ours, theirs = tokenizers
     words = ours.given_words(WORDS)
     expected = theirs(
-        WORDS, is_split_into_words=True, padding=True, truncation=True, max_length=16, return_tensors="pt"
+        WORDS,
+        is_split_into_words=True,
+        padding=True,
+        truncation=True,
+        max_length=16,
+        return_tensors="pt",
     )
     assert torch.equal(words.ids_BT, expected["input_ids"])
     assert torch.equal(words.mask_BT, expected["attention_mask"].bool())

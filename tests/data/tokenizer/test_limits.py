@@ -1,4 +1,6 @@
-"""Tokenizer files of others: impossible ids, steps that multiply texts, expressions that never end, what is no file."""
+"""Tokenizer files of others: impossible ids, steps that multiply texts, expressions that never
+end, what is no file.
+"""
 
 import copy
 import json
@@ -44,7 +46,12 @@ def sequence(*steps: Any) -> dict[str, Any]:
 
 
 def split(expression: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    return {
+        "type": "Split",
+        "pattern": {"Regex": expression},
+        "behavior": "Isolated",
+        "invert": False,
+    }
 
 
 def set_id(value: Any) -> Callable[[Any], None]:
@@ -99,15 +106,30 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "one id twice": (set_id(9), "malformed"),
     "an added id of 2^31": (added(id=2**31), "malformed"),
     "a closing id out of the vocabulary": (ends_with(4_000_000), "malformed"),
-    "a replacement that multiplies": (part("normalizer", replace({"String": "a"}, "a" * 100_000)), "too_large"),
+    "a replacement that multiplies": (
+        part("normalizer", replace({"String": "a"}, "a" * 100_000)),
+        "too_large",
+    ),
     "replacements that multiply": (
         part("normalizer", sequence(*[replace({"String": "a"}, "aa") for _ in range(30)])),
         "too_large",
     ),
-    "insertions between letters": (part("normalizer", replace({"Regex": "x*"}, "b" * 100)), "too_large"),
-    "a long beginning": (part("normalizer", {"type": "Prepend", "prepend": "a" * 1000}), "too_large"),
-    "a chain of beginnings": (part("normalizer", sequence(*[{"type": "Prepend", "prepend": "aaa"}] * 20)), "too_large"),
-    "a decoder that multiplies": (part("decoder", replace({"String": "a"}, "a" * 1000)), "too_large"),
+    "insertions between letters": (
+        part("normalizer", replace({"Regex": "x*"}, "b" * 100)),
+        "too_large",
+    ),
+    "a long beginning": (
+        part("normalizer", {"type": "Prepend", "prepend": "a" * 1000}),
+        "too_large",
+    ),
+    "a chain of beginnings": (
+        part("normalizer", sequence(*[{"type": "Prepend", "prepend": "aaa"}] * 20)),
+        "too_large",
+    ),
+    "a decoder that multiplies": (
+        part("decoder", replace({"String": "a"}, "a" * 1000)),
+        "too_large",
+    ),
     "a template of 10,000 tokens": (
         lambda c: c["post_processor"].update(single=c["post_processor"]["single"] * 10_000),
         "too_large",
@@ -126,7 +148,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "(?:a{1,50}){1,50}c": (part("pre_tokenizer", split("(?:a{1,50}){1,50}c")), "unsupported"),
     r"(a)\1+": (part("pre_tokenizer", split(r"(a)\1+")), "unsupported"),
     "a*a*a*a*a*b": (part("pre_tokenizer", split("a*a*a*a*a*b")), "unsupported"),
-    "an expression in a normalizer": (part("normalizer", replace({"Regex": "(.*)*x"}, "")), "unsupported"),
+    "an expression in a normalizer": (
+        part("normalizer", replace({"Regex": "(.*)*x"}, "")),
+        "unsupported",
+    ),
     "a broken expression": (part("pre_tokenizer", split("(a")), "unsupported"),
 }
 
@@ -142,7 +167,10 @@ def test_impossible_tokenizer_files_are_refused_in_seconds(name: str, folder: Pa
 
 def test_steps_of_published_tokenizers_are_read(tmp_path: Path) -> None:
     """Each loads with the same ids as in its library."""
-    vocabulary = {token: number for number, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *"abcdefghisnortlu"])}
+    vocabulary = {
+        token: number
+        for number, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *"abcdefghisnortlu"])
+    }
     for number, (normalizer, pre_tokenizer) in enumerate(
         (
             (normalizers.Replace(Regex(" {2,}"), " "), pre_tokenizers.Metaspace()),
@@ -152,7 +180,10 @@ def test_steps_of_published_tokenizers_are_read(tmp_path: Path) -> None:
             ),
             (normalizers.Prepend("_"), pre_tokenizers.Split(Regex(LLAMA3), "isolated")),
             (normalizers.NFKC(), pre_tokenizers.Split(Regex(CLIP_WORDS), "removed", invert=True)),
-            (normalizers.Strip(), pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])),
+            (
+                normalizers.Strip(),
+                pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]),
+            ),
         )
     ):
         backend = Backend(models.BPE(dict(vocabulary), [], unk_token="<unk>"))
@@ -182,7 +213,9 @@ def test_pipes_and_folders_are_no_tokenizer_files(file: str, folder: Path) -> No
 def test_a_key_twice_in_a_tokenizer_file_is_refused(folder: Path) -> None:
     path = folder / "tokenizer.json"
     path.write_text(
-        path.read_text().replace('"[PAD]":', '"[PAD]": 1, "[PAD]":', 1).replace('"[PAD]": 0', '"[PAD]":0, "[PAD]":3', 1)
+        path.read_text()
+        .replace('"[PAD]":', '"[PAD]": 1, "[PAD]":', 1)
+        .replace('"[PAD]": 0', '"[PAD]":0, "[PAD]":3', 1)
     )
     with raises(ConfigError, "malformed", names="twice"):
         load_tokenizer(folder)

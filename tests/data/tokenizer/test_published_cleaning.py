@@ -1,4 +1,6 @@
-"""Texts as released code cleans them, and texts without [SEP]: values of the released rules, and round trips."""
+"""Texts as released code cleans them, and texts without [SEP]: values of the released rules, and
+round trips.
+"""
 
 import re
 from pathlib import Path
@@ -24,7 +26,9 @@ TEXTS = [
 
 
 def released_caption(caption: str) -> str:
-    """ALBEF's rule for captions, step by step: marks deleted, two marks to blanks, blanks joined, 30 words."""
+    """ALBEF's rule for captions, step by step: marks deleted, two marks to blanks, blanks
+    joined, 30 words.
+    """
     for mark in ",.'!?\"()*#:;~":
         caption = caption.lower().replace(mark, "")
     caption = re.sub(r"\s{2,}", " ", caption.replace("-", " ").replace("/", " ")).strip(" \n")
@@ -41,8 +45,14 @@ def test_captions_and_questions_are_cleaned_as_by_albef(text: str) -> None:
     ("text", "expected"),
     [
         ("There is pleural effusion", "there is pleural effusion"),
-        ("1. No effusion.\n2. Small left-sided pneumothorax.", "no effusion small left sided pneumothorax"),
-        ("Normal. The heart is enlarged.", "the heart is enlarged"),  # a sentence of one word is removed
+        (
+            "1. No effusion.\n2. Small left-sided pneumothorax.",
+            "no effusion small left sided pneumothorax",
+        ),
+        (
+            "Normal. The heart is enlarged.",
+            "the heart is enlarged",
+        ),  # a sentence of one word is removed
         ("Edema", "edema"),  # but not all of a text
         ("Edema. Effusion.", "edema effusion"),
         ("Caf\u00e9 au lait", "caf au lait"),
@@ -57,7 +67,9 @@ def test_words_are_those_of_the_released_code(text: str, expected: str) -> None:
 
 
 def tokenizer() -> Tokenizer:
-    return train_wordpiece([*TEXTS, "left lung - right"], vocab_size=120, min_frequency=1, max_tokens=12)
+    return train_wordpiece(
+        [*TEXTS, "left lung - right"], vocab_size=120, min_frequency=1, max_tokens=12
+    )
 
 
 def test_texts_end_without_sep_and_answers_with_it(tmp_path: Path) -> None:
@@ -76,7 +88,10 @@ def test_texts_end_without_sep_and_answers_with_it(tmp_path: Path) -> None:
         answers = each.for_answers()
         assert answers(["left - lung"])[0].tolist() == closed(["left - lung"])[0].tolist()
         assert answers.for_answers() is answers
-        assert each.word_ids(ids, mask)[0, mask[0]].tolist() == [-1, *each.word_ids(ids, mask)[0, 1 : mask[0].sum()]]
+        assert each.word_ids(ids, mask)[0, mask[0]].tolist() == [
+            -1,
+            *each.word_ids(ids, mask)[0, 1 : mask[0].sum()],
+        ]
     assert closed.for_answers() is closed
 
 

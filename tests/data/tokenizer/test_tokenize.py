@@ -70,9 +70,17 @@ def test_tokenizer_returns_padded_ids_and_mask(trained: Tokenizer) -> None:
 
 
 def test_trained_special_ids(trained: Tokenizer) -> None:
-    assert [trained.pad_id, trained.unk_id, trained.cls_id, trained.sep_id, trained.mask_id] == [0, 1, 2, 3, 4]
+    assert [trained.pad_id, trained.unk_id, trained.cls_id, trained.sep_id, trained.mask_id] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert trained.vocab_size == len(trained.vocabulary) == 200
-    assert [token for token, _ in sorted(trained.vocabulary.items(), key=lambda item: item[1])][:6] == [*SPECIAL, "___"]
+    assert [token for token, _ in sorted(trained.vocabulary.items(), key=lambda item: item[1])][
+        :6
+    ] == [*SPECIAL, "___"]
 
 
 def test_single_text_raises(trained: Tokenizer) -> None:
@@ -112,7 +120,8 @@ def test_vocabulary_does_not_depend_on_order_or_process() -> None:
         assert train_wordpiece(iter(shuffled), vocab_size=150).vocabulary == expected
     program = (
         "import json, sys; from medvl.data.tokenizer.tokenizer import train_wordpiece;"
-        "print(json.dumps(train_wordpiece(json.loads(sys.stdin.read()), vocab_size=150).vocabulary))"
+        "print(json.dumps(train_wordpiece(json.loads(sys.stdin.read()), "
+        "vocab_size=150).vocabulary))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program],
@@ -130,7 +139,9 @@ def test_trained_vocabulary_encodes_as_compactly_as_the_library() -> None:
     theirs = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     theirs.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
     theirs.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False)
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=150, special_tokens=SPECIAL, show_progress=False
+    )
     theirs.train_from_iterator([text.replace("___", "") for text in TEXTS], trainer)
     texts = [text.replace("___", "") for text in TEXTS]
     length = sum(len(encoding.ids) for encoding in theirs.encode_batch(texts))
@@ -160,7 +171,13 @@ def test_save_and_load(trained: Tokenizer, tmp_path: Path) -> None:
     loaded = load_tokenizer(tmp_path / "tokenizer")
     assert loaded.vocabulary == trained.vocabulary
     assert (loaded.max_tokens, loaded.source) == (trained.max_tokens, trained.source)
-    assert [loaded.pad_id, loaded.unk_id, loaded.cls_id, loaded.sep_id, loaded.mask_id] == [0, 1, 2, 3, 4]
+    assert [loaded.pad_id, loaded.unk_id, loaded.cls_id, loaded.sep_id, loaded.mask_id] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     for ours, theirs in zip(loaded(TEXTS), trained(TEXTS), strict=True):
         assert torch.equal(ours, theirs)
     assert load_tokenizer(str(tmp_path / "tokenizer"), max_tokens=5)(TEXTS)[0].shape[1] == 5
@@ -182,13 +199,20 @@ def test_vocabulary_file_alone(trained: Tokenizer, tmp_path: Path, lowercase: bo
     trained.save(tmp_path / "full")
     folder = tmp_path / "old"
     folder.mkdir()
-    (folder / "vocab.txt").write_bytes((tmp_path / "full" / "vocab.txt").read_bytes().replace(b"\n", b"\r\n"))
+    (folder / "vocab.txt").write_bytes(
+        (tmp_path / "full" / "vocab.txt").read_bytes().replace(b"\n", b"\r\n")
+    )
     assert torch.equal(load_tokenizer(folder)(["Left Effusion"])[0], trained(["left effusion"])[0])
-    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase, "model_max_length": 64}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"do_lower_case": lowercase, "model_max_length": 64})
+    )
     loaded = load_tokenizer(folder)
     assert loaded.max_tokens == 64
     assert (loaded.unk_id in real(*loaded(["Left Effusion"]))) is not lowercase
-    assert load_tokenizer(folder, lowercase=not lowercase)(["Left"])[0].tolist() != loaded(["Left"])[0].tolist()
+    assert (
+        load_tokenizer(folder, lowercase=not lowercase)(["Left"])[0].tolist()
+        != loaded(["Left"])[0].tolist()
+    )
 
 
 @pytest.mark.parametrize("accents", [None, True, False])
@@ -202,17 +226,25 @@ def test_accents_and_chinese_of_a_vocabulary_file(
 
     letters = [*"ULulceéö", "肺", "癌", "##e", "##é", "##癌", "##ö", "##u", "##l"]
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
-    settings = {"do_lower_case": lowercase, "strip_accents": accents, "tokenize_chinese_chars": chinese}
+    settings = {
+        "do_lower_case": lowercase,
+        "strip_accents": accents,
+        "tokenize_chinese_chars": chinese,
+    }
     (tmp_path / "vocab.txt").write_text("\n".join(tokens), encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    theirs: Any = BertTokenizer(vocab={token: index for index, token in enumerate(tokens)}, **settings)
+    theirs: Any = BertTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)}, **settings
+    )
     for text in ("uléö Uleo", "肺癌", "c肺癌 é癌"):
         assert real(*load_tokenizer(tmp_path)([text])) == theirs(text)["input_ids"]
 
 
 def test_byte_level_ids_match_the_library(roberta_folder: Path) -> None:
     ours = load_tokenizer(roberta_folder)
-    theirs = tokenizers.ByteLevelBPETokenizer(str(roberta_folder / "vocab.json"), str(roberta_folder / "merges.txt"))
+    theirs = tokenizers.ByteLevelBPETokenizer(
+        str(roberta_folder / "vocab.json"), str(roberta_folder / "merges.txt")
+    )
     assert (ours.cls_id, ours.pad_id, ours.sep_id, ours.unk_id, ours.mask_id) == (0, 1, 2, 3, 4)
     for text in [*TEXTS[:6], "caf\u00e9 \u2013 5\u00b0C", ""]:
         ids = real(*ours([text]))
@@ -227,7 +259,9 @@ def clip_once() -> Tokenizer:
     return load_tokenizer("clip")
 
 
-ASSIGNED = st.characters(exclude_categories=("Cn", "Cs"))  # other letters depend on the Unicode version of a library
+ASSIGNED = st.characters(
+    exclude_categories=("Cn", "Cs")
+)  # other letters depend on the Unicode version of a library
 
 
 @given(st.lists(st.text(ASSIGNED, max_size=40), min_size=1, max_size=4))
@@ -250,7 +284,9 @@ def test_clip_ids_match_open_clip(clip: Tokenizer) -> None:
     assert (clip.mask_id, clip.unk_id, clip.pad_id) == (None, None, 0)
     texts = [*TEXTS, "it's 12.5mg/dL &amp; \u201cquoted\u201d", "effusion " * 100]
     ids_BT, mask_BT = clip(texts)
-    assert torch.equal(ids_BT.masked_fill(~mask_BT, 0), open_clip.tokenize(texts)[:, : ids_BT.shape[1]])
+    assert torch.equal(
+        ids_BT.masked_fill(~mask_BT, 0), open_clip.tokenize(texts)[:, : ids_BT.shape[1]]
+    )
     assert clip.decode(real(*clip(["Small LEFT effusion"]))) == "small left effusion"
     assert clip.decode(real(*clip(["caf\u00e9"]))) == "caf\u00e9"
 
@@ -278,15 +314,36 @@ def test_wordpiece_words(trained: Tokenizer) -> None:
 
 def test_byte_level_words(roberta_folder: Path) -> None:
     tokenizer = load_tokenizer(roberta_folder)
-    assert words_of(tokenizer, "the xyzzy effusion, 3.2cm") == ["the", "xyzzy", "effusion", ",", "3", ".", "2", "cm"]
+    assert words_of(tokenizer, "the xyzzy effusion, 3.2cm") == [
+        "the",
+        "xyzzy",
+        "effusion",
+        ",",
+        "3",
+        ".",
+        "2",
+        "cm",
+    ]
     assert words_of(tokenizer, "atelectasis") == ["atelectasis"]
 
 
 def test_clip_words(clip: Tokenizer) -> None:
-    assert words_of(clip, "small atelectasis, 3.2cm") == ["small", "atelectasis", ",", "3", ".", "2", "cm"]
+    assert words_of(clip, "small atelectasis, 3.2cm") == [
+        "small",
+        "atelectasis",
+        ",",
+        "3",
+        ".",
+        "2",
+        "cm",
+    ]
 
 
-@given(st.lists(st.sampled_from([*" ".join(TEXTS).split(), "xyzzy", "Q", "9"]), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.sampled_from([*" ".join(TEXTS).split(), "xyzzy", "Q", "9"]), min_size=1, max_size=12
+    )
+)
 @settings(max_examples=40, deadline=None)
 def test_words_match_the_pre_tokenizer(words: list[str]) -> None:
     tokenizer = train_wordpiece(TEXTS, vocab_size=120)
@@ -294,7 +351,9 @@ def test_words_match_the_pre_tokenizer(words: list[str]) -> None:
     text = " ".join(words).replace("___", "x")
     ids_BT, mask_BT = tokenizer([text])
     if mask_BT.sum() < tokenizer.max_tokens:
-        assert int(tokenizer.word_ids(ids_BT, mask_BT).max()) + 1 == len(splitter.pre_tokenize_str(text.lower()))
+        assert int(tokenizer.word_ids(ids_BT, mask_BT).max()) + 1 == len(
+            splitter.pre_tokenize_str(text.lower())
+        )
 
 
 def test_tokenizers_can_be_pickled_forked_and_spawned(trained: Tokenizer, clip: Tokenizer) -> None:
@@ -326,7 +385,9 @@ def ids_in_child(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
         ({"vocab.txt": b"\xff\xfe\x00"}, ("malformed",)),
     ],
 )
-def test_damaged_folder_raises(tmp_path: Path, files: dict[str, str | bytes], expected: tuple[str, ...]) -> None:
+def test_damaged_folder_raises(
+    tmp_path: Path, files: dict[str, str | bytes], expected: tuple[str, ...]
+) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with raises(ConfigError, *expected):
@@ -334,7 +395,9 @@ def test_damaged_folder_raises(tmp_path: Path, files: dict[str, str | bytes], ex
 
 
 def test_vocabulary_without_last_token_raises(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"left": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"left": 0, "[UNK]": 1}, unk_token="[UNK]")
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     with raises(ConfigError, "missing"):
         load_tokenizer(tmp_path)
@@ -356,7 +419,9 @@ def test_oversized_file_raises(tmp_path: Path) -> None:
         ("clip", {"revision": COMMIT}, ConfigError, ("conflict", "revision")),
     ],
 )
-def test_invalid_source_raises(source: str, options: dict[str, Any], error: type, expected: tuple[str, ...]) -> None:
+def test_invalid_source_raises(
+    source: str, options: dict[str, Any], error: type, expected: tuple[str, ...]
+) -> None:
     with raises(error, *expected):
         load_tokenizer(source, **options)
 

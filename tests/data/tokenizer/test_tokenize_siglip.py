@@ -1,4 +1,6 @@
-"""SigLIP tokenizer: a SentencePiece vocabulary without a first token, lower case and no punctuation."""
+"""SigLIP tokenizer: a SentencePiece vocabulary without a first token, lower case and no
+punctuation.
+"""
 
 import json
 import pickle
@@ -20,16 +22,24 @@ LENGTH = 16
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder as in SigLIP's repositories: the end token is also padding, and cleaning is not stated."""
+    """Return a folder as in SigLIP's repositories: the end token is also padding, and cleaning
+    is not stated.
+    """
     pieces = [(piece, -float(rank) / 4) for rank, piece in enumerate(dict.fromkeys(PIECES))]
     backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    backend.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     backend.add_special_tokens(["<pad>", "</s>", "<unk>"])
     target = tmp_path / "siglip"
     target.mkdir()
     backend.save(str(target / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "</s>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+    }
     (target / "tokenizer_config.json").write_text(json.dumps({**config, "unk_token": "<unk>"}))
     return target
 
@@ -37,7 +47,9 @@ def folder(tmp_path: Path) -> Path:
 def test_siglip_ids_match_open_clip(folder: Path) -> None:
     import open_clip
 
-    reference = open_clip.tokenizer.HFTokenizer(str(folder), context_length=LENGTH, clean="canonicalize")
+    reference = open_clip.tokenizer.HFTokenizer(
+        str(folder), context_length=LENGTH, clean="canonicalize"
+    )
     tokenizer = load_tokenizer(folder, cleaning="canonical", max_tokens=LENGTH)
     ids_BT, mask_BT = tokenizer(TEXTS)
     full = torch.full((len(TEXTS), LENGTH), tokenizer.pad_id)
@@ -66,7 +78,9 @@ def test_words_without_a_first_token(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "canonical"), [("ViT-B-16-SigLIP", True), ("ViT-B-32", False)])
-def test_open_clip_models_clean_texts_as_in_training(name: str, canonical: bool, folder: Path) -> None:
+def test_open_clip_models_clean_texts_as_in_training(
+    name: str, canonical: bool, folder: Path
+) -> None:
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 1, "embed_dim": 32}
     model = medvl.create_model(
         "siglip",

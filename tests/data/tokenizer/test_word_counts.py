@@ -15,7 +15,9 @@ from medvl.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from medvl.data.tokenizer.wordpiece_trainer import count_words
 
 RNG = random.Random(0)
-TEXTS = [" ".join(f"Gene{RNG.randrange(40)}-{RNG.randrange(9)},x" for _ in range(20)) for _ in range(30)] + ["___ seen"]
+TEXTS = [
+    " ".join(f"Gene{RNG.randrange(40)}-{RNG.randrange(9)},x" for _ in range(20)) for _ in range(30)
+] + ["___ seen"]
 
 
 def test_counts_do_not_depend_on_the_memory() -> None:
@@ -26,17 +28,25 @@ def test_counts_do_not_depend_on_the_memory() -> None:
     for held in (1, 7, 50):
         assert count_words(iter(TEXTS), held=held) == (expected, count)
     most = sorted(expected, key=lambda word: (-expected[word], word))[:5]
-    assert list(count_words(TEXTS, held=7, kept=5)[0]) == list(count_words(TEXTS, kept=5)[0]) == most
+    assert (
+        list(count_words(TEXTS, held=7, kept=5)[0]) == list(count_words(TEXTS, kept=5)[0]) == most
+    )
     assert "Gene3" in count_words(TEXTS, lowercase=False)[0]
 
 
-def test_vocabularies_are_compared_on_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vocabularies_are_compared_on_one_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     deid = Deidentifier(b"s" * 32)
     documents = [Document(text="no left effusion is seen, normal heart")]
-    write_shards(plan(documents, deid, fractions={"train": 1.0}), deid, ShardRun(out=tmp_path / "out", workers=1))
-    train_wordpiece(["heart and effusion seen with letters f r m k"], vocab_size=40, min_frequency=1).save(
-        tmp_path / "b"
+    write_shards(
+        plan(documents, deid, fractions={"train": 1.0}),
+        deid,
+        ShardRun(out=tmp_path / "out", workers=1),
     )
+    train_wordpiece(
+        ["heart and effusion seen with letters f r m k"], vocab_size=40, min_frequency=1
+    ).save(tmp_path / "b")
     options = ["--size", "200", "--min-frequency", "1", "--compare", str(tmp_path / "b")]
     cli.main(["vocab", str(tmp_path / "out/train"), str(tmp_path / "a"), *options])
     lines = capsys.readouterr().out.splitlines()

@@ -13,19 +13,44 @@ def test_learn_pieces_worked_example() -> None:
     characters = ["##g", "##n", "##u", "b", "h", "p"]
     assert learn_pieces(words, 6, 1) == characters
     assert learn_pieces(words, 7, 1) == [*characters, "pu"]  # 17
-    assert learn_pieces(words, 8, 1) == [*characters, "pu", "pun"]  # 12; u-g is down to 10, and h-u has 10
-    assert learn_pieces(words, 9, 1) == [*characters, "pu", "pun", "##ug"]  # 10, before h-u in the alphabet
+    assert learn_pieces(words, 8, 1) == [
+        *characters,
+        "pu",
+        "pun",
+    ]  # 12; u-g is down to 10, and h-u has 10
+    assert learn_pieces(words, 9, 1) == [
+        *characters,
+        "pu",
+        "pun",
+        "##ug",
+    ]  # 10, before h-u in the alphabet
     assert learn_pieces(words, 10, 1)[-1] == "hug"
     assert learn_pieces(words, 100, 1)[-1] == "bun"
-    assert learn_pieces(words, 100, 6) == ["##g", "##n", "##u", "h", "p", "pu", "pun", "##ug", "hug"]
+    assert learn_pieces(words, 100, 6) == [
+        "##g",
+        "##n",
+        "##u",
+        "h",
+        "p",
+        "pu",
+        "pun",
+        "##ug",
+        "hug",
+    ]
 
 
 def test_learn_pieces_repeated_letters() -> None:
-    """The pair a-##a occurs 3 times, ##a-##a 6 times; then ##aa-##a and a-##aa 3 times each, and # sorts before a."""
+    """The pair a-##a occurs 3 times, ##a-##a 6 times; then ##aa-##a and a-##aa 3 times each, and
+    # sorts before a.
+    """
     assert learn_pieces({"aaaa": 3}, 10, 1) == ["##a", "a", "##aa", "##aaa", "aaaa"]
 
 
-@given(st.dictionaries(st.text("abc", min_size=1, max_size=6), st.integers(1, 9), min_size=1, max_size=12))
+@given(
+    st.dictionaries(
+        st.text("abc", min_size=1, max_size=6), st.integers(1, 9), min_size=1, max_size=12
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_learn_pieces_matches_a_naive_trainer(words: dict[str, int]) -> None:
     """The naive trainer counts all pairs again before every merge."""

@@ -1,4 +1,6 @@
-"""Inputs of CheXzero: the text of a report without an impression, and the image preprocessing of its code."""
+"""Inputs of CheXzero: the text of a report without an impression, and the image preprocessing of
+its code.
+"""
 
 import numpy as np
 import pytest
@@ -33,7 +35,10 @@ def rng() -> np.random.Generator:
 def test_missing_impression_follows_the_policy(missing: str, expected: str) -> None:
     policy = WholeText(sections=("impression",), missing=missing)
     assert policy({"findings": "Small left effusion."}, rng()) == expected
-    assert policy({"findings": "Small left effusion.", "impression": "Effusion."}, rng()) == "Effusion."
+    assert (
+        policy({"findings": "Small left effusion.", "impression": "Effusion."}, rng())
+        == "Effusion."
+    )
 
 
 def test_policy_applies_only_if_all_sections_are_missing() -> None:
@@ -48,12 +53,20 @@ def test_other_sections_are_the_default() -> None:
 
 def test_short_texts_count_as_none_on_request() -> None:
     policy = WholeText(sections=("impression", "findings"), min_tokens=3)
-    assert policy({"impression": "Effusion.", "findings": "Left, small."}, rng()) == "Effusion. Left, small."
+    assert (
+        policy({"impression": "Effusion.", "findings": "Left, small."}, rng())
+        == "Effusion. Left, small."
+    )
     assert policy({"impression": "No change."}, rng()) == policy({}, rng()) == ""
     assert WholeText()({"impression": "No change."}, rng()) == "No change."
 
 
-CONTEXT = {"indication": "Evaluate for pneumonia.", "comparison": "None.", "addendum": "Called.", "wet_read": "Clear."}
+CONTEXT = {
+    "indication": "Evaluate for pneumonia.",
+    "comparison": "None.",
+    "addendum": "Called.",
+    "wet_read": "Clear.",
+}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,9 @@ def test_missing_sections_are_replaced_only_by_texts_about_the_image(
 
 
 def test_unknown_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="missing must be one of other_sections, literal, no_text, got 'nan'"):
+    with pytest.raises(
+        ConfigError, match="missing must be one of other_sections, literal, no_text, got 'nan'"
+    ):
         WholeText(missing="nan")
 
 
@@ -90,13 +105,18 @@ def test_last_impression_without_recommendation_is_used() -> None:
 def test_image_is_resized_to_320_then_to_224(shape: tuple[int, int]) -> None:
     """Padded to a square of 320, then bicubic as in CheXzero's code, compared with torch."""
     image_HW = np.kron(
-        rng().integers(0, 256, (shape[0] // 4, shape[1] // 4), dtype=np.uint8), np.ones((4, 4), np.uint8)
+        rng().integers(0, 256, (shape[0] // 4, shape[1] // 4), dtype=np.uint8),
+        np.ones((4, 4), np.uint8),
     )
     image_HW = image_HW[: shape[0], : shape[1]]
     stored_HWC = EvalTransform(size=320, fit="pad").build()(image_HW, rng()).image_HWC
     stored_1CHW = torch.from_numpy(stored_HWC).permute(2, 0, 1)[None].float()
-    expected = torch.nn.functional.interpolate(stored_1CHW, size=(224, 224), mode="bicubic").clamp(0, 255)[0, 0]
-    read_HWC = EvalTransform(size=224, fit="pad", stored_size=320).build()(image_HW, rng()).image_HWC
+    expected = torch.nn.functional.interpolate(stored_1CHW, size=(224, 224), mode="bicubic").clamp(
+        0, 255
+    )[0, 0]
+    read_HWC = (
+        EvalTransform(size=224, fit="pad", stored_size=320).build()(image_HW, rng()).image_HWC
+    )
     assert read_HWC.shape == (224, 224, 1)
     assert read_HWC.dtype == np.uint8
     difference = np.abs(read_HWC[:, :, 0] - expected.numpy())

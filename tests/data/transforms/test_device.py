@@ -1,4 +1,6 @@
-"""Augmentation on the device: the parameters of the workers' augmentation, and its images to a grey level."""
+"""Augmentation on the device: the parameters of the workers' augmentation, and its images to a
+grey level.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +36,8 @@ from medvl.schema import Batch, Inputs, Sample
 from medvl.train.parallel.distributed import BatchStream, SideStream, place
 
 NOTHING: dict[str, Any] = {
-    "rotation": 0, "translation": 0, "scale": (1.0, 1.0), "brightness": 0, "contrast": 0, "blur_sigma": (0.1, 0.1),
+    "rotation": 0, "translation": 0, "scale": (1.0, 1.0), "brightness": 0, "contrast": 0,
+    "blur_sigma": (0.1, 0.1),
 }  # fmt: skip
 AFFINE: dict[str, Any] = {"rotation": 20, "translation": 0.1, "scale": (0.95, 1.05)}
 COLORS: dict[str, Any] = {"brightness": 0.4, "contrast": 0.4}
@@ -69,21 +72,29 @@ def stacked(images: Sequence[np.ndarray], device: torch.device) -> Tensor:
 @pytest.mark.parametrize("size", [64, 95])
 @pytest.mark.parametrize("color", [False, True])
 @pytest.mark.parametrize("name", CHAINS)
-def test_images_are_those_of_the_workers(name: str, color: bool, size: int, device: torch.device) -> None:
-    """Each operation alone and all of them, for odd and even sizes, grey and colour, as one batch."""
+def test_images_are_those_of_the_workers(
+    name: str, color: bool, size: int, device: torch.device
+) -> None:
+    """Each operation alone and all of them, for odd and even sizes, grey and colour, as one
+    batch.
+    """
     changes, mean, most = CHAINS[name]
     config = ConVIRTAugmentation(size=size, flip="plain", **{**NOTHING, **changes})
     apply, defer = config.build(), dataclasses.replace(config, on_device=True).build()
     expected, left, parameters = [], [], []
     for seed, shape in enumerate(shape for shape in SHAPES * 3 if (len(shape) == 3) == color):
-        ours, theirs = (each(photo(shape, seed), np.random.default_rng(seed)) for each in (defer, apply))
+        ours, theirs = (
+            each(photo(shape, seed), np.random.default_rng(seed)) for each in (defer, apply)
+        )
         assert ours.flipped == theirs.flipped
         assert theirs.deferred_K is None
         assert ours.deferred_K is not None
         expected.append(theirs.image_HWC)
         left.append(ours.image_HWC)
         parameters.append(ours.deferred_K)
-    found_BCHW = augment_images(stacked(left, device), torch.from_numpy(np.stack(parameters)).to(device))
+    found_BCHW = augment_images(
+        stacked(left, device), torch.from_numpy(np.stack(parameters)).to(device)
+    )
     assert found_BCHW.dtype == torch.uint8
     apart_BCHW = (found_BCHW.cpu().int() - stacked(expected, torch.device("cpu")).int()).abs()
     assert apart_BCHW.float().mean(dim=(1, 2, 3)).max() <= mean
@@ -93,7 +104,9 @@ def test_images_are_those_of_the_workers(name: str, color: bool, size: int, devi
 
 
 def pipelines() -> tuple[list[Any], BuiltTransform, BuiltTransform]:
-    """Return albumentations' pipelines of a transform in the workers and of one on the device, and these two."""
+    """Return albumentations' pipelines of a transform in the workers and of one on the device,
+    and these two.
+    """
     made: list[Any] = []
 
     class Kept(albumentations.Compose):
@@ -117,14 +130,20 @@ def test_parameters_are_those_of_the_workers() -> None:
         assert made[1].transforms[0].params["crop_coords"] == crop["crop_coords"]
         matrix_23 = cv2.invertAffineTransform(parameters_K[:6].reshape(2, 3).astype(np.float64))
         np.testing.assert_allclose(matrix_23, affine["matrix"][:2], rtol=1e-5, atol=1e-4)
-        np.testing.assert_allclose(parameters_K[6:8], [color["brightness"], color["contrast"]], rtol=1e-6)
+        np.testing.assert_allclose(
+            parameters_K[6:8], [color["brightness"], color["contrast"]], rtol=1e-6
+        )
         assert parameters_K[8] == (color["order"].index(0) < color["order"].index(1))
         half_R = blur["kernel"][len(blur["kernel"]) // 2 :]
-        np.testing.assert_allclose(parameters_K[9:], np.pad(half_R, (0, 11 - len(half_R))), rtol=1e-6)
+        np.testing.assert_allclose(
+            parameters_K[9:], np.pad(half_R, (0, 11 - len(half_R))), rtol=1e-6
+        )
 
 
 def test_operations_are_drawn_independently() -> None:
-    """Seeded alike, they had a correlation of 0.99 between brightness and blur, and of 0.5 with the area of the crop."""
+    """Seeded alike, they had a correlation of 0.99 between brightness and blur, and of 0.5 with
+    the area of the crop.
+    """
     made, _, defer = pipelines()
     rows, pixels = [], photo((90, 120))
     for seed in range(400):
@@ -132,7 +151,9 @@ def test_operations_are_drawn_independently() -> None:
         assert cropped.deferred_K is not None
         left, top, right, bottom = made[1].transforms[0].params["crop_coords"]
         scale = np.linalg.det(cropped.deferred_K[:6].reshape(2, 3)[:, :2])
-        rows.append([(right - left) * (bottom - top), cropped.flipped, scale, *cropped.deferred_K[6:10]])
+        rows.append(
+            [(right - left) * (bottom - top), cropped.flipped, scale, *cropped.deferred_K[6:10]]
+        )
     apart = np.corrcoef(np.array(rows, np.float64).T) - np.eye(7)
     assert np.abs(apart).max() < 0.25  # five standard deviations of 400 independent draws
 
@@ -142,13 +163,17 @@ class Operations(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += 1
         return operation(*args, **(kwargs or {}))
 
 
 def test_number_of_operations_does_not_depend_on_the_batch() -> None:
-    left = ConVIRTAugmentation(size=32, on_device=True).build()(photo((40, 50)), np.random.default_rng(0))
+    left = ConVIRTAugmentation(size=32, on_device=True).build()(
+        photo((40, 50)), np.random.default_rng(0)
+    )
     assert left.deferred_K is not None
     counts = []
     for batch in (2, 9):
@@ -165,23 +190,35 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ShardSource:
     root = tmp_path_factory.mktemp("device")
     options = ShardOptions(short_side=40, samples_per_shard=8, image_format="png")
     write_shards(
-        make_plan(root / "images", 16), Deidentifier(b"0" * 32), ShardRun(out=root / "out", workers=1), options
+        make_plan(root / "images", 16),
+        Deidentifier(b"0" * 32),
+        ShardRun(out=root / "out", workers=1),
+        options,
     )
     return ShardSource(root / "out/train")
 
 
 def open_train(source: ShardSource, *, on_device: bool = True, **options: Any) -> Loader:
     image = ConVIRTAugmentation(size=32, flip="plain", on_device=on_device)
-    return open_loader(source, batch=4, image=image, text=WholeText(), tokenizer=no_text, train=True, **options)
+    return open_loader(
+        source, batch=4, image=image, text=WholeText(), tokenizer=no_text, train=True, **options
+    )
 
 
-def test_batches_on_the_device_are_those_of_the_workers(source: ShardSource, device: torch.device) -> None:
+def test_batches_on_the_device_are_those_of_the_workers(
+    source: ShardSource, device: torch.device
+) -> None:
     """Second views too, in the order of the loader, through the side stream, for two epochs."""
     inputs = Inputs(second_image=True)
     plain = BatchStream(open_train(source, on_device=False, inputs=inputs), 1)
-    ahead = BatchStream(open_train(source, inputs=inputs), 1, SideStream(device, channels_last=True))
+    ahead = BatchStream(
+        open_train(source, inputs=inputs), 1, SideStream(device, channels_last=True)
+    )
     for step in range(2 * plain.steps_per_epoch):
-        (expected,), (found,) = list(plain.take(step)), [place(batch, device, False) for batch in ahead.take(step)]
+        (expected,), (found,) = (
+            list(plain.take(step)),
+            [place(batch, device, False) for batch in ahead.take(step)],
+        )
         assert found.keys == expected.keys
         assert expected.augmentation_BVK is found.augmentation_BVK is None
         for name in ("image_BCHW", "second_image_BCHW"):
@@ -204,14 +241,18 @@ def test_parameters_depend_on_seed_epoch_and_key_alone(source: ShardSource) -> N
     alone, loader, resumed = open_train(source), open_train(source, workers=2), open_train(source)
     epochs = [keys_and_parameters(list(alone)) for _ in range(2)]
     assert [keys_and_parameters(list(loader)) for _ in range(2)] == epochs
-    assert {tuple(parameters) for _, parameters in epochs[0]}.isdisjoint(tuple(some) for _, some in epochs[1])
+    assert {tuple(parameters) for _, parameters in epochs[0]}.isdisjoint(
+        tuple(some) for _, some in epochs[1]
+    )
     resumed.load_state_dict({**open_train(source).state_dict(), "epoch": 1, "batch": 1})
     assert keys_and_parameters(list(resumed)) == epochs[1][1:]
     assert keys_and_parameters(list(open_train(source, seed=1))) != epochs[0]
 
 
 def test_training_augments_on_the_device(source: ShardSource, tmp_path: Path) -> None:
-    """The model sees images of the workers' augmentation, to a grey level; so the losses are near."""
+    """The model sees images of the workers' augmentation, to a grey level; so the losses are
+    near.
+    """
 
     class Watching(fakes.Regression):
         def __init__(self) -> None:
@@ -228,13 +269,20 @@ def test_training_augments_on_the_device(source: ShardSource, tmp_path: Path) ->
         models.append(Watching())
         config = fakes.config(tmp_path / str(on_device), steps=4)
         with fakes.fake_files():
-            fakes.train(models[-1], open_train(source, on_device=on_device), optim=fakes.optim(), config=config)
+            fakes.train(
+                models[-1],
+                open_train(source, on_device=on_device),
+                optim=fakes.optim(),
+                config=config,
+            )
     for ours, theirs in zip(models[0].seen, models[1].seen, strict=True):
         assert (ours.int() - theirs.int()).abs().max() <= 2
 
 
 def test_shared_images_have_one_row_of_parameters() -> None:
-    maker = ItemMaker(ConVIRTAugmentation(size=32, flip="plain", on_device=True), WholeText(), (), 0)
+    maker = ItemMaker(
+        ConVIRTAugmentation(size=32, flip="plain", on_device=True), WholeText(), (), 0
+    )
     items = []
     for number, image in enumerate("abbac"):
         sample = Sample(key=f"k{number}", corpus="c", split="train", patient="p", study="s")
@@ -251,12 +299,16 @@ def test_shared_images_have_one_row_of_parameters() -> None:
 
 
 def test_samples_without_an_image_stay_black() -> None:
-    maker = ItemMaker(ConVIRTAugmentation(size=32, on_device=True), WholeText(), (), 0, Inputs(second_image=True))
+    maker = ItemMaker(
+        ConVIRTAugmentation(size=32, on_device=True), WholeText(), (), 0, Inputs(second_image=True)
+    )
     views = maker.placeholder(color=False)
     sample = Sample(key="k", corpus="c", split="train", patient="p", study="s")
     item = maker.row(sample, views, 0)
     assert item.augmentation_VK is not None
-    found = augment_images(stacked([item.image_HWC], torch.device("cpu")), torch.from_numpy(item.augmentation_VK[:1]))
+    found = augment_images(
+        stacked([item.image_HWC], torch.device("cpu")), torch.from_numpy(item.augmentation_VK[:1])
+    )
     assert not found.any()
 
 

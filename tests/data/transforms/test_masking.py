@@ -1,4 +1,6 @@
-"""Masking of texts: rates, complete words and replacement shares, for WordPiece and byte-level vocabularies."""
+"""Masking of texts: rates, complete words and replacement shares, for WordPiece and byte-level
+vocabularies.
+"""
 
 import gzip
 import itertools
@@ -26,19 +28,26 @@ TEXTS = [  # most words are not in the training texts, so they are split
     "Bibasilar atelectasis; no pneumoperitoneum.",
     "No effusion.",
     "Findings:\nno  change \n 5 mm\tnodule",
-    "Tracheostomy tube terminates 4.5cm above carina, T10-T11 kyphosis, post-sternotomy wires intact and aligned.",
+    "Tracheostomy tube terminates 4.5cm above carina, T10-T11 kyphosis, post-sternotomy wires "
+    "intact and aligned.",
 ]
 
 
 @pytest.fixture(scope="module", params=["wordpiece", "byte-level"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     if request.param == "wordpiece":
         return train_wordpiece([*TRAINING_TEXTS, *TEXTS], vocab_size=120, min_frequency=1)
-    return load_tokenizer(write_byte_level(tmp_path_factory.mktemp("roberta"), TRAINING_TEXTS, vocab_size=330))
+    return load_tokenizer(
+        write_byte_level(tmp_path_factory.mktemp("roberta"), TRAINING_TEXTS, vocab_size=330)
+    )
 
 
 def library_words(tokenizer: Tokenizer, texts: list[str], folder: Path) -> list[list[int | None]]:
-    """Return the word index of each token from the tokenizers library, as an independent reference."""
+    """Return the word index of each token from the tokenizers library, as an independent
+    reference.
+    """
     tokenizer.save(folder)
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     reference.enable_truncation(tokenizer.max_tokens)
@@ -71,11 +80,19 @@ def many(tokenizer: Tokenizer, copies: int = 600) -> tuple[Tensor, Tensor]:
 
 
 def ordinary(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    special = [tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.unk_id, tokenizer.mask_id]
+    special = [
+        tokenizer.pad_id,
+        tokenizer.cls_id,
+        tokenizer.sep_id,
+        tokenizer.unk_id,
+        tokenizer.mask_id,
+    ]
     return mask_BT & ~torch.isin(ids_BT, torch.tensor(special))
 
 
-def test_fixture_texts_have_split_words(tokenizer: Tokenizer, words: list[list[int | None]]) -> None:
+def test_fixture_texts_have_split_words(
+    tokenizer: Tokenizer, words: list[list[int | None]]
+) -> None:
     """The tests below need many words of several tokens."""
     for word_T in words[:3]:
         inside = [word for word in word_T if word is not None]
@@ -108,7 +125,9 @@ def test_tokens_are_masked_independently_without_whole_words(
 
 @pytest.mark.parametrize("whole_words", [True, False])
 @pytest.mark.parametrize("rate", [0.15, 0.4])
-def test_rate_is_the_share_of_masked_tokens(tokenizer: Tokenizer, whole_words: bool, rate: float) -> None:
+def test_rate_is_the_share_of_masked_tokens(
+    tokenizer: Tokenizer, whole_words: bool, rate: float
+) -> None:
     """Measured on long texts, as a short text always has at least one masked word."""
     ids_1T, mask_1T = tokenizer([" ".join(TEXTS[:3] * 5)])
     ids_BT, mask_BT = ids_1T.repeat(300, 1), mask_1T.repeat(300, 1)
@@ -145,8 +164,14 @@ def test_labels_are_original_ids_and_other_ids_are_unchanged(tokenizer: Tokenize
 
 @pytest.mark.parametrize("rate", [0.15, 0.999])
 @pytest.mark.parametrize("whole_words", [True, False])
-def test_special_tokens_and_padding_are_never_masked(tokenizer: Tokenizer, rate: float, whole_words: bool) -> None:
-    texts = [*TEXTS, "", "\u6f22 \u5b57 effusion"]  # characters that are not in the WordPiece vocabulary
+def test_special_tokens_and_padding_are_never_masked(
+    tokenizer: Tokenizer, rate: float, whole_words: bool
+) -> None:
+    texts = [
+        *TEXTS,
+        "",
+        "\u6f22 \u5b57 effusion",
+    ]  # characters that are not in the WordPiece vocabulary
     ids_BT, mask_BT = tokenizer(texts * 50)
     masked = TextMasking(tokenizer, rate=rate, whole_words=whole_words)(ids_BT, mask_BT, seeded())
     hidden_BT = masked.labels_BT != IGNORED
@@ -197,7 +222,8 @@ def test_invalid_rate_raises(tokenizer: Tokenizer, rate: float) -> None:
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-level"])
 def test_rate_and_whole_words_on_real_reports(real_data: Path, tmp_path: Path, kind: str) -> None:
     with gzip.open(real_data / "mlm" / "openi_reports.txt.gz", "rt", encoding="utf-8") as file:
-        # Unlike RoBERTa's, this small vocabulary has no piece for 's: two words here, one in the library.
+        # Unlike RoBERTa's, this small vocabulary has no piece for 's: two words here, one in the
+        # library.
         texts = [line.strip().replace("'", "") for line in itertools.islice(file, 600)]
     if kind == "wordpiece":
         tokenizer = train_wordpiece(texts[:300], vocab_size=600)

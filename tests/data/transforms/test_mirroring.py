@@ -7,7 +7,14 @@ import pytest
 import torch
 from helpers.eval_fakes import FakeSource
 
-from medvl.data import ConVIRTAugmentation, DenseTargets, LViTAugmentation, WholeText, encode_runs, open_loader
+from medvl.data import (
+    ConVIRTAugmentation,
+    DenseTargets,
+    LViTAugmentation,
+    WholeText,
+    encode_runs,
+    open_loader,
+)
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.loading.sources import no_text
 from medvl.data.transforms.turning import mirror_labels, texts_and_names
@@ -18,7 +25,9 @@ SIZE = 32
 
 
 def make_sample(number: int = 0, **fields: Any) -> Sample:
-    return Sample(key=f"k{number}", corpus="c", split="train", patient=f"p{number}", study="s", **fields)
+    return Sample(
+        key=f"k{number}", corpus="c", split="train", patient=f"p{number}", study="s", **fields
+    )
 
 
 def half_mask(side: str) -> np.ndarray:
@@ -29,12 +38,23 @@ def half_mask(side: str) -> np.ndarray:
 
 def source_of() -> FakeSource:
     """Images that are bright on the patient's left, which labels, boxes and masks name."""
-    masks = [{"label": f"{side} lung", "runs": encode_runs(half_mask(side))} for side in ("left", "right")]
+    masks = [
+        {"label": f"{side} lung", "runs": encode_runs(half_mask(side))}
+        for side in ("left", "right")
+    ]
     boxes = [{"label": "left lung", "x": SIZE // 2, "y": 0, "width": SIZE // 2, "height": SIZE}]
     extra = {"masks": masks, "boxes": boxes, "image_width": SIZE, "image_height": SIZE}
     labels = {"left_effusion": 1, "right_effusion": 0, "Cardiomegaly": 1, "side=left": 1}
     samples = [
-        Sample(key=f"k{number}", corpus="c", split="train", patient=f"p{number}", study="s", labels=labels, extra=extra)
+        Sample(
+            key=f"k{number}",
+            corpus="c",
+            split="train",
+            patient=f"p{number}",
+            study="s",
+            labels=labels,
+            extra=extra,
+        )
         for number in range(16)
     ]
     return FakeSource(samples, [half_mask("left").astype(np.uint8) * 255] * 16, LABELS)
@@ -47,7 +67,9 @@ def batch_of(image: Any, targets: Any = None) -> Batch:
 
 def is_mirrored(batch: Batch) -> torch.Tensor:
     image_BHW = batch.image_BCHW[:, 0].float()
-    return image_BHW[:, :, : SIZE // 4].mean(dim=(1, 2)) > image_BHW[:, :, -SIZE // 4 :].mean(dim=(1, 2))
+    return image_BHW[:, :, : SIZE // 4].mean(dim=(1, 2)) > image_BHW[:, :, -SIZE // 4 :].mean(
+        dim=(1, 2)
+    )
 
 
 @pytest.mark.parametrize("flip", ["swap_text", "plain", "sideless", "off"])
@@ -66,7 +88,9 @@ def test_labels_agree_with_mirrored_images(flip: Any) -> None:
 @pytest.mark.parametrize("kind", ["masks", "boxes"])
 def test_masks_and_boxes_keep_the_name_of_their_side(kind: Any) -> None:
     image = LViTAugmentation(size=SIZE, rotation=0)
-    batch = batch_of(image, DenseTargets(kind, ("left lung", "right lung"), image.base(), (SIZE, SIZE)))
+    batch = batch_of(
+        image, DenseTargets(kind, ("left lung", "right lung"), image.base(), (SIZE, SIZE))
+    )
     assert isinstance(batch, DenseBatch)
     mirrored_B = is_mirrored(batch)
     assert mirrored_B.any()
@@ -82,8 +106,18 @@ def test_masks_and_boxes_keep_the_name_of_their_side(kind: Any) -> None:
 
 
 def test_names_are_exchanged_as_texts_are() -> None:
-    names = ("left_lung", "Right Upper Lobe", "RLL", "left ventricle", "lung opacity_x", "L_effusion")
-    sample = make_sample(labels=dict.fromkeys(names, 1), extra={"boxes": [{"label": "left hilum", "x": 1}, "damaged"]})
+    names = (
+        "left_lung",
+        "Right Upper Lobe",
+        "RLL",
+        "left ventricle",
+        "lung opacity_x",
+        "L_effusion",
+    )
+    sample = make_sample(
+        labels=dict.fromkeys(names, 1),
+        extra={"boxes": [{"label": "left hilum", "x": 1}, "damaged"]},
+    )
     mirrored = mirror_labels(sample)
     assert list(mirrored.labels) == [
         "right_lung", "Left Upper Lobe", "LLL", "left ventricle", "lung opacity_x", "R_effusion",

@@ -1,4 +1,6 @@
-"""Reports with swapped sentences: what changes places, how often, and that sentence numbers follow."""
+"""Reports with swapped sentences: what changes places, how often, and that sentence numbers
+follow.
+"""
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from medvl.errors import ConfigError
 
 SECTIONS = {
     "history": "Cough for a week.",
-    "findings": "1. The left lung is clear. 2. There is a 3.5 cm mass on the right. Unchanged. Seen by Dr. Miller today",
+    "findings": "1. The left lung is clear. 2. There is a 3.5 cm mass on the right. Unchanged. "
+    "Seen by Dr. Miller today",
     "impression": "- No acute disease\n- Follow up in 6 mo. if needed",
 }
 SENTENCES = [
@@ -39,7 +42,8 @@ def test_all_sentences_of_three_words_are_kept_in_another_order() -> None:
 def test_the_number_of_swaps_is_geometric() -> None:
     """In a text of two sentences, a swap of two random ones exchanges them half of the time.
 
-    With k swaps with probability .4 * .6^k, the order is that of before with probability 1/2 + .4/2.
+    With k swaps with probability .4 * .6^k, the order is that of before with probability 1/2 +
+    .4/2.
     """
     sections = {"findings": "The heart is large. The lungs are clear."}
     texts = [SwappedSentences()(sections, rng(seed)) for seed in range(4000)]
@@ -53,7 +57,9 @@ def test_the_order_depends_on_seed_epoch_and_key_only() -> None:
         for seed in (0, 1) for epoch in range(4) for key in "abcd"
     }  # fmt: skip
     assert len(set(drawn.values())) > 8
-    assert drawn == {place: SwappedSentences()(SECTIONS, sample_rng(*place, "text")) for place in drawn}
+    assert drawn == {
+        place: SwappedSentences()(SECTIONS, sample_rng(*place, "text")) for place in drawn
+    }
 
 
 def test_tokens_have_the_numbers_of_the_swapped_sentences() -> None:
@@ -69,7 +75,10 @@ def test_tokens_have_the_numbers_of_the_swapped_sentences() -> None:
 
 def test_short_texts_and_settings() -> None:
     policy = SwappedSentences()
-    assert policy({"findings": "Clear. Normal."}, rng(0)) in ("Clear.\n\nNormal.", "Normal.\n\nClear.")
+    assert policy({"findings": "Clear. Normal."}, rng(0)) in (
+        "Clear.\n\nNormal.",
+        "Normal.\n\nClear.",
+    )
     assert policy({"findings": "___"}, rng(0)) == "___"
     assert policy({}, rng(0)) == ""
     with raises(ConfigError, "out_of_range", "swap_probability"):

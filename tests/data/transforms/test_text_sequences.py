@@ -39,7 +39,9 @@ def segments(tokenizer: Tokenizer, row: TextSequence) -> list[list[int]]:
 
 
 def is_part(part: list[int], whole: list[int]) -> bool:
-    return any(whole[start : start + len(part)] == part for start in range(len(whole) - len(part) + 1))
+    return any(
+        whole[start : start + len(part)] == part for start in range(len(whole) - len(part) + 1)
+    )
 
 
 def test_whole_texts_are_encoded_without_truncation(tokenizer: Tokenizer) -> None:
@@ -65,8 +67,14 @@ def test_windows_begin_at_sentences_and_cover_the_text(tokenizer: Tokenizer) -> 
         begin = next(n for n in range(len(ids) - 29) if ids[n : n + 30] == part)
         seen.add(begin)
     assert {n for begin in seen for n in range(begin, begin + 30)} == set(range(len(ids)))
-    sentences = {n for n in seen if n in (0, len(ids) - 30) or tokenizer.token_texts[ids[n - 1]].strip() == "."}
-    assert all(n - 30 in sentences for n in seen - sentences)  # within a sentence of more than 30 tokens
+    sentences = {
+        n
+        for n in seen
+        if n in (0, len(ids) - 30) or tokenizer.token_texts[ids[n - 1]].strip() == "."
+    }
+    assert all(
+        n - 30 in sentences for n in seen - sentences
+    )  # within a sentence of more than 30 tokens
     short = TextSequences(tokenizer, TextMasking(tokenizer), short_probability=1.0)
     lengths = {len(draw(short, TEXTS[0], seed).ids) for seed in range(30)}
     assert min(lengths) < 16 < max(lengths) <= 32
@@ -106,7 +114,10 @@ def test_a_higher_rate_masks_the_same_tokens_and_more(tokenizer: Tokenizer) -> N
         batch = sequences.collate([draw(sequences, text, seed) for seed, text in enumerate(TEXTS)])
         selected = [batch.order_BT < rate for rate in (0.05, 0.15, 0.5)]
         assert all((low <= high).all() for low, high in itertools.pairwise(selected))
-        special_BT = torch.isin(batch.ids_BT, torch.tensor([tokenizer.cls_id, tokenizer.sep_id])) | ~batch.mask_BT
+        special_BT = (
+            torch.isin(batch.ids_BT, torch.tensor([tokenizer.cls_id, tokenizer.sep_id]))
+            | ~batch.mask_BT
+        )
         assert not selected[-1][special_BT].any()
         assert selected[0].any(dim=1).all()  # at least one of each text
         word_BT = tokenizer.word_ids(batch.ids_BT, batch.mask_BT)
@@ -120,7 +131,9 @@ def test_spans_reach_the_rate_and_have_the_published_lengths(tokenizer: Tokenize
     masking = TextMasking(tokenizer, longest_span=3, whole_words=False)
     ids_BT = torch.full((100, 240), tokenizer.vocabulary["left"])
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
-    draw = masking.draw(ids_BT, mask_BT, torch.rand(3, 100, 240, generator=torch.Generator().manual_seed(0)))
+    draw = masking.draw(
+        ids_BT, mask_BT, torch.rand(3, 100, 240, generator=torch.Generator().manual_seed(0))
+    )
     selected_BT = draw.order_BT < 0.15
     count_B = selected_BT.sum(dim=1)
     assert ((count_B >= 36) & (count_B < 39)).all()  # until 15 % of 240 tokens are reached

@@ -42,7 +42,9 @@ def test_eval_transform_crop_and_pad() -> None:
     assert not padded[150:].any()
 
 
-@pytest.mark.parametrize("shape", [(480, 640), (1000, 333), (300, 401), (201, 202), (49, 48), (2022, 2021)])
+@pytest.mark.parametrize(
+    "shape", [(480, 640), (1000, 333), (300, 401), (201, 202), (49, 48), (2022, 2021)]
+)
 def test_padded_images_have_the_size_of_the_released_code(shape: tuple[int, int]) -> None:
     """GLoRIA and CheXzero scale by a ratio, and cut the shorter side off to whole pixels."""
     bright = np.full(shape, 255, np.uint8)
@@ -53,11 +55,15 @@ def test_padded_images_have_the_size_of_the_released_code(shape: tuple[int, int]
     )
 
 
-@pytest.mark.parametrize("shape", [(480, 640), (640, 480), (1000, 333), (333, 1000), (300, 401), (201, 202)])
+@pytest.mark.parametrize(
+    "shape", [(480, 640), (640, 480), (1000, 333), (333, 1000), (300, 401), (201, 202)]
+)
 def test_the_square_of_crop_is_that_of_torchvision(shape: tuple[int, int]) -> None:
     """A rounding of its own moved the square by up to a pixel, and grey levels by 6 on average."""
     noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8).astype(np.float32)
-    image = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 3), None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+    image = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 3), None, 0, 255, cv2.NORM_MINMAX).astype(
+        np.uint8
+    )
     published = v2.Compose([v2.Resize(224, antialias=True), v2.CenterCrop(224)])
     expected = published(torch.from_numpy(image)[None])[0].numpy().astype(float)
     square_HWC = EvalTransform(size=224, fit="crop").build()(image, rng()).image_HWC
@@ -81,7 +87,9 @@ def test_downscaling_averages_where_the_other_side_grows(shape: tuple[int, int])
     covered = np.minimum.outer(begin[1:], pixel[1:]) - np.maximum.outer(begin[:-1], pixel[:-1])
     expected = covered.clip(min=0) @ stripes * size / length
     image = np.tile(stripes.astype(np.uint8), (min(shape), 1))
-    out = EvalTransform(size=size, fit="squash").build()(image if shape[1] == length else image.T, rng())
+    out = EvalTransform(size=size, fit="squash").build()(
+        image if shape[1] == length else image.T, rng()
+    )
     rows = out.image_HWC[:, :, 0] if shape[1] == length else out.image_HWC[:, :, 0].T
     assert np.abs(rows - expected).max() <= 1
 
@@ -116,18 +124,27 @@ def test_other_rates_of_flips() -> None:
     apply = ConVIRTAugmentation(size=16, flip_rate=0.3).build()
     assert 40 < sum(apply(ramp(16, 16), rng(seed)).flipped for seed in range(200)) < 80
     assert not any(
-        ConVIRTAugmentation(size=16, flip_rate=0).build()(ramp(16, 16), rng(seed)).flipped for seed in range(9)
+        ConVIRTAugmentation(size=16, flip_rate=0).build()(ramp(16, 16), rng(seed)).flipped
+        for seed in range(9)
     )
 
 
 @pytest.mark.parametrize("shape", [(200, 121), (121, 200), (200, 121, 3), (150, 150)])
 def test_a_square_crop_of_the_padded_image_is_that_of_random_crop(shape: tuple[int, ...]) -> None:
-    """MedCLIP and CARZero: long side to 256, black borders, a random square of 224; nothing is stretched."""
+    """MedCLIP and CARZero: long side to 256, black borders, a random square of 224; nothing is
+    stretched.
+    """
     image = np.full(shape, 255, np.uint8)
     image[20:60, 20:60] = 100  # a square, which a crop of another aspect would stretch
     settings = {"rotation": 0, "translation": 0, "scale": (1, 1), "brightness": 0, "contrast": 0}
     crop = ConVIRTAugmentation(
-        size=175, flip="off", pad=True, area=(0.7656, 0.7656), aspect=(1, 1), blur_sigma=(0.1, 0.1), **settings
+        size=175,
+        flip="off",
+        pad=True,
+        area=(0.7656, 0.7656),
+        aspect=(1, 1),
+        blur_sigma=(0.1, 0.1),
+        **settings,
     ).build()
     side = max(shape[:2])
     square = np.zeros((side, side), np.uint8)
@@ -136,13 +153,24 @@ def test_a_square_crop_of_the_padded_image_is_that_of_random_crop(shape: tuple[i
     for seed in range(20):
         out = crop(image, rng(seed)).image_HWC[..., 0]
         assert out.shape == (175, 175)
-        part = cv2.resize(square, (200, 200), interpolation=cv2.INTER_LINEAR) if side != 200 else square
+        part = (
+            cv2.resize(square, (200, 200), interpolation=cv2.INTER_LINEAR)
+            if side != 200
+            else square
+        )
         best = cv2.matchTemplate(part, out, cv2.TM_SQDIFF).min() / 175**2
         assert best < 40  # grey levels squared: interpolation of edges
         assert (out == 0).mean() == pytest.approx((part == 0).mean(), abs=0.15)
 
 
-PLAIN = {"flip": "off", "rotation": 0, "translation": 0, "brightness": 0, "contrast": 0, "blur_sigma": (0.1, 0.1)}
+PLAIN = {
+    "flip": "off",
+    "rotation": 0,
+    "translation": 0,
+    "brightness": 0,
+    "contrast": 0,
+    "blur_sigma": (0.1, 0.1),
+}
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (256, 256, 3)])
@@ -159,7 +187,9 @@ def test_the_affine_scale_keeps_the_aspect() -> None:
     """A square stays a square, as with torchvision's single factor."""
     image = np.zeros((200, 200), np.uint8)
     image[60:140, 60:140] = 255
-    apply = ConVIRTAugmentation(size=200, area=(1, 1), aspect=(1, 1), scale=(0.7, 1.3), **PLAIN).build()
+    apply = ConVIRTAugmentation(
+        size=200, area=(1, 1), aspect=(1, 1), scale=(0.7, 1.3), **PLAIN
+    ).build()
     sides = []
     for seed in range(20):
         inside = apply(image, rng(seed)).image_HWC[:, :, 0] > 127
@@ -175,7 +205,9 @@ def test_flip_off_never_flips() -> None:
 
 
 def test_brightness_is_within_the_published_factors() -> None:
-    """On a constant image, contrast has no effect and brightness scales the value by 0.6 to 1.4, rounded down twice."""
+    """On a constant image, contrast has no effect and brightness scales the value by 0.6 to 1.4,
+    rounded down twice.
+    """
     image = np.full((100, 100), 100, np.uint8)
     apply = ConVIRTAugmentation(size=64, translation=0, rotation=0, scale=(1, 1)).build()
     values = [int(apply(image, rng(seed)).image_HWC[32, 32, 0]) for seed in range(300)]
@@ -187,15 +219,30 @@ def test_crop_widths_match_the_published_area() -> None:
     """On a ramp, the range of values in a crop gives its width."""
     image = ramp(200, 200)
     apply = ConVIRTAugmentation(
-        size=200, flip="off", translation=0, rotation=0, scale=(1, 1), brightness=0, contrast=0, blur_sigma=(0.1, 0.11)
+        size=200,
+        flip="off",
+        translation=0,
+        rotation=0,
+        scale=(1, 1),
+        brightness=0,
+        contrast=0,
+        blur_sigma=(0.1, 0.11),
     ).build()
-    widths = [float(np.ptp(apply(image, rng(seed)).image_HWC[100, :, 0].astype(int))) / 255 for seed in range(200)]
-    # Share of the width: sqrt(area * ratio) with area in [0.6, 1] and ratio in [3/4, 4/3], at most 1.
+    widths = [
+        float(np.ptp(apply(image, rng(seed)).image_HWC[100, :, 0].astype(int))) / 255
+        for seed in range(200)
+    ]
+    # Share of the width: sqrt(area * ratio) with area in [0.6, 1] and ratio in [3/4, 4/3], at most
+    # 1.
     assert min(widths) >= (0.6 * 0.75) ** 0.5 - 0.02
     assert max(widths) <= 1.0
-    # The definition, by rejection: area uniform, ratio log-uniform, drawn again when a side exceeds the image.
+    # The definition, by rejection: area uniform, ratio log-uniform, drawn again when a side exceeds
+    # the image.
     draws = rng(3)
-    area, ratio = draws.uniform(0.6, 1, 100_000), np.exp(draws.uniform(np.log(3 / 4), np.log(4 / 3), 100_000))
+    area, ratio = (
+        draws.uniform(0.6, 1, 100_000),
+        np.exp(draws.uniform(np.log(3 / 4), np.log(4 / 3), 100_000)),
+    )
     width, height = np.sqrt(area * ratio), np.sqrt(area / ratio)
     expected = width[(width <= 1) & (height <= 1)].mean()
     assert np.mean(widths) == pytest.approx(expected, abs=0.02)
@@ -220,7 +267,9 @@ def test_invalid_settings_raise(make, expected: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(300, 200), (200, 301), (64, 64), (500, 333)])
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
-@pytest.mark.parametrize("more", [{}, {"margin": 8}, {"stored_size": 96}, {"stored_size": 96, "margin": 8}])
+@pytest.mark.parametrize(
+    "more", [{}, {"margin": 8}, {"stored_size": 96}, {"stored_size": 96, "margin": 8}]
+)
 def test_box_matches_the_output(shape: tuple[int, int], fit: str, more: dict) -> None:
     """Compare the box with the positions that ramp images show in the output."""
     transform = EvalTransform(size=64, fit=fit, **more)

@@ -1,4 +1,6 @@
-"""Change classification: metrics against a naive count, models with and without prior images, prompts, page, command."""
+"""Change classification: metrics against a naive count, models with and without prior images,
+prompts, page, command.
+"""
 
 import json
 import sys
@@ -18,7 +20,12 @@ from medvl.data.loading.sources import no_text
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import EvaluationError
-from medvl.eval.change.evaluate import ChangeResult, change_classification, cross_validated_scores, load_change_prompts
+from medvl.eval.change.evaluate import (
+    ChangeResult,
+    change_classification,
+    cross_validated_scores,
+    load_change_prompts,
+)
 from medvl.eval.change.page import write_change_page
 from medvl.eval.core.results import PageHeader
 from medvl.schema import CHANGES, Embeddings, Inputs, Sample
@@ -44,14 +51,23 @@ class Pairs:
     def sample(self, position: int) -> Sample:
         extra = {"change": LABELS[position - 1], "prior": "k0"} if position else {}
         patient = f"p{position % 3}"
-        return Sample(key=f"k{position}", corpus="c", split="test", patient=patient, study=f"s{position}", extra=extra)
+        return Sample(
+            key=f"k{position}",
+            corpus="c",
+            split="test",
+            patient=patient,
+            study=f"s{position}",
+            extra=extra,
+        )
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         return np.full((16, 16), 10 * position, np.uint8)
 
 
 class Comparer(nn.Module):
-    """A model that knows each image's answers by its grey level; without the prior image it predicts stable."""
+    """A model that knows each image's answers by its grey level; without the prior image it
+    predicts stable.
+    """
 
     def __init__(self, answers: dict[int, str]) -> None:
         super().__init__()
@@ -62,7 +78,9 @@ class Comparer(nn.Module):
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         return Embeddings(torch.tensor([[0.0, 1.0, 0.0]]).expand(len(image_BCHW), 3))
 
-    def embed_with_prior(self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor) -> Embeddings:
+    def embed_with_prior(
+        self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor
+    ) -> Embeddings:
         assert (prior_BCHW == 0).all()
         self.priors += has_prior_B.tolist()
         numbers = (image_BCHW.flatten(1).float().mean(1) / 10).round().int().tolist()
@@ -79,7 +97,13 @@ class Comparer(nn.Module):
 
 def evaluate(model: nn.Module, inputs: Inputs | None = None, **options: Any) -> ChangeResult:
     loader = open_loader(
-        Pairs(), batch=4, image=EvalTransform(size=16), text=WholeText(), tokenizer=no_text, train=False, inputs=inputs
+        Pairs(),
+        batch=4,
+        image=EvalTransform(size=16),
+        text=WholeText(),
+        tokenizer=no_text,
+        train=False,
+        inputs=inputs,
     )
     return change_classification(model, loader, resamples=50, **options)
 
@@ -93,16 +117,33 @@ def test_accuracies_are_those_of_a_naive_count() -> None:
     assert result.results.config["use_prior"] is True
     assert model.priors == [True] * len(LABELS)
     for finding in ("Edema", "Pneumonia"):
-        pairs = [(labels[finding], ANSWERS[n]) for n, labels in enumerate(LABELS, 1) if finding in labels]
-        recalls = [np.mean([p == t for t, p in pairs if t == c]) for c in CHANGES if any(t == c for t, _ in pairs)]
-        assert result.results.row("macro_accuracy", finding).value == pytest.approx(np.mean(recalls))
-        assert result.results.row("accuracy", finding).value == pytest.approx(np.mean([t == p for t, p in pairs]))
-    of_findings = [result.results.row("macro_accuracy", name).value for name in ("Edema", "Pneumonia")]
-    assert result.results.row("macro_accuracy", "macro").value == pytest.approx(np.mean(of_findings))
+        pairs = [
+            (labels[finding], ANSWERS[n]) for n, labels in enumerate(LABELS, 1) if finding in labels
+        ]
+        recalls = [
+            np.mean([p == t for t, p in pairs if t == c])
+            for c in CHANGES
+            if any(t == c for t, _ in pairs)
+        ]
+        assert result.results.row("macro_accuracy", finding).value == pytest.approx(
+            np.mean(recalls)
+        )
+        assert result.results.row("accuracy", finding).value == pytest.approx(
+            np.mean([t == p for t, p in pairs])
+        )
+    of_findings = [
+        result.results.row("macro_accuracy", name).value for name in ("Edema", "Pneumonia")
+    ]
+    assert result.results.row("macro_accuracy", "macro").value == pytest.approx(
+        np.mean(of_findings)
+    )
     assert result.results.row("accuracy", "macro").n == 7
     first = next(result.predictions())
     assert first["prior"] == "k0"
-    assert first["findings"]["Edema"] == {"label": "improving", "scores": {"improving": 1, "stable": 0, "worsening": 0}}
+    assert first["findings"]["Edema"] == {
+        "label": "improving",
+        "scores": {"improving": 1, "stable": 0, "worsening": 0},
+    }
 
 
 def test_a_model_without_its_prior_image_is_scored_on_the_image_alone() -> None:
@@ -113,15 +154,21 @@ def test_a_model_without_its_prior_image_is_scored_on_the_image_alone() -> None:
         evaluate(Comparer(ANSWERS))
 
 
-def test_a_linear_probe_reads_the_vector_of_both_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_linear_probe_reads_the_vector_of_both_images(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     answers = {number: CHANGES[number * 7 % 9 // 3] for number in range(1, 25)}
-    monkeypatch.setattr(sys.modules[__name__], "LABELS", [{"Edema": answers[number]} for number in answers])
+    monkeypatch.setattr(
+        sys.modules[__name__], "LABELS", [{"Edema": answers[number]} for number in answers]
+    )
     inputs = Inputs(prior_image=True)
     result = evaluate(Comparer(answers), inputs, folds=3)
     assert result.results.row("macro_accuracy", "macro").value == 1
     assert result.results.config["folds"] == 3
     assert "prompts" not in {**result.results.config, **result.results.inputs}
-    text = read(write_change_page(result, tmp_path / "index.html", PageHeader(model="m", data="d"))).text
+    text = read(
+        write_change_page(result, tmp_path / "index.html", PageHeader(model="m", data="d"))
+    ).text
     assert "linear probe, cross-validated over 3 folds of patients" in text
     constant = evaluate(Comparer(answers), inputs, folds=3, use_prior=False)
     assert constant.results.row("macro_accuracy", "macro").value < 0.5
@@ -133,7 +180,9 @@ def test_a_linear_probe_reads_the_vector_of_both_images(monkeypatch: pytest.Monk
 def test_scores_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Comparer(ANSWERS)
     monkeypatch.setattr(
-        model, "embed_with_prior", lambda image_BCHW, *_: Embeddings(torch.full((len(image_BCHW), 3), torch.nan))
+        model,
+        "embed_with_prior",
+        lambda image_BCHW, *_: Embeddings(torch.full((len(image_BCHW), 3), torch.nan)),
     )
     with raises(EvaluationError, "nonfinite"):
         evaluate(model, Inputs(prior_image=True))
@@ -177,7 +226,11 @@ def test_prompts_fill_in_the_finding_and_are_read_from_a_file(tmp_path: Path) ->
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps({change: [f"a {change} {{finding}}"] for change in CHANGES}))
     own = load_change_prompts(path)
-    assert own.sentences("Edema") == [["A improving edema"], ["A stable edema"], ["A worsening edema"]]
+    assert own.sentences("Edema") == [
+        ["A improving edema"],
+        ["A stable edema"],
+        ["A worsening edema"],
+    ]
     assert own.sha256 != load_change_prompts().sha256
     for content in (
         "[]",
@@ -207,12 +260,16 @@ def test_page_shows_accuracies_confusion_and_pairs(tmp_path: Path) -> None:
 
 def test_page_counts_a_tie_as_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = Comparer(ANSWERS)
-    monkeypatch.setattr(model, "embed_images", lambda image_BCHW: Embeddings(torch.ones(len(image_BCHW), 3)))
+    monkeypatch.setattr(
+        model, "embed_images", lambda image_BCHW: Embeddings(torch.ones(len(image_BCHW), 3))
+    )
     result = evaluate(model, use_prior=False)
     assert result.results.row("accuracy", "macro").value == 0
     pixels = Pairs().pixels
     header = PageHeader(model="m", data="d")
-    page = write_change_page(result, tmp_path / "index.html", header, pixels=pixels, prior_pixels=pixels)
+    page = write_change_page(
+        result, tmp_path / "index.html", header, pixels=pixels, prior_pixels=pixels
+    )
     text = read(page).text
     assert "a tie" in text
     assert "Correct" not in text
@@ -221,5 +278,7 @@ def test_page_counts_a_tie_as_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_command_needs_a_dual_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["eval", "change", "--checkpoint", str(tmp_path / "none"), "--data", str(tmp_path)])
+        cli.main(
+            ["eval", "change", "--checkpoint", str(tmp_path / "none"), "--data", str(tmp_path)]
+        )
     assert "none" in capsys.readouterr().err

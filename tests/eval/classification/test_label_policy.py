@@ -21,7 +21,8 @@ TABLE = np.array(
 
 
 @pytest.mark.parametrize(
-    ("uncertain", "row"), [("ignore", [NAN] * 3), ("zeros", [0] * 3), ("ones", [1] * 3), ("per_class", [1, 0, NAN])]
+    ("uncertain", "row"),
+    [("ignore", [NAN] * 3), ("zeros", [0] * 3), ("ones", [1] * 3), ("per_class", [1, 0, NAN])],
 )
 def test_policy_converts_uncertain_labels(uncertain, row):
     resolved = LabelPolicy(uncertain=uncertain).resolve(TABLE, NAMES)
@@ -73,7 +74,9 @@ def test_policy_does_not_modify_input():
 
 
 def test_policy_applies_to_other_label_names():
-    resolved = LabelPolicy(uncertain="per_class", missing="ignore").resolve([[1, -1], [NAN, 0]], ("CT", "MR"))
+    resolved = LabelPolicy(uncertain="per_class", missing="ignore").resolve(
+        [[1, -1], [NAN, 0]], ("CT", "MR")
+    )
     np.testing.assert_array_equal(resolved.labels_NL, [[1, NAN], [NAN, 0]])
     assert resolved.contradictions == 0
 

@@ -1,4 +1,6 @@
-"""Comparison of runs: compatibility checks, paired differences compared with a loop, output files."""
+"""Comparison of runs: compatibility checks, paired differences compared with a loop, output
+files.
+"""
 
 import csv
 import dataclasses
@@ -36,7 +38,9 @@ def evaluated(seed: int, patients: int | None = None) -> ZeroShotResult:
     rng = np.random.default_rng(0)
     source = make_source((rng.random((40, 2)) < 0.5).astype(float), NAMES, patients=patients)
     pixels = np.random.default_rng(seed)
-    source.images = [pixels.integers(0, 256, image.shape, dtype=np.uint8) for image in source.images]
+    source.images = [
+        pixels.integers(0, 256, image.shape, dtype=np.uint8) for image in source.images
+    ]
     return zero_shot(FakeModel(), FakeLoader(source), resamples=20, smallest_subgroup=3)
 
 
@@ -61,14 +65,18 @@ def test_paired_difference_matches_loop(home: Path) -> None:
     first, second = evaluated(0, patients=16).images, evaluated(1, patients=16).images
     order = np.argsort([sample.key for sample in first.samples])
     labels_N = first.labels_NL[order, 0]
-    scores = [images.scores_NL[order, list(images.names).index("Edema")] for images in (first, second)]
+    scores = [
+        images.scores_NL[order, list(images.names).index("Edema")] for images in (first, second)
+    ]
     values = []
     for counts_NR in resample_counts(40, 60, 3, [first.samples[n].patient for n in order]):
         for counts_N in counts_NR.T:
             drawn = np.repeat(np.arange(40), counts_N.astype(int))
             both = [roc_auc_score(labels_N[drawn], score[drawn]) for score in scores]
             values.append(both[1] - both[0])
-    assert row.value == pytest.approx(roc_auc_score(labels_N, scores[1]) - roc_auc_score(labels_N, scores[0]))
+    assert row.value == pytest.approx(
+        roc_auc_score(labels_N, scores[1]) - roc_auc_score(labels_N, scores[0])
+    )
     assert (row.low, row.high) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
     assert {"auroc/macro", "average_precision/macro"} <= set(comparison.differences[0])
     assert comparison.notes == ()
@@ -85,10 +93,14 @@ def test_subgroups_are_paired(home: Path) -> None:
         row = comparison.differences[0][name]
         assert row.value == pytest.approx(second.value - first.value)
         assert row.low <= row.value <= row.high
-    assert [name.startswith("auroc/macro") for name in comparison.rows[:1]] == [True], "means come first"
+    assert [name.startswith("auroc/macro") for name in comparison.rows[:1]] == [True], (
+        "means come first"
+    )
 
 
-def test_predictions_without_subgroups_are_paired_over_all_images(home: Path, tmp_path: Path) -> None:
+def test_predictions_without_subgroups_are_paired_over_all_images(
+    home: Path, tmp_path: Path
+) -> None:
     for name in ("first", "second"):
         shutil.copytree(home / name, tmp_path / name)
         path = tmp_path / name / "eval" / "zero_shot" / "predictions.jsonl"
@@ -104,7 +116,9 @@ def test_separators_of_unicode_within_a_prediction_end_no_line(home: Path, tmp_p
     shutil.copytree(home / "first", tmp_path / "first")
     path = tmp_path / "first" / "eval" / "zero_shot" / "predictions.jsonl"
     lines = [{**json.loads(line), "note": "a\u2028b\x85"} for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
+    )
     (differences,) = compared(home / "first", tmp_path / "first", resamples=5).differences
     assert differences["auroc/macro"].value == 0
 
@@ -119,7 +133,9 @@ def test_page_has_summary_differences_curves_and_subgroups(home: Path, tmp_path:
         *("#summary-zero-shot", "#differences-by-class", "#differences-by-subgroup", "#roc-curves"),
         *("#auroc", "#auroc-in-subgroups"),
     ]
-    assert [text for text in reader.text if text in (*NAMES, "all")][:3] == ["all", *NAMES], "the filter"
+    assert [text for text in reader.text if text in (*NAMES, "all")][:3] == ["all", *NAMES], (
+        "the filter"
+    )
     alternatives = [attributes["alt"] for tag, attributes in reader.tags if tag == "img"]
     assert len(alternatives) == 2 + len(NAMES)
     row = comparison.value(1, "auroc/Edema")
@@ -132,12 +148,16 @@ def test_page_has_summary_differences_curves_and_subgroups(home: Path, tmp_path:
         lines = {line["name"]: line for line in csv.DictReader(file)}
     assert list(lines) == ["Mean over classes", *NAMES]
     difference = comparison.differences[0]["auroc/Edema"]
-    assert float(lines["Edema"]["second minus first low"]) == pytest.approx(difference.low, abs=1e-5)
+    assert float(lines["Edema"]["second minus first low"]) == pytest.approx(
+        difference.low, abs=1e-5
+    )
     assert (tmp_path / "index_files" / "differences-zero-shot-by-class.pdf").is_file()
 
 
 def test_paired_interval_excludes_zero_where_separate_intervals_overlap(tmp_path: Path) -> None:
-    """One run is better by 0.01 on every phrase, and the variation between phrases is much larger."""
+    """One run is better by 0.01 on every phrase, and the variation between phrases is much
+    larger.
+    """
     rng = np.random.default_rng(0)
     hard = rng.random(60)
     for name, better in (("a", 0.0), ("b", 0.01)):
@@ -145,11 +165,14 @@ def test_paired_interval_excludes_zero_where_separate_intervals_overlap(tmp_path
     row = compared(tmp_path / "a", tmp_path / "b").differences[0]["cnr/overall"]
     assert (row.low, row.value, row.high) == pytest.approx((0.01, 0.01, 0.01))
     assert (
-        read_results(tmp_path / "a").row("cnr", "overall").high > read_results(tmp_path / "b").row("cnr", "overall").low
+        read_results(tmp_path / "a").row("cnr", "overall").high
+        > read_results(tmp_path / "b").row("cnr", "overall").low
     )
 
 
-def write_grounding(folder: Path, cnr_N: np.ndarray, *, named: bool = True, **settings: Any) -> Results:
+def write_grounding(
+    folder: Path, cnr_N: np.ndarray, *, named: bool = True, **settings: Any
+) -> Results:
     lines = [
         {"key": f"k{number // 2}", "phrase": number % 2, "label": "Edema", "cnr": float(value)}
         | ({"patient": f"p{number % 20}"} if named else {})
@@ -174,7 +197,9 @@ def test_compare_rejects_other_inputs_without_force(tmp_path: Path) -> None:
     write_grounding(tmp_path / "b", np.ones(4), inputs={"checkpoint": "b", "manifest": "0" * 64})
     with raises(EvaluationError, "mismatch", "runs", names="manifest"):
         compared(tmp_path / "a", tmp_path / "b")
-    assert "b and a differ in manifest" in compared(tmp_path / "a", tmp_path / "b", force=True).notes
+    assert (
+        "b and a differ in manifest" in compared(tmp_path / "a", tmp_path / "b", force=True).notes
+    )
     write_grounding(tmp_path / "c", np.ones(4), protocol_version=2)
     with raises(EvaluationError, "mismatch", "runs", names="version 2"):
         compared(tmp_path / "a", tmp_path / "c")
@@ -183,7 +208,9 @@ def test_compare_rejects_other_inputs_without_force(tmp_path: Path) -> None:
 def test_compare_notes_differing_settings(tmp_path: Path) -> None:
     write_grounding(tmp_path / "a", np.ones(4))
     write_grounding(tmp_path / "b", np.ones(4), config={"maps": "attention", "resamples": 7})
-    assert compared(tmp_path / "a", tmp_path / "b").notes == ("maps: similarity (a), attention (b)",)
+    assert compared(tmp_path / "a", tmp_path / "b").notes == (
+        "maps: similarity (a), attention (b)",
+    )
 
 
 def test_compare_notes_unpaired_items_and_missing_patients(tmp_path: Path) -> None:
@@ -191,7 +218,9 @@ def test_compare_notes_unpaired_items_and_missing_patients(tmp_path: Path) -> No
     write_grounding(tmp_path / "b", np.arange(6.0))
     comparison = compared(tmp_path / "a", tmp_path / "b")
     assert comparison.differences == ({},)
-    assert comparison.notes == ("b is not paired with a: their predictions are for different items",)
+    assert comparison.notes == (
+        "b is not paired with a: their predictions are for different items",
+    )
     (tmp_path / "b" / "predictions.jsonl").unlink()
     assert "has no predictions" in compared(tmp_path / "a", tmp_path / "b").notes[0]
     for name in ("c", "d"):
@@ -226,17 +255,26 @@ def test_read_items_gives_the_metrics_of_both_directions(tmp_path: Path) -> None
     assert (items.unit, set(items.groups or ())) == ("patient", {"p0", "p1"})
     of_p1_N1 = np.array([[float(group == "p1")] for group in items.groups or ()])
     drawn = dict(zip(items.rows, items.statistic(of_p1_N1)[0], strict=True))
-    assert np.isnan(drawn["median_rank/text_to_image"]), "each text is drawn with its first image, of the other patient"
+    assert np.isnan(drawn["median_rank/text_to_image"]), (
+        "each text is drawn with its first image, of the other patient"
+    )
     assert drawn["median_rank/image_to_text"] > 0
     metrics = ("recall@1", "recall@5", "recall@10", "median_rank", "mrr")
     whole = [row.name for group in items.without_subgroups for row in group.rows]
-    assert whole == [f"{name}/{side}" for side in ("image_to_text", "text_to_image") for name in metrics]
+    assert whole == [
+        f"{name}/{side}" for side in ("image_to_text", "text_to_image") for name in metrics
+    ]
 
 
 def test_retrieval_of_an_earlier_version_is_paired_by_texts_and_says_so(tmp_path: Path) -> None:
-    loader = FakeLoader(make_source(np.zeros((12, 0)), ()), texts=[f"text {number // 2}" for number in range(12)])
+    loader = FakeLoader(
+        make_source(np.zeros((12, 0)), ()), texts=[f"text {number // 2}" for number in range(12)]
+    )
     result = image_text_retrieval(FakeModel(), loader, resamples=20)
-    lines = [{name: value for name, value in line.items() if name != "patient"} for line in result.predictions()]
+    lines = [
+        {name: value for name, value in line.items() if name != "patient"}
+        for line in result.predictions()
+    ]
     earlier = dataclasses.replace(result.results, protocol_version=1)
     for name in ("a", "b"):
         write_results(earlier, tmp_path / name, lines)
@@ -306,18 +344,34 @@ def test_comparison_shows_dash_for_missing_rows(tmp_path: Path) -> None:
     own = read_results(tmp_path / "a")
     b = Run("b", tmp_path / "a", dataclasses.replace(own, rows=(*own.rows, extra)))
     comparison = compare([Run("a", tmp_path / "a", own), b], resamples=10)
-    assert comparison.rows == ("cnr/overall", "cnr/macro", "miou/overall", "cnr/Edema"), "means first"
+    assert comparison.rows == ("cnr/overall", "cnr/macro", "miou/overall", "cnr/Edema"), (
+        "means first"
+    )
     assert comparison.as_json()["rows"][2]["values"][0] is None
     assert "–" in write_comparison([comparison], tmp_path / "out")[1].read_text()
     noted = dataclasses.replace(comparison, notes=("maps: attention (a), similarity (b)",))
     assert "maps: attention (a)" in write_comparison([noted], tmp_path / "noted")[1].read_text()
 
 
-def test_compare_command_prints_table_and_paths(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_compare_command_prints_table_and_paths(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     out = tmp_path / "report"
-    cli.main(["compare", str(home / "first"), str(home / "second"), "--out", str(out), "--resamples", "20"])
+    cli.main(
+        [
+            "compare",
+            str(home / "first"),
+            str(home / "second"),
+            "--out",
+            str(out),
+            "--resamples",
+            "20",
+        ]
+    )
     printed = capsys.readouterr().out
     before = printed[: printed.index("auroc/Edema ")]
-    assert before.count("second difference") == 2, "the means are a table of their own, before that of the classes"
+    assert before.count("second difference") == 2, (
+        "the means are a table of their own, before that of the classes"
+    )
     assert str(out / "index.html") in printed
     assert (out / "comparison.json").is_file()

@@ -1,6 +1,8 @@
-"""Paired differences of subgroups in every task: one model is worse on half of the women, and nowhere else.
+"""Paired differences of subgroups in every task: one model is worse on half of the women, and
+nowhere else.
 
-What the tasks have in common is that their lines name the groups of the image; the truth is counted by hand.
+What the tasks have in common is that their lines name the groups of the image; the truth is counted
+by hand.
 """
 
 import dataclasses
@@ -20,7 +22,13 @@ from medvl.eval.classification.scored_images import ScoredImages, evaluate_score
 from medvl.eval.compare.compare import Comparison, compare, find_runs
 from medvl.eval.compare.page import format_comparison, write_comparison
 from medvl.eval.compare.readers import read_items
-from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, measure, ranking_metrics, subgroups_of
+from medvl.eval.core.metric_rows import (
+    MetricGroup,
+    label_mean_metrics,
+    measure,
+    ranking_metrics,
+    subgroups_of,
+)
 from medvl.eval.core.results import Results, write_results
 from medvl.eval.dense.detection import DetectedImage, DetectionResult, detection_groups
 from medvl.eval.dense.metrics import (
@@ -46,7 +54,9 @@ from medvl.eval.vqa.predictions import Prediction, VQAData
 from medvl.schema import Sample
 
 COUNT = 48
-SOURCE: FakeSource = make_source((np.random.default_rng(0).random((COUNT, 1)) < 0.5).astype(float), ["Edema"])
+SOURCE: FakeSource = make_source(
+    (np.random.default_rng(0).random((COUNT, 1)) < 0.5).astype(float), ["Edema"]
+)
 SAMPLES: tuple[Sample, ...] = tuple(SOURCE.samples)
 SEX_N = np.array([sample.sex for sample in SAMPLES])
 WORSE_N = (SEX_N == "F") & (np.arange(COUNT) % 4 == 0)
@@ -56,7 +66,9 @@ Made = tuple[Results, Iterable[Mapping[str, Any]]]
 
 def results_of(protocol: str, groups: Sequence[MetricGroup], **config: Any) -> Results:
     rows = measure(groups, COUNT, resamples=0)
-    return Results(protocol=protocol, protocol_version=1, rows=rows, config=config, inputs={"manifest": "m"})
+    return Results(
+        protocol=protocol, protocol_version=1, rows=rows, config=config, inputs={"manifest": "m"}
+    )
 
 
 def of_results(result: Any, results: Results | None = None) -> Made:
@@ -67,25 +79,32 @@ def grounding(worse_N: np.ndarray) -> Made:
     cnr_N = np.where(worse_N, 0.0, 1.0)
     items = tuple(
         GroundedPhrase(
-            position=row, sample=sample, phrase_index=0, phrase=Phrase(text="t", label="Edema", boxes=()),
-            metrics={"cnr": float(cnr_N[row])}, box_share=0.1, unseen_share=0.0,
+            position=row, sample=sample, phrase_index=0, phrase=Phrase(text="t", label="Edema",
+            boxes=()), metrics={"cnr": float(cnr_N[row])}, box_share=0.1, unseen_share=0.0,
         )
         for row, sample in enumerate(SAMPLES)
     )  # fmt: skip
     groups = [label_mean_metrics("cnr", cnr_N, ["Edema"] * COUNT)]
-    return of_results(GroundingResult(results=results_of("grounding", groups), items=items, maps={}))
+    return of_results(
+        GroundingResult(results=results_of("grounding", groups), items=items, maps={})
+    )
 
 
 def retrieval(worse_N: np.ndarray) -> Made:
-    """Every text belongs to two images of one sex, of which both are found, or neither is, if one is worse."""
+    """Every text belongs to two images of one sex, of which both are found, or neither is, if
+    one is worse.
+    """
     text_of_N = np.arange(COUNT) // 4 * 2 + np.arange(COUNT) % 2
-    gallery = Gallery.from_texts([s.key for s in SAMPLES], [str(text) for text in text_of_N], {}, SOURCE)
+    gallery = Gallery.from_texts(
+        [s.key for s in SAMPLES], [str(text) for text in text_of_N], {}, SOURCE
+    )
     image_rank_N = np.where(worse_N, 9, 1)
     text_rank_M = np.ones(COUNT // 2, np.int64)
     np.maximum.at(text_rank_M, gallery.text_of_N.numpy(), image_rank_N)
     ranks = (image_rank_N, text_rank_M)
     results = dataclasses.replace(
-        results_of("image_text_retrieval", [], ks=[1, 5]), rows=rank_rows(gallery, ranks, (1, 5), 0, 0)
+        results_of("image_text_retrieval", [], ks=[1, 5]),
+        rows=rank_rows(gallery, ranks, (1, 5), 0, 0),
     )
     return of_results(RetrievalResult.from_ranks(gallery, ranks, results, SOURCE))
 
@@ -95,29 +114,44 @@ def by_class(worse_N: np.ndarray) -> Made:
     asked = [Query(sample.key, sample.patient, subgroups_of(sample)) for sample in SAMPLES]
     precision_Q1 = np.where(worse_N, 0.0, 1.0)[:, None]
     queries = Queries("", {5: precision_Q1}, np.ones((COUNT, 1)), asked)
-    results = results_of("image_retrieval", [precision_metrics(5, precision_Q1, ["Edema"], "")], ks=[5])
+    results = results_of(
+        "image_retrieval", [precision_metrics(5, precision_Q1, ["Edema"], "")], ks=[5]
+    )
     results = dataclasses.replace(results, details={"chance": {"Edema": 1.0}})
     return of_results(ClassRetrievalResult(results, ("Edema",), (queries,)))
 
 
 def matching(worse_N: np.ndarray) -> Made:
-    scores_N3 = np.stack([np.where(worse_N, -1.0, 1.0), np.zeros(COUNT), np.full(COUNT, np.nan)], axis=1)
+    scores_N3 = np.stack(
+        [np.where(worse_N, -1.0, 1.0), np.zeros(COUNT), np.full(COUNT, np.nan)], axis=1
+    )
     results = results_of("image_text_matching", matching_groups(scores_N3, decides=False))
     items = Items(np.arange(COUNT), (), np.zeros((COUNT, 3), np.int64))
-    return of_results(MatchingResult(results=results, samples=SAMPLES, positions=(), items=items, scores_N3=scores_N3))
+    return of_results(
+        MatchingResult(
+            results=results, samples=SAMPLES, positions=(), items=items, scores_N3=scores_N3
+        )
+    )
 
 
 def vqa(worse_N: np.ndarray) -> Made:
     """Two questions for each image, of which the closed one is always answered."""
     samples = [
         dataclasses.replace(sample, extra={"questions": [
-            {"id": f"{row}o", "question": "what?", "answer": "edema", "answer_type": "open", "split": "test"},
-            {"id": f"{row}c", "question": "is it?", "answer": "yes", "answer_type": "closed", "split": "test"},
+            {"id": f"{row}o", "question": "what?", "answer": "edema", "answer_type": "open",
+            "split": "test"}, {"id": f"{row}c", "question": "is it?", "answer": "yes",
+            "answer_type": "closed", "split": "test"},
         ]}) for row, sample in enumerate(SAMPLES)
     ]  # fmt: skip
     train = Question(id="t", question="is it?", answer="yes", answer_type="closed", split="train")
-    samples.append(dataclasses.replace(SAMPLES[0], key="t", patient="t", extra={"questions": [train.as_json()]}))
-    answers = {f"{row}o": Prediction("no" if worse else "edema") for row, worse in enumerate(worse_N)}
+    samples.append(
+        dataclasses.replace(
+            SAMPLES[0], key="t", patient="t", extra={"questions": [train.as_json()]}
+        )
+    )
+    answers = {
+        f"{row}o": Prediction("no" if worse else "edema") for row, worse in enumerate(worse_N)
+    }
     answers |= {f"{row}c": Prediction("yes") for row in range(COUNT)}
     return of_results(evaluate_answers(VQAData.from_samples(samples), answers, resamples=0))
 
@@ -126,8 +160,8 @@ def reports(worse_N: np.ndarray) -> Made:
     rows = [
         GeneratedReport(
             key=sample.key, patient=sample.patient, reference=f"There is edema, case {row}.",
-            generated="Nothing" if worse_N[row] else f"There is edema, case {row}.", subgroups=subgroups_of(sample),
-            labels={"Edema": 1},
+            generated="Nothing" if worse_N[row] else f"There is edema, case {row}.",
+            subgroups=subgroups_of(sample), labels={"Edema": 1},
         )
         for row, sample in enumerate(SAMPLES)
     ]  # fmt: skip
@@ -141,7 +175,13 @@ def segmentation(worse_N: np.ndarray) -> Made:
     areas = [mask_areas(one, truth_HW, THRESHOLDS) for one in maps]
     auroc_N = np.array([pixel_auroc(one, truth_HW) for one in maps])
     images = tuple(
-        SegmentedImage(position=row, sample=sample, areas=(areas[row],), pixel_auroc_L=auroc_N[row, None], map_LHW=None)
+        SegmentedImage(
+            position=row,
+            sample=sample,
+            areas=(areas[row],),
+            pixel_auroc_L=auroc_N[row, None],
+            map_LHW=None,
+        )
         for row, sample in enumerate(SAMPLES)
     )
     at_half = stack(areas).at(THRESHOLDS.index(0.5))
@@ -150,12 +190,20 @@ def segmentation(worse_N: np.ndarray) -> Made:
     thresholds = {"Edema": MaskThreshold(threshold=0.5, min_share=0.0)}
     dice_N1 = np.where(worse_N, 2 / 3, 1.0)[:, None]
     return of_results(
-        SegmentationResult(results=results, labels=("Edema",), images=images, thresholds=thresholds, dice_NL=dice_N1)
+        SegmentationResult(
+            results=results,
+            labels=("Edema",),
+            images=images,
+            thresholds=thresholds,
+            dice_NL=dice_N1,
+        )
     )
 
 
 def detection(worse_N: np.ndarray, convention: APConvention = AP_CONVENTIONS["coco"]) -> Made:
-    """Every image has a box, found with the same score by all but the worse, whose detection is elsewhere."""
+    """Every image has a box, found with the same score by all but the worse, whose detection is
+    elsewhere.
+    """
     box_14 = np.array([[10.0, 10.1, 20.3, 20.2]])
     found = [ImageDetections(box_14 + 50 * worse, np.array([0.5]), box_14) for worse in worse_N]
     images = tuple(
@@ -163,11 +211,15 @@ def detection(worse_N: np.ndarray, convention: APConvention = AP_CONVENTIONS["co
         for row, sample in enumerate(SAMPLES)
     )[::-1]  # the order of the data is not that of the keys
     thresholds = {"Edema": 0.3}
-    groups = detection_groups([image.detections for image in images], ["Edema"], convention, thresholds)
+    groups = detection_groups(
+        [image.detections for image in images], ["Edema"], convention, thresholds
+    )
     settings = {"name": "coco", **dataclasses.asdict(convention)}
     results = results_of("detection", groups, labels=["Edema"], convention=settings)
     results = dataclasses.replace(results, details={"thresholds": thresholds})
-    return of_results(DetectionResult(results=results, labels=("Edema",), images=images, thresholds=thresholds))
+    return of_results(
+        DetectionResult(results=results, labels=("Edema",), images=images, thresholds=thresholds)
+    )
 
 
 def change(worse_N: np.ndarray) -> Made:
@@ -176,8 +228,8 @@ def change(worse_N: np.ndarray) -> Made:
     results = results_of("change", [change_metrics(scores_N1C, truth_N1, ["Edema"])])
     return of_results(
         ChangeResult(
-            results=results, findings=("Edema",), samples=SAMPLES, positions=(), scores_NLC=scores_N1C,
-            truth_NL=truth_N1,
+            results=results, findings=("Edema",), samples=SAMPLES, positions=(),
+            scores_NLC=scores_N1C, truth_NL=truth_N1,
         )
     )  # fmt: skip
 
@@ -186,11 +238,14 @@ def hidden(worse_N: np.ndarray) -> Made:
     found = tuple(HiddenWord(row, 0, 4, "left", "side") for row in range(COUNT))
     right_N2 = np.where(worse_N, 0.0, 1.0)[:, None].repeat(2, 1)
     columns = {"accuracy@1": right_N2[:, 0], "nll": 1 - right_N2[:, 0]}
-    groups = [label_mean_metrics(name, column_N, ["side"] * COUNT) for name, column_N in columns.items()]
+    groups = [
+        label_mean_metrics(name, column_N, ["side"] * COUNT) for name, column_N in columns.items()
+    ]
     return of_results(
         MaskedPredictionResult(
-            results=results_of("masked_prediction", groups), sentences=Sentences(("",) * COUNT, SAMPLES, found),
-            words=found, filled=("",) * COUNT, right_NK=right_N2, nll_N=1 - right_N2[:, 0],
+            results=results_of("masked_prediction", groups), sentences=Sentences(("",) * COUNT,
+            SAMPLES, found), words=found, filled=("",) * COUNT, right_NK=right_N2,
+            nll_N=1 - right_N2[:, 0],
         )
     )  # fmt: skip
 
@@ -210,11 +265,15 @@ CASES: dict[str, tuple[Callable[[np.ndarray], Made], str, float, float]] = {
     "change": (change, "accuracy/Edema", -0.5, -0.25),
     "masked_prediction": (hidden, "accuracy@1/overall", -0.5, -0.25),
 }
-"""Task -> evaluation by the images that go wrong, a row, and its true differences: of women, and of all."""
+"""Task -> evaluation by the images that go wrong, a row, and its true differences: of women, and
+of all.
+"""
 
 
 def compared(make: Callable[[np.ndarray], Made], folder: Path) -> Comparison:
-    """Return the comparison of a model that is right everywhere with one that is worse on half of the women."""
+    """Return the comparison of a model that is right everywhere with one that is worse on half
+    of the women.
+    """
     for name, worse_N in (("first", np.zeros_like(WORSE_N)), ("second", WORSE_N)):
         write_results(make(worse_N)[0], folder / name, make(worse_N)[1])
     ((_, runs),) = find_runs([folder / "first", folder / "second"]).items()
@@ -226,7 +285,9 @@ def test_the_subgroup_that_became_worse_is_found(task: str, tmp_path: Path) -> N
     make, name, of_women, of_all = CASES[task]
     comparison = compared(make, tmp_path)
     (differences,) = comparison.differences
-    women, men, everyone = (differences[f"{name}{ending}"] for ending in (" (sex: F)", " (sex: M)", ""))
+    women, men, everyone = (
+        differences[f"{name}{ending}"] for ending in (" (sex: F)", " (sex: M)", "")
+    )
     assert women.value == pytest.approx(of_women)
     assert women.high < 0
     assert everyone.value == pytest.approx(of_all)
@@ -235,7 +296,9 @@ def test_the_subgroup_that_became_worse_is_found(task: str, tmp_path: Path) -> N
         row = comparison.value(number, f"{name} (sex: F)")
         assert row is not None
         assert row.low <= row.value <= row.high
-        assert row.value - (comparison.value(0, f"{name} (sex: F)") or row).value == pytest.approx(value)
+        assert row.value - (comparison.value(0, f"{name} (sex: F)") or row).value == pytest.approx(
+            value
+        )
     attributes = {other.partition(" (")[2].partition(":")[0] for other in differences}
     assert {"sex", "view", "projection", "age"} <= attributes
 
@@ -244,15 +307,35 @@ def probe(worse_N: np.ndarray) -> Made:
     labels_N1 = np.array([[float(sample.labels["Edema"])] for sample in SAMPLES])
     scores_N1 = np.where(worse_N[:, None], 1 - labels_N1, labels_N1)
     images = ScoredImages(
-        names=("Edema",), scores_NL=scores_N1, labels_NL=labels_N1, samples=SAMPLES, positions=(), counts={}
+        names=("Edema",),
+        scores_NL=scores_N1,
+        labels_NL=labels_N1,
+        samples=SAMPLES,
+        positions=(),
+        counts={},
     )
-    config = {"fractions": [0.1, 1.0], "bootstrap_unit": "patient", "resamples": 5, "seed": 0, "smallest_subgroup": 3}
+    config = {
+        "fractions": [0.1, 1.0],
+        "bootstrap_unit": "patient",
+        "resamples": 5,
+        "seed": 0,
+        "smallest_subgroup": 3,
+    }
     group = ranking_metrics("auroc", scores_N1, labels_N1, ["Edema"], means=images.means)
-    named = MetricGroup([dataclasses.replace(row, metric="auroc@100%") for row in group.rows], group.statistic)
-    results = evaluate_scores(
-        images, [named], thresholds=None, protocol=("linear_probe", 1), config=config, inputs={"manifest": "m"}
+    named = MetricGroup(
+        [dataclasses.replace(row, metric="auroc@100%") for row in group.rows], group.statistic
     )
-    return of_results(ProbeResult(results=results, images=images, thresholds=None, fractions=(0.1, 1.0)))
+    results = evaluate_scores(
+        images,
+        [named],
+        thresholds=None,
+        protocol=("linear_probe", 1),
+        config=config,
+        inputs={"manifest": "m"},
+    )
+    return of_results(
+        ProbeResult(results=results, images=images, thresholds=None, fractions=(0.1, 1.0))
+    )
 
 
 def test_probes_are_compared_by_subgroup(tmp_path: Path) -> None:
@@ -266,7 +349,9 @@ def test_probes_are_compared_by_subgroup(tmp_path: Path) -> None:
 
 
 def test_text_overlap_of_a_subgroup_is_that_of_its_reports(tmp_path: Path) -> None:
-    """Corpus BLEU counts over the women's reports; the rarity of CIDEr's n-grams stays that of all references."""
+    """Corpus BLEU counts over the women's reports; the rarity of CIDEr's n-grams stays that of
+    all references.
+    """
     comparison = compared(reports, tmp_path)
     rows = [
         GeneratedReport(key=line["key"], patient=line["patient"], reference=line["reference"],
@@ -274,8 +359,18 @@ def test_text_overlap_of_a_subgroup_is_that_of_its_reports(tmp_path: Path) -> No
         for line in reports(WORSE_N)[1] if line["subgroups"]["sex"] == "F"
     ]  # fmt: skip
     alone = evaluate_reports(rows, resamples=0).results
-    stops = ("corpus_bleu_1_with_stops", "corpus_bleu_4_with_stops", "mean_rouge_l_beta_1.2_with_stops")
-    for metric in ("corpus_bleu_1", "corpus_bleu_4", "mean_rouge_l", "mean_meteor_exact_stem", *stops):
+    stops = (
+        "corpus_bleu_1_with_stops",
+        "corpus_bleu_4_with_stops",
+        "mean_rouge_l_beta_1.2_with_stops",
+    )
+    for metric in (
+        "corpus_bleu_1",
+        "corpus_bleu_4",
+        "mean_rouge_l",
+        "mean_meteor_exact_stem",
+        *stops,
+    ):
         assert comparison.differences[0][f"{metric}/report"].value < 0
         row = comparison.value(1, f"{metric}/report (sex: F)")
         assert row is not None
@@ -289,21 +384,32 @@ def test_every_task_has_the_page_and_the_table_of_subgroups(tmp_path: Path) -> N
     contents = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
     own = {"#differences-by-subgroup", "#accuracy-in-subgroups", "#accuracy-baselines-and-variants"}
     assert own <= set(contents)
-    lines = [line for line in format_comparison(comparison).splitlines() if line.startswith("accuracy/open (sex: F)")]
+    lines = [
+        line
+        for line in format_comparison(comparison).splitlines()
+        if line.startswith("accuracy/open (sex: F)")
+    ]
     assert any("-0.500" in line for line in lines)
     ((_, runs),) = find_runs([tmp_path / "second"]).items()
-    assert "accuracy/overall (age: 40-59)" in compare(runs, resamples=10).rows, "one run has a table as well"
+    assert "accuracy/overall (age: 40-59)" in compare(runs, resamples=10).rows, (
+        "one run has a table as well"
+    )
 
 
 def test_small_subgroups_and_predictions_of_earlier_versions_are_left_out(tmp_path: Path) -> None:
     results, lines = matching(WORSE_N)
     old = [{name: value for name, value in line.items() if name != "patient"} for line in lines]
-    few = [line | {"subgroups": {"site": "a" if number < 9 else "b"}} for number, line in enumerate(lines)]
+    few = [
+        line | {"subgroups": {"site": "a" if number < 9 else "b"}}
+        for number, line in enumerate(lines)
+    ]
     for name, chosen in (("old", old), ("few", few)):
         write_results(results, tmp_path / name, chosen)
     assert read_items(tmp_path / "old", results) is None
     items = read_items(tmp_path / "few", results)
     assert items is not None
-    assert [name for name in items.rows if "site" in name] == ["above_other/all (site: b)"], "9 items are too few"
+    assert [name for name in items.rows if "site" in name] == ["above_other/all (site: b)"], (
+        "9 items are too few"
+    )
     ((_, runs),) = find_runs([tmp_path / "old", tmp_path / "few"]).items()
     assert "earlier version" in compare(runs).notes[0]

@@ -34,7 +34,10 @@ def tied_scores(n: int, labels: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
 
 @pytest.mark.parametrize(
     ("metric", "referee"),
-    [("auroc_R", reference.roc_auc_score), ("average_precision_R", reference.average_precision_score)],
+    [
+        ("auroc_R", reference.roc_auc_score),
+        ("average_precision_R", reference.average_precision_score),
+    ],
 )
 def test_each_resample_matches_scikit_learn(metric, referee):
     scores_NL, labels_NL = tied_scores(120, 4)
@@ -61,18 +64,24 @@ def test_values_and_percentiles_match_loop(ours, referee):
     indices_RN = bootstrap.bootstrap_indices(90, RESAMPLES, seed=5)
     for label in range(3):
         known_N = ~np.isnan(labels_NL[:, label])
-        assert value_L[label] == pytest.approx(referee(labels_NL[known_N, label], scores_NL[known_N, label]))
+        assert value_L[label] == pytest.approx(
+            referee(labels_NL[known_N, label], scores_NL[known_N, label])
+        )
         loop = [
             referee(labels_NL[drawn, label], scores_NL[drawn, label])
             for drawn in (drawn_N[known_N[drawn_N]] for drawn_N in indices_RN)
         ]
-        assert (low_L[label], high_L[label]) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))
+        assert (low_L[label], high_L[label]) == pytest.approx(
+            tuple(np.percentile(loop, (2.5, 97.5)))
+        )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 3.0]), st.sampled_from([0.0, 1.0, np.nan])), min_size=2, max_size=30
+        st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 3.0]), st.sampled_from([0.0, 1.0, np.nan])),
+        min_size=2,
+        max_size=30,
     )
 )
 def test_small_columns_match_scikit_learn(rows):
@@ -82,7 +91,9 @@ def test_small_columns_match_scikit_learn(rows):
     if len(set(labels_N[known_N])) < 2:
         assert np.isnan([auroc_L, low_L, high_L]).all()
     else:
-        assert auroc_L[0] == pytest.approx(reference.roc_auc_score(labels_N[known_N], scores_N[known_N]))
+        assert auroc_L[0] == pytest.approx(
+            reference.roc_auc_score(labels_N[known_N], scores_N[known_N])
+        )
         assert np.isnan(low_L[0]) or 0 <= low_L[0] <= high_L[0] <= 1
 
 
@@ -91,13 +102,17 @@ def test_chunk_size_does_not_change_resamples(monkeypatch):
     expected = bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1)
     monkeypatch.setattr(bootstrap, "_CHUNK_ELEMENTS", 500)  # 7 resamples at a time
     assert len(list(bootstrap.resample_counts(70, 50, seed=1))) == 8
-    np.testing.assert_array_equal(bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1), expected)
+    np.testing.assert_array_equal(
+        bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1), expected
+    )
 
 
 def test_seed_changes_interval_but_not_value():
     scores_NL, labels_NL = tied_scores(100, 3)
     value_L, low_L, _ = bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=0)
-    np.testing.assert_array_equal(bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=0)[1], low_L)
+    np.testing.assert_array_equal(
+        bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=0)[1], low_L
+    )
     other = bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1)
     np.testing.assert_array_equal(other[0], value_L)
     assert (other[1] != low_L).all()
@@ -109,7 +124,9 @@ def test_interval_covers_true_auroc_in_95_percent():
     labels_N1 = np.repeat([0.0, 1.0], 60)[:, None]
     covered = 0
     for seed in range(200):
-        _, low_L, high_L = bootstrap_auroc(rng.normal(size=(120, 1)) + labels_N1, labels_N1, resamples=200, seed=seed)
+        _, low_L, high_L = bootstrap_auroc(
+            rng.normal(size=(120, 1)) + labels_N1, labels_N1, resamples=200, seed=seed
+        )
         covered += low_L[0] <= 0.76025 <= high_L[0]
     assert 182 <= covered <= 199
 
@@ -125,18 +142,26 @@ def test_low_is_at_most_high_for_few_resamples(resamples):
 
 
 def test_zero_resamples_give_nan_intervals():
-    auroc_L, low_L, high_L = bootstrap_auroc(np.array([[0.0], [1.0]]), np.array([[0.0], [1.0]]), resamples=0)
+    auroc_L, low_L, high_L = bootstrap_auroc(
+        np.array([[0.0], [1.0]]), np.array([[0.0], [1.0]]), resamples=0
+    )
     assert auroc_L[0] == 1.0
     assert np.isnan([low_L, high_L]).all()
 
 
 @pytest.mark.parametrize(("n", "groups"), [(1, None), (1, ["a"]), (40, ["a"] * 40)])
 def test_a_single_unit_has_no_interval(n, groups):
-    """Its resamples are all the same; `scipy.stats.bootstrap` refuses fewer than two observations."""
-    estimate = bootstrap.bootstrap(lambda counts_NR: counts_NR.mean(axis=0)[:, None], n, resamples=20, groups=groups)
+    """Its resamples are all the same; `scipy.stats.bootstrap` refuses fewer than two
+    observations.
+    """
+    estimate = bootstrap.bootstrap(
+        lambda counts_NR: counts_NR.mean(axis=0)[:, None], n, resamples=20, groups=groups
+    )
     assert estimate.value_K == [1.0]
     assert np.isnan([estimate.low_K, estimate.high_K]).all()
-    two = bootstrap.bootstrap(lambda counts_NR: counts_NR[:1].T, 2, resamples=20, groups=None if n == 1 else ["a", "b"])
+    two = bootstrap.bootstrap(
+        lambda counts_NR: counts_NR[:1].T, 2, resamples=20, groups=None if n == 1 else ["a", "b"]
+    )
     assert two.low_K < two.high_K
 
 
@@ -192,7 +217,9 @@ def test_bootstrap_metric_uses_same_resamples():
     loop = [np.median(values_N[drawn_N]) for drawn_N in bootstrap.bootstrap_indices(50, 40, seed=7)]
     assert median_K[0] == np.median(values_N)
     assert (low_K[0], high_K[0]) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))
-    both = bootstrap_metric(lambda a, b: [a.mean(), (a * b).mean()], values_N, 2 * values_N, resamples=5)
+    both = bootstrap_metric(
+        lambda a, b: [a.mean(), (a * b).mean()], values_N, 2 * values_N, resamples=5
+    )
     assert both[0] == pytest.approx([values_N.mean(), 2 * (values_N**2).mean()])
 
 
@@ -207,7 +234,8 @@ def test_tensors_of_any_precision_and_with_a_gradient_are_accepted(dtype):
         for given_labels in (labels, labels.to(dtype), labels.bool()):
             np.testing.assert_array_equal(metric(scores, given_labels, resamples=20), expected)
     np.testing.assert_array_equal(
-        bootstrap_metric(np.median, scores, resamples=20), bootstrap_metric(np.median, plain, resamples=20)
+        bootstrap_metric(np.median, scores, resamples=20),
+        bootstrap_metric(np.median, plain, resamples=20),
     )
 
 

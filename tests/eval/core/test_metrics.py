@@ -8,7 +8,12 @@ from sklearn import metrics as reference
 from medvl.errors import EvaluationError
 from medvl.eval import choose_threshold
 from medvl.eval.core import bootstrap, bootstrap as curves
-from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, DecisionColumn, ProbabilityColumn
+from medvl.eval.core.metrics import (
+    CALIBRATION_METRICS,
+    DECISION_METRICS,
+    DecisionColumn,
+    ProbabilityColumn,
+)
 
 REFEREES = {
     "f1": reference.f1_score,
@@ -33,16 +38,24 @@ def test_decision_metrics_match_scikit_learn():
     predicted_N = probability_N >= 0.6
     (counts_NR,) = bootstrap.resample_counts(200, 25, seed=1)
     values_RK = DecisionColumn(predicted_N, labels_N).metrics_RK(counts_NR)
-    for drawn_N, values_K in zip(bootstrap.bootstrap_indices(200, 25, seed=1), values_RK, strict=True):
+    for drawn_N, values_K in zip(
+        bootstrap.bootstrap_indices(200, 25, seed=1), values_RK, strict=True
+    ):
         known_N = drawn_N[~np.isnan(labels_N[drawn_N])]
-        expected = [REFEREES[name](labels_N[known_N], predicted_N[known_N]) for name in DECISION_METRICS]
+        expected = [
+            REFEREES[name](labels_N[known_N], predicted_N[known_N]) for name in DECISION_METRICS
+        ]
         assert values_K == pytest.approx(expected)
 
 
 def test_decision_metrics_of_constant_decisions_and_single_class():
-    constant = DecisionColumn(np.array([True, True]), np.array([1.0, 0.0])).metrics_RK(np.ones((2, 1)))[0]
+    constant = DecisionColumn(np.array([True, True]), np.array([1.0, 0.0])).metrics_RK(
+        np.ones((2, 1))
+    )[0]
     assert dict(zip(DECISION_METRICS, constant, strict=True))["mcc"] == 0
-    single = DecisionColumn(np.array([True, False]), np.array([1.0, 1.0])).metrics_RK(np.ones((2, 1)))
+    single = DecisionColumn(np.array([True, False]), np.array([1.0, 1.0])).metrics_RK(
+        np.ones((2, 1))
+    )
     assert np.isnan(single).all()
 
 
@@ -50,7 +63,9 @@ def test_calibration_metrics_match_formulas():
     probability_N, labels_N = sample()
     (counts_NR,) = bootstrap.resample_counts(200, 20, seed=1)
     values_RK = ProbabilityColumn(probability_N, labels_N, bins=15).metrics_RK(counts_NR)
-    for drawn_N, values_K in zip(bootstrap.bootstrap_indices(200, 20, seed=1), values_RK, strict=True):
+    for drawn_N, values_K in zip(
+        bootstrap.bootstrap_indices(200, 20, seed=1), values_RK, strict=True
+    ):
         known_N = drawn_N[~np.isnan(labels_N[drawn_N])]
         probability, positive = probability_N[known_N], labels_N[known_N]
         error = 0.0
@@ -81,7 +96,9 @@ def test_choose_threshold_maximises_rule(rule):
 def test_choose_threshold_returns_highest_midpoint():
     assert choose_threshold([0.1, 0.4, 0.8, 0.9], [0, 0, 1, 1]) == pytest.approx(0.6)
     assert choose_threshold([0.2, 0.4, 0.6, 0.8], [0, 1, 0, 1], "mcc") == pytest.approx(0.7)
-    assert choose_threshold([0.5, 0.5, 0.5], [0, 1, 1]) == 0.5  # only the decision that all are positive is possible
+    assert (
+        choose_threshold([0.5, 0.5, 0.5], [0, 1, 1]) == 0.5
+    )  # only the decision that all are positive is possible
     low = np.nextafter(0.5, 0)
     assert choose_threshold([low, 0.5], [0, 1]) == 0.5  # adjacent floats
 
@@ -99,7 +116,9 @@ def test_roc_curve_matches_scikit_learn_within_band():
     scores_N, labels_N = sample(300, seed=2)
     known_N = ~np.isnan(labels_N)
     curve = curves.roc_curve(scores_N, labels_N, resamples=200)
-    false_T, true_T, _ = reference.roc_curve(labels_N[known_N], scores_N[known_N], drop_intermediate=False)
+    false_T, true_T, _ = reference.roc_curve(
+        labels_N[known_N], scores_N[known_N], drop_intermediate=False
+    )
     np.testing.assert_allclose(curve.false_positive_rate, false_T)
     np.testing.assert_allclose(curve.true_positive_rate, true_T)
     height_G = np.interp(curve.grid_G, false_T, true_T)
@@ -114,7 +133,9 @@ def test_roc_band_matches_loop():
     curve = curves.roc_curve(scores_N, labels_N, resamples=30, seed=9, grid_points=11)
     heights_RG = []
     for drawn_N in bootstrap.bootstrap_indices(60, 30, seed=9):
-        false_T, true_T, _ = reference.roc_curve(labels_N[drawn_N], scores_N[drawn_N], drop_intermediate=False)
+        false_T, true_T, _ = reference.roc_curve(
+            labels_N[drawn_N], scores_N[drawn_N], drop_intermediate=False
+        )
         heights_RG.append(np.interp(curve.grid_G, false_T, true_T))
     np.testing.assert_allclose(curve.low_G, np.percentile(heights_RG, 2.5, axis=0))
     np.testing.assert_allclose(curve.high_G, np.percentile(heights_RG, 97.5, axis=0))
@@ -130,14 +151,18 @@ def test_roc_curve_with_many_thresholds_keeps_corners():
 
 
 def test_roc_band_is_nan_if_most_resamples_have_a_single_class():
-    curve = curves.roc_curve(np.array([0.1, 0.9]), np.array([0.0, 1.0]), resamples=1, groups=["a", "b"])
+    curve = curves.roc_curve(
+        np.array([0.1, 0.9]), np.array([0.0, 1.0]), resamples=1, groups=["a", "b"]
+    )
     assert curve.true_positive_rate.tolist() == [0, 1, 1]
     assert np.isnan(curve.low_G).all()
     assert np.isnan(curve.high_G).all()
 
 
 def test_roc_band_of_a_single_patient_is_nan():
-    curve = curves.roc_curve(np.array([0.1, 0.9, 0.5]), np.array([0.0, 1.0, 0.0]), resamples=20, groups=["a"] * 3)
+    curve = curves.roc_curve(
+        np.array([0.1, 0.9, 0.5]), np.array([0.0, 1.0, 0.0]), resamples=20, groups=["a"] * 3
+    )
     assert np.isnan(curve.low_G).all()
     assert np.isnan(curve.high_G).all()
 
@@ -165,7 +190,9 @@ def test_calibration_bins_merge_equal_probabilities():
 
 
 def test_wilson_interval_matches_known_value():
-    """Compare with Newcombe (1998), table I: 81 of 263 gives 0.2553 to 0.3662; 0 of 20 gives 0 to 0.1611."""
+    """Compare with Newcombe (1998), table I: 81 of 263 gives 0.2553 to 0.3662; 0 of 20 gives 0
+    to 0.1611.
+    """
     low, high = curves.wilson_interval(np.array([81 / 263, 0.0]), np.array([263.0, 20.0]))
     assert low == pytest.approx([0.2553, 0.0], abs=1e-4)
     assert high == pytest.approx([0.3662, 0.1611], abs=1e-4)

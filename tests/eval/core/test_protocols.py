@@ -13,10 +13,19 @@ def test_documented_versions_are_recorded() -> None:
     documented, recorded = {}, {}
     for path in Path(medvl.eval.__file__).parent.rglob("*.py"):
         text = path.read_text()
-        documented |= {name: int(version) for name, version in STATED.findall(ast.get_docstring(ast.parse(text)) or "")}
+        documented |= {
+            name: int(version)
+            for name, version in STATED.findall(ast.get_docstring(ast.parse(text)) or "")
+        }
         recorded |= {
-            name: int(version) for name, version in re.findall(r'PROTOCOL, \w*VERSION = "([a-z_]+)", (\d+)', text)
+            name: int(version)
+            for name, version in re.findall(r'PROTOCOL, \w*VERSION = "([a-z_]+)", (\d+)', text)
         }
     assert documented
     assert {name: recorded.get(name) for name in documented} == documented
-    assert documented.keys() >= {"report_generation", "masked_prediction", "image_text_matching", "class_retrieval"}
+    assert documented.keys() >= {
+        "report_generation",
+        "masked_prediction",
+        "image_text_matching",
+        "class_retrieval",
+    }

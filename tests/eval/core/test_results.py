@@ -20,7 +20,9 @@ from medvl.eval.core.metric_rows import mean_metrics, measure, median_metric
 from medvl.eval.core.results import Results, checkpoint_sha256, package_versions
 
 ROWS = (
-    MetricRow(metric="auroc", target="Edema", value=0.8734, low=0.8121, high=0.921, n=100, n_positive=20),
+    MetricRow(
+        metric="auroc", target="Edema", value=0.8734, low=0.8121, high=0.921, n=100, n_positive=20
+    ),
     MetricRow(metric="auroc", target="Edema", subgroup="sex: F", n=7, n_positive=1),
     MetricRow(metric="auroc", target="macro", value=0.7, low=0.6, high=0.8, n=120),
     MetricRow(metric="f1", target="Edema", value=0.5, n=100, n_positive=20),
@@ -57,7 +59,9 @@ def test_results_name_the_commit_of_a_checkout():
     if shutil.which("git") is None or not (root / ".git").exists():
         assert package_versions()["medvl"] == medvl.__version__
         return
-    head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    head = subprocess.run(
+        ["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout
     version, _, commit = package_versions()["medvl"].partition("+")
     assert version == medvl.__version__
     assert head.startswith(commit.removesuffix(".changed"))
@@ -66,7 +70,9 @@ def test_results_name_the_commit_of_a_checkout():
 
 def test_results_file_is_strict_json(tmp_path):
     (path,) = write_results(make_results(), tmp_path)
-    data = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    data = json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
+    )
     assert data["results_version"] == 1
     assert data["protocol"] == {"name": "zero_shot", "version": 1}
     assert [row["name"] for row in data["metrics"]][:2] == ["auroc/Edema", "auroc/Edema (sex: F)"]
@@ -104,7 +110,8 @@ def test_failed_rename_removes_temporary_file(tmp_path):
         ("{}", "malformed", "KeyError: 'results_version'"),
         ('{"results_version": 99}', "version", "99"),
         (
-            '{"results_version": 1, "protocol": {"name": "a", "version": 1}, "metrics": [{"metric": 1}]}',
+            '{"results_version": 1, "protocol": {"name": "a", "version": 1}, "metrics": '
+            '[{"metric": 1}]}',
             "malformed",
             "KeyError",
         ),
@@ -127,7 +134,9 @@ def test_missing_files_raise_not_found(tmp_path):
 def test_checkpoint_hash_is_hash_of_weights(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     expected = hashlib.sha256(b"weights").hexdigest()
-    assert checkpoint_sha256(tmp_path) == checkpoint_sha256(tmp_path / "model.safetensors") == expected
+    assert (
+        checkpoint_sha256(tmp_path) == checkpoint_sha256(tmp_path / "model.safetensors") == expected
+    )
 
 
 def test_format_table_aligns_columns_and_omits_empty_ones():
@@ -160,7 +169,10 @@ def test_means_and_medians_match_loop():
     values_NK = rng.integers(0, 9, (40, 2)).astype(float)
     values_NK[:5, 1] = np.nan
     rows = measure(
-        [mean_metrics("accuracy", values_NK, ["open", "closed"]), median_metric("median", values_NK[:, 0], "open")],
+        [
+            mean_metrics("accuracy", values_NK, ["open", "closed"]),
+            median_metric("median", values_NK[:, 0], "open"),
+        ],
         40,
         resamples=30,
         seed=2,

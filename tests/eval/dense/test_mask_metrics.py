@@ -60,7 +60,11 @@ def test_areas_are_those_of_the_masks_at_values_equal_to_thresholds(kind: type) 
     map_HW = np.array([[*THRESHOLDS, np.nan]], kind)
     areas = mask_areas(map_HW, np.ones(map_HW.shape, bool), THRESHOLDS)
     masks = [MaskThreshold(threshold=threshold, min_share=0.0)(map_HW) for threshold in THRESHOLDS]
-    assert areas.predicted_NT[0].tolist() == [mask.sum() for mask in masks] == list(range(len(THRESHOLDS), 0, -1))
+    assert (
+        areas.predicted_NT[0].tolist()
+        == [mask.sum() for mask in masks]
+        == list(range(len(THRESHOLDS), 0, -1))
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3])
@@ -80,7 +84,10 @@ def test_dice_and_iou_match_the_naive_implementation(share: float) -> None:
 def test_empty_masks_follow_the_named_rule() -> None:
     """Rows: a correct mask; empty, correctly; empty with a predicted pixel; a missed mask."""
     areas = MaskAreas(
-        *(np.array(x, float) for x in ([[4], [0], [0], [0]], [[4], [0], [1], [0]], [4, 0, 0, 4], [16] * 4))
+        *(
+            np.array(x, float)
+            for x in ([[4], [0], [0], [0]], [[4], [0], [1], [0]], [4, 0, 0, 4], [16] * 4)
+        )
     )
     assert dice(areas)[:, 0].tolist() == [1, 1, 0, 0]  # default; the rule of the SIIM challenge
     np.testing.assert_array_equal(dice(areas, "skip_empty")[:, 0], [1, np.nan, np.nan, 0])
@@ -104,13 +111,21 @@ def test_chosen_mask_threshold_is_the_best(rule: EmptyRule) -> None:
     chosen = choose_mask_threshold(areas, THRESHOLDS, rule)
 
     def value(threshold: MaskThreshold) -> float:
-        numbers = [naive(*pair, threshold)[0] for pair in pairs if rule == "one_if_both_empty" or pair[1].any()]
+        numbers = [
+            naive(*pair, threshold)[0]
+            for pair in pairs
+            if rule == "one_if_both_empty" or pair[1].any()
+        ]
         return float(np.mean(numbers))
 
-    best = max(value(MaskThreshold(threshold=t, min_share=a)) for t in THRESHOLDS for a in MIN_SHARES)
+    best = max(
+        value(MaskThreshold(threshold=t, min_share=a)) for t in THRESHOLDS for a in MIN_SHARES
+    )
     assert value(chosen) == pytest.approx(best)
     empty = stack([mask_areas(map_HW, np.zeros_like(truth), THRESHOLDS) for map_HW, truth in pairs])
-    assert math.isnan(choose_mask_threshold(empty, THRESHOLDS, "skip_empty").threshold)  # no image is left to choose on
+    assert math.isnan(
+        choose_mask_threshold(empty, THRESHOLDS, "skip_empty").threshold
+    )  # no image is left to choose on
 
 
 def test_invalid_maps_are_refused() -> None:
@@ -127,9 +142,13 @@ def test_invalid_maps_are_refused() -> None:
 @pytest.mark.parametrize("kind", [np.uint8, np.int64, np.float32])
 def test_masks_of_numbers_are_those_of_booleans(kind: type) -> None:
     for map_HW, truth in random_maps(3):
-        expected, actual = (mask_areas(map_HW, mask, THRESHOLDS) for mask in (truth, truth.astype(kind)))
+        expected, actual = (
+            mask_areas(map_HW, mask, THRESHOLDS) for mask in (truth, truth.astype(kind))
+        )
         for field in dataclasses.fields(MaskAreas):
-            np.testing.assert_array_equal(getattr(actual, field.name), getattr(expected, field.name))
+            np.testing.assert_array_equal(
+                getattr(actual, field.name), getattr(expected, field.name)
+            )
         np.testing.assert_equal(pixel_auroc(map_HW, truth.astype(kind)), pixel_auroc(map_HW, truth))
     predicted, truth = np.array([[1, 1, 0, 0]], kind), np.array([[1, 0, 1, 0]], bool)
     for values in (predicted, predicted.astype(bool)):
@@ -139,19 +158,28 @@ def test_masks_of_numbers_are_those_of_booleans(kind: type) -> None:
 @pytest.mark.parametrize("value", [255, 0.5, np.nan])
 def test_masks_of_other_numbers_are_refused(value: float) -> None:
     truth = np.array([[0.0, value]])
-    for metric in (lambda mask: mask_areas(np.ones((1, 2)), mask, THRESHOLDS), lambda mask: pixel_auroc(mask, mask)):
+    for metric in (
+        lambda mask: mask_areas(np.ones((1, 2)), mask, THRESHOLDS),
+        lambda mask: pixel_auroc(mask, mask),
+    ):
         with raises(EvaluationError, "out_of_range", "mask"):
             metric(truth)
 
 
 def test_published_rule_of_lvit_smooths_dice_and_gives_empty_pairs_an_iou_of_zero() -> None:
-    areas = MaskAreas(*(np.array(x, float) for x in ([[4], [0], [0]], [[6], [0], [1]], [4, 0, 0], [16] * 3)))
-    np.testing.assert_allclose(dice(areas, "lvit")[:, 0], [(8 + 1e-5) / (10 + 1e-5), 1, 1e-5 / (1 + 1e-5)])
+    areas = MaskAreas(
+        *(np.array(x, float) for x in ([[4], [0], [0]], [[6], [0], [1]], [4, 0, 0], [16] * 3))
+    )
+    np.testing.assert_allclose(
+        dice(areas, "lvit")[:, 0], [(8 + 1e-5) / (10 + 1e-5), 1, 1e-5 / (1 + 1e-5)]
+    )
     assert iou(areas, "lvit")[:, 0].tolist() == [4 / 6, 0, 0]
 
 
 def test_pooled_metrics_count_the_pixels_of_all_images() -> None:
-    areas = MaskAreas(*(np.array(x, float) for x in ([[4], [0], [2]], [[6], [0], [8]], [4, 0, 3], [16] * 3)))
+    areas = MaskAreas(
+        *(np.array(x, float) for x in ([[4], [0], [2]], [[6], [0], [8]], [4, 0, 3], [16] * 3))
+    )
     groups = pooled_metrics({"Mass": areas})
     assert [group.rows[0].metric for group in groups] == ["dice_pooled", "iou_pooled"]
     counts_NR = np.array([[1.0, 0, 2], [1, 3, 0], [1, 0, 1]])

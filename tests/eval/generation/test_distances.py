@@ -38,7 +38,9 @@ def test_frechet_distance_matches_the_root_of_the_product(n, m, dim):
 
 
 def test_frechet_distance_of_gaussians_has_its_closed_form():
-    """Independent dimensions: sum of (difference of means)^2 + (difference of standard deviations)^2."""
+    """Independent dimensions: sum of (difference of means)^2 + (difference of standard
+    deviations)^2.
+    """
     rng = np.random.default_rng(0)
     x_ND, y_MD = rng.normal(size=(40_000, 3)), 2 + 3 * rng.normal(size=(40_000, 3))
     assert frechet_distance(x_ND, y_MD) == pytest.approx(3 * (2**2 + 2**2), rel=0.02)
@@ -66,13 +68,17 @@ def test_distances_are_computed_in_float64(distance, precision):
 
 def test_kernel_distance_is_unbiased_and_subsets_are_not_the_whole_set():
     rng = np.random.default_rng(0)
-    draws = [kernel_distance(rng.normal(size=(12, 3)), rng.normal(size=(12, 3))) for _ in range(2000)]
+    draws = [
+        kernel_distance(rng.normal(size=(12, 3)), rng.normal(size=(12, 3))) for _ in range(2000)
+    ]
     assert abs(np.mean(draws)) < 3 * np.std(draws) / np.sqrt(len(draws))
     assert subset_size(40, 100, 1000) == 20
     near, far = rng.normal(size=(60, 3)), 1 + rng.normal(size=(60, 3))
     values = kernel_distance_subsets(near, far, subsets=10)
     assert values.std() > 0
-    assert values.min() > 10 * abs(kernel_distance_subsets(near, rng.normal(size=(60, 3)), subsets=10).mean())
+    assert values.min() > 10 * abs(
+        kernel_distance_subsets(near, rng.normal(size=(60, 3)), subsets=10).mean()
+    )
     with raises(EvaluationError, "empty", "generated"):
         subset_size(3, 100, 1000)
 
@@ -85,15 +91,22 @@ def test_two_sets_need_equal_features():
 
 def test_jackknife_of_a_difference_of_means_has_the_known_error():
     rng = np.random.default_rng(0)
-    x, y = (FeatureSet(x_ND=rng.normal(size=(400, 1)), groups=[f"{name}{n}" for n in range(400)]) for name in "xy")
+    x, y = (
+        FeatureSet(x_ND=rng.normal(size=(400, 1)), groups=[f"{name}{n}" for n in range(400)])
+        for name in "xy"
+    )
     interval = jackknife(lambda a, b: float(a.mean() - b.mean()), x, y)
     error = np.sqrt(x.x_ND.var(ddof=1) / 400 + y.x_ND.var(ddof=1) / 400)
     assert interval.value == pytest.approx(x.x_ND.mean() - y.x_ND.mean())
-    assert (interval.high - interval.low) / (2 * 1.96) == pytest.approx(error, rel=0.35)  # 20 blocks
+    assert (interval.high - interval.low) / (2 * 1.96) == pytest.approx(
+        error, rel=0.35
+    )  # 20 blocks
 
 
 def test_jackknife_leaves_shared_patients_out_of_both_sets():
-    """The same patients in both sets: their common part cancels only when they are left out together."""
+    """The same patients in both sets: their common part cancels only when they are left out
+    together.
+    """
     rng = np.random.default_rng(0)
     x_ND, groups = rng.normal(size=(400, 1)), [f"p{n}" for n in range(400)]
     x, y = FeatureSet(x_ND=x_ND, groups=groups), FeatureSet(x_ND=x_ND + 1, groups=groups)
@@ -111,7 +124,9 @@ def test_matched_draws_compare_equal_counts_of_other_patients():
         assert len(generated) == len(reference) == len(other) == 7
         assert reference is same
         assert (generated >= 100).all()
-        assert not {int(x) // 2 for x in other[:, 0]} & {int(x) // 2 for x in reference[:, 0]}  # patients
+        assert not {int(x) // 2 for x in other[:, 0]} & {
+            int(x) // 2 for x in reference[:, 0]
+        }  # patients
 
 
 def naive_manifolds(real, fake, k):
@@ -138,7 +153,11 @@ def test_manifolds_match_naive_loops():
 def test_manifolds_see_what_is_missing_and_what_is_wrong():
     rng = np.random.default_rng(0)
     real = rng.normal(size=(300, 2))
-    same, one_mode, noise = rng.normal(size=(300, 2)), 0.01 * rng.normal(size=(300, 2)), 50 + rng.normal(size=(300, 2))
+    same, one_mode, noise = (
+        rng.normal(size=(300, 2)),
+        0.01 * rng.normal(size=(300, 2)),
+        50 + rng.normal(size=(300, 2)),
+    )
     good, narrow, wrong = (manifolds(real, fake).means() for fake in (same, one_mode, noise))
     assert min(good["precision"], good["recall"], good["coverage"]) > 0.9
     assert good["density"] == pytest.approx(1, abs=0.15)
@@ -186,7 +205,9 @@ def test_ms_ssim_matches_naive_loops():
     x = rng.random((2, 24, 24))
     y = np.clip(x + 0.2 * rng.normal(size=x.shape), 0, 1)
     found = ms_ssim(torch.from_numpy(x), torch.from_numpy(y))
-    np.testing.assert_allclose(found, [naive_ms_ssim(a, b, 2) for a, b in zip(x, y, strict=True)], rtol=1e-8)
+    np.testing.assert_allclose(
+        found, [naive_ms_ssim(a, b, 2) for a, b in zip(x, y, strict=True)], rtol=1e-8
+    )
     assert ms_ssim(torch.from_numpy(x), torch.from_numpy(x)).tolist() == pytest.approx([1, 1])
     with raises(EvaluationError, "mismatch", "images"):
         ms_ssim(torch.zeros(1, 8, 8), torch.zeros(1, 8, 8))

@@ -1,4 +1,6 @@
-"""Findings, negations, sides, alignment and use of generated images, each with images that must fail the check."""
+"""Findings, negations, sides, alignment and use of generated images, each with images that must
+fail the check.
+"""
 
 from pathlib import Path
 
@@ -43,7 +45,9 @@ class Judge:
     name, module, transform = "mean", MeanEncoder(), EvalTransform(size=SIZE)
 
 
-def images_of(folder: Path, prompts: list[str], drawn: list[str], seed: int = 0, **options) -> ImageSet:
+def images_of(
+    folder: Path, prompts: list[str], drawn: list[str], seed: int = 0, **options
+) -> ImageSet:
     """Return generated images of some prompts that show other texts."""
     rng = np.random.default_rng(seed)
     images = write_generated(folder, [draw(text, rng) for text in drawn], prompts, **options)
@@ -73,7 +77,8 @@ def images_of(folder: Path, prompts: list[str], drawn: list[str], seed: int = 0,
 CLASSIFIER = FindingClassifier(
     names=("Edema", "Pleural Effusion"),
     probe=LinearProbe(
-        torch.tensor([[-1.0, 1.0, 0, 0], [1.0, 0.0, 0, 0]], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        torch.tensor([[-1.0, 1.0, 0, 0], [1.0, 0.0, 0, 0]], dtype=torch.float64),
+        torch.zeros(2, dtype=torch.float64),
     ),
     standardize=None,
     details={},
@@ -121,10 +126,18 @@ def test_shuffled_prompts_are_one_half_for_the_best_images(asked):
 def test_negations_count_only_prompts_that_name_the_finding(asked, ignorant, tmp_path):
     rows = negated_findings(asked, CLASSIFIER, RESAMPLING)
     effusion = next(row for row in rows if row.target == "Pleural Effusion")
-    assert (effusion.n, effusion.n_positive, effusion.value) == (45, 30, 1)  # 15 prompts deny it, 15 do not name it
+    assert (effusion.n, effusion.n_positive, effusion.value) == (
+        45,
+        30,
+        1,
+    )  # 15 prompts deny it, 15 do not name it
     assert abs(means(negated_findings(ignorant, CLASSIFIER, RESAMPLING)) - 0.5) < 0.25
     # a generator that reads the word and not the negation
-    words = images_of(tmp_path / "words", ["Left pleural effusion.", "No pleural effusion."] * 10, [PROMPTS[0]] * 20)
+    words = images_of(
+        tmp_path / "words",
+        ["Left pleural effusion.", "No pleural effusion."] * 10,
+        [PROMPTS[0]] * 20,
+    )
     assert abs(means(negated_findings(words, CLASSIFIER, RESAMPLING)) - 0.5) < 0.3
 
 
@@ -132,7 +145,10 @@ def test_sides_are_those_of_the_patient(asked, ignorant, tmp_path):
     rows = prompted_sides(asked, CLASSIFIER, Judge, RESAMPLING)
     assert (rows[0].target, rows[0].n, rows[0].n_positive) == ("Pleural Effusion", 30, 15)
     assert means(rows) == 1
-    mirrored = [text.replace("Left", "x").replace("Right", "Left").replace("x", "Right") for text in asked.prompts]
+    mirrored = [
+        text.replace("Left", "x").replace("Right", "Left").replace("x", "Right")
+        for text in asked.prompts
+    ]
     swapped = images_of(tmp_path / "swapped", list(asked.prompts), mirrored)
     assert means(prompted_sides(swapped, CLASSIFIER, Judge, RESAMPLING)) == 0
     assert abs(means(prompted_sides(ignorant, CLASSIFIER, Judge, RESAMPLING)) - 0.5) < 0.3
@@ -144,7 +160,10 @@ def test_sides_are_those_of_the_patient(asked, ignorant, tmp_path):
         ("Small left effusion. No pneumothorax.", {"Pleural Effusion": "left"}),
         ("Bilateral effusions.", {}),
         ("Left effusion. Small right effusion.", {}),
-        ("Right lower lobe consolidation, left effusion.", {"Consolidation": "right", "Pleural Effusion": "left"}),
+        (
+            "Right lower lobe consolidation, left effusion.",
+            {"Consolidation": "right", "Pleural Effusion": "left"},
+        ),
         ("No left effusion.", {}),
         ("No left effusion, small right effusion.", {"Pleural Effusion": "right"}),
     ],
@@ -157,10 +176,14 @@ def test_labels_and_sides_of_prompts_follow_the_conventions(tmp_path):
     prompt = "Probable left pleural effusion."
     images = write_generated(tmp_path, [np.zeros((SIZE, SIZE), np.uint8)], [prompt])
     labels = {
-        name: GeneratedSource(images, {}, name).sample(0).labels["Pleural Effusion"] for name in ("chexpert", "indexed")
+        name: GeneratedSource(images, {}, name).sample(0).labels["Pleural Effusion"]
+        for name in ("chexpert", "indexed")
     }
     assert labels == {"chexpert": -1, "indexed": 1}
-    assert [sides_of(prompt, CONVENTIONS[name]) for name in labels] == [{}, {"Pleural Effusion": "left"}]
+    assert [sides_of(prompt, CONVENTIONS[name]) for name in labels] == [
+        {},
+        {"Pleural Effusion": "left"},
+    ]
     assert GenerationOptions(conventions="indexed").stored()["conventions"] == "indexed"
     with raises(EvaluationError, "unknown_name", "conventions"):
         GenerationOptions(conventions="radiologists")
@@ -168,12 +191,20 @@ def test_labels_and_sides_of_prompts_follow_the_conventions(tmp_path):
 
 def test_double_mirrors_the_half_of_the_patients_side():
     image = np.arange(5)[None, :, None].astype(np.uint8)
-    assert double(image, "left")[0, :, 0].tolist() == [4, 3, 2, 3, 4]  # the patient's left is displayed on the right
+    assert double(image, "left")[0, :, 0].tolist() == [
+        4,
+        3,
+        2,
+        3,
+        4,
+    ]  # the patient's left is displayed on the right
     assert double(image, "right")[0, :, 0].tolist() == [0, 1, 2, 1, 0]
 
 
 class FakeAligner(nn.Module):
-    """Dual-encoder that knows the images: an image of the drawn prompts is embedded as its prompt."""
+    """Dual-encoder that knows the images: an image of the drawn prompts is embedded as its
+    prompt.
+    """
 
     transform = EvalTransform(size=SIZE)
 
@@ -198,16 +229,26 @@ def test_alignment_finds_the_own_prompt(asked, ignorant):
     found = align(asked, FakeAligner(), list(PROMPTS), LoaderOptions(batch=7))
     similarity_NM = (
         FakeAligner()
-        .embed_images(torch.from_numpy(np.stack([asked.source.pixels(n) for n in range(60)]))[:, None])
+        .embed_images(
+            torch.from_numpy(np.stack([asked.source.pixels(n) for n in range(60)]))[:, None]
+        )
         .global_NE
     )
-    np.testing.assert_allclose(found.own_N, similarity_NM[np.arange(60), np.arange(60) % 4].detach(), rtol=1e-5)
+    np.testing.assert_allclose(
+        found.own_N, similarity_NM[np.arange(60), np.arange(60) % 4].detach(), rtol=1e-5
+    )
     rows = {row.metric: row for row in alignment_rows(asked, found, RESAMPLING)}
-    assert (rows["recall@1"].value, rows["median_rank"].value, rows["recall@1"].target) == (1, 1, "4 prompts")
+    assert (rows["recall@1"].value, rows["median_rank"].value, rows["recall@1"].target) == (
+        1,
+        1,
+        "4 prompts",
+    )
     assert rows["alignment"].value > rows["alignment_other"].value
     other = {
         r.metric: r
-        for r in alignment_rows(ignorant, align(ignorant, FakeAligner(), PROMPTS, LoaderOptions()), RESAMPLING)
+        for r in alignment_rows(
+            ignorant, align(ignorant, FakeAligner(), PROMPTS, LoaderOptions()), RESAMPLING
+        )
     }
     assert other["recall@1"].value < 0.6
 
@@ -216,7 +257,9 @@ def test_alignment_with_other_prompts_is_undefined_where_there_is_one(tmp_path):
     images = images_of(tmp_path / "one", [PROMPTS[0]] * 6, [PROMPTS[0]] * 6)
     rows = {
         row.metric: row
-        for row in alignment_rows(images, align(images, FakeAligner(), PROMPTS[:1], LoaderOptions()), RESAMPLING)
+        for row in alignment_rows(
+            images, align(images, FakeAligner(), PROMPTS[:1], LoaderOptions()), RESAMPLING
+        )
     }
     assert np.isnan(rows["alignment_other"].value)
     assert rows["alignment_other"].n == 0
@@ -225,32 +268,44 @@ def test_alignment_with_other_prompts_is_undefined_where_there_is_one(tmp_path):
 
 def test_an_aligner_with_the_generators_text_encoder_is_refused(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    weights = {f"text_encoder.{n}.weight": torch.randn(16, 32, generator=generator) for n in range(3)}
+    weights = {
+        f"text_encoder.{n}.weight": torch.randn(16, 32, generator=generator) for n in range(3)
+    }
     for name in ("aligner", "same", "frozen", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     safetensors.torch.save_file(
         {**weights, "image.weight": torch.zeros(16, 32)}, tmp_path / "aligner/model.safetensors"
     )
-    renamed = {name.replace("text_encoder", "prompt.model"): tensor for name, tensor in weights.items()}
-    safetensors.torch.save_file({**renamed, "unet": torch.ones(40, 40)}, tmp_path / "same/model.safetensors")
+    renamed = {
+        name.replace("text_encoder", "prompt.model"): tensor for name, tensor in weights.items()
+    }
+    safetensors.torch.save_file(
+        {**renamed, "unet": torch.ones(40, 40)}, tmp_path / "same/model.safetensors"
+    )
     renamed["prompt.model.0.weight"] = renamed["prompt.model.0.weight"] + 1e-3
     safetensors.torch.save_file(renamed, tmp_path / "frozen/model.safetensors")
-    safetensors.torch.save_file({"a": torch.randn(16, 32, generator=generator)}, tmp_path / "other/model.safetensors")
+    safetensors.torch.save_file(
+        {"a": torch.randn(16, 32, generator=generator)}, tmp_path / "other/model.safetensors"
+    )
     with raises(ConfigError, "conflict", "aligner"):
         check_separate(tmp_path / "aligner", tmp_path / "same")
     assert check_separate(tmp_path / "aligner", tmp_path / "frozen") == pytest.approx(2 / 3)
     assert check_separate(tmp_path / "aligner", tmp_path / "other") == 0
 
 
-def table(count: int, seed: int, prefix: str, signal: float = 1.0, *, right: bool = True) -> FeatureTable:
+def table(
+    count: int, seed: int, prefix: str, signal: float = 1.0, *, right: bool = True
+) -> FeatureTable:
     """Return features of which one depends on the label, or with `right=False` on its opposite."""
     rng = np.random.default_rng(seed)
     labels_NL = (rng.random((count, 1)) < 0.4).astype(float)
     x_ND = rng.normal(size=(count, 6))
     x_ND[:, :1] += signal * (labels_NL if right else 1 - labels_NL)
     samples = tuple(
-        Sample(key=f"{prefix}{n}", corpus="c", split="s", patient=f"{prefix}{n}", study=f"{prefix}{n}")
+        Sample(
+            key=f"{prefix}{n}", corpus="c", split="s", patient=f"{prefix}{n}", study=f"{prefix}{n}"
+        )
         for n in range(count)
     )
     return FeatureTable(

@@ -1,4 +1,6 @@
-"""Phrase grounding: metrics of a map, rules for unseen pixels, heatmaps of dual-encoders, the page."""
+"""Phrase grounding: metrics of a map, rules for unseen pixels, heatmaps of dual-encoders, the
+page.
+"""
 
 import base64
 import dataclasses
@@ -76,8 +78,12 @@ def test_map_metrics_match_their_formulas(scale: str) -> None:
         scaled = 2 * scaled - 1
     overlaps = []
     for threshold in rules.thresholds:
-        both = sum(scaled[i, j] >= threshold and inside_HW[i, j] for i in range(8) for j in range(8))
-        either = sum(scaled[i, j] >= threshold or inside_HW[i, j] for i in range(8) for j in range(8))
+        both = sum(
+            scaled[i, j] >= threshold and inside_HW[i, j] for i in range(8) for j in range(8)
+        )
+        either = sum(
+            scaled[i, j] >= threshold or inside_HW[i, j] for i in range(8) for j in range(8)
+        )
         overlaps.append(both / either)
         assert values[f"iou@{threshold:g}"] == pytest.approx(both / either)
     assert values["miou"] == pytest.approx(np.mean(overlaps))
@@ -96,7 +102,9 @@ def test_constant_map_scores_like_a_random_guess() -> None:
     values = map_metrics(np.full((8, 8), 0.3, np.float32), corner(), RULES)
     assert values["pointing_game"] == corner().mean() == 0.25
     assert (values["cnr"], values["miou"]) == (0, 0)
-    raw = map_metrics(np.full((8, 8), 0.3, np.float32), corner(), MapRules(scale="none", thresholds=(0.2, 0.4)))
+    raw = map_metrics(
+        np.full((8, 8), 0.3, np.float32), corner(), MapRules(scale="none", thresholds=(0.2, 0.4))
+    )
     assert (raw["cnr"], raw["iou@0.2"], raw["iou@0.4"]) == (0, 0.25, 0)
 
 
@@ -141,13 +149,17 @@ def test_pixels_outside_of_the_crop_are_background_or_dropped() -> None:
     map_HW[:, :2] = np.nan
     map_HW[1, 3] = 2
     filled, seen = np.nan_to_num(map_HW, nan=np.nanmin(map_HW)), slice(2, None)
-    background, drop = (map_metrics(map_HW, corner(), MapRules(unseen=cast(Any, u))) for u in ("background", "drop"))
+    background, drop = (
+        map_metrics(map_HW, corner(), MapRules(unseen=cast(Any, u))) for u in ("background", "drop")
+    )
     assert background == map_metrics(filled, corner(), RULES)
     assert drop == map_metrics(map_HW[:, seen], corner()[:, seen], RULES)
     assert background["iou@0.1"] < drop["iou@0.1"]
     hidden = np.zeros((8, 8), bool)
     hidden[:, :2] = True
-    missed, unknown = (map_metrics(map_HW, hidden, MapRules(unseen=cast(Any, u))) for u in ("background", "drop"))
+    missed, unknown = (
+        map_metrics(map_HW, hidden, MapRules(unseen=cast(Any, u))) for u in ("background", "drop")
+    )
     assert (missed["pointing_game"], missed["iou@0.1"]) == (0, 0)
     assert all(math.isnan(value) for value in unknown.values())
 
@@ -222,7 +234,9 @@ def test_macro_is_the_mean_over_the_same_findings_in_every_resample() -> None:
 
 
 class OracleModel(nn.Module):
-    """A model whose 4 x 4 regions are the vectors of the phrases that their gray values stand for."""
+    """A model whose 4 x 4 regions are the vectors of the phrases that their gray values stand
+    for.
+    """
 
     name = "oracle"
     device = torch.device("cpu")
@@ -230,14 +244,18 @@ class OracleModel(nn.Module):
     def __init__(self, phrases: dict[int, str], fit: str = "squash") -> None:
         super().__init__()
         self.transform = EvalTransform(size=16, fit=cast(Any, fit))
-        self.vectors = {value: torch.from_numpy(text_vector(text)) for value, text in phrases.items()}
+        self.vectors = {
+            value: torch.from_numpy(text_vector(text)) for value, text in phrases.items()
+        }
         self.scale = nn.Parameter(torch.ones(()))
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         assert not self.training
         cell_BP = F.avg_pool2d(image_BCHW.float(), 4).flatten(1).round().int()
         zero = torch.zeros(WIDTH)
-        regions = [torch.stack([self.vectors.get(int(value), zero) for value in row]) for row in cell_BP]
+        regions = [
+            torch.stack([self.vectors.get(int(value), zero) for value in row]) for row in cell_BP
+        ]
         return Embeddings(torch.zeros(len(image_BCHW), WIDTH), torch.stack(regions))
 
     def embed_texts(self, texts: list[str]) -> Embeddings:
@@ -248,7 +266,9 @@ PHRASES = {200: "large left effusion", 100: "the heart is enlarged"}
 
 
 def make_loader(count: int = 6, *, wrong: bool = False, patients: int = 6) -> FakeLoader:
-    """Images of 40 x 80 pixels, published at twice that size, with two regions and their boxes (swapped if `wrong`)."""
+    """Images of 40 x 80 pixels, published at twice that size, with two regions and their boxes
+    (swapped if `wrong`).
+    """
     rng = np.random.default_rng(0)
     samples, pixels = [], []
     for number in range(count):
@@ -265,7 +285,12 @@ def make_loader(count: int = 6, *, wrong: bool = False, patients: int = 6) -> Fa
         extra = {"phrases": phrases, "image_height": 80, "image_width": 160}
         samples.append(
             Sample(
-                key=f"k{number}", corpus="fake", split="test", patient=f"p{number % patients}", study="s", extra=extra
+                key=f"k{number}",
+                corpus="fake",
+                split="test",
+                patient=f"p{number % patients}",
+                study="s",
+                extra=extra,
             )
         )
         pixels.append(image_HW)
@@ -285,7 +310,9 @@ class TransformingLoader(FakeLoader):
 
 
 def evaluate(loader: FakeLoader, **settings: Any) -> GroundingResult:
-    return phrase_grounding(cast(Any, OracleModel(PHRASES)), loader, **{"resamples": 50, **settings})
+    return phrase_grounding(
+        cast(Any, OracleModel(PHRASES)), loader, **{"resamples": 50, **settings}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -306,12 +333,16 @@ def test_oracle_model_points_inside_all_boxes(result: GroundingResult) -> None:
     assert result.results.details["unseen"] == 0
 
 
-def test_a_protocol_is_recorded_with_its_settings_and_contrast(result: GroundingResult, tmp_path: Path) -> None:
+def test_a_protocol_is_recorded_with_its_settings_and_contrast(
+    result: GroundingResult, tmp_path: Path
+) -> None:
     maco = evaluate(make_loader(), protocol="maco")
     config = maco.results.config
     assert (config["protocol"], config["scale"], config["smoothing"]) == ("maco", "signed", 1.5)
     assert (config["contrast"], result.results.config["contrast"]) == ("signed_cnr", "cnr")
-    page = write_grounding_page(maco, tmp_path / "page.html", PageHeader(model="oracle", data="fake")).read_text()
+    page = write_grounding_page(
+        maco, tmp_path / "page.html", PageHeader(model="oracle", data="fake")
+    ).read_text()
     assert "maco; its figures are the Signed CNR" in page
 
 
@@ -321,7 +352,9 @@ def test_swapped_boxes_give_a_pointing_game_of_zero() -> None:
     assert swapped.row("signed_cnr", "overall").value < 0
 
 
-def test_predictions_depend_only_on_their_own_image_and_are_json(result: GroundingResult, tmp_path: Path) -> None:
+def test_predictions_depend_only_on_their_own_image_and_are_json(
+    result: GroundingResult, tmp_path: Path
+) -> None:
     alone = evaluate(make_loader(count=1), resamples=0)
     lines = list(result.predictions())
     assert list(alone.predictions()) == lines[:2]
@@ -374,8 +407,8 @@ def test_boxes_are_scaled_to_the_stored_image(result: GroundingResult) -> None:
 def test_similarity_map_is_the_cosine_with_each_projected_patch() -> None:
     tokenizer = tiny_tokenizer()
     config = ConVIRTConfig(
-        image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64, fit="crop", frozen_text_layers=0,
-        projection_dim=8,
+        image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64, fit="crop",
+        frozen_text_layers=0, projection_dim=8,
     )  # fmt: skip
     model = ConVIRT.build(config, pretrained=False, tokenizer=tokenizer).eval()
     image_BCHW = torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8)
@@ -392,7 +425,11 @@ def test_similarity_map_is_the_cosine_with_each_projected_patch() -> None:
     assert maps[0][:, :18].isnan().all()
     assert not maps[0][:, 20:100].isnan().any()
     side = 64 // grid[0]
-    centers = maps[1].unfold(0, side, side).unfold(1, side, side)[:, :, side // 2 - 1 : side // 2 + 1, side // 2]
+    centers = (
+        maps[1]
+        .unfold(0, side, side)
+        .unfold(1, side, side)[:, :, side // 2 - 1 : side // 2 + 1, side // 2]
+    )
     torch.testing.assert_close(centers.mean(dim=2).flatten(), cosines, atol=0.15, rtol=0)
     with raises(EvaluationError, "unsupported", "maps", names="convirt"):
         choose_maps(model, "attention")
@@ -405,7 +442,9 @@ def test_gloria_uses_its_attention_maps_by_default() -> None:
     texts = ["small left pleural effusion"]
     assert choose_maps(model, None) == "attention"
     (attention,) = phrase_maps(model, image_BCHW, texts, [(50, 70)], maps="attention")
-    torch.testing.assert_close(attention, model.attention_maps(image_BCHW, texts, [(50, 70)])[0], equal_nan=True)
+    torch.testing.assert_close(
+        attention, model.attention_maps(image_BCHW, texts, [(50, 70)])[0], equal_nan=True
+    )
     (similarity,) = phrase_maps(model, image_BCHW, texts, [(50, 70)], maps="similarity")
     assert similarity.shape == attention.shape
     assert torch.equal(similarity.isnan(), attention.isnan())
@@ -431,17 +470,23 @@ def test_similarity_of_a_region_is_that_of_its_best_word() -> None:
 
 
 class WidePatchEncoder(nn.Module):
-    """An encoder whose patches are wider than its pooled vector, as open_clip's are before their projection."""
+    """An encoder whose patches are wider than its pooled vector, as open_clip's are before their
+    projection.
+    """
 
     name, patch_dim, feature_dim = "wide_patch", 6, 4
 
     def __init__(self, *, projects: bool) -> None:
         super().__init__()
         self.backbone = nn.Module()
-        self.backbone.register_parameter("proj", nn.Parameter(torch.randn(6, 4)) if projects else None)
+        self.backbone.register_parameter(
+            "proj", nn.Parameter(torch.randn(6, 4)) if projects else None
+        )
 
     def forward(self, image_BCHW: Tensor) -> ImageFeatures:
-        return ImageFeatures(torch.zeros(len(image_BCHW), 4), torch.ones(len(image_BCHW), 9, 6), (3, 3))
+        return ImageFeatures(
+            torch.zeros(len(image_BCHW), 4), torch.ones(len(image_BCHW), 9, 6), (3, 3)
+        )
 
 
 class WidePatchModel(nn.Module):
@@ -461,7 +506,9 @@ def test_patches_and_texts_of_different_spaces_are_refused() -> None:
 def test_patches_use_the_projection_of_the_encoder() -> None:
     model, image_BCHW = WidePatchModel(projects=True), torch.zeros(2, 1, 6, 6)
     patches_BPE, grid = embed_patches(cast(Any, model), image_BCHW)
-    expected = model.image_head(torch.ones(2, 9, 6) @ cast(Tensor, model.image_encoder.backbone.proj))
+    expected = model.image_head(
+        torch.ones(2, 9, 6) @ cast(Tensor, model.image_encoder.backbone.proj)
+    )
     torch.testing.assert_close(patches_BPE, expected)
     assert grid == (3, 3)
     with raises(EvaluationError, "unsupported", names="wide_patch"):
@@ -487,7 +534,9 @@ def test_picture_has_heat_boxes_and_a_darkened_border() -> None:
     map_HW = np.zeros((20, 40), np.float32)
     map_HW[5:10, 25:30] = 1
     map_HW[:, :10] = np.nan
-    drawn = draw_grounding(np.full((20, 40), 100, np.uint8), map_HW, [Box(4, 24, 8, 8)], side=80).astype(int)
+    drawn = draw_grounding(
+        np.full((20, 40), 100, np.uint8), map_HW, [Box(4, 24, 8, 8)], side=80
+    ).astype(int)
     assert drawn.shape == (40, 80, 3)
     assert drawn[18, 58, 0] > drawn[18, 58, 2] + 60  # heat
     assert (drawn[11, 51 - 4 : 51 + 5] > 200).all(axis=1).any()  # the ring around the peak
@@ -496,7 +545,9 @@ def test_picture_has_heat_boxes_and_a_darkened_border() -> None:
     assert (drawn[30, 30] == 100).all()
 
 
-def test_page_shows_every_finding_and_the_kept_maps(result: GroundingResult, tmp_path: Path) -> None:
+def test_page_shows_every_finding_and_the_kept_maps(
+    result: GroundingResult, tmp_path: Path
+) -> None:
     source = make_loader().source
     path = write_grounding_page(
         result,
@@ -509,7 +560,19 @@ def test_page_shows_every_finding_and_the_kept_maps(result: GroundingResult, tmp
     pictures = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', html)
     assert len(pictures) == 4
     assert max(Image.open(io.BytesIO(base64.b64decode(pictures[0]))).size) == 384
-    for word in ("fake &lt;b&gt;", "Pleural Effusion", "large left effusion", "Mean IoU", "Signed CNR", "2026-01-01"):
+    for word in (
+        "fake &lt;b&gt;",
+        "Pleural Effusion",
+        "large left effusion",
+        "Mean IoU",
+        "Signed CNR",
+        "2026-01-01",
+    ):
         assert word in html
     assert "<script" not in html
-    assert "<img" not in write_grounding_page(result, tmp_path / "q.html", PageHeader(model="m", data="d")).read_text()
+    assert (
+        "<img"
+        not in write_grounding_page(
+            result, tmp_path / "q.html", PageHeader(model="m", data="d")
+        ).read_text()
+    )

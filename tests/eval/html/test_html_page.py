@@ -51,9 +51,13 @@ def source():
 
 @pytest.fixture(scope="module")
 def result(source) -> ZeroShotResult:
-    valid = make_source((np.random.default_rng(1).random((40, 3)) < 0.4).astype(float), NAMES, prefix="v")
+    valid = make_source(
+        (np.random.default_rng(1).random((40, 3)) < 0.4).astype(float), NAMES, prefix="v"
+    )
     prompts = load_prompts("chexpert_ensemble").select(NAMES)
-    return zero_shot(FakeModel(), FakeLoader(source), prompts, valid_loader=FakeLoader(valid), resamples=20)
+    return zero_shot(
+        FakeModel(), FakeLoader(source), prompts, valid_loader=FakeLoader(valid), resamples=20
+    )
 
 
 def noise(position: int) -> np.ndarray:
@@ -71,7 +75,11 @@ def page(result, tmp_path_factory) -> Path:
 def test_page_shows_inputs_and_results(result, page):
     text = read(page).text
     joined = "\n".join(text)
-    for expected in ("Zero-shot findings: ConVIRT", "Fake test, 60 images of 60 patients", "2026-01-31"):
+    for expected in (
+        "Zero-shot findings: ConVIRT",
+        "Fake test, 60 images of 60 patients",
+        "2026-01-31",
+    ):
         assert expected in joined
     assert f"chexpert_ensemble, version 1 (sha256 {result.prompts.sha256[:12]})" in joined
     assert "no finding: implied, uncertain: ignore, missing: negative" in joined
@@ -86,7 +94,9 @@ def test_page_shows_inputs_and_results(result, page):
 
 def test_page_loads_no_resources_and_no_scripts(page):
     check_resources(page)
-    (policy,) = [attributes["content"] for _, attributes in read(page).tags if attributes.get("http-equiv")]
+    (policy,) = [
+        attributes["content"] for _, attributes in read(page).tags if attributes.get("http-equiv")
+    ]
     assert policy.startswith("default-src 'none'; img-src data:")
 
 
@@ -97,7 +107,11 @@ def test_pictures_have_alternative_text(page):
     assert len(plots) == 1 + 2 * 3  # Fracture has no curve
     assert len(thumbnails) == 2 * 3 * 3
     starts = {image["alt"].partition(":")[0] for image in plots}
-    assert starts >= {"ROC curve of Edema", "Histograms of the scores for Edema", "Calibration of Pneumonia"}
+    assert starts >= {
+        "ROC curve of Edema",
+        "Histograms of the scores for Edema",
+        "Calibration of Pneumonia",
+    }
     for image in plots:
         assert b"<svg" in base64.b64decode(image["src"].partition(",")[2])
     for image in thumbnails:
@@ -105,7 +119,10 @@ def test_pictures_have_alternative_text(page):
         pixels = np.asarray(picture.convert("L"))
         assert pixels.std() > 5
         assert max(picture.size) == 192
-        assert re.match(r"(image|.* view), (positive|negative) for \w+, score 0\.\d+ \(one of the ", image["alt"])
+        assert re.match(
+            r"(image|.* view), (positive|negative) for \w+, score 0\.\d+ \(one of the ",
+            image["alt"],
+        )
 
 
 def test_gallery_shows_images_with_extreme_scores(result, page):
@@ -123,13 +140,20 @@ def test_gallery_shows_images_with_extreme_scores(result, page):
 @pytest.mark.fault("S14")
 def test_page_escapes_text(result, tmp_path):
     hostile = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
-    path = write_zero_shot_page(result, tmp_path / "page.html", PageHeader(model=hostile, data='"><b>', date=hostile))
+    path = write_zero_shot_page(
+        result, tmp_path / "page.html", PageHeader(model=hostile, data='"><b>', date=hostile)
+    )
     reader = read(path)
     assert f"Zero-shot findings: {hostile}" in reader.text
     assert "script" not in {tag for tag, _ in reader.tags}
     table = Table(title=hostile, columns=["", hostile], rows=[[hostile, hostile]], caption=hostile)
     page = Page(
-        title="", subtitle="", headlines=[(hostile,) * 3], facts=[(hostile,) * 2], sections=[table], limits=[hostile]
+        title="",
+        subtitle="",
+        headlines=[(hostile,) * 3],
+        facts=[(hostile,) * 2],
+        sections=[table],
+        limits=[hostile],
     )
     reader = read(write_page(page, tmp_path / "other.html"))
     assert reader.text.count(hostile) == 11
@@ -142,36 +166,54 @@ def test_page_omits_unreadable_images(result, tmp_path, caplog):
             raise ImageError("damaged", "truncated")
         return noise(position)
 
-    path = write_zero_shot_page(result, tmp_path / "page.html", PageHeader(model="m", data="d"), pixels=broken)
-    thumbnails = [a for tag, a in read(path).tags if tag == "img" and a["src"].startswith("data:image/jpeg")]
+    path = write_zero_shot_page(
+        result, tmp_path / "page.html", PageHeader(model="m", data="d"), pixels=broken
+    )
+    thumbnails = [
+        a for tag, a in read(path).tags if tag == "img" and a["src"].startswith("data:image/jpeg")
+    ]
     assert 0 < len(thumbnails) < 18
     assert "is left out of the page: it could not be read" in caplog.text
 
 
 def test_page_omits_missing_metrics(source, tmp_path):
     prompts = dataclasses.replace(load_prompts("chexpert_ensemble"), scoring="margin").select(NAMES)
-    result = zero_shot(FakeModel(), FakeLoader(source), prompts, resamples=0, smallest_subgroup=1000)
+    result = zero_shot(
+        FakeModel(), FakeLoader(source), prompts, resamples=0, smallest_subgroup=1000
+    )
     path = write_zero_shot_page(result, tmp_path / "page.html", PageHeader(model="m", data="d"))
     text = "\n".join(read(path).text)
-    for absent in ("Calibration", "Brier", "Threshold\n", "Subgroups", "Images\n", "Date"):  # neither in the contents
+    for absent in (
+        "Calibration",
+        "Brier",
+        "Threshold\n",
+        "Subgroups",
+        "Images\n",
+        "Date",
+    ):  # neither in the contents
         assert absent not in text
     assert "none (no validation images)" in text
 
 
 def test_page_is_deterministic(result, page, tmp_path):
     again = write_zero_shot_page(
-        result, tmp_path / "index.html", PageHeader(model="ConVIRT", data="Fake test", date="2026-01-31"), pixels=noise
+        result,
+        tmp_path / "index.html",
+        PageHeader(model="ConVIRT", data="Fake test", date="2026-01-31"),
+        pixels=noise,
     )
     assert again.read_bytes() == page.read_bytes()
     files, first = (
-        {path.name: path.read_bytes() for path in (of.parent / "index_files").iterdir()} for of in (again, page)
+        {path.name: path.read_bytes() for path in (of.parent / "index_files").iterdir()}
+        for of in (again, page)
     )
     assert files == first
 
 
 def test_plots_do_not_use_global_matplotlib_state():
     code = (
-        "import sys; from medvl.eval import write_zero_shot_page; assert 'matplotlib' not in sys.modules\n"
+        "import sys; from medvl.eval import write_zero_shot_page; assert 'matplotlib' not in "
+        "sys.modules\n"
         "import numpy as np; from medvl.eval.html import plots\n"
         "plots.score_plot('s', np.arange(4.0), np.array([0, 1, 0, 1.0]), None)\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
@@ -180,8 +222,12 @@ def test_plots_do_not_use_global_matplotlib_state():
 
 
 def test_scores_that_differ_by_rounding_are_plotted():
-    """Probabilities that a sigmoid rounds to 1 or to the number before; NumPy has no 24 bins between them."""
-    plot = plots.score_plot("s", np.array([1.0, np.nextafter(1, 0), 1.0]), np.array([0.0, 1.0, 1.0]), None)
+    """Probabilities that a sigmoid rounds to 1 or to the number before; NumPy has no 24 bins
+    between them.
+    """
+    plot = plots.score_plot(
+        "s", np.array([1.0, np.nextafter(1, 0), 1.0]), np.array([0.0, 1.0, 1.0]), None
+    )
     assert plot.svg.startswith(b"<?xml")
 
 
@@ -200,7 +246,10 @@ def test_header_facts_list_inputs_intervals_and_protocol():
         packages={"medvl": "1.2"},
     )
     facts = header_facts(
-        results, PageHeader(model="m", data="d", date="today"), units="texts", extra=[("Maps", "cosine")]
+        results,
+        PageHeader(model="m", data="d", date="today"),
+        units="texts",
+        extra=[("Maps", "cosine")],
     )
     assert facts == [
         ("Date", "today"),
@@ -211,7 +260,10 @@ def test_header_facts_list_inputs_intervals_and_protocol():
         ("Protocol", "p, version 3"),
         ("Software", "medvl 1.2, torch ?"),
     ]
-    assert header_facts(results, PageHeader(model="m", data="d", date=None), units="texts")[0][0] == "Checkpoint"
+    assert (
+        header_facts(results, PageHeader(model="m", data="d", date=None), units="texts")[0][0]
+        == "Checkpoint"
+    )
     row = MetricRow(metric="x", target="y", value=0.5, low=0.25, high=0.75)
     assert headline("X", row) == ("X", "0.500", "[0.250, 0.750]")
     assert headline("X", MetricRow(metric="x", target="y")) == ("X", "-", "")
@@ -222,11 +274,17 @@ def test_files_beside_the_page_hold_tables_and_plots(result, page):
     row = result.results.row("auroc", "Edema")
     with (folder / "summary-by-finding.csv").open(newline="") as file:
         lines = {line["name"]: line for line in csv.DictReader(file)}
-    assert [float(lines["Edema"][name]) for name in ("AUROC", "AUROC low", "AUROC high")] == pytest.approx(
-        [row.value, row.low, row.high], abs=1e-5
+    assert [
+        float(lines["Edema"][name]) for name in ("AUROC", "AUROC low", "AUROC high")
+    ] == pytest.approx([row.value, row.low, row.high], abs=1e-5)
+    assert (
+        f"| Edema | {row.value:.3f} \\[{row.low:.3f}"
+        in (folder / "summary-by-finding.md").read_text()
     )
-    assert f"| Edema | {row.value:.3f} \\[{row.low:.3f}" in (folder / "summary-by-finding.md").read_text()
-    assert f"Edema & {row.value:.3f} {{\\scriptsize [" in (folder / "summary-by-finding.tex").read_text()
+    assert (
+        f"Edema & {row.value:.3f} {{\\scriptsize ["
+        in (folder / "summary-by-finding.tex").read_text()
+    )
     for plot in ("roc-all", "roc-edema", "scores-edema", "calibration-edema"):
         assert (folder / f"{plot}.svg").read_bytes().startswith(b"<?xml")
         assert (folder / f"{plot}.pdf").read_bytes().startswith(b"%PDF")
@@ -234,7 +292,11 @@ def test_files_beside_the_page_hold_tables_and_plots(result, page):
 
 def test_pictures_beside_the_page_are_those_of_the_page(result, page):
     folder = page.parent / "index_files"
-    shown = [value["src"] for tag, value in read(page).tags if tag == "img" and value["src"].startswith(JPEG)]
+    shown = [
+        value["src"]
+        for tag, value in read(page).tags
+        if tag == "img" and value["src"].startswith(JPEG)
+    ]
     (listed,) = folder.glob("*-pictures.csv")
     with listed.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -248,7 +310,12 @@ def test_heat_maps_of_strips_and_cards_are_linked_and_listed(tmp_path):
     noise_HW = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
     scale = ColorScale(low="0.1", high="0.7")
     pictures = [
-        Picture(source=thumbnail_uri(noise_HW), alternative="a map", lines=("Edema", "cosine"), scale=scale),
+        Picture(
+            source=thumbnail_uri(noise_HW),
+            alternative="a map",
+            lines=("Edema", "cosine"),
+            scale=scale,
+        ),
         Picture(source=thumbnail_uri(noise_HW.T.copy()), alternative="another"),
     ]
     card = Card(title="Case 1", pictures=pictures[:1], choices=(), lines=(), tags=())
@@ -259,12 +326,21 @@ def test_heat_maps_of_strips_and_cards_are_linked_and_listed(tmp_path):
     page = Page(title="", subtitle="", headlines=[], facts=[], sections=sections, limits=[])
     path = write_page(page, tmp_path / "index.html")
     files = sorted(file.name for file in (tmp_path / "index_files").iterdir())
-    assert files == ["cases-pictures.csv", "heat-maps-001.jpg", "heat-maps-002.jpg", "heat-maps-pictures.csv"]
+    assert files == [
+        "cases-pictures.csv",
+        "heat-maps-001.jpg",
+        "heat-maps-002.jpg",
+        "heat-maps-pictures.csv",
+    ]
     assert (tmp_path / "index_files" / files[3]).read_text().splitlines()[1] == (
         "heat-maps-001.jpg,Edema,a map,Edema | cosine,0.1 to 0.7"
     )
     assert "heat-maps-001.jpg,Right: Case 1," in (tmp_path / "index_files" / files[0]).read_text()
-    links = [value["href"] for tag, value in read(path).tags if tag == "a" and value["href"].endswith(".jpg")]
+    links = [
+        value["href"]
+        for tag, value in read(path).tags
+        if tag == "a" and value["href"].endswith(".jpg")
+    ]
     assert links == [f"index_files/heat-maps-00{number}.jpg" for number in (1, 2, 1)]
 
 
@@ -287,10 +363,18 @@ def test_files_of_an_earlier_page_are_removed(tmp_path):
 def test_sections_beyond_the_first_screens_are_folded(tmp_path):
     table = Table(title="Long", columns=["", "n"], rows=[[str(row), "1"] for row in range(40)])
     shorter = dataclasses.replace(table, title="Short", rows=table.rows[:3])
-    page = Page(title="", subtitle="", headlines=[], facts=[], sections=[table, table, shorter], limits=[])
+    page = Page(
+        title="", subtitle="", headlines=[], facts=[], sections=[table, table, shorter], limits=[]
+    )
     reader = read(write_page(page, tmp_path / "index.html"))
-    assert sum(tag == "details" for tag, _ in reader.tags) == 1, "neither the summary nor what still fits"
-    assert [value["href"] for tag, value in reader.tags if tag == "a"][:3] == ["#long", "#long-1", "#short"]
+    assert sum(tag == "details" for tag, _ in reader.tags) == 1, (
+        "neither the summary nor what still fits"
+    )
+    assert [value["href"] for tag, value in reader.tags if tag == "a"][:3] == [
+        "#long",
+        "#long-1",
+        "#short",
+    ]
 
 
 def test_rows_and_strips_can_be_filtered_by_finding(result, page):
@@ -298,16 +382,24 @@ def test_rows_and_strips_can_be_filtered_by_finding(result, page):
     options = [attributes["value"] for tag, attributes in reader.tags if tag == "option"]
     assert options == ["", *(str(number) for number in range(len(result.images.names)))]
     marked = [
-        attributes["data-finding"] for tag, attributes in reader.tags if tag == "tr" and "data-finding" in attributes
+        attributes["data-finding"]
+        for tag, attributes in reader.tags
+        if tag == "tr" and "data-finding" in attributes
     ]
     assert set(marked) == {"0", "1", "2"}
-    assert page.read_text().count(':checked) [data-finding]:not([data-finding="') == len(result.images.names)
+    assert page.read_text().count(':checked) [data-finding]:not([data-finding="') == len(
+        result.images.names
+    )
 
 
 def test_long_texts_open_to_the_full_text(tmp_path):
     text = " ".join(f"word{number}" for number in range(60))
     card = Card(
-        title=text, pictures=[], choices=[Choice(text=text, score=0.5, right=True)], lines=[("Its own", text)], tags=[]
+        title=text,
+        pictures=[],
+        choices=[Choice(text=text, score=0.5, right=True)],
+        lines=[("Its own", text)],
+        tags=[],
     )
     cards = Cards(title="Cards", decks=[Deck(title="All", cards=[card], good=True)])
     page = Page(title="", subtitle="", headlines=[], facts=[], sections=[cards], limits=[])
@@ -337,7 +429,13 @@ def test_bars_are_drawn_on_an_axis_around_their_values(values, axis):
 
 
 def test_latex_and_markdown_escape_special_characters():
-    table = Table(title="50% & more_", columns=["", "a|b"], rows=[["x_1", Cell(text="–")]], caption="#1", strong_rows=1)
+    table = Table(
+        title="50% & more_",
+        columns=["", "a|b"],
+        rows=[["x_1", Cell(text="–")]],
+        caption="#1",
+        strong_rows=1,
+    )
     latex = as_latex(table)
     assert r"\caption{50\% \& more\_. \#1}" in latex
     assert r"\textbf{x\_1} & \textbf{--} \\" in latex

@@ -45,7 +45,9 @@ def test_peak_ratio_is_maximum_over_mean():
     assert peak_ratio(np.zeros((2, 2))) == 0
 
 
-@pytest.mark.parametrize("pixels", [np.full((60, 100), 90, np.uint8), np.full((60, 100, 3), 90, np.uint8)])
+@pytest.mark.parametrize(
+    "pixels", [np.full((60, 100), 90, np.uint8), np.full((60, 100, 3), 90, np.uint8)]
+)
 def test_draw_map_colors_maximum_and_darkens_cropped_area(pixels):
     map_hw = np.full((6, 6), 0.01)
     map_hw[1, 4] = 0.5
@@ -69,4 +71,7 @@ def test_draw_map_leaves_flat_map_pale():
     nearly = draw_map(pixels, 1 + 0.02 * rng.random((4, 4)), WHOLE).astype(int)
     pointed = np.ones((4, 4))
     pointed[0, 0] = 4
-    assert np.abs(nearly - 120).max() < np.abs(draw_map(pixels, pointed, WHOLE).astype(int) - 120).max() / 3
+    assert (
+        np.abs(nearly - 120).max()
+        < np.abs(draw_map(pixels, pointed, WHOLE).astype(int) - 120).max() / 3
+    )

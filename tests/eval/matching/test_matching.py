@@ -43,7 +43,9 @@ def make_model(name: str) -> Any:
 
 def test_texts_are_own_next_other_and_mirror() -> None:
     items = choose_texts(["left a", "left a", "", "b", "right  a"], ["p", "q", "q", "q", "r"])
-    named = [tuple(items.texts[index] if index >= 0 else None for index in row) for row in items.text_N3]
+    named = [
+        tuple(items.texts[index] if index >= 0 else None for index in row) for row in items.text_N3
+    ]
     assert items.position_N.tolist() == [0, 1, 3, 4]
     assert named == [
         ("left a", "b", "right a"),
@@ -61,7 +63,10 @@ def test_texts_are_own_next_other_and_mirror() -> None:
 def test_scores_are_those_of_each_pair_alone(name: str) -> None:
     loader, model = make_loader(), make_model(name)
     result = image_text_matching(model, loader, resamples=20)
-    pixels = {sample.key: image for sample, image in zip(loader.source.samples, loader.source.images, strict=True)}
+    pixels = {
+        sample.key: image
+        for sample, image in zip(loader.source.samples, loader.source.images, strict=True)
+    }
     for row, sample in enumerate(result.samples):
         image_BCHW = torch.from_numpy(pixels[sample.key])[None, None]
         for column in (OWN, OTHER, MIRROR):
@@ -70,10 +75,14 @@ def test_scores_are_those_of_each_pair_alone(name: str) -> None:
                 continue
             text = [result.text(row, column)]
             if isinstance(model, FusionModel):
-                logits = model.match(model.text_tokens(*model.tokenize(text)), model.image_tokens(image_BCHW))[0]
+                logits = model.match(
+                    model.text_tokens(*model.tokenize(text)), model.image_tokens(image_BCHW)
+                )[0]
                 expected = logits[1] - logits[0]
             else:
-                expected = model.similarity(model.embed_images(image_BCHW), model.embed_texts(text))[0, 0]
+                expected = model.similarity(
+                    model.embed_images(image_BCHW), model.embed_texts(text)
+                )[0, 0]
             assert result.scores_N3[row, column] == pytest.approx(float(expected), abs=1e-4)
 
 
@@ -81,10 +90,16 @@ def test_metrics_and_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     """Own 1, others -1 and 1 in turn, mirrors 0: half of the other texts tie."""
     model, loader = make_model("dual_stream"), make_loader(count=8)
 
-    def fake(_: Any, __: Any, image_Q: torch.Tensor, text_Q: torch.Tensor, ___: Any) -> torch.Tensor:
-        items = choose_texts([text.strip() for text in loader.texts], [s.patient for s in loader.source.samples])
+    def fake(
+        _: Any, __: Any, image_Q: torch.Tensor, text_Q: torch.Tensor, ___: Any
+    ) -> torch.Tensor:
+        items = choose_texts(
+            [text.strip() for text in loader.texts], [s.patient for s in loader.source.samples]
+        )
         place = {
-            (row, int(text)): column for row, texts in enumerate(items.text_N3) for column, text in enumerate(texts)
+            (row, int(text)): column
+            for row, texts in enumerate(items.text_N3)
+            for column, text in enumerate(texts)
         }
         values = [
             (1, -1 if row % 2 else 1, 0)[place[row, text]]
@@ -95,10 +110,18 @@ def test_metrics_and_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr("medvl.eval.matching.match_scores", fake)
     result = image_text_matching(model, loader, resamples=20)
     count, odd = len(result.samples), len(result.samples) // 2
-    assert result.results.row("above_other", "all").value == pytest.approx((odd + (count - odd) / 2) / count)
+    assert result.results.row("above_other", "all").value == pytest.approx(
+        (odd + (count - odd) / 2) / count
+    )
     assert result.results.row("above_mirror", "all").value == 1
-    assert result.results.row("above_mirror", "all").n == result.results.details["naming_a_side"] < count
-    assert result.results.row("accuracy", "all").value == pytest.approx((odd + (count - odd) / 2) / count)
+    assert (
+        result.results.row("above_mirror", "all").n
+        == result.results.details["naming_a_side"]
+        < count
+    )
+    assert result.results.row("accuracy", "all").value == pytest.approx(
+        (odd + (count - odd) / 2) / count
+    )
     assert result.results.details["without_text"] == 8 - count
     assert len([json.dumps(line) for line in result.predictions()]) == count
     page = write_matching_page(
@@ -118,7 +141,11 @@ def test_a_system_that_was_not_trained_to_match_is_refused() -> None:
     with raises(EvaluationError, "unsupported", "model"):
         image_text_matching(model, make_loader())
     with raises(EvaluationError, "unsupported", "model"):
-        reranked_retrieval(model, make_loader(), shortlist_model=ShortlistModel(make_model("convirt"), make_loader()))
+        reranked_retrieval(
+            model,
+            make_loader(),
+            shortlist_model=ShortlistModel(make_model("convirt"), make_loader()),
+        )
     with raises(EvaluationError, "unsupported", "model"):
         make_scorer(model, [], [], None)
     assert RetrievalModel.on(model).as_matcher().can_match

@@ -1,4 +1,6 @@
-"""Linear probe: solver compared with scikit-learn, label fractions, feature cache and evaluation."""
+"""Linear probe: solver compared with scikit-learn, label fractions, feature cache and
+evaluation.
+"""
 
 import dataclasses
 import json
@@ -39,8 +41,12 @@ from medvl.eval.probing.fitted import FittedProbe
 NAMES = ("Edema", "Fracture", "Cardiomegaly")
 
 
-def table(count: int, seed: int, prefix: str, labels_NL: np.ndarray | None = None, signal: float = 1.0) -> FeatureTable:
-    """Return noise features of which the first three correlate with the labels, with two images per patient."""
+def table(
+    count: int, seed: int, prefix: str, labels_NL: np.ndarray | None = None, signal: float = 1.0
+) -> FeatureTable:
+    """Return noise features of which the first three correlate with the labels, with two images
+    per patient.
+    """
     rng = np.random.default_rng(seed)
     if labels_NL is None:
         labels_NL = (rng.random((count, 3)) < [0.3, 0.5, 0.2]).astype(float)
@@ -80,7 +86,9 @@ def test_fit_logistic_matches_scikit_learn(penalty):
         np.testing.assert_allclose(probe.weight_LD[label], referee.coef_[0], atol=1e-4)
         np.testing.assert_allclose(probe.bias_L[label], referee.intercept_[0], atol=1e-4)
         np.testing.assert_allclose(
-            probe.probability_NL(x_ND)[:, label], referee.predict_proba(x_ND.numpy())[:, 1], atol=1e-5
+            probe.probability_NL(x_ND)[:, label],
+            referee.predict_proba(x_ND.numpy())[:, 1],
+            atol=1e-5,
         )
 
 
@@ -116,16 +124,24 @@ def test_probabilities_to_choose_between_labels_are_those_of_the_only_class():
 
 
 def test_standardizer_zeros_constant_features():
-    x_ND = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.0, 1e-3]) + 7
+    x_ND = (
+        torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1.0, 0.0, 1e-3])
+        + 7
+    )
     z_ND = Standardizer.fit(x_ND)(x_ND)
     assert (z_ND[:, 1] == 0).all()
-    torch.testing.assert_close(z_ND[:, ::2].std(dim=0, unbiased=False), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(
+        z_ND[:, ::2].std(dim=0, unbiased=False), torch.ones(2, dtype=torch.float64)
+    )
 
 
 def test_standardized_features_do_not_depend_on_the_scale():
     """Encoders with random weights may have features far below 1."""
     x_ND = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).double()
-    torch.testing.assert_close(Standardizer.fit(1e-9 * x_ND)(1e-9 * x_ND), Standardizer.fit(x_ND)(x_ND))
+    torch.testing.assert_close(
+        Standardizer.fit(1e-9 * x_ND)(1e-9 * x_ND), Standardizer.fit(x_ND)(x_ND)
+    )
     constant_ND = torch.full((50, 3), 0.3e-9)
     assert (Standardizer.fit(constant_ND)(constant_ND) == 0).all()
 
@@ -140,7 +156,10 @@ def test_label_fractions_are_nested_by_patient():
     for drawn, share in ((small, 4), (large, 20)):
         chosen = {patients[place] for place in drawn}
         assert len(chosen) == share
-        assert sorted(place for place, patient in enumerate(patients) if patient in chosen) == drawn.tolist()
+        assert (
+            sorted(place for place, patient in enumerate(patients) if patient in chosen)
+            == drawn.tolist()
+        )
     assert label_fraction(patients, 1.0, 9).tolist() == list(range(100))
     assert label_fraction(patients, 0.1, 4).tolist() != small.tolist()
     assert len({patients[place] for place in label_fraction(patients, 1e-9, 0)}) == 1
@@ -152,7 +171,9 @@ def test_label_fractions_are_nested_by_patient():
 def test_subset_matches_source():
     source = make_source(np.zeros((9, 3)), NAMES)
     part = Subset(source, [7, 2])
-    assert [part.sample(place).key for place in range(len(part))] == [source.sample(place).key for place in (7, 2)]
+    assert [part.sample(place).key for place in range(len(part))] == [
+        source.sample(place).key for place in (7, 2)
+    ]
     np.testing.assert_array_equal(part.pixels(1), source.pixels(2))
     assert part.fingerprint != Subset(source, [2, 7]).fingerprint != source.fingerprint
     assert part.label_names == NAMES
@@ -165,21 +186,32 @@ def test_probe_rows_are_mean_and_deviation_over_runs(sets):
     train, valid, test = sets
     result = linear_probe(train, valid, test, fractions=(0.05, 1.0), seeds=3, resamples=20)
     draws = result.results.details["runs"]
-    assert [(draw["fraction"], draw["seed"]) for draw in draws] == [(0.05, 0), (0.05, 1), (0.05, 2), (1.0, 0)]
+    assert [(draw["fraction"], draw["seed"]) for draw in draws] == [
+        (0.05, 0),
+        (0.05, 1),
+        (0.05, 2),
+        (1.0, 0),
+    ]
     assert [draw["patients"] for draw in draws] == [10, 10, 10, 200]
     values = []
     standardize = Standardizer.fit(train.x_ND)
     for draw in draws[:3]:
         drawn = label_fraction(train.patients, 0.05, draw["seed"])
-        probe = fit_logistic(standardize(train.x_ND)[drawn], train.labels_NL[drawn], draw["penalty"])
+        probe = fit_logistic(
+            standardize(train.x_ND)[drawn], train.labels_NL[drawn], draw["penalty"]
+        )
         scores = probe.probability_NL(standardize(test.x_ND))
         values.append(reference.roc_auc_score(test.labels_NL, scores, average=None))
         on_valid = probe.probability_NL(standardize(valid.x_ND))
-        assert draw["validation_auroc"] == pytest.approx(reference.roc_auc_score(valid.labels_NL, on_valid), abs=1e-3)
+        assert draw["validation_auroc"] == pytest.approx(
+            reference.roc_auc_score(valid.labels_NL, on_valid), abs=1e-3
+        )
     for label, name in enumerate(NAMES):
         row, spread = (result.results.row(f"{metric}@5%", name) for metric in ("auroc", "auroc_sd"))
         assert row.value == pytest.approx(np.mean([value[label] for value in values]), abs=2e-3)
-        assert spread.value == pytest.approx(np.std([value[label] for value in values], ddof=1), abs=2e-3)
+        assert spread.value == pytest.approx(
+            np.std([value[label] for value in values], ddof=1), abs=2e-3
+        )
         assert row.low <= row.value <= row.high
     full = result.results.row("auroc@100%", "macro")
     assert full.value == result.results.row("auroc", "macro").value
@@ -192,8 +224,12 @@ def test_probe_rows_are_mean_and_deviation_over_runs(sets):
 
 
 def test_probe_of_noise_is_at_chance():
-    train, valid, test = (table(n, seed, f"noise{seed}", signal=0) for seed, n in enumerate((400, 120, 160)))
-    row = linear_probe(train, valid, test, fractions=(1.0,), resamples=50).results.row("auroc@100%", "macro")
+    train, valid, test = (
+        table(n, seed, f"noise{seed}", signal=0) for seed, n in enumerate((400, 120, 160))
+    )
+    row = linear_probe(train, valid, test, fractions=(1.0,), resamples=50).results.row(
+        "auroc@100%", "macro"
+    )
     assert row.low < 0.5 < row.high
 
 
@@ -239,7 +275,9 @@ def test_run_without_positives_has_chance_auroc(sets):
     train, valid, test = sets
     labels_NL = train.labels_NL.copy()
     labels_NL[:, 1] = 0
-    result = linear_probe(dataclasses.replace(train, labels_NL=labels_NL), valid, test, fractions=(1.0,), resamples=0)
+    result = linear_probe(
+        dataclasses.replace(train, labels_NL=labels_NL), valid, test, fractions=(1.0,), resamples=0
+    )
     assert result.results.row("auroc@100%", "Fracture").value == 0.5
     assert result.results.details["runs"][0]["one_class_only"] == ["Fracture"]
 
@@ -258,15 +296,24 @@ def test_linear_probe_rejects_invalid_inputs(sets):
 
 def test_probe_page_shows_every_fraction(sets, tmp_path):
     result = linear_probe(*sets, fractions=(0.1, 1.0), seeds=2, resamples=20)
-    page = write_probe_page(result, tmp_path / "index.html", PageHeader(model="random", data="noise")).read_text()
-    for text in ("AUROC, 10%", "AUROC, 100%", "SD over runs", "Gaps between subgroups", "Calibration and decisions"):
+    page = write_probe_page(
+        result, tmp_path / "index.html", PageHeader(model="random", data="noise")
+    ).read_text()
+    for text in (
+        "AUROC, 10%",
+        "AUROC, 100%",
+        "SD over runs",
+        "Gaps between subgroups",
+        "Calibration and decisions",
+    ):
         assert text in page
 
 
 def test_a_probe_of_a_frozen_encoder_says_what_it_does_not_measure(sets, source, tmp_path):
     """RadZero's and UMRL's trained layers lie above the encoder, which stays as published."""
     probed, trained = (
-        ProbedEncoder.from_model(radzero(frozen_image=frozen), name="radzero") for frozen in (True, False)
+        ProbedEncoder.from_model(radzero(frozen_image=frozen), name="radzero")
+        for frozen in (True, False)
     )
     table = encode_features(probed, loader_of(probed, source))
     assert "above the encoder" in table.note
@@ -276,7 +323,10 @@ def test_a_probe_of_a_frozen_encoder_says_what_it_does_not_measure(sets, source,
     noted = dataclasses.replace(train, note=table.note)
     result = linear_probe(noted, valid, test, fractions=(1.0,), resamples=0)
     assert result.results.details["note"] == table.note
-    assert "note" not in linear_probe(train, valid, test, fractions=(1.0,), resamples=0).results.details
+    assert (
+        "note"
+        not in linear_probe(train, valid, test, fractions=(1.0,), resamples=0).results.details
+    )
     header = PageHeader(model="radzero", data="noise")
     assert table.note in write_probe_page(result, tmp_path / "index.html", header).read_text()
 
@@ -291,7 +341,13 @@ def encoder() -> ProbedEncoder:
 
 def loader_of(encoder: ProbedEncoder, source: FileSource):
     return open_loader(
-        source, batch=4, image=encoder.transform, text=WholeText(), tokenizer=no_text, train=False, max_skipped=9
+        source,
+        batch=4,
+        image=encoder.transform,
+        text=WholeText(),
+        tokenizer=no_text,
+        train=False,
+        max_skipped=9,
     )
 
 
@@ -302,10 +358,14 @@ def source(tmp_path: Path) -> FileSource:
     samples = make_source(np.eye(3)[np.arange(9) % 3], NAMES).samples
     for number, sample in enumerate(samples):
         cv2.imwrite(str(tmp_path / f"{sample.key}.png"), textured(number, 40, 40))
-    return FileSource([dataclasses.replace(s, image=tmp_path / f"{s.key}.png") for s in samples], NAMES)
+    return FileSource(
+        [dataclasses.replace(s, image=tmp_path / f"{s.key}.png") for s in samples], NAMES
+    )
 
 
-def test_feature_cache_depends_on_encoder_images_and_transform(encoder, source, tmp_path, monkeypatch):
+def test_feature_cache_depends_on_encoder_images_and_transform(
+    encoder, source, tmp_path, monkeypatch
+):
     cache = tmp_path / "cache"
     (tmp_path / f"{source.samples[4].key}.png").write_bytes(b"")
     encoder.module.eval()
@@ -313,13 +373,17 @@ def test_feature_cache_depends_on_encoder_images_and_transform(encoder, source, 
     assert first.x_ND.shape == (8, encoder.module.feature_dim)
     assert sum(first.unreadable.values()) == 1
     assert 4 not in first.positions
-    images = [encoder.transform.build()(source.pixels(place), None).image_HWC for place in first.positions]
+    images = [
+        encoder.transform.build()(source.pixels(place), None).image_HWC for place in first.positions
+    ]
     with torch.no_grad():
         plain = encoder.module(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)).pooled_BD
     torch.testing.assert_close(first.x_ND, plain, atol=1e-5, rtol=1e-4)
 
     changed = [
-        dataclasses.replace(encoder, transform=dataclasses.replace(encoder.transform, fit="squash")),
+        dataclasses.replace(
+            encoder, transform=dataclasses.replace(encoder.transform, fit="squash")
+        ),
         ProbedEncoder.from_name("resnet_tiny", image_size=32, seed=1),
     ]
     monkeypatch.setattr(type(encoder.module), "forward", None)  # whoever encodes now fails
@@ -330,7 +394,9 @@ def test_feature_cache_depends_on_encoder_images_and_transform(encoder, source, 
         with pytest.raises(TypeError):
             encode_features(other, loader_of(other, source), cache=cache)
     with pytest.raises(TypeError):
-        encode_features(encoder, loader_of(encoder, FileSource(source.samples[:5], NAMES)), cache=cache)
+        encode_features(
+            encoder, loader_of(encoder, FileSource(source.samples[:5], NAMES)), cache=cache
+        )
     (kept,) = cache.iterdir()
     kept.write_bytes(kept.read_bytes()[:200])  # a damaged file is encoded anew
     with pytest.raises(TypeError):
@@ -348,14 +414,28 @@ def test_encode_features_keeps_encoder_state(encoder, source):
 
 def test_random_encoder_has_same_architecture_with_other_weights():
     torch.manual_seed(0)
-    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "frozen_text_layers": 0}
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 32,
+        "frozen_text_layers": 0,
+    }
     model = medvl.create_model("convirt", projection_dim=8, vocab_size=50, **settings)
-    probed, random = (ProbedEncoder.from_model(model, name="convirt", random=random) for random in (False, True))
+    probed, random = (
+        ProbedEncoder.from_model(model, name="convirt", random=random) for random in (False, True)
+    )
     assert probed.module is model.image_encoder
     assert json.dumps(random.module.config) == json.dumps(probed.module.config)
     assert random.transform == probed.transform
     assert (
-        len({probed.sha256, random.sha256, ProbedEncoder.from_model(model, name="", random=True, seed=1).sha256}) == 3
+        len(
+            {
+                probed.sha256,
+                random.sha256,
+                ProbedEncoder.from_model(model, name="", random=True, seed=1).sha256,
+            }
+        )
+        == 3
     )
     assert random.sha256 == ProbedEncoder.from_model(model, name="", random=True).sha256
     assert random.name == "convirt, random weights"
@@ -389,12 +469,16 @@ def batch_of(x_ND: torch.Tensor) -> Any:
 
 def test_fitted_probe_is_that_of_the_protocol(sets):
     train, valid, test = sets
-    probe = FittedProbe.fit(ProbedEncoder(name="pixels", module=Pixels(), transform=None), train, valid)
+    probe = FittedProbe.fit(
+        ProbedEncoder(name="pixels", module=Pixels(), transform=None), train, valid
+    )
     assert probe.names == NAMES
     assert probe.penalty in PENALTIES
     result = linear_probe(train, valid, test, fractions=(1.0,), resamples=0)
     with torch.no_grad():
-        np.testing.assert_allclose(probe.probabilities(batch_of(test.x_ND)), result.images.scores_NL, atol=1e-9)
+        np.testing.assert_allclose(
+            probe.probabilities(batch_of(test.x_ND)), result.images.scores_NL, atol=1e-9
+        )
     assert probe.patients["train"] == set(train.patients)
     assert probe.manifests == {"train": train.fingerprint, "validation": valid.fingerprint}
 
@@ -410,6 +494,8 @@ def test_fitted_probe_leaves_out_what_it_cannot_learn(sets):
     parts = [dataclasses.replace(part, label_names=renamed) for part in (train, valid)]
     assert FittedProbe.fit(encoder, *parts).names == ("Edema", "Cardiomegaly")
     with raises(EvaluationError, "empty", "probe_train"):
-        FittedProbe.fit(encoder, dataclasses.replace(train, labels_NL=np.zeros_like(absent_NL)), valid)
+        FittedProbe.fit(
+            encoder, dataclasses.replace(train, labels_NL=np.zeros_like(absent_NL)), valid
+        )
     with raises(SplitError, "leak"):
         FittedProbe.fit(encoder, train, train)

@@ -23,18 +23,29 @@ NAMES = tuple(f"edema={level}" for level in sorted(LEVELS))
 
 
 def graded(count: int, seed: int, prefix: str) -> tuple[FeatureTable, np.ndarray]:
-    """Return features of which the first grows with the level, and the levels; every tenth image has none."""
+    """Return features of which the first grows with the level, and the levels; every tenth image
+    has none.
+    """
     rng = np.random.default_rng(seed)
     level_N = rng.integers(0, 4, count)
-    labels_NL = (np.array(NAMES) == np.array([f"edema={LEVELS[level]}" for level in level_N])[:, None]).astype(float)
+    labels_NL = (
+        np.array(NAMES) == np.array([f"edema={LEVELS[level]}" for level in level_N])[:, None]
+    ).astype(float)
     labels_NL[::10] = np.nan
     level_N[::10] = -1
     x_ND = rng.normal(size=(count, 4))
     x_ND[:, 0] += 0.8 * level_N
     source = make_source(labels_NL, NAMES, patients=count // 2, prefix=prefix)
     samples, positions = tuple(source.samples), tuple(range(count))
-    fields = {"samples": samples, "positions": positions, "unreadable": {}, "fingerprint": prefix * 4}
-    table = FeatureTable(x_ND=torch.from_numpy(x_ND).float(), labels_NL=labels_NL, label_names=NAMES, **fields)
+    fields = {
+        "samples": samples,
+        "positions": positions,
+        "unreadable": {},
+        "fingerprint": prefix * 4,
+    }
+    table = FeatureTable(
+        x_ND=torch.from_numpy(x_ND).float(), labels_NL=labels_NL, label_names=NAMES, **fields
+    )
     return table, level_N
 
 
@@ -54,7 +65,10 @@ def test_labels_are_the_steps_of_the_scale() -> None:
 
 
 def test_probe_reports_ordinal_aucs_and_their_mean() -> None:
-    parts = [graded(count, seed, name) for seed, (count, name) in enumerate(((300, "t"), (100, "v"), (120, "e")))]
+    parts = [
+        graded(count, seed, name)
+        for seed, (count, name) in enumerate(((300, "t"), (100, "v"), (120, "e")))
+    ]
     tables = [ordinal_table(table, "edema", LEVELS) for table, _ in parts]
     result = linear_probe(*tables, fractions=(1.0,), resamples=20)
     rows = {row.target: row for row in result.results.rows if row.metric == "auroc@100%"}
@@ -70,12 +84,28 @@ def test_probe_reports_ordinal_aucs_and_their_mean() -> None:
 def test_phantom_grades_become_labels_of_shards(tmp_path: Path) -> None:
     phantom.write_chexpert(tmp_path, patients=30, size=48, seed=1, workers=1)
     (truth,) = tmp_path.rglob("phantom_truth.jsonl.gz")
-    columns = ["--image-column", "path", "--patient-column", "subject_id", "--category-column", "edema_severity"]
-    arguments = ["--image-root", str(truth.parent.parent), "--out", str(tmp_path / "out"), "--workers", "1"]
+    columns = [
+        "--image-column",
+        "path",
+        "--patient-column",
+        "subject_id",
+        "--category-column",
+        "edema_severity",
+    ]
+    arguments = [
+        "--image-root",
+        str(truth.parent.parent),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+    ]
     cli.main(["shards", "table", "--table", str(truth), *columns, *arguments])
     source = ShardSource(tmp_path / "out" / "train")
     assert set(source.label_names) >= {"edema_severity=none", "edema_severity=mild"}
-    assert all(sum(sample.labels.values()) == 1 for sample in map(source.sample, range(len(source))))
+    assert all(
+        sum(sample.labels.values()) == 1 for sample in map(source.sample, range(len(source)))
+    )
 
 
 @pytest.mark.parametrize("text", ["edema", "edema=", "edema=none", "edema=none,none", "=a,b"])

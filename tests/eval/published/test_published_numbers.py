@@ -1,4 +1,6 @@
-"""Published numbers: every recipe has some or a reason, their commands give them, and the page is that of the file."""
+"""Published numbers: every recipe has some or a reason, their commands give them, and the page
+is that of the file.
+"""
 
 import csv
 import functools
@@ -36,7 +38,10 @@ ROOT = Path(__file__).parents[3]
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
 THREE = tuple(DEFAULT_FRACTIONS)
 SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("nih-cxr14", "covidx", "rsna", "siim", "object-cxr", "chestxdet10", "padchest", "openi"), THREE),
+    **dict.fromkeys(
+        ("nih-cxr14", "covidx", "rsna", "siim", "object-cxr", "chestxdet10", "padchest", "openi"),
+        THREE,
+    ),
     **dict.fromkeys(("slake", "vqa-med", "path-vqa", "iu-xray", "r2gen-mimic"), THREE),
     **dict.fromkeys(("chexpert-5x200", "mimic-5x200"), THREE),
     "mimic-cxr-ap": mimic_cxr.SPLITS,
@@ -54,7 +59,9 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "openi": openi.LABELS,
     "rsna": rsna.LABELS,
 }
-"""Shards with a label No Finding -> all their labels; those of PadChest, which are hundreds, are left to a note."""
+"""Shards with a label No Finding -> all their labels; those of PadChest, which are hundreds, are
+left to a note.
+"""
 METRICS = {
     "zero-shot": r"AUROC|F1|accuracy",
     "zero-shot-masks": "Dice",
@@ -72,8 +79,13 @@ METRICS = {
 
 
 def test_every_recipe_has_numbers_or_a_reason() -> None:
-    with_numbers, without = {number.recipe for number in published_numbers()}, set(without_numbers())
-    assert with_numbers | without == RECIPES, "add rows, or a reason, to medvl/eval/published/published_numbers.json"
+    with_numbers, without = (
+        {number.recipe for number in published_numbers()},
+        set(without_numbers()),
+    )
+    assert with_numbers | without == RECIPES, (
+        "add rows, or a reason, to medvl/eval/published/published_numbers.json"
+    )
     assert not with_numbers & without
     assert all(without_numbers().values())
 
@@ -83,7 +95,10 @@ def test_numbers_are_complete_and_named_once() -> None:
     names = [(one.recipe, one.source, one.dataset, one.split, one.metric) for one in numbers]
     assert len(set(names)) == len(names)
     for one in numbers:
-        assert all(isinstance(text, str) and text for text in (one.source, one.dataset, one.split, one.metric)), one
+        assert all(
+            isinstance(text, str) and text
+            for text in (one.source, one.dataset, one.split, one.metric)
+        ), one
         assert isinstance(one.checked, bool)
         assert math.isfinite(one.value)
         assert one.value > 0
@@ -99,7 +114,9 @@ def test_numbers_are_complete_and_named_once() -> None:
 def steps() -> list[tuple[str, list[str]]]:
     """Return every distinct command of the numbers, split into arguments, with its recipe."""
     commands = dict.fromkeys(
-        (one.recipe, command) for one in published_numbers() for command in one.command.split(" && ")
+        (one.recipe, command)
+        for one in published_numbers()
+        for command in one.command.split(" && ")
     )
     return [(recipe, shlex.split(command)) for recipe, command in commands]
 
@@ -135,11 +152,15 @@ def test_systems_have_the_similarity_that_their_prompts_need() -> None:
         prompts = load_prompts(arguments[arguments.index("--prompts") + 1])
         model: Any = system_of(presets(recipe)["paper"].model.system)
         _text_functions(model, prompts)
-        assert prompts.ensemble != "embedding_mean_raw" or hasattr(model, "unnormalized_text"), recipe
+        assert prompts.ensemble != "embedding_mean_raw" or hasattr(model, "unnormalized_text"), (
+            recipe
+        )
 
 
 def test_commands_give_the_metric_of_their_row() -> None:
-    """Decisions need validation images or competing classes, shares of the labels a run of their own."""
+    """Decisions need validation images or competing classes, shares of the labels a run of their
+    own.
+    """
     for one in published_numbers():
         arguments = shlex.split(one.command)
         if "zero-shot" in arguments:
@@ -155,11 +176,19 @@ def test_commands_give_the_metric_of_their_row() -> None:
         if "vqa" in arguments:
             (data,) = {path.split("/")[1] for path in arguments if path.startswith("shards/")}
             checkpoint = arguments[len(arguments) - arguments[::-1].index("--checkpoint")]
-            assert checkpoint.endswith(f"-{data}/best"), "questions are answered by a model fine-tuned on them"
+            assert checkpoint.endswith(f"-{data}/best"), (
+                "questions are answered by a model fine-tuned on them"
+            )
         share = re.search(r", (1|10) %", one.metric)
         if share is not None and "train" in arguments:
-            assert arguments[arguments.index("--data.fraction") + 1] == f"{int(share[1]) / 100:g}", one
-    stale = [one for one in published_numbers() if "--prompts statements" in one.command and "prompt file" in one.note]
+            assert (
+                arguments[arguments.index("--data.fraction") + 1] == f"{int(share[1]) / 100:g}"
+            ), one
+    stale = [
+        one
+        for one in published_numbers()
+        if "--prompts statements" in one.command and "prompt file" in one.note
+    ]
     assert not stale, "statements has a sentence of every label"
 
 
@@ -168,7 +197,13 @@ def values_of(option: str, arguments: list[str]) -> tuple[str, ...]:
     if option not in arguments:
         return ()
     values = arguments[arguments.index(option) + 1 :]
-    return tuple(values[: next((place for place, text in enumerate(values) if text.startswith("--")), len(values))])
+    return tuple(
+        values[
+            : next(
+                (place for place, text in enumerate(values) if text.startswith("--")), len(values)
+            )
+        ]
+    )
 
 
 def test_commands_read_splits_that_converters_write() -> None:
@@ -180,7 +215,9 @@ def test_commands_read_splits_that_converters_write() -> None:
     for one in published_numbers():
         if "200 validation patients" in one.split:
             assert "shards/chexpert/valid" in one.command.split(" && ")[-1], one
-            assert "--out shards/chexpert-split" in one.command, "validation patients are split off the training table"
+            assert "--out shards/chexpert-split" in one.command, (
+                "validation patients are split off the training table"
+            )
 
 
 def test_trainings_of_other_settings_have_other_run_folders() -> None:
@@ -202,8 +239,12 @@ def test_classifiers_learn_the_labels_of_their_data_at_the_size_of_the_encoder()
     for _, arguments in steps():
         if arguments[1:3] == ["train", "linear_probe"]:
             settings = choose(presets("linear_probe"), arguments[3:])
-            assert sorted(settings.data.labels) == sorted(labels[settings.data.train.parts[1]]), arguments
-            assert settings.data.image is None, "images have the size and the fit of the encoder's pretraining"
+            assert sorted(settings.data.labels) == sorted(labels[settings.data.train.parts[1]]), (
+                arguments
+            )
+            assert settings.data.image is None, (
+                "images have the size and the fit of the encoder's pretraining"
+            )
 
 
 def test_evaluators_give_the_metrics_or_the_note_says_which() -> None:
@@ -233,7 +274,9 @@ def test_means_leave_no_finding_out() -> None:
 def test_options_that_the_data_need() -> None:
     for recipe, arguments in steps():
         if "shards/openi/test" in arguments and arguments[2] in ("zero-shot", "classify"):
-            assert values_of("--missing", arguments) == ("ignore",), "reports without MeSH terms have no labels"
+            assert values_of("--missing", arguments) == ("ignore",), (
+                "reports without MeSH terms have no labels"
+            )
         if recipe == "r2gen_iu":
             assert values_of("--sections", arguments) == ("findings",), "R2Gen writes findings"
 
@@ -246,8 +289,12 @@ def test_records_of_mrm_are_fine_tuned() -> None:
     assert all("linear classification" in one.note for one in of_table)
 
 
-def test_validation_patients_are_split_off_the_training_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step of the commands is that of the data card; here on the phantom, with a larger share of fewer patients."""
+def test_validation_patients_are_split_off_the_training_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step of the commands is that of the data card; here on the phantom, with a larger
+    share of fewer patients.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
     release = write_chexpert(tmp_path, patients=60, size=32, workers=1)
@@ -259,13 +306,27 @@ def test_validation_patients_are_split_off_the_training_table(tmp_path: Path, mo
         writer.writerows(rows)
     (step,) = {tuple(words) for _, words in steps() if words[1] == "shards"}
     card = (ROOT / "data_cards/chexpert.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    assert list(step) in [shlex.split(line) for line in re.findall(r"^    (medvl .*)", card, re.MULTILINE)]
+    assert list(step) in [
+        shlex.split(line) for line in re.findall(r"^    (medvl .*)", card, re.MULTILINE)
+    ]
     shares = {"train=0.9775": "train=0.7", "validate=0.0225": "validate=0.3"}
     cli.main([*(shares.get(word, word) for word in step[1:]), "--workers", "1", "--new-salt"])
     cli.main(
-        ["shards", "chexpert", "--root", str(release), "--frontal-only", "--out", "shards/chexpert", "--workers", "1"]
+        [
+            "shards",
+            "chexpert",
+            "--root",
+            str(release),
+            "--frontal-only",
+            "--out",
+            "shards/chexpert",
+            "--workers",
+            "1",
+        ]
     )
-    train, validate = (Manifest.read(Path("shards/chexpert-split") / split) for split in SPLITS["chexpert-split"])
+    train, validate = (
+        Manifest.read(Path("shards/chexpert-split") / split) for split in SPLITS["chexpert-split"]
+    )
     official = Manifest.read(Path("shards/chexpert/train"))
     assert train.label_names == COMPETITION_FINDINGS
     assert train.samples + validate.samples == official.samples
@@ -283,7 +344,10 @@ def test_recipes_show_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["recipes", "numbers", "carzero"])
     printed = capsys.readouterr().out
     assert "0.923    CheXpert, test, 500 patients, five findings: AUROC, zero-shot" in printed
-    assert "medvl eval zero-shot --checkpoint runs/carzero-mimic/best --data shards/chexpert/test" in printed
+    assert (
+        "medvl eval zero-shot --checkpoint runs/carzero-mimic/best --data shards/chexpert/test"
+        in printed
+    )
     cli.main(["recipes", "numbers", "umrl"])
     assert "umrl_mimic: no numbers; results are plots" in capsys.readouterr().out
     cli.main(["list", "recipes", "--match", "*mimic"])

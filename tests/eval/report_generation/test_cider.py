@@ -14,7 +14,8 @@ REFERENCES = [text.split() for text in (
     "no pneumothorax no effusion no edema",
 )]  # fmt: skip
 GENERATED = [text.split() for text in (
-    "there is a small left effusion", "no effusion", "the heart is enlarged", "no edema no edema no edema no edema",
+    "there is a small left effusion", "no effusion", "the heart is enlarged",
+    "no edema no edema no edema no edema",
 )]  # fmt: skip
 
 
@@ -25,7 +26,10 @@ def vector(words: Sequence[str], length: int) -> dict[tuple[str, ...], float]:
         ngram = tuple(words[start : start + length])
         with_it = 0
         for reference in REFERENCES:
-            with_it += any(tuple(reference[s : s + length]) == ngram for s in range(len(reference) - length + 1))
+            with_it += any(
+                tuple(reference[s : s + length]) == ngram
+                for s in range(len(reference) - length + 1)
+            )
         idf = math.log(len(REFERENCES)) - math.log(max(1.0, with_it))
         result[ngram] = result.get(ngram, 0.0) + idf
     return result
@@ -39,7 +43,9 @@ def naive(generated: Sequence[str], reference: Sequence[str], clipped: bool) -> 
         for ngram, weight in ours.items():
             other = theirs.get(ngram, 0.0)
             product += (min(weight, other) if clipped else weight) * other
-        norm = math.sqrt(sum(w * w for w in ours.values())) * math.sqrt(sum(w * w for w in theirs.values()))
+        norm = math.sqrt(sum(w * w for w in ours.values())) * math.sqrt(
+            sum(w * w for w in theirs.values())
+        )
         total += product / norm if norm else 0.0
     bigrams = max(len(generated) - 1, 0) - max(len(reference) - 1, 0)
     return 10 * total / 4 * (math.exp(-(bigrams**2) / 72) if clipped else 1)
@@ -60,8 +66,13 @@ def test_values_by_hand() -> None:
     assert cider.scores([], REFERENCES[0]) == (0, 0)
     # three words: no n-gram of four; "the heart is" of all weights of the reference
     plain, clipped = Cider([["a", "b"], ["c", "d"]]).scores(["a"], ["a", "b"])
-    assert plain == pytest.approx(10 / 4 / math.sqrt(2))  # one of two words of equal weight, nothing longer
+    assert plain == pytest.approx(
+        10 / 4 / math.sqrt(2)
+    )  # one of two words of equal weight, nothing longer
     assert clipped == pytest.approx(plain * math.exp(-1 / 72))  # lengths differ by one bigram
     repeated = cider.scores(["no"] * 6, REFERENCES[3])
     assert repeated[0] > repeated[1]  # repetition is clipped
-    assert Cider([["one"]]).scores(["one"], ["one"]) == (0, 0)  # a single reference gives every word the weight 0
+    assert Cider([["one"]]).scores(["one"], ["one"]) == (
+        0,
+        0,
+    )  # a single reference gives every word the weight 0

@@ -31,7 +31,9 @@ def write_chexbert(path: Path, texts: list[str], labels: list[dict[str, object]]
         writer = csv.DictWriter(file, ["Report Impression", *reversed(FINDINGS)])
         writer.writeheader()
         for text, row in zip(texts, labels, strict=True):
-            writer.writerow({"Report Impression": text, **{name: row.get(name, "") for name in FINDINGS}})
+            writer.writerow(
+                {"Report Impression": text, **{name: row.get(name, "") for name in FINDINGS}}
+            )
     return path
 
 
@@ -41,7 +43,11 @@ def values(groups: MetricGroup | list[MetricGroup]) -> dict[str, float]:
 
 
 def test_chexbert_labels_give_clinical_f1(tmp_path: Path) -> None:
-    ours = write_chexbert(tmp_path / "g.csv", GENERATED, [{"Edema": "1.0"}, {"Edema": "0.0"}, {"Cardiomegaly": "-1.0"}])
+    ours = write_chexbert(
+        tmp_path / "g.csv",
+        GENERATED,
+        [{"Edema": "1.0"}, {"Edema": "0.0"}, {"Cardiomegaly": "-1.0"}],
+    )
     theirs = write_chexbert(
         tmp_path / "r.csv",
         REFERENCES,
@@ -66,13 +72,15 @@ def test_chexbert_labels_give_clinical_f1(tmp_path: Path) -> None:
 
 def annotation(*entities: tuple[str, str, list[list[str]]]) -> dict[str, Any]:
     return {"text": "", "entities": {
-        str(number): {"tokens": tokens, "label": label, "start_ix": 0, "end_ix": 0, "relations": relations}
-        for number, (tokens, label, relations) in enumerate(entities, 1)
+        str(number): {"tokens": tokens, "label": label, "start_ix": 0, "end_ix": 0,
+        "relations": relations} for number, (tokens, label, relations) in enumerate(entities, 1)
     }}  # fmt: skip
 
 
 def test_radgraph_f1_at_three_levels(tmp_path: Path) -> None:
-    """As the reward levels of the package radgraph 0.1.18: one side has a relation that the other lacks."""
+    """As the reward levels of the package radgraph 0.1.18: one side has a relation that the
+    other lacks.
+    """
     small = ("small", "OBS-DP", [["modify", "2"]])
     ours = [
         annotation(small, ("effusion", "OBS-DP", [["located_at", "3"]]), ("left", "ANAT-DP", [])),
@@ -108,7 +116,9 @@ def test_radgraph_f1_at_three_levels(tmp_path: Path) -> None:
 
 def test_scores_by_report_are_averaged(tmp_path: Path) -> None:
     path = tmp_path / "report_scores.csv"
-    path.write_text("study_id,report,bertscore,radgraph_combined\n0,a,0.5,0.2\n1,b,0.7,0.4\n2,c,0.6,0.3\n")
+    path.write_text(
+        "study_id,report,bertscore,radgraph_combined\n0,a,0.5,0.2\n1,b,0.7,0.4\n2,c,0.6,0.3\n"
+    )
     assert values(report_metric_scores(path, 3)) == pytest.approx(
         {"mean_bertscore/report": 0.6, "mean_radgraph_combined/report": 0.3}
     )
@@ -122,14 +132,20 @@ def test_scores_by_report_are_averaged(tmp_path: Path) -> None:
         report_metric_scores(path, 1)
 
 
-def test_the_command_scores_reports_of_another_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [{"key": str(row), "generated": ours, "reference": theirs} for row, (ours, theirs) in enumerate(TEXTS)]
+def test_the_command_scores_reports_of_another_system(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"key": str(row), "generated": ours, "reference": theirs}
+        for row, (ours, theirs) in enumerate(TEXTS)
+    ]
     path = tmp_path / "reports.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     labels: list[dict[str, object]] = [{"Edema": 1}, {}, {}]
     files = [str(write_chexbert(tmp_path / f"{side}.csv", texts, labels))
              for side, texts in (("g", GENERATED), ("r", REFERENCES))]  # fmt: skip
-    cli.main(["eval", "report-generation", "--predictions", str(path), "--out", str(tmp_path / "out"), "--resamples", "5",
+    cli.main(["eval", "report-generation", "--predictions", str(path), "--out",
+        str(tmp_path / "out"), "--resamples", "5",
               "--chexbert", *files])  # fmt: skip
     printed = capsys.readouterr().out
     assert "mean cider d" in printed
@@ -141,16 +157,29 @@ def test_the_command_scores_reports_of_another_system(tmp_path: Path, capsys: py
     assert [(report.generated, report.reference) for report in again] == TEXTS
     plain = evaluate_reports([GeneratedReport(key=str(n), patient=str(n), generated=g, reference=r)
                               for n, (g, r) in enumerate(TEXTS)], resamples=0)  # fmt: skip
-    assert plain.results.row("mean_cider_d", "report").value == results.row("mean_cider_d", "report").value
+    assert (
+        plain.results.row("mean_cider_d", "report").value
+        == results.row("mean_cider_d", "report").value
+    )
 
 
 def test_runs_of_the_command_with_different_conventions_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [("Edema.", "Probable edema."), ("No edema.", "No edema."), ("Effusion.", "Effusion.")]
-    lines = [{"key": str(row), "generated": ours, "reference": theirs} for row, (ours, theirs) in enumerate(texts)]
+    lines = [
+        {"key": str(row), "generated": ours, "reference": theirs}
+        for row, (ours, theirs) in enumerate(texts)
+    ]
     (tmp_path / "reports.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    command = ["eval", "report-generation", "--predictions", str(tmp_path / "reports.jsonl"), "--resamples", "5"]
+    command = [
+        "eval",
+        "report-generation",
+        "--predictions",
+        str(tmp_path / "reports.jsonl"),
+        "--resamples",
+        "5",
+    ]
     cli.main([*command, "--out", str(tmp_path / "default")])
     cli.main([*command, "--out", str(tmp_path / "indexed"), "--conventions", "indexed"])
     f1 = [read_results(tmp_path / name).row("f1", "Edema").value for name in ("default", "indexed")]
@@ -158,7 +187,9 @@ def test_runs_of_the_command_with_different_conventions_are_told_apart(
     capsys.readouterr()
     folders = [str(tmp_path / name) for name in ("default", "indexed")]
     cli.main(["compare", *folders, "--out", str(tmp_path / "compared")])
-    assert "conventions: chexpert (default), indexed (indexed)" in " ".join(capsys.readouterr().out.split())
+    assert "conventions: chexpert (default), indexed (indexed)" in " ".join(
+        capsys.readouterr().out.split()
+    )
     with pytest.raises(SystemExit):
         cli.main([*command, "--out", str(tmp_path / "no"), "--conventions", "people"])
     assert "indexed" in capsys.readouterr().err
@@ -166,8 +197,13 @@ def test_runs_of_the_command_with_different_conventions_are_told_apart(
 
 def test_separators_of_unicode_within_a_report_end_no_line(tmp_path: Path) -> None:
     path = tmp_path / "reports.jsonl"
-    lines = [{"key": key, "generated": "No edema.\u2028Clear.\x85", "reference": "Clear."} for key in "ab"]
-    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    lines = [
+        {"key": key, "generated": "No edema.\u2028Clear.\x85", "reference": "Clear."}
+        for key in "ab"
+    ]
+    path.write_text(
+        "\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8"
+    )
     assert [(report.key, report.generated) for report in read_reports(path)] == [
         ("a", lines[0]["generated"]), ("b", lines[1]["generated"])
     ]  # fmt: skip
@@ -175,7 +211,10 @@ def test_separators_of_unicode_within_a_report_end_no_line(tmp_path: Path) -> No
 
 def test_malformed_files_of_reports_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "reports.jsonl"
-    for line, code in (('{"key": "a"}', "malformed"), ('{"key": "a", "generated": 3, "reference": "x"}', "wrong_type")):
+    for line, code in (
+        ('{"key": "a"}', "malformed"),
+        ('{"key": "a", "generated": 3, "reference": "x"}', "wrong_type"),
+    ):
         path.write_text(line)
         with raises(EvaluationError, code):
             read_reports(path)

@@ -1,4 +1,6 @@
-"""Rows beside those of the generated reports: other decodings, labels of the images, and one report for all."""
+"""Rows beside those of the generated reports: other decodings, labels of the images, and one
+report for all.
+"""
 
 import csv
 import dataclasses
@@ -37,18 +39,26 @@ def reports() -> list[GeneratedReport]:
     written = [(text, labels) for text, labels in composed if text]
     return [
         GeneratedReport(
-            key=str(row), patient=str(row // 2), reference=text, generated=written[row - row % 3][0], labels=labels
+            key=str(row),
+            patient=str(row // 2),
+            reference=text,
+            generated=written[row - row % 3][0],
+            labels=labels,
         )
         for row, (text, labels) in enumerate(written)
     ]
 
 
-def test_the_constant_report_has_the_highest_bleu_1_of_all_references(reports: list[GeneratedReport]) -> None:
+def test_the_constant_report_has_the_highest_bleu_1_of_all_references(
+    reports: list[GeneratedReport],
+) -> None:
     references = [report.reference for report in reports]
 
     def bleu_1(constant: str) -> float:
         pairs = [(Counter(words(constant)), Counter(words(reference))) for reference in references]
-        matches = sum((one & other).total() for one, other in pairs) / (len(words(constant)) * len(pairs))
+        matches = sum((one & other).total() for one, other in pairs) / (
+            len(words(constant)) * len(pairs)
+        )
         ratio = sum(other.total() for _, other in pairs) / (len(words(constant)) * len(pairs))
         return float(matches * np.exp(min(0, 1 - ratio)))
 
@@ -56,12 +66,20 @@ def test_the_constant_report_has_the_highest_bleu_1_of_all_references(reports: l
     assert bleu_1(chosen) == pytest.approx(max(bleu_1(reference) for reference in references))
     results = evaluate_reports(reports, resamples=0).results
     assert results.row("corpus_bleu_1", "report", ONE_REPORT).value == pytest.approx(bleu_1(chosen))
-    same = evaluate_reports([dataclasses.replace(one, generated=chosen) for one in reports], resamples=0).results
-    for metric, target in (("corpus_bleu_4", "report"), ("mean_rouge_l", "report"), ("f1", "micro")):
+    same = evaluate_reports(
+        [dataclasses.replace(one, generated=chosen) for one in reports], resamples=0
+    ).results
+    for metric, target in (
+        ("corpus_bleu_4", "report"),
+        ("mean_rouge_l", "report"),
+        ("f1", "micro"),
+    ):
         assert results.row(metric, target, ONE_REPORT).value == same.row(metric, target).value
 
 
-def test_findings_are_also_compared_with_labels_of_the_images(reports: list[GeneratedReport]) -> None:
+def test_findings_are_also_compared_with_labels_of_the_images(
+    reports: list[GeneratedReport],
+) -> None:
     """The reports leave out findings of the images, so that a perfect generator has less than 1."""
     results = evaluate_reports(reports, resamples=0).results
     five = [FINDINGS.index(name) for name in COMPETITION_FINDINGS]
@@ -73,19 +91,30 @@ def test_findings_are_also_compared_with_labels_of_the_images(reports: list[Gene
         read_NL = positive_findings([label_report(text) for text in texts], "negative")
         expected = f1_score(truth_NL[:, five], read_NL[:, five], average="macro", zero_division=0)
         assert results.row("f1", "macro of five", subgroup).value == pytest.approx(expected)
-    perfect, generated = (results.row("f1", "micro", subgroup).value for subgroup in (REFERENCE, AGAINST_LABELS))
+    perfect, generated = (
+        results.row("f1", "micro", subgroup).value for subgroup in (REFERENCE, AGAINST_LABELS)
+    )
     assert generated < perfect < 1
     unlabeled = [*reports[1:], dataclasses.replace(reports[0], labels=None)]
-    assert AGAINST_LABELS not in {row.subgroup for row in evaluate_reports(unlabeled, resamples=0).results.rows}
+    assert AGAINST_LABELS not in {
+        row.subgroup for row in evaluate_reports(unlabeled, resamples=0).results.rows
+    }
 
 
 def test_other_decodings_have_rows_of_their_own(reports: list[GeneratedReport]) -> None:
     perfect = [dataclasses.replace(report, generated=report.reference) for report in reports]
     result = evaluate_reports(reports, others={"consensus": perfect}, resamples=0)
     row = result.results.row
-    assert row("f1", "micro", "consensus").value == row("corpus_bleu_4", "report", "consensus").value == 1
+    assert (
+        row("f1", "micro", "consensus").value
+        == row("corpus_bleu_4", "report", "consensus").value
+        == 1
+    )
     assert row("f1", "micro").value < 1
-    assert row("f1", "macro", f"consensus, {AGAINST_LABELS}").value == row("f1", "macro", REFERENCE).value
+    assert (
+        row("f1", "macro", f"consensus, {AGAINST_LABELS}").value
+        == row("f1", "macro", REFERENCE).value
+    )
     assert result.predictions()[2]["others"] == {"consensus": reports[2].reference}
     with raises(EvaluationError, "mismatch", "others"):
         evaluate_reports(reports, others={"consensus": perfect[1:]}, resamples=0)
@@ -96,7 +125,10 @@ def test_the_table_has_the_number_of_distinct_texts(reports: list[GeneratedRepor
     table = evaluate_reports(constant, others={"beam search": reports}, resamples=0).table()
     distinct = len({tuple(words(report.reference)) for report in reports})
     others = len({tuple(words(report.generated)) for report in reports})
-    line = f"distinct texts of {len(reports)}: 1 (generated), {others} (beam search), {distinct} (references)"
+    line = (
+        f"distinct texts of {len(reports)}: 1 (generated), {others} (beam search), "
+        f"{distinct} (references)"
+    )
     assert table.splitlines()[-1] == line
     assert f"report ({ONE_REPORT})" in table
 
@@ -107,21 +139,51 @@ def test_the_command_evaluates_greedy_beam_and_consensus_against_the_truth(
     corpus, shards, run = tmp_path / "corpus", tmp_path / "shards", tmp_path / "run" / "best"
     write_mimic_cxr_jpg(corpus, patients=3, seed=3, size=48, split=(0.0, 0.0, 1.0), workers=1)
     cli.main(
-        ["shards", "mimic-cxr", "--root", str(corpus), "--out", str(shards), "--workers", "1", "--views", "PA", "AP"]
+        [
+            "shards",
+            "mimic-cxr",
+            "--root",
+            str(corpus),
+            "--out",
+            str(shards),
+            "--workers",
+            "1",
+            "--views",
+            "PA",
+            "AP",
+        ]
     )
     run.mkdir(parents=True)
-    save(shaken(tiny_model("medvill", tiny_tokenizer(), attention="seq2seq", objective="report", max_tokens=12)), run)
-    common = ["eval", "report-generation", "--checkpoint", str(run), "--data", str(shards / "test"), "--workers", "0",
-              "--resamples", "5", "--max-tokens", "6", "--beams", "2", "--samples", "3"]  # fmt: skip
+    save(
+        shaken(
+            tiny_model(
+                "medvill", tiny_tokenizer(), attention="seq2seq", objective="report", max_tokens=12
+            )
+        ),
+        run,
+    )
+    common = ["eval", "report-generation", "--checkpoint", str(run), "--data", str(shards / "test"),
+        "--workers", "0",
+              "--resamples", "5", "--max-tokens", "6", "--beams", "2", "--samples",
+              "3"]  # fmt: skip
     cli.main([*common, "--phantom-truth", str(corpus)])
     out = run / "eval" / "report_generation"
     results = read_results(out)
     subgroups = {row.subgroup for row in results.rows}
-    assert {"", "beam search", "consensus", f"consensus, {AGAINST_LABELS}", REFERENCE, ONE_REPORT} <= subgroups
+    assert {
+        "",
+        "beam search",
+        "consensus",
+        f"consensus, {AGAINST_LABELS}",
+        REFERENCE,
+        ONE_REPORT,
+    } <= subgroups
     assert list(results.config["decodings"]) == ["greedy", "beam search", "consensus"]
     assert results.config["labels"] == "ground truth of the phantom"
     (table,) = (table for table in load_script("results").TABLES if table.name == "reports")
-    assert all(results.row(*row) for row in table.rows.values())  # scripts/results.py prints a row of each
+    assert all(
+        results.row(*row) for row in table.rows.values()
+    )  # scripts/results.py prints a row of each
     truth = {str(row["dicom_id"]): row for row in read_truth(corpus) if row["view"] != "LATERAL"}
     positives = sum(row["labels"]["Cardiomegaly"] for row in truth.values())
     assert results.row("f1", "Cardiomegaly", AGAINST_LABELS).n_positive == positives
@@ -138,8 +200,11 @@ def test_the_command_evaluates_greedy_beam_and_consensus_against_the_truth(
 
 @pytest.mark.real
 @pytest.mark.parametrize(("system", "distinct"), [("aamn", 1), ("hi_ia", 2), ("moerad", 23)])
-def test_generators_of_iu_reports_are_near_one_report_for_all(real_data: Path, system: str, distinct: int) -> None:
-    """Each of these systems repeats a few reports; one reference for all has a higher BLEU-1 than any.
+def test_generators_of_iu_reports_are_near_one_report_for_all(
+    real_data: Path, system: str, distinct: int
+) -> None:
+    """Each of these systems repeats a few reports; one reference for all has a higher BLEU-1 than
+    any.
 
     Texts are distinct by their words: two of the last one differ in punctuation only.
     """

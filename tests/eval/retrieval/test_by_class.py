@@ -1,4 +1,6 @@
-"""Retrieval by class against a naive search, and candidate lists: published, sampled, read and refused."""
+"""Retrieval by class against a naive search, and candidate lists: published, sampled, read and
+refused.
+"""
 
 import dataclasses
 import json
@@ -27,10 +29,14 @@ def labelled(count: int = 60, seed: int = 0) -> np.ndarray:
     return np.eye(3)[np.random.default_rng(seed).integers(0, 3, count)]
 
 
-def loader_of(labels_NL: np.ndarray, noise: float = 60, texts: list[str] | None = None, **settings) -> FakeLoader:
+def loader_of(
+    labels_NL: np.ndarray, noise: float = 60, texts: list[str] | None = None, **settings
+) -> FakeLoader:
     """Return images whose embeddings are the vector of their class's name plus noise."""
     source = make_source(labels_NL, NAMES, **settings)
-    source.images = noisy_images([NAMES[int(np.nanargmax(row))] for row in labels_NL], noise, seed=1)
+    source.images = noisy_images(
+        [NAMES[int(np.nanargmax(row))] for row in labels_NL], noise, seed=1
+    )
     return FakeLoader(source, texts=texts)
 
 
@@ -42,10 +48,14 @@ def test_precision_equals_a_naive_search_with_ties_against_the_query(k: int) -> 
     rng = np.random.default_rng(k)
     similarity_QN = np.round(rng.normal(size=(12, 9)), 0)  # many ties
     relevant_NL = (rng.random((9, 3)) < 0.4).astype(float)
-    precision_QL = precision_at(torch.from_numpy(similarity_QN).float(), torch.from_numpy(relevant_NL).float(), [k])[k]
+    precision_QL = precision_at(
+        torch.from_numpy(similarity_QN).float(), torch.from_numpy(relevant_NL).float(), [k]
+    )[k]
     for query in range(12):
         for label in range(3):
-            order = sorted(range(9), key=lambda n: (-similarity_QN[query, n], relevant_NL[n, label]))
+            order = sorted(
+                range(9), key=lambda n: (-similarity_QN[query, n], relevant_NL[n, label])
+            )
             expected = np.mean([relevant_NL[n, label] for n in order[:k]])
             assert precision_QL[query, label].item() == pytest.approx(expected)
 
@@ -54,7 +64,10 @@ def test_constant_similarity_gives_the_lowest_possible_precision() -> None:
     relevant_NL = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
     precision = precision_at(torch.zeros(2, 3), relevant_NL, [1, 2])
     assert precision[1].tolist() == [[0, 0], [0, 0]]
-    assert precision[2].tolist() == [[0.5, 0], [0.5, 0]]  # of two candidates at most one is without the class
+    assert precision[2].tolist() == [
+        [0.5, 0],
+        [0.5, 0],
+    ]  # of two candidates at most one is without the class
 
 
 # Over a folder
@@ -75,8 +88,14 @@ def test_images_are_retrieved_among_other_patients() -> None:
         row = results.row("precision@5", name)
         assert row.value == pytest.approx(np.mean(values[label]))
         assert row.n == len(values[label])
-    assert results.row("precision@5", "macro").value == pytest.approx(np.mean([np.mean(v) for v in values.values()]))
-    shares = [np.mean([labels_NL[n, 0] for n in range(60) if n % 20 != q % 20]) for q in range(60) if labels_NL[q, 0]]
+    assert results.row("precision@5", "macro").value == pytest.approx(
+        np.mean([np.mean(v) for v in values.values()])
+    )
+    shares = [
+        np.mean([labels_NL[n, 0] for n in range(60) if n % 20 != q % 20])
+        for q in range(60)
+        if labels_NL[q, 0]
+    ]
     assert results.details["chance"]["Edema"] == pytest.approx(np.mean(shares))
     assert results.protocol == "image_retrieval"
 
@@ -84,7 +103,9 @@ def test_images_are_retrieved_among_other_patients() -> None:
 def test_a_class_of_one_patient_has_no_chance_of_a_hit() -> None:
     labels_NL = np.tile([0.0, 1.0, 0.0], (12, 1))
     labels_NL[[0, 4, 8]] = [1.0, 0.0, 0.0]  # the images of the first of four patients
-    results = image_retrieval(FakeModel(), loader_of(labels_NL, patients=4), ks=(2,), resamples=0).results
+    results = image_retrieval(
+        FakeModel(), loader_of(labels_NL, patients=4), ks=(2,), resamples=0
+    ).results
     assert results.row("precision@2", "Edema").value == 0
     assert results.details["chance"] == {"Edema": 0.0, "Fracture": 6 / 9}
 
@@ -99,7 +120,9 @@ def test_uncertain_labels_are_neither_hits_nor_queries() -> None:
 
 def test_intervals_resample_patients() -> None:
     loader = loader_of(labelled(), patients=12)
-    row = image_retrieval(FakeModel(), loader, ks=(5,), resamples=200).results.row("precision@5", "macro")
+    row = image_retrieval(FakeModel(), loader, ks=(5,), resamples=200).results.row(
+        "precision@5", "macro"
+    )
     assert row.low < row.value < row.high
 
 
@@ -132,14 +155,20 @@ def test_image_and_text_queries_are_evaluated_over_the_listed_candidates() -> No
         nearest = sorted(pool, key=lambda n, name=name: -float(images[n] @ text_vector(name)))[:4]
         by_text.append(labels_NL[nearest, label].mean())
         assert results.row("precision@4", name, "text to image").value == pytest.approx(by_text[-1])
-    assert results.row("precision@4", "macro", "text to image").value == pytest.approx(np.mean(by_text))
+    assert results.row("precision@4", "macro", "text to image").value == pytest.approx(
+        np.mean(by_text)
+    )
     by_image = []
     for query in range(6):
         nearest = sorted(pool, key=lambda n, query=query: -float(images[n] @ images[query]))[:4]
-        by_image.append((int(labels_NL[query].argmax()), labels_NL[nearest, labels_NL[query].argmax()].mean()))
+        by_image.append(
+            (int(labels_NL[query].argmax()), labels_NL[nearest, labels_NL[query].argmax()].mean())
+        )
     for label in {label for label, _ in by_image}:
         value = results.row("precision@4", NAMES[label], "image to image").value
-        assert value == pytest.approx(np.mean([share for other, share in by_image if other == label]))
+        assert value == pytest.approx(
+            np.mean([share for other, share in by_image if other == label])
+        )
     assert {row.subgroup for row in results.rows} == {
         "image to image",
         "text to image",
@@ -163,10 +192,14 @@ def test_two_models_are_paired_in_every_direction(tmp_path: Path) -> None:
     (differences,) = comparison.differences
     assert not comparison.notes
     for direction in ("image to image", "text to image", "image to text"):
-        far, near = (run.results.row("precision@4", "macro", direction).value for run in (runs[1], runs[0]))
+        far, near = (
+            run.results.row("precision@4", "macro", direction).value for run in (runs[1], runs[0])
+        )
         assert differences[f"precision@4/macro ({direction})"].value == pytest.approx(far - near)
         assert far < near
-    lines = [json.loads(line) for line in (tmp_path / "near/predictions.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "near/predictions.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 6 + 3 + 54, "image queries, text queries, and the candidates with reports"
 
 
@@ -174,7 +207,9 @@ def test_candidates_and_their_reports_are_queries_without_image_queries() -> Non
     labels_NL = labelled(30)
     loader = loader_of(labels_NL, noise=5)
     loader.source.samples = [
-        dataclasses.replace(sample, sections={"indication": "Fall?", "impression": NAMES[int(row.argmax())]})
+        dataclasses.replace(
+            sample, sections={"indication": "Fall?", "impression": NAMES[int(row.argmax())]}
+        )
         for sample, row in zip(loader.source.samples, labels_NL, strict=True)
     ]
     candidates = dataclasses.replace(make_list(loader, 0), text_queries=())
@@ -187,7 +222,9 @@ def test_candidates_and_their_reports_are_queries_without_image_queries() -> Non
 def test_missing_images_and_too_few_candidates_are_refused() -> None:
     loader = loader_of(labelled())
     candidates = make_list(loader)
-    incomplete = dataclasses.replace(candidates, candidates=(*candidates.candidates, ("nobody", ("Edema",))))
+    incomplete = dataclasses.replace(
+        candidates, candidates=(*candidates.candidates, ("nobody", ("Edema",)))
+    )
     with raises(EvaluationError, "mismatch", names="the first is nobody"):
         class_retrieval(FakeModel(), loader, incomplete, ks=(4,))
     with raises(EvaluationError, "out_of_range", "ks", names="54"):
@@ -222,7 +259,12 @@ def test_list_is_written_and_read_with_its_hash(tmp_path: Path) -> None:
     assert reread.sha256 == candidates.sha256
     other = dataclasses.replace(candidates, candidates=candidates.candidates[::-1])
     assert other.sha256 != candidates.sha256
-    for damage in ("", "[]", json.dumps({"name": "x"}), json.dumps({"name": "x", "classes": [], "candidates": [1]})):
+    for damage in (
+        "",
+        "[]",
+        json.dumps({"name": "x"}),
+        json.dumps({"name": "x", "classes": [], "candidates": [1]}),
+    ):
         path.write_text(damage)
         with raises(EvaluationError, "malformed", names="six.json"):
             RetrievalList.read(path)
@@ -263,11 +305,17 @@ def test_sampled_list_has_images_with_exactly_one_class() -> None:
 
 
 def test_sampled_list_is_exclusive_over_all_labels_and_frontal_as_gloria_s() -> None:
-    """Five images of each class are exclusive and frontal; the others are not what GLoRIA's rule takes."""
+    """Five images of each class are exclusive and frontal; the others are not what GLoRIA's rule
+    takes.
+    """
     labels = [{name: 1} for name in NAMES] * 5
     labels[0] = {**labels[0], "No Finding": 1}  # no finding by GLoRIA's rule
     labels[1] = {**labels[1], "Pneumonia": 0}
-    not_taken = [{"Edema": 1, "Pneumonia": 1}, {"Edema": 1, "Support Devices": 1}, {"Edema": 1, "Pneumonia": -1}]
+    not_taken = [
+        {"Edema": 1, "Pneumonia": 1},
+        {"Edema": 1, "Support Devices": 1},
+        {"Edema": 1, "Pneumonia": -1},
+    ]
     source = make_source(np.zeros((len(labels) + 4, 0)), ())
     source.samples = [
         dataclasses.replace(sample, labels=of_image, view=view)
@@ -295,7 +343,11 @@ def test_sampled_list_is_exclusive_over_all_labels_and_frontal_as_gloria_s() -> 
 
 def write_8x200(root: Path) -> Path:
     """Write the published files with two candidates per class."""
-    order = ("No Finding", "Enlarged Cardiomediastinum", *sorted(set(CHEXPERT_8X200) - {"No Finding"}))
+    order = (
+        "No Finding",
+        "Enlarged Cardiomediastinum",
+        *sorted(set(CHEXPERT_8X200) - {"No Finding"}),
+    )
     lines = ["Path,Sex,Age,Frontal/Lateral,AP/PA," + ",".join(order)]
     images, texts = root / "image-retrieval", root / "text-retrieval"
     images.mkdir(parents=True)
@@ -306,7 +358,9 @@ def write_8x200(root: Path) -> Path:
         for view in (1, 2):
             path = f"CheXpert-v1.0-small/train/patient{number:05d}/study1/view{view}_frontal.jpg"
             lines.append(f"{path},Female,28,Frontal,AP,{cells}")
-        queries.append(f"{name},CheXpert-v1.0-small/train/patient{number + 50:05d}/study2/view1_frontal.jpg")
+        queries.append(
+            f"{name},CheXpert-v1.0-small/train/patient{number + 50:05d}/study2/view1_frontal.jpg"
+        )
         sentences.append(f'{name},"{name} is seen, and nothing else."')
     (images / "candidate.csv").write_text("\n".join(lines))
     (images / "query.csv").write_text("\n".join(queries))
@@ -314,12 +368,24 @@ def write_8x200(root: Path) -> Path:
     return root
 
 
-def test_chexpert_8x200_is_read_with_the_keys_of_the_shards(tmp_path: Path, deid: Deidentifier) -> None:
+def test_chexpert_8x200_is_read_with_the_keys_of_the_shards(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     candidates = read_chexpert_8x200(write_8x200(tmp_path), deid)
     assert (candidates.name, candidates.classes) == ("chexpert-8x200", CHEXPERT_8X200)
-    assert (len(candidates.candidates), len(candidates.image_queries), len(candidates.text_queries)) == (16, 8, 8)
-    assert candidates.candidates[0] == (deid.image("train/patient00000/study1/view1_frontal.jpg"), ("Atelectasis",))
-    assert candidates.image_queries[1] == (deid.image("train/patient00051/study2/view1_frontal.jpg"), ("Cardiomegaly",))
+    assert (
+        len(candidates.candidates),
+        len(candidates.image_queries),
+        len(candidates.text_queries),
+    ) == (16, 8, 8)
+    assert candidates.candidates[0] == (
+        deid.image("train/patient00000/study1/view1_frontal.jpg"),
+        ("Atelectasis",),
+    )
+    assert candidates.image_queries[1] == (
+        deid.image("train/patient00051/study2/view1_frontal.jpg"),
+        ("Cardiomegaly",),
+    )
     assert candidates.text_queries[2] == ("Edema is seen, and nothing else.", ("Edema",))
     query = tmp_path / "text-retrieval" / "query.csv"
     query.write_text(query.read_text().replace("Edema,", "Oedema,"))
@@ -335,12 +401,18 @@ def test_chexpert_8x200_is_read_with_the_keys_of_the_shards(tmp_path: Path, deid
 
 def test_page_shows_every_direction(tmp_path: Path) -> None:
     loader = loader_of(labelled())
-    results = class_retrieval(FakeModel(), loader, make_list(loader), ks=(4, 8), resamples=10).results
-    page = write_class_retrieval_page(results, tmp_path / "index.html", PageHeader(model="m", data="noise")).read_text()
+    results = class_retrieval(
+        FakeModel(), loader, make_list(loader), ks=(4, 8), resamples=10
+    ).results
+    page = write_class_retrieval_page(
+        results, tmp_path / "index.html", PageHeader(model="m", data="noise")
+    ).read_text()
     for text in ("Image to image", "Text to image", "Precision@8", "Chance", "List"):
         assert text in page
     alone = image_retrieval(FakeModel(), loader, ks=(4,), resamples=10).results
     assert (
         "Precision@4"
-        in write_class_retrieval_page(alone, tmp_path / "a.html", PageHeader(model="m", data="d")).read_text()
+        in write_class_retrieval_page(
+            alone, tmp_path / "a.html", PageHeader(model="m", data="d")
+        ).read_text()
     )

@@ -18,8 +18,12 @@ from medvl.schema import Embeddings
 TEXTS = [f"report {index % 20}" for index in range(50)]
 
 
-def loader_of(texts: list[str], noise: float, batch: int = 7, patients: int | None = None) -> FakeLoader:
-    """Return images whose embeddings are their text's vector plus noise; image i is of patient i % `patients`."""
+def loader_of(
+    texts: list[str], noise: float, batch: int = 7, patients: int | None = None
+) -> FakeLoader:
+    """Return images whose embeddings are their text's vector plus noise; image i is of patient i
+    % `patients`.
+    """
     source = make_source(np.zeros((len(texts), 0)), (), patients=patients)
     source.images = noisy_images(texts, noise)
     return FakeLoader(source, batch, texts)
@@ -34,7 +38,9 @@ def plain_ranks(loader: FakeLoader) -> tuple[list[int], list[int]]:
     of_images, of_texts = [], []
     for row, text in zip(similarity, loader.texts, strict=True):
         own = texts.index(text)
-        of_images.append(1 + sum(row[other] >= row[own] for other in range(len(texts)) if other != own))
+        of_images.append(
+            1 + sum(row[other] >= row[own] for other in range(len(texts)) if other != own)
+        )
     for index, text in enumerate(texts):
         positive = np.array([other == text for other in loader.texts])
         best = similarity[positive, index].max()
@@ -100,10 +106,17 @@ def test_constant_similarity_gives_the_last_rank():
 
 def test_intervals_resample_patients_with_all_their_images_and_texts():
     """Ten patients: patient p has the texts p and p + 10, each with two or three images."""
-    result = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60, patients=10), resamples=25, seed=3)
+    result = image_text_retrieval(
+        FakeModel(), loader_of(TEXTS, noise=60, patients=10), resamples=25, seed=3
+    )
     assert result.results.details["patients"] == 10
-    assert [line["patient"] for line in result.predictions()] == [f"p{image % 10}" for image in range(50)]
-    for target, rank_Q in (("image_to_text", result.image_rank_N), ("text_to_image", result.text_rank_M)):
+    assert [line["patient"] for line in result.predictions()] == [
+        f"p{image % 10}" for image in range(50)
+    ]
+    for target, rank_Q in (
+        ("image_to_text", result.image_rank_N),
+        ("text_to_image", result.text_rank_M),
+    ):
         patient_Q, recalls, medians = np.arange(len(rank_Q)) % 10, [], []
         for drawn in bootstrap_indices(10, 25, seed=3):
             queries = np.concatenate([np.flatnonzero(patient_Q == patient) for patient in drawn])
@@ -124,7 +137,9 @@ def test_a_text_of_several_patients_is_of_the_patient_of_its_first_key():
 
 
 def test_chance_equals_the_mean_over_random_orders():
-    result = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60), resamples=0, ks=(1, 5, 100))
+    result = image_text_retrieval(
+        FakeModel(), loader_of(TEXTS, noise=60), resamples=0, ks=(1, 5, 100)
+    )
     chance, rng = result.results.details["chance"], np.random.default_rng(0)
     positives = [np.array([text == other for other in TEXTS]) for text in dict.fromkeys(TEXTS)]
     hits = [[positive[rng.permutation(50)[:5]].any() for positive in positives] for _ in range(500)]
@@ -142,7 +157,9 @@ def test_empty_texts_are_left_out_and_white_space_is_collapsed():
 
 
 def test_concatenated_words_are_padded_with_their_mask():
-    short = Embeddings(torch.ones(2, 4), torch.ones(2, 3, 5), torch.tensor([[True, True, False]] * 2))
+    short = Embeddings(
+        torch.ones(2, 4), torch.ones(2, 3, 5), torch.tensor([[True, True, False]] * 2)
+    )
     long = Embeddings(torch.ones(1, 4), torch.ones(1, 6, 5), torch.ones(1, 6, dtype=torch.bool))
     both = concatenate([short, long])
     assert both.local_NPE.shape == (3, 6, 5)
@@ -163,6 +180,8 @@ def test_invalid_inputs_are_refused():
 
 def test_metrics_during_training_equal_those_of_the_protocol():
     numbers = RetrievalEval(loader_of(TEXTS, noise=60), ks=(1, 5))(FakeModel())
-    results = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60), ks=(1, 5), resamples=0).results
+    results = image_text_retrieval(
+        FakeModel(), loader_of(TEXTS, noise=60), ks=(1, 5), resamples=0
+    ).results
     assert numbers == {f"retrieval/{row.name}": row.value for row in results.rows}
     assert "retrieval/recall@5/image_to_text" in numbers

@@ -16,7 +16,12 @@ from PIL import Image
 from medvl.eval import write_retrieval_page
 from medvl.eval.core.results import PageHeader
 from medvl.eval.html import plots
-from medvl.eval.retrieval.image_text import RetrievalExamples, RetrievalResult, image_text_retrieval, principal_plane
+from medvl.eval.retrieval.image_text import (
+    RetrievalExamples,
+    RetrievalResult,
+    image_text_retrieval,
+    principal_plane,
+)
 
 TEXTS = [f"report <{index % 12}>" for index in range(30)]
 
@@ -38,12 +43,18 @@ def examples(result: RetrievalResult) -> RetrievalExamples:
     return result.examples
 
 
-def test_examples_equal_a_naive_search(result: RetrievalResult, examples: RetrievalExamples) -> None:
-    similarity = unit_images(loader_of(60)) @ np.stack([text_vector(text) for text in examples.texts]).T
+def test_examples_equal_a_naive_search(
+    result: RetrievalResult, examples: RetrievalExamples
+) -> None:
+    similarity = (
+        unit_images(loader_of(60)) @ np.stack([text_vector(text) for text in examples.texts]).T
+    )
     assert len(examples.image_queries) == len(examples.text_queries) == 2
     for query in examples.image_queries:
         assert list(query.candidates) == np.argsort(-similarity[query.query])[:6].tolist()
-        assert query.similarities == pytest.approx(np.sort(similarity[query.query])[::-1][:6], abs=1e-5)
+        assert query.similarities == pytest.approx(
+            np.sort(similarity[query.query])[::-1][:6], abs=1e-5
+        )
         own = int(examples.text_of_N[query.query])
         assert (own in query.candidates) == (result.image_rank_N[query.query] <= 6)
     for query in examples.text_queries:
@@ -108,7 +119,9 @@ def test_plots_are_valid_images(examples: RetrievalExamples) -> None:
         assert len(np.unique(pixels.reshape(-1, 4), axis=0)) > 5
 
 
-def test_page_shows_queries_and_candidates_and_escapes_texts(result: RetrievalResult, tmp_path: Path) -> None:
+def test_page_shows_queries_and_candidates_and_escapes_texts(
+    result: RetrievalResult, tmp_path: Path
+) -> None:
     def labels(key: str) -> Mapping[str, int]:
         return {"Edema": int(key[-1]) % 2, "Fracture": -1}
 
@@ -120,7 +133,10 @@ def test_page_shows_queries_and_candidates_and_escapes_texts(result: RetrievalRe
         labels=labels,
     )
     html = path.read_text(encoding="utf-8")
-    plots, images = (re.findall(rf'src="data:image/{kind};base64,([^"]+)"', html) for kind in (r"svg\+xml", "jpeg"))
+    plots, images = (
+        re.findall(rf'src="data:image/{kind};base64,([^"]+)"', html)
+        for kind in (r"svg\+xml", "jpeg")
+    )
     assert len(plots) == 3  # the matrix, images and texts, Edema; no image is positive for Fracture
     assert len(images) == 2 + 2 * 6
     assert Image.open(io.BytesIO(base64.b64decode(images[0]))).size == (40, 30)
@@ -133,7 +149,9 @@ def test_page_shows_queries_and_candidates_and_escapes_texts(result: RetrievalRe
     ):
         assert word in html
     assert "report <" not in html
-    bare = write_retrieval_page(result, tmp_path / "bare.html", PageHeader(model="fake", data="phantom")).read_text()
+    bare = write_retrieval_page(
+        result, tmp_path / "bare.html", PageHeader(model="fake", data="phantom")
+    ).read_text()
     assert "data:image/jpeg" not in bare
 
 
@@ -143,10 +161,15 @@ def test_bars_are_scaled_to_similarities_above_one(
     """GLoRIA's similarities reach 3."""
     first, *others = examples.image_queries
     values = tuple(3.0 / (index + 1) for index in range(len(first.candidates)))
-    higher = dataclasses.replace(examples, image_queries=(dataclasses.replace(first, similarities=values), *others))
+    higher = dataclasses.replace(
+        examples, image_queries=(dataclasses.replace(first, similarities=values), *others)
+    )
     shown = dataclasses.replace(result, examples=higher)
     page = write_retrieval_page(
-        shown, tmp_path / "index.html", PageHeader(model="m", data="d"), pixels=lambda key: np.zeros((8, 8), np.uint8)
+        shown,
+        tmp_path / "index.html",
+        PageHeader(model="m", data="d"),
+        pixels=lambda key: np.zeros((8, 8), np.uint8),
     ).read_text()
     for text in ('width="100.0" height="5"', ">3.00<", 'width="50.0" height="5"', ">1.50<"):
         assert text in page

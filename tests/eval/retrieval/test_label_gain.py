@@ -31,7 +31,10 @@ def agreement(one: set[str], other: set[str]) -> float:
 def ndcg(scores: list[float], relevances: list[float], k: int) -> float:
     ranked = sorted(zip(scores, relevances, strict=True), key=lambda pair: (-pair[0], pair[1]))
     gain = sum(value / math.log2(rank + 2) for rank, (_, value) in enumerate(ranked[:k]))
-    return gain / sum(value / math.log2(rank + 2) for rank, value in enumerate(sorted(relevances, reverse=True)[:k]))
+    return gain / sum(
+        value / math.log2(rank + 2)
+        for rank, value in enumerate(sorted(relevances, reverse=True)[:k])
+    )
 
 
 def test_gains_and_reciprocal_ranks_match_their_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,11 +45,18 @@ def test_gains_and_reciprocal_ranks_match_their_formulas(monkeypatch: pytest.Mon
     images /= np.linalg.norm(images, axis=1, keepdims=True)
     texts = list(dict.fromkeys(TEXTS))
     similarity = images @ np.stack([text_vector(text) for text in texts]).T
-    found = [{name for name, value in sample.labels.items() if value == 1} for sample in loader.source.samples]
-    of_text = [set().union(*(one for one, other in zip(found, TEXTS, strict=True) if other == text)) for text in texts]
+    found = [
+        {name for name, value in sample.labels.items() if value == 1}
+        for sample in loader.source.samples
+    ]
+    of_text = [
+        set().union(*(one for one, other in zip(found, TEXTS, strict=True) if other == text))
+        for text in texts
+    ]
     for k in (1, 100):
         of_images = [
-            ndcg(row.tolist(), [agreement(a, b) for b in of_text], k) for row, a in zip(similarity, found, strict=True)
+            ndcg(row.tolist(), [agreement(a, b) for b in of_text], k)
+            for row, a in zip(similarity, found, strict=True)
         ]
         of_texts = [
             ndcg(row.tolist(), [agreement(a, b) for b in found], k)
@@ -57,8 +67,12 @@ def test_gains_and_reciprocal_ranks_match_their_formulas(monkeypatch: pytest.Mon
             assert row.value == pytest.approx(np.mean(values))
             assert row.low <= row.value <= row.high
             assert result.results.details["chance"][f"ndcg@{k}/{target}"] < row.value
-    assert result.results.row("mrr", "image_to_text").value == pytest.approx(np.mean(1 / result.image_rank_N))
-    assert result.results.row("mrr", "text_to_image").value == pytest.approx(np.mean(1 / result.text_rank_M))
+    assert result.results.row("mrr", "image_to_text").value == pytest.approx(
+        np.mean(1 / result.image_rank_N)
+    )
+    assert result.results.row("mrr", "text_to_image").value == pytest.approx(
+        np.mean(1 / result.text_rank_M)
+    )
 
 
 def test_a_random_order_has_the_gain_of_chance() -> None:
@@ -81,7 +95,10 @@ def test_data_without_labels_has_no_gains(tmp_path: Path) -> None:
     source = make_source(np.zeros((len(TEXTS), 0)), ())
     source.images = noisy_images(TEXTS, 60)
     metrics = {
-        row.metric for row in image_text_retrieval(FakeModel(), FakeLoader(source, 7, TEXTS), resamples=0).results.rows
+        row.metric
+        for row in image_text_retrieval(
+            FakeModel(), FakeLoader(source, 7, TEXTS), resamples=0
+        ).results.rows
     }
     assert "mrr" in metrics
     assert not {"ndcg@1", "ndcg@100"} & metrics

@@ -1,4 +1,6 @@
-"""Re-ranked retrieval against a naive implementation that encodes every pair; number of encodings."""
+"""Re-ranked retrieval against a naive implementation that encodes every pair; number of
+encodings.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,7 +30,13 @@ from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Batch
 
-REPORTS = [*TEXTS, "The heart is enlarged.", "Dense left consolidation of the lungs.", "", "No effusion."]
+REPORTS = [
+    *TEXTS,
+    "The heart is enlarged.",
+    "Dense left consolidation of the lungs.",
+    "",
+    "No effusion.",
+]
 COUNT = 17
 
 
@@ -44,7 +52,9 @@ class NoiseLoader(FakeLoader):
         source = make_source(np.zeros((COUNT, 0)), ())
         rng = np.random.default_rng(0)
         source.images = [rng.integers(0, 256, (side, side), dtype=np.uint8) for _ in range(COUNT)]
-        super().__init__(source, batch, [f" {REPORTS[row % len(REPORTS)]}\n" for row in range(COUNT)])
+        super().__init__(
+            source, batch, [f" {REPORTS[row % len(REPORTS)]}\n" for row in range(COUNT)]
+        )
 
 
 class RowLoader(FakeLoader):
@@ -63,7 +73,11 @@ class CountingModule(nn.Module):
         self.inner, self.count = inner, 0
 
     def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(name) if name in ("inner", "count") else getattr(super().__getattr__("inner"), name)
+        return (
+            super().__getattr__(name)
+            if name in ("inner", "count")
+            else getattr(super().__getattr__("inner"), name)
+        )
 
     def forward(self, rows: Tensor, *rest: Any) -> Any:
         self.count += len(rows)
@@ -77,12 +91,17 @@ def plain_ranks(
     positive_NM = np.array(text_of)[:, None] == np.arange(similarity_NM.shape[1])
     return (
         [_rank(s, f, p, k) for s, f, p in zip(similarity_NM, score_NM, positive_NM, strict=True)],
-        [_rank(s, f, p, k) for s, f, p in zip(similarity_NM.T, score_NM.T, positive_NM.T, strict=True)],
+        [
+            _rank(s, f, p, k)
+            for s, f, p in zip(similarity_NM.T, score_NM.T, positive_NM.T, strict=True)
+        ],
     )
 
 
 def _rank(similarity: np.ndarray, score: np.ndarray, positive: np.ndarray, k: int) -> int:
-    order = sorted(range(len(similarity)), key=lambda index: (-similarity[index], positive[index]))[:k]
+    order = sorted(range(len(similarity)), key=lambda index: (-similarity[index], positive[index]))[
+        :k
+    ]
     positives = [index for index in order if positive[index]]
     if positives:
         best = max(score[index] for index in positives)
@@ -93,7 +112,9 @@ def _rank(similarity: np.ndarray, score: np.ndarray, positive: np.ndarray, k: in
 
 @torch.no_grad()
 def uncached(model: FusionModel, loader: FakeLoader) -> tuple[list[int], np.ndarray]:
-    """Return the text of each image with text, and the score of every pair, each image and text encoded alone."""
+    """Return the text of each image with text, and the score of every pair, each image and text
+    encoded alone.
+    """
     batches = [batch for batch in _singles(loader) if batch.texts[0].strip()]
     plain = [" ".join(batch.texts[0].split()) for batch in batches]
     texts = list(dict.fromkeys(plain))
@@ -118,9 +139,13 @@ def test_albef_ranks_equal_the_uncached_protocol(tokenizer: Tokenizer, shortlist
     nn.init.normal_(model.itm_head.weight, generator=torch.Generator().manual_seed(5))
     result = reranked_retrieval(model, NoiseLoader(), shortlist=shortlist, resamples=0)
     text_of, score_NM = uncached(model, NoiseLoader())
-    texts = list(dict.fromkeys(" ".join(text.split()) for text in NoiseLoader().texts if text.strip()))
+    texts = list(
+        dict.fromkeys(" ".join(text.split()) for text in NoiseLoader().texts if text.strip())
+    )
     with torch.no_grad():
-        images = torch.cat([batch.image_BCHW for batch in _singles(NoiseLoader()) if batch.texts[0].strip()])
+        images = torch.cat(
+            [batch.image_BCHW for batch in _singles(NoiseLoader()) if batch.texts[0].strip()]
+        )
         similarity_NM = model.similarity(images, texts).numpy()
     of_images, of_texts = plain_ranks(similarity_NM, score_NM, text_of, shortlist)
     assert result.image_rank_N.tolist() == of_images
@@ -139,14 +164,20 @@ def test_another_dual_encoder_makes_the_shortlists(tokenizer: Tokenizer, name: s
     nn.init.normal_(model.itm_head.weight, generator=torch.Generator().manual_seed(5))
     fake = FakeModel().eval()
     result = reranked_retrieval(
-        model, NoiseLoader(), shortlist=3, shortlist_model=ShortlistModel(fake, RowLoader()), resamples=0
+        model,
+        NoiseLoader(),
+        shortlist=3,
+        shortlist_model=ShortlistModel(fake, RowLoader()),
+        resamples=0,
     )
     text_of, score_NM = uncached(model, NoiseLoader())
     texts = list(dict.fromkeys(text for text in RowLoader().texts if text))
     with torch.no_grad():
         rows = torch.cat([batch.image_BCHW for batch in RowLoader()])
         kept = [row for row, text in enumerate(RowLoader().texts) if text]
-        similarity_NM = (fake.embed_images(rows).global_NE[kept] @ fake.embed_texts(texts).global_NE.T).numpy()
+        similarity_NM = (
+            fake.embed_images(rows).global_NE[kept] @ fake.embed_texts(texts).global_NE.T
+        ).numpy()
     of_images, of_texts = plain_ranks(similarity_NM, score_NM, text_of, 3)
     assert result.image_rank_N.tolist() == of_images
     assert result.text_rank_M.tolist() == of_texts
@@ -157,11 +188,16 @@ def test_images_and_texts_are_encoded_once_and_pairs_in_chunks(
 ) -> None:
     model: Any = tiny_model("albef", tokenizer).eval()
     reference = reranked_retrieval(model, NoiseLoader(), shortlist=4, resamples=0)
-    model.image_encoder, model.text_encoder = CountingModule(model.image_encoder), CountingModule(model.text_encoder)
+    model.image_encoder, model.text_encoder = (
+        CountingModule(model.image_encoder),
+        CountingModule(model.text_encoder),
+    )
     monkeypatch.setattr(rerank, "_PAIRS", 6)
     monkeypatch.setattr(rerank, "_TEXTS", 2)
     largest, fuse = [], model.fuse
-    monkeypatch.setattr(model, "fuse", lambda text, image: largest.append(len(text.states_BND)) or fuse(text, image))
+    monkeypatch.setattr(
+        model, "fuse", lambda text, image: largest.append(len(text.states_BND)) or fuse(text, image)
+    )
     chunked = reranked_retrieval(model, NoiseLoader(3), shortlist=4, resamples=0)
     assert model.image_encoder.count == COUNT
     assert model.text_encoder.count == 7
@@ -196,7 +232,9 @@ def test_ties_count_against_the_positive_on_and_off_the_shortlist(shortlist: int
     )
     assert set(worst[0].tolist()) == {9}
     assert all(rank >= 26 for rank in worst[1].tolist())
-    listed = np.array(before[0]) <= shortlist  # otherwise ties decide which negatives are on the shortlist
+    listed = (
+        np.array(before[0]) <= shortlist
+    )  # otherwise ties decide which negatives are on the shortlist
     assert (reranked[0][~listed] == np.array(before[0])[~listed]).all()
     assert (reranked[0][listed] <= shortlist).all()
     if shortlist == 40:
@@ -229,7 +267,9 @@ def test_invalid_models_and_settings_are_refused(tokenizer: Tokenizer) -> None:
     other = RowLoader()
     other.source.samples = other.source.samples[::-1]
     with raises(EvaluationError, "mismatch"):
-        reranked_retrieval(fusion, NoiseLoader(), shortlist_model=ShortlistModel(FakeModel(), other))
+        reranked_retrieval(
+            fusion, NoiseLoader(), shortlist_model=ShortlistModel(FakeModel(), other)
+        )
     with torch.no_grad():
         albef.itm_head.bias.fill_(torch.nan)
     with raises(EvaluationError, "nonfinite"):
@@ -249,7 +289,9 @@ def test_reranking_gives_intervals_and_supports_autocast(tokenizer: Tokenizer) -
 def test_retrieval_command_reranks_with_another_checkpoint_or_its_own(
     tokenizer: Tokenizer, deid: Deidentifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS
+    )
     data = tmp_path / "shards" / "train"
     for name in ("albef", "dual_stream"):
         (tmp_path / name / "best").mkdir(parents=True)

@@ -48,19 +48,27 @@ MADE_UP_VERSIONS = made_up_versions(tuple(MADE_UP))
 
 def picture(level: int, seed: int) -> np.ndarray:
     """Return a bright square on a gradient, whose brightness is `level`."""
-    image = np.random.default_rng(seed).integers(0, 30, (SIDE, SIDE)).astype(np.uint8) + np.uint8(60)
+    image = np.random.default_rng(seed).integers(0, 30, (SIDE, SIDE)).astype(np.uint8) + np.uint8(
+        60
+    )
     image[8:24, 8:24] = level
     return image
 
 
 def patients(count: int = 40, *, prefix: str = "p") -> Any:
-    """Return images whose square is bright where both findings are present, with reports that name a side."""
+    """Return images whose square is bright where both findings are present, with reports that
+    name a side.
+    """
     labels_NL = np.repeat((np.arange(count) % 2)[:, None], 2, axis=1).astype(float)
     source = make_source(labels_NL, NAMES, prefix=prefix)
-    source.images = [picture(200 if label else 100, seed) for seed, label in enumerate(labels_NL[:, 0])]
+    source.images = [
+        picture(200 if label else 100, seed) for seed, label in enumerate(labels_NL[:, 0])
+    ]
     sides = ("left", "right")
     source.samples = [
-        dataclasses.replace(sample, sections={"findings": f"Opacity {number} in the {sides[number % 2]} lung."})
+        dataclasses.replace(
+            sample, sections={"findings": f"Opacity {number} in the {sides[number % 2]} lung."}
+        )
         for number, sample in enumerate(source.samples)
     ]
     return source
@@ -77,7 +85,10 @@ class Loader:
             rows = self._readable(range(start, min(start + 16, len(self.source))))
             samples = [self.source.sample(row) for row in rows]
             pixels = [cv2.resize(self.source.pixels(row), (SIDE, SIDE)) for row in rows]
-            labels = [[sample.labels.get(name, np.nan) for name in self.source.label_names] for sample in samples]
+            labels = [
+                [sample.labels.get(name, np.nan) for name in self.source.label_names]
+                for sample in samples
+            ]
             yield Batch(
                 keys=[sample.key for sample in samples],
                 image_BCHW=torch.from_numpy(np.stack(pixels))[:, None],
@@ -127,7 +138,9 @@ class MeanScorer(Scorer):
 
 
 class ReadingScorer(MeanScorer):
-    """Reads statements, and prefers texts that name the side that the source's reports of the image name."""
+    """Reads statements, and prefers texts that name the side that the source's reports of the
+    image name.
+    """
 
     def statement_scores(self, images: Tensor) -> Tensor:
         present_B = images > 90
@@ -136,7 +149,10 @@ class ReadingScorer(MeanScorer):
 
     def text_scores(self, images: Tensor, image_Q: Tensor, text_Q: Tensor) -> Tensor:
         side_Q = ["right" if present else "left" for present in (images[image_Q] > 90).tolist()]
-        found = [float(side in self.texts[text]) for side, text in zip(side_Q, text_Q.tolist(), strict=True)]
+        found = [
+            float(side in self.texts[text])
+            for side, text in zip(side_Q, text_Q.tolist(), strict=True)
+        ]
         return torch.tensor(found, dtype=torch.float64)
 
 
@@ -165,7 +181,9 @@ def test_optional_scores_name_the_attribute_to_check() -> None:
             call()
 
 
-def evaluate(scorer: Scorer, corruptions: Sequence[str] = ("contrast",), **others: Any) -> dict[str, MetricRow]:
+def evaluate(
+    scorer: Scorer, corruptions: Sequence[str] = ("contrast",), **others: Any
+) -> dict[str, MetricRow]:
     source = patients()
     versions = corruption_versions(corruptions)
     parts = {"sites": {}, "outside": {}, "made_up": MADE_UP_VERSIONS, **others}
@@ -178,18 +196,28 @@ def evaluate(scorer: Scorer, corruptions: Sequence[str] = ("contrast",), **other
 @pytest.mark.parametrize("shape", [(112, 96), (112, 96, 3)])
 @pytest.mark.parametrize("name", [*CORRUPTIONS, *MADE_UP])
 def test_versions_depend_on_the_key_alone(name: str, shape: tuple[int, ...]) -> None:
-    coarse, fine = (np.random.default_rng(seed).integers(0, 256, shape).astype(np.float32) for seed in (0, 1))
-    smooth = cv2.normalize(cv2.GaussianBlur(coarse, (0, 0), 12), np.zeros(shape, np.float32), 20, 200, cv2.NORM_MINMAX)
+    coarse, fine = (
+        np.random.default_rng(seed).integers(0, 256, shape).astype(np.float32) for seed in (0, 1)
+    )
+    smooth = cv2.normalize(
+        cv2.GaussianBlur(coarse, (0, 0), 12), np.zeros(shape, np.float32), 20, 200, cv2.NORM_MINMAX
+    )
     image = (smooth + fine / 8).astype(np.uint8)
     before = image.copy()
-    versions = [Version(name)] if name in MADE_UP else [Version(name, strength) for strength in range(1, 6)]
+    versions = (
+        [Version(name)]
+        if name in MADE_UP
+        else [Version(name, strength) for strength in range(1, 6)]
+    )
     found = [version.apply(image, "a", 0) for version in versions]
     again = [version.apply(image, "a", 0) for version in versions]
     assert all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
     assert np.array_equal(image, before)
     assert all(one.dtype == np.uint8 and one.ndim == image.ndim for one in found)
     if name == "crop":
-        assert [one.shape[0] for one in found] == sorted((one.shape[0] for one in found), reverse=True)
+        assert [one.shape[0] for one in found] == sorted(
+            (one.shape[0] for one in found), reverse=True
+        )
         return
     changes = [np.abs(one.astype(float) - image).mean() for one in found]
     assert changes == sorted(changes)
@@ -223,7 +251,9 @@ def test_a_mean_of_pixels_suffers_under_contrast_and_reads_no_text() -> None:
     assert rows["auroc/macro"].value == 1
     assert rows["auroc/macro (contrast 5)"].value < 0.9
     assert rows["auroc_change/macro (contrast)"].high < 0
-    assert rows["auroc_change/macro (contrast 5)"].value == rows["auroc/macro (contrast 5)"].value - 1
+    assert (
+        rows["auroc_change/macro (contrast 5)"].value == rows["auroc/macro (contrast 5)"].value - 1
+    )
     assert rows["auroc_change/macro (blur 1)"].value == rows["auroc_change/macro (blur 1)"].low == 0
     means = [rows[f"auroc/macro ({name})"].value for name in ("contrast", "blur")]
     assert rows["auroc/macro (all corruptions)"].value == pytest.approx(np.mean(means))
@@ -244,7 +274,10 @@ def test_a_model_that_reads_passes() -> None:
 
 
 def test_made_up_images_are_those_that_are_named() -> None:
-    every, one = evaluate(MeanScorer()), evaluate(MeanScorer(), made_up=made_up_versions(["inverted"]))
+    every, one = (
+        evaluate(MeanScorer()),
+        evaluate(MeanScorer(), made_up=made_up_versions(["inverted"])),
+    )
     assert one["ood_auroc/all (inverted)"] == every["ood_auroc/all (inverted)"]
     assert set(every) - set(one) == {
         f"{metric}/all ({name})"
@@ -266,11 +299,15 @@ def test_predictions_have_what_pairs_two_runs(tmp_path: Path) -> None:
     )
     rows = tuple(evaluate(MeanScorer(), ["blur"]).values())
     config = {"policy": dataclasses.asdict(LabelPolicy()), "smallest_subgroup": 5}
-    results = Results(protocol="robustness", protocol_version=2, rows=rows, config=config, inputs={})
+    results = Results(
+        protocol="robustness", protocol_version=2, rows=rows, config=config, inputs={}
+    )
     write_results(results, tmp_path, RobustnessResult(results=results, scores=scores).predictions())
     items = read_items(tmp_path, results)
     assert items is not None
-    assert {f"auroc/{name}" for name in (*NAMES, "macro")} <= set(items.rows) & {row.name for row in rows}
+    assert {f"auroc/{name}" for name in (*NAMES, "macro")} <= set(items.rows) & {
+        row.name for row in rows
+    }
 
 
 def test_a_damaged_image_is_left_out_with_all_its_versions() -> None:
@@ -297,10 +334,19 @@ def test_a_model_of_regions_has_the_tests_of_texts() -> None:
     source.region_manifest = object()
     versions = corruption_versions(["blur"])
     scores = score_everything(
-        ReadingScorer(), source, Loader, versions=versions, made_up=MADE_UP_VERSIONS, sites={}, outside={}, seed=0
+        ReadingScorer(),
+        source,
+        Loader,
+        versions=versions,
+        made_up=MADE_UP_VERSIONS,
+        sites={},
+        outside={},
+        seed=0,
     )
     assert scores.left_out.keys() == {"corruptions"}
-    rows = [row.name for group in assemble(scores, LabelPolicy(), 5, None).groups for row in group.rows]
+    rows = [
+        row.name for group in assemble(scores, LabelPolicy(), 5, None).groups for row in group.rows
+    ]
     assert {"negation/macro", "above_mirror/all", "confidence/all (clean)"} <= set(rows)
     assert not any("blur" in name or "inverted" in name for name in rows)
 
@@ -316,9 +362,14 @@ def test_always_preferring_the_statement_is_chance() -> None:
 
 
 def test_sites_and_other_images() -> None:
-    """Another site with its labels exchanged has AUROC 0; black images have less of the mean than all others."""
+    """Another site with its labels exchanged has AUROC 0; black images have less of the mean
+    than all others.
+    """
     site, black = patients(20, prefix="q"), patients(6, prefix="r")
-    site.images = [picture(100 if sample.labels["Edema"] else 200, row) for row, sample in enumerate(site.samples)]
+    site.images = [
+        picture(100 if sample.labels["Edema"] else 200, row)
+        for row, sample in enumerate(site.samples)
+    ]
     black.images = [np.zeros((SIDE, SIDE), np.uint8) for _ in black.images]
     rows = evaluate(MeanScorer(), (), sites={"other": site}, outside={"black": black})
     assert rows["auroc/macro (site: these data)"].value == 1
@@ -333,9 +384,21 @@ def test_sites_and_other_images() -> None:
 @torch.no_grad()
 def test_scores_are_those_of_each_pair_alone(name: str) -> None:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"image_size": FUSION_SIDE, "frozen_text_layers": 0, "projection_dim": 8}
-    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "tokenizer": tiny_tokenizer()}
-    model = tiny_model(name, tiny_tokenizer()) if name == "m3ae" else create_model(name, **towers, **sizes)
+    sizes: dict[str, Any] = {
+        "image_size": FUSION_SIDE,
+        "frozen_text_layers": 0,
+        "projection_dim": 8,
+    }
+    towers = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "tokenizer": tiny_tokenizer(),
+    }
+    model = (
+        tiny_model(name, tiny_tokenizer())
+        if name == "m3ae"
+        else create_model(name, **towers, **sizes)
+    )
     scorer = make_scorer(model.eval(), [load_prompts("chexpert_pairs")], NAMES, None)
     image_BCHW = torch.randint(0, 256, (2, 1, FUSION_SIDE, FUSION_SIDE), dtype=torch.uint8)
     batch: Any = SimpleNamespace(image_BCHW=image_BCHW, has_image_B=None, to=lambda *_, **__: batch)
@@ -344,18 +407,24 @@ def test_scores_are_those_of_each_pair_alone(name: str) -> None:
     def alone(row: int, text: str) -> float:
         pixels = image_BCHW[row : row + 1]
         if isinstance(model, FusionModel):
-            logits_2 = model.match(model.text_tokens(*model.tokenize([text])), model.image_tokens(pixels))[0]
+            logits_2 = model.match(
+                model.text_tokens(*model.tokenize([text])), model.image_tokens(pixels)
+            )[0]
             return float(logits_2[1] - logits_2[0])
         return float(model.similarity(model.embed_images(pixels), model.embed_texts([text])))
 
     sentences = [text for pair in STATEMENTS.values() for text in pair]
-    expected = torch.tensor([[alone(row, text) for text in sentences] for row in range(2)], dtype=torch.float64)
+    expected = torch.tensor(
+        [[alone(row, text) for text in sentences] for row in range(2)], dtype=torch.float64
+    )
     assert torch.allclose(scorer.statement_scores(images), expected, atol=1e-4)
     assert torch.allclose(scorer.confidence(images), expected.amax(dim=1), atol=1e-4)
     assert torch.equal(scorer.confidence(images, expected + 1), expected.amax(dim=1) + 1)
     scorer.set_texts(texts)
     pairs = scorer.text_scores(images, torch.tensor([1, 0]), torch.tensor([0, 1]))
-    assert torch.allclose(pairs, torch.tensor([alone(1, texts[0]), alone(0, texts[1])]).double(), atol=1e-4)
+    assert torch.allclose(
+        pairs, torch.tensor([alone(1, texts[0]), alone(0, texts[1])]).double(), atol=1e-4
+    )
     if name == "convirt":
         margin_BL = expected[:, 0::2] - expected[:, 1::2]
         assert torch.allclose(scorer.prompts(images)[:, 1], margin_BL, atol=1e-4)
@@ -366,8 +435,14 @@ def test_scores_are_those_of_each_pair_alone(name: str) -> None:
 
 def dual_encoder() -> Any:
     torch.manual_seed(0)
-    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "tokenizer": tiny_tokenizer()}
-    return create_model("convirt", **towers, image_size=FUSION_SIDE, frozen_text_layers=0, projection_dim=8).eval()
+    towers = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "tokenizer": tiny_tokenizer(),
+    }
+    return create_model(
+        "convirt", **towers, image_size=FUSION_SIDE, frozen_text_layers=0, projection_dim=8
+    ).eval()
 
 
 @torch.no_grad()
@@ -376,10 +451,16 @@ def test_prompt_sets_score_labels_that_they_do_not_list() -> None:
     alone = make_scorer(model, [load_prompts("statements")], labels, None)
     assert (alone.names, alone.not_scored) == (("Edema", "Nodule"), {})
     assert alone.statements["Nodule"] == ("There is nodule.", "There is no nodule.")
-    both = make_scorer(model, [load_prompts("statements"), load_prompts("chexpert_pairs")], labels, None)
+    both = make_scorer(
+        model, [load_prompts("statements"), load_prompts("chexpert_pairs")], labels, None
+    )
     assert (both.names, both.not_scored) == (("Edema",), {"Nodule": ("chexpert_pairs",)})
-    scores = score_everything(both, patients(4), Loader, versions=[], made_up=[], sites={}, outside={}, seed=0)
-    assert assemble(scores, LabelPolicy(), 5, None).details["not_scored"] == {"Nodule": ["chexpert_pairs"]}
+    scores = score_everything(
+        both, patients(4), Loader, versions=[], made_up=[], sites={}, outside={}, seed=0
+    )
+    assert assemble(scores, LabelPolicy(), 5, None).details["not_scored"] == {
+        "Nodule": ["chexpert_pairs"]
+    }
 
 
 def test_no_finding_of_a_classifier_is_no_finding() -> None:
@@ -413,12 +494,17 @@ def test_a_calibration_of_other_prompts_or_weights_is_refused(tmp_path: Path) ->
         other = dataclasses.replace(calibration, **{changed: "0" * 64})
         with raises(EvaluationError, "mismatch", "calibration"):
             evaluate_robustness(
-                dual_encoder(), patients(4), Loader, prompts=[prompts], calibration=other, checkpoint=checkpoint
+                dual_encoder(),
+                patients(4),
+                Loader,
+                prompts=[prompts],
+                calibration=other,
+                checkpoint=checkpoint,
             )
     settings = RobustnessSettings(corruptions=(), made_up=(), resamples=0, smallest_subgroup=2)
     evaluate_robustness(
-        dual_encoder(), patients(4), Loader, prompts=[prompts], calibration=calibration, checkpoint=checkpoint,
-        settings=settings,
+        dual_encoder(), patients(4), Loader, prompts=[prompts], calibration=calibration,
+        checkpoint=checkpoint, settings=settings,
     )  # fmt: skip
 
 
@@ -426,9 +512,15 @@ def test_a_fusion_encoder_has_a_page(tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = patients(12)
     settings = RobustnessSettings(corruptions=("blur",), resamples=10, smallest_subgroup=2)
-    result = evaluate_robustness(tiny_model("m3ae", tiny_tokenizer()), source, Loader, settings=settings)
+    result = evaluate_robustness(
+        tiny_model("m3ae", tiny_tokenizer()), source, Loader, settings=settings
+    )
     names = {row.name for row in result.results.rows}
-    assert {"negation/macro", "above_other_change/all (blur 5)", "ood_auroc/all (inverted)"} <= names
+    assert {
+        "negation/macro",
+        "above_other_change/all (blur 5)",
+        "ood_auroc/all (inverted)",
+    } <= names
     assert not any(name.startswith("auroc/") for name in names)
     page = write_robustness_page(
         result, tmp_path / "a.html", PageHeader(model="m", data="d"), pixels=source.pixels
@@ -469,7 +561,11 @@ def test_what_cannot_be_tested_is_refused() -> None:
     scorer = MeanScorer()
     scorer.names = ()
     with raises(EvaluationError, "mismatch", "data"):
-        score_everything(scorer, bare, Loader, versions=[], made_up=[], sites={}, outside={}, seed=0)
+        score_everything(
+            scorer, bare, Loader, versions=[], made_up=[], sites={}, outside={}, seed=0
+        )
     sites = {"a": bare}
-    scores = score_everything(scorer, patients(4), Loader, versions=[], made_up=[], sites=sites, outside={}, seed=0)
+    scores = score_everything(
+        scorer, patients(4), Loader, versions=[], made_up=[], sites=sites, outside={}, seed=0
+    )
     assert (dict(scores.sites), set(scores.left_out)) == ({}, {"sites"})

@@ -1,4 +1,6 @@
-"""Evaluation of text encoders: BLURB's score, metrics, baselines, fine-tuning, the command and its page."""
+"""Evaluation of text encoders: BLURB's score, metrics, baselines, fine-tuning, the command and
+its page.
+"""
 
 import gzip
 import json
@@ -47,24 +49,72 @@ from medvl.eval.text_tasks.metrics import (
 from medvl.models import create_model, save
 from medvl.models.downstream.retrieval import TextHead
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 NAMES = (
-    *("bc5-chem", "bc5-disease", "ncbi-disease", "bc2gm", "jnlpba", "ebm-pico", "chemprot", "ddi", "gad", "biosses"),
+    *(
+        "bc5-chem",
+        "bc5-disease",
+        "ncbi-disease",
+        "bc2gm",
+        "jnlpba",
+        "ebm-pico",
+        "chemprot",
+        "ddi",
+        "gad",
+        "biosses",
+    ),
     *("hoc", "pubmedqa", "bioasq"),
 )
 PUBLISHED = {
-    "BERT": (76.11, "89.25 81.44 85.67 80.90 77.69 72.34 71.86 80.04 80.41 82.68 80.20 51.62 70.36"),
-    "BERT cased": (75.86, "89.99 79.92 85.87 81.23 77.51 71.70 71.54 79.34 79.61 81.40 80.12 49.96 74.44"),
-    "RoBERTa": (76.46, "89.43 80.65 86.62 80.90 77.86 73.02 72.98 79.52 80.63 81.25 79.66 52.84 75.20"),
-    "BioBERT": (80.34, "92.85 84.70 89.13 83.82 78.55 73.18 76.14 80.88 82.36 89.52 81.54 60.24 84.14"),
-    "SciBERT": (78.86, "92.49 84.54 88.10 83.36 78.68 73.12 75.24 81.06 82.38 86.25 80.66 57.38 78.86"),
-    "SciBERT cased": (78.14, "92.51 84.70 88.25 83.36 78.51 73.06 75.00 81.22 81.34 87.15 81.16 51.40 74.22"),
-    "ClinicalBERT": (77.29, "90.80 83.04 86.32 81.71 78.07 72.06 72.04 78.20 80.48 91.23 80.74 49.08 68.50"),
-    "BlueBERT": (76.27, "91.19 83.69 88.04 81.87 77.71 72.54 71.46 77.78 79.15 85.38 80.48 48.44 68.71"),
-    "PubMedBERT": (81.16, "93.33 85.62 87.82 84.52 79.10 73.38 77.24 82.36 83.96 92.30 82.32 55.84 87.56"),
-    "BioLinkBERT": (83.39, "93.75 86.10 88.18 84.90 79.03 73.97 77.57 82.72 84.39 93.25 84.35 70.20 91.43"),
+    "BERT": (
+        76.11,
+        "89.25 81.44 85.67 80.90 77.69 72.34 71.86 80.04 80.41 82.68 80.20 51.62 70.36",
+    ),
+    "BERT cased": (
+        75.86,
+        "89.99 79.92 85.87 81.23 77.51 71.70 71.54 79.34 79.61 81.40 80.12 49.96 74.44",
+    ),
+    "RoBERTa": (
+        76.46,
+        "89.43 80.65 86.62 80.90 77.86 73.02 72.98 79.52 80.63 81.25 79.66 52.84 75.20",
+    ),
+    "BioBERT": (
+        80.34,
+        "92.85 84.70 89.13 83.82 78.55 73.18 76.14 80.88 82.36 89.52 81.54 60.24 84.14",
+    ),
+    "SciBERT": (
+        78.86,
+        "92.49 84.54 88.10 83.36 78.68 73.12 75.24 81.06 82.38 86.25 80.66 57.38 78.86",
+    ),
+    "SciBERT cased": (
+        78.14,
+        "92.51 84.70 88.25 83.36 78.51 73.06 75.00 81.22 81.34 87.15 81.16 51.40 74.22",
+    ),
+    "ClinicalBERT": (
+        77.29,
+        "90.80 83.04 86.32 81.71 78.07 72.06 72.04 78.20 80.48 91.23 80.74 49.08 68.50",
+    ),
+    "BlueBERT": (
+        76.27,
+        "91.19 83.69 88.04 81.87 77.71 72.54 71.46 77.78 79.15 85.38 80.48 48.44 68.71",
+    ),
+    "PubMedBERT": (
+        81.16,
+        "93.33 85.62 87.82 84.52 79.10 73.38 77.24 82.36 83.96 92.30 82.32 55.84 87.56",
+    ),
+    "BioLinkBERT": (
+        83.39,
+        "93.75 86.10 88.18 84.90 79.03 73.97 77.57 82.72 84.39 93.25 84.35 70.20 91.43",
+    ),
 }
-"""Gu et al. 2021, Table 6, and the survey's column of BioLinkBERT: score, and the sets in the order of NAMES."""
+"""Gu et al. 2021, Table 6, and the survey's column of BioLinkBERT: score, and the sets in the
+order of NAMES.
+"""
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -120,7 +170,10 @@ def test_metrics_equal_their_definitions() -> None:
     assert summed_metric(TASKS["ebm-pico"], words[:30], words[30:])() == pytest.approx(expected)
     topics = TASKS["hoc"].labels
     sets = [tuple(topic for topic in topics if rng.random() < 0.3) for _ in range(60)]
-    binary = [np.array([[topic in row for topic in topics] for row in part]) for part in (sets[:30], sets[30:])]
+    binary = [
+        np.array([[topic in row for topic in topics] for row in part])
+        for part in (sets[:30], sets[30:])
+    ]
     expected = f1_score(*binary, average="micro")
     assert summed_metric(TASKS["hoc"], sets[:30], sets[30:])() == pytest.approx(expected)
     a, b = [1000 + rng.random() for _ in range(40)], [rng.random() for _ in range(40)]
@@ -133,15 +186,23 @@ def test_correlation_does_not_depend_on_the_scale(scale: float) -> None:
     truth, guess = [0.0, 1.0, 2.0, 4.0], [0.3, 0.1, 0.7, 0.9]
     metric = summed_metric(TASKS["biosses"], truth, [scale * value for value in guess])
     assert metric() == pytest.approx(np.corrcoef(truth, guess)[0, 1])
-    metric = summed_metric(TASKS["biosses"], truth, [scale * 0.37, scale * 0.37, scale * 0.37, scale * 0.9])
+    metric = summed_metric(
+        TASKS["biosses"], truth, [scale * 0.37, scale * 0.37, scale * 0.37, scale * 0.9]
+    )
     counts_NR = np.array([[7.0, 6.0, 7.0, 0.0]]).T  # all drawn guesses are equal
-    assert np.isnan(mean_over_seeds([metric], MetricRow(metric="pearson", target="x", n=4)).statistic(counts_NR)).all()
-    rounded = [scale * float(np.float32(2.5) + np.float32(2.4e-7 * place)) for place in (0, 1, 1, 0)]
+    assert np.isnan(
+        mean_over_seeds([metric], MetricRow(metric="pearson", target="x", n=4)).statistic(counts_NR)
+    ).all()
+    rounded = [
+        scale * float(np.float32(2.5) + np.float32(2.4e-7 * place)) for place in (0, 1, 1, 0)
+    ]
     assert len(set(rounded)) == 2
     assert np.isnan(summed_metric(TASKS["biosses"], truth, rounded)())
     answers = summed_metric(TASKS["pubmedqa"], ["yes", "no", "maybe"], ["yes", "no", "no"])
     assert answers() == pytest.approx(2 / 3)
-    tags = summed_metric(TASKS["bc2gm"], [("B", "I", "O"), ("B", "O", "B")], [("B", "O", "O"), ("B", "O", "B")])
+    tags = summed_metric(
+        TASKS["bc2gm"], [("B", "I", "O"), ("B", "O", "B")], [("B", "O", "O"), ("B", "O", "B")]
+    )
     assert tags() == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
 
 
@@ -149,19 +210,33 @@ def test_baselines() -> None:
     train = make([("B", "I", "O"), ("O", "B")], [("Lung", "cancer", "is"), ("and", "cancer")])
     test = make([("O",) * 4], [("big", "lung", "CANCER", "cancer")])
     assert baselines(TASKS["ncbi-disease"], train, test) == {"dictionary": [("O", "B", "I", "B")]}
-    tagged = baselines(TASKS["ebm-pico"], make([("PAR", "O")], [("men", "took")]), make([("O",) * 2], [("Men", "new")]))
+    tagged = baselines(
+        TASKS["ebm-pico"],
+        make([("PAR", "O")], [("men", "took")]),
+        make([("O",) * 2], [("Men", "new")]),
+    )
     assert tagged == {"dictionary": [("PAR", "O")]}
-    assert baselines(TASKS["biosses"], [], make([1.0], [("a b c", "b c d")])) == {"word overlap": [0.5]}
+    assert baselines(TASKS["biosses"], [], make([1.0], [("a b c", "b c d")])) == {
+        "word overlap": [0.5]
+    }
     texts = [("good study",), ("bad study",)] * 10
-    found = baselines(TASKS["gad"], make(["1", "0"] * 10, texts), make(["0", "1"], [("bad",), ("good",)]))
+    found = baselines(
+        TASKS["gad"], make(["1", "0"] * 10, texts), make(["0", "1"], [("bad",), ("good",)])
+    )
     assert found == {"constant": ["1", "1"], "bag of words": ["0", "1"]}
-    answers = baselines(TASKS["pubmedqa"], make(["yes", "yes", "no"], texts[:3]), make(["no"], [("x",)]))
+    answers = baselines(
+        TASKS["pubmedqa"], make(["yes", "yes", "no"], texts[:3]), make(["no"], [("x",)])
+    )
     assert answers["constant"] == ["yes"]
 
 
 def test_bag_of_words_does_not_predict_classes_without_training_examples() -> None:
     texts = [("good study",), ("bad study",)] * 10
-    found = baselines(TASKS["pubmedqa"], make(["maybe", "no"] * 10, texts), make(["no"] * 2, [("bad",), ("good",)]))
+    found = baselines(
+        TASKS["pubmedqa"],
+        make(["maybe", "no"] * 10, texts),
+        make(["no"] * 2, [("bad",), ("good",)]),
+    )
     assert found["bag of words"] == ["no", "maybe"]
     always = TASKS["hoc"].labels[0]
     found = baselines(TASKS["hoc"], make([(always,)] * 20, texts), make([(always,)], [("bad",)]))
@@ -174,9 +249,13 @@ def test_a_seed_with_constant_predictions_leaves_the_correlation_undefined(
     by_seed = iter([[float(number) for number in range(12)], [2.5] * 12])
     monkeypatch.setattr(evaluate, "finetune", lambda *arguments, **options: None)
     monkeypatch.setattr(evaluate, "predict", lambda *arguments, **options: next(by_seed))
-    options = TextTaskOptions(grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=2, resamples=5)
+    options = TextTaskOptions(
+        grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=2, resamples=5
+    )
     results = evaluate_text_tasks(encoder, write_data(tmp_path), ["biosses"], options).results
-    assert np.isnan([results.row(metric, "biosses").value for metric in ("pearson", "pearson_sd")]).all()
+    assert np.isnan(
+        [results.row(metric, "biosses").value for metric in ("pearson", "pearson_sd")]
+    ).all()
 
 
 def test_attention_has_dropout_whatever_the_pretraining_had(
@@ -184,21 +263,40 @@ def test_attention_has_dropout_whatever_the_pretraining_had(
 ) -> None:
     """Packed texts are pretrained without; the results have the value."""
     tokenizer = load_tokenizer(vocabulary)
-    settings: Any = {"text_encoder": "hf:bert", "text_arguments": SIZES, "pairs": "none", "max_tokens": 32}
+    settings: Any = {
+        "text_encoder": "hf:bert",
+        "text_arguments": SIZES,
+        "pairs": "none",
+        "max_tokens": 32,
+    }
     for attention_dropout in (0.0, None):
         save(
-            create_model("masked_text", tokenizer=tokenizer, attention_dropout=attention_dropout, **settings), tmp_path
+            create_model(
+                "masked_text", tokenizer=tokenizer, attention_dropout=attention_dropout, **settings
+            ),
+            tmp_path,
         )
         encoder = encoder_of_checkpoint(tmp_path)
         backbone: Any = encoder.make(0).backbone
-        assert backbone.encoder.layer[0].attention.self.dropout.p == encoder.attention_dropout == 0.1
-    given = encoder_by_name("hf:bert", vocabulary, None, {**SIZES, "attention_probs_dropout_prob": 0.3})
+        assert (
+            backbone.encoder.layer[0].attention.self.dropout.p == encoder.attention_dropout == 0.1
+        )
+    given = encoder_by_name(
+        "hf:bert", vocabulary, None, {**SIZES, "attention_probs_dropout_prob": 0.3}
+    )
     assert given.attention_dropout == 0.3
-    assert encoder_by_name("hf:distilbert", vocabulary, None, {"n_layers": 1}).attention_dropout is None
+    assert (
+        encoder_by_name("hf:distilbert", vocabulary, None, {"n_layers": 1}).attention_dropout
+        is None
+    )
     monkeypatch.setattr(evaluate, "finetune", lambda *arguments, **options: None)
     monkeypatch.setattr(evaluate, "predict", lambda *arguments, **options: [1.0] * 12)
-    options = TextTaskOptions(grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=1, resamples=5)
-    results = evaluate_text_tasks(given, write_data(tmp_path / "data"), ["biosses"], options).results
+    options = TextTaskOptions(
+        grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=1, resamples=5
+    )
+    results = evaluate_text_tasks(
+        given, write_data(tmp_path / "data"), ["biosses"], options
+    ).results
     assert results.config["attention_dropout"] == 0.3
 
 
@@ -220,7 +318,9 @@ def encoder(vocabulary: Path) -> EvaluatedEncoder:
 def sentences(count: int, seed: int) -> list[TextExample]:
     rng = random.Random(seed)
     rows = [tuple(rng.choice(WORDS) for _ in range(rng.randint(2, 6))) for _ in range(count)]
-    return make([tuple("B" if word in ("zinc", "gold") else "O" for word in row) for row in rows], rows)
+    return make(
+        [tuple("B" if word in ("zinc", "gold") else "O" for word in row) for row in rows], rows
+    )
 
 
 def tokenizer_of(encoder: EvaluatedEncoder) -> Tokenizer:
@@ -230,22 +330,30 @@ def tokenizer_of(encoder: EvaluatedEncoder) -> Tokenizer:
 @pytest.mark.training
 def test_fine_tuning_learns_and_repeats_itself(encoder: EvaluatedEncoder) -> None:
     task = TASKS["bc5-chem"]
-    train, test = (encode_task(task, sentences(*sizes), tokenizer_of(encoder)) for sizes in ((64, 0), (32, 1)))
+    train, test = (
+        encode_task(task, sentences(*sizes), tokenizer_of(encoder)) for sizes in ((64, 0), (32, 1))
+    )
     settings = FinetuneSettings(lr=3e-3, batch=16, epochs=8)
     device = torch.device("cpu")
 
     def run(seed: int) -> tuple[TextHead, Any]:
-        model = finetune(lambda: encoder.make(seed), train, settings, pool="tokens", seed=seed, device=device)
+        model = finetune(
+            lambda: encoder.make(seed), train, settings, pool="tokens", seed=seed, device=device
+        )
         return model, predict(model, test)
 
     (first, predicted), (second, again) = run(3), run(3)
     assert summed_metric(task, [example.label for example in test.examples], predicted)() > 0.95
     assert predicted == again
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
     assert all(parameter.grad is not None for parameter in first.parameters())
 
 
-def test_biases_and_norms_are_not_decayed(encoder: EvaluatedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases_and_norms_are_not_decayed(
+    encoder: EvaluatedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor in the optimiser of BERT's released code."""
     created: list[torch.optim.Optimizer] = []
 
@@ -257,18 +365,28 @@ def test_biases_and_norms_are_not_decayed(encoder: EvaluatedEncoder, monkeypatch
     monkeypatch.setattr(torch.optim, "AdamW", Recorded)
     train = encode_task(TASKS["bc5-chem"], sentences(8, 0), tokenizer_of(encoder))
     settings = FinetuneSettings(lr=1e-3, batch=8, epochs=1)
-    model = finetune(lambda: encoder.make(0), train, settings, pool="tokens", seed=0, device=torch.device("cpu"))
+    model = finetune(
+        lambda: encoder.make(0), train, settings, pool="tokens", seed=0, device=torch.device("cpu")
+    )
     (optimizer,) = created
-    decays = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    decays = {
+        parameter: group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     assert set(decays) == set(model.parameters())
-    assert all(decay == (0.01 if parameter.ndim > 1 else 0.0) for parameter, decay in decays.items())
+    assert all(
+        decay == (0.01 if parameter.ndim > 1 else 0.0) for parameter, decay in decays.items()
+    )
     assert {group["initial_lr"] for group in optimizer.param_groups} == {1e-3}
 
 
 def test_batches_hold_each_example_once(encoder: EvaluatedEncoder) -> None:
     data = encode_task(TASKS["bc5-chem"], sentences(50, 0), tokenizer_of(encoder))
     for seed in (None, 1, 2):
-        assert sorted(row for batch in data.batches(8, seed) for row in batch.rows) == list(range(50))
+        assert sorted(row for batch in data.batches(8, seed) for row in batch.rows) == list(
+            range(50)
+        )
     orders = [[batch.rows for batch in data.batches(8, seed)] for seed in (1, 2)]
     assert orders[0] != orders[1]
 
@@ -287,13 +405,19 @@ def test_truncated_words_are_no_entities(encoder: EvaluatedEncoder) -> None:
 @pytest.mark.parametrize("pool", ["mentions", "starts"])
 def test_mentions_are_pooled(encoder: EvaluatedEncoder, pool: Any) -> None:
     example = TextExample(
-        key="k", document="d", texts=("alpha zinc iron beta",), label="false", spans=((6, 15), (16, 20))
+        key="k",
+        document="d",
+        texts=("alpha zinc iron beta",),
+        label="false",
+        spans=((6, 15), (16, 20)),
     )
     data = encode_task(TASKS["ddi"], [example], tokenizer_of(encoder), mentions=True)
     batch = next(data.batches(1))
     assert batch.mention_BST is not None
     model = TextHead(encoder.make(0), 5, pool).eval()
-    tokens_TD = model.encoder.encode(model.encoder.embed(batch.ids_BT, batch.mask_BT), batch.mask_BT)[-1][0]
+    tokens_TD = model.encoder.encode(
+        model.encoder.embed(batch.ids_BT, batch.mask_BT), batch.mask_BT
+    )[-1][0]
     counts = [int(row.sum()) for row in batch.mention_BST[0]]
     places = [row.nonzero()[:, 0].tolist() for row in batch.mention_BST[0]]
     assert counts[0] >= 2
@@ -313,7 +437,9 @@ def test_padding_changes_no_logit() -> None:
     alone = model(ids_BT, torch.ones(1, 6, dtype=torch.bool), types_BT)
     mask_BT = torch.arange(9)[None] < 6
     padded = model(
-        *(torch.nn.functional.pad(x, (0, 3)) for x in (ids_BT,)), mask_BT, torch.nn.functional.pad(types_BT, (0, 3))
+        *(torch.nn.functional.pad(x, (0, 3)) for x in (ids_BT,)),
+        mask_BT,
+        torch.nn.functional.pad(types_BT, (0, 3)),
     )
     assert torch.allclose(alone, padded, atol=1e-6)
     assert not torch.allclose(alone, model(ids_BT, torch.ones(1, 6, dtype=torch.bool)), atol=1e-4)
@@ -323,7 +449,10 @@ def write_data(root: Path) -> Path:
     for name, rows in (
         ("bc5-chem", [{"tokens": e.texts, "tags": e.label} for e in sentences(40, 5)]),
         ("gad", [{"dummy": f"{WORDS[n % 8]} beta", "label": int(n % 8 > 3)} for n in range(40)]),
-        ("biosses", [{"sentence1": "zinc", "sentence2": WORDS[n % 8], "score": n % 5} for n in range(12)]),
+        (
+            "biosses",
+            [{"sentence1": "zinc", "sentence2": WORDS[n % 8], "score": n % 5} for n in range(12)],
+        ),
     ):
         for split in ("train", "dev", "test"):
             path = root / name / f"{split}.jsonl.gz"
@@ -361,13 +490,19 @@ def test_command_writes_results_and_a_page(
     assert fits[0].startswith("bc5-chem, hf:bert, random weights, lr 0.001, batch ")
     results = read_results(out)
     assert results.details["gad"]["settings"]["lr"] in (1e-3, 3e-3)
-    assert results.details["gad"]["other"] == {k: v for k, v in results.details["gad"].items() if k != "other"}
+    assert results.details["gad"]["other"] == {
+        k: v for k, v in results.details["gad"].items() if k != "other"
+    }
     assert results.row("micro_f1", "gad: bag of words").value == 1.0
-    assert results.row("entity_f1", "bc5-chem - other encoder").value == pytest.approx(0)  # both have random weights
+    assert results.row("entity_f1", "bc5-chem - other encoder").value == pytest.approx(
+        0
+    )  # both have random weights
     score, of_other, difference = [row for row in results.rows if row.metric == "blurb"]
     assert score.target.startswith("mean without")
     assert of_other.target == f"{score.target}: other encoder"
-    assert difference.value == pytest.approx(score.value - of_other.value) == 0  # both have the same random weights
+    assert (
+        difference.value == pytest.approx(score.value - of_other.value) == 0
+    )  # both have the same random weights
     assert score.low < score.value < score.high
     assert difference.low == difference.high == 0
     lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
@@ -379,29 +514,48 @@ def test_command_writes_results_and_a_page(
 
 
 def test_the_aggregate_has_intervals_and_a_paired_difference() -> None:
-    """The interval is that of the mean of independent test sets, and the second seed counts as much as the first."""
+    """The interval is that of the mean of independent test sets, and the second seed counts as
+    much as the first.
+    """
     rng = np.random.default_rng(0)
-    documents = {name: [f"{name} {n // 2}" for n in range(200)] for name in ("pubmedqa", "bioasq", "gad")}
+    documents = {
+        name: [f"{name} {n // 2}" for n in range(200)] for name in ("pubmedqa", "bioasq", "gad")
+    }
     tasks = {}
     for name, keys in documents.items():
         right_SN = rng.random((2, 200)) < 0.7
         sums = [np.stack([right_N, np.ones(200)], axis=1).astype(float) for right_N in right_SN]
-        own = tuple(Summed(sums_N2, lambda totals_R2: totals_R2[:, 0] / totals_R2[:, 1]) for sums_N2 in sums)
+        own = tuple(
+            Summed(sums_N2, lambda totals_R2: totals_R2[:, 0] / totals_R2[:, 1]) for sums_N2 in sums
+        )
         tasks[name] = ScoredTask(metrics=own, other=own[:1], documents=keys)
     score, of_other, difference = score_rows(tasks, resamples=2000, seed=0)
     share = {name: np.mean([metric() for metric in task.metrics]) for name, task in tasks.items()}
-    assert score.value == pytest.approx(((share["pubmedqa"] + share["bioasq"]) / 2 + share["gad"]) / 2)
+    assert score.value == pytest.approx(
+        ((share["pubmedqa"] + share["bioasq"]) / 2 + share["gad"]) / 2
+    )
     assert score.n == 600
     assert difference.value == pytest.approx(score.value - of_other.value)
     by_document = {  # variance of the mean over documents of two examples, of both seeds together
-        name: np.mean([m.sums_NK[:, 0] for m in task.metrics], axis=0).reshape(-1, 2).mean(axis=1).var() / 100
+        name: np.mean([m.sums_NK[:, 0] for m in task.metrics], axis=0)
+        .reshape(-1, 2)
+        .mean(axis=1)
+        .var()
+        / 100
         for name, task in tasks.items()
     }
-    spread = np.sqrt((by_document["pubmedqa"] + by_document["bioasq"]) / 16 + by_document["gad"] / 4)
+    spread = np.sqrt(
+        (by_document["pubmedqa"] + by_document["bioasq"]) / 16 + by_document["gad"] / 4
+    )
     assert (score.high - score.low) / 2 == pytest.approx(1.96 * spread, rel=0.08)
-    (unlike,) = score_rows({"mednli": tasks["gad"], "gad": tasks["gad"], "ddi": tasks["gad"]}, resamples=0, seed=0)[:1]
+    (unlike,) = score_rows(
+        {"mednli": tasks["gad"], "gad": tasks["gad"], "ddi": tasks["gad"]}, resamples=0, seed=0
+    )[:1]
     assert np.isnan(unlike.low)
-    for alone in ({"mednli": tasks["gad"]}, {"mednli": tasks["gad"], "gad": tasks["gad"]}):  # the mean of one task
+    for alone in (
+        {"mednli": tasks["gad"]},
+        {"mednli": tasks["gad"], "gad": tasks["gad"]},
+    ):  # the mean of one task
         assert score_rows(alone, resamples=10, seed=0) == []
 
 
@@ -417,12 +571,24 @@ def test_two_encoders_are_paired_in_every_task(tmp_path: Path) -> None:
         runs, groups = {}, []
         for name, examples in rows.items():
             predictions = (truth[name], second[name])
-            metrics = tuple(summed_metric(TASKS[name], truth[name], predicted) for predicted in predictions)
-            runs[name] = TaskRun(settings=FinetuneSettings(), dev=None, predictions=predictions, metrics=metrics, cut=0)
+            metrics = tuple(
+                summed_metric(TASKS[name], truth[name], predicted) for predicted in predictions
+            )
+            runs[name] = TaskRun(
+                settings=FinetuneSettings(),
+                dev=None,
+                predictions=predictions,
+                metrics=metrics,
+                cut=0,
+            )
             row = MetricRow(metric=TASKS[name].metric, target=name, n=len(examples))
             groups += list(measure([mean_over_seeds(metrics, row)], len(examples), resamples=0))
         results = Results(
-            protocol="text_tasks", protocol_version=1, rows=tuple(groups), config={}, inputs={"checkpoint": folder}
+            protocol="text_tasks",
+            protocol_version=1,
+            rows=tuple(groups),
+            config={},
+            inputs={"checkpoint": folder},
         )
         result = TextTaskResult(results=results, examples=rows, runs=runs, others={}, baselines={})
         write_results(results, tmp_path / folder, result.predictions())
@@ -431,7 +597,9 @@ def test_two_encoders_are_paired_in_every_task(tmp_path: Path) -> None:
     assert not comparison.notes
     (differences,) = comparison.differences
     assert differences["entity_f1/bc5-chem"].value == pytest.approx(-0.5)  # the mean over the seeds
-    share = np.mean([guess == label for guess, label in zip(wrong["pubmedqa"], truth["pubmedqa"], strict=True)])
+    share = np.mean(
+        [guess == label for guess, label in zip(wrong["pubmedqa"], truth["pubmedqa"], strict=True)]
+    )
     accuracy = differences["accuracy/pubmedqa"]
     assert accuracy.value == pytest.approx((share - 1) / 2)
     assert accuracy.low < accuracy.value < accuracy.high < 0
@@ -446,8 +614,13 @@ def test_all_tasks_are_those_that_are_complete(
     complete, left_out = complete_tasks(data, TextTaskOptions())
     assert complete == ["gad", "biosses"]
     assert "bc5-chem has no train split" in left_out["bc5-chem"]
-    for options in (TextTaskOptions(relation_form="markers"), TextTaskOptions(relation_pool="starts")):
-        complete, left_out = complete_tasks(data, options)  # of gad, texts with dummies alone are known
+    for options in (
+        TextTaskOptions(relation_form="markers"),
+        TextTaskOptions(relation_pool="starts"),
+    ):
+        complete, left_out = complete_tasks(
+            data, options
+        )  # of gad, texts with dummies alone are known
         assert (complete, list(left_out)) == (["biosses"], ["bc5-chem", "gad"])
         with raises(MedvlError, "unsupported"):
             evaluate_text_tasks(encoder, data, ["biosses", "gad"], options, report=printed.append)
@@ -455,7 +628,16 @@ def test_all_tasks_are_those_that_are_complete(
         evaluate_text_tasks(encoder, data, ["biosses", "bc5-chem"], report=printed.append)
     assert not printed
     sizes = [part for name, value in SIZES.items() for part in (name, str(value))]
-    arguments = ["--encoder", "hf:bert", "--vocab", str(vocabulary), "--text-arguments", *sizes, "--seeds", "1"]
+    arguments = [
+        "--encoder",
+        "hf:bert",
+        "--vocab",
+        str(vocabulary),
+        "--text-arguments",
+        *sizes,
+        "--seeds",
+        "1",
+    ]
     arguments += ["--lrs", "1e-3", "--batches", "16", "--epochs", "1", "--resamples", "5"]
     cli.main(["eval", "text", "--data", str(data), "--out", str(tmp_path / "out"), *arguments])
     assert "Left out: bc5-chem has no train split" in capsys.readouterr().out
@@ -478,5 +660,8 @@ def test_missing_splits_and_wrong_settings(tmp_path: Path, encoder: EvaluatedEnc
         evaluate_text_tasks(encoder, data, ["biosses"], TextTaskOptions(grid=FinetuneGrid(lrs=())))
     with raises(ConfigError, "conflict", "checkpoint"):
         text_command.text(
-            tmp_path, text_command.TextEncoderOptions(), text_command.FinetuneOptions(), out=tmp_path / "out"
+            tmp_path,
+            text_command.TextEncoderOptions(),
+            text_command.FinetuneOptions(),
+            out=tmp_path / "out",
         )

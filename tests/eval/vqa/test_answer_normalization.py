@@ -19,13 +19,23 @@ from medvl.eval.vqa.protocol import NORMALIZERS
         ("A/P", "a/p", "p", "p", "a/p"),
         ("one", "1", "1", "1", "one"),
         ("Two", "2", "2", "2", "two"),
-        ("cardiomegaly;edema", "cardiomegaly edema", "cardiomegaly edema", "cardiomegaly edema", "cardiomegalyedema"),
+        (
+            "cardiomegaly;edema",
+            "cardiomegaly edema",
+            "cardiomegaly edema",
+            "cardiomegaly edema",
+            "cardiomegalyedema",
+        ),
         ("vitamin A", "vitamin a", "vitamin", "vitamin", "vitamin a"),
     ],
 )
 def test_normalizers_give_known_outputs(text, medvl_1, vqa_v2, mevf, mumc):
     assert normalize_answer(text) == medvl_1
-    assert (NORMALIZERS["vqa_v2"](text), NORMALIZERS["mevf"](text), NORMALIZERS["mumc"](text)) == (vqa_v2, mevf, mumc)
+    assert (NORMALIZERS["vqa_v2"](text), NORMALIZERS["mevf"](text), NORMALIZERS["mumc"](text)) == (
+        vqa_v2,
+        mevf,
+        mumc,
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +43,13 @@ def test_normalizers_give_known_outputs(text, medvl_1, vqa_v2, mevf, mumc):
     [
         ("xray", "X-Ray", "x  ray", " X ray."),
         ("Crohn's disease", "crohn\u2019s disease", "Crohns disease"),
-        ("right lower lobe", "Right-lower lobe", "the right lower lobe", "right\nlower lobe", "right lower lobe."),
+        (
+            "right lower lobe",
+            "Right-lower lobe",
+            "the right lower lobe",
+            "right\nlower lobe",
+            "right lower lobe.",
+        ),
         ("left, right", "left; right", "left right"),
         ("A/P", "a / p", "A-P"),
         ("3-5 cm", "3\u20135 cm"),
@@ -48,7 +64,10 @@ def test_normalize_answer_merges_equivalent_answers(same):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("3.5 cm", "35 cm"), ("AP", "P"), ("vitamin A", "vitamin"), ("-3", "3"), ("3-5 cm", "35 cm"), ("a-p", "p"),
+    [("3.5 "
+      "cm", "35 "
+            "cm"), ("AP", "P"), ("vitamin "
+                                 "A", "vitamin"), ("-3", "3"), ("3-5 cm", "35 cm"), ("a-p", "p"),
      ("T1", "T2"), ("left", "left and right"), ("1.0", "10"), ("a-line", "line")],
 )  # fmt: skip
 def test_normalize_answer_keeps_different_answers_distinct(one, other):

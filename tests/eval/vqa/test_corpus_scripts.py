@@ -18,10 +18,13 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "vqa_rad.py"
 
 def rad_root(folder: Path) -> Path:
     rows = [
-        rad_row(n, f"synpic{n}.jpg", "Is there a mass?", ("Yes", "No")[n % 2], answer_type="CLOSED") for n in range(8)
+        rad_row(n, f"synpic{n}.jpg", "Is there a mass?", ("Yes", "No")[n % 2], answer_type="CLOSED")
+        for n in range(8)
     ]
     (folder / "trainset.json").write_text(json.dumps(rows))
-    (folder / "testset.json").write_text(json.dumps([row | {"qid": 10 + row["qid"]} for row in rows]))
+    (folder / "testset.json").write_text(
+        json.dumps([row | {"qid": 10 + row["qid"]} for row in rows])
+    )
     write_image(folder / "images" / "synpic0.jpg", 0)
     return folder
 
@@ -34,8 +37,12 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_vqa_rad_script_evaluates_predictions_and_reports_errors(tmp_path):
     root = rad_root(tmp_path)
     answers = tmp_path / "answers.jsonl"
-    answers.write_text("".join(json.dumps({"id": str(10 + n), "answer": "yes"}) + "\n" for n in range(8)))
-    done = run(root, "--predictions", str(answers), "--published-protocols", "--out", str(tmp_path / "out"))
+    answers.write_text(
+        "".join(json.dumps({"id": str(10 + n), "answer": "yes"}) + "\n" for n in range(8))
+    )
+    done = run(
+        root, "--predictions", str(answers), "--published-protocols", "--out", str(tmp_path / "out")
+    )
     assert done.returncode == 0, done.stderr
     assert "8 questions on 8 images, 2 answers in the vocabulary" in done.stdout
     assert read_results(tmp_path / "out").row("accuracy", "closed").value == 0.5
@@ -56,7 +63,14 @@ def test_split_definition_is_read_from_samples(tmp_path, deid):
 
 def test_slake_script_evaluates_baselines(tmp_path):
     script = SCRIPT.with_name("slake.py")
-    command = [sys.executable, str(script), "--root", str(write_slake(tmp_path)), "--resamples", "10"]
+    command = [
+        sys.executable,
+        str(script),
+        "--root",
+        str(write_slake(tmp_path)),
+        "--resamples",
+        "10",
+    ]
     done = forked.run(command)
     assert done.returncode == 0, done.stderr
     assert "slake, official split, test, protocol medvl: 1 questions on 1 images" in done.stdout

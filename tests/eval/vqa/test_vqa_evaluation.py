@@ -16,19 +16,32 @@ from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, evaluate_answers,
 from medvl.eval.vqa.baselines import QuestionOnly, baselines, features_of
 from medvl.eval.vqa.evaluate import published_protocols_table
 from medvl.eval.vqa.examples import example_cards
-from medvl.eval.vqa.predictions import Prediction, constant_predictions, predictions_from_scores, read_predictions
+from medvl.eval.vqa.predictions import (
+    Prediction,
+    constant_predictions,
+    predictions_from_scores,
+    read_predictions,
+)
 from medvl.eval.vqa.protocol import NORMALIZERS, PROTOCOLS, PUBLISHED_PROTOCOLS, get_protocol
 
 # Questions, vocabulary, predictions
 
 
 def make_question(
-    name, question, answer, split="test", kind="PRES", organ="CHEST", phrasing="freeform", answer_type=None
+    name,
+    question,
+    answer,
+    split="test",
+    kind="PRES",
+    organ="CHEST",
+    phrasing="freeform",
+    answer_type=None,
 ):
     closed = answer.lower() in ("yes", "no")
     return Question(
-        id=name, question=question, answer=answer, answer_type=answer_type or ("closed" if closed else "open"),
-        kind=kind, organ=organ, split=split, phrasing=phrasing,
+        id=name, question=question, answer=answer,
+        answer_type=answer_type or ("closed" if closed else "open"), kind=kind, organ=organ,
+        split=split, phrasing=phrasing,
     )  # fmt: skip
 
 
@@ -45,10 +58,14 @@ TEST = (
     make_question("2", "is there air?", "no"),
     make_question("3", "where is the mass?", "left lung", kind="POS", phrasing="para"),
     make_question("4", "which plane?", "Axial", kind="ABN, PLANE", organ="HEAD"),
-    make_question("5", "is it MR or CT?", "CT", answer_type="closed", kind="MODALITY", organ="HEAD"),
+    make_question(
+        "5", "is it MR or CT?", "CT", answer_type="closed", kind="MODALITY", organ="HEAD"
+    ),
     make_question("6", "what is it?", "", kind="ABN"),
 )
-DATA = VQAData("tiny", "official", TRAIN + TEST, ("a", "b", "c", "d", "e", "f", "a", "a", "b", "c", "d", "e"))
+DATA = VQAData(
+    "tiny", "official", TRAIN + TEST, ("a", "b", "c", "d", "e", "f", "a", "a", "b", "c", "d", "e")
+)
 GOLD = {question.id: Prediction(question.answer) for question in TEST}
 
 
@@ -58,7 +75,12 @@ def row(result, target, metric="accuracy", subgroup=""):
 
 def test_vocabulary_comes_from_train_by_default():
     vocabulary = AnswerVocabulary.build(DATA.questions, get_protocol("medvl"))
-    assert vocabulary.answers == ("right lung", "yes", "axial", "no")  # by frequency, then alphabetical
+    assert vocabulary.answers == (
+        "right lung",
+        "yes",
+        "axial",
+        "no",
+    )  # by frequency, then alphabetical
     assert vocabulary.index()["axial"] == 2
     everything = AnswerVocabulary.build(DATA.questions, get_protocol("m3ae"))
     assert set(everything.answers) == {*vocabulary.answers, "left lung", "ct"}
@@ -71,7 +93,9 @@ def test_vocabulary_comes_from_train_by_default():
 
 def test_predictions_from_scores_are_by_question_id():
     vocabulary = AnswerVocabulary.build(DATA.questions, get_protocol("medvl"))
-    predictions = predictions_from_scores(["2", "1"], [[0.0, 0.1, 0.3, 0.9], [2.0, 2.0, 1.0, 0.0]], vocabulary)
+    predictions = predictions_from_scores(
+        ["2", "1"], [[0.0, 0.1, 0.3, 0.9], [2.0, 2.0, 1.0, 0.0]], vocabulary
+    )
     assert {name: one.answer for name, one in predictions.items()} == {"2": "no", "1": "right lung"}
     assert predictions["2"].score == 0.9
     with raises(EvaluationError, "mismatch", names="(1, 3)"):
@@ -82,9 +106,13 @@ def test_predictions_from_scores_are_by_question_id():
 
 def test_malformed_predictions_are_refused_with_their_line(tmp_path):
     path = tmp_path / "answers.jsonl"
-    path.write_text('{"id": 1, "answer": "yes", "answer_type": "closed"}\n\n{"id": "2", "answer": "no"}\n')
+    path.write_text(
+        '{"id": 1, "answer": "yes", "answer_type": "closed"}\n\n{"id": "2", "answer": "no"}\n'
+    )
     assert read_predictions(path) == {"1": Prediction("yes", "closed"), "2": Prediction("no")}
-    path.write_bytes('{"id": 1, "answer": "left\u2028lung\x85"}\r\n{"id": 2, "answer": "no"}'.encode())
+    path.write_bytes(
+        '{"id": 1, "answer": "left\u2028lung\x85"}\r\n{"id": 2, "answer": "no"}'.encode()
+    )
     assert read_predictions(path) == {"1": Prediction("left\u2028lung\x85"), "2": Prediction("no")}
     for text, code, names in (
         ('{"id": 1, "answer": "yes"}\n{"id": "1", "answer": "no"}', "conflict", "line 2"),
@@ -105,12 +133,19 @@ def test_malformed_predictions_are_refused_with_their_line(tmp_path):
 
 def test_every_question_stays_in_the_denominator():
     result = evaluate_answers(DATA, GOLD, resamples=0)
-    assert row(result, "overall").value == pytest.approx(5 / 6)  # a question without a reference answer has no credit
+    assert row(result, "overall").value == pytest.approx(
+        5 / 6
+    )  # a question without a reference answer has no credit
     assert (row(result, "overall").n, row(result, "closed").n, row(result, "open").n) == (6, 3, 3)
     assert row(result, "closed").value == 1.0
     ceiling = row(result, "overall", "ceiling")
-    assert (ceiling.value, ceiling.n) == (pytest.approx(3 / 6), 6)  # left lung and CT never occur in train
-    half = evaluate_answers(DATA, {"1": Prediction("YES"), "3": Prediction("right lung")}, resamples=0)
+    assert (ceiling.value, ceiling.n) == (
+        pytest.approx(3 / 6),
+        6,
+    )  # left lung and CT never occur in train
+    half = evaluate_answers(
+        DATA, {"1": Prediction("YES"), "3": Prediction("right lung")}, resamples=0
+    )
     assert row(half, "overall").value == pytest.approx(1 / 6)
     assert half.results.details["not_predicted"] == 4
     with raises(EvaluationError, "mismatch", names="first 99"):
@@ -121,7 +156,11 @@ def test_every_question_stays_in_the_denominator():
 
 def test_question_of_two_kinds_counts_in_both():
     result = evaluate_answers(DATA, GOLD, resamples=0)
-    assert (row(result, "kind: PLANE").n, row(result, "kind: ABN").n, row(result, "kind: PRES").n) == (1, 2, 2)
+    assert (
+        row(result, "kind: PLANE").n,
+        row(result, "kind: ABN").n,
+        row(result, "kind: PRES").n,
+    ) == (1, 2, 2)
     assert row(result, "kind: ABN").value == 0.5
     assert (row(result, "organ: CHEST").n, row(result, "organ: HEAD").n) == (4, 2)
     assert "kind: PLANE" in result.table()
@@ -136,8 +175,13 @@ def test_order_of_predictions_has_no_effect():
 
 def test_intervals_resample_images():
     """With all questions on two images, few values are possible."""
-    two = dataclasses.replace(DATA, groups=tuple("ab"[int(q.id in ("1", "2", "4"))] for q in DATA.questions))
-    answers = {name: Prediction(TEST[int(name) - 1].answer if name in ("1", "2", "4") else "wrong") for name in GOLD}
+    two = dataclasses.replace(
+        DATA, groups=tuple("ab"[int(q.id in ("1", "2", "4"))] for q in DATA.questions)
+    )
+    answers = {
+        name: Prediction(TEST[int(name) - 1].answer if name in ("1", "2", "4") else "wrong")
+        for name in GOLD
+    }
     overall = row(evaluate_answers(two, answers, resamples=200), "overall")
     assert (overall.low, overall.value, overall.high) == (0.0, 0.5, 1.0)
     separate = row(evaluate_answers(DATA.choose(range(12)), answers, resamples=200), "overall")
@@ -159,7 +203,9 @@ def test_results_and_predictions_are_written_and_read(tmp_path):
     assert written.config["rules"]["normalizer"] == "medvl-2"
     assert written.config["vocabulary_size"] == 4
     assert (written.inputs["checkpoint"], len(written.inputs["questions"])) == ("f" * 64, 64)
-    assert written.row("accuracy", "overall").value == result.results.row("accuracy", "overall").value
+    assert (
+        written.row("accuracy", "overall").value == result.results.row("accuracy", "overall").value
+    )
     lines = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == [question.id for question in TEST]
     assert lines[0]["model"] == "yes"
@@ -170,9 +216,13 @@ def test_results_and_predictions_are_written_and_read(tmp_path):
 def test_fingerprint_depends_only_on_the_questions():
     shuffled = DATA.choose([3, *range(3), *range(4, 12)])
     assert shuffled.fingerprint == DATA.fingerprint
-    changed = dataclasses.replace(DATA, questions=(dataclasses.replace(TRAIN[0], answer="No"), *DATA.questions[1:]))
+    changed = dataclasses.replace(
+        DATA, questions=(dataclasses.replace(TRAIN[0], answer="No"), *DATA.questions[1:])
+    )
     assert changed.fingerprint != DATA.fingerprint
-    assert dataclasses.replace(DATA, groups=("x",) * 12).fingerprint == DATA.fingerprint  # hashed with another salt
+    assert (
+        dataclasses.replace(DATA, groups=("x",) * 12).fingerprint == DATA.fingerprint
+    )  # hashed with another salt
 
 
 # Baselines
@@ -180,11 +230,20 @@ def test_fingerprint_depends_only_on_the_questions():
 
 def test_baselines_are_fitted_on_train_alone():
     predictions = baselines(TRAIN, TEST, get_protocol("medvl"))
-    answers = {name: [one[question.id].answer for question in TEST] for name, one in predictions.items()}
+    answers = {
+        name: [one[question.id].answer for question in TEST] for name, one in predictions.items()
+    }
     assert answers["always_yes"] == ["yes"] * 6
     assert answers["majority"] == ["right lung"] * 6
     assert answers["majority_by_kind"] == ["yes", "yes", "right lung"] + ["right lung"] * 3
-    assert answers["question_lookup"] == ["yes", "right lung", "right lung", "axial", "right lung", "right lung"]
+    assert answers["question_lookup"] == [
+        "yes",
+        "right lung",
+        "right lung",
+        "axial",
+        "right lung",
+        "right lung",
+    ]
     assert answers["question_only"][:4] == ["yes", "yes", "right lung", "axial"]
     other = [dataclasses.replace(question, answer="something else") for question in TEST]
     assert baselines(TRAIN, other, get_protocol("medvl")) == predictions
@@ -201,7 +260,14 @@ def ridge(counts_NF, classes_N, penalty, size):
 
 def test_question_only_model_equals_ridge_regression(monkeypatch):
     monkeypatch.setattr("medvl.eval.vqa.baselines._BLOCK", 2)
-    texts = ["is there a mass", "where is it", "is there a mass", "is it left", "a mass a mass", "is there a mass"]
+    texts = [
+        "is there a mass",
+        "where is it",
+        "is there a mass",
+        "is it left",
+        "a mass a mass",
+        "is there a mass",
+    ]
     classes = [0, 2, 1, 0, 2, 0]
     names = sorted({name for text in texts for name in features_of(text)})
 
@@ -228,7 +294,10 @@ def test_question_only_model_detects_leaking_wording_only():
     assert (model.scores(leaky).argmax(1) == [0] * 40 + [1] * 40).all()
     fair = [f"is the {word} there" for word in rng.choice(["left", "right"], 400)]
     classes = rng.integers(0, 2, 400)
-    hits = QuestionOnly(fair[:200], classes[:200].tolist(), 2).scores(fair[200:]).argmax(1) == classes[200:]
+    hits = (
+        QuestionOnly(fair[:200], classes[:200].tolist(), 2).scores(fair[200:]).argmax(1)
+        == classes[200:]
+    )
     assert 0.4 < hits.mean() < 0.6
 
 
@@ -256,8 +325,8 @@ def test_mevf_protocol_includes_freeform_questions_only():
 def test_phrasings_of_vqa_rad_leave_out_no_question_of_other_corpora():
     """M2I2's numbers on SLAKE, whose questions are "vqa" or "kvqa", count all of them."""
     for name in ("m2i2", "mevf"):
-        assert [get_protocol(name).includes(make_question("1", "?", "no", phrasing=kind)) for kind in (
-            "vqa", "kvqa", "", "freeform", "para", "frame",
+        assert [get_protocol(name).includes(make_question("1", "?", "no",
+            phrasing=kind)) for kind in ( "vqa", "kvqa", "", "freeform", "para", "frame",
         )] == [True, True, True, True, False, False]  # fmt: skip
 
 
@@ -278,7 +347,15 @@ def test_predicted_types_are_required_by_the_pubmedclip_protocol():
 
 @pytest.mark.parametrize(
     ("answer", "right"),
-    [("mass", 1), ("large mass", 1), ("(large) mass", 1), ("Cyst", 1), ("large", 0), ("mass cyst", 0), ("", 0)],
+    [
+        ("mass", 1),
+        ("large mass", 1),
+        ("(large) mass", 1),
+        ("Cyst", 1),
+        ("large", 0),
+        ("mass cyst", 0),
+        ("", 0),
+    ],
 )
 def test_vqa_med_accepts_alternatives_and_optional_parts(answer, right):
     question = make_question("1", "what is abnormal?", "(large) mass#cyst")
@@ -287,18 +364,32 @@ def test_vqa_med_accepts_alternatives_and_optional_parts(answer, right):
 
 @pytest.mark.parametrize(
     ("answer", "gold", "credit"),
-    [("normal", "no", 1), ("normal", "yes", 0), ("yes and no", "yes", 1), ("yes and no", "no", 1), ("MRI", "mri", 0)],
+    [
+        ("normal", "no", 1),
+        ("normal", "yes", 0),
+        ("yes and no", "yes", 1),
+        ("yes and no", "no", 1),
+        ("MRI", "mri", 0),
+    ],
 )
 def test_llava_med_credits_substrings(answer, gold, credit):
-    assert get_protocol("llava_med").credit(answer, make_question("1", "?", gold, answer_type="closed")) == credit
-    assert get_protocol("medvl").credit(answer, make_question("1", "?", gold, answer_type="closed")) == (
-        answer == "MRI"
+    assert (
+        get_protocol("llava_med").credit(
+            answer, make_question("1", "?", gold, answer_type="closed")
+        )
+        == credit
     )
+    assert get_protocol("medvl").credit(
+        answer, make_question("1", "?", gold, answer_type="closed")
+    ) == (answer == "MRI")
 
 
 @pytest.mark.parametrize(
     ("answer", "gold", "credit"),
-    [("right", "Right lung", 1), ("no", "normal", 1), ("3.5", "35 cm", 1), ("", "CT", 1), ("right lung", "right", 0),
+    [("right", "Right "
+               "lung", 1), ("no", "normal", 1), ("3.5", "35 "
+                                                        "cm", 1), ("", "CT", 1), ("right "
+                                                                                  "lung", "right", 0),
      ("yes", "no", 0), ("yes", "", 0), ("", "", 0)],
 )  # fmt: skip
 def test_mumc_credits_parts_of_the_right_answer(answer, gold, credit):
@@ -307,7 +398,8 @@ def test_mumc_credits_parts_of_the_right_answer(answer, gold, credit):
 
 @pytest.mark.parametrize(
     ("answer", "gold", "credit"),
-    [("right", "Right lung", 0), ("no", "normal", 0), ("3.5 cm", "35 cm", 1), ("", "CT", 0), ("", "", 0),
+    [("right", "Right "
+               "lung", 0), ("no", "normal", 0), ("3.5 cm", "35 cm", 1), ("", "CT", 0), ("", "", 0),
      ("X-ray.", "x ray", 1), ("Right Lung", "right lung ", 1)],
 )  # fmt: skip
 def test_mumc_of_2024_compares_whole_answers(answer, gold, credit):
@@ -326,7 +418,9 @@ def test_ceiling_counts_parts_of_answers_where_the_protocol_does():
     vocabulary = AnswerVocabulary(("yes", "no", "left", "axial", "c"), "mumc", ("train",))
     ceilings = [
         row(
-            evaluate_answers(DATA, GOLD, protocol=get_protocol(name), vocabulary=vocabulary, resamples=0),
+            evaluate_answers(
+                DATA, GOLD, protocol=get_protocol(name), vocabulary=vocabulary, resamples=0
+            ),
             "overall",
             "ceiling",
         )
@@ -346,9 +440,16 @@ def test_vocabulary_of_the_model_sets_the_ceiling_and_its_test_answers_are_a_fla
     assert row(result, "overall").value <= row(result, "overall", "ceiling").value
     assert "2 answers of test that no other split has" in result.results.config["rules"]["flaw"]
     assert result.protocol.flaw == result.results.config["rules"]["flaw"]
-    trained = AnswerVocabulary.of_model(["Right lung", "yes", "axial", "the right lung", "another corpus"], protocol)
+    trained = AnswerVocabulary.of_model(
+        ["Right lung", "yes", "axial", "the right lung", "another corpus"], protocol
+    )
     assert trained.answers == ("right lung", "yes", "axial", "another corpus")
-    assert evaluate_answers(DATA, GOLD, vocabulary=trained, resamples=0).results.config["rules"]["flaw"] == ""
+    assert (
+        evaluate_answers(DATA, GOLD, vocabulary=trained, resamples=0).results.config["rules"][
+            "flaw"
+        ]
+        == ""
+    )
     generated = evaluate_answers(DATA, GOLD, vocabulary=None, resamples=0)
     assert row(generated, "overall", "ceiling").value == pytest.approx(5 / 6)
     assert generated.results.config["vocabulary_size"] is None
@@ -366,7 +467,9 @@ def test_llava_med_token_recall_rewards_long_answers():
     credit = get_protocol("llava_med").credit
     assert credit("right lobe", question) == pytest.approx(2 / 3)
     assert credit("left right upper lower middle lobe", question) == 1
-    assert credit("right right right", question) == pytest.approx(3 / 5)  # its code counts repetitions of the output
+    assert credit("right right right", question) == pytest.approx(
+        3 / 5
+    )  # its code counts repetitions of the output
     assert credit("left", make_question("1", "where?", "left and left")) == pytest.approx(1 / 2)
     assert credit("", question) == 0
 
@@ -386,14 +489,18 @@ def rad(real_data):
     [("raw", 514, 557, 48, 6, 42), ("lower", 476, 517, 47, 6, 41), ("vqa_v2", 461, 498, 44, 6, 38),
      ("mevf", 458, 494, 43, 6, 37), ("mumc", 470, 509, 45, 6, 39), ("medvl-2", 459, 495, 43, 6, 37)],
 )  # fmt: skip
-def test_vqa_rad_vocabularies_have_their_known_sizes(rad, normalizer, train, everything, unseen, closed, opened):
+def test_vqa_rad_vocabularies_have_their_known_sizes(
+    rad, normalizer, train, everything, unseen, closed, opened
+):
     own = AnswerVocabulary.build(rad.questions, VQAProtocol(name="x", normalizer=normalizer))
     both = AnswerVocabulary.build(
         rad.questions, VQAProtocol(name="x", normalizer=normalizer, vocabulary=("train", "test"))
     )
     assert (len(own), len(both)) == (train, everything)
     normalize = NORMALIZERS[normalizer]
-    missed = [q.answer_type for q in rad.part("test").questions if normalize(q.answer) not in own.answers]
+    missed = [
+        q.answer_type for q in rad.part("test").questions if normalize(q.answer) not in own.answers
+    ]
     assert (len(missed), missed.count("closed"), missed.count("open")) == (unseen, closed, opened)
 
 
@@ -409,8 +516,13 @@ def test_vqa_rad_baselines_equal_their_known_values(rad):
         assert value(name, "overall") == pytest.approx(overall, abs=5e-4)
     assert value("question_only", "closed") == pytest.approx(0.713, abs=0.005)
     by_yes_no = evaluate_answers(rad, protocol="yes_no", resamples=0)
-    assert row(by_yes_no, "closed", subgroup="baseline: question_only").value == pytest.approx(0.745, abs=0.01)
-    assert (row(by_yes_no, "closed", "ceiling").n, row(by_yes_no, "open", "ceiling").n) == (251, 200)
+    assert row(by_yes_no, "closed", subgroup="baseline: question_only").value == pytest.approx(
+        0.745, abs=0.01
+    )
+    assert (row(by_yes_no, "closed", "ceiling").n, row(by_yes_no, "open", "ceiling").n) == (
+        251,
+        200,
+    )
     assert row(evaluate_answers(rad, protocol="mevf", resamples=0), "closed", "ceiling").n == 185
 
 
@@ -418,9 +530,13 @@ def test_vqa_rad_baselines_equal_their_known_values(rad):
 @pytest.mark.parametrize(("answer", "closed"), [("normal", 0.489), ("yes and no", 0.923)])
 def test_llava_med_credits_a_constant_word_on_closed_questions(rad, answer, closed):
     ids = [question.id for question in rad.part("test").questions]
-    result = evaluate_answers(rad, constant_predictions(ids, answer), protocol="llava_med", resamples=0)
+    result = evaluate_answers(
+        rad, constant_predictions(ids, answer), protocol="llava_med", resamples=0
+    )
     assert row(result, "closed").value == pytest.approx(closed, abs=5e-4)
-    assert row(result, "closed", "ceiling").value == pytest.approx(0.934, abs=5e-4)  # the score of a perfect model
+    assert row(result, "closed", "ceiling").value == pytest.approx(
+        0.934, abs=5e-4
+    )  # the score of a perfect model
     honest = evaluate_answers(rad, constant_predictions(ids, answer), resamples=0)
     assert row(honest, "closed").value < 0.01
 
@@ -429,18 +545,25 @@ def test_llava_med_credits_a_constant_word_on_closed_questions(rad, answer, clos
 def test_mumc_credits_the_constant_no_for_answers_that_contain_it(rad):
     ids = [question.id for question in rad.part("test").questions]
     values = [
-        row(evaluate_answers(rad, constant_predictions(ids, "no"), protocol=name, resamples=0), "overall").value
+        row(
+            evaluate_answers(rad, constant_predictions(ids, "no"), protocol=name, resamples=0),
+            "overall",
+        ).value
         for name in ("mumc", "m3ae")
     ]
     assert values == pytest.approx([0.317, 0.295], abs=5e-4)
 
 
 def test_answers_of_splits_that_are_not_given_are_no_leak():
-    """The published commands for SLAKE give train and test; the vocabulary of some protocols has validate's answers."""
+    """The published commands for SLAKE give train and test; the vocabulary of some protocols has
+    validate's answers.
+    """
     own = AnswerVocabulary.of_model(["right lung", "left lung"], get_protocol("medvl"))
     rest = [dataclasses.replace(one, split="validate") for one in TEST]
     found = [
-        evaluate_answers(DATA, GOLD, vocabulary=own, elsewhere=elsewhere, resamples=0).results.config["rules"]["flaw"]
+        evaluate_answers(
+            DATA, GOLD, vocabulary=own, elsewhere=elsewhere, resamples=0
+        ).results.config["rules"]["flaw"]
         for elsewhere in ((), rest, TEST)
     ]
     assert "1 answers of test that no other split has" in found[0]

@@ -1,4 +1,6 @@
-"""HTML page of a VQA evaluation: content, escaping, no external resources, examples and explanations."""
+"""HTML page of a VQA evaluation: content, escaping, no external resources, examples and
+explanations.
+"""
 
 import argparse
 import dataclasses
@@ -43,23 +45,34 @@ from medvl.models.downstream.vqa.heads import question_attention
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
 ANSWERS = ("yes", "no", "left", "right", "two")
-KINDS = {"PRES": ("Is there a mass?", "Yes"), "COUNT": ("How many masses?", "two"), "POS": ("Where is it?", "left")}
+KINDS = {
+    "PRES": ("Is there a mass?", "Yes"),
+    "COUNT": ("How many masses?", "two"),
+    "POS": ("Where is it?", "left"),
+}
 
 
 def question_rows(start: int) -> list[dict[str, Any]]:
-    """Twelve questions about six images; a closed and two open types, and one with an answer that train lacks."""
+    """Twelve questions about six images; a closed and two open types, and one with an answer
+    that train lacks.
+    """
     rows = []
     for number in range(12):
         kind = ("PRES", "COUNT", "POS")[number % 3]
         question, answer = KINDS[kind]
         closed = "CLOSED" if kind == "PRES" else "OPEN"
         image = f"synpic{number % 6}.jpg"
-        rows.append(rad_row(start + number, image, question, answer, question_type=kind, answer_type=closed))
+        rows.append(
+            rad_row(start + number, image, question, answer, question_type=kind, answer_type=closed)
+        )
     return rows
 
 
 def write_corpus(root: Path) -> Path:
-    test = [*question_rows(100), rad_row(200, "synpic0.jpg", f"{HOSTILE}?", f"{HOSTILE}", image_organ="HEAD")]
+    test = [
+        *question_rows(100),
+        rad_row(200, "synpic0.jpg", f"{HOSTILE}?", f"{HOSTILE}", image_organ="HEAD"),
+    ]
     (root / "trainset.json").write_text(json.dumps(question_rows(0)))
     (root / "testset.json").write_text(json.dumps(test))
     for number in range(6):
@@ -73,7 +86,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("page")
     deid = Deidentifier(bytes(32))
     plan = vqa_rad.plan(write_corpus(home), deid)
-    write_shards(plan, deid, ShardRun(out=home / "shards", workers=1), ShardOptions(keep_textless=True))
+    write_shards(
+        plan, deid, ShardRun(out=home / "shards", workers=1), ShardOptions(keep_textless=True)
+    )
     (home / "run" / "best").mkdir(parents=True)
     save(VQA.on(tiny_model("dual_stream", tiny_tokenizer()), ANSWERS).eval(), home / "run" / "best")
     return home
@@ -96,18 +111,24 @@ def source(home: Path) -> QuestionSource:
 @pytest.fixture(scope="module")
 def result(model: VQA, source: QuestionSource) -> VQAResult:
     answers = answer_questions(model, open_questions(model, source, 8))
-    for n, name in enumerate(sorted(answers)):  # replace some answers of the random model by right ones
+    for n, name in enumerate(
+        sorted(answers)
+    ):  # replace some answers of the random model by right ones
         question = next(entry.question for entry in source.questions if entry.question.id == name)
         if n % 2 and question.id != "200":
             answers[name] = Prediction(normalize_answer(question.answer), score=0.75)
-    return evaluate_answers(question_data([source.source]), answers, resamples=20, inputs={"checkpoint": "ab" * 32})
+    return evaluate_answers(
+        question_data([source.source]), answers, resamples=20, inputs={"checkpoint": "ab" * 32}
+    )
 
 
 UNNAMED = PageHeader(model="", data="")
 
 
 def open_questions(model: VQA, source: QuestionSource, batch: int) -> Loader:
-    return open_for_evaluation(source, model.transform, model.tokenizer, batch=batch, workers=0, sections=("question",))
+    return open_for_evaluation(
+        source, model.transform, model.tokenizer, batch=batch, workers=0, sections=("question",)
+    )
 
 
 def pixels_of(source: QuestionSource) -> Any:
@@ -116,7 +137,9 @@ def pixels_of(source: QuestionSource) -> Any:
 
 
 @pytest.fixture(scope="module")
-def page(result: VQAResult, model: VQA, source: QuestionSource, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(
+    result: VQAResult, model: VQA, source: QuestionSource, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     return write_vqa_page(
         result,
         tmp_path_factory.mktemp("out") / "new" / "index.html",
@@ -187,11 +210,15 @@ def test_cards_show_image_question_answers_and_both_maps(
 ) -> None:
     reader = read(page)
     assert [
-        line for line in reader.text if line in ("Correct, closed", "Correct, open", "Wrong, closed", "Wrong, open")
+        line
+        for line in reader.text
+        if line in ("Correct, closed", "Correct, open", "Wrong, closed", "Wrong, open")
     ]
     chosen = choose_examples(result)
     right_N = result.credits["model"] >= 1
-    of_kind = Counter(zip(right_N.tolist(), [q.answer_type for q in result.data.questions], strict=True))
+    of_kind = Counter(
+        zip(right_N.tolist(), [q.answer_type for q in result.data.questions], strict=True)
+    )
     assert {key: len(indices) for key, indices in chosen.items() if indices} == {
         k: min(6, n) for k, n in of_kind.items()
     }
@@ -241,17 +268,25 @@ def test_explanations_equal_the_outputs_of_the_model(model: VQA, source: Questio
 
 def test_scores_of_a_decoder_are_its_likelihoods(source: QuestionSource) -> None:
     decoder = DecoderConfig(layers=1, heads=2, intermediate=32)
-    model = VQA.on(tiny_model("dual_stream", tiny_tokenizer()), ANSWERS, head="ranking", decoder=decoder).eval()
+    model = VQA.on(
+        tiny_model("dual_stream", tiny_tokenizer()), ANSWERS, head="ranking", decoder=decoder
+    ).eval()
     predictions = answer_questions(model, open_questions(model, source, 13))
     for name, one in explain(model, source, ["100", "101"], answers=len(ANSWERS)).items():
         answer, score = one.answers[0]
-        assert (answer, score) == (predictions[name].answer, pytest.approx(predictions[name].score, rel=1e-3))
+        assert (answer, score) == (
+            predictions[name].answer,
+            pytest.approx(predictions[name].score, rel=1e-3),
+        )
         assert 0 < sum(score for _, score in one.answers) < 1
         assert len(one.maps) == 2
 
 
 def test_question_with_an_unreadable_image_is_not_explained(
-    model: VQA, source: QuestionSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: VQA,
+    source: QuestionSource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     pixels = source.pixels
 
@@ -266,14 +301,22 @@ def test_question_with_an_unreadable_image_is_not_explained(
     assert f"question {ids[0]} is not explained" in caplog.text
 
 
-def test_page_without_a_checkpoint_shows_images_and_answers(result: VQAResult, source: Any, tmp_path: Path) -> None:
+def test_page_without_a_checkpoint_shows_images_and_answers(
+    result: VQAResult, source: Any, tmp_path: Path
+) -> None:
     path = write_vqa_page(
-        result, tmp_path / "page.html", PageHeader(model="answers.jsonl", data=""), pixels=pixels_of(source)
+        result,
+        tmp_path / "page.html",
+        PageHeader(model="answers.jsonl", data=""),
+        pixels=pixels_of(source),
     )
     reader = read(path)
     alternatives = [image["alt"] for image in images(reader)]
     shown = sum(map(len, choose_examples(result).values()))
-    assert sum(alternative.startswith("the image of question") for alternative in alternatives) == shown
+    assert (
+        sum(alternative.startswith("the image of question") for alternative in alternatives)
+        == shown
+    )
     assert not [alternative for alternative in alternatives if alternative.startswith("attention")]
     assert "Heatmaps show" not in "\n".join(reader.text)
     assert "Date" not in reader.text
@@ -282,15 +325,21 @@ def test_page_without_a_checkpoint_shows_images_and_answers(result: VQAResult, s
     assert "True answer" in bare.text
 
 
-@pytest.mark.parametrize(("score", "shown"), [(0.25, True), (1, True), (-3.5, False), ("high", False), (None, False)])
-def test_scores_outside_of_zero_to_one_are_not_drawn(source: Any, tmp_path: Path, score: Any, shown: bool) -> None:
+@pytest.mark.parametrize(
+    ("score", "shown"), [(0.25, True), (1, True), (-3.5, False), ("high", False), (None, False)]
+)
+def test_scores_outside_of_zero_to_one_are_not_drawn(
+    source: Any, tmp_path: Path, score: Any, shown: bool
+) -> None:
     answers = {"100": Prediction("yes", score=score)}
     result = evaluate_answers(question_data([source.source]), answers, resamples=5)
     page = write_vqa_page(result, tmp_path / "page.html", UNNAMED).read_text()
     assert ('class="share"' in page) == shown
 
 
-def test_page_without_predictions_shows_the_baselines(source: QuestionSource, tmp_path: Path) -> None:
+def test_page_without_predictions_shows_the_baselines(
+    source: QuestionSource, tmp_path: Path
+) -> None:
     result = evaluate_answers(question_data([source.source]), resamples=5)
     text = read(write_vqa_page(result, tmp_path / "page.html", UNNAMED)).text
     assert "Visual question answering: baselines without images" in text
@@ -308,13 +357,21 @@ def test_unreadable_images_are_left_out(result: VQAResult, tmp_path: Path, caplo
     assert "is not shown: it could not be read" in caplog.text
 
 
-def test_page_counts_unanswered_questions_and_names_the_flaw(source: QuestionSource, tmp_path: Path) -> None:
+def test_page_counts_unanswered_questions_and_names_the_flaw(
+    source: QuestionSource, tmp_path: Path
+) -> None:
     data = question_data([source.source])
-    text = read(write_vqa_page(evaluate_answers(data, {}, resamples=5), tmp_path / "page.html", UNNAMED)).text
+    text = read(
+        write_vqa_page(evaluate_answers(data, {}, resamples=5), tmp_path / "page.html", UNNAMED)
+    ).text
     assert "13 questions, which count as wrong" in text
     assert text.count("(no answer)") == 10  # six open ones and four closed ones
     published = read(
-        write_vqa_page(evaluate_answers(data, {}, protocol="mevf", resamples=5), tmp_path / "mevf.html", UNNAMED)
+        write_vqa_page(
+            evaluate_answers(data, {}, protocol="mevf", resamples=5),
+            tmp_path / "mevf.html",
+            UNNAMED,
+        )
     ).text
     assert "Not comparable" in published
     assert "includes freeform questions only" in published
@@ -338,7 +395,9 @@ def many(result: VQAResult, count: int = 400) -> VQAResult:
     first = result.data.questions[0]
     kinds = ["PRES"] * 13 + ["A", "B", "C", "D", "E", "F", "G"]
     questions = tuple(
-        dataclasses.replace(first, id=str(n), kind=kinds[n % 20], answer_type=("closed", "open")[n % 3 == 0])
+        dataclasses.replace(
+            first, id=str(n), kind=kinds[n % 20], answer_type=("closed", "open")[n % 3 == 0]
+        )
         for n in range(count)
     )
     data = VQAData("d", "s", questions, tuple(map(str, range(count))))
@@ -358,11 +417,13 @@ def test_examples_are_random_and_alternate_between_question_types(result: VQARes
             assert question.answer_type == answer_type
             assert (large.credits["model"][index] == 1) == correct
         kinds = Counter(large.data.questions[index].kind for index in indices)
-        all_kinds = {q.kind for n, q in enumerate(large.data.questions) if q.answer_type == answer_type
+        all_kinds = {q.kind for n,
+            q in enumerate(large.data.questions) if q.answer_type == answer_type
                       and (large.credits["model"][n] == 1) == correct}  # fmt: skip
         assert len(kinds) == min(8, len(all_kinds))
     first = Counter(
-        large.data.questions[choose_examples(large, each=1, seed=seed)[True, "closed"][0]].kind for seed in range(60)
+        large.data.questions[choose_examples(large, each=1, seed=seed)[True, "closed"][0]].kind
+        for seed in range(60)
     )
     assert first["PRES"] > 20  # in random order, not alphabetical
     assert len(first) > 2
@@ -371,46 +432,95 @@ def test_examples_are_random_and_alternate_between_question_types(result: VQARes
 
 def test_vqa_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--data", str(home / "shards" / "mixed"), "--resamples", "5"]
-    cli.main(["eval", "vqa", "--checkpoint", str(home / "run" / "best"), *data, "--workers", "0", "--examples", "1"])
+    cli.main(
+        [
+            "eval",
+            "vqa",
+            "--checkpoint",
+            str(home / "run" / "best"),
+            *data,
+            "--workers",
+            "0",
+            "--examples",
+            "1",
+        ]
+    )
     out = home / "run" / "best" / "eval" / "vqa"
     assert str(out / "index.html") in capsys.readouterr().out
     reader = read(out / "index.html")
     assert any("heat map (Words)" in image["alt"] for image in images(reader))
     results = json.loads((out / "results.json").read_text())
     assert results["inputs"]["checkpoint"]
-    assert results["config"]["vocabulary_size"] == len(ANSWERS)  # of the model: train has three answers
+    assert results["config"]["vocabulary_size"] == len(
+        ANSWERS
+    )  # of the model: train has three answers
     assert any(text.startswith("5 of the model") for text in reader.text)
     with pytest.raises(SystemExit):
-        cli.main(["eval", "vqa", "--checkpoint", str(home / "run" / "best"), *data, "--protocol", "pubmedclip"])
+        cli.main(
+            [
+                "eval",
+                "vqa",
+                "--checkpoint",
+                str(home / "run" / "best"),
+                *data,
+                "--protocol",
+                "pubmedclip",
+            ]
+        )
     assert "needs a predicted answer type" in capsys.readouterr().err
 
     answers = home / "answers.jsonl"
-    answers.write_text("".join(json.dumps({"id": str(100 + n), "answer": "yes"}) + "\n" for n in range(12)))
+    answers.write_text(
+        "".join(json.dumps({"id": str(100 + n), "answer": "yes"}) + "\n" for n in range(12))
+    )
     same = ["--train", str(home / "shards" / "mixed")]  # the same folder is not read twice
-    cli.main(["eval", "vqa", "--predictions", str(answers), *data, *same, "--out", str(home / "from_file")])
+    cli.main(
+        [
+            "eval",
+            "vqa",
+            "--predictions",
+            str(answers),
+            *data,
+            *same,
+            "--out",
+            str(home / "from_file"),
+        ]
+    )
     reader = read(home / "from_file" / "index.html")
     assert f"Visual question answering: {answers}" in reader.text
     assert len(images(reader)) > 4
     assert "1 questions, which count as wrong" in reader.text
-    for invalid in ([], ["--predictions", str(answers), "--checkpoint", str(home / "run" / "best")]):
+    for invalid in (
+        [],
+        ["--predictions", str(answers), "--checkpoint", str(home / "run" / "best")],
+    ):
         with pytest.raises(SystemExit):
             cli.main(["eval", "vqa", *data, *invalid])
         assert "give exactly one of --checkpoint and --predictions" in capsys.readouterr().err
 
 
-def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: Path, deid: Deidentifier) -> None:
+def test_scripts_write_the_page_with_images_of_the_corpus(
+    home: Path, tmp_path: Path, deid: Deidentifier
+) -> None:
     scripts = load_script("vqa_corpora")
 
     samples = list(vqa_rad.plan(home, deid).iter_samples())
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"id": "100", "answer": "yes", "score": 0.5}))
     options = argparse.Namespace(
-        predictions=answers, protocol="medvl", part="test", resamples=5, published_protocols=False, out=tmp_path / "out"
+        predictions=answers,
+        protocol="medvl",
+        part="test",
+        resamples=5,
+        published_protocols=False,
+        out=tmp_path / "out",
     )
     output = scripts.report(VQAData.from_samples(samples), options, scripts._pixels(samples))
     assert output.endswith("index.html")
     reader = read(tmp_path / "out" / "index.html")
-    assert sum(image["alt"].startswith("the image of question") for image in images(reader)) == 4 + 6
+    assert (
+        sum(image["alt"].startswith("the image of question") for image in images(reader)) == 4 + 6
+    )
 
 
 def test_checkpoint_without_a_vqa_head_is_refused(home: Path, tmp_path: Path) -> None:
@@ -420,18 +530,28 @@ def test_checkpoint_without_a_vqa_head_is_refused(home: Path, tmp_path: Path) ->
 
 
 def test_explanations_read_the_colors_that_answers_are_given_to(model: VQA, tmp_path: Path) -> None:
-    """The best answer of an explanation has the score of the answer, also of a question about a colour image."""
+    """The best answer of an explanation has the score of the answer, also of a question about a
+    colour image.
+    """
     write_corpus(tmp_path)
     for number in range(6):
         channels = [textured(10 * number + channel, 70, 90) for channel in range(3)]
-        (tmp_path / "images" / f"synpic{number}.jpg").write_bytes(encode_jpeg(np.stack(channels, axis=2), 95))
+        (tmp_path / "images" / f"synpic{number}.jpg").write_bytes(
+            encode_jpeg(np.stack(channels, axis=2), 95)
+        )
     deid = Deidentifier(bytes(32))
     options = ShardOptions(keep_textless=True, color=True)
-    write_shards(vqa_rad.plan(tmp_path, deid), deid, ShardRun(out=tmp_path / "shards", workers=1), options)
-    source = QuestionSource(ShardSource(tmp_path / "shards" / "mixed"), "test", ANSWERS, normalize_answer)
+    write_shards(
+        vqa_rad.plan(tmp_path, deid), deid, ShardRun(out=tmp_path / "shards", workers=1), options
+    )
+    source = QuestionSource(
+        ShardSource(tmp_path / "shards" / "mixed"), "test", ANSWERS, normalize_answer
+    )
     loader = open_questions(model, source, 8)
     assert next(iter(loader)).image_BCHW.shape[1] == 3
     answers = answer_questions(model, loader)
     explained = explain(model, source, answers)
-    scores = {name: pytest.approx(prediction.score, abs=1e-5) for name, prediction in answers.items()}
+    scores = {
+        name: pytest.approx(prediction.score, abs=1e-5) for name, prediction in answers.items()
+    }
     assert {name: explanation.answers[0][1] for name, explanation in explained.items()} == scores

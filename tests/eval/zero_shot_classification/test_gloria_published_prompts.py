@@ -22,10 +22,14 @@ PUBLISHED = "gloria_published"
 
 
 class Published(FakeModel):
-    """Fake dual-encoder with a second similarity that is scaled per text, by the number of its characters."""
+    """Fake dual-encoder with a second similarity that is scaled per text, by the number of its
+    characters.
+    """
 
     def published_prompts(self, texts: Sequence[str]) -> Embeddings:
-        return Embeddings(self.embed_texts(texts).global_NE * torch.tensor([[len(text)] for text in texts]))
+        return Embeddings(
+            self.embed_texts(texts).global_NE * torch.tensor([[len(text)] for text in texts])
+        )
 
     def published_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
         similarity_NM: Tensor = self.similarity(images, texts)
@@ -51,7 +55,9 @@ def test_gloria_mean_has_the_phrases_for_any_dual_encoder() -> None:
 
 
 def test_the_published_phrases_are_the_draw_of_seed_6() -> None:
-    """As `random.sample` draws them from the phrases with their blanks; bilateral effusions are listed twice."""
+    """As `random.sample` draws them from the phrases with their blanks; bilateral effusions are
+    listed twice.
+    """
     rng, drawn = random.Random(6), {}
     for name, content in json.loads((_FOLDER / "gloria_all.json").read_text())["classes"].items():
         phrases = content["positive"]
@@ -61,7 +67,9 @@ def test_the_published_phrases_are_the_draw_of_seed_6() -> None:
         if name == "Edema":
             lists.append([""])
         drawn[name] = rng.sample([" ".join(texts) for texts in itertools.product(*lists)], 5)
-    assert {name: list(sides.positive) for name, sides in load_prompts(PUBLISHED).classes.items()} == drawn
+    assert {
+        name: list(sides.positive) for name, sides in load_prompts(PUBLISHED).classes.items()
+    } == drawn
 
 
 def test_gloria_prompts_have_five_phrases_per_class() -> None:

@@ -26,7 +26,8 @@ from medvl.schema import COMPETITION_FINDINGS, FINDINGS, Embeddings
 
 OURS = ("chexpert_classes", "chexpert_ensemble", "chexpert_pairs")
 DENIED = re.compile(
-    r"\b(no|not|without|neither|free|normal|clear|intact|unremarkable|well aerated|fully)\b", re.IGNORECASE
+    r"\b(no|not|without|neither|free|normal|clear|intact|unremarkable|well aerated|fully)\b",
+    re.IGNORECASE,
 )
 TOPIC = {
     "Atelectasis": "atelecta|collapse|volume|linear",
@@ -83,7 +84,10 @@ def test_chexzero_template_matches_published_prompts():
 def test_prompt_sentences_are_distinct_per_finding(name):
     prompt_set = load_prompts(name)
     assert sorted(prompt_set.classes) == sorted(FINDINGS)
-    assert prompt_set.sha256 == hashlib.sha256((prompts._FOLDER / f"{name}.json").read_bytes()).hexdigest()
+    assert (
+        prompt_set.sha256
+        == hashlib.sha256((prompts._FOLDER / f"{name}.json").read_bytes()).hexdigest()
+    )
     positives = [sentence for sides in prompt_set.classes.values() for sentence in sides.positive]
     assert len(set(positives)) == len(positives)
     for finding, sides in prompt_set.classes.items():
@@ -96,7 +100,9 @@ def test_prompt_sentences_are_distinct_per_finding(name):
 def test_labeler_agrees_with_positive_and_negative_prompts(name):
     for finding, sides in load_prompts(name).classes.items():
         denied, affirmed = (
-            (sides.positive, sides.negative) if finding == "No Finding" else (sides.negative, sides.positive)
+            (sides.positive, sides.negative)
+            if finding == "No Finding"
+            else (sides.negative, sides.positive)
         )
         for sentence in denied:
             assert DENIED.search(sentence), (finding, sentence)
@@ -159,16 +165,36 @@ NEGATIVE = {"positive": ["yes"], "negative": ["no"]}
         (valid_file(extra=1), "malformed", "fields", "'extra'"),
         (valid_file(version="1"), "wrong_type", "version", "str"),
         (valid_file(version=True), "wrong_type", "version", "bool"),
-        (valid_file(scoring="softmax"), "unknown_name", "scoring", "pair_softmax, class_softmax, margin"),
+        (
+            valid_file(scoring="softmax"),
+            "unknown_name",
+            "scoring",
+            "pair_softmax, class_softmax, margin",
+        ),
         (valid_file(ensemble="mean"), "unknown_name", "ensemble", "similarity_mean"),
         (valid_file(temperature=0), "out_of_range", "temperature", ""),
         (valid_file(classes={"CT": ["A CT image."]}), "malformed", "classes", "'CT'"),
         (valid_file(classes={"CT": {"positive": []}}), "malformed", "positive", "'CT'"),
         (valid_file(classes={"CT": {"positive": ["  "]}}), "malformed", "positive", "'CT'"),
         (valid_file(classes={"CT": {"positive": ["a", "a"]}}), "malformed", "classes", "'a'"),
-        (valid_file(classes={"CT": {"positive": {"parts": [["a"], []]}}}), "malformed", "positive", "'CT'"),
-        (valid_file(classes={"CT": {"positive": {"lists": [["a"]]}}}), "malformed", "positive", "'CT'"),
-        (valid_file(classes={"CT": {"positive": {"parts": [["a", "a"], ["b"]]}}}), "malformed", "classes", "'a b'"),
+        (
+            valid_file(classes={"CT": {"positive": {"parts": [["a"], []]}}}),
+            "malformed",
+            "positive",
+            "'CT'",
+        ),
+        (
+            valid_file(classes={"CT": {"positive": {"lists": [["a"]]}}}),
+            "malformed",
+            "positive",
+            "'CT'",
+        ),
+        (
+            valid_file(classes={"CT": {"positive": {"parts": [["a", "a"], ["b"]]}}}),
+            "malformed",
+            "classes",
+            "'a b'",
+        ),
         (valid_file(classes={"CT": NEGATIVE, "MR": NEGATIVE}), "conflict", "scoring", "'CT'"),
         (valid_file(classes={"CT": {"positive": ["a"]}}), "malformed", "classes", ""),
         (valid_file(scoring="pair_softmax"), "malformed", "classes", "['CT', 'MR']"),
@@ -186,14 +212,20 @@ def test_optional_fields_may_be_left_out(tmp_path):
     for field in ("version", "description", "ensemble"):
         del data[field]
     prompt_set = load_prompts(written(tmp_path, data))
-    assert (prompt_set.version, prompt_set.description, prompt_set.ensemble) == (1, "", "similarity_mean")
+    assert (prompt_set.version, prompt_set.description, prompt_set.ensemble) == (
+        1,
+        "",
+        "similarity_mean",
+    )
     del data["scoring"], data["temperature"]
     with raises(EvaluationError, "malformed", "fields", names="missing 'scoring', 'temperature'"):
         load_prompts(written(tmp_path, data))
 
 
 def test_example_of_the_guide_is_valid(tmp_path):
-    guide = (Path(__file__).parents[3] / "docs/pages/guides/evaluation.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs/pages/guides/evaluation.md").read_text(
+        encoding="utf-8"
+    )
     (example,) = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "devices.json").write_text(example)
     assert list(load_prompts(tmp_path / "devices.json").classes) == ["pacemaker", "tube"]
@@ -205,10 +237,22 @@ def test_errors_of_prompts_come_before_the_model_is_loaded(tmp_path, deid, monke
 
     monkeypatch.setattr("medvl.eval.core.open.load_ensemble", load)
     monkeypatch.setattr("medvl.eval.core.open.detector_of", lambda checkpoint: None)
-    write_shards(make_plan(tmp_path / "images", 2), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images", 2), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    )
     (tmp_path / "broken.json").write_text("{")
-    common = ["eval", "zero-shot", "--checkpoint", str(tmp_path), "--data", str(tmp_path / "out/train")]
-    for path, message in ((tmp_path / "broken.json", "JSON"), (written(tmp_path, valid_file()), "(CT, MR), got even")):
+    common = [
+        "eval",
+        "zero-shot",
+        "--checkpoint",
+        str(tmp_path),
+        "--data",
+        str(tmp_path / "out/train"),
+    ]
+    for path, message in (
+        (tmp_path / "broken.json", "JSON"),
+        (written(tmp_path, valid_file()), "(CT, MR), got even"),
+    ):
         with pytest.raises(SystemExit):
             main([*common, "--prompts", str(path)])
         assert message in capsys.readouterr().err
@@ -228,7 +272,9 @@ def test_statements_are_those_of_training_and_scored_alone(tmp_path):
     model = FakeModel().eval().requires_grad_(False)
     images = Embeddings(torch.eye(WIDTH)[:3])
     scores_NL = PromptScorer(model, prompts_of)(images)
-    expected_NL = model.similarity(images, model.embed_texts([statement(name) for name in FINDINGS]))
+    expected_NL = model.similarity(
+        images, model.embed_texts([statement(name) for name in FINDINGS])
+    )
     torch.testing.assert_close(scores_NL, expected_NL.double())
     both = {"CT": {"positive": ["A CT image."], "negative": ["An MR image."]}}
     with raises(EvaluationError, "conflict", "scoring"):
@@ -236,19 +282,27 @@ def test_statements_are_those_of_training_and_scored_alone(tmp_path):
 
 
 def test_labels_that_a_set_does_not_list_have_its_sentences_of_other_classes(tmp_path):
-    """Published figures of RadZero and CARZero are of the labels of ChestX-ray14, PadChest and other corpora."""
+    """Published figures of RadZero and CARZero are of the labels of ChestX-ray14, PadChest and
+    other corpora.
+    """
     names = ("Edema", "Laminar Atelectasis", "Mass")
     statements = load_prompts("statements").for_labels(names)
     assert list(statements.classes) == [*FINDINGS, "Laminar Atelectasis", "Mass"]
     assert statements.classes["Laminar Atelectasis"].positive == (statement("Laminar Atelectasis"),)
-    assert list(load_prompts("statements").for_labels(names, ("Mass", "Edema")).classes) == ["Mass", "Edema"]
+    assert list(load_prompts("statements").for_labels(names, ("Mass", "Edema")).classes) == [
+        "Mass",
+        "Edema",
+    ]
     assert load_prompts("chexpert_pairs").for_labels(names) == load_prompts("chexpert_pairs")
     pair = {"positive": ["A {} is seen."], "negative": ["No {}."]}
     both = {"CT": {"positive": ["CT."], "negative": ["MR."]}}
     path = written(tmp_path, valid_file(scoring="margin", classes=both, other_classes=pair))
     (sentences,) = load_prompts(path).for_labels(("Mass",), ("Mass",)).classes.values()
     assert (sentences.positive, sentences.negative) == (("A mass is seen.",), ("No mass.",))
-    for chosen, field, code in ((("Hernia",), "labels", "unknown_name"), (("Mass",), "labels", "unknown_name")):
+    for chosen, field, code in (
+        (("Hernia",), "labels", "unknown_name"),
+        (("Mass",), "labels", "unknown_name"),
+    ):
         with raises(EvaluationError, code, field):
             load_prompts("chexpert_pairs").for_labels(names, chosen)
     for others, field, code in (
@@ -261,7 +315,9 @@ def test_labels_that_a_set_does_not_list_have_its_sentences_of_other_classes(tmp
 
 
 def test_labels_without_sentences_lead_to_the_set_for_any_label() -> None:
-    """Labels of a hospital's own table, which the sets for findings of chest radiographs do not have."""
+    """Labels of a hospital's own table, which the sets for findings of chest radiographs do not
+    have.
+    """
     names = ("covid", "Lungenrundherd")
 
     def source(*labels: str) -> Any:

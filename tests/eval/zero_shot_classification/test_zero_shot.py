@@ -36,12 +36,16 @@ def test_pair_softmax_matches_formula():
     pixels_BW = np.random.default_rng(0).integers(0, 256, (5, 16), dtype=np.uint8)
     model = FakeModel().eval()
     with torch.no_grad():
-        scores_BL = PromptScorer(model, prompts)(model.embed_images(torch.from_numpy(pixels_BW)[:, None, None]))
+        scores_BL = PromptScorer(model, prompts)(
+            model.embed_images(torch.from_numpy(pixels_BW)[:, None, None])
+        )
     for pixels_W, scores_L in zip(pixels_BW, scores_BL.numpy(), strict=True):
         image = pixels_W.astype(np.float64) - 128
         image /= np.linalg.norm(image)
         for sides, score in zip(prompts.classes.values(), scores_L, strict=True):
-            positive, negative = (np.exp(image @ text_vector(side[0])) for side in (sides.positive, sides.negative))
+            positive, negative = (
+                np.exp(image @ text_vector(side[0])) for side in (sides.positive, sides.negative)
+            )
             assert score == pytest.approx(positive / (positive + negative), abs=1e-6)
 
 
@@ -69,14 +73,22 @@ def test_prompt_pooling_matches_formulas(images):
                     pooled.append(images.global_NE.numpy() @ (mean / np.linalg.norm(mean)))
                 else:
                     cosines = images.global_NE.numpy() @ vectors.T
-                    pooled.append(cosines.mean(axis=1) if ensemble == "similarity_mean" else cosines.max(axis=1))
-            np.testing.assert_allclose(score(prompts, images)[:, column], pooled[0] - pooled[1], atol=1e-6)
+                    pooled.append(
+                        cosines.mean(axis=1)
+                        if ensemble == "similarity_mean"
+                        else cosines.max(axis=1)
+                    )
+            np.testing.assert_allclose(
+                score(prompts, images)[:, column], pooled[0] - pooled[1], atol=1e-6
+            )
 
 
 def test_raw_embeddings_are_averaged_before_they_are_normalised(images):
     class Raw(FakeModel):
         def unnormalized_text(self, texts):
-            return torch.stack([len(text) * torch.as_tensor(text_vector(text)) for text in texts]).float()
+            return torch.stack(
+                [len(text) * torch.as_tensor(text_vector(text)) for text in texts]
+            ).float()
 
     prompts = load_prompts("chexpert_ensemble").select(["Edema", "Support Devices"])
     prompts = dataclasses.replace(prompts, ensemble="embedding_mean_raw", scoring="margin")
@@ -97,7 +109,10 @@ def test_class_softmax_matches_formula(images):
     prompts = load_prompts("chexpert_classes").select(COMPETITION_FINDINGS)
     means = np.stack(
         [
-            (images.global_NE.numpy() @ np.stack([text_vector(text) for text in sides.positive]).T).mean(axis=1)
+            (
+                images.global_NE.numpy()
+                @ np.stack([text_vector(text) for text in sides.positive]).T
+            ).mean(axis=1)
             for sides in prompts.classes.values()
         ],
         axis=1,
@@ -108,7 +123,10 @@ def test_class_softmax_matches_formula(images):
 
 def test_temperature_changes_probabilities_but_not_ranking(images):
     prompts = load_prompts("chexpert_pairs")
-    raw, sharp = score(prompts, images), score(dataclasses.replace(prompts, temperature=0.05), images)
+    raw, sharp = (
+        score(prompts, images),
+        score(dataclasses.replace(prompts, temperature=0.05), images),
+    )
     np.testing.assert_array_equal(np.argsort(raw, axis=0), np.argsort(sharp, axis=0))
     assert np.abs(sharp - 0.5).max() > 2 * np.abs(raw - 0.5).max()
 
@@ -124,7 +142,9 @@ def test_embedding_mean_rejects_models_with_local_similarity():
 
 
 def test_embedding_mean_rejects_models_whose_vectors_have_any_length():
-    """Such as a MutualInfo of whole images and texts: its critic would get vectors of another scale."""
+    """Such as a MutualInfo of whole images and texts: its critic would get vectors of another
+    scale.
+    """
 
     class Long(FakeModel):
         def embed_texts(self, texts):
@@ -164,30 +184,50 @@ def test_models_are_asked_as_they_were_trained(source):
         ([Asked(), Asked()], "statements"),
     ):
         assert zero_shot(model, FakeLoader(source), resamples=0).prompts.name == name
-    assert zero_shot(Asked(), FakeLoader(source), "chexpert_pairs", resamples=0).prompts.name == "chexpert_pairs"
-    own = {name: default_prompts(system(name)) for name in ("radzero", "carzero", "medklip", "kad", "mavl")}
+    assert (
+        zero_shot(Asked(), FakeLoader(source), "chexpert_pairs", resamples=0).prompts.name
+        == "chexpert_pairs"
+    )
+    own = {
+        name: default_prompts(system(name))
+        for name in ("radzero", "carzero", "medklip", "kad", "mavl")
+    }
     assert set(own.values()) == {"statements"}
     assert default_prompts(system("convirt")) == "chexpert_ensemble"
 
 
 def test_zero_shot_rows_match_scikit_learn(source):
-    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=20, bootstrap_unit="image", seed=4)
+    result = zero_shot(
+        FakeModel(),
+        FakeLoader(source),
+        "chexpert_pairs",
+        resamples=20,
+        bootstrap_unit="image",
+        seed=4,
+    )
     scores_NL, labels_NL, results = result.images.scores_NL, result.images.labels_NL, result.results
     for index, name in enumerate(result.images.names):
         truth, scores = labels_NL[:, index], scores_NL[:, index]
         row = results.row("auroc", name)
         assert row.value == pytest.approx(reference.roc_auc_score(truth, scores))
         assert (row.n, row.n_positive) == (COUNT, int(truth.sum()))
-        loop = [reference.roc_auc_score(truth[drawn], scores[drawn]) for drawn in bootstrap_indices(COUNT, 20, seed=4)]
+        loop = [
+            reference.roc_auc_score(truth[drawn], scores[drawn])
+            for drawn in bootstrap_indices(COUNT, 20, seed=4)
+        ]
         assert (row.low, row.high) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))
         assert results.row("average_precision", name).value == pytest.approx(
             reference.average_precision_score(truth, scores)
         )
-        assert results.row("brier", name).value == pytest.approx(reference.brier_score_loss(truth, scores))
+        assert results.row("brier", name).value == pytest.approx(
+            reference.brier_score_loss(truth, scores)
+        )
     for target, members in (("macro", FINDINGS), ("macro_competition", COMPETITION_FINDINGS)):
         columns = [result.images.names.index(name) for name in members]
         row = results.row("auroc", target)
-        assert row.value == pytest.approx(reference.roc_auc_score(labels_NL[:, columns], scores_NL[:, columns]))
+        assert row.value == pytest.approx(
+            reference.roc_auc_score(labels_NL[:, columns], scores_NL[:, columns])
+        )
         loop = [
             reference.roc_auc_score(labels_NL[drawn][:, columns], scores_NL[drawn][:, columns])
             for drawn in bootstrap_indices(COUNT, 20, seed=4)
@@ -198,7 +238,9 @@ def test_zero_shot_rows_match_scikit_learn(source):
 def test_patients_are_resampled_by_default(source):
     source = make_source(random_labels(), FINDINGS, patients=12)
     by_patient = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=30)
-    by_image = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=30, bootstrap_unit="image")
+    by_image = zero_shot(
+        FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=30, bootstrap_unit="image"
+    )
     assert by_patient.results.details["patients"] == 12
     assert by_patient.groups == [sample.patient for sample in source.samples]
     assert by_image.groups is None
@@ -219,8 +261,8 @@ def test_thresholds_are_chosen_on_validation_images(source):
     )
     relabelled = make_source(1 - random_labels(), FINDINGS)
     other = zero_shot(
-        FakeModel(), FakeLoader(relabelled), "chexpert_pairs", valid_loader=FakeLoader(valid), threshold_rule="mcc",
-        resamples=5,
+        FakeModel(), FakeLoader(relabelled), "chexpert_pairs", valid_loader=FakeLoader(valid),
+        threshold_rule="mcc", resamples=5,
     )  # fmt: skip
     assert result.thresholds == other.thresholds
     column = result.images.names.index("Edema")
@@ -228,14 +270,24 @@ def test_thresholds_are_chosen_on_validation_images(source):
         result.images.labels_NL[:, column],
         result.images.scores_NL[:, column] >= result.thresholds["Edema"],
     )
-    assert result.results.row("mcc", "Edema").value == pytest.approx(reference.matthews_corrcoef(truth, decided))
-    assert result.results.row("f1", "Edema").value == pytest.approx(reference.f1_score(truth, decided))
+    assert result.results.row("mcc", "Edema").value == pytest.approx(
+        reference.matthews_corrcoef(truth, decided)
+    )
+    assert result.results.row("f1", "Edema").value == pytest.approx(
+        reference.f1_score(truth, decided)
+    )
     assert result.results.config["threshold_rule"] == "mcc"
 
 
 def test_no_decision_metrics_without_validation_images(source):
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=0)
-    assert {row.metric for row in result.results.rows} == {"auroc", "average_precision", "brier", "ece", "auroc_gap"}
+    assert {row.metric for row in result.results.rows} == {
+        "auroc",
+        "average_precision",
+        "brier",
+        "ece",
+        "auroc_gap",
+    }
     assert result.thresholds is None
 
 
@@ -243,13 +295,17 @@ def test_no_decision_metrics_for_findings_missing_in_validation(source):
     labels_NL = random_labels(80, seed=5)
     labels_NL[:, FINDINGS.index("Fracture")] = 0
     valid = FakeLoader(make_source(labels_NL, FINDINGS, prefix="v"))
-    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=valid, resamples=0)
+    result = zero_shot(
+        FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=valid, resamples=0
+    )
     assert np.isnan(result.thresholds["Fracture"])
     with raises(EvaluationError, "not_found", names="f1/Fracture"):
         result.results.row("f1", "Fracture")
     assert result.results.row("f1", "Edema").n == COUNT
     empty_loader = FakeLoader(make_source(np.zeros((9, 14)), FINDINGS, prefix="v"))
-    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=empty_loader, resamples=0)
+    result = zero_shot(
+        FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=empty_loader, resamples=0
+    )
     assert np.isnan(list(result.thresholds.values())).all()
     assert "f1" not in {row.metric for row in result.results.rows}
 
@@ -264,7 +320,9 @@ def test_uncertain_labels_are_left_out_and_counted(source):
     labels_NL = random_labels()
     labels_NL[:10, FINDINGS.index("Edema")] = -1
     labels_NL[10:15, FINDINGS.index("Edema")] = np.nan
-    result = zero_shot(FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=0)
+    result = zero_shot(
+        FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=0
+    )
     row, account = result.results.row("auroc", "Edema"), result.results.details["labels"]["Edema"]
     assert row.n == COUNT - 10
     assert (account["uncertain"], account["missing"], account["left_out"]) == (10, 5, 10)
@@ -280,7 +338,9 @@ def test_uncertain_labels_are_left_out_and_counted(source):
 def test_single_class_finding_has_no_value_and_is_not_averaged(source):
     labels_NL = random_labels()
     labels_NL[:, FINDINGS.index("Fracture")] = 0
-    result = zero_shot(FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=5)
+    result = zero_shot(
+        FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=5
+    )
     row = result.results.row("auroc", "Fracture")
     assert np.isnan(row.value)
     assert (row.n, row.n_positive) == (COUNT, 0)
@@ -291,17 +351,23 @@ def test_single_class_finding_has_no_value_and_is_not_averaged(source):
 def test_competition_mean_needs_all_five_findings():
     labels_NL = random_labels()
     labels_NL[:, FINDINGS.index("Edema")] = 0
-    result = zero_shot(FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=0)
+    result = zero_shot(
+        FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=0
+    )
     with raises(EvaluationError, "not_found", names="auroc/macro_competition"):
         result.results.row("auroc", "macro_competition")
 
 
 def test_subgroup_means_use_common_labels(source):
-    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=5, smallest_subgroup=10)
+    result = zero_shot(
+        FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=5, smallest_subgroup=10
+    )
     women = np.array([sample.sex == "F" for sample in source.samples])
     column = result.images.names.index("Edema")
     row = result.results.row("auroc", "Edema", "sex: F")
-    expected = reference.roc_auc_score(result.images.labels_NL[women, column], result.images.scores_NL[women, column])
+    expected = reference.roc_auc_score(
+        result.images.labels_NL[women, column], result.images.scores_NL[women, column]
+    )
     assert row.value == pytest.approx(expected)
     assert row.n == women.sum()
     assert {row.subgroup for row in result.results.rows if row.metric == "auroc"} - {""} == {
@@ -314,12 +380,21 @@ def test_subgroup_means_use_common_labels(source):
 
 
 def test_gaps_match_loop_over_same_resamples(source):
-    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=20, seed=4, bootstrap_unit="image")
+    result = zero_shot(
+        FakeModel(),
+        FakeLoader(source),
+        "chexpert_pairs",
+        resamples=20,
+        seed=4,
+        bootstrap_unit="image",
+    )
     rows = {(row.metric, row.target, row.subgroup): row for row in result.results.rows}
     gaps = [row for row in result.results.rows if row.metric == "auroc_gap"]
     for row in gaps:
         attribute, _, pair = row.subgroup.partition(": ")
-        best, worst = (rows["auroc", row.target, f"{attribute}: {group}"] for group in pair.split(" - "))
+        best, worst = (
+            rows["auroc", row.target, f"{attribute}: {group}"] for group in pair.split(" - ")
+        )
         assert row.value == pytest.approx(best.value - worst.value)
         assert row.value >= 0
         assert row.n == best.n + worst.n
@@ -332,9 +407,13 @@ def test_gaps_match_loop_over_same_resamples(source):
     loop = []
     for drawn in bootstrap_indices(COUNT, 20, seed=4):
         of_sex = {sex: drawn[sexes[drawn] == sex] for sex in (first, second)}
-        one, other = (reference.roc_auc_score(truth[chosen], scores[chosen]) for chosen in of_sex.values())
+        one, other = (
+            reference.roc_auc_score(truth[chosen], scores[chosen]) for chosen in of_sex.values()
+        )
         loop.append(one - other)
-    np.testing.assert_allclose((edema.low, edema.high), np.quantile(loop, (0.025, 0.975)), atol=1e-12)
+    np.testing.assert_allclose(
+        (edema.low, edema.high), np.quantile(loop, (0.025, 0.975)), atol=1e-12
+    )
 
 
 def test_small_subgroups_have_no_values(source):
@@ -342,7 +421,9 @@ def test_small_subgroups_have_no_values(source):
     edema = FINDINGS.index("Edema")
     labels_NL[::2, edema] = 0
     labels_NL[:10:2, edema] = 1  # five women
-    result = zero_shot(FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=5)
+    result = zero_shot(
+        FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=5
+    )
     row = result.results.row("auroc", "Edema", "sex: F")
     assert np.isnan(row.value)
     assert (row.n, row.n_positive) == (60, 5)
@@ -355,9 +436,14 @@ def test_top1_accuracy_uses_images_of_one_class():
     labels_NL[:20, 0] = 1  # images 1, 2, 4, 5, ... have two classes now
     source = make_source(labels_NL, ("Edema", "Fracture", "Pneumonia"))
     prompts = load_prompts("chexpert_classes").select(source.label_names)
-    result = zero_shot(FakeModel(), FakeLoader(source), prompts, resamples=10, bootstrap_unit="image", seed=2)
+    result = zero_shot(
+        FakeModel(), FakeLoader(source), prompts, resamples=10, bootstrap_unit="image", seed=2
+    )
     single = labels_NL.sum(axis=1) == 1
-    truth, predicted = labels_NL[single].argmax(axis=1), result.images.scores_NL[single].argmax(axis=1)
+    truth, predicted = (
+        labels_NL[single].argmax(axis=1),
+        result.images.scores_NL[single].argmax(axis=1),
+    )
     row = result.results.row("top1_accuracy", "one class")
     assert row.value == pytest.approx((truth == predicted).mean())
     assert row.n == single.sum()
@@ -374,11 +460,17 @@ def test_zero_shot_lists_classes_without_labels():
     assert result.images.names == ("Edema", "Fracture")
     assert len(result.results.details["classes_without_labels"]) == 12
     with raises(EvaluationError, "mismatch", "prompts", names="CT, MR"):
-        zero_shot(FakeModel(), FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs")
+        zero_shot(
+            FakeModel(),
+            FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))),
+            "chexpert_pairs",
+        )
 
 
 def test_statements_score_every_label_of_the_data_or_those_that_are_chosen():
-    """Of ChestX-ray14's 14 findings, 7 have CheXpert's names: the mean was over these and No Finding."""
+    """Of ChestX-ray14's 14 findings, 7 have CheXpert's names: the mean was over these and No
+    Finding.
+    """
     names = ("Edema", "Hernia", "Mass")
     source = make_source(random_labels()[:, :3], names)
     result = zero_shot(FakeModel(), FakeLoader(source), "statements", resamples=0)
@@ -386,8 +478,12 @@ def test_statements_score_every_label_of_the_data_or_those_that_are_chosen():
     assert "Hernia" in result.results.config["prompts"]["classes"]
     rows = [result.results.row("auroc", name).value for name in names]
     assert result.results.row("auroc", "macro").value == pytest.approx(sum(rows) / 3)
-    assert set(ZeroShotEval(FakeLoader(source), "statements")(FakeModel())) >= {"zero_shot/auroc/Hernia"}
-    chosen = zero_shot(FakeModel(), FakeLoader(source), "statements", labels=("Mass", "Edema"), resamples=0)
+    assert set(ZeroShotEval(FakeLoader(source), "statements")(FakeModel())) >= {
+        "zero_shot/auroc/Hernia"
+    }
+    chosen = zero_shot(
+        FakeModel(), FakeLoader(source), "statements", labels=("Mass", "Edema"), resamples=0
+    )
     assert chosen.images.names == ("Mass", "Edema")
     assert chosen.results.row("auroc", "macro").value == pytest.approx((rows[0] + rows[2]) / 2)
     with raises(EvaluationError, "unknown_name", "labels"):
@@ -452,7 +548,9 @@ def test_autocast_applies_to_encoder_only(source):
             types.append(("similarity", torch.is_autocast_enabled("cpu")))
             return super().similarity(images, texts)
 
-    zero_shot(Watching(), FakeLoader(source), "chexpert_pairs", resamples=0, autocast=torch.bfloat16)
+    zero_shot(
+        Watching(), FakeLoader(source), "chexpert_pairs", resamples=0, autocast=torch.bfloat16
+    )
     assert set(types) == {("image", True), ("similarity", False)}
 
 
@@ -460,21 +558,31 @@ def test_zero_shot_eval_matches_protocol(source):
     numbers = ZeroShotEval(FakeLoader(source), "chexpert_pairs")(FakeModel())
     results = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=0).results
     assert numbers["zero_shot/auroc_macro"] == results.row("auroc", "macro").value
-    assert numbers["zero_shot/auroc_macro_competition"] == results.row("auroc", "macro_competition").value
+    assert (
+        numbers["zero_shot/auroc_macro_competition"]
+        == results.row("auroc", "macro_competition").value
+    )
     assert numbers["zero_shot/auroc/Edema"] == results.row("auroc", "Edema").value
     assert len(numbers) == 16
 
 
 def test_zero_shot_eval_rejects_data_without_labels():
     with raises(EvaluationError, "mismatch", "prompts"):
-        ZeroShotEval(FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs")
+        ZeroShotEval(
+            FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs"
+        )
 
 
 def test_results_files_are_deterministic(source, tmp_path):
     written = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=10)
-        written.append([path.read_bytes() for path in write_results(result.results, folder, result.predictions())])
+        written.append(
+            [
+                path.read_bytes()
+                for path in write_results(result.results, folder, result.predictions())
+            ]
+        )
     assert written[0] == written[1]
     lines = [json.loads(line) for line in written[0][0].decode().splitlines()]
     assert [line["key"] for line in lines] == [sample.key for sample in source.samples]

@@ -81,11 +81,17 @@ def test_ensemble_results_record_hash_of_every_member(source: FakeSource, tmp_pa
     for file in files:
         file.write_text(file.name)
     members = [Turned(0), Turned(3)]
-    results = zero_shot(members, FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files).results
+    results = zero_shot(
+        members, FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files
+    ).results
     assert len(results.config["ensemble"]) == 2
-    swapped = zero_shot(members, FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files[::-1]).results
+    swapped = zero_shot(
+        members, FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files[::-1]
+    ).results
     assert results.inputs["checkpoint"] != swapped.inputs["checkpoint"]
-    single = zero_shot(Turned(0), FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files[0]).results
+    single = zero_shot(
+        Turned(0), FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files[0]
+    ).results
     assert single.inputs["checkpoint"] == results.config["ensemble"][0]
     assert "ensemble" not in single.config
     with raises(EvaluationError, "conflict", "checkpoint"):
@@ -115,27 +121,42 @@ def test_evaluated_convolutions_are_fast_on_a_cpu_and_equal(tmp_path: Path) -> N
     plain, evaluated = load(folder), load_model(folder, "cpu")
     convolutions = [module for module in evaluated.modules() if isinstance(module, nn.Conv2d)]
     assert convolutions
-    assert all(module.weight.is_contiguous(memory_format=torch.channels_last) for module in convolutions)
+    assert all(
+        module.weight.is_contiguous(memory_format=torch.channels_last) for module in convolutions
+    )
     image_BCHW = torch.randint(256, (4, 1, 32, 32), dtype=torch.uint8)
     with torch.inference_mode():
-        expected_BE, found_BE = (model.embed_images(image_BCHW).global_NE for model in (plain, evaluated))
+        expected_BE, found_BE = (
+            model.embed_images(image_BCHW).global_NE for model in (plain, evaluated)
+        )
     assert torch.allclose(found_BE, expected_BE, atol=1e-5)
 
 
 def test_load_ensemble_rejects_different_transforms(tmp_path: Path) -> None:
-    folders = [checkpoint(tmp_path / "a", 0), checkpoint(tmp_path / "b", 1), checkpoint(tmp_path / "c", 2, size=64)]
+    folders = [
+        checkpoint(tmp_path / "a", 0),
+        checkpoint(tmp_path / "b", 1),
+        checkpoint(tmp_path / "c", 2, size=64),
+    ]
     assert len(load_ensemble(folders[:2], "cpu")) == 2
     with raises(ConfigError, "mismatch", "checkpoint"):
         load_ensemble(folders, "cpu")
 
 
-def test_load_ensemble_rejects_models_of_color_and_of_grey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_ensemble_rejects_models_of_color_and_of_grey(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They share a loader, which reads one or the other."""
     folders = [checkpoint(tmp_path / name, 0) for name in ("a", "b")]
 
     def load_trained(folder: Path, device: str) -> Any:
         model = load_model(folder, device)
-        stored = {"short_side": 64, "image_format": "png", "quality": 95, "color": folder.name == "b"}
+        stored = {
+            "short_side": 64,
+            "image_format": "png",
+            "quality": 95,
+            "color": folder.name == "b",
+        }
         model.transform = OriginalTransform(**model.transform.settings(), **stored)
         return model
 
@@ -146,14 +167,26 @@ def test_load_ensemble_rejects_models_of_color_and_of_grey(tmp_path: Path, monke
 
 
 def test_zero_shot_command_accepts_several_checkpoints(tmp_path: Path, deid: Deidentifier) -> None:
-    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    write_shards(
+        make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS
+    )
     data = tmp_path / "out/train"
     sides = {"positive": ["This number is even."], "negative": ["This number is odd."]}
-    described = {"name": "even", "version": 1, "description": "", "scoring": "pair_softmax", "temperature": 1.0}
+    described = {
+        "name": "even",
+        "version": 1,
+        "description": "",
+        "scoring": "pair_softmax",
+        "temperature": 1.0,
+    }
     prompts = tmp_path / "even.json"
-    prompts.write_text(json.dumps({**described, "ensemble": "similarity_mean", "classes": {"even": sides}}))
+    prompts.write_text(
+        json.dumps({**described, "ensemble": "similarity_mean", "classes": {"even": sides}})
+    )
     (tmp_path / "run").mkdir()
-    folders = [checkpoint(tmp_path / "run" / name, seed) for seed, name in enumerate(("first", "second"))]
+    folders = [
+        checkpoint(tmp_path / "run" / name, seed) for seed, name in enumerate(("first", "second"))
+    ]
     options = ["--data", str(data), "--prompts", str(prompts), "--resamples", "0", "--workers", "0"]
     cli.main(["eval", "zero-shot", "--checkpoint", *map(str, folders), *options])
     out = folders[0] / "eval/zero_shot_ensemble"
@@ -161,11 +194,15 @@ def test_zero_shot_command_accepts_several_checkpoints(tmp_path: Path, deid: Dei
     read = functools.partial(open_for_evaluation, open_source(data, folders), batch=5, workers=0)
     alone = [
         predict(
-            member, read(transform=member.transform, tokenizer=member.tokenizer), [load_prompts(prompts)]
+            member,
+            read(transform=member.transform, tokenizer=member.tokenizer),
+            [load_prompts(prompts)],
         ).scores_NL[0]
         for member in members
     ]
     lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose([line["scores"]["even"] for line in lines], np.mean(alone, axis=0)[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        [line["scores"]["even"] for line in lines], np.mean(alone, axis=0)[:, 0], rtol=1e-6
+    )
     assert len(json.loads((out / "results.json").read_text())["config"]["ensemble"]) == 2
     assert "second" in (out / "index.html").read_text()

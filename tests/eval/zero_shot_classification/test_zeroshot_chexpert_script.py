@@ -25,14 +25,23 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "zeroshot_chexpert.py"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Folder with a release of noise images (valid and test) and the checkpoint of an untrained model."""
+    """Folder with a release of noise images (valid and test) and the checkpoint of an untrained
+    model.
+    """
     folder = tmp_path_factory.mktemp("chexpert")
     rng = np.random.default_rng(0)
     for split, first, count in (("valid", 1, 30), ("test", 100, 40)):
         rows = []
         for patient in range(first, first + count):
             view = "lateral" if patient % 5 == 4 else "frontal"
-            image = folder / "release" / split / f"patient{patient:05d}" / "study1" / f"view1_{view}.jpg"
+            image = (
+                folder
+                / "release"
+                / split
+                / f"patient{patient:05d}"
+                / "study1"
+                / f"view1_{view}.jpg"
+            )
             image.parent.mkdir(parents=True)
             Image.fromarray(rng.integers(0, 256, (60, 80), dtype=np.uint8)).save(image)
             path = f"CheXpert-v1.0-small/{image.relative_to(folder / 'release')}"
@@ -57,13 +66,22 @@ def folder(tmp_path_factory) -> Path:
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--checkpoint", str(folder / "run" / "best"), *options, "--workers", "0"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--checkpoint",
+        str(folder / "run" / "best"),
+        *options,
+        "--workers",
+        "0",
+    ]
     return forked.run(command)
 
 
 @pytest.mark.slow
 def test_script_writes_results_and_page(folder):
-    done = run(folder, "--root", str(folder / "release"), "--split", "test", "--thresholds-from", "valid",
+    done = run(folder, "--root", str(folder / "release"), "--split", "test", "--thresholds-from",
+        "valid",
                "--resamples", "20", "--frontal-only", "--out", str(folder / "out"))  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = read_results(folder / "out")
@@ -104,10 +122,18 @@ def test_script_reports_unknown_prompts_in_one_line(folder):
 
 def test_script_rejects_training_patients(folder):
     deid = Deidentifier.from_file(default_salt_file())
-    none = {"planned": 0, "excluded_from_corpus": {}, "excluded": {}, "skipped": {}, "skipped_keys": (), "warnings": {}}
+    none = {
+        "planned": 0,
+        "excluded_from_corpus": {},
+        "excluded": {},
+        "skipped": {},
+        "skipped_keys": (),
+        "warnings": {},
+    }
     manifest = Manifest(
-        corpus="chexpert", split="train", samples=0, shards=(), label_names=FINDINGS, options={}, packages={},
-        patients=(deid.patient("patient00001"), deid.patient("patient09999")), salt=deid.fingerprint, **none,
+        corpus="chexpert", split="train", samples=0, shards=(), label_names=FINDINGS, options={},
+        packages={}, patients=(deid.patient("patient00001"), deid.patient("patient09999")),
+        salt=deid.fingerprint, **none,
     )  # fmt: skip
     content = json.dumps(dataclasses.asdict(manifest))
     (folder / "run" / "best" / TRAIN_MANIFEST).write_text(content)

@@ -26,7 +26,9 @@ SIDE = 32
 
 
 def loader(model: Any, patients: range) -> Loader:
-    """Images with a bright square at one of four places, which is the boxed effusion; every fourth has none."""
+    """Images with a bright square at one of four places, which is the boxed effusion; every
+    fourth has none.
+    """
     samples, images = [], []
     for number in patients:
         pixels = np.random.default_rng(number).integers(0, 40, (SIDE, SIDE)).astype(np.uint8)
@@ -36,10 +38,24 @@ def loader(model: Any, patients: range) -> Loader:
             pixels[top : top + 16, left : left + 16] = 250
             boxes = [{"label": "Pleural Effusion", "x": left, "y": top, "width": 16, "height": 16}]
         extra = {"boxes": boxes, "image_height": SIDE, "image_width": SIDE}
-        samples.append(Sample(key=f"k{number}", corpus="c", split="test", patient=f"p{number}", study="s", extra=extra))
+        samples.append(
+            Sample(
+                key=f"k{number}",
+                corpus="c",
+                split="test",
+                patient=f"p{number}",
+                study="s",
+                extra=extra,
+            )
+        )
         images.append(pixels)
     source = FakeSource(samples, images, ())
-    options = {"image": EvalTransform(size=SIDE), "text": WholeText(), "tokenizer": model.tokenizer, "train": False}
+    options = {
+        "image": EvalTransform(size=SIDE),
+        "text": WholeText(),
+        "tokenizer": model.tokenizer,
+        "train": False,
+    }
     return open_loader(source, batch=4, **options)
 
 
@@ -47,11 +63,17 @@ def loader(model: Any, patients: range) -> Loader:
 def test_pixel_auroc_is_that_of_scikit_learn(constant: bool) -> None:
     rng = np.random.default_rng(0)
     truth_HW = rng.random((40, 30)) < 0.2
-    map_HW = np.full((40, 30), 0.3) if constant else np.round(rng.random((40, 30)) + 0.5 * truth_HW, 3)
-    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(roc_auc_score(truth_HW.ravel(), map_HW.ravel()), abs=1e-9)
+    map_HW = (
+        np.full((40, 30), 0.3) if constant else np.round(rng.random((40, 30)) + 0.5 * truth_HW, 3)
+    )
+    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(
+        roc_auc_score(truth_HW.ravel(), map_HW.ravel()), abs=1e-9
+    )
     map_HW[:, :3] = np.nan
     filled = np.nan_to_num(map_HW, nan=-1.0)
-    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(roc_auc_score(truth_HW.ravel(), filled.ravel()), abs=1e-9)
+    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(
+        roc_auc_score(truth_HW.ravel(), filled.ravel()), abs=1e-9
+    )
     assert math.isnan(pixel_auroc(map_HW, np.zeros_like(truth_HW)))
 
 
@@ -62,7 +84,9 @@ def test_pixel_auroc_tells_small_probabilities_apart() -> None:
     logits_HW = rng.normal(-9, 1.5, truth_HW.shape) + 3 * truth_HW
     logits_HW[80:84, 80:84] = 4  # sure of a few pixels outside, so that all others are near 0
     map_HW = (1 / (1 + np.exp(-logits_HW))).astype(np.float32)
-    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(roc_auc_score(truth_HW.ravel(), map_HW.ravel()), abs=1e-9)
+    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(
+        roc_auc_score(truth_HW.ravel(), map_HW.ravel()), abs=1e-9
+    )
 
 
 class BrightModel(torch.nn.Module):
@@ -75,7 +99,9 @@ class BrightModel(torch.nn.Module):
         super().__init__()
         self.tokenizer, self.phrases = tiny_tokenizer(), set[str]()
 
-    def attention_maps(self, image_BCHW: torch.Tensor, texts: Any, original_sizes: Any = None) -> list[torch.Tensor]:
+    def attention_maps(
+        self, image_BCHW: torch.Tensor, texts: Any, original_sizes: Any = None
+    ) -> list[torch.Tensor]:
         self.phrases |= set(texts)
         return list(image_BCHW[:, 0].float())
 
@@ -83,7 +109,9 @@ class BrightModel(torch.nn.Module):
 def test_thresholds_come_from_other_patients() -> None:
     model = BrightModel()
     test, valid = loader(model, range(8)), loader(model, range(8, 16))
-    result = evaluate_zero_shot_masks(model, test, valid_loader=valid, empty="skip_empty", resamples=20)
+    result = evaluate_zero_shot_masks(
+        model, test, valid_loader=valid, empty="skip_empty", resamples=20
+    )
     assert model.phrases == {"There is pleural effusion."}
     rows = {row.metric: row.value for row in result.results.rows}
     assert rows["pixel_auroc"] == pytest.approx(1)
@@ -101,7 +129,11 @@ def test_thresholds_come_from_other_patients() -> None:
 def test_maps_of_a_dual_encoder_are_scaled_within_their_image() -> None:
     model = convirt(tokenizer=tiny_tokenizer(), vocab_size=None).eval()
     batch = next(iter(loader(model, range(4))))
-    made = {"model": model, "config": MaskLabels(labels=("A", "B")), "phrases": ("effusion", "edema")}
+    made = {
+        "model": model,
+        "config": MaskLabels(labels=("A", "B")),
+        "phrases": ("effusion", "edema"),
+    }
     sizes = [(SIDE, SIDE)] * 3 + [(40, 60)]
     maps = PhraseSegmenter(**made, kind="similarity").maps(batch, sizes)
     assert [tuple(map_LHW.shape) for map_LHW in maps] == [(2, *size) for size in sizes]
@@ -110,13 +142,21 @@ def test_maps_of_a_dual_encoder_are_scaled_within_their_image() -> None:
         assert seen.min() == 0 or seen.max() == seen.min()
         assert seen.max() <= 1
     assert maps[3].isnan().any()
-    assert PhraseSegmenter(**made, kind="similarity", scale="none").maps(batch, sizes)[0].abs().max() <= 1
+    assert (
+        PhraseSegmenter(**made, kind="similarity", scale="none").maps(batch, sizes)[0].abs().max()
+        <= 1
+    )
 
 
 def test_a_constant_map_has_an_empty_mask() -> None:
     class Constant(BrightModel):
-        def attention_maps(self, image_BCHW: Any, texts: Any, original_sizes: Any = None) -> list[torch.Tensor]:
-            return [on_image(torch.full((1, 7, 7), 0.1), Box(0, 0, *size), *size)[0] for size in original_sizes]
+        def attention_maps(
+            self, image_BCHW: Any, texts: Any, original_sizes: Any = None
+        ) -> list[torch.Tensor]:
+            return [
+                on_image(torch.full((1, 7, 7), 0.1), Box(0, 0, *size), *size)[0]
+                for size in original_sizes
+            ]
 
     model = Constant()
     result = evaluate_zero_shot_masks(model, loader(model, range(8)), resamples=0)

@@ -21,7 +21,9 @@ LENGTHS = [3, 7, 1, 5, 7, 2]
 
 
 def naive_attention(regions_PE: Tensor, words_WE: Tensor, temp1: float) -> Tensor:
-    """Return (W, P) by equations 2 and 3: each region's softmax over words, then each word's softmax over regions."""
+    """Return (W, P) by equations 2 and 3: each region's softmax over words, then each word's
+    softmax over regions.
+    """
     rows = []
     for t in range(len(words_WE)):
         shares = []
@@ -33,11 +35,17 @@ def naive_attention(regions_PE: Tensor, words_WE: Tensor, temp1: float) -> Tenso
     return torch.stack(rows)
 
 
-def naive_similarity(regions_PE: Tensor, words_WE: Tensor, temp1: float, temp2: float, pool: WordPool) -> Tensor:
+def naive_similarity(
+    regions_PE: Tensor, words_WE: Tensor, temp1: float, temp2: float, pool: WordPool
+) -> Tensor:
     """Return equations 4 to 6 for one image and one text without padding."""
     matches = []
-    for weights_P, word_E in zip(naive_attention(regions_PE, words_WE, temp1), words_WE, strict=True):
-        context_E = sum(weight * region_E for weight, region_E in zip(weights_P, regions_PE, strict=True))
+    for weights_P, word_E in zip(
+        naive_attention(regions_PE, words_WE, temp1), words_WE, strict=True
+    ):
+        context_E = sum(
+            weight * region_E for weight, region_E in zip(weights_P, regions_PE, strict=True)
+        )
         matches.append(context_E @ word_E / (context_E.norm() * word_E.norm()))
     scaled = torch.exp(temp2 * torch.stack(matches))
     return torch.log({"sum": scaled.sum(), "mean": scaled.mean(), "max": scaled.max()}[pool])
@@ -55,7 +63,10 @@ def naive_similarities(
     rows = []
     for regions_PE in regions_NPE:
         texts = zip(words_MWE, lengths, strict=True)
-        row = [naive_similarity(regions_PE, words_WE[:length], temp1, temp2, pool) for words_WE, length in texts]
+        row = [
+            naive_similarity(regions_PE, words_WE[:length], temp1, temp2, pool)
+            for words_WE, length in texts
+        ]
         rows.append(torch.stack(row))
     return torch.stack(rows)
 
@@ -70,7 +81,9 @@ def naive_contrast(similarity_BB: Tensor, temp3: float = 10.0) -> Tensor:
     return total / len(similarity_BB)
 
 
-def pairs(lengths: list[int], regions: int = 9, dim: int = 16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def pairs(
+    lengths: list[int], regions: int = 9, dim: int = 16, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return regions, words with random padding, and their mask."""
     generator = torch.Generator().manual_seed(seed)
     regions_BPE = torch.randn(len(lengths), regions, dim, generator=generator) / 2
@@ -86,7 +99,9 @@ def both(*arguments: Any, **options: Any) -> Tensor:
 
 @functools.cache
 def exact(regions: int) -> list[Tensor]:
-    """Return the loss of `pairs` by the paper's equations, in float64, and its gradients for regions and words."""
+    """Return the loss of `pairs` by the paper's equations, in float64, and its gradients for
+    regions and words.
+    """
     leaves = [tensor.double().requires_grad_() for tensor in pairs(LENGTHS, regions)[:2]]
     value = naive_contrast(naive_similarities(*leaves, LENGTHS))
     return [value.detach(), *torch.autograd.grad(value, leaves)]
@@ -115,24 +130,38 @@ def test_gloria_local_equals_the_paper(regions: int) -> None:
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-5), ("bf16", 5e-3)])
 def test_gloria_local_equals_the_paper_on_a_device(
-    regions: int, again: bool, precision: str, near: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    regions: int,
+    again: bool,
+    precision: str,
+    near: float,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a run in 16 bits as well, which multiplies float32 in TF32 on a GPU. Relative distances of all values."""
+    """In a run in 16 bits as well, which multiplies float32 in TF32 on a GPU. Relative distances
+    of all values.
+    """
     if again:
         monkeypatch.setattr(gloria, "_KEPT_BYTES", 0)
     inputs = pairs(LENGTHS, regions)
     ranks = one_rank(device)
-    with machine_settings(ranks, 1, False, precision), torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
+    with (
+        machine_settings(ranks, 1, False, precision),
+        torch.autocast(device.type, torch.bfloat16, precision == "bf16"),
+    ):
         placed = tuple(tensor.to(device) for tensor in inputs)
         for chunk in (None, 4):
-            for ours, theirs in zip(with_gradients(placed, chunk=chunk), exact(regions), strict=True):
+            for ours, theirs in zip(
+                with_gradients(placed, chunk=chunk), exact(regions), strict=True
+            ):
                 assert (ours.cpu() - theirs).norm() < near * theirs.norm()
 
 
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
-def test_chunks_do_not_change_the_loss(regions: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_the_loss(
+    regions: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = pairs(LENGTHS, regions)
     whole = with_gradients(inputs)
     if again:
@@ -174,7 +203,9 @@ def test_temperatures_are_applied_as_in_the_paper(temps: tuple[float, float, flo
     regions_BPE, words_BWE, mask_BW = pairs([4, 2, 6])
     compare(
         lambda region, word: both(region, word, mask_BW, temp1, temp2, temp3),
-        lambda region, word: naive_contrast(naive_similarities(region, word, [4, 2, 6], temp1, temp2), temp3),
+        lambda region, word: naive_contrast(
+            naive_similarities(region, word, [4, 2, 6], temp1, temp2), temp3
+        ),
         [regions_BPE, words_BWE],
     )
     if temps == (4.0, 5.0, 10.0):
@@ -190,8 +221,12 @@ def test_similarity_compares_any_images_with_any_texts(pool: WordPool) -> None:
     _, words_MWE, mask_MW = pairs(LENGTHS, seed=1)
     weight_NM = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
     compare(
-        lambda region, word: (gloria_similarity(region, word, mask_MW, pool=pool, chunk=4) * weight_NM).sum(),
-        lambda region, word: (naive_similarities(region, word, LENGTHS, pool=pool) * weight_NM).sum(),
+        lambda region, word: (
+            gloria_similarity(region, word, mask_MW, pool=pool, chunk=4) * weight_NM
+        ).sum(),
+        lambda region, word: (
+            naive_similarities(region, word, LENGTHS, pool=pool) * weight_NM
+        ).sum(),
         [regions_NPE, words_MWE],
     )
     assert gloria_similarity(regions_NPE, words_MWE[:0], mask_MW[:0]).shape == (4, 0)
@@ -222,7 +257,9 @@ def test_padding_does_not_change_the_loss(garbage: float) -> None:
     """GLoRIA's zero-shot code attends to padding, which raises a text's score from -2.6 to 0."""
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
     clean = gloria_similarity(regions_BPE, words_BWE, mask_BW)
-    longer_BWE = F.pad(words_BWE, (0, 0, 0, 5)).masked_fill(~F.pad(mask_BW, (0, 5))[:, :, None], garbage)
+    longer_BWE = F.pad(words_BWE, (0, 0, 0, 5)).masked_fill(
+        ~F.pad(mask_BW, (0, 5))[:, :, None], garbage
+    )
     longer_BWE.requires_grad_()
     actual = gloria_similarity(regions_BPE, longer_BWE, F.pad(mask_BW, (0, 5)))
     torch.testing.assert_close(actual, clean, rtol=0, atol=0)
@@ -231,7 +268,9 @@ def test_padding_does_not_change_the_loss(garbage: float) -> None:
     assert longer_BWE.grad.isfinite().all()
     assert not longer_BWE.grad[~F.pad(mask_BW, (0, 5))].any()
     for i, length in enumerate(LENGTHS):  # nor does the company
-        alone = gloria_similarity(regions_BPE, words_BWE[i : i + 1, :length], mask_BW[i : i + 1, :length])
+        alone = gloria_similarity(
+            regions_BPE, words_BWE[i : i + 1, :length], mask_BW[i : i + 1, :length]
+        )
         torch.testing.assert_close(alone[:, 0], clean[:, i], rtol=1e-5, atol=1e-6)
 
 
@@ -251,20 +290,29 @@ def test_a_text_without_words_is_left_out() -> None:
     compare(
         lambda region, word: both(region, word, mask_BW, chunk=2),
         lambda region, word: (
-            naive_contrast(naive_similarities(region[kept], word[kept], [3, 7, 5])) + 0 * (region.sum() + word.sum())
+            naive_contrast(naive_similarities(region[kept], word[kept], [3, 7, 5]))
+            + 0 * (region.sum() + word.sum())
         ),
         [regions_BPE, words_BWE],
     )
     torch.testing.assert_close(
-        gloria_similarity(regions_BPE, words_BWE, mask_BW)[:, [1, 4]], torch.full((5, 2), -5.0), rtol=0, atol=0
+        gloria_similarity(regions_BPE, words_BWE, mask_BW)[:, [1, 4]],
+        torch.full((5, 2), -5.0),
+        rtol=0,
+        atol=0,
     )
 
 
 def test_loss_without_any_word_is_zero() -> None:
     regions_BPE, words_BWE, mask_BW = pairs([0, 0])
-    check_zero_with_gradient(lambda region, word: both(region, word, mask_BW), regions_BPE, words_BWE)
+    check_zero_with_gradient(
+        lambda region, word: both(region, word, mask_BW), regions_BPE, words_BWE
+    )
     none_MWE, none_MW = words_BWE[:, :0], mask_BW[:, :0]
-    assert gloria_similarity(regions_BPE, none_MWE, none_MW).tolist() == [[-5.0, -5.0], [-5.0, -5.0]]
+    assert gloria_similarity(regions_BPE, none_MWE, none_MW).tolist() == [
+        [-5.0, -5.0],
+        [-5.0, -5.0],
+    ]
 
 
 def test_loss_of_a_single_pair_is_zero() -> None:
@@ -300,9 +348,15 @@ def test_loss_of_random_embeddings_is_near_ln_b() -> None:
 
 def test_the_first_loss_is_image_to_text() -> None:
     similarity_BB = torch.tensor([[1.0, 0.0], [3.0, 2.0]])
-    image_to_text, text_to_image = gloria_contrast(similarity_BB, torch.ones(2, dtype=torch.bool), 1.0)
-    assert image_to_text.item() == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(1))) / 2)
-    assert text_to_image.item() == pytest.approx((math.log1p(math.exp(2)) + math.log1p(math.exp(-2))) / 2)
+    image_to_text, text_to_image = gloria_contrast(
+        similarity_BB, torch.ones(2, dtype=torch.bool), 1.0
+    )
+    assert image_to_text.item() == pytest.approx(
+        (math.log1p(math.exp(-1)) + math.log1p(math.exp(1))) / 2
+    )
+    assert text_to_image.item() == pytest.approx(
+        (math.log1p(math.exp(2)) + math.log1p(math.exp(-2))) / 2
+    )
 
 
 def test_attention_equals_that_of_the_similarity() -> None:
@@ -310,7 +364,9 @@ def test_attention_equals_that_of_the_similarity() -> None:
     attention_BWP = gloria_attention(regions_BPE, words_BWE, mask_BW)
     for i, length in enumerate(LENGTHS):
         expected = naive_attention(regions_BPE[i].double(), words_BWE[i, :length].double(), 4.0)
-        torch.testing.assert_close(attention_BWP[i, :length].double(), expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            attention_BWP[i, :length].double(), expected, rtol=1e-5, atol=1e-7
+        )
     assert not attention_BWP[~mask_BW].any()
     torch.testing.assert_close(attention_BWP.sum(dim=2), mask_BW.float())
 

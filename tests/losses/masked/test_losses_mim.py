@@ -33,7 +33,11 @@ def naive_mim(predicted_BPD: Tensor, target_BPD: Tensor, masked_BP: Tensor) -> T
 def example(batch: int = 3, ratio: float = 0.75) -> tuple[Tensor, Tensor, Tensor]:
     target_BPD = standardize(patchify(random_image(batch, 3, 16, 24), 4))
     predicted_BPD = torch.randn(target_BPD.shape, generator=seeded(1))
-    return predicted_BPD, target_BPD, mask_patches(batch, target_BPD.shape[1], ratio, seeded(2)).masked_BP
+    return (
+        predicted_BPD,
+        target_BPD,
+        mask_patches(batch, target_BPD.shape[1], ratio, seeded(2)).masked_BP,
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -45,10 +49,14 @@ def test_patchify_orders_pixels_by_row_column_channel(channels: int) -> None:
         for column in range(3):
             for y, x, channel in np.ndindex(4, 4, channels):
                 pixel = image_BCHW[:, channel, 4 * row + y, 4 * column + x]
-                assert torch.equal(patches_BPD[:, 3 * row + column, (4 * y + x) * channels + channel], pixel)
+                assert torch.equal(
+                    patches_BPD[:, 3 * row + column, (4 * y + x) * channels + channel], pixel
+                )
 
 
-@pytest.mark.parametrize(("height", "width", "patch"), [(8, 8, 8), (8, 12, 4), (30, 20, 5), (3, 2, 1)])
+@pytest.mark.parametrize(
+    ("height", "width", "patch"), [(8, 8, 8), (8, 12, 4), (30, 20, 5), (3, 2, 1)]
+)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_unpatchify_inverts_patchify(height: int, width: int, patch: int, channels: int) -> None:
     image_BCHW = random_image(2, channels, height, width)
@@ -58,7 +66,9 @@ def test_unpatchify_inverts_patchify(height: int, width: int, patch: int, channe
 
 def test_targets_are_standardised_with_the_unbiased_variance() -> None:
     patches_BPD = 3 * patchify(random_image(2, 3, 8, 8), 4) + 5
-    for ours_D, patch_D in zip(standardize(patches_BPD).flatten(0, 1), patches_BPD.flatten(0, 1), strict=True):
+    for ours_D, patch_D in zip(
+        standardize(patches_BPD).flatten(0, 1), patches_BPD.flatten(0, 1), strict=True
+    ):
         pixels = patch_D.double().numpy()
         expected = (pixels - pixels.mean()) / np.sqrt(pixels.var(ddof=1) + 1e-6)
         np.testing.assert_allclose(ours_D.numpy(), expected, rtol=1e-5, atol=1e-5)
@@ -91,7 +101,9 @@ def test_images_are_weighted_by_their_masked_patches() -> None:
     predicted_BPD[2] = torch.nan
     predicted_BPD.requires_grad_()
     loss = losses.mim(predicted_BPD, target_BPD, masked_BP)
-    torch.testing.assert_close(loss.double(), naive_mim(predicted_BPD.double(), target_BPD, masked_BP))
+    torch.testing.assert_close(
+        loss.double(), naive_mim(predicted_BPD.double(), target_BPD, masked_BP)
+    )
     loss.backward()
     assert predicted_BPD.grad is not None
     assert torch.equal(predicted_BPD.grad.any(dim=2), masked_BP)
@@ -109,8 +121,12 @@ def test_mim_of_zero_predictions_is_d_minus_1_over_d(channels: int, patch: int) 
 
 def test_mim_without_masked_patches_is_zero() -> None:
     predicted_BPD, target_BPD, masked_BP = example()
-    check_zero_with_gradient(lambda x: losses.mim(x, target_BPD, torch.zeros_like(masked_BP)), predicted_BPD)
-    check_zero_with_gradient(lambda x: losses.mim(x, target_BPD[:0], masked_BP[:0]), predicted_BPD[:0])
+    check_zero_with_gradient(
+        lambda x: losses.mim(x, target_BPD, torch.zeros_like(masked_BP)), predicted_BPD
+    )
+    check_zero_with_gradient(
+        lambda x: losses.mim(x, target_BPD[:0], masked_BP[:0]), predicted_BPD[:0]
+    )
 
 
 def test_mim_ignores_autocast() -> None:
@@ -118,7 +134,9 @@ def test_mim_ignores_autocast() -> None:
     check_precision(lambda x: losses.mim(x, target_BPD, masked_BP), predicted_BPD)
     image_BCHW = random_image(1, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(standardize(patchify(image_BCHW, 4)), standardize(patchify(image_BCHW, 4)))
+        assert torch.equal(
+            standardize(patchify(image_BCHW, 4)), standardize(patchify(image_BCHW, 4))
+        )
         assert standardize(image_BCHW.bfloat16()).dtype == torch.float32
 
 
@@ -130,10 +148,21 @@ def test_mask_patches_masks_a_fixed_share_of_each_image() -> None:
     drawn = mask()
     assert drawn.kept_BK.shape == (4, 81)
     assert drawn.masked_BP.sum(1).tolist() == [243] * 4
-    assert mask(patches=10, ratio=0.9).kept_BK.shape == (4, 1)  # 10 * (1 - 0.9) is less than one to a computer
+    assert mask(patches=10, ratio=0.9).kept_BK.shape == (
+        4,
+        1,
+    )  # 10 * (1 - 0.9) is less than one to a computer
     assert mask(ratio=0.0).kept_BK.shape == (4, 324)
-    for patches, ratio, kept in ((256, 0.15, 217), (576, 0.15, 489), (49, 0.25, 36), (196, 0.75, 49)):
-        assert mask(patches=patches, ratio=ratio).kept_BK.shape == (4, kept)  # as MAE's code, which rounds down
+    for patches, ratio, kept in (
+        (256, 0.15, 217),
+        (576, 0.15, 489),
+        (49, 0.25, 36),
+        (196, 0.75, 49),
+    ):
+        assert mask(patches=patches, ratio=ratio).kept_BK.shape == (
+            4,
+            kept,
+        )  # as MAE's code, which rounds down
     assert not mask(ratio=0.0).masked_BP.any()
 
 
@@ -143,7 +172,9 @@ def test_kept_restored_and_masked_patches_agree() -> None:
     filler_D = torch.full((8,), 7.0)
     kept_BKD = drawn.keep(tokens_BPD)
     for row in range(4):
-        assert torch.equal(kept_BKD[row], tokens_BPD[row][~drawn.masked_BP[row]])  # still in the image's order
+        assert torch.equal(
+            kept_BKD[row], tokens_BPD[row][~drawn.masked_BP[row]]
+        )  # still in the image's order
     restored_BPD = drawn.restore(kept_BKD, filler_D)
     assert torch.equal(restored_BPD, torch.where(drawn.masked_BP[:, :, None], filler_D, tokens_BPD))
 
@@ -175,16 +206,23 @@ def test_masks_depend_on_the_generator_only() -> None:
         (lambda: mask(ratio=1.0), "expected a ratio"),
         (lambda: mask(ratio=-0.1), "expected a ratio"),
         (lambda: mask(patches=2, ratio=0.9), "expected a ratio"),
-        (lambda: patchify(torch.zeros(1, 3, 10, 12), 4), "10 x 12 pixels does not divide into patches of 4"),
+        (
+            lambda: patchify(torch.zeros(1, 3, 10, 12), 4),
+            "10 x 12 pixels does not divide into patches of 4",
+        ),
         (lambda: unpatchify(torch.zeros(1, 6, 48), 4, (2, 2)), "not a 2 x 2 grid"),
         (lambda: unpatchify(torch.zeros(1, 6, 50), 4, (2, 3)), "not a 2 x 3 grid"),
         (lambda: standardize(torch.zeros(1, 4, 1)), "no variance"),
         (
-            lambda: losses.mim(torch.zeros(1, 4, 3), torch.zeros(1, 4, 2), torch.zeros(1, 4).bool()),
+            lambda: losses.mim(
+                torch.zeros(1, 4, 3), torch.zeros(1, 4, 2), torch.zeros(1, 4).bool()
+            ),
             "must be \\(B, P, D\\)",
         ),
         (
-            lambda: losses.mim(torch.zeros(1, 4, 3), torch.zeros(1, 4, 3), torch.zeros(1, 3).bool()),
+            lambda: losses.mim(
+                torch.zeros(1, 4, 3), torch.zeros(1, 4, 3), torch.zeros(1, 3).bool()
+            ),
             "must be \\(B, P, D\\)",
         ),
     ],

@@ -1,4 +1,6 @@
-"""Masked language modelling: value and gradient against plain sums, and batches without masked tokens."""
+"""Masked language modelling: value and gradient against plain sums, and batches without masked
+tokens.
+"""
 
 import math
 from collections.abc import Callable
@@ -33,7 +35,9 @@ def naive_mlm(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return torch.stack(terms).sum() / len(terms)
 
 
-def naive_distilled(logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, alpha: float) -> Tensor:
+def naive_distilled(
+    logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, alpha: float
+) -> Tensor:
     terms = []
     for row, place in (labels_BT != -100).nonzero().tolist():
         teacher_V = torch.exp(teacher_BTV[row, place]) / torch.exp(teacher_BTV[row, place]).sum()
@@ -50,10 +54,17 @@ def test_mlm_is_the_mean_over_masked_positions(masked: float) -> None:
 
 def test_the_mean_is_over_positions_not_over_texts() -> None:
     logits_BTV, labels_BT = example()
-    labels_BT[0], labels_BT[1:, 1:] = 3, IGNORED  # one text with all tokens masked, the others with at most one
-    per_text = torch.stack([losses.mlm(logits_BTV[[row]], labels_BT[[row]]) for row in range(BATCH)])
+    labels_BT[0], labels_BT[1:, 1:] = (
+        3,
+        IGNORED,
+    )  # one text with all tokens masked, the others with at most one
+    per_text = torch.stack(
+        [losses.mlm(logits_BTV[[row]], labels_BT[[row]]) for row in range(BATCH)]
+    )
     count_B = (labels_BT != IGNORED).sum(1)
-    torch.testing.assert_close(losses.mlm(logits_BTV, labels_BT), (per_text * count_B).sum() / count_B.sum())
+    torch.testing.assert_close(
+        losses.mlm(logits_BTV, labels_BT), (per_text * count_B).sum() / count_B.sum()
+    )
     assert not torch.allclose(losses.mlm(logits_BTV, labels_BT), per_text[count_B > 0].mean())
 
 
@@ -96,7 +107,9 @@ def test_sums_by_text_add_up_to_the_mean_over_positions() -> None:
 
 
 def test_a_mean_count_below_one_divides_as_it_is() -> None:
-    """Where only one of three micro-batches has a masked word, the mean of the three losses is that word's loss."""
+    """Where only one of three micro-batches has a masked word, the mean of the three losses is
+    that word's loss.
+    """
     logits_NV, labels_N = torch.randn(1, 7), torch.tensor([3])
     share = torch.tensor(1 / 3)
     nothing = losses.mlm(logits_NV[:0], labels_N[:0], share)
@@ -169,7 +182,9 @@ def test_large_logits_stay_finite() -> None:
 def test_mlm_ignores_autocast() -> None:
     logits_BTV, labels_BT = example()
     check_precision(lambda x: losses.mlm(x, labels_BT), logits_BTV)
-    check_precision(lambda x, y: losses.mlm_distilled(x, labels_BT, y), logits_BTV, example(seed=1)[0])
+    check_precision(
+        lambda x, y: losses.mlm_distilled(x, labels_BT, y), logits_BTV, example(seed=1)[0]
+    )
 
 
 def test_masking_and_loss_use_the_same_ignored_label() -> None:
@@ -179,11 +194,21 @@ def test_masking_and_loss_use_the_same_ignored_label() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: losses.mlm(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64)), "last dimension V"),
-        (lambda: losses.mlm(torch.zeros(5), torch.tensor(1)), "last dimension V"),
-        (lambda: losses.mlm_distilled(torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2, 6)), "equal shapes"),
         (
-            lambda: losses.mlm_distilled(torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2, 5), 1.5),
+            lambda: losses.mlm(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64)),
+            "last dimension V",
+        ),
+        (lambda: losses.mlm(torch.zeros(5), torch.tensor(1)), "last dimension V"),
+        (
+            lambda: losses.mlm_distilled(
+                torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2, 6)
+            ),
+            "equal shapes",
+        ),
+        (
+            lambda: losses.mlm_distilled(
+                torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2, 5), 1.5
+            ),
             "alpha must be within",
         ),
     ],

@@ -24,7 +24,9 @@ def test_regression(smooth: bool) -> None:
         for row in range(5):
             for column in range(4):
                 error = (predicted_ND[row, column] - true_ND[row, column]).abs()
-                total = total + (error**2 if not smooth else error**2 / 2 if error < 1 else error - 0.5)
+                total = total + (
+                    error**2 if not smooth else error**2 / 2 if error < 1 else error - 0.5
+                )
         return total / 20
 
     compare(lambda x: losses.region_regression(x, true_ND, smooth=smooth), naive, [LOGITS])
@@ -45,7 +47,8 @@ def test_classes() -> None:
 
     def labels(logits_NK: Tensor) -> Tensor:
         terms = [
-            -CLASSES[row].max().double() * logits_NK[row].log_softmax(dim=0)[CLASSES[row].argmax()] for row in rows
+            -CLASSES[row].max().double() * logits_NK[row].log_softmax(dim=0)[CLASSES[row].argmax()]
+            for row in rows
         ]
         return torch.stack(terms).sum() / 4
 

@@ -22,22 +22,31 @@ from medvl.train.parallel.distributed import machine_settings
 
 STUDIES = torch.tensor([3, 1, 3, 2, 5, 3, 4, 1, 9])
 TEXTS = torch.tensor([0, 1, 2, 3, 4, 5, 1, 6, 7])
-GROUPS: dict[str, tuple[Tensor, ...]] = {"own": (), "study": (STUDIES,), "study and text": (STUDIES, TEXTS)}
+GROUPS: dict[str, tuple[Tensor, ...]] = {
+    "own": (),
+    "study": (STUDIES,),
+    "study and text": (STUDIES, TEXTS),
+}
 BATCH = len(STUDIES)
 
 
 def units(rows: int = BATCH, seed: int = 0, dim: int = 12) -> Tensor:
-    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
+    return F.normalize(
+        torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1
+    )
 
 
 def positives(groups: Sequence[Tensor]) -> list[list[int]]:
     """Return the positives of every row, itself included."""
     return [
-        [k for k in range(BATCH) if k == i or any(group_B[i] == group_B[k] for group_B in groups)] for i in range(BATCH)
+        [k for k in range(BATCH) if k == i or any(group_B[i] == group_B[k] for group_B in groups)]
+        for i in range(BATCH)
     ]
 
 
-def naive_info_nce(image_BE: Tensor, text_BE: Tensor, weight: float, groups: Sequence[Tensor]) -> Tensor:
+def naive_info_nce(
+    image_BE: Tensor, text_BE: Tensor, weight: float, groups: Sequence[Tensor]
+) -> Tensor:
     """Return the mean -log softmax of each row's positives, for rows and columns."""
     total = image_BE.new_zeros(())
     for i, own in enumerate(positives(groups)):
@@ -48,7 +57,9 @@ def naive_info_nce(image_BE: Tensor, text_BE: Tensor, weight: float, groups: Seq
     return total / BATCH
 
 
-def naive_sigmoid(image_BE: Tensor, text_BE: Tensor, bias: Tensor, groups: Sequence[Tensor]) -> Tensor:
+def naive_sigmoid(
+    image_BE: Tensor, text_BE: Tensor, bias: Tensor, groups: Sequence[Tensor]
+) -> Tensor:
     total = image_BE.new_zeros(())
     for i, own in enumerate(positives(groups)):
         for k in range(BATCH):
@@ -76,7 +87,9 @@ def test_info_nce_equals_the_formula(name: str, weight: float, rows: int) -> Non
 def test_pairwise_sigmoid_equals_the_formula(name: str, rows: int) -> None:
     groups = GROUPS[name]
     compare(
-        lambda scale, image, text, bias: pairwise_sigmoid(scale * image, text, bias, groups, block_rows=rows),
+        lambda scale, image, text, bias: pairwise_sigmoid(
+            scale * image, text, bias, groups, block_rows=rows
+        ),
         lambda scale, image, text, bias: naive_sigmoid(scale * image, text, bias, groups),
         [torch.tensor(7.0), units(), units(seed=1), torch.tensor(-2.0)],
     )
@@ -85,7 +98,9 @@ def test_pairwise_sigmoid_equals_the_formula(name: str, rows: int) -> None:
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "convirt": lambda image, text, **groups: losses.convirt(image, text, 0.1, 0.75, **groups),
     "clip": lambda image, text, **groups: losses.clip(image, text, torch.tensor(14.0), **groups),
-    "siglip": lambda image, text, **groups: losses.siglip(image, text, 10.0, torch.tensor(-10.0), **groups),
+    "siglip": lambda image, text, **groups: losses.siglip(
+        image, text, 10.0, torch.tensor(-10.0), **groups
+    ),
 }
 
 
@@ -102,7 +117,9 @@ def test_a_large_matrix_is_computed_in_blocks(
     calls: list[int] = []
     plain, blocks = actual(), blockwise._blocks
     monkeypatch.setattr(blockwise, "_CPU_BLOCK_BYTES", 4 * BATCH * 2)
-    monkeypatch.setattr(blockwise, "_blocks", lambda batch, rows: calls.append(rows) or blocks(batch, rows))
+    monkeypatch.setattr(
+        blockwise, "_blocks", lambda batch, rows: calls.append(rows) or blocks(batch, rows)
+    )
     for ours, expected in zip(actual(), plain, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=5e-6)
     assert set(calls) == {2}
@@ -119,14 +136,19 @@ def test_blocks_stay_exact_at_any_temperature(scale: float, aligned: bool) -> No
         logits_BB, target_B = scale * image @ text.T, torch.arange(33)
         return (F.cross_entropy(logits_BB, target_B) + F.cross_entropy(logits_BB.T, target_B)) / 2
 
-    ours, reference = [x.clone().requires_grad_() for x in inputs], [x.double().requires_grad_() for x in inputs]
+    ours, reference = (
+        [x.clone().requires_grad_() for x in inputs],
+        [x.double().requires_grad_() for x in inputs],
+    )
     value, expected = info_nce(scale * ours[0], ours[1], 0.5, block_rows=10), in_double(*reference)
     value.backward()
     expected.backward()
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6 * scale)
     for leaf, other in zip(ours, reference, strict=True):
         assert leaf.grad is not None
-        torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=1e-4 * max(1, scale / 100), atol=1e-6 * scale)
+        torch.testing.assert_close(
+            leaf.grad.double(), other.grad, rtol=1e-4 * max(1, scale / 100), atol=1e-6 * scale
+        )
 
 
 @pytest.mark.parametrize("learned", ["image", "text", "bias"])
@@ -200,9 +222,13 @@ def test_a_second_derivative_in_blocks_is_rejected() -> None:
 
 
 def test_shared_positives_lower_the_minimum_loss() -> None:
-    """Two images with one text: as negatives of each other, their rows have a loss of at least ln 2."""
+    """Two images with one text: as negatives of each other, their rows have a loss of at least
+    ln 2.
+    """
     image_BE = torch.eye(3)[[0, 0, 1]]
-    assert losses.clip(image_BE, image_BE, 100.0).item() == pytest.approx(2 / 3 * math.log(2), rel=1e-5)
+    assert losses.clip(image_BE, image_BE, 100.0).item() == pytest.approx(
+        2 / 3 * math.log(2), rel=1e-5
+    )
     one, other = torch.tensor([1, 1, 2]), torch.tensor([4, 5, 6])
     shared = losses.clip(image_BE, image_BE, 100.0, groups=[one])
     # The least that a target of two halves allows is its entropy, and there the gradient ends.
@@ -212,34 +238,48 @@ def test_shared_positives_lower_the_minimum_loss() -> None:
     assert with_groups.abs().max() < 1e-5
     (without,) = torch.autograd.grad(losses.clip(leaf, torch.eye(3)[[0, 2, 1]], 100.0), leaf)
     assert without.abs().max() > 1
-    assert torch.equal(losses.clip(image_BE, image_BE, 9.0, groups=[other]), losses.clip(image_BE, image_BE, 9.0))
+    assert torch.equal(
+        losses.clip(image_BE, image_BE, 9.0, groups=[other]), losses.clip(image_BE, image_BE, 9.0)
+    )
 
 
 def test_groups_of_another_length_are_rejected() -> None:
     for loss in LOSSES.values():
-        with pytest.raises(ValueError, match=r"groups must be \(9,\) each, as many as pairs: got \[\(9,\), \(8,\)\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"groups must be \(9,\) each, as many as pairs: got \[\(9,\), \(8,\)\]",
+        ):
             loss(units(), units(), groups=[STUDIES, STUDIES[:8]])
 
 
 def test_same_pairs_of_rows_and_text_ids_across_batches() -> None:
-    assert torch.equal(same_pairs(STUDIES, TEXTS, rows=slice(2, 5)), same_pairs(STUDIES, TEXTS)[2:5])
+    assert torch.equal(
+        same_pairs(STUDIES, TEXTS, rows=slice(2, 5)), same_pairs(STUDIES, TEXTS)[2:5]
+    )
     ids_BT = torch.randint(0, 1000, (4, 30), generator=torch.Generator().manual_seed(0))
     mask_BT = torch.arange(30) < torch.tensor([30, 7, 1, 20])[:, None]
     whole_B = text_ids(ids_BT, mask_BT)
-    assert torch.equal(text_ids(ids_BT[1:2, :9], mask_BT[1:2, :9]), whole_B[1:2])  # alone, and padded to another width
+    assert torch.equal(
+        text_ids(ids_BT[1:2, :9], mask_BT[1:2, :9]), whole_B[1:2]
+    )  # alone, and padded to another width
     swapped_BT = ids_BT.clone()
     swapped_BT[:, [0, 1]] = swapped_BT[:, [1, 0]]
     assert not (text_ids(swapped_BT, mask_BT) == whole_B).any()
-    assert text_ids(torch.tensor([[0], [5]]), torch.tensor([[True], [False]])).tolist()[0] != 0  # no text, not padding
+    assert (
+        text_ids(torch.tensor([[0], [5]]), torch.tensor([[True], [False]])).tolist()[0] != 0
+    )  # no text, not padding
 
 
 @pytest.mark.fault("N4")
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("noise", [0.02, 1.0])
 @pytest.mark.parametrize("name", ["own", "study"])
-def test_16_bit_products_round_operands_only(name: str, noise: float, dtype: torch.dtype, apart: float) -> None:
-    """With little noise every pair is well aligned: slopes that are rounded before their targets are taken off would
-    have gradients off by a third."""
+def test_16_bit_products_round_operands_only(
+    name: str, noise: float, dtype: torch.dtype, apart: float
+) -> None:
+    """With little noise every pair is well aligned: slopes that are rounded before their targets
+    are taken off would have gradients off by a third.
+    """
     image_BE, other_BE, groups = units(64, 0, 32), units(64, 1, 32), ()
     text_BE = F.normalize(image_BE + noise * other_BE, dim=-1)
     if name == "study":
@@ -263,7 +303,9 @@ def test_16_bit_products_round_operands_only(name: str, noise: float, dtype: tor
 def test_passes_over_a_block_can_be_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the eager backend keeps the test short."""
     torch.compiler.reset()
-    compiled = functools.cache(functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    compiled = functools.cache(
+        functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    )
 
     def outcome() -> tuple[Tensor, ...]:
         sides = [(10 * units()).requires_grad_(), units(seed=1).requires_grad_()]
@@ -282,7 +324,9 @@ FORMATS: dict[str, tuple[Literal["fp32", "bf16"], torch.dtype, float]] = {
     "bf16": ("bf16", torch.bfloat16, 1.5e-2),
     "fp16": ("bf16", torch.float16, 2e-3),
 }
-"""Precision of a run, dtype of the products, and the tolerated relative difference of values and gradients."""
+"""Precision of a run, dtype of the products, and the tolerated relative difference of values and
+gradients.
+"""
 
 
 @pytest.mark.fault("N3")
@@ -296,13 +340,22 @@ def test_blocks_equal_the_plain_form_in_double_precision(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU the passes over a block are compiled, and runs in 16 bits multiply float32 in TF32."""
+    """On a GPU the passes over a block are compiled, and runs in 16 bits multiply float32 in
+    TF32.
+    """
     compiled, original = set(), fused._fused
-    monkeypatch.setattr(fused, "_fused", lambda function: compiled.add(function.__name__) or original(function))
-    image_BE, groups = 20 * units(700, 0, 64), (torch.arange(700) // 2, torch.arange(700) % 600) if in_groups else ()
+    monkeypatch.setattr(
+        fused, "_fused", lambda function: compiled.add(function.__name__) or original(function)
+    )
+    image_BE, groups = (
+        20 * units(700, 0, 64),
+        (torch.arange(700) // 2, torch.arange(700) % 600) if in_groups else (),
+    )
     text_BE = F.normalize(image_BE / 20 + 1.5 * units(700, 1, 64), dim=1)
 
-    def outcome(loss: Callable[..., Tensor], parameter: float, sides: list[Tensor], rows: int) -> list[Tensor]:
+    def outcome(
+        loss: Callable[..., Tensor], parameter: float, sides: list[Tensor], rows: int
+    ) -> list[Tensor]:
         leaves = [side.detach().requires_grad_() for side in sides]
         positives = tuple(group_B.to(sides[0].device) for group_B in groups)
         value = loss(*leaves, parameter, positives, block_rows=rows, products=products)

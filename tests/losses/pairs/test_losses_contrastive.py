@@ -15,13 +15,19 @@ def cosine(a_E: Tensor, b_E: Tensor) -> Tensor:
     return (a_E @ b_E) / (a_E.norm() * b_E.norm())
 
 
-def naive_convirt(image_BE: Tensor, text_BE: Tensor, temperature: float, image_weight: float) -> Tensor:
+def naive_convirt(
+    image_BE: Tensor, text_BE: Tensor, temperature: float, image_weight: float
+) -> Tensor:
     """Return equations 2 to 4 of arXiv 2010.00747, with their ratio of exponentials."""
     total = image_BE.new_zeros(())
     for i in range(len(image_BE)):
         pair = torch.exp(cosine(image_BE[i], text_BE[i]) / temperature)
-        to_texts = sum(torch.exp(cosine(image_BE[i], text_BE[k]) / temperature) for k in range(len(text_BE)))
-        to_images = sum(torch.exp(cosine(text_BE[i], image_BE[k]) / temperature) for k in range(len(image_BE)))
+        to_texts = sum(
+            torch.exp(cosine(image_BE[i], text_BE[k]) / temperature) for k in range(len(text_BE))
+        )
+        to_images = sum(
+            torch.exp(cosine(text_BE[i], image_BE[k]) / temperature) for k in range(len(image_BE))
+        )
         total = total - image_weight * torch.log(pair / to_texts)
         total = total - (1 - image_weight) * torch.log(pair / to_images)
     return total / len(image_BE)
@@ -30,9 +36,15 @@ def naive_convirt(image_BE: Tensor, text_BE: Tensor, temperature: float, image_w
 def naive_clip(image_BE: Tensor, text_BE: Tensor, scale: Tensor) -> Tensor:
     total = image_BE.new_zeros(())
     for i in range(len(image_BE)):
-        logits_from_image = torch.stack([scale * image_BE[i] @ text_BE[k] for k in range(len(text_BE))])
-        logits_from_text = torch.stack([scale * text_BE[i] @ image_BE[k] for k in range(len(image_BE))])
-        total = total - logits_from_image.log_softmax(0)[i] / 2 - logits_from_text.log_softmax(0)[i] / 2
+        logits_from_image = torch.stack(
+            [scale * image_BE[i] @ text_BE[k] for k in range(len(text_BE))]
+        )
+        logits_from_text = torch.stack(
+            [scale * text_BE[i] @ image_BE[k] for k in range(len(image_BE))]
+        )
+        total = (
+            total - logits_from_image.log_softmax(0)[i] / 2 - logits_from_text.log_softmax(0)[i] / 2
+        )
     return total / len(image_BE)
 
 
@@ -41,7 +53,9 @@ def naive_siglip(image_BE: Tensor, text_BE: Tensor, scale: Tensor, bias: Tensor)
     for i in range(len(image_BE)):
         for k in range(len(text_BE)):
             sign = 1.0 if i == k else -1.0
-            total = total + torch.log(1 + torch.exp(-sign * (scale * image_BE[i] @ text_BE[k] + bias)))
+            total = total + torch.log(
+                1 + torch.exp(-sign * (scale * image_BE[i] @ text_BE[k] + bias))
+            )
     return total / len(image_BE)
 
 
@@ -54,7 +68,9 @@ def pairs(batch: int, dim: int = 16, unit: bool = False) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])
-@pytest.mark.parametrize(("temperature", "weight"), [(0.1, 0.75), (0.07, 0.5), (1.0, 0.0), (0.5, 1.0)])
+@pytest.mark.parametrize(
+    ("temperature", "weight"), [(0.1, 0.75), (0.07, 0.5), (1.0, 0.0), (0.5, 1.0)]
+)
 def test_convirt_equals_the_paper(batch: int, temperature: float, weight: float) -> None:
     compare(
         lambda image, text: losses.convirt(image, text, temperature, weight),
@@ -65,7 +81,9 @@ def test_convirt_equals_the_paper(batch: int, temperature: float, weight: float)
 
 def test_convirt_has_the_published_defaults() -> None:
     image_BE, text_BE = pairs(9)
-    torch.testing.assert_close(losses.convirt(image_BE, text_BE), losses.convirt(image_BE, text_BE, 0.1, 0.75))
+    torch.testing.assert_close(
+        losses.convirt(image_BE, text_BE), losses.convirt(image_BE, text_BE, 0.1, 0.75)
+    )
 
 
 def test_convirt_weights_the_image_to_text_direction() -> None:
@@ -86,7 +104,11 @@ def test_clip_equals_the_paper(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])
 def test_siglip_equals_the_paper(batch: int) -> None:
-    compare(losses.siglip, naive_siglip, [*pairs(batch, unit=True), torch.tensor(10.0), torch.tensor(-10.0)])
+    compare(
+        losses.siglip,
+        naive_siglip,
+        [*pairs(batch, unit=True), torch.tensor(10.0), torch.tensor(-10.0)],
+    )
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -114,7 +136,9 @@ def test_losses_stay_finite_at_temperature_one_hundredth(aligned: bool) -> None:
 def test_losses_of_random_embeddings_have_their_expected_value(batch: int) -> None:
     """It is ln B, and for the sigmoid softplus of +-bias for the B pairs of each row."""
     image_BE, text_BE = pairs(batch, dim=4096, unit=True)
-    assert losses.convirt(image_BE, text_BE, temperature=1.0).item() == pytest.approx(math.log(batch), rel=0.01)
+    assert losses.convirt(image_BE, text_BE, temperature=1.0).item() == pytest.approx(
+        math.log(batch), rel=0.01
+    )
     assert losses.clip(image_BE, text_BE, 1.0).item() == pytest.approx(math.log(batch), rel=0.01)
     expected = math.log1p(math.exp(10)) + (batch - 1) * math.log1p(math.exp(-10))
     assert losses.siglip(image_BE, text_BE, 0.0, -10.0).item() == pytest.approx(expected, rel=1e-5)
@@ -123,7 +147,11 @@ def test_losses_of_random_embeddings_have_their_expected_value(batch: int) -> No
 @pytest.mark.fault("N4")
 def test_losses_ignore_autocast() -> None:
     image_BE, text_BE = pairs(32, unit=True)
-    for loss in (losses.convirt, lambda i, t: losses.clip(i, t, 14.3), lambda i, t: losses.siglip(i, t, 10.0, -10.0)):
+    for loss in (
+        losses.convirt,
+        lambda i, t: losses.clip(i, t, 14.3),
+        lambda i, t: losses.siglip(i, t, 10.0, -10.0),
+    ):
         plain = loss(image_BE, text_BE)
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(loss(image_BE, text_BE), plain, rtol=0, atol=0)
@@ -131,7 +159,9 @@ def test_losses_ignore_autocast() -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [2**24, 4 * 6 * 2])
-def test_scales_and_biases_are_one_number(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_and_biases_are_one_number(
+    block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blockwise, "_CPU_BLOCK_BYTES", block_bytes)
     sides = pairs(6, unit=True)
     check_one_number(lambda scale: losses.clip(*sides, scale), 2.0)
@@ -142,7 +172,9 @@ def test_scales_and_biases_are_one_number(block_bytes: int, monkeypatch: pytest.
 def test_losses_do_not_depend_on_the_order_of_pairs() -> None:
     image_BE, text_BE = pairs(12)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(losses.convirt(image_BE, text_BE), losses.convirt(image_BE[order], text_BE[order]))
+    torch.testing.assert_close(
+        losses.convirt(image_BE, text_BE), losses.convirt(image_BE[order], text_BE[order])
+    )
 
 
 @pytest.mark.parametrize(

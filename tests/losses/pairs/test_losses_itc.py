@@ -1,4 +1,6 @@
-"""Contrastive loss with a momentum queue against ALBEF's formula in plain loops, and against CLIP."""
+"""Contrastive loss with a momentum queue against ALBEF's formula in plain loops, and against
+CLIP.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,7 +18,9 @@ DIM = 16
 
 
 def units(rows: int, seed: int = 0, dim: int = DIM) -> Tensor:
-    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
+    return F.normalize(
+        torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1
+    )
 
 
 def example(batch: int, held: int) -> list[Tensor]:
@@ -32,7 +36,9 @@ def naive_itc(
     alpha: float,
     positive: list[set[int]],
 ) -> Tensor:
-    """Section 3.2 and equation 6 of arXiv 2107.07651, a row and a key at a time; teacher targets are numbers."""
+    """Section 3.2 and equation 6 of arXiv 2107.07651, a row and a key at a time; teacher targets
+    are numbers.
+    """
     total = image_BE.new_zeros(())
     for query_BE, own_NE, other_NE in ((image_BE, image_NE, text_NE), (text_BE, text_NE, image_NE)):
         for i in range(len(query_BE)):
@@ -40,8 +46,12 @@ def naive_itc(
             teacher = torch.stack([own_NE[i] @ key_E / temperature for key_E in other_NE]).detach()
             for j in range(len(other_NE)):
                 hard = 1 / len(positive[i]) if j in positive[i] else 0.0
-                target = alpha * torch.exp(teacher[j]) / torch.exp(teacher).sum() + (1 - alpha) * hard
-                total = total - target * torch.log(torch.exp(student[j]) / torch.exp(student).sum()) / 2
+                target = (
+                    alpha * torch.exp(teacher[j]) / torch.exp(teacher).sum() + (1 - alpha) * hard
+                )
+                total = (
+                    total - target * torch.log(torch.exp(student[j]) / torch.exp(student).sum()) / 2
+                )
     return total / len(image_BE)
 
 
@@ -59,7 +69,10 @@ def test_itc_equals_the_paper(batch: int, held: int, alpha: float) -> None:
 def test_positives_share_the_target() -> None:
     positive = [{0, 2, 6}, {1}, {0, 2}]
     positive_BN = torch.tensor([[j in row for j in range(8)] for row in positive])
-    for given in (positive_BN, positive_BN & ~torch.eye(3, 8, dtype=torch.bool)):  # a row's own key is always one
+    for given in (
+        positive_BN,
+        positive_BN & ~torch.eye(3, 8, dtype=torch.bool),
+    ):  # a row's own key is always one
         compare(
             lambda i, t, ki, kt, given=given: losses.itc(i, t, ki, kt, 0.1, 0.4, given),
             lambda i, t, ki, kt: naive_itc(i, t, ki, kt, torch.tensor(0.1), 0.4, positive),
@@ -71,18 +84,27 @@ def test_positives_share_the_target() -> None:
 def test_unimodal_contrast_equals_its_formula(positive: list[set[int]]) -> None:
     """MUMC: images against images and texts against texts, one-hot targets, both halved."""
 
-    def naive(image_BE: Tensor, text_BE: Tensor, image_NE: Tensor, text_NE: Tensor, temperature: Tensor) -> Tensor:
+    def naive(
+        image_BE: Tensor, text_BE: Tensor, image_NE: Tensor, text_NE: Tensor, temperature: Tensor
+    ) -> Tensor:
         total = image_BE.new_zeros(())
         for query_BE, keys_NE in ((image_BE, image_NE), (text_BE, text_NE)):
             for query_E, wanted in zip(query_BE, positive, strict=True):
                 student = torch.stack([query_E @ key_E / temperature for key_E in keys_NE])
                 for j in wanted:
-                    total = total - torch.log(torch.exp(student[j]) / torch.exp(student).sum()) / len(wanted) / 2
+                    total = (
+                        total
+                        - torch.log(torch.exp(student[j]) / torch.exp(student).sum())
+                        / len(wanted)
+                        / 2
+                    )
         return total / len(image_BE)
 
     positive_BN = torch.tensor([[j in row for j in range(8)] for row in positive])
     compare(
-        lambda i, t, ki, kt, temperature: losses.unimodal_itc(i, t, ki, kt, temperature, positive_BN),
+        lambda i, t, ki, kt, temperature: losses.unimodal_itc(
+            i, t, ki, kt, temperature, positive_BN
+        ),
         naive,
         [*example(3, 5), torch.tensor(0.2)],
     )
@@ -95,7 +117,9 @@ def test_itc_without_teacher_and_queue_equals_clip(batch: int) -> None:
 
     def ours(image_BE: Tensor, text_BE: Tensor) -> Tensor:
         keys = queue.keys(image_BE, text_BE, torch.arange(batch))
-        return losses.itc(image_BE, text_BE, keys.image_NE, keys.text_NE, 0.07, 0.0, keys.positive_BN)
+        return losses.itc(
+            image_BE, text_BE, keys.image_NE, keys.text_NE, 0.07, 0.0, keys.positive_BN
+        )
 
     def clip(image_BE: Tensor, text_BE: Tensor) -> Tensor:
         return losses.clip(image_BE, text_BE, 1 / 0.07).double()
@@ -105,9 +129,16 @@ def test_itc_without_teacher_and_queue_equals_clip(batch: int) -> None:
 
 @pytest.mark.parametrize(("batch", "held"), [(32, 0), (32, 480), (8, 2040)])
 def test_itc_of_random_embeddings_is_near_ln_n(batch: int, held: int) -> None:
-    tensors = [units(rows, seed, 1024) for seed, rows in enumerate((batch, batch, batch + held, batch + held))]
-    assert losses.itc(*tensors, temperature=1.0).item() == pytest.approx(math.log(batch + held), rel=0.01)
-    assert losses.itc(*tensors, temperature=1.0, alpha=0).item() == pytest.approx(math.log(batch + held), rel=0.01)
+    tensors = [
+        units(rows, seed, 1024)
+        for seed, rows in enumerate((batch, batch, batch + held, batch + held))
+    ]
+    assert losses.itc(*tensors, temperature=1.0).item() == pytest.approx(
+        math.log(batch + held), rel=0.01
+    )
+    assert losses.itc(*tensors, temperature=1.0, alpha=0).item() == pytest.approx(
+        math.log(batch + held), rel=0.01
+    )
 
 
 def test_no_gradient_reaches_the_teacher() -> None:
@@ -133,7 +164,9 @@ def test_itc_is_finite_at_both_ends_of_the_temperature(temperature: float) -> No
 
 
 def test_itc_without_pairs_is_zero() -> None:
-    check_zero_with_gradient(lambda i, t: losses.itc(i, t, units(5), units(5), 0.07), units(0), units(0))
+    check_zero_with_gradient(
+        lambda i, t: losses.itc(i, t, units(5), units(5), 0.07), units(0), units(0)
+    )
 
 
 def test_itc_ignores_autocast() -> None:
@@ -155,7 +188,9 @@ def test_clamped_temperature_keeps_its_gradient() -> None:
 
 
 def test_alpha_grows_linearly_over_the_ramp() -> None:
-    assert [ramped_alpha(step, 4) for step in (0, 1, 2, 4, 9)] == pytest.approx([0, 0.1, 0.2, 0.4, 0.4])
+    assert [ramped_alpha(step, 4) for step in (0, 1, 2, 4, 9)] == pytest.approx(
+        [0, 0.1, 0.2, 0.4, 0.4]
+    )
     assert ramped_alpha(0, 0, 0.3) == 0.3
 
 
@@ -215,9 +250,15 @@ def test_the_queue_keeps_no_graph_and_is_part_of_the_state_dict() -> None:
         (lambda: losses.itc(units(3), units(3), units(4), units(5), 0.1), "itc needs pairs"),
         (lambda: losses.itc(*example(3, 2), temperature=0), "temperature"),
         (lambda: losses.itc(*example(3, 2), temperature=0.1, alpha=1.5), "alpha must be within"),
-        (lambda: losses.itc(*example(3, 2), 0.1, 0.4, torch.ones(3, 3).bool()), "positive_BN must be \\(3, 5\\)"),
+        (
+            lambda: losses.itc(*example(3, 2), 0.1, 0.4, torch.ones(3, 3).bool()),
+            "positive_BN must be \\(3, 5\\)",
+        ),
         (lambda: MomentumQueue(-1, 4), "expected a size of 0"),
-        (lambda: MomentumQueue(4, 4).enqueue(units(2), units(3), torch.arange(2)), "do not form pairs"),
+        (
+            lambda: MomentumQueue(4, 4).enqueue(units(2), units(3), torch.arange(2)),
+            "do not form pairs",
+        ),
     ],
 )
 def test_itc_rejects_invalid_arguments(call: Callable[[], object], message: str) -> None:

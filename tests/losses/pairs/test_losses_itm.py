@@ -61,7 +61,9 @@ def test_itm_of_zero_logits_is_ln_2() -> None:
 
 
 def test_itm_without_pairs_is_zero() -> None:
-    check_zero_with_gradient(lambda x: losses.itm(x, torch.zeros(0, dtype=torch.bool)), torch.zeros(0, 2))
+    check_zero_with_gradient(
+        lambda x: losses.itm(x, torch.zeros(0, dtype=torch.bool)), torch.zeros(0, 2)
+    )
 
 
 def test_itm_ignores_autocast() -> None:
@@ -94,7 +96,9 @@ def test_positives_and_negatives_are_drawn_uniformly() -> None:
 
 
 def test_rows_without_a_negative_stay_positive() -> None:
-    """Rows of one study have no negative; if fewer than half of the rows have one, all of these are negatives."""
+    """Rows of one study have no negative; if fewer than half of the rows have one, all of these
+    are negatives.
+    """
     for seed in range(20):
         assert random_pairs(torch.ones(4, 4, dtype=torch.bool), seeded(seed)).matched_N.all()
         same_BB = same_pairs(torch.tensor([0, 0, 0, 0, 0, 1]))
@@ -102,7 +106,9 @@ def test_rows_without_a_negative_stay_positive() -> None:
         check_pairs(pairs, same_BB)
         assert int(pairs.matched_N.sum()) == 3
         same_BB = only_self(8)
-        same_BB[:6] = same_BB[:, :6] = True  # six rows are the same as all: the other two are the negatives
+        same_BB[:6] = same_BB[:, :6] = (
+            True  # six rows are the same as all: the other two are the negatives
+        )
         pairs = random_pairs(same_BB, seeded(seed))
         check_pairs(pairs, same_BB)
         assert pairs.matched_N.tolist() == [True] * 6 + [False] * 2
@@ -128,7 +134,9 @@ def test_hard_negatives_follow_the_softmax_over_allowed_rows() -> None:
     same_BB = only_self(batch)
     same_BB[0, 3] = same_BB[3, 0] = True
     similarity_BB = torch.randn(batch, batch, generator=seeded(1)) + 4 * torch.eye(batch)
-    expected_BB = similarity_BB.softmax(1) * ~same_BB  # as published: zero what is excluded, then draw by the rest
+    expected_BB = (
+        similarity_BB.softmax(1) * ~same_BB
+    )  # as published: zero what is excluded, then draw by the rest
     expected_BB /= expected_BB.sum(1, keepdim=True)
     expected_images_BB = similarity_BB.T.softmax(1) * ~same_BB.T
     expected_images_BB /= expected_images_BB.sum(1, keepdim=True)
@@ -143,15 +151,23 @@ def test_hard_negatives_follow_the_softmax_over_allowed_rows() -> None:
 
 
 def test_a_floor_makes_dissimilar_rows_negatives_too() -> None:
-    """MUMC: softmax over the whole row + 1e-4, then the diagonal is zeroed. The two negatives here have 1e-4 each."""
+    """MUMC: softmax over the whole row + 1e-4, then the diagonal is zeroed. The two negatives
+    here have 1e-4 each.
+    """
     similarity_BB = torch.tensor([[0.0, -500.0, -1000.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     generator = seeded()
-    drawn = [int(hard_pairs(similarity_BB, only_self(3), generator, 1e-4).text_N[6]) for _ in range(400)]
+    drawn = [
+        int(hard_pairs(similarity_BB, only_self(3), generator, 1e-4).text_N[6]) for _ in range(400)
+    ]
     assert sum(text == 1 for text in drawn) / 400 == pytest.approx(0.5, abs=0.08)
     similarity_BB = torch.tensor([[5.0, 4.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     weights_B = (similarity_BB[0].softmax(0) + 0.1)[1:]
-    drawn = [int(hard_pairs(similarity_BB, only_self(3), generator, 0.1).text_N[6]) for _ in range(400)]
-    assert sum(text == 1 for text in drawn) / 400 == pytest.approx(float(weights_B[0] / weights_B.sum()), abs=0.08)
+    drawn = [
+        int(hard_pairs(similarity_BB, only_self(3), generator, 0.1).text_N[6]) for _ in range(400)
+    ]
+    assert sum(text == 1 for text in drawn) / 400 == pytest.approx(
+        float(weights_B[0] / weights_B.sum()), abs=0.08
+    )
 
 
 def test_each_row_gives_three_pairs() -> None:
@@ -163,7 +179,9 @@ def test_each_row_gives_three_pairs() -> None:
 
 
 def test_a_saturated_row_prefers_the_most_similar_negative() -> None:
-    """The softmax is 1 on the diagonal, so zeroing it leaves zeros, which `torch.multinomial` rejects."""
+    """The softmax is 1 on the diagonal, so zeroing it leaves zeros, which `torch.multinomial`
+    rejects.
+    """
     similarity_BB = torch.tensor([[0.0, -500.0, -1000.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     zeroed_BB = similarity_BB.softmax(1).fill_diagonal_(0)
     with pytest.raises(RuntimeError):
@@ -195,14 +213,19 @@ def test_drawing_uses_float32_and_no_gradient() -> None:
 
 
 def test_pairs_depend_on_the_generator_only() -> None:
-    for draw in (lambda g: random_pairs(only_self(64), g), lambda g: hard_pairs(torch.zeros(64, 64), only_self(64), g)):
+    for draw in (
+        lambda g: random_pairs(only_self(64), g),
+        lambda g: hard_pairs(torch.zeros(64, 64), only_self(64), g),
+    ):
         assert torch.equal(draw(seeded(3)).image_N, draw(seeded(3)).image_N)
         assert not torch.equal(draw(seeded(3)).image_N, draw(seeded(4)).image_N)
 
 
 def test_text_ids_compare_tokens_without_padding() -> None:
     ids_BT = torch.tensor([[2, 7, 3, 0, 0], [2, 8, 3, 0, 0], [2, 7, 3, 9, 9], [2, 7, 3, 9, 9]])
-    mask_BT = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    mask_BT = torch.tensor(
+        [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    ).bool()
     group_B = text_ids(ids_BT, mask_BT)
     assert group_B[0] == group_B[2]  # what stands in the padding does not count
     assert len(set(group_B.tolist())) == 3
@@ -215,7 +238,9 @@ def test_name_ids_are_stable() -> None:
     assert ids_B.dtype == torch.int64
     assert (ids_B >= 0).all()
     assert name_ids([]).shape == (0,)
-    assert name_ids(["s1"]).item() == 4958643428320449706  # no process and no version gives another number
+    assert (
+        name_ids(["s1"]).item() == 4958643428320449706
+    )  # no process and no version gives another number
 
 
 def test_same_pairs_joins_groups() -> None:

@@ -1,4 +1,6 @@
-"""Bounds of mutual information against their formulas, and the critic against concatenated pairs."""
+"""Bounds of mutual information against their formulas, and the critic against concatenated
+pairs.
+"""
 
 import math
 
@@ -21,7 +23,9 @@ def scores(rows: int = 6, seed: int = 0) -> Tensor:
 def naive_dv(scores_BB: Tensor, negative_BB: Tensor) -> Tensor:
     rows = range(len(scores_BB))
     negatives = [torch.exp(scores_BB[i, j]) for i in rows for j in rows if negative_BB[i, j]]
-    return torch.stack([scores_BB[i, i] for i in rows]).mean() - torch.log(torch.stack(negatives).mean())
+    return torch.stack([scores_BB[i, i] for i in rows]).mean() - torch.log(
+        torch.stack(negatives).mean()
+    )
 
 
 def naive_info_nce(scores_BB: Tensor, negative_BB: Tensor) -> Tensor:
@@ -41,7 +45,9 @@ def critic(hidden: tuple[int, ...] = (8, 6)) -> losses.SeparableCritic:
 def concatenated(model: losses.SeparableCritic, image_ND: Tensor, text_MD: Tensor) -> Tensor:
     """Return the scores of pairs that are concatenated one by one."""
     rows = [
-        torch.stack([model.rest(model.first(torch.cat([image_D, text_D])))[0] for text_D in text_MD])
+        torch.stack(
+            [model.rest(model.first(torch.cat([image_D, text_D])))[0] for text_D in text_MD]
+        )
         for image_D in image_ND
     ]
     return torch.stack(rows)
@@ -52,9 +58,15 @@ def features(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.fault("N1")
-@pytest.mark.parametrize("negative_BB", [~SAME, ~torch.eye(6, dtype=torch.bool)], ids=["studies", "others"])
+@pytest.mark.parametrize(
+    "negative_BB", [~SAME, ~torch.eye(6, dtype=torch.bool)], ids=["studies", "others"]
+)
 def test_bounds_equal_their_formulas(negative_BB: Tensor) -> None:
-    compare(lambda x: losses.dv_bound(x.diagonal(), x, negative_BB), lambda x: naive_dv(x, negative_BB), [scores()])
+    compare(
+        lambda x: losses.dv_bound(x.diagonal(), x, negative_BB),
+        lambda x: naive_dv(x, negative_BB),
+        [scores()],
+    )
     compare(
         lambda x: losses.info_nce_bound(x.diagonal(), x, negative_BB),
         lambda x: naive_info_nce(x, negative_BB),
@@ -64,18 +76,23 @@ def test_bounds_equal_their_formulas(negative_BB: Tensor) -> None:
     torch.testing.assert_close(one, scores().diagonal().mean() - scores()[0, 1])
     listed = scores()[negative_BB]
     torch.testing.assert_close(
-        losses.dv_bound(scores().diagonal(), listed), losses.dv_bound(scores().diagonal(), scores(), negative_BB)
+        losses.dv_bound(scores().diagonal(), listed),
+        losses.dv_bound(scores().diagonal(), scores(), negative_BB),
     )
 
 
 def test_info_nce_bound_is_ln_b_less_the_cross_entropy_of_a_direction() -> None:
     x_BB = scores()
     expected = math.log(6) - torch.nn.functional.cross_entropy(x_BB, torch.arange(6))
-    torch.testing.assert_close(losses.info_nce_bound(x_BB.diagonal(), x_BB, ~torch.eye(6, dtype=torch.bool)), expected)
+    torch.testing.assert_close(
+        losses.info_nce_bound(x_BB.diagonal(), x_BB, ~torch.eye(6, dtype=torch.bool)), expected
+    )
 
 
 def test_bounds_differ_in_gradient() -> None:
-    """In the released code the two options are one: without the positive in the sum, gradients are equal."""
+    """In the released code the two options are one: without the positive in the sum, gradients
+    are equal.
+    """
     gradients = []
     for bound in (losses.dv_bound, losses.info_nce_bound):
         x_BB = scores().requires_grad_()
@@ -88,10 +105,16 @@ def test_bounds_differ_in_gradient() -> None:
 def test_bounds_of_equal_scores_are_zero_and_info_nce_is_at_most_ln_k() -> None:
     negative_BB = ~torch.eye(6, dtype=torch.bool)
     for bound in (losses.dv_bound, losses.info_nce_bound):
-        assert bound(torch.full((6,), 3.0), torch.full((6, 6), 3.0), negative_BB).item() == pytest.approx(0, abs=1e-6)
+        assert bound(
+            torch.full((6,), 3.0), torch.full((6, 6), 3.0), negative_BB
+        ).item() == pytest.approx(0, abs=1e-6)
     perfect_BB = 1e4 * torch.eye(6)
-    assert losses.info_nce_bound(perfect_BB.diagonal(), perfect_BB, negative_BB).item() == pytest.approx(math.log(6))
-    assert losses.dv_bound(perfect_BB.diagonal(), perfect_BB, negative_BB).item() == pytest.approx(1e4)
+    assert losses.info_nce_bound(
+        perfect_BB.diagonal(), perfect_BB, negative_BB
+    ).item() == pytest.approx(math.log(6))
+    assert losses.dv_bound(perfect_BB.diagonal(), perfect_BB, negative_BB).item() == pytest.approx(
+        1e4
+    )
 
 
 def test_pair_without_negatives_is_left_out() -> None:
@@ -99,7 +122,9 @@ def test_pair_without_negatives_is_left_out() -> None:
     negative_BB[2] = False
     kept = [0, 1, 3, 4, 5]
     actual = losses.info_nce_bound(x_BB.diagonal(), x_BB, negative_BB)
-    torch.testing.assert_close(actual, losses.info_nce_bound(x_BB.diagonal()[kept], x_BB[kept], negative_BB[kept]))
+    torch.testing.assert_close(
+        actual, losses.info_nce_bound(x_BB.diagonal()[kept], x_BB[kept], negative_BB[kept])
+    )
 
 
 def test_bounds_without_negatives_are_zero() -> None:
@@ -149,7 +174,9 @@ def test_critic_equals_concatenated_pairs(
 def test_local_critic_equals_its_formula(
     reduce: mutual_information.SentenceSum, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each sentence the best region, summed over sentences; the gradient is that of the maximum."""
+    """For each sentence the best region, summed over sentences; the gradient is that of the
+    maximum.
+    """
     if again:
         monkeypatch.setattr(mutual_information, "_CPU_CHUNK_BYTES", 1)
         monkeypatch.setattr(mutual_information, "_KEPT_BYTES", 0)
@@ -162,15 +189,24 @@ def test_local_critic_equals_its_formula(
         for regions_PD in regions_NPD:
             row = []
             for sentences_SD, length in zip(sentences_MSD, lengths, strict=True):
-                best = [concatenated(model, regions_PD, sentences_SD[s : s + 1]).max() for s in range(length)]
+                best = [
+                    concatenated(model, regions_PD, sentences_SD[s : s + 1]).max()
+                    for s in range(length)
+                ]
                 total = sum(best, sentences_MSD.new_zeros(()))
                 row.append(total / max(length, 1) if reduce == "mean" else total)
             rows.append(torch.stack(row))
         return torch.stack(rows)
 
     results = []
-    for score in (lambda regions, sentences: model.local(regions, sentences, mask_MS, reduce), naive):
-        regions_NPD, sentences_MSD = features(5, 6, 5).requires_grad_(), features(4, 3, 4, seed=1).requires_grad_()
+    for score in (
+        lambda regions, sentences: model.local(regions, sentences, mask_MS, reduce),
+        naive,
+    ):
+        regions_NPD, sentences_MSD = (
+            features(5, 6, 5).requires_grad_(),
+            features(4, 3, 4, seed=1).requires_grad_(),
+        )
         scores_NM = score(regions_NPD, sentences_MSD)
         leaves = [regions_NPD, sentences_MSD, *model.parameters()]
         results.append([scores_NM, *torch.autograd.grad((scores_NM * weight_NM).sum(), leaves)])
@@ -182,7 +218,9 @@ def test_local_critic_equals_its_formula(
 def test_padding_sentences_do_not_change_the_local_critic(garbage: float) -> None:
     model, regions_NPD, sentences_MSD = critic(), features(2, 6, 5), features(3, 2, 4, seed=1)
     expected = model.local(regions_NPD, sentences_MSD)
-    padded_MSD = torch.nn.functional.pad(sentences_MSD, (0, 0, 0, 3), value=garbage).requires_grad_()
+    padded_MSD = torch.nn.functional.pad(
+        sentences_MSD, (0, 0, 0, 3), value=garbage
+    ).requires_grad_()
     mask_MS = torch.arange(5).expand(3, -1) < 2
     actual = model.local(regions_NPD, padded_MSD, mask_MS)
     torch.testing.assert_close(actual, expected)
@@ -195,9 +233,13 @@ def test_padding_sentences_do_not_change_the_local_critic(garbage: float) -> Non
 def test_padding_sentences_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, regions_NPD, sentences_MSD = critic(), torch.randn(2, 3, 5), torch.randn(50, 4, 4)
-    mask_MS = torch.arange(4) < torch.arange(50)[:, None] % 2 + 1  # 75 of 200 are real, in rows of 128
+    mask_MS = (
+        torch.arange(4) < torch.arange(50)[:, None] % 2 + 1
+    )  # 75 of 200 are real, in rows of 128
     seen, score = list[int](), model._score
-    monkeypatch.setattr(model, "_score", lambda left, right: seen.append(len(right)) or score(left, right))
+    monkeypatch.setattr(
+        model, "_score", lambda left, right: seen.append(len(right)) or score(left, right)
+    )
     total_NM = model.local(regions_NPD, sentences_MSD, mask_MS)
     assert max(seen) == 128
     alone_N1 = model.local(regions_NPD, sentences_MSD[1:2, :2])
@@ -205,9 +247,9 @@ def test_padding_sentences_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_critic_has_the_published_size_and_takes_16_bits_and_empty_sides() -> None:
-    assert sum(parameter.numel() for parameter in losses.SeparableCritic(768, 768).parameters()) == (
-        1536 * 1024 + 1024 + 1024 * 512 + 512 + 512 + 1
-    )
+    assert sum(
+        parameter.numel() for parameter in losses.SeparableCritic(768, 768).parameters()
+    ) == (1536 * 1024 + 1024 + 1024 * 512 + 512 + 512 + 1)
     model, image_ND, text_MD = critic(), features(6, 5), features(3, 4, seed=1)
     plain = model(image_ND, text_MD)
     with torch.autocast("cpu", torch.bfloat16):

@@ -28,8 +28,13 @@ def naive_sinkhorn(scores_BK: Tensor, epsilon: float, iterations: int) -> Tensor
     return (q_KB / q_KB.sum(dim=0)).T
 
 
-def naive_swap(image_BE: Tensor, text_BE: Tensor, prototypes_KE: Tensor, temperature: float, epsilon: float) -> Tensor:
-    scores = [[torch.stack([row @ c for c in prototypes_KE]) for row in side] for side in (image_BE, text_BE)]
+def naive_swap(
+    image_BE: Tensor, text_BE: Tensor, prototypes_KE: Tensor, temperature: float, epsilon: float
+) -> Tensor:
+    scores = [
+        [torch.stack([row @ c for c in prototypes_KE]) for row in side]
+        for side in (image_BE, text_BE)
+    ]
     codes = [naive_sinkhorn(torch.stack(side), epsilon, 3) for side in scores]
     total = image_BE.new_zeros(())
     for code_BK, predicted in ((codes[0], scores[1]), (codes[1], scores[0])):
@@ -44,9 +49,13 @@ def naive_swap(image_BE: Tensor, text_BE: Tensor, prototypes_KE: Tensor, tempera
 def test_sinkhorn_equals_the_published_algorithm(iterations: int, epsilon: float) -> None:
     scores_BK = unit(7, 0) @ unit(5, 1).T
     actual = losses.sinkhorn(scores_BK, epsilon, iterations)
-    torch.testing.assert_close(actual.double(), naive_sinkhorn(scores_BK, epsilon, iterations), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        actual.double(), naive_sinkhorn(scores_BK, epsilon, iterations), rtol=1e-4, atol=1e-7
+    )
     torch.testing.assert_close(actual.sum(dim=1), torch.ones(7))
-    torch.testing.assert_close(losses.sinkhorn(scores_BK), losses.sinkhorn(scores_BK, 0.05, 3), rtol=0, atol=0)
+    torch.testing.assert_close(
+        losses.sinkhorn(scores_BK), losses.sinkhorn(scores_BK, 0.05, 3), rtol=0, atol=0
+    )
 
 
 def test_sinkhorn_uses_all_prototypes_equally() -> None:
@@ -84,18 +93,24 @@ def test_sinkhorn_has_no_gradient_and_ignores_repetition() -> None:
 @pytest.mark.parametrize(("temperature", "epsilon"), [(0.2, 0.05), (1.0, 0.3)])
 def test_prototype_swap_equals_its_formula(temperature: float, epsilon: float) -> None:
     compare(
-        lambda image, text, prototypes: losses.prototype_swap(image, text, prototypes, temperature, epsilon),
+        lambda image, text, prototypes: losses.prototype_swap(
+            image, text, prototypes, temperature, epsilon
+        ),
         lambda image, text, prototypes: naive_swap(image, text, prototypes, temperature, epsilon),
         [unit(6, 0), unit(6, 1), unit(9, 2)],
     )
     arguments = unit(6, 0), unit(6, 1), unit(9, 2)
     default = losses.prototype_swap(*arguments)
-    torch.testing.assert_close(default, losses.prototype_swap(*arguments, 0.2, 0.05, 3), rtol=0, atol=0)
+    torch.testing.assert_close(
+        default, losses.prototype_swap(*arguments, 0.2, 0.05, 3), rtol=0, atol=0
+    )
 
 
 def test_prototype_swap_of_equal_prototypes_is_ln_k() -> None:
     prototypes_KE = unit(1, 0).expand(7, -1)
-    assert losses.prototype_swap(unit(4, 1), unit(4, 2), prototypes_KE).item() == pytest.approx(math.log(7))
+    assert losses.prototype_swap(unit(4, 1), unit(4, 2), prototypes_KE).item() == pytest.approx(
+        math.log(7)
+    )
 
 
 def test_prototype_swap_is_computed_in_float32_and_zero_without_pairs() -> None:
@@ -104,7 +119,10 @@ def test_prototype_swap_is_computed_in_float32_and_zero_without_pairs() -> None:
 
 
 def test_prototypes_refuse_other_shapes_and_ranges() -> None:
-    for arguments in ((unit(4, 0), unit(5, 1), unit(3, 2)), (unit(4, 0), unit(4, 1), unit(3, 2, dim=5))):
+    for arguments in (
+        (unit(4, 0), unit(5, 1), unit(3, 2)),
+        (unit(4, 0), unit(4, 1), unit(3, 2, dim=5)),
+    ):
         with pytest.raises(ValueError, match="prototypes"):
             losses.prototype_swap(*arguments)
     with pytest.raises(ValueError, match="temperature"):

@@ -1,4 +1,6 @@
-"""Gradient reversal, and the loss of a discriminator of images and texts, against their formulas."""
+"""Gradient reversal, and the loss of a discriminator of images and texts, against their
+formulas.
+"""
 
 import pytest
 import torch
@@ -43,17 +45,26 @@ def test_reversed_gradient(dtype: torch.dtype) -> None:
 
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize(("images", "texts"), [(5, 5), (3, 7), (1, 4)])
-def test_confusion_equals_its_formula_and_reverses_the_gradient_of_features(images: int, texts: int) -> None:
+def test_confusion_equals_its_formula_and_reverses_the_gradient_of_features(
+    images: int, texts: int
+) -> None:
     inputs = [features(images, 4), features(texts, 4, seed=1)]
     compare(lambda *sides: losses.modality_confusion(discriminator(), *sides), naive, inputs)
 
 
 def test_the_discriminator_learns_to_separate() -> None:
     """Its own gradient is that of the cross-entropy."""
-    image_NE, text_ME, ours, other = features(5, 4), features(3, 4, seed=1), discriminator(), discriminator()
+    image_NE, text_ME, ours, other = (
+        features(5, 4),
+        features(3, 4, seed=1),
+        discriminator(),
+        discriminator(),
+    )
     losses.modality_confusion(ours, image_NE, text_ME).backward()
     logits_N = other(torch.cat([image_NE, text_ME]))[:, 0]
-    nn.functional.binary_cross_entropy_with_logits(logits_N, torch.tensor([1.0] * 5 + [0.0] * 3)).backward()
+    nn.functional.binary_cross_entropy_with_logits(
+        logits_N, torch.tensor([1.0] * 5 + [0.0] * 3)
+    ).backward()
     for parameter, expected in zip(ours.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
 

@@ -1,4 +1,6 @@
-"""The contrastive loss with soft targets against its formula in plain loops, in value and gradient."""
+"""The contrastive loss with soft targets against its formula in plain loops, in value and
+gradient.
+"""
 
 import math
 
@@ -11,11 +13,15 @@ from torch import Tensor
 from medvl import losses
 from medvl.losses.pairs.contrastive import LabelSimilarity
 
-IMAGE_LABELS = torch.tensor([[1.0, 0.0, 1.0, -1.0], [0.0, 0.0, 0.0, 1.0], [torch.nan] * 4, [1.0, 1.0, 1.0, 1.0]])
+IMAGE_LABELS = torch.tensor(
+    [[1.0, 0.0, 1.0, -1.0], [0.0, 0.0, 0.0, 1.0], [torch.nan] * 4, [1.0, 1.0, 1.0, 1.0]]
+)
 TEXT_LABELS = torch.tensor([[0.0, torch.nan, 1.0, -1.0], [1.0, 1.0, 0.0, 1.0]])
 
 
-def naive_soft_targets(image_NE: Tensor, text_ME: Tensor, scale: Tensor, targets_NM: Tensor) -> Tensor:
+def naive_soft_targets(
+    image_NE: Tensor, text_ME: Tensor, scale: Tensor, targets_NM: Tensor
+) -> Tensor:
     """Return equations 3 to 6 of arXiv 2210.10163, with their ratios of exponentials."""
     images, texts = len(image_NE), len(text_ME)
     total = image_NE.new_zeros(())
@@ -35,7 +41,9 @@ def naive_soft_targets(image_NE: Tensor, text_ME: Tensor, scale: Tensor, targets
 def sides(images: int, texts: int, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     """Return unit embeddings of images and texts, and their similarities."""
     generator = torch.Generator().manual_seed(10 * images + texts)
-    image_NE, text_ME = (F.normalize(torch.randn(rows, dim, generator=generator), dim=1) for rows in (images, texts))
+    image_NE, text_ME = (
+        F.normalize(torch.randn(rows, dim, generator=generator), dim=1) for rows in (images, texts)
+    )
     return image_NE, text_ME, 2 * torch.randn(images, texts, generator=generator)
 
 
@@ -70,7 +78,9 @@ def test_soft_targets_of_a_missing_side_are_zero() -> None:
     for images, texts in ((0, 4), (4, 0), (0, 0)):
         targets_NM = torch.zeros(images, texts)
         check_zero_with_gradient(
-            lambda image, text, targets_NM=targets_NM: losses.soft_targets(image, text, targets_NM, 10.0),
+            lambda image, text, targets_NM=targets_NM: losses.soft_targets(
+                image, text, targets_NM, 10.0
+            ),
             torch.ones(images, 8),
             torch.ones(texts, 8),
         )
@@ -78,7 +88,9 @@ def test_soft_targets_of_a_missing_side_are_zero() -> None:
 
 def test_soft_targets_are_computed_in_float32() -> None:
     image_NE, text_ME, targets_NM = sides(6, 9)
-    check_precision(lambda image, text: losses.soft_targets(image, text, targets_NM, 14.3), image_NE, text_ME)
+    check_precision(
+        lambda image, text: losses.soft_targets(image, text, targets_NM, 14.3), image_NE, text_ME
+    )
 
 
 def test_the_scale_is_one_number() -> None:
@@ -104,13 +116,20 @@ def test_label_similarity_equals_its_formula(kind: LabelSimilarity, limit: float
 def test_label_similarity_of_the_cosine_is_the_default_and_ignores_autocast() -> None:
     expected = losses.label_similarity(IMAGE_LABELS, TEXT_LABELS, "cosine")
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(losses.label_similarity(IMAGE_LABELS, TEXT_LABELS), expected, rtol=0, atol=0)
+        torch.testing.assert_close(
+            losses.label_similarity(IMAGE_LABELS, TEXT_LABELS), expected, rtol=0, atol=0
+        )
 
 
 def test_targets_of_the_product_are_nearly_one_hot_among_samples_with_many_labels() -> None:
-    """The largest target of a sample with all 14 labels, besides one such text and 14 with one label each."""
+    """The largest target of a sample with all 14 labels, besides one such text and 14 with one
+    label each.
+    """
     image_1L, text_ML = torch.ones(1, 14), torch.cat([torch.ones(1, 14), torch.eye(14)])
-    largest = [losses.label_similarity(image_1L, text_ML, kind).softmax(dim=1).max() for kind in ("dot", "cosine")]
+    largest = [
+        losses.label_similarity(image_1L, text_ML, kind).softmax(dim=1).max()
+        for kind in ("dot", "cosine")
+    ]
     assert largest[0] > 0.9999
     assert largest[1] < 0.2
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from medvl import losses
 
-TARGET_BL = torch.tensor([[1.0, 0.0, torch.nan], [0.0, torch.nan, torch.nan], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0]])
+TARGET_BL = torch.tensor(
+    [[1.0, 0.0, torch.nan], [0.0, torch.nan, torch.nan], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
+)
 
 
 def naive(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
@@ -34,12 +36,16 @@ def loss_and_gradient(target_BL: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_multilabel_bce_equals_the_formula() -> None:
-    compare(lambda x: losses.multilabel_bce(x, TARGET_BL), lambda x: naive(x, TARGET_BL), [logits()])
+    compare(
+        lambda x: losses.multilabel_bce(x, TARGET_BL), lambda x: naive(x, TARGET_BL), [logits()]
+    )
 
 
 def test_multilabel_bce_starts_at_ln_2_and_is_zero_without_known_labels() -> None:
     assert losses.multilabel_bce(torch.zeros(4, 3), TARGET_BL).item() == pytest.approx(math.log(2))
-    check_zero_with_gradient(lambda x: losses.multilabel_bce(x, torch.full((4, 3), torch.nan)), logits())
+    check_zero_with_gradient(
+        lambda x: losses.multilabel_bce(x, torch.full((4, 3), torch.nan)), logits()
+    )
 
 
 def test_unknown_labels_are_ignored_whatever_their_logit() -> None:
@@ -62,5 +68,7 @@ def test_multilabel_bce_computes_in_float32() -> None:
 
 
 def test_multilabel_bce_rejects_unequal_shapes() -> None:
-    with pytest.raises(ValueError, match=r"labels need logits and targets of one shape \(B, L\), got \(4, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"labels need logits and targets of one shape \(B, L\), got \(4, 3\)"
+    ):
         losses.multilabel_bce(logits(), TARGET_BL[:, :2])

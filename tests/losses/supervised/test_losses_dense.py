@@ -10,12 +10,16 @@ from torch import Tensor
 from medvl import losses
 
 
-def naive_boxes(logits: Tensor, boxes: Tensor, labels: Tensor, true: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+def naive_boxes(
+    logits: Tensor, boxes: Tensor, labels: Tensor, true: Tensor, inner: Tensor
+) -> tuple[Tensor, Tensor]:
     count = max(1, int(inner.sum()))
     focal = torch.zeros((), dtype=logits.dtype)
     for logit, label in zip(logits.flatten(), labels.flatten(), strict=True):
         p = 1 / (1 + torch.exp(-logit))
-        focal = focal - (0.25 * (1 - p) ** 2 * torch.log(p) if label else 0.75 * p**2 * torch.log(1 - p))
+        focal = focal - (
+            0.25 * (1 - p) ** 2 * torch.log(p) if label else 0.75 * p**2 * torch.log(1 - p)
+        )
     places = torch.zeros((), dtype=boxes.dtype)
     for b in range(boxes.shape[0]):
         for c in range(boxes.shape[1]):
@@ -39,7 +43,13 @@ def case(inner: bool = True) -> tuple[Tensor, ...]:
     boxes = torch.cat([corner, corner + 1 + torch.rand(2, 6, 2) * 8], dim=2).requires_grad_()
     other = torch.rand(2, 6, 2) * 10
     true = torch.cat([other, other + 1 + torch.rand(2, 6, 2) * 8], dim=2)
-    return logits, boxes, (torch.rand(2, 6, 3) < 0.3).float(), true, (torch.rand(2, 6) < 0.5) & inner
+    return (
+        logits,
+        boxes,
+        (torch.rand(2, 6, 3) < 0.3).float(),
+        true,
+        (torch.rand(2, 6) < 0.5) & inner,
+    )
 
 
 def test_detection_equals_the_formulas() -> None:
@@ -82,7 +92,10 @@ def test_bce_dice_equals_the_formulas() -> None:
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(
-        torch.autograd.grad(sum(actual), logits), torch.autograd.grad(sum(expected), logits), rtol=1e-4, atol=1e-6
+        torch.autograd.grad(sum(actual), logits),
+        torch.autograd.grad(sum(expected), logits),
+        rtol=1e-4,
+        atol=1e-6,
     )
 
 
@@ -97,7 +110,9 @@ def test_dice_of_an_empty_mask_and_an_empty_prediction_is_zero() -> None:
 @pytest.mark.parametrize("shape", [(0, 2, 4, 4), (3, 0, 4, 4)])
 def test_bce_dice_without_planes_is_zero(shape: tuple[int, ...]) -> None:
     for part in (0, 1):
-        check_zero_with_gradient(lambda x, part=part: losses.bce_dice(x, torch.zeros(shape))[part], torch.zeros(shape))
+        check_zero_with_gradient(
+            lambda x, part=part: losses.bce_dice(x, torch.zeros(shape))[part], torch.zeros(shape)
+        )
 
 
 def test_dense_losses_compute_in_float32() -> None:
@@ -117,14 +132,18 @@ def test_bce_dice_rejects_unequal_shapes() -> None:
 
 
 def naive_lvit(prob: Tensor, mask: Tensor) -> Tensor:
-    """As the released code: Dice per image with both masks scaled by a half, cross-entropy counted over the batch."""
+    """As the released code: Dice per image with both masks scaled by a half, cross-entropy
+    counted over the batch.
+    """
     dice = torch.zeros((), dtype=prob.dtype)
     positive, negative = [], []
     for p, t in zip(prob.flatten(1), mask.flatten(1), strict=True):
         p, t = 0.5 * p, 0.5 * t
         dice = dice + 1 - (2 * (p * t).sum() + 1e-5) / ((p * p).sum() + (t * t).sum() + 1e-5)
         for a, b in zip(2 * p, 2 * t, strict=True):
-            (positive if b > 0.5 else negative).append(-torch.log(a) if b > 0.5 else -torch.log(1 - a))
+            (positive if b > 0.5 else negative).append(
+                -torch.log(a) if b > 0.5 else -torch.log(1 - a)
+            )
     entropy = sum(torch.stack(values).mean() / 2 for values in (positive, negative) if values)
     return 0.5 * dice / len(prob) + 0.5 * entropy
 
@@ -143,7 +162,9 @@ def test_lvit_equals_its_formula(marked: str) -> None:
 
 
 def test_lvit_of_an_image_without_a_mask_is_near_one() -> None:
-    """The published Dice loss at p = 0.1 on 224 x 224 pixels; its value does not depend on a falling p."""
+    """The published Dice loss at p = 0.1 on 224 x 224 pixels; its value does not depend on a
+    falling p.
+    """
     prob, mask = torch.full((1, 1, 224, 224), 0.1), torch.zeros(1, 1, 224, 224)
     entropy = -0.5 * math.log(0.9)
     dice = 2 * losses.lvit(prob, mask) - entropy
@@ -156,7 +177,9 @@ def test_lvit_weights_leave_images_out_and_planes_are_averaged() -> None:
     torch.manual_seed(1)
     prob, mask = torch.rand(4, 2, 6, 6), (torch.rand(4, 2, 6, 6) < 0.4).float()
     weight = torch.tensor([1.0, 0, 1, 0])
-    both = torch.stack([losses.lvit(prob[:, n : n + 1], mask[:, n : n + 1]) for n in range(2)]).mean()
+    both = torch.stack(
+        [losses.lvit(prob[:, n : n + 1], mask[:, n : n + 1]) for n in range(2)]
+    ).mean()
     torch.testing.assert_close(losses.lvit(prob, mask), both)
     torch.testing.assert_close(losses.lvit(prob, mask, weight), losses.lvit(prob[::2], mask[::2]))
     prob.requires_grad_()
@@ -174,7 +197,8 @@ def test_contrastive_mask_is_one_minus_the_cosine() -> None:
     prob, reference = torch.rand(3, 1, 4, 4), torch.rand(3, 1, 4, 4).round()
     reference[2] = 0
     expected = [
-        1 - float((p * r).sum() / max(float(p.norm() * r.norm()), 1e-8)) for p, r in zip(prob, reference, strict=True)
+        1 - float((p * r).sum() / max(float(p.norm() * r.norm()), 1e-8))
+        for p, r in zip(prob, reference, strict=True)
     ]
     assert losses.contrastive_mask(prob, reference).tolist() == pytest.approx(expected, abs=1e-6)
     with pytest.raises(ValueError, match="one shape"):

@@ -21,7 +21,9 @@ def naive(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
 
 def random_case(batch: int, size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(batch)
-    return 2 * torch.randn(batch, size, generator=generator), torch.rand(batch, size, generator=generator)
+    return 2 * torch.randn(batch, size, generator=generator), torch.rand(
+        batch, size, generator=generator
+    )
 
 
 @pytest.mark.parametrize(("batch", "size"), [(1, 2), (5, 3), (8, 30)])
@@ -31,7 +33,9 @@ def test_vqa_bce_is_binary_cross_entropy_summed_over_answers(batch: int, size: i
 
 
 def test_vqa_bce_of_zero_logits_is_ln_2_per_answer() -> None:
-    assert losses.vqa_bce(torch.zeros(4, 450), torch.zeros(4, 450)).item() == pytest.approx(450 * math.log(2), rel=1e-5)
+    assert losses.vqa_bce(torch.zeros(4, 450), torch.zeros(4, 450)).item() == pytest.approx(
+        450 * math.log(2), rel=1e-5
+    )
 
 
 def test_vqa_bce_computes_in_float32_and_is_zero_without_questions() -> None:
@@ -51,7 +55,9 @@ def test_vqa_bce_rejects_unequal_shapes() -> None:
 
 def naive_words(logits_NV: Tensor, ids_N: Tensor, weight_N: Tensor, questions: int) -> Tensor:
     total = logits_NV.new_zeros(())
-    for logits_V, word, weight in zip(logits_NV, ids_N.tolist(), weight_N.to(logits_NV.dtype), strict=True):
+    for logits_V, word, weight in zip(
+        logits_NV, ids_N.tolist(), weight_N.to(logits_NV.dtype), strict=True
+    ):
         total = total - weight * torch.log(torch.exp(logits_V[word]) / torch.exp(logits_V).sum())
     return total / questions
 
@@ -62,7 +68,9 @@ def words_case(words: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("words", "size", "questions"), [(1, 2, 1), (9, 5, 4), (3, 40, 6)])
-def test_answer_words_are_weighted_and_averaged_over_questions(words: int, size: int, questions: int) -> None:
+def test_answer_words_are_weighted_and_averaged_over_questions(
+    words: int, size: int, questions: int
+) -> None:
     logits_NV, ids_N, weight_N = words_case(words, size)
     compare(
         lambda x: losses.answer_words(x, ids_N, weight_N, questions),
@@ -78,9 +86,16 @@ def test_answer_words_learn_the_teachers_distribution_by_its_share() -> None:
     def naive_distilled(x: Tensor) -> Tensor:
         target_NV = teacher_NV.detach().to(x.dtype).softmax(dim=1)
         soft_N = -(target_NV * x.log_softmax(dim=1)).sum(dim=1)
-        return 0.7 * naive_words(x, ids_N, weight_N, 4) + 0.3 * (soft_N * weight_N.to(x.dtype)).sum() / 4
+        return (
+            0.7 * naive_words(x, ids_N, weight_N, 4)
+            + 0.3 * (soft_N * weight_N.to(x.dtype)).sum() / 4
+        )
 
-    compare(lambda x: losses.answer_words(x, ids_N, weight_N, 4, teacher_NV, 0.3), naive_distilled, [logits_NV])
+    compare(
+        lambda x: losses.answer_words(x, ids_N, weight_N, 4, teacher_NV, 0.3),
+        naive_distilled,
+        [logits_NV],
+    )
     losses.answer_words(logits_NV.requires_grad_(), ids_N, weight_N, 4, teacher_NV, 0.3).backward()
     assert teacher_NV.grad is None
     with pytest.raises(ValueError, match="alpha"):
@@ -94,7 +109,9 @@ def test_answer_words_start_at_ln_v_and_are_zero_without_words() -> None:
     start = losses.answer_words(torch.zeros(6, 300), ids_N, torch.ones(6), 2)
     assert start.item() == pytest.approx(3 * math.log(300), rel=1e-5)
     nothing = torch.zeros(0, dtype=torch.int64)
-    check_zero_with_gradient(lambda x: losses.answer_words(x, nothing, torch.zeros(0), 3), torch.zeros(0, 300))
+    check_zero_with_gradient(
+        lambda x: losses.answer_words(x, nothing, torch.zeros(0), 3), torch.zeros(0, 300)
+    )
 
 
 def test_answer_words_compute_in_float32() -> None:
@@ -103,7 +120,9 @@ def test_answer_words_compute_in_float32() -> None:
 
 
 def test_answer_words_reject_unequal_lengths() -> None:
-    with pytest.raises(ValueError, match=r"logits \(N, V\) and ids \(N,\), got \(2, 3\) and \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"logits \(N, V\) and ids \(N,\), got \(2, 3\) and \(3,\)"
+    ):
         losses.answer_words(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), torch.ones(3), 1)
     with pytest.raises(ValueError, match="each word needs a weight: 2 words and 3 weights"):
         losses.answer_words(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.ones(3), 1)

@@ -1,4 +1,6 @@
-"""Classifier of change: loss and gradients, prior images, checkpoints, training on shards and evaluation."""
+"""Classifier of change: loss and gradients, prior images, checkpoints, training on shards and
+evaluation.
+"""
 
 import dataclasses
 import json
@@ -16,7 +18,13 @@ from medvl.cli import main as cli
 from medvl.data import ChangeLabels, ShardSource
 from medvl.errors import CheckpointError, ConfigError, EvaluationError
 from medvl.eval import ChangeEval
-from medvl.models import ChangeClassifier, ChangeClassifierConfig, create_change_classifier, load, save
+from medvl.models import (
+    ChangeClassifier,
+    ChangeClassifierConfig,
+    create_change_classifier,
+    load,
+    save,
+)
 from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
 from medvl.phantom import write_ms_cxr_t
 from medvl.schema import CHANGES, Batch
@@ -51,14 +59,31 @@ def encoded(model: ChangeClassifier) -> Tensor:
 def test_loss_is_the_cross_entropy_of_the_known_labels(make: Any, tmp_path: Path) -> None:
     model = classifier(make(), tmp_path).eval()
     logits_BLC = model.change_head(encoded(model)).view(len(BATCH), 2, 3)
-    known = [(row, column) for row in range(len(BATCH)) for column in range(2) if LABELS_BL[row, column].isfinite()]
-    entropies = [F.cross_entropy(logits_BLC[row, column], (LABELS_BL[row, column] + 1).long()) for row, column in known]
+    known = [
+        (row, column)
+        for row in range(len(BATCH))
+        for column in range(2)
+        if LABELS_BL[row, column].isfinite()
+    ]
+    entropies = [
+        F.cross_entropy(logits_BLC[row, column], (LABELS_BL[row, column] + 1).long())
+        for row, column in known
+    ]
     loss = model(BATCH).total
     torch.testing.assert_close(loss, torch.stack(entropies).mean())
     assert model.loss_counts(BATCH).tolist() == [len(known)] == [11]
     loss.backward()
-    learns = {name for name, each in model.named_parameters() if each.grad is not None and each.grad.abs().sum() > 0}
-    assert {name.split(".")[1] for name in learns} >= {"image_encoder", "image_head", "weight", "bias"}
+    learns = {
+        name
+        for name, each in model.named_parameters()
+        if each.grad is not None and each.grad.abs().sum() > 0
+    }
+    assert {name.split(".")[1] for name in learns} >= {
+        "image_encoder",
+        "image_head",
+        "weight",
+        "bias",
+    }
     assert not any("text" in name or "word" in name for name in learns)
     if make is biovil_t:
         assert {"dual_encoder.missing_prior", "dual_encoder.patch_head.weight"} <= learns
@@ -81,7 +106,9 @@ def test_a_frozen_image_encoder_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [biovil_t, convirt])
-def test_placeholders_and_rows_without_labels_do_not_enter_batch_norms(make: Any, tmp_path: Path) -> None:
+def test_placeholders_and_rows_without_labels_do_not_enter_batch_norms(
+    make: Any, tmp_path: Path
+) -> None:
     model = classifier(make(), tmp_path).train()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert BATCH.has_prior_B is not None
@@ -95,19 +122,37 @@ def test_placeholders_and_rows_without_labels_do_not_enter_batch_norms(make: Any
     for batch in (BATCH, dataclasses.replace(BATCH, image_BCHW=image_BCHW, prior_BCHW=prior_BCHW)):
         model.load_state_dict(start)
         torch.manual_seed(0)
-        found.append((model(batch).total, {name: tensor.clone() for name, tensor in model.named_buffers()}))
+        found.append(
+            (model(batch).total, {name: tensor.clone() for name, tensor in model.named_buffers()})
+        )
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-    assert any(not torch.equal(tensor, start[name]) for name, tensor in found[0][1].items() if name in start)
+    assert any(
+        not torch.equal(tensor, start[name])
+        for name, tensor in found[0][1].items()
+        if name in start
+    )
 
 
 def test_a_batch_with_one_labelled_row_changes_no_statistics(tmp_path: Path) -> None:
     model = classifier(convirt(), tmp_path).train()
-    before = {name: tensor.clone() for name, tensor in model.named_buffers() if "num_batches" not in name}
+    before = {
+        name: tensor.clone() for name, tensor in model.named_buffers() if "num_batches" not in name
+    }
     labels_BL = torch.full_like(LABELS_BL, torch.nan)
     labels_BL[0, 0] = 1.0
-    model(dataclasses.replace(BATCH, labels_BL=labels_BL, mean_counts_K=torch.ones(1))).total.backward()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_buffers() if name in before)
-    trained = [parameter for parameter in model.dual_encoder.image_encoder.parameters() if parameter.requires_grad]
+    model(
+        dataclasses.replace(BATCH, labels_BL=labels_BL, mean_counts_K=torch.ones(1))
+    ).total.backward()
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in model.named_buffers()
+        if name in before
+    )
+    trained = [
+        parameter
+        for parameter in model.dual_encoder.image_encoder.parameters()
+        if parameter.requires_grad
+    ]
     assert all(parameter.grad is not None for parameter in trained)
 
 
@@ -127,19 +172,25 @@ def test_checkpoints_hold_the_whole_classifier(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     model = classifier(biovil_t(), tmp_path / "start").eval()
     save(model, tmp_path / "saved")
-    torch.testing.assert_close(load(tmp_path / "saved").change_logits(BATCH), model.change_logits(BATCH))
+    torch.testing.assert_close(
+        load(tmp_path / "saved").change_logits(BATCH), model.change_logits(BATCH)
+    )
     with raises(ConfigError, "wrong_type", "init_from"):
         create_change_classifier(tmp_path / "saved", FINDINGS)
     with pytest.raises(CheckpointError):
         create_change_classifier(tmp_path / "none", FINDINGS)
     with torch.device("meta"), raises(ConfigError, "wrong_type", "dual_encoder"):
         ChangeClassifier.build(
-            ChangeClassifierConfig(dual_encoder="autoencoder", findings=FINDINGS), pretrained=False, tokenizer=None
+            ChangeClassifierConfig(dual_encoder="autoencoder", findings=FINDINGS),
+            pretrained=False,
+            tokenizer=None,
         )
 
 
 @pytest.mark.parametrize("dual_encoder", ["a_folder", "biovil_t"])
-def test_a_checkpoint_does_not_make_its_reader_open_other_files(dual_encoder: str, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_make_its_reader_open_other_files(
+    dual_encoder: str, tmp_path: Path
+) -> None:
     name = str(tmp_path) if dual_encoder == "a_folder" else dual_encoder
     settings = {} if dual_encoder == "a_folder" else {"init_from": str(tmp_path)}
     config = ChangeClassifierConfig(dual_encoder=name, settings=settings, findings=FINDINGS)
@@ -152,7 +203,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("change")
     for name, seed in (("train", 40), ("valid", 34)):
         write_ms_cxr_t(folder / f"{name}-files", patients=12, seed=seed, size=48, workers=1)
-        cli.main(["shards", "ms-cxr-t", "--root", str(folder / f"{name}-files"), "--out", str(folder / name),
+        cli.main(["shards", "ms-cxr-t", "--root", str(folder / f"{name}-files"), "--out",
+            str(folder / name),
                   "--short-side", "32", "--workers", "1"])  # fmt: skip
     return folder
 
@@ -164,12 +216,18 @@ def test_labels_of_change_are_numbers(shards: Path) -> None:
     assert view.fingerprint != ChangeLabels(source, ("Edema",)).fingerprint
     for position in range(len(source)):
         change: Any = source.sample(position).extra.get("change", {})
-        expected = {name: CHANGES.index(change[name]) - 1 for name in view.label_names if name in change}
+        expected = {
+            name: CHANGES.index(change[name]) - 1 for name in view.label_names if name in change
+        }
         assert view.sample(position).labels == expected
 
 
-def test_training_and_evaluation_on_shards(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = ChangeDataConfig(train=shards / "train" / "test", valid=shards / "valid" / "test", workers=0)
+def test_training_and_evaluation_on_shards(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ChangeDataConfig(
+        train=shards / "train" / "test", valid=shards / "valid" / "test", workers=0
+    )
     names = data.names()
     (tmp_path / "start").mkdir()
     save(biovil_t(), tmp_path / "start")
@@ -179,21 +237,36 @@ def test_training_and_evaluation_on_shards(shards: Path, tmp_path: Path, capsys:
         for batch in open_change(data, model, batch=4).train
     )
     opened = open_change(data, model, batch=4)
-    config = TrainConfig(run_dir=tmp_path / "run", steps=2, global_batch=4, find_unused_parameters=True)
+    config = TrainConfig(
+        run_dir=tmp_path / "run", steps=2, global_batch=4, find_unused_parameters=True
+    )
     train(model, opened.train, optim=OptimConfig(lr=1e-3), config=config, valid_loader=opened.valid)
     scores = ChangeEval(opened.valid_images)(model)
     assert set(scores) == {"change/macro_accuracy", "change/accuracy"}
-    command = ["eval", "change", "--checkpoint", str(tmp_path / "run" / "last"), "--data", str(data.valid)]
+    command = [
+        "eval",
+        "change",
+        "--checkpoint",
+        str(tmp_path / "run" / "last"),
+        "--data",
+        str(data.valid),
+    ]
     cli.main([*command, "--out", str(tmp_path / "out"), "--resamples", "20"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert set(names) < {row["target"] for row in results["metrics"]}  # not the findings without training labels
+    assert set(names) < {
+        row["target"] for row in results["metrics"]
+    }  # not the findings without training labels
     found = {row["metric"]: row["value"] for row in results["metrics"] if row["target"] == "macro"}
-    assert found == pytest.approx({name.removeprefix("change/"): value for name, value in scores.items()})
+    assert found == pytest.approx(
+        {name.removeprefix("change/"): value for name, value in scores.items()}
+    )
     assert "probabilities of the classifier" in (tmp_path / "out" / "index.html").read_text()
     with pytest.raises(SystemExit):
         cli.main([*command, "--folds", "3"])
     assert "folds" in capsys.readouterr().err
-    unknown = ChangeClassifier(dataclasses.replace(model.config, findings=("Fracture",)), model.dual_encoder)
+    unknown = ChangeClassifier(
+        dataclasses.replace(model.config, findings=("Fracture",)), model.dual_encoder
+    )
     with raises(EvaluationError, "mismatch", "checkpoint"):
         ChangeEval(opened.valid_images)(unknown)
 

@@ -1,4 +1,6 @@
-"""Detector and segmenter: geometry, targets, training with a frozen or trainable encoder, checkpoints."""
+"""Detector and segmenter: geometry, targets, training with a frozen or trainable encoder,
+checkpoints.
+"""
 
 import dataclasses
 import json
@@ -47,13 +49,17 @@ def box(label: str, x: float, y: float, width: float, height: float) -> dict[str
     return {"label": label, "x": x, "y": y, "width": width, "height": height}
 
 
-def detector(transform: EvalTransform = SQUASH, encoder: str = "resnet_tiny", **settings: Any) -> Detector:
+def detector(
+    transform: EvalTransform = SQUASH, encoder: str = "resnet_tiny", **settings: Any
+) -> Detector:
     torch.manual_seed(0)
     image_encoder = create_image_encoder(encoder, image_size=transform.size)
     return Detector.on(image_encoder, LABELS, transform, width=16, **settings)
 
 
-def segmenter(transform: EvalTransform = SQUASH, encoder: str = "resnet_tiny", **settings: Any) -> Segmenter:
+def segmenter(
+    transform: EvalTransform = SQUASH, encoder: str = "resnet_tiny", **settings: Any
+) -> Segmenter:
     torch.manual_seed(0)
     image_encoder = create_image_encoder(encoder, image_size=transform.size)
     return Segmenter.on(image_encoder, LABELS, transform, width=16, **settings)
@@ -69,7 +75,9 @@ def batch_of(model: Detector | Segmenter, samples: list[Sample]) -> DenseBatch:
         for row, boxes_N5 in zip(fields["boxes_BN5"], boxes, strict=True):
             row[: len(boxes_N5)] = torch.from_numpy(boxes_N5)
     else:
-        fields["masks_BLhw"] = torch.from_numpy(np.stack([targets.masks(sample) for sample in samples]))
+        fields["masks_BLhw"] = torch.from_numpy(
+            np.stack([targets.masks(sample) for sample in samples])
+        )
     count = len(samples)
     return DenseBatch(
         keys=[str(number) for number in range(count)],
@@ -97,10 +105,18 @@ def test_labels_boxes_and_masks_of_a_sample() -> None:
     assert not mask_of(masked, "Opacity").any()
     assert mask_of(boxed, "Mass").sum() == 30 * 40  # boxes serve as masks if there are none
     np.testing.assert_array_equal(mask_at(masked, "Mass", (60, 100)), runs[::2, ::2])
-    annotated = [is_annotated(sample_of(extra), kind) for extra in ({"masks": []}, {}) for kind in ("boxes", "masks")]
+    annotated = [
+        is_annotated(sample_of(extra), kind)
+        for extra in ({"masks": []}, {})
+        for kind in ("boxes", "masks")
+    ]
     assert annotated == [False, True, False, False]
     assert is_annotated(sample_of({"boxes": []}), "masks")
-    for broken in ({"boxes": [{"label": "Mass", "x": 1}]}, {"boxes": "none"}, {"boxes": [{"x": 1}]}):
+    for broken in (
+        {"boxes": [{"label": "Mass", "x": 1}]},
+        {"boxes": "none"},
+        {"boxes": [{"x": 1}]},
+    ):
         with pytest.raises(CorpusError, match="sample k"):
             boxes_of(sample_of(broken), LABELS, (60, 100))
 
@@ -137,12 +153,16 @@ def test_detected_boxes_lie_in_the_image(fit: Any) -> None:
     model.cells = cells  # type: Any
     (boxes_LK5,) = model.detect(batch_of(model, [sample_of({"boxes": []})]), [(120, 200)])
     shown = [40.0, 0, 160, 120] if fit == "crop" else [0.0, 0, 200, 120]
-    torch.testing.assert_close(boxes_LK5[0, 0, :4], torch.tensor(shown), atol=1.5, rtol=0)  # crops end at whole pixels
+    torch.testing.assert_close(
+        boxes_LK5[0, 0, :4], torch.tensor(shown), atol=1.5, rtol=0
+    )  # crops end at whole pixels
     assert boxes_LK5[:, 1, 4].tolist() == [-torch.inf, -torch.inf]
 
 
 def test_boxes_are_cropped_with_the_image() -> None:
-    crop = DenseTargets("boxes", LABELS, EvalTransform(size=SIZE, fit="crop"), (4, 4))  # columns 40 to 160 of 200
+    crop = DenseTargets(
+        "boxes", LABELS, EvalTransform(size=SIZE, fit="crop"), (4, 4)
+    )  # columns 40 to 160 of 200
     assert len(crop.boxes(sample_of({"boxes": [box("Mass", 0, 0, 30, 30)]}))) == 0
     (edges,) = crop.boxes(sample_of({"boxes": [box("Mass", 20, 0, 60, 60)]}))
     np.testing.assert_allclose(edges[:4], [0, 0, 40 * SIZE / 120, 60 * SIZE / 120], atol=0.5)
@@ -157,7 +177,9 @@ def test_masks_are_transformed_like_images(fit: Any) -> None:
     masks = DenseTargets("masks", LABELS, transform, (16, 16)).masks(
         sample_of({"masks": [{"label": "Mass", "runs": encode_runs(runs)}]})
     )
-    picture = transform.build()((runs * 255).astype(np.uint8), np.random.default_rng(0)).image_HWC[:, :, 0]
+    picture = transform.build()((runs * 255).astype(np.uint8), np.random.default_rng(0)).image_HWC[
+        :, :, 0
+    ]
     np.testing.assert_allclose(masks[0], picture.reshape(16, 4, 16, 4).mean(axis=(1, 3)), atol=1)
     assert masks[0].max() == 255
     assert not masks[1].any()
@@ -165,12 +187,17 @@ def test_masks_are_transformed_like_images(fit: Any) -> None:
 
 @pytest.mark.parametrize("fit", FITS)
 def test_maps_align_with_the_original_image(fit: Any) -> None:
-    """A model that predicts the true mask gives the true mask, except for its edge and cropped parts."""
+    """A model that predicts the true mask gives the true mask, except for its edge and cropped
+    parts.
+    """
     model = segmenter(EvalTransform(size=SIZE, fit=fit)).eval()
     runs = np.zeros((120, 200), bool)
     runs[30:78, 60:140] = True
     sample = sample_of({"masks": [{"label": "Mass", "runs": encode_runs(runs)}]})
-    share_Lhw = torch.from_numpy(DenseTargets("masks", LABELS, model.transform, model.grid).masks(sample)) / 255
+    share_Lhw = (
+        torch.from_numpy(DenseTargets("masks", LABELS, model.transform, model.grid).masks(sample))
+        / 255
+    )
     model.mask_logits = lambda batch: torch.logit(share_Lhw.clamp(1e-4, 1 - 1e-4))[None]  # type: Any
     (map_LHW,) = model.maps(batch_of(model, [sample]), [(120, 200)])
     predicted = (map_LHW[0].nan_to_num(0) >= 0.5).numpy()
@@ -201,7 +228,9 @@ def test_targets_equal_their_definition() -> None:
                 if abs(x - (x0 + x1) / 2) <= reach_x and abs(y - (y0 + y1) / 2) <= reach_y:
                     matches.append(((x1 - x0) * (y1 - y0), [x0, y0, x1, y1], int(label)))
             assert bool(targets.inner_BP[b, p]) == bool(matches)
-            assert targets.label_BPL[b, p].tolist() == [float(any(m[2] == n for m in matches)) for n in range(2)]
+            assert targets.label_BPL[b, p].tolist() == [
+                float(any(m[2] == n for m in matches)) for n in range(2)
+            ]
             if matches:
                 assert targets.box_BP4[b, p].tolist() == min(matches)[1]
     assert targets.label_BPL[0].sum() > 2
@@ -247,7 +276,10 @@ def test_decoder_learns_on_a_frozen_encoder(make: Any, encoder: str) -> None:
     model = make(encoder=encoder).train()
     runs = np.zeros((120, 200), bool)
     runs[30:78, 60:140] = True
-    extra = {"boxes": [box("Mass", 60, 30, 80, 48)], "masks": [{"label": "Mass", "runs": encode_runs(runs)}]}
+    extra = {
+        "boxes": [box("Mass", 60, 30, 80, 48)],
+        "masks": [{"label": "Mass", "runs": encode_runs(runs)}],
+    }
     batch = batch_of(model, [sample_of(extra), sample_of({"boxes": [], "masks": []})])
     before = {name: tensor.clone() for name, tensor in model.image_encoder.state_dict().items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -257,7 +289,9 @@ def test_decoder_learns_on_a_frozen_encoder(make: Any, encoder: str) -> None:
     assert seen[-1]["total"] < 0.7 * seen[0]["total"]
     assert not model.image_encoder.training
     for name, tensor in model.image_encoder.state_dict().items():
-        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)  # including batch-norm statistics
+        torch.testing.assert_close(
+            tensor, before[name], rtol=0, atol=0
+        )  # including batch-norm statistics
 
 
 @pytest.mark.parametrize("make", [detector, segmenter])
@@ -284,9 +318,13 @@ def test_trainable_encoder_learns_at_its_own_rate(make: Any) -> None:
     groups = model.parameter_groups(lr=1e-3, weight_decay=0.1)
     rates = {group["name"].split(":")[0]: group["lr"] for group in groups}
     assert rates["image_encoder"] == pytest.approx(1e-3)
-    assert all(rate == pytest.approx(5e-3) for name, rate in rates.items() if name != "image_encoder")
+    assert all(
+        rate == pytest.approx(5e-3) for name, rate in rates.items() if name != "image_encoder"
+    )
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    model(batch_of(model, [sample_of({"boxes": [box("Mass", 60, 30, 80, 48)]})] * 2)).total.backward()
+    model(
+        batch_of(model, [sample_of({"boxes": [box("Mass", 60, 30, 80, 48)]})] * 2)
+    ).total.backward()
     assert model.image_encoder.training
     assert any(parameter.grad.abs().sum() > 0 for parameter in model.image_encoder.parameters())
 
@@ -301,12 +339,18 @@ def test_text_can_change_the_patches() -> None:
             features = super().patch_features(batch)
             assert features.patches_BPD is not None
             scale_B11 = batch.mask_BT.sum(dim=1).add(1)[:, None, None]
-            return dataclasses.replace(features, patches_BPD=features.patches_BPD + scale_B11 * torch.randn(1))
+            return dataclasses.replace(
+                features, patches_BPD=features.patches_BPD + scale_B11 * torch.randn(1)
+            )
 
     torch.manual_seed(0)
-    model = Guided.on(create_image_encoder("resnet_tiny", image_size=SIZE), LABELS, SQUASH, width=16).eval()
+    model = Guided.on(
+        create_image_encoder("resnet_tiny", image_size=SIZE), LABELS, SQUASH, width=16
+    ).eval()
     batch = batch_of(model, [sample_of({"boxes": []})])
-    longer = dataclasses.replace(batch, ids_BT=torch.ones(1, 5, dtype=torch.int64), mask_BT=torch.ones(1, 5) > 0)
+    longer = dataclasses.replace(
+        batch, ids_BT=torch.ones(1, 5, dtype=torch.int64), mask_BT=torch.ones(1, 5) > 0
+    )
     maps = []
     for some in (batch, longer):
         torch.manual_seed(1)
@@ -332,14 +376,23 @@ def test_loaded_checkpoint_equals_the_saved_model(make: Any, tmp_path: Path) -> 
 
 
 def test_create_dense_uses_any_system_size_and_grid(tmp_path: Path) -> None:
-    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 64, "vocab_size": 50}
-    convirt = medvl.create_model("convirt", projection_dim=8, frozen_text_layers=0, **settings).eval()
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 64,
+        "vocab_size": 50,
+    }
+    convirt = medvl.create_model(
+        "convirt", projection_dim=8, frozen_text_layers=0, **settings
+    ).eval()
     save(convirt, tmp_path)
     plain = create_dense(Segmenter, tmp_path, LABELS, width=16)
     finer = create_dense(Detector, tmp_path, LABELS, width=16, size=128, patch_level=-2)
     for name, tensor in convirt.image_encoder.state_dict().items():
         for model in (plain, finer):
-            torch.testing.assert_close(model.image_encoder.state_dict()[name], tensor, rtol=0, atol=0)
+            torch.testing.assert_close(
+                model.image_encoder.state_dict()[name], tensor, rtol=0, atol=0
+            )
     assert plain.transform == convirt.transform
     assert finer.transform == dataclasses.replace(convirt.transform, size=128)
     assert finer.grid == tuple(4 * side for side in plain.grid)
@@ -375,10 +428,14 @@ def test_config_rejects_invalid_values(field: str, value: Any, code: str) -> Non
 
 
 def test_linear_decoder_is_one_layer_on_the_patches(tmp_path: Path) -> None:
-    """The formula written out: logits of each patch, enlarged bilinearly to the pixels of the input."""
+    """The formula written out: logits of each patch, enlarged bilinearly to the pixels of the
+    input.
+    """
     model = segmenter(decoder="linear").eval()
     assert model.grid == (SIZE, SIZE)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     weight_LD11, bias_L = trained["mask_head.weight"], trained["mask_head.bias"]
     assert len(trained) == 2
     assert weight_LD11.shape == (len(LABELS), model.image_encoder.patch_dim, 1, 1)
@@ -387,10 +444,14 @@ def test_linear_decoder_is_one_layer_on_the_patches(tmp_path: Path) -> None:
     patches_BPD, (height, width) = features.patches_BPD, features.grid
     logits_BPL = patches_BPD @ weight_LD11[:, :, 0, 0].T + bias_L
     small_BLhw = logits_BPL.permute(0, 2, 1).reshape(3, len(LABELS), height, width)
-    expected_BLhw = torch.nn.functional.interpolate(small_BLhw, scale_factor=2.0**5, mode="bilinear")
+    expected_BLhw = torch.nn.functional.interpolate(
+        small_BLhw, scale_factor=2.0**5, mode="bilinear"
+    )
     assert torch.allclose(model.mask_logits(batch), expected_BLhw, atol=1e-5)
     model(batch).total.backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained.values())
+    assert all(
+        parameter.grad is not None and parameter.grad.any() for parameter in trained.values()
+    )
     assert not any(parameter.grad is not None for parameter in model.image_encoder.parameters())
     save(model, tmp_path)
     assert torch.equal(load(tmp_path).mask_logits(batch), model.mask_logits(batch))
@@ -399,20 +460,33 @@ def test_linear_decoder_is_one_layer_on_the_patches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoder", "arguments"), [("timm:vit_tiny_patch16_224", {"depth": 1}), ("resnet_tiny", {"patch_level": -2})]
+    ("encoder", "arguments"),
+    [("timm:vit_tiny_patch16_224", {"depth": 1}), ("resnet_tiny", {"patch_level": -2})],
 )
-def test_logits_of_the_linear_decoder_are_at_the_inputs_pixels(encoder: str, arguments: dict[str, Any]) -> None:
-    """Whatever the encoder's stride is: a fixed number of doublings fits a last map of stride 32 alone."""
+def test_logits_of_the_linear_decoder_are_at_the_inputs_pixels(
+    encoder: str, arguments: dict[str, Any]
+) -> None:
+    """Whatever the encoder's stride is: a fixed number of doublings fits a last map of stride 32
+    alone.
+    """
     image_encoder = create_image_encoder(encoder, image_size=SIZE, **arguments)
     model = Segmenter.on(image_encoder, LABELS, SQUASH, decoder="linear", doublings=1)
     batch = batch_of(model, [sample_of({"masks": []})] * 2)
     assert batch.masks_BLhw is not None
-    assert model.grid == model.mask_logits(batch).shape[2:] == batch.masks_BLhw.shape[2:] == (SIZE, SIZE)
+    assert (
+        model.grid
+        == model.mask_logits(batch).shape[2:]
+        == batch.masks_BLhw.shape[2:]
+        == (SIZE, SIZE)
+    )
 
 
 def test_dense_models_stretch_images_unless_they_have_a_size_of_their_own(tmp_path: Path) -> None:
     save(gloria(), tmp_path)  # 64 pixels, stretched to 96
-    plain, larger = create_dense(Segmenter, tmp_path, LABELS), create_dense(Segmenter, tmp_path, LABELS, size=128)
+    plain, larger = (
+        create_dense(Segmenter, tmp_path, LABELS),
+        create_dense(Segmenter, tmp_path, LABELS, size=128),
+    )
     assert plain.grid == (24, 24)
     assert plain.transform.size == SIZE
     batch = batch_of(plain, [sample_of({"boxes": [box("Mass", 60, 30, 80, 48)]})] * 2)
@@ -428,5 +502,8 @@ def test_dense_models_stretch_images_unless_they_have_a_size_of_their_own(tmp_pa
 def test_create_model_creates_dense_models() -> None:
     for name, cls in (("detector", Detector), ("segmenter", Segmenter)):
         assert isinstance(
-            medvl.create_model(name, encoder={"name": "resnet_tiny", "image_size": 32}, labels=LABELS), cls
+            medvl.create_model(
+                name, encoder={"name": "resnet_tiny", "image_size": 32}, labels=LABELS
+            ),
+            cls,
         )

@@ -51,8 +51,10 @@ SQUASH = EvalTransform(size=SIDE, fit="squash")
 
 
 def make_shards(folder: Path) -> Path:
-    """40 patients to train, 12 to validate, 12 to test: two images in three have a bright square, with its box and mask,
-    in pixels of a published image twice as large; in every seventh image nobody looked."""
+    """40 patients to train, 12 to validate, 12 to test: two images in three have a bright square,
+    with its box and mask, in pixels of a published image twice as large; in every seventh image
+    nobody looked.
+    """
     rng = np.random.default_rng(0)
     deid = Deidentifier(b"0123456789abcdef")
     records = []
@@ -68,7 +70,9 @@ def make_shards(folder: Path) -> Path:
         extra: dict[str, Any] = {"image_width": 2 * SIDE, "image_height": 2 * SIDE}
         if number % 7:
             extra["boxes"] = [{"label": "Mass", **edges}] if inside.any() else []
-            extra["masks"] = [{"label": "Mass", "runs": encode_runs(published)}] if inside.any() else []
+            extra["masks"] = (
+                [{"label": "Mass", "runs": encode_runs(published)}] if inside.any() else []
+            )
         sample = Sample(
             key=f"k-{number:03d}",
             corpus="squares",
@@ -82,7 +86,10 @@ def make_shards(folder: Path) -> Path:
         records.append(Record(sample))
     plan = Plan("squares", records, ("Mass",), RowCounts())
     write_shards(
-        plan, deid, ShardRun(out=folder / "shards", workers=1), ShardOptions(short_side=SIDE, keep_textless=True)
+        plan,
+        deid,
+        ShardRun(out=folder / "shards", workers=1),
+        ShardOptions(short_side=SIDE, keep_textless=True),
     )
     return folder / "shards"
 
@@ -93,7 +100,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_of(shards: Path, **settings: Any) -> DenseDataConfig:
-    return DenseDataConfig(train=shards / "train", valid=shards / "validate", workers=0, valid_batch=5, **settings)
+    return DenseDataConfig(
+        train=shards / "train", valid=shards / "validate", workers=0, valid_batch=5, **settings
+    )
 
 
 def model_of(cls: Any) -> Any:
@@ -120,9 +129,15 @@ def trained(
     seed = seed_of()
     if seed not in runs:
         runs[seed] = {
-            "boxes": fit_squares("boxes", shards, tmp_path_factory.mktemp("boxes"), DetectionEval, "detection/ap@0.4"),
+            "boxes": fit_squares(
+                "boxes", shards, tmp_path_factory.mktemp("boxes"), DetectionEval, "detection/ap@0.4"
+            ),
             "masks": fit_squares(
-                "masks", shards, tmp_path_factory.mktemp("masks"), SegmentationEval, "segmentation/dice_masked"
+                "masks",
+                shards,
+                tmp_path_factory.mktemp("masks"),
+                SegmentationEval,
+                "segmentation/dice_masked",
             ),
         }
     return runs[seed]
@@ -184,7 +199,9 @@ def test_batches_have_boxes_and_omit_images_without_annotations(shards: Path) ->
 def test_fraction_equals_that_of_the_linear_probe(shards: Path) -> None:
     source = ShardSource(shards / "train")
     samples = [source.sample(place) for place in range(len(source))]
-    opened = open_dense(data_of(shards, fraction=0.25, fraction_seed=3), model_of(Segmenter), "masks", batch=2)
+    opened = open_dense(
+        data_of(shards, fraction=0.25, fraction_seed=3), model_of(Segmenter), "masks", batch=2
+    )
     taken = label_fraction([sample.patient for sample in samples], 0.25, 3)
     wanted = {samples[place].key for place in taken if "masks" in samples[place].extra}
     assert opened.described["data"]["train"]["images"] == len(wanted)
@@ -196,7 +213,9 @@ def test_smaller_fractions_are_parts_of_larger_ones(shards: Path) -> None:
     images = [
         {key for batch in opened.train for key in batch.keys}
         for fraction in (0.1, 0.5, 1.0)
-        for opened in [open_dense(data_of(shards, fraction=fraction), linear_of(Segmenter), "masks", batch=1)]
+        for opened in [
+            open_dense(data_of(shards, fraction=fraction), linear_of(Segmenter), "masks", batch=1)
+        ]
     ]
     assert images[0] < images[1] < images[2]
 
@@ -222,11 +241,15 @@ def loader_of(shards: Path, split: str, model: Any) -> Any:
 
 
 @pytest.mark.training
-def test_detector_finds_squares_and_is_evaluated_on_all_images(shards: Path, trained: dict[str, Path]) -> None:
+def test_detector_finds_squares_and_is_evaluated_on_all_images(
+    shards: Path, trained: dict[str, Path]
+) -> None:
     model = load(trained["boxes"])
     assert isinstance(model, Detector)
     test, valid = loader_of(shards, "test", model), loader_of(shards, "validate", model)
-    result = box_detection(model, test, valid_loader=valid, resamples=50, checkpoint=trained["boxes"])
+    result = box_detection(
+        model, test, valid_loader=valid, resamples=50, checkpoint=trained["boxes"]
+    )
     assert result.results.row("ap@0.4", "Mass").value > 0.6
     blind = box_detection(model_of(Detector).eval(), test, resamples=0)
     assert blind.results.row("ap@0.4", "Mass").value < 0.2
@@ -247,7 +270,9 @@ def test_detector_finds_squares_and_is_evaluated_on_all_images(shards: Path, tra
     assert {row.metric for row in blind.results.rows}.isdisjoint({"challenge_score", "left_empty"})
     lines = list(result.predictions())
     assert len(lines) == len(looked)
-    assert all(0 <= box["x"] <= 2 * SIDE and box["width"] >= 0 for line in lines for box in line["boxes"])
+    assert all(
+        0 <= box["x"] <= 2 * SIDE and box["width"] >= 0 for line in lines for box in line["boxes"]
+    )
     metrics = DetectionEval(test)(model)
     assert metrics["detection/ap_rsna"] == pytest.approx(row.value)
     with raises(SplitError, "leak"):
@@ -259,13 +284,18 @@ def test_segmenter_marks_squares_under_both_rules(shards: Path, trained: dict[st
     model = load(trained["masks"])
     assert isinstance(model, Segmenter)
     test, valid = loader_of(shards, "test", model), loader_of(shards, "validate", model)
-    result = mask_segmentation(model, test, valid_loader=valid, resamples=50, keep_maps=2, checkpoint=trained["masks"])
+    result = mask_segmentation(
+        model, test, valid_loader=valid, resamples=50, keep_maps=2, checkpoint=trained["masks"]
+    )
     row = result.results.row("dice_masked", "Mass")
     assert row.value > 0.6
     assert row.low <= row.value <= row.high
     skipping = mask_segmentation(model, test, valid_loader=valid, empty="skip_empty", resamples=0)
     assert skipping.results.row("dice", "Mass").n == row.n < result.results.row("dice", "Mass").n
-    assert skipping.results.row("dice", "Mass").value == skipping.results.row("dice_masked", "Mass").value
+    assert (
+        skipping.results.row("dice", "Mass").value
+        == skipping.results.row("dice_masked", "Mass").value
+    )
     details = result.results.details
     assert details["images_with_mask"] == {"Mass": row.n}
     assert details["empty_prediction_dice"]["Mass"] == pytest.approx(1 - row.n / details["images"])
@@ -291,18 +321,25 @@ def test_pages_show_results(shards: Path, trained: dict[str, Path], tmp_path: Pa
     test = loader_of(shards, "test", detector)
     for result, write in (
         (
-            box_detection(detector, test, valid_loader=loader_of(shards, "validate", detector), resamples=20),
+            box_detection(
+                detector, test, valid_loader=loader_of(shards, "validate", detector), resamples=20
+            ),
             write_detection_page,
         ),
         (mask_segmentation(segmenter, test, resamples=20, keep_maps=2), write_segmentation_page),
     ):
         page = write(
-            result, tmp_path / "page.html", PageHeader(model="ours", data="squares"), pixels=test.source.pixels
+            result,
+            tmp_path / "page.html",
+            PageHeader(model="ours", data="squares"),
+            pixels=test.source.pixels,
         ).read_text()
         assert page.count("data:image/jpeg") >= 3
         assert "Mass" in page
         assert "Normal, " in page
-        bare = write(result, tmp_path / "bare.html", PageHeader(model="ours", data="squares")).read_text()
+        bare = write(
+            result, tmp_path / "bare.html", PageHeader(model="ours", data="squares")
+        ).read_text()
         assert "data:image/jpeg" not in bare
 
 
@@ -326,7 +363,9 @@ def test_commands_write_results_and_a_page(
         results = read_results(out)
         assert results.protocol == task
         assert results.inputs["validation_manifest"] == ShardSource(shards / "validate").fingerprint
-        assert len((out / "predictions.jsonl").read_text().splitlines()) == results.details["images"]
+        assert (
+            len((out / "predictions.jsonl").read_text().splitlines()) == results.details["images"]
+        )
         assert (out / "index.html").stat().st_size > 5000
     with pytest.raises(SystemExit):
         cli.main(["eval", "detection", "--checkpoint", str(trained["masks"]), *common])
@@ -338,7 +377,9 @@ def test_commands_write_results_and_a_page(
 
 
 def test_several_labels_have_a_macro_mean() -> None:
-    """With a model that is right for the first of two labels and predicts nothing for the second."""
+    """With a model that is right for the first of two labels and predicts nothing for the
+    second.
+    """
     samples = [
         Sample(
             key=f"k{n}",
@@ -349,7 +390,10 @@ def test_several_labels_have_a_macro_mean() -> None:
             extra={
                 "image_width": 40,
                 "image_height": 20,
-                "boxes": [{"label": label, "x": 4, "y": 2, "width": 12, "height": 9} for label in ("A", "B")[: n % 3]],
+                "boxes": [
+                    {"label": label, "x": 4, "y": 2, "width": 12, "height": 9}
+                    for label in ("A", "B")[: n % 3]
+                ],
             },
         )
         for n in range(9)
@@ -369,7 +413,9 @@ def test_several_labels_have_a_macro_mean() -> None:
     loader: Any = FakeLoader(source, batch=4)
     model: Any = Knows()
     images, _ = detect_images(model, loader)
-    assert match_boxes([image.detections[0] for image in images]).boxes_N.tolist() == [n % 3 > 0 for n in range(9)]
+    assert match_boxes([image.detections[0] for image in images]).boxes_N.tolist() == [
+        n % 3 > 0 for n in range(9)
+    ]
     result = box_detection(model, loader, valid_loader=None, resamples=20)
     values = {row.target: row.value for row in result.results.rows if row.metric == "ap_rsna"}
     assert values["A"] == pytest.approx(2 / 3)  # six of nine equal scores are hits
@@ -377,7 +423,10 @@ def test_several_labels_have_a_macro_mean() -> None:
     assert values["macro"] == pytest.approx(values["A"] / 2)
     assert DetectionEval(loader)(model)["detection/ap_rsna"] == pytest.approx(values["macro"])
     voc = box_detection(model, loader, convention="voc2012", resamples=0).results
-    assert (voc.config["convention"]["name"], voc.config["convention"]["recalls"]) == ("voc2012", "all")
+    assert (voc.config["convention"]["name"], voc.config["convention"]["recalls"]) == (
+        "voc2012",
+        "all",
+    )
     with raises(EvaluationError, "unknown_name", "convention"):
         box_detection(model, loader, convention=cast(Any, "voc"))
     source.samples = [dataclasses.replace(sample, extra={}) for sample in source.samples]
@@ -393,7 +442,11 @@ def test_recipe_runs_both_tasks(shards: Path, tmp_path: Path) -> None:
     start.mkdir()
     save(model_of(Segmenter), start)
     names = runpy.run_path(str(Path(__file__).parents[3] / "recipes" / "dense_transfer.py"))
-    for preset, cls in (("tiny", Detector), ("tiny-segmentation", Segmenter), ("lovt-linear", Segmenter)):
+    for preset, cls in (
+        ("tiny", Detector),
+        ("tiny-segmentation", Segmenter),
+        ("lovt-linear", Segmenter),
+    ):
         recipe = names["PRESETS"][preset]
         settings = dataclasses.replace(
             recipe,
@@ -401,7 +454,12 @@ def test_recipe_runs_both_tasks(shards: Path, tmp_path: Path) -> None:
             width=16,
             data=data_of(shards, fraction=0.5),
             train=dataclasses.replace(
-                recipe.train, run_dir=tmp_path / preset, epochs=1, global_batch=8, precision="fp32", tensorboard=False
+                recipe.train,
+                run_dir=tmp_path / preset,
+                epochs=1,
+                global_batch=8,
+                precision="fp32",
+                tensorboard=False,
             ),
         )
         run = names["prepare"](settings)

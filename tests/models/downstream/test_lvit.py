@@ -1,4 +1,6 @@
-"""LViT: its network against the released one's arithmetic, its sizes, its text, and its unlabelled images."""
+"""LViT: its network against the released one's arithmetic, its sizes, its text, and its
+unlabelled images.
+"""
 
 import dataclasses
 import runpy
@@ -36,16 +38,34 @@ from medvl.errors import ConfigError
 from medvl.eval import mask_segmentation, read_results
 from medvl.eval.core.open import open_for_evaluation
 from medvl.models import LViT, load, save, train_manifests
-from medvl.models.downstream.lvit import Block, LViTNetwork, PixelAttention, PseudoLabels, References, UNet, turned
+from medvl.models.downstream.lvit import (
+    Block,
+    LViTNetwork,
+    PixelAttention,
+    PseudoLabels,
+    References,
+    UNet,
+    turned,
+)
 from medvl.schema import Sample
 from medvl.train import DenseDataConfig, open_dense
 
-TEXTS = ["bilateral infection, two areas, upper left lung", "one area, lower right lung", "one area", "no area"]
+TEXTS = [
+    "bilateral infection, two areas, upper left lung",
+    "one area, lower right lung",
+    "one area",
+    "no area",
+]
 SIZE = 32
 TOKENIZER = train_wordpiece(TEXTS, vocab_size=200, min_frequency=1)
 TINY: dict[str, Any] = {
     "text_encoder": "tiny_bert",
-    "text_arguments": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
+    "text_arguments": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    },
     "image_size": SIZE,
     "width": 8,
 }
@@ -56,7 +76,9 @@ def make(**settings: Any) -> LViT:
     network = {**settings}
     reads = network.get("text", "first_level") != "off" and network.get("network", "lvit") == "lvit"
     model = medvl.create_model(
-        "lvit", tokenizer=TOKENIZER if reads else None, **{"labels": ("Infection",), **TINY, **settings}
+        "lvit",
+        tokenizer=TOKENIZER if reads else None,
+        **{"labels": ("Infection",), **TINY, **settings},
     )
     assert isinstance(model, LViT)
     return model
@@ -68,10 +90,12 @@ def batch_of(texts: list[str] = TEXTS, **fields: Any) -> DenseBatch:
     count = len(texts)
     mask = torch.zeros(count, 1, SIZE, SIZE, dtype=torch.uint8)
     mask[:, :, 8:20, 4:16] = 255
-    defaults: dict[str, Any] = {"image_BCHW": torch.randint(0, 256, (count, 1, SIZE, SIZE), dtype=torch.uint8)}
+    defaults: dict[str, Any] = {
+        "image_BCHW": torch.randint(0, 256, (count, 1, SIZE, SIZE), dtype=torch.uint8)
+    }
     return DenseBatch(
-        keys=[str(n) for n in range(count)], ids_BT=ids_BT, mask_BT=mask_BT, labels_BL=torch.zeros(count, 0),
-        texts=texts, masks_BLhw=mask, **{**defaults, **fields},
+        keys=[str(n) for n in range(count)], ids_BT=ids_BT, mask_BT=mask_BT,
+        labels_BL=torch.zeros(count, 0), texts=texts, masks_BLhw=mask, **{**defaults, **fields},
     )  # fmt: skip
 
 
@@ -79,26 +103,48 @@ def batch_of(texts: list[str] = TEXTS, **fields: Any) -> DenseBatch:
 
 
 def test_published_sizes() -> None:
-    """29.9 M parameters learn; the released code has 10.0 M more that it never uses, 39.9 M as published."""
+    """29.9 M parameters learn; the released code has 10.0 M more that it never uses, 39.9 M as
+    published.
+    """
     network = LViTNetwork(3, 1, 64, 224, (10, 768))
     unused = 0
     for level, (dim, patch) in enumerate(zip((64, 128, 256, 512), (16, 8, 4, 2), strict=True)):
-        narrow, widen, spread = ((3 * a * b + 3 * b) for a, b in ((dim, dim // 2), (2 * dim, dim), (10, 196)))
-        unused += 2 * (dim + 1 + 2 * dim)  # a classifier and a norm in each of the eight Transformers
+        narrow, widen, spread = (
+            (3 * a * b + 3 * b) for a, b in ((dim, dim // 2), (2 * dim, dim), (10, 196))
+        )
+        unused += 2 * (
+            dim + 1 + 2 * dim
+        )  # a classifier and a norm in each of the eight Transformers
         unused += dim * dim * patch**2 + dim + 196 * dim  # embeddings of the four on the way up
-        unused += narrow * (1 if level else 2) + widen * (1 if level < 3 else 2) + spread * (2 if level else 1)
-        unused += 2 * dim**2 + 31 + 2 * (dim**2 + dim)  # a pixel attention, and a layer of each of two
+        unused += (
+            narrow * (1 if level else 2)
+            + widen * (1 if level < 3 else 2)
+            + spread * (2 if level else 1)
+        )
+        unused += (
+            2 * dim**2 + 31 + 2 * (dim**2 + dim)
+        )  # a pixel attention, and a layer of each of two
     learned = sum(parameter.numel() for parameter in network.parameters())
     assert (learned, learned + unused) == (29_908_033, 39_933_345)
     assert sum(parameter.numel() for parameter in UNet(3, 1, 64).parameters()) == 14_751_873
-    products = 8 * 2 * 196**2 * 240  # attention of two Transformers at each of the levels, whose mean width is 240
+    products = (
+        8 * 2 * 196**2 * 240
+    )  # attention of two Transformers at each of the levels, whose mean width is 240
     for name, module in network.named_modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Linear):
             part, level = name.split(".")[0], int(next(filter(str.isdigit, name), "0"))
-            side = {"enter": 224, "leave": 224, "down": 112 >> level, "up": 224 >> level, "reconstruct": 224 >> level}
+            side = {
+                "enter": 224,
+                "leave": 224,
+                "down": 112 >> level,
+                "up": 224 >> level,
+                "reconstruct": 224 >> level,
+            }
             places = 64 if "spread" in name else 10 if part == "text" else side.get(part, 14) ** 2
             products += module.weight.numel() * places
-    assert 2 * products / 1e9 == pytest.approx(54.2, abs=0.05)  # with the published reconstruction on pixels
+    assert 2 * products / 1e9 == pytest.approx(
+        54.2, abs=0.05
+    )  # with the published reconstruction on pixels
 
 
 def test_pixel_attention_and_block_equal_their_formulas() -> None:
@@ -124,7 +170,9 @@ def test_pixel_attention_and_block_equal_their_formulas() -> None:
 
 
 def test_reconstruction_on_tokens_equals_that_on_pixels() -> None:
-    """In training mode too: every token has equally many pixels, so that their statistics are the same."""
+    """In training mode too: every token has equally many pixels, so that their statistics are
+    the same.
+    """
     torch.manual_seed(0)
     network = LViTNetwork(3, 1, 8, SIZE, None)
     layers, cells = network.reconstruct[0], torch.randn(2, 8, 2, 2)
@@ -132,7 +180,9 @@ def test_reconstruction_on_tokens_equals_that_on_pixels() -> None:
     torch.testing.assert_close(F.interpolate(layers(cells), scale_factor=16), pixels)
 
 
-@pytest.mark.parametrize("settings", [{}, {"text": "off"}, {"network": "unet"}, {"frozen_text": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"text": "off"}, {"network": "unet"}, {"frozen_text": False}]
+)
 def test_every_parameter_learns(settings: dict[str, Any]) -> None:
     model = make(**settings)
     model.train()(batch_of()).total.backward()
@@ -143,7 +193,8 @@ def test_every_parameter_learns(settings: dict[str, Any]) -> None:
         name for name, parameter in model.named_parameters()
         if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
     ]  # fmt: skip
-    # The pooler is not part of the tokens; keys have no bias gradient; a bias before batch normalisation cancels.
+    # The pooler is not part of the tokens; keys have no bias gradient; a bias before batch
+    # normalisation cancels.
     assert all("pooler" in name or name.endswith("bias") for name in without)
 
 
@@ -164,9 +215,13 @@ def test_words_are_means_of_tokens_and_the_text_reaches_every_pixel() -> None:
             mine = tokens[row][word_BT[row] == word]
             expected = mine.mean(dim=0) if len(mine) else torch.zeros(32)
             torch.testing.assert_close(seen["words"][row, word], expected)
-    other = model.mask_logits(dataclasses.replace(batch, **vars_of(batch_of(TEXTS[::-1]), "ids_BT", "mask_BT")))
+    other = model.mask_logits(
+        dataclasses.replace(batch, **vars_of(batch_of(TEXTS[::-1]), "ids_BT", "mask_BT"))
+    )
     assert ((logits - other)[0].abs() > 0).float().mean() > 0.9
-    nothing = model.mask_logits(dataclasses.replace(batch, has_text_B=torch.zeros(4, dtype=torch.bool)))
+    nothing = model.mask_logits(
+        dataclasses.replace(batch, has_text_B=torch.zeros(4, dtype=torch.bool))
+    )
     assert not seen["words"].any()
     assert not torch.equal(nothing, logits)
 
@@ -181,17 +236,22 @@ def test_padding_and_longer_texts() -> None:
     batch = batch_of([TEXTS[2], TEXTS[0]])
     image = batch_of([TEXTS[2]]).image_BCHW
     torch.testing.assert_close(
-        model.mask_logits(dataclasses.replace(batch, image_BCHW=image.expand(2, -1, -1, -1)))[:1], alone
+        model.mask_logits(dataclasses.replace(batch, image_BCHW=image.expand(2, -1, -1, -1)))[:1],
+        alone,
     )
     long = batch_of([TEXTS[0], TEXTS[0] + " and more"])
     long.image_BCHW = image.expand(2, -1, -1, -1)
     mask = long.mask_BT.clone()
     first, second = model.mask_logits(long)
     assert mask.sum() > 12
-    assert not torch.equal(first, second)  # the frozen encoder reads all words, the network the first four
+    assert not torch.equal(
+        first, second
+    )  # the frozen encoder reads all words, the network the first four
 
 
-@pytest.mark.parametrize("settings", [{"words": 24, "image_size": 48}, {"text": "off"}, {"network": "unet"}])
+@pytest.mark.parametrize(
+    "settings", [{"words": 24, "image_size": 48}, {"text": "off"}, {"network": "unet"}]
+)
 def test_checkpoints_keep_sizes_and_options(settings: dict[str, Any], tmp_path: Path) -> None:
     model = make(**settings).eval()
     save(model, tmp_path)
@@ -210,13 +270,19 @@ def test_labelled_batches_have_the_published_loss_in_both_precisions() -> None:
     loss = model.eval()(batch)
     expected = losses.lvit(model.mask_logits(batch).sigmoid(), (batch.masks_BLhw > 127).float())
     torch.testing.assert_close(loss.total, expected)
-    assert 0.5 * 0.69 + 0.2 < loss.total.item() < 1.2  # half of ln 2, and of a Dice loss between random and full masks
+    assert (
+        0.5 * 0.69 + 0.2 < loss.total.item() < 1.2
+    )  # half of ln 2, and of a Dice loss between random and full masks
     with torch.autocast("cpu", torch.bfloat16):
         assert model(batch).total.item() == pytest.approx(expected.item(), abs=0.05)
 
 
 def test_settings_are_checked() -> None:
-    for settings, field in (({"image_size": 40}, "image_size"), ({"width": 12}, "width"), ({"beta": 2}, "beta")):
+    for settings, field in (
+        ({"image_size": 40}, "image_size"),
+        ({"width": 12}, "width"),
+        ({"beta": 2}, "beta"),
+    ):
         with raises(ConfigError, "out_of_range", field):
             make(**settings)
     with raises(ConfigError, "unknown_name", "text"):
@@ -239,7 +305,9 @@ def test_pseudo_labels_are_moving_averages_in_the_upright_frame() -> None:
     torch.testing.assert_close(got[0], first[0], atol=1e-3, rtol=0)
     torch.testing.assert_close(labels.map_MLHW[1].float(), first[0].flip(2), atol=1e-3, rtol=0)
     got = labels.update(second, torch.tensor([1, 0]), None)
-    torch.testing.assert_close(got[0], 0.75 * first[0].flip(2) + 0.25 * second[0], atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        got[0], 0.75 * first[0].flip(2) + 0.25 * second[0], atol=1e-3, rtol=0
+    )
     torch.testing.assert_close(got[1], second[1], atol=1e-3, rtol=0)
 
 
@@ -268,11 +336,19 @@ def test_references_hold_the_newest_labelled_images_and_the_nearest_text_is_take
 
 
 def test_pseudo_labels_and_references_are_exact_under_autocast() -> None:
-    """In 16 bits, a map that is not turned changed by 0.3, and of 14 similar texts, not the most similar was taken."""
+    """In 16 bits, a map that is not turned changed by 0.3, and of 14 similar texts, not the most
+    similar was taken.
+    """
     torch.manual_seed(0)
-    labels, references, map_BLHW = PseudoLabels(1, 1, 56, beta=0.5), References(14, 96, 1, 2), torch.rand(1, 1, 56, 56)
+    labels, references, map_BLHW = (
+        PseudoLabels(1, 1, 56, beta=0.5),
+        References(14, 96, 1, 2),
+        torch.rand(1, 1, 56, 56),
+    )
     text_RD = 1 + 0.15 * torch.randn(14, 96)
-    references.enter(text_RD, torch.arange(14.0)[:, None, None, None].expand(-1, 1, 2, 2), torch.ones(14) > 0)
+    references.enter(
+        text_RD, torch.arange(14.0)[:, None, None, None].expand(-1, 1, 2, 2), torch.ones(14) > 0
+    )
     query_BD = 1 + 0.15 * torch.randn(14, 96)
     expected = references.nearest(query_BD)
     with torch.autocast("cpu", torch.bfloat16):
@@ -300,7 +376,9 @@ def test_unlabelled_images_learn_from_pseudo_labels_and_references() -> None:
     assert labelled.masks_BLhw is not None
     model.before_step(1)
     prob: list[Tensor] = []
-    model.network.register_forward_hook(lambda _, inputs, output: prob.append(output.detach().sigmoid()))
+    model.network.register_forward_hook(
+        lambda _, inputs, output: prob.append(output.detach().sigmoid())
+    )
     late = model(batch)
     assert model.pseudo_labels.known_M[:2].all()
     mask = (batch.masks_BLhw > 127).float()
@@ -334,11 +412,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
             key=f"k-{number:03d}", corpus="halves", split="train" if number < 16 else "validate",
             patient=deid.patient(number), study=f"s{number}", image=path,
             sections={"description": "the left half" if left else "the right half"},
-            extra={"masks": [{"label": "Half", "runs": encode_runs(mask)}], "image_width": 64, "image_height": 64},
+            extra={"masks": [{"label": "Half", "runs": encode_runs(mask)}], "image_width": 64,
+            "image_height": 64},
         )  # fmt: skip
         records.append(Record(sample))
     plan = Plan("halves", records, (), RowCounts())
-    write_shards(plan, deid, ShardRun(out=folder / "shards", workers=1), ShardOptions(short_side=64))
+    write_shards(
+        plan, deid, ShardRun(out=folder / "shards", workers=1), ShardOptions(short_side=64)
+    )
     return folder / "shards"
 
 
@@ -354,7 +435,9 @@ class ReadsHalf:
 
     def maps(self, batch: Any, sizes: Any) -> list[Tensor]:
         sides = torch.arange(64).expand(64, 64) < 32
-        planes = [sides if "left" in text else ~sides if text else sides | True for text in batch.texts]
+        planes = [
+            sides if "left" in text else ~sides if text else sides | True for text in batch.texts
+        ]
         return [plane.float()[None] for plane in planes]
 
 
@@ -376,13 +459,38 @@ def test_evaluation_with_other_texts(shards: Path) -> None:
     assert results.row("dice_pooled", "Half").value == 1
 
 
-def test_command_shows_dice_with_other_texts(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_shows_dice_with_other_texts(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "best").mkdir()
     save(make(labels=("Half",)).eval(), tmp_path / "best")
-    command = ["eval", "segmentation", "--checkpoint", str(tmp_path / "best"), "--data", str(shards / "validate")]
-    cli.main([*command, "--workers", "0", "--resamples", "20", "--out", str(tmp_path / "out"), "--empty", "lvit"])
+    command = [
+        "eval",
+        "segmentation",
+        "--checkpoint",
+        str(tmp_path / "best"),
+        "--data",
+        str(shards / "validate"),
+    ]
+    cli.main(
+        [
+            *command,
+            "--workers",
+            "0",
+            "--resamples",
+            "20",
+            "--out",
+            str(tmp_path / "out"),
+            "--empty",
+            "lvit",
+        ]
+    )
     assert "Half (texts of other images)" in capsys.readouterr().out
-    assert {row.subgroup for row in read_results(tmp_path / "out").rows} == {"", "no text", "texts of other images"}
+    assert {row.subgroup for row in read_results(tmp_path / "out").rows} == {
+        "",
+        "no text",
+        "texts of other images",
+    }
     assert "With other texts" in (tmp_path / "out" / "index.html").read_text()
 
 
@@ -391,8 +499,12 @@ def test_augmentations_must_fit_the_model(shards: Path) -> None:
     assert data.names("masks") == ("Half",)
     model = make(labels=("Half",))
     with raises(ConfigError, "mismatch", "data.image"):
-        open_dense(dataclasses.replace(data, image=LViTAugmentation(size=64)), model, "masks", batch=8)
-    opened = open_dense(dataclasses.replace(data, image=LViTAugmentation(size=SIZE)), model, "masks", batch=8)
+        open_dense(
+            dataclasses.replace(data, image=LViTAugmentation(size=64)), model, "masks", batch=8
+        )
+    opened = open_dense(
+        dataclasses.replace(data, image=LViTAugmentation(size=SIZE)), model, "masks", batch=8
+    )
     batch = next(iter(opened.train))
     assert set(batch.texts) <= {"the left half", "the right half"}
     assert torch.isfinite(model(batch).total)
@@ -401,7 +513,8 @@ def test_augmentations_must_fit_the_model(shards: Path) -> None:
 def test_unlabelled_images_are_those_outside_of_the_fraction(shards: Path) -> None:
     folder = shards
     data = DenseDataConfig(
-        train=folder / "train", valid=folder / "validate", workers=0, fraction=0.25, unlabelled=True,
+        train=folder / "train", valid=folder / "validate", workers=0, fraction=0.25,
+        unlabelled=True,
     )  # fmt: skip
     assert data.unlabelled_images("masks") == 12
     opened = open_dense(data, make(labels=("Half",)), "masks", batch=16)
@@ -423,16 +536,23 @@ def test_recipe_trains_and_starts_from_a_u_net(shards: Path, tmp_path: Path) -> 
     tiny = names["PRESETS"]["tiny"]
     TOKENIZER.save(tmp_path / "vocab")
     data = dataclasses.replace(
-        tiny.data, train=shards / "train", valid=shards / "validate", workers=0, valid_batch=8, fraction=0.5,
-        image=LViTAugmentation(size=SIZE), unlabelled=True,
+        tiny.data, train=shards / "train", valid=shards / "validate", workers=0, valid_batch=8,
+        fraction=0.5, image=LViTAugmentation(size=SIZE), unlabelled=True,
     )  # fmt: skip
     settings = dataclasses.replace(
         tiny,
-        model=dataclasses.replace(tiny.model, labels=("Half",), image_size=SIZE, text_arguments=TINY["text_arguments"]),
+        model=dataclasses.replace(
+            tiny.model, labels=("Half",), image_size=SIZE, text_arguments=TINY["text_arguments"]
+        ),
         tokenizer=tmp_path / "vocab",
         data=data,
         train=dataclasses.replace(
-            tiny.train, run_dir=tmp_path / "unet", epochs=1, global_batch=8, tensorboard=False, num_threads=1
+            tiny.train,
+            run_dir=tmp_path / "unet",
+            epochs=1,
+            global_batch=8,
+            tensorboard=False,
+            num_threads=1,
         ),
     )
     unet = dataclasses.replace(settings, model=dataclasses.replace(settings.model, network="unet"))

@@ -1,4 +1,6 @@
-"""Detectors of `medvl regions`: selection, boxes in the original image, features and classes of the regions."""
+"""Detectors of `medvl regions`: selection, boxes in the original image, features and classes of
+the regions.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +24,17 @@ from medvl.errors import ConfigError, WeightsError
 from medvl.models.checkpoint import save
 from medvl.models.downstream.detector import Detector
 from medvl.models.downstream.regions.create import GridRegions, create_region_detector
-from medvl.models.downstream.regions.faster_rcnn import DetectorRegions, FasterRCNNRegions, with_background
-from medvl.models.downstream.regions.selection import RegionSelection, in_original, suppress, visible_part
+from medvl.models.downstream.regions.faster_rcnn import (
+    DetectorRegions,
+    FasterRCNNRegions,
+    with_background,
+)
+from medvl.models.downstream.regions.selection import (
+    RegionSelection,
+    in_original,
+    suppress,
+    visible_part,
+)
 
 SMALLEST = "fasterrcnn_mobilenet_v3_large_320_fpn"
 
@@ -32,11 +43,19 @@ def overlap(one: Any, other: Any) -> float:
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     shared = max(width, 0) * max(height, 0)
-    return shared / ((one[2] - one[0]) * (one[3] - one[1]) + (other[2] - other[0]) * (other[3] - other[1]) - shared)
+    return shared / (
+        (one[2] - one[0]) * (one[3] - one[1])
+        + (other[2] - other[0]) * (other[3] - other[1])
+        - shared
+    )
 
 
-def naive_choice(boxes: Any, scores: Any, least: int, most: int, threshold: float, iou: float) -> list[int]:
-    """The loop over classes of the released code of bottom-up attention, with its ties broken by the score."""
+def naive_choice(
+    boxes: Any, scores: Any, least: int, most: int, threshold: float, iou: float
+) -> list[int]:
+    """The loop over classes of the released code of bottom-up attention, with its ties broken by
+    the score.
+    """
     confidence = [max(row) - 1 for row in scores]
     for label in range(len(scores[0])):
         kept: list[int] = []
@@ -50,14 +69,20 @@ def naive_choice(boxes: Any, scores: Any, least: int, most: int, threshold: floa
     return order[: min(count, most)]
 
 
-@pytest.mark.parametrize(("least", "most", "threshold"), [(12, 12, 0.2), (3, 12, 0.8), (1, 12, 0.99), (2, 5, 0.1)])
+@pytest.mark.parametrize(
+    ("least", "most", "threshold"), [(12, 12, 0.2), (3, 12, 0.8), (1, 12, 0.99), (2, 5, 0.1)]
+)
 def test_selection_equals_bottom_up_attention(least: int, most: int, threshold: float) -> None:
     generator = torch.Generator().manual_seed(0)
     low = torch.rand(30, 3, 2, generator=generator) * 40
     boxes_PK4 = torch.cat([low, low + 5 + torch.rand(30, 3, 2, generator=generator) * 30], dim=2)
     scores_PK = torch.rand(30, 3, generator=generator)
-    chosen = RegionSelection(max_regions=most, min_regions=least, confidence=threshold).choose(boxes_PK4, scores_PK)
-    assert chosen.tolist() == naive_choice(boxes_PK4.tolist(), scores_PK.tolist(), least, most, threshold, 0.3)
+    chosen = RegionSelection(max_regions=most, min_regions=least, confidence=threshold).choose(
+        boxes_PK4, scores_PK
+    )
+    assert chosen.tolist() == naive_choice(
+        boxes_PK4.tolist(), scores_PK.tolist(), least, most, threshold, 0.3
+    )
 
 
 def test_settings_of_the_selection_are_checked() -> None:
@@ -72,7 +97,9 @@ def test_settings_of_the_selection_are_checked() -> None:
 
 @pytest.fixture(autouse=True)
 def _eager() -> Iterator[None]:
-    """Torchvision compiles its RoIAlign where its own operators are missing, which takes longer than all tests."""
+    """Torchvision compiles its RoIAlign where its own operators are missing, which takes longer
+    than all tests.
+    """
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -80,7 +107,9 @@ def _eager() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def faster_rcnn() -> FasterRCNNRegions:
     torch.manual_seed(0)
-    detector = create_region_detector(SMALLEST, random_weights=True, selection=RegionSelection(max_regions=6))
+    detector = create_region_detector(
+        SMALLEST, random_weights=True, selection=RegionSelection(max_regions=6)
+    )
     assert isinstance(detector, FasterRCNNRegions)
     detector.net.rpn._post_nms_top_n["testing"] = 12  # pooling is slow without compiled operators
     torch.nn.init.normal_(detector.net.roi_heads.box_predictor.cls_score.weight, std=0.1)
@@ -112,17 +141,23 @@ def test_faster_rcnn_describes_its_proposals(faster_rcnn: FasterRCNNRegions) -> 
 
 
 def test_images_of_other_sizes_do_not_change_regions(faster_rcnn: FasterRCNNRegions) -> None:
-    """One image of each size: rounding in a batch of several may change the order of equally good proposals."""
+    """One image of each size: rounding in a batch of several may change the order of equally
+    good proposals.
+    """
     random = np.random.default_rng(0)
     shapes = [(48, 64, 3), (80, 40, 3)]
-    images = [faster_rcnn.prepare(random.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
+    images = [
+        faster_rcnn.prepare(random.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes
+    ]
     for image, together in zip(images, faster_rcnn(images), strict=True):
         (alone,) = faster_rcnn([image])
         np.testing.assert_allclose(together.boxes_P4, alone.boxes_P4, atol=1e-5)
         np.testing.assert_allclose(together.features_PD, alone.features_PD, rtol=1e-3, atol=1e-4)
 
 
-def test_proposals_are_torchvisions(faster_rcnn: FasterRCNNRegions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposals_are_torchvisions(
+    faster_rcnn: FasterRCNNRegions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchvision.models.detection import rpn
 
     monkeypatch.setattr(rpn.box_ops, "batched_nms", suppress)
@@ -133,8 +168,12 @@ def test_proposals_are_torchvisions(faster_rcnn: FasterRCNNRegions, monkeypatch:
     objectness = torch.randn(2, 60, generator=generator)
     sizes = [(50, 60), (60, 50)]
     net: Any = faster_rcnn.net
-    expected = rpn.RegionProposalNetwork.filter_proposals(net.rpn, boxes_BN4, objectness, sizes, anchors)
-    for ours, theirs in zip(net.rpn.filter_proposals(boxes_BN4, objectness, sizes, anchors), expected, strict=True):
+    expected = rpn.RegionProposalNetwork.filter_proposals(
+        net.rpn, boxes_BN4, objectness, sizes, anchors
+    )
+    for ours, theirs in zip(
+        net.rpn.filter_proposals(boxes_BN4, objectness, sizes, anchors), expected, strict=True
+    ):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other)
 
@@ -151,7 +190,9 @@ def test_weights_of_a_faster_rcnn(faster_rcnn: FasterRCNNRegions, tmp_path: Path
         f"{head}.bbox_pred.bias": torch.zeros(12),
     }
     safetensors.torch.save_file(fewer, path)
-    named = create_region_detector(SMALLEST, weights=str(path), class_names=["none", "mass", "line"])
+    named = create_region_detector(
+        SMALLEST, weights=str(path), class_names=["none", "mass", "line"]
+    )
     assert named.class_names == ("none", "mass", "line")
     assert named.sha256 != faster_rcnn.sha256
     with raises(ConfigError, "mismatch", "class_names"):
@@ -186,7 +227,9 @@ def test_grid_cells_cover_the_image_and_nothing_else() -> None:
     (regions,) = detector([prepared])
     rows, columns = detector.encoder.grid(128, 128)
     assert rows == columns == 4
-    assert len(regions.boxes_P4) == 8  # the two rows in the middle; the others show the border of the square
+    assert (
+        len(regions.boxes_P4) == 8
+    )  # the two rows in the middle; the others show the border of the square
     np.testing.assert_allclose(regions.boxes_P4[0], (0, 0, 0.25, 0.5), atol=1e-6)
     np.testing.assert_allclose(regions.boxes_P4[-1], (0.75, 0.5, 1, 1), atol=1e-6)
     whole = detector.encoder(torch.from_numpy(prepared.pixels_CHW)[None]).patches_BPD[0]
@@ -196,7 +239,9 @@ def test_grid_cells_cover_the_image_and_nothing_else() -> None:
 
 
 def test_all_tokens_of_a_grid_are_the_output_of_its_encoder() -> None:
-    """The class token first, and the cells outside of the image too, which a model computes from it."""
+    """The class token first, and the cells outside of the image too, which a model computes from
+    it.
+    """
     settings: Any = {"random_weights": True, "image_size": 128}
     detector = create_region_detector("grid:resnet_tiny", **settings, all_tokens=True)
     assert isinstance(detector, GridRegions)
@@ -209,7 +254,10 @@ def test_all_tokens_of_a_grid_are_the_output_of_its_encoder() -> None:
     np.testing.assert_array_equal(regions.boxes_P4[0], (0, 0, 1, 1))
     read = Regions.from_bytes(regions.to_bytes(), detector.width, 0)
     np.testing.assert_array_equal(read.features_PD, regions.features_PD)
-    hashes = {create_region_detector("grid:resnet_tiny", **settings, **change).sha256 for change in TOKEN_SETTINGS}
+    hashes = {
+        create_region_detector("grid:resnet_tiny", **settings, **change).sha256
+        for change in TOKEN_SETTINGS
+    }
     assert len({*hashes, detector.sha256}) == 3
 
 
@@ -232,7 +280,9 @@ def test_settings_of_a_grid_are_refused_elsewhere(own: Detector, tmp_path: Path)
 def test_boxes_come_back_to_the_original(fit: Any) -> None:
     transform = EvalTransform(size=32, fit=fit)
     left, top, right, bottom = visible_part(transform, (40, 80))
-    corners = in_original(np.array([[left, top, right, bottom], [16, 16, 16, 16]]), transform, (40, 80))
+    corners = in_original(
+        np.array([[left, top, right, bottom], [16, 16, 16, 16]]), transform, (40, 80)
+    )
     seen = (0.25, 0, 0.75, 1) if fit == "crop" else (0, 0, 1, 1)
     np.testing.assert_allclose(corners[0], seen, atol=1e-6)
     np.testing.assert_allclose(corners[1], 0.5, atol=1e-6)
@@ -242,7 +292,9 @@ def test_boxes_come_back_to_the_original(fit: Any) -> None:
 def own() -> Detector:
     torch.manual_seed(0)
     encoder = create_image_encoder("resnet_tiny", image_size=128)
-    model = Detector.on(encoder, ("Mass",), EvalTransform(size=128, fit="squash"), width=16, max_boxes=5)
+    model = Detector.on(
+        encoder, ("Mass",), EvalTransform(size=128, fit="squash"), width=16, max_boxes=5
+    )
     for parameter in (model.label_head.weight, model.place_head.weight):
         torch.nn.init.normal_(parameter, std=0.5)
     return model.eval()
@@ -285,16 +337,41 @@ def test_command_writes_all_splits_with_each_kind_of_detector(
     (tmp_path / "checkpoint").mkdir()
     patients = ShardSource(shards / "validate").manifest
     save(own, tmp_path / "checkpoint", {"train_manifest": {"patients": list(patients.patients)}})
-    cli.main(["regions", str(shards), str(tmp_path / "checkpoint"), "--max-regions", "3", "--device", "cpu"])
-    cli.main(["regions", str(shards), "grid:resnet_tiny", "--random-weights", "--name", "cells", "--device", "cpu"])
+    cli.main(
+        [
+            "regions",
+            str(shards),
+            str(tmp_path / "checkpoint"),
+            "--max-regions",
+            "3",
+            "--device",
+            "cpu",
+        ]
+    )
+    cli.main(
+        [
+            "regions",
+            str(shards),
+            "grid:resnet_tiny",
+            "--random-weights",
+            "--name",
+            "cells",
+            "--device",
+            "cpu",
+        ]
+    )
     assert "image_encoder regions:" in capsys.readouterr().out
     for split in ("train", "validate"):
         source = ShardSource(shards / split, regions="detector")
         assert source.region_manifest is not None
         assert source.region_manifest.regions == 3 * source.region_manifest.images
-        assert [each["patients"] for each in source.region_manifest.trained_on] == [list(patients.patients)]
+        assert [each["patients"] for each in source.region_manifest.trained_on] == [
+            list(patients.patients)
+        ]
         assert ShardSource(shards / split, regions="cells").region_manifest is not None
     cli.main(["verify", str(shards)])
     assert capsys.readouterr().out.count(": intact") == 6
     with pytest.raises(SystemExit):  # the name belongs to another detector
-        cli.main(["regions", str(shards), "grid:resnet_tiny", "--random-weights", "--name", "detector"])
+        cli.main(
+            ["regions", str(shards), "grid:resnet_tiny", "--random-weights", "--name", "detector"]
+        )

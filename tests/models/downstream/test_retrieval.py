@@ -24,9 +24,13 @@ def test_every_fusion_encoder_learns_to_rank(name: str) -> None:
     model = RetrievalModel.on(tiny_model(name, TOKENIZER))
     fusion = model.fusion_model
     losses = model(make_batch(TOKENIZER, 8))
-    assert losses.total.item() == pytest.approx(np.log(7), abs=0.4)  # the own text and six that differ
+    assert losses.total.item() == pytest.approx(
+        np.log(7), abs=0.4
+    )  # the own text and six that differ
     losses.total.backward()
-    assert all(p.grad is not None and p.grad.any() for p in model.rank_head.parameters() if p.ndim > 1)
+    assert all(
+        p.grad is not None and p.grad.any() for p in model.rank_head.parameters() if p.ndim > 1
+    )
     assert not any(p.requires_grad for p in fusion.itm_head.parameters())
     learning = [p for p in fusion.parameters() if p.requires_grad]
     assert sum(p.grad is not None and bool(p.grad.any()) for p in learning) > len(learning) // 2
@@ -45,7 +49,9 @@ def test_loss_is_cross_entropy_over_own_and_false_texts() -> None:
             scores = []
             for text_row in [row, *others]:
                 length = int(batch.mask_BT[text_row].sum())
-                text = fusion.text_tokens(batch.ids_BT[None, text_row, :length], batch.mask_BT[None, text_row, :length])
+                text = fusion.text_tokens(
+                    batch.ids_BT[None, text_row, :length], batch.mask_BT[None, text_row, :length]
+                )
                 logits = fusion.match(text, image)[0]
                 scores.append(logits[1])  # the head starts as this row
             expected.append(cross_entropy(torch.stack(scores)[None], torch.tensor([0])))
@@ -80,7 +86,10 @@ def test_matcher_scores_with_the_trained_head(tmp_path: Path) -> None:
     assert isinstance(loaded, RetrievalModel)
     matcher, batch = loaded.as_matcher(), make_batch(TOKENIZER)
     with torch.no_grad():
-        text, image = matcher.text_tokens(batch.ids_BT, batch.mask_BT), matcher.image_tokens(batch.image_BCHW)
+        text, image = (
+            matcher.text_tokens(batch.ids_BT, batch.mask_BT),
+            matcher.image_tokens(batch.image_BCHW),
+        )
         logits_B2 = matcher.match(text, image)
         expected = model.rank_head(model.fusion_model.fuse(text, image).pooled_BD)[:, 0]
     torch.testing.assert_close(logits_B2[:, 1] - logits_B2[:, 0], expected)

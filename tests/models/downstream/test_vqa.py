@@ -22,7 +22,13 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, CorpusError, EvaluationError
-from medvl.eval import AnswerEval, answer_questions, evaluate_answers, normalize_answer, read_answer_vocabulary
+from medvl.eval import (
+    AnswerEval,
+    answer_questions,
+    evaluate_answers,
+    normalize_answer,
+    read_answer_vocabulary,
+)
 from medvl.eval.vqa.predictions import question_data
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.config import VQAConfig
@@ -47,7 +53,12 @@ def source_of(folder: Path, split: str, answers: tuple[str, ...] = ANSWERS) -> Q
 
 
 def loader_of(source: QuestionSource, model: VQA, **changes: Any) -> Any:
-    settings = {"batch": 4, "image": model.transform, "text": WholeText(sections=("question",)), "train": False}
+    settings = {
+        "batch": 4,
+        "image": model.transform,
+        "text": WholeText(sections=("question",)),
+        "train": False,
+    }
     return open_loader(source, tokenizer=model.tokenizer, **{**settings, **changes})
 
 
@@ -72,7 +83,9 @@ def test_question_with_an_unknown_answer_stays_without_a_label(folder: Path) -> 
 
 
 def test_split_without_questions_is_rejected(folder: Path) -> None:
-    with pytest.raises(CorpusError, match="no question has the split 'validate'; found test, train"):
+    with pytest.raises(
+        CorpusError, match="no question has the split 'validate'; found test, train"
+    ):
         source_of(folder, "validate")
 
 
@@ -148,14 +161,22 @@ def test_loader_yields_questions_and_answers(folder: Path) -> None:
 def test_every_fusion_encoder_answers_and_gets_gradients(name: str) -> None:
     tokenizer = tiny_tokenizer()
     model = VQA.on(tiny_model(name, tokenizer), ANSWERS)
-    batch = make_batch(tokenizer, labels_BL=torch.eye(6, len(ANSWERS)).masked_fill(torch.eye(6, 4) == 0, torch.nan))
+    batch = make_batch(
+        tokenizer, labels_BL=torch.eye(6, len(ANSWERS)).masked_fill(torch.eye(6, 4) == 0, torch.nan)
+    )
     loss = model(batch)
     assert loss.total.item() == pytest.approx(len(ANSWERS) * np.log(2), rel=0.5)
     loss.total.backward()
-    still = [key for key, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    still = [
+        key
+        for key, p in model.named_parameters()
+        if p.requires_grad and (p.grad is None or not p.grad.any())
+    ]
     assert [key for key in still if "position" not in key and "embeddings" not in key] == []
     frozen = [key for key, p in model.named_parameters() if not p.requires_grad]
-    unread = {"medvill": "", "lxmert": "cross_layers.1.image_", "ptunifier": "_prompts."}.get(name, ".momentum.")
+    unread = {"medvill": "", "lxmert": "cross_layers.1.image_", "ptunifier": "_prompts."}.get(
+        name, ".momentum."
+    )
     assert all("head" in key or unread in key for key in frozen)
 
 
@@ -198,15 +219,23 @@ def test_loaded_checkpoint_gives_the_same_answers(tmp_path: Path) -> None:
 
 
 def test_create_vqa_starts_from_every_kind_of_checkpoint(tmp_path: Path) -> None:
-    """The towers of a dual-encoder, a whole fusion-encoder, and a VQA model whose head is replaced."""
+    """The towers of a dual-encoder, a whole fusion-encoder, and a VQA model whose head is
+    replaced.
+    """
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     dual = medvl.create_model(
-        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64, frozen_text_layers=0,
-        projection_dim=8, tokenizer=tokenizer,
+        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64,
+        frozen_text_layers=0, projection_dim=8, tokenizer=tokenizer,
     )  # fmt: skip
-    sizes = DualStreamConfig(image_arguments={}, width=24, layers=2, heads=2, intermediate=48, image_positions=True)
-    starts = {"dual": dual, "fusion": tiny_model("single_stream", tokenizer), "answers": tiny_vqa(("a", "b"))}
+    sizes = DualStreamConfig(
+        image_arguments={}, width=24, layers=2, heads=2, intermediate=48, image_positions=True
+    )
+    starts = {
+        "dual": dual,
+        "fusion": tiny_model("single_stream", tokenizer),
+        "answers": tiny_vqa(("a", "b")),
+    }
     for name, model in starts.items():
         (tmp_path / name).mkdir()
         save(model, tmp_path / name)
@@ -226,7 +255,9 @@ def test_accuracy_is_measured_during_training(folder: Path) -> None:
     model = tiny_vqa(vocabulary.answers)
     with torch.no_grad():  # always answers "right lung"
         model.answer_head[-1].weight.zero_()
-        model.answer_head[-1].bias.copy_(torch.tensor([float(a == "right lung") for a in vocabulary.answers]))
+        model.answer_head[-1].bias.copy_(
+            torch.tensor([float(a == "right lung") for a in vocabulary.answers])
+        )
     loader = loader_of(source_of(folder, "test", vocabulary.answers), model)
     assert AnswerEval(loader)(model) == {"vqa/accuracy": 0.5, "vqa/closed": 0.0, "vqa/open": 1.0}
     assert model.training
@@ -245,14 +276,22 @@ def write_splits(home: Path, *splits: str) -> Path:
     for number, record in enumerate(plan.records):
         split = splits[number // 2]
         answer = ANSWERS_OF[split][number % 2]
-        question = {"id": f"q{number}", "question": "what?", "answer": answer, "answer_type": "open", "split": split}
+        question = {
+            "id": f"q{number}",
+            "question": "what?",
+            "answer": answer,
+            "answer_type": "open",
+            "split": split,
+        }
         sample = dataclasses.replace(record.sample, split=split, extra={"questions": [question]})
         plan.records[number] = dataclasses.replace(record, sample=sample)
     write_shards(plan, Deidentifier(bytes(32)), ShardRun(out=home / "shards", workers=1), OPTIONS)
     return home / "shards"
 
 
-def test_vocabulary_has_the_answers_of_all_splits_of_its_protocol(folder: Path, tmp_path: Path) -> None:
+def test_vocabulary_has_the_answers_of_all_splits_of_its_protocol(
+    folder: Path, tmp_path: Path
+) -> None:
     shards = write_splits(tmp_path, "train", "validate", "test")
     assert read_answer_vocabulary(shards / "train").splits == ("train",)
     vocabulary = read_answer_vocabulary(shards / "train", "m3ae")
@@ -262,7 +301,9 @@ def test_vocabulary_has_the_answers_of_all_splits_of_its_protocol(folder: Path, 
     assert rad.splits == ("train", "test")
 
 
-def test_protocols_that_no_vocabulary_can_be_read_for_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_protocols_that_no_vocabulary_can_be_read_for_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     shards = write_splits(tmp_path, "train", "test")
     with raises(EvaluationError, "missing", "protocol", names="validate"):
         read_answer_vocabulary(shards / "train", "m3ae")
@@ -275,7 +316,9 @@ def test_protocols_that_no_vocabulary_can_be_read_for_are_refused(folder: Path, 
 
 def test_parameter_groups_have_three_learning_rates() -> None:
     model = tiny_vqa()
-    rates = {group["name"].split(":")[0]: group["lr"] for group in model.parameter_groups(1e-5, 0.01)}
+    rates = {
+        group["name"].split(":")[0]: group["lr"] for group in model.parameter_groups(1e-5, 0.01)
+    }
     assert rates["image_encoder"] == pytest.approx(1e-5)
     assert rates["fusion"] == pytest.approx(5e-5)
     assert rates["answer_head"] == pytest.approx(5e-4)
@@ -302,10 +345,16 @@ def test_vocabulary_needs_two_different_answers(answers: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("head", "rate"), [("classifier", 50.0), ("product", 1.0), ("ranking", 1.0), ("generation", 1.0)]
+    ("head", "rate"),
+    [("classifier", 50.0), ("product", 1.0), ("ranking", 1.0), ("generation", 1.0)],
 )
 def test_default_head_lr_mult_is_the_published_one(head: Any, rate: float) -> None:
     assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head).effective_head_lr_mult == rate
-    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_lr_mult=4.0).effective_head_lr_mult == 4.0
+    assert (
+        VQAConfig(
+            fusion="medvill", answers=ANSWERS, head=head, head_lr_mult=4.0
+        ).effective_head_lr_mult
+        == 4.0
+    )
     with raises(ConfigError, "out_of_range", "head_lr_mult"):
         VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_lr_mult=0.0)

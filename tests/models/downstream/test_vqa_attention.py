@@ -15,12 +15,15 @@ from medvl.models.fusion_encoders.parts.transformer import Attention
 from medvl.schema import Batch
 
 LAST = {
-    **dict.fromkeys(("dual_stream", "m3ae", "mixed", "ptunifier"), "fusion.text_layers.3.cross_attention"),
+    **dict.fromkeys(
+        ("dual_stream", "m3ae", "mixed", "ptunifier"), "fusion.text_layers.3.cross_attention"
+    ),
     "arl": "fusion.text_layers.3.text.cross_attention",
     "single_stream": "fusion.layers.3.attention",
     **dict.fromkeys(("albef", "m2i2", "mumc"), "fusion.1.cross_attention"),
     **dict.fromkeys(
-        ("medvill", "pixelbert", "uniter", "visualbert"), "text_encoder.backbone.encoder.layer.1.attention.self"
+        ("medvill", "pixelbert", "uniter", "visualbert"),
+        "text_encoder.backbone.encoder.layer.1.attention.self",
     ),
     "lxmert": "cross_layers.1.cross_attention",
     "vilt": "image_encoder.backbone.blocks.1.attn",
@@ -63,7 +66,9 @@ def rows(batch: Batch, chosen: slice) -> Batch:
 
 
 def last_attention(model: Any, name: str, batch: Batch) -> tuple[Any, Tensor, Tensor, Tensor]:
-    """Return the last attention module, and its states, context and mask (B, Q, K) in the forward pass."""
+    """Return the last attention module, and its states, context and mask (B, Q, K) in the
+    forward pass.
+    """
     module, seen = model.get_submodule(LAST[name]), []
     hook = module.register_forward_pre_hook(lambda *given: seen.append(given[1:]), with_kwargs=True)
     with torch.no_grad():
@@ -74,7 +79,12 @@ def last_attention(model: Any, name: str, batch: Batch) -> tuple[Any, Tensor, Te
         mask = named["attention_mask"]
         return module, inputs[0], inputs[0], mask[:, 0].expand(-1, inputs[0].shape[1], -1)
     if name == "vilt":  # of timm
-        return module, inputs[0], inputs[0], named["attn_mask"][:, 0].expand(-1, inputs[0].shape[1], -1)
+        return (
+            module,
+            inputs[0],
+            inputs[0],
+            named["attn_mask"][:, 0].expand(-1, inputs[0].shape[1], -1),
+        )
     states_BQD, context_BKD, mask, *packings = inputs
     assert not any(packings)
     full_BQK = torch.ones(*states_BQD.shape[:2], context_BKD.shape[1], dtype=torch.bool)
@@ -98,7 +108,9 @@ def naive_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: Tens
 def expected_maps(model: Any, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
     """(pooled_BP, words_BP) from the inputs of the last attention."""
     module, states_BQD, context_BKD, mask_BQK = last_attention(model, name, batch)
-    heads = {Attention: "heads"}.get(type(module), "num_heads" if name == "vilt" else "num_attention_heads")
+    heads = {Attention: "heads"}.get(
+        type(module), "num_heads" if name == "vilt" else "num_attention_heads"
+    )
     heads = getattr(module, heads)
     with torch.no_grad():
         if name == "vilt":
@@ -113,7 +125,9 @@ def expected_maps(model: Any, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
     return weights[:, 0, cells], torch.stack(words)
 
 
-@pytest.mark.parametrize("name", sorted(TINY.keys() - {"berthop"}))  # VisualBERT's attention, without a grid
+@pytest.mark.parametrize(
+    "name", sorted(TINY.keys() - {"berthop"})
+)  # VisualBERT's attention, without a grid
 def test_maps_equal_the_attention_of_the_forward_pass(name: str, tokenizer: Any) -> None:
     model, batch = random_model(name, tokenizer), make_batch(tokenizer)
     pooled_BP, words_BP = expected_maps(model, name, batch)
@@ -141,26 +155,34 @@ def test_shapes_and_sums(name: str, tokenizer: Any) -> None:
 def test_padding_and_other_samples_do_not_change_maps(name: str, tokenizer: Any) -> None:
     model, batch = random_model(name, tokenizer), make_batch(tokenizer)
     expected_maps_of_all = question_attention(model, batch)
-    alone = [question_attention(model, rows(batch, slice(row, row + 1))) for row in range(len(batch))]
+    alone = [
+        question_attention(model, rows(batch, slice(row, row + 1))) for row in range(len(batch))
+    ]
     other_BT = torch.where(batch.mask_BT, batch.ids_BT, batch.ids_BT.max())
     noisy = question_attention(model, dataclasses.replace(batch, ids_BT=other_BT))
     for field in ("pooled_BP", "words_BP"):
         expected = getattr(expected_maps_of_all, field)
-        torch.testing.assert_close(torch.cat([getattr(one, field) for one in alone]), expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat([getattr(one, field) for one in alone]), expected, rtol=1e-3, atol=1e-5
+        )
         torch.testing.assert_close(getattr(noisy, field), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_sample_without_an_image_or_text_has_zero_maps(name: str, tokenizer: Any) -> None:
     model = random_model(name, tokenizer)
-    batch = make_batch(tokenizer, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1))
+    batch = make_batch(
+        tokenizer, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1)
+    )
     maps = question_attention(model, batch)
     assert not maps.pooled_BP[[1, 4]].any()
     assert not maps.words_BP[[1, 2, 4]].any()
     assert (maps.words_BP[[0, 3, 5]].sum(dim=1) > 0.01).all()
     full = question_attention(model, make_batch(tokenizer))
     torch.testing.assert_close(maps.words_BP[0], full.words_BP[0], rtol=1e-3, atol=1e-5)
-    nothing = question_attention(model, dataclasses.replace(batch, has_image_B=torch.zeros(6, dtype=torch.bool)))
+    nothing = question_attention(
+        model, dataclasses.replace(batch, has_image_B=torch.zeros(6, dtype=torch.bool))
+    )
     if nothing.grid is not None:
         assert nothing.pooled_BP.shape == (6, nothing.grid[0] * nothing.grid[1])
     assert not nothing.pooled_BP.any()
@@ -207,14 +229,20 @@ def test_map_points_to_the_matching_cell(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_forward_pass_computes_no_maps(name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_pass_computes_no_maps(
+    name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And computing maps does not change the model."""
     model, batch = random_model(name, tokenizer), make_batch(tokenizer)
     with torch.no_grad():
         before = model.features(batch).pooled_BD
         question_attention(model, batch)
-        monkeypatch.setattr("medvl.models.fusion_encoders.parts.transformer.attention_weights", None)
-        monkeypatch.setattr("medvl.models.fusion_encoders.bases.bert_stream.attention_weights", None)
+        monkeypatch.setattr(
+            "medvl.models.fusion_encoders.parts.transformer.attention_weights", None
+        )
+        monkeypatch.setattr(
+            "medvl.models.fusion_encoders.bases.bert_stream.attention_weights", None
+        )
         after = model.features(batch).pooled_BD
     assert torch.equal(before, after)
 
@@ -230,7 +258,9 @@ def test_grid_follows_the_image_size(tokenizer: Any) -> None:
     cells = {}
     for side in (SIDE, 2 * SIDE):
         image_BCHW = torch.zeros(6, 1, side, SIDE, dtype=torch.uint8)
-        maps: QuestionAttention = question_attention(model, make_batch(tokenizer, image_BCHW=image_BCHW))
+        maps: QuestionAttention = question_attention(
+            model, make_batch(tokenizer, image_BCHW=image_BCHW)
+        )
         assert maps.grid is not None
         assert maps.pooled_BP.shape == (6, maps.grid[0] * maps.grid[1])
         cells[side] = maps.grid

@@ -1,4 +1,6 @@
-"""Momentum distillation of the answer decoder: its moving average, its share of the loss, and its checkpoints."""
+"""Momentum distillation of the answer decoder: its moving average, its share of the loss, and
+its checkpoints.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +20,9 @@ from medvl.models.downstream.vqa.config import DecoderConfig
 from medvl.schema import Batch
 
 ANSWERS = ("yes", "no", "left effusion", "right lower lobe")
-DECODER = DecoderConfig(layers=2, heads=2, intermediate=64, dropout=0.0, max_tokens=16, alpha=0.4, momentum=0.9)
+DECODER = DecoderConfig(
+    layers=2, heads=2, intermediate=64, dropout=0.0, max_tokens=16, alpha=0.4, momentum=0.9
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +30,15 @@ def tokenizer() -> Tokenizer:
     return train_wordpiece([*TEXTS, *ANSWERS], vocab_size=200, min_frequency=1)
 
 
-def distilled(tokenizer: Tokenizer, name: str = "albef", head: Any = "ranking", **changes: Any) -> VQA:
-    model = VQA.on(tiny_model(name, tokenizer), ANSWERS, head=head, decoder=dataclasses.replace(DECODER, **changes))
+def distilled(
+    tokenizer: Tokenizer, name: str = "albef", head: Any = "ranking", **changes: Any
+) -> VQA:
+    model = VQA.on(
+        tiny_model(name, tokenizer),
+        ANSWERS,
+        head=head,
+        decoder=dataclasses.replace(DECODER, **changes),
+    )
     shaken(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -49,7 +60,10 @@ def test_average_starts_as_a_copy_follows_slowly_and_is_not_trained(tokenizer: T
     with raises(ConfigError, "missing", "before_step"):
         model(batch)
     model.before_step(0)
-    mine, average = model.answer_head.decoder.words.weight, teacher_of(model).answer_head.decoder.words.weight
+    mine, average = (
+        model.answer_head.decoder.words.weight,
+        teacher_of(model).answer_head.decoder.words.weight,
+    )
     assert torch.equal(mine, average)
     assert mine.data_ptr() != average.data_ptr()
     first = mine.detach().clone()
@@ -60,7 +74,11 @@ def test_average_starts_as_a_copy_follows_slowly_and_is_not_trained(tokenizer: T
     model(batch).total.backward()
     assert not any(parameter.requires_grad for parameter in teacher_of(model).parameters())
     assert mine.grad is not None
-    trained = {id(parameter) for group in model.parameter_groups(1e-3, 0.0) for parameter in group["params"]}
+    trained = {
+        id(parameter)
+        for group in model.parameter_groups(1e-3, 0.0)
+        for parameter in group["params"]
+    }
     assert not trained & {id(parameter) for parameter in teacher_of(model).parameters()}
 
 
@@ -74,8 +92,12 @@ def test_loss_has_the_teachers_share_in_training_alone(name: str, tokenizer: Tok
     model.eval()
     with torch.no_grad():
         teacher = teacher_of(model)
-        teacher_NV, *_ = teacher.answer_head.score_targets(teacher.fusion_model.features(batch), batch.labels_BL)
-        scores = model.answer_head.score_targets(model.fusion_model.features(batch), batch.labels_BL)
+        teacher_NV, *_ = teacher.answer_head.score_targets(
+            teacher.fusion_model.features(batch), batch.labels_BL
+        )
+        scores = model.answer_head.score_targets(
+            model.fusion_model.features(batch), batch.labels_BL
+        )
         plain = losses.answer_words(*scores, 4)
         expected = losses.answer_words(*scores, 4, teacher_NV, 0.2)
         assert abs(float(plain - expected)) > 1e-3
@@ -84,7 +106,9 @@ def test_loss_has_the_teachers_share_in_training_alone(name: str, tokenizer: Tok
         torch.testing.assert_close(model(batch).total, expected)
 
 
-def test_checkpoints_keep_the_average_and_other_heads_have_none(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_checkpoints_keep_the_average_and_other_heads_have_none(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     model = distilled(tokenizer)
     model.before_step(0)
     model.before_step(1)

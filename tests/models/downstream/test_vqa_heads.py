@@ -21,7 +21,13 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval import AnswerEval, answer_questions, normalize_answer, read_answer_vocabulary, read_results
+from medvl.eval import (
+    AnswerEval,
+    answer_questions,
+    normalize_answer,
+    read_answer_vocabulary,
+    read_results,
+)
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.config import HEADS, DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead
@@ -31,7 +37,12 @@ from medvl.schema import Batch
 ANSWERS = ("yes", "no", "left effusion", "right lower lobe")
 DECODER = DecoderConfig(layers=2, heads=2, intermediate=64, dropout=0.0, max_tokens=16)
 DECODERS: tuple[Head, ...] = ("ranking", "generation")
-PAIRS = [(name, head) for name in sorted(TINY) for head in HEADS if head != "product" or name == "medvill"]
+PAIRS = [
+    (name, head)
+    for name in sorted(TINY)
+    for head in HEADS
+    if head != "product" or name == "medvill"
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +55,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rad_shards(tmp_path_factory.mktemp("vqa"))
 
 
-def vqa_model(name: str, head: Head, tokenizer: Tokenizer, answers: tuple[str, ...] = ANSWERS, **settings: Any) -> VQA:
+def vqa_model(
+    name: str, head: Head, tokenizer: Tokenizer, answers: tuple[str, ...] = ANSWERS, **settings: Any
+) -> VQA:
     return VQA.on(tiny_model(name, tokenizer, **settings), answers, head=head, decoder=DECODER)
 
 
 def answered_batch(tokenizer: Tokenizer, size: int = 6) -> Batch:
-    """Return questions of which number i has answer i modulo four; equal texts have equal answers."""
+    """Return questions of which number i has answer i modulo four; equal texts have equal
+    answers.
+    """
     target_BV = torch.eye(len(ANSWERS)).repeat(2, 1)[:size]
     return make_batch(tokenizer, size, labels_BL=target_BV.masked_fill(target_BV == 0, torch.nan))
 
@@ -61,12 +76,18 @@ def test_heads_are_listed_and_unknown_ones_rejected() -> None:
 
 
 @pytest.mark.parametrize(("name", "head"), PAIRS)
-def test_trainable_parameters_get_gradients_and_the_rest_is_frozen(name: str, head: Head, tokenizer: Tokenizer) -> None:
+def test_trainable_parameters_get_gradients_and_the_rest_is_frozen(
+    name: str, head: Head, tokenizer: Tokenizer
+) -> None:
     model = vqa_model(name, head, tokenizer)
     batch = answered_batch(tokenizer)
     loss = model(batch)
     loss.total.backward()
-    still = [key for key, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    still = [
+        key
+        for key, p in model.named_parameters()
+        if p.requires_grad and (p.grad is None or not p.grad.any())
+    ]
     assert [key for key in still if "position" not in key and "embeddings" not in key] == []
     frozen = {key for key, p in model.named_parameters() if not p.requires_grad}
     assert not [key for key in frozen if key.startswith("answer_head")]
@@ -75,7 +96,9 @@ def test_trainable_parameters_get_gradients_and_the_rest_is_frozen(name: str, he
 
 
 @pytest.mark.parametrize(("name", "head"), [("m3ae", "classifier"), ("medvill", "product")])
-def test_classifiers_are_initialised_as_published(name: str, head: Head, tokenizer: Tokenizer) -> None:
+def test_classifiers_are_initialised_as_published(
+    name: str, head: Head, tokenizer: Tokenizer
+) -> None:
     """M3AE and MedViLL draw new weights from N(0, 0.02)."""
     answers = tuple(f"answer {number}" for number in range(200))
     modules = vqa_model(name, head, tokenizer, answers).answer_head.modules()
@@ -99,11 +122,15 @@ def test_losses_start_at_their_expectations(name: str, head: Head, tokenizer: To
 
 @pytest.mark.training
 @pytest.mark.parametrize(
-    ("name", "head"), [("m2i2", "ranking"), ("mumc", "ranking"), ("dual_stream", "ranking"), ("medvill", "product")]
+    ("name", "head"),
+    [("m2i2", "ranking"), ("mumc", "ranking"), ("dual_stream", "ranking"), ("medvill", "product")],
 )
 def test_head_overfits_a_few_questions(name: str, head: Head, tokenizer: Tokenizer) -> None:
     """From weights that already tell the questions apart, without dropout."""
-    model, batch = shaken(vqa_model(name, head, tokenizer), 0.1).eval(), answered_batch(tokenizer, 4)
+    model, batch = (
+        shaken(vqa_model(name, head, tokenizer), 0.1).eval(),
+        answered_batch(tokenizer, 4),
+    )
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-3)
     fit(model, batch, optimizer, 60)
     given = [model.predict(batch)]
@@ -115,14 +142,19 @@ def test_head_overfits_a_few_questions(name: str, head: Head, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize(("name", "head"), PAIRS)
-def test_padding_and_other_samples_do_not_change_answers(name: str, head: Head, tokenizer: Tokenizer) -> None:
+def test_padding_and_other_samples_do_not_change_answers(
+    name: str, head: Head, tokenizer: Tokenizer
+) -> None:
     model = shaken(vqa_model(name, head, tokenizer)).eval()
     batch = make_batch(tokenizer, 4)
     with torch.no_grad():
         expected, scores_BV = model.predict(batch), model.answer_logits(batch)
         reordered = model.predict(_rows(batch, [2, 0, 3, 1]))
         alone = [_rows(batch, [row], int(batch.mask_BT[row].sum())) for row in range(4)]
-        single, scores = [model.predict(one) for one in alone], torch.cat([model.answer_logits(one) for one in alone])
+        single, scores = (
+            [model.predict(one) for one in alone],
+            torch.cat([model.answer_logits(one) for one in alone]),
+        )
     assert reordered.answers == [expected.answers[row] for row in (2, 0, 3, 1)]
     assert [prediction.answers[0] for prediction in single] == expected.answers
     torch.testing.assert_close(scores, scores_BV, rtol=1e-4, atol=2e-3)
@@ -142,7 +174,9 @@ def _rows(batch: Batch, rows: list[int], tokens: int | None = None) -> Batch:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_loaded_checkpoint_gives_the_same_answers(head: Head, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_loaded_checkpoint_gives_the_same_answers(
+    head: Head, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     model = shaken(vqa_model("medvill", head, tokenizer)).eval()
     save(model, tmp_path)
     loaded = medvl.load(tmp_path)
@@ -153,7 +187,9 @@ def test_loaded_checkpoint_gives_the_same_answers(head: Head, tokenizer: Tokeniz
         predictions, loaded_predictions = model.predict(batch), loaded.predict(batch)
     assert predictions.answers == loaded_predictions.answers
     torch.testing.assert_close(predictions.score_B, loaded_predictions.score_B, rtol=0, atol=0)
-    assert loaded.answer(batch.image_BCHW, TEXTS[:2] * 3) == model.answer(batch.image_BCHW, TEXTS[:2] * 3)
+    assert loaded.answer(batch.image_BCHW, TEXTS[:2] * 3) == model.answer(
+        batch.image_BCHW, TEXTS[:2] * 3
+    )
     start = {"fusion": DualStreamConfig(), "decoder": DECODER}
     other = create_vqa(tmp_path, ("a", "b", "c"), head="ranking", **start)  # replaces any head
     assert (other.config.head, len(other.answer_logits(batch)[0])) == ("ranking", 3)
@@ -161,15 +197,19 @@ def test_loaded_checkpoint_gives_the_same_answers(head: Head, tokenizer: Tokeniz
 
 def test_decoder_starts_from_a_dual_encoder(tokenizer: Tokenizer, tmp_path: Path) -> None:
     dual = medvl.create_model(
-        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64, frozen_text_layers=0,
-        projection_dim=8, tokenizer=tokenizer,
+        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64,
+        frozen_text_layers=0, projection_dim=8, tokenizer=tokenizer,
     )  # fmt: skip
     save(dual, tmp_path)
-    sizes = DualStreamConfig(image_arguments={}, width=192, layers=1, heads=2, intermediate=48, image_positions=True)
+    sizes = DualStreamConfig(
+        image_arguments={}, width=192, layers=1, heads=2, intermediate=48, image_positions=True
+    )
     model = create_vqa(tmp_path, ANSWERS, fusion=sizes, head="generation", decoder=DECODER)
     table: Any = model.fusion_model.text_encoder.backbone.embeddings.word_embeddings
     decoder: Any = model.answer_head.decoder
-    assert torch.equal(decoder.words.weight, table.weight), "the decoder starts from the words that ConVIRT has learnt"
+    assert torch.equal(decoder.words.weight, table.weight), (
+        "the decoder starts from the words that ConVIRT has learnt"
+    )
 
 
 # MedViLL's head
@@ -183,12 +223,19 @@ def test_product_uses_the_tokens_around_the_image(tokenizer: Tokenizer) -> None:
         logits_BV = model.answer_logits(batch)
         for row in range(3):
             one = _rows(batch, [row])
-            image, text = fusion.image_tokens(one.image_BCHW), fusion.text_tokens(one.ids_BT, one.mask_BT)
+            image, text = (
+                fusion.image_tokens(one.image_BCHW),
+                fusion.text_tokens(one.ids_BT, one.mask_BT),
+            )
             fused = fusion.fuse(text, image)
             cells = image.states_BND.shape[1]
-            sequence_SD = torch.cat([fused.image.states_BND, fused.text.states_BND], dim=1)[0]  # CLS cells SEP text SEP
+            sequence_SD = torch.cat([fused.image.states_BND, fused.text.states_BND], dim=1)[
+                0
+            ]  # CLS cells SEP text SEP
             product_D = sequence_SD[0] * sequence_SD[1 + cells]
-            expected = (product_D @ inner.weight.T + inner.bias).clamp(min=0) @ outer.weight.T + outer.bias
+            expected = (product_D @ inner.weight.T + inner.bias).clamp(
+                min=0
+            ) @ outer.weight.T + outer.bias
             torch.testing.assert_close(logits_BV[row], expected, rtol=1e-4, atol=1e-4)
     assert inner.weight.shape == (64, 32)
 
@@ -213,11 +260,15 @@ def test_product_head_rejects_other_systems(tokenizer: Tokenizer) -> None:
 def loader_of(folder: Path, model: VQA) -> Any:
     source = QuestionSource(ShardSource(folder), "test", model.config.answers, normalize_answer)
     text = WholeText(sections=("question",))
-    return open_loader(source, batch=4, image=model.transform, text=text, tokenizer=model.tokenizer, train=False)
+    return open_loader(
+        source, batch=4, image=model.transform, text=text, tokenizer=model.tokenizer, train=False
+    )
 
 
 @pytest.mark.parametrize("head", DECODERS)
-def test_evaluation_accepts_every_head(head: Head, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_evaluation_accepts_every_head(
+    head: Head, folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     answers = read_answer_vocabulary(folder).answers
     assert "no" not in answers, "an answer of the test questions has come into the vocabulary"
     model = vqa_model("dual_stream", head, tokenizer, answers)
@@ -233,7 +284,9 @@ def test_evaluation_accepts_every_head(head: Head, folder: Path, tokenizer: Toke
     save(model, tmp_path)
     shared = RunOptions(out=tmp_path / "out", resamples=10, workers=0, device="cpu")
     eval_vqa(folder, shared, checkpoint=tmp_path)
-    assert read_results(tmp_path / "out").row("accuracy", "overall").value == numbers["vqa/accuracy"]
+    assert (
+        read_results(tmp_path / "out").row("accuracy", "overall").value == numbers["vqa/accuracy"]
+    )
 
 
 def test_written_answer_outside_the_vocabulary_can_be_right(
@@ -242,7 +295,9 @@ def test_written_answer_outside_the_vocabulary_can_be_right(
     model = vqa_model("dual_stream", "generation", tokenizer, ("yes", "2"))
     loader = loader_of(folder, model)
     monkeypatch.setattr(
-        model, "predict", lambda batch: AnswerPredictions(["Right lung"] * len(batch), torch.ones(len(batch)))
+        model,
+        "predict",
+        lambda batch: AnswerPredictions(["Right lung"] * len(batch), torch.ones(len(batch))),
     )
     assert AnswerEval(loader)(model)["vqa/open"] == 1.0
 

@@ -21,7 +21,16 @@ from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch
 
-ANSWERS = ("no", "left effusion", "left", "right lower lobe", "clear lungs", "left lower lobe", "enlarged heart", "yes")
+ANSWERS = (
+    "no",
+    "left effusion",
+    "left",
+    "right lower lobe",
+    "clear lungs",
+    "left lower lobe",
+    "enlarged heart",
+    "yes",
+)
 """Answers of one to three words and more pieces; three have the same first word."""
 DECODER = DecoderConfig(layers=2, heads=2, intermediate=64, dropout=0.0, max_tokens=16, beams=1)
 SYSTEMS = sorted(TINY)
@@ -55,7 +64,9 @@ def attend(attention: Any, queries_QD: Tensor, keys_KD: Tensor, mask_QK: Tensor)
     """Attend with one head after the other."""
     projected = attention.query(queries_QD), attention.key(keys_KD), attention.value(keys_KD)
     attended = []
-    for query_Qd, key_Kd, value_Kd in zip(*(part.chunk(attention.heads, dim=1) for part in projected), strict=True):
+    for query_Qd, key_Kd, value_Kd in zip(
+        *(part.chunk(attention.heads, dim=1) for part in projected), strict=True
+    ):
         scores_QK = query_Qd @ key_Kd.T / math.sqrt(query_Qd.shape[1])
         attended.append(scores_QK.masked_fill(~mask_QK, -math.inf).softmax(dim=1) @ value_Kd)
     return attention.norm(queries_QD + attention.out(torch.cat(attended, dim=1)))
@@ -90,14 +101,18 @@ def naive_scores(model: VQA, batch: Batch, first_word: str = "once") -> Tensor:
         words = [naive_words(model, read_CD(model, fused, row), answer) for answer in ANSWERS]
         likelihoods = [torch.stack(log).sum() for log in words]
         if first_word == "twice":  # ALBEF: log p(first word) minus the cross-entropy of the answer
-            likelihoods = [torch.cat([log[0].exp().log()[None], torch.stack(log)]).sum() for log in words]
+            likelihoods = [
+                torch.cat([log[0].exp().log()[None], torch.stack(log)]).sum() for log in words
+            ]
         rows.append(torch.stack(likelihoods))
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("first_word", ["once", "twice"])
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_score_is_the_log_likelihood_of_the_words(name: str, first_word: str, tokenizer: Tokenizer) -> None:
+def test_score_is_the_log_likelihood_of_the_words(
+    name: str, first_word: str, tokenizer: Tokenizer
+) -> None:
     model, batch = decoding_vqa(name, tokenizer, first_word=first_word), make_batch(tokenizer, 5)
     with torch.no_grad():
         expected, scores = naive_scores(model, batch, first_word), model.answer_logits(batch)
@@ -111,7 +126,8 @@ def test_first_word_twice_changes_answers(tokenizer: Tokenizer) -> None:
     batch = make_batch(tokenizer, 4)
     with torch.no_grad():
         once, twice = (
-            decoding_vqa("albef", tokenizer, first_word=how).answer_logits(batch) for how in ("once", "twice")
+            decoding_vqa("albef", tokenizer, first_word=how).answer_logits(batch)
+            for how in ("once", "twice")
         )
     assert (twice < once).all()
     assert not torch.equal(once.argsort(dim=1), twice.argsort(dim=1))
@@ -119,14 +135,22 @@ def test_first_word_twice_changes_answers(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("shortlist", [1, 3, 7])
 def test_shortlist_has_the_likeliest_first_words(shortlist: int, tokenizer: Tokenizer) -> None:
-    model, batch = decoding_vqa("dual_stream", tokenizer, shortlist=shortlist), make_batch(tokenizer, 5)
+    model, batch = (
+        decoding_vqa("dual_stream", tokenizer, shortlist=shortlist),
+        make_batch(tokenizer, 5),
+    )
     with torch.no_grad():
         scores, expected = model.answer_logits(batch), naive_scores(model, batch)
         fused = model.fusion_model.features(batch)
         for row in range(len(batch)):
-            first_V = [float(naive_words(model, read_CD(model, fused, row), answer)[0]) for answer in ANSWERS]
+            first_V = [
+                float(naive_words(model, read_CD(model, fused, row), answer)[0])
+                for answer in ANSWERS
+            ]
             ranked = sorted(range(len(ANSWERS)), key=lambda place: -first_V[place])  # stable
-            assert sorted(scores[row].isfinite().nonzero()[:, 0].tolist()) == sorted(ranked[:shortlist])
+            assert sorted(scores[row].isfinite().nonzero()[:, 0].tolist()) == sorted(
+                ranked[:shortlist]
+            )
     finite = scores.isfinite()
     torch.testing.assert_close(scores[finite], expected[finite], rtol=1e-4, atol=1e-3)
     predictions = model.predict(batch)
@@ -134,7 +158,9 @@ def test_shortlist_has_the_likeliest_first_words(shortlist: int, tokenizer: Toke
     torch.testing.assert_close(predictions.score_B, scores.amax(dim=1).exp())
 
 
-def test_chunked_ranking_changes_no_score(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_ranking_changes_no_score(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = decoding_vqa("m3ae", tokenizer), make_batch(tokenizer, 5)
     with torch.no_grad():
         expected = model.answer_logits(batch)
@@ -144,7 +170,9 @@ def test_chunked_ranking_changes_no_score(tokenizer: Tokenizer, monkeypatch: pyt
 
 
 def test_questions_are_encoded_once_for_all_answers(tokenizer: Tokenizer) -> None:
-    """ALBEF's code repeats a question's states for each of 128 answers; here all share its keys and values."""
+    """ALBEF's code repeats a question's states for each of 128 answers; here all share its keys
+    and values.
+    """
     model, batch = decoding_vqa("albef", tokenizer), make_batch(tokenizer, 5)
     rows: list[int] = []
     layers: Any = decoder_head(model).decoder.layers
@@ -158,7 +186,9 @@ def test_questions_are_encoded_once_for_all_answers(tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_loss_is_the_weighted_cross_entropy_of_every_word(name: str, tokenizer: Tokenizer) -> None:
-    """With several weighted answers for a question; a question without answers counts in the mean."""
+    """With several weighted answers for a question; a question without answers counts in the
+    mean.
+    """
     model = decoding_vqa(name, tokenizer)
     target_BV = torch.tensor(
         [[0, 1, 0, 0, 0, 0, 0, 0], [0.3, 0, 0, 1, 0, 0.6, 0, 0], [0] * 8, [0, 0, 0, 0, 0, 0, 0, 1]]
@@ -178,7 +208,9 @@ def test_loss_is_the_weighted_cross_entropy_of_every_word(name: str, tokenizer: 
     for gradient, reference in zip(gradients, expected_gradients, strict=True):
         assert (gradient is None) == (reference is None)
         if gradient is not None:
-            torch.testing.assert_close(gradient, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max()) + 5e-5)
+            torch.testing.assert_close(
+                gradient, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max()) + 5e-5
+            )
 
 
 def test_batch_without_known_answers_has_zero_loss(tokenizer: Tokenizer) -> None:
@@ -213,7 +245,10 @@ def naive_greedy(model: VQA, context_CD: Tensor) -> tuple[list[int], float]:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_cache_changes_no_word(name: str, tokenizer: Tokenizer) -> None:
-    model, batch = decoding_vqa(name, tokenizer, "generation", max_tokens=9), make_batch(tokenizer, 5)
+    model, batch = (
+        decoding_vqa(name, tokenizer, "generation", max_tokens=9),
+        make_batch(tokenizer, 5),
+    )
     with torch.no_grad():
         fused = model.fusion_model.features(batch)
         written = [naive_greedy(model, read_CD(model, fused, row)) for row in range(len(batch))]
@@ -222,7 +257,9 @@ def test_cache_changes_no_word(name: str, tokenizer: Tokenizer) -> None:
     torch.testing.assert_close(
         predictions.score_B.log(), torch.tensor([log for _, log in written]), rtol=1e-4, atol=1e-3
     )
-    assert len(predictions.score_B.unique()) > 1, "every question has the same answer: nothing is tested"
+    assert len(predictions.score_B.unique()) > 1, (
+        "every question has the same answer: nothing is tested"
+    )
 
 
 class WithoutMemory:
@@ -235,11 +272,14 @@ class WithoutMemory:
     def first(self) -> Tensor:
         beams = len(self.written) // len(self.contexts)
         pairs = [(self.contexts[row // beams], ids) for row, ids in enumerate(self.written)]
-        return torch.stack([next_words(self.head, context_CD, ids)[-1] for context_CD, ids in pairs])
+        return torch.stack(
+            [next_words(self.head, context_CD, ids)[-1] for context_CD, ids in pairs]
+        )
 
     def next(self, ids_R: Tensor, parent_R: Tensor) -> Tensor:
         self.written = [
-            [*self.written[parent], word] for parent, word in zip(parent_R.tolist(), ids_R.tolist(), strict=True)
+            [*self.written[parent], word]
+            for parent, word in zip(parent_R.tolist(), ids_R.tolist(), strict=True)
         ]
         return self.first()
 
@@ -269,9 +309,13 @@ def test_beams_share_the_question_cache(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.training
 def test_written_answer_is_mapped_to_the_vocabulary(tokenizer: Tokenizer) -> None:
-    """Decoding does not restore the text: `3.4 cm` becomes `3. 4 cm`, which would count as wrong."""
+    """Decoding does not restore the text: `3.4 cm` becomes `3. 4 cm`, which would count as
+    wrong.
+    """
     words = train_wordpiece([*TEXTS, "3.4 cm", "yes"], vocab_size=200, min_frequency=1)
-    model = VQA.on(tiny_model("dual_stream", words), ("yes", "3.4 cm"), head="generation", decoder=DECODER)
+    model = VQA.on(
+        tiny_model("dual_stream", words), ("yes", "3.4 cm"), head="generation", decoder=DECODER
+    )
     head = decoder_head(model)
     assert words.decode(head.ids_VT[1]) != "3.4 cm"
     batch = make_batch(words, 2, labels_BL=torch.tensor([[0.0, 1.0]]).repeat(2, 1))
@@ -284,7 +328,12 @@ def test_written_answer_is_mapped_to_the_vocabulary(tokenizer: Tokenizer) -> Non
 
 
 def test_decoder_starts_from_the_fusion_encoder_of_albef(tokenizer: Tokenizer) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     model = tiny_model("albef", tokenizer, text_arguments=sizes, layers=3)
     assert isinstance(model, ALBEF)
     head = decoder_head(VQA.on(model, ANSWERS, head="ranking", decoder=DECODER))
@@ -339,7 +388,13 @@ def test_invalid_decoder_settings_are_rejected(tokenizer: Tokenizer) -> None:
         VQA.on(model, ("yes", " "), head="generation", decoder=DECODER)
     with raises(ConfigError, "missing", "tokenizer"):
         VQA.on(tiny_model("dual_stream", None), ANSWERS, head="ranking", decoder=DECODER)
-    for field, value in (("layers", 0), ("beams", 0), ("shortlist", 0), ("dropout", 1.0), ("max_tokens", 2)):
+    for field, value in (
+        ("layers", 0),
+        ("beams", 0),
+        ("shortlist", 0),
+        ("dropout", 1.0),
+        ("max_tokens", 2),
+    ):
         with raises(ConfigError, "out_of_range", field):
             dataclasses.replace(DECODER, **{field: value})
     with raises(ConfigError, "unknown_name", "first_word"):

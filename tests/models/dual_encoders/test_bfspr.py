@@ -32,14 +32,20 @@ def naive_bags(model: BFSPR, batch: Batch, images_BE: Tensor, pool: str) -> Tens
 
 def both_directions(similarity_BB: Tensor) -> Tensor:
     target_B = torch.arange(PAIRS)
-    return (F.cross_entropy(similarity_BB / 0.07, target_B) + F.cross_entropy(similarity_BB.T / 0.07, target_B)) / 2
+    return (
+        F.cross_entropy(similarity_BB / 0.07, target_B)
+        + F.cross_entropy(similarity_BB.T / 0.07, target_B)
+    ) / 2
 
 
 @pytest.mark.parametrize("pool", ["max", "mean"])
 def test_terms_and_similarity_equal_the_formulas(pool: str) -> None:
     model, batch = bfspr(sentence_pool=pool, sentence_weight=0.5, image_weight=0.25).eval(), whole()
     with torch.no_grad():
-        image_BE, second_BE = model.encode_image(batch.image_BCHW), model.encode_image(batch.second_image_BCHW)
+        image_BE, second_BE = (
+            model.encode_image(batch.image_BCHW),
+            model.encode_image(batch.second_image_BCHW),
+        )
         text_BE = model.encode_text(batch.ids_BT, batch.mask_BT)
         bags_BB, losses = naive_bags(model, batch, image_BE, pool), model(batch)
         texts = model.embed_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
@@ -54,7 +60,9 @@ def test_terms_and_similarity_equal_the_formulas(pool: str) -> None:
         torch.testing.assert_close(losses.terms[name], value, rtol=1e-3, atol=1e-4)
     total = expected["report"] + 0.5 * expected["sentence"] + 0.25 * expected["image"]
     torch.testing.assert_close(losses.total, total, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(similarity_BB, (image_BE @ text_BE.T + bags_BB) / 2, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        similarity_BB, (image_BE @ text_BE.T + bags_BB) / 2, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_the_second_view_is_needed_only_with_its_term() -> None:

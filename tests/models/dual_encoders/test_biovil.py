@@ -1,4 +1,6 @@
-"""BioViL: the losses against their formulas, published sizes, regions in the space of texts, and averaged prompts."""
+"""BioViL: the losses against their formulas, published sizes, regions in the space of texts, and
+averaged prompts.
+"""
 
 import dataclasses
 import math
@@ -57,7 +59,9 @@ def test_every_loss_is_its_formula() -> None:
     regions_BPE = model.image_head(model.image_encoder(BATCH.image_BCHW).patches_BPD)
     features = model.text_encoder(BATCH.ids_BT, BATCH.mask_BT)
     text_BE = model.text_head(features.pooled_BD)
-    assert actual.terms["global"].item() == pytest.approx(info_nce(regions_BPE.mean(1), text_BE, 0.3), rel=1e-5)
+    assert actual.terms["global"].item() == pytest.approx(
+        info_nce(regions_BPE.mean(1), text_BE, 0.3), rel=1e-5
+    )
     kept = [0, 2, 3, 4, 5, 6]  # the second has one text
     second = model.text_encoder(BATCH.second_ids_BT, BATCH.second_mask_BT).pooled_BD
     expected = info_nce(text_BE[kept], model.text_head(second)[kept], 0.3)
@@ -70,7 +74,9 @@ def test_every_loss_is_its_formula() -> None:
     masked = model.masking(BATCH.ids_BT, BATCH.mask_BT, torch.default_generator)
     states_BTD = model.text_encoder(masked.ids_BT, BATCH.mask_BT).tokens_BTD
     table_VD = model.text_encoder.backbone.embeddings.word_embeddings.weight
-    mlm = losses.mlm(model.word_head(states_BTD.flatten(0, 1), table_VD), masked.labels_BT.flatten())
+    mlm = losses.mlm(
+        model.word_head(states_BTD.flatten(0, 1), table_VD), masked.labels_BT.flatten()
+    )
     torch.testing.assert_close(actual.terms["mlm"], mlm, rtol=1e-5, atol=1e-6)
     total = actual.terms["global"] + actual.terms["rsm"] + 0.5 * (local[0] + local[1] + mlm)
     torch.testing.assert_close(actual.total, total, rtol=1e-5, atol=1e-6)
@@ -97,7 +103,9 @@ def test_a_weight_of_zero_takes_the_loss_and_its_parts_away(setting: str) -> Non
 
 
 def test_without_second_texts_there_is_nothing_to_match() -> None:
-    actual = biovil()(dataclasses.replace(BATCH, has_second_text_B=torch.zeros(PAIRS, dtype=torch.bool)))
+    actual = biovil()(
+        dataclasses.replace(BATCH, has_second_text_B=torch.zeros(PAIRS, dtype=torch.bool))
+    )
     assert actual.terms["rsm"].item() == 0
     actual.total.backward()
     with raises(ConfigError, "missing", "second_ids_BT"):
@@ -128,7 +136,9 @@ def test_parts_give_the_gradient_of_the_batch() -> None:
     GradCache(model, 2, Precision("fp32", torch.device("cpu")))(BATCH, 1, lambda part: None)
     for name, parameter in model.named_parameters():
         largest = expected[name].abs().max().item()
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6 + 1e-5 * largest)
+        torch.testing.assert_close(
+            parameter.grad, expected[name], rtol=1e-4, atol=1e-6 + 1e-5 * largest
+        )
 
 
 def test_padding_changes_nothing() -> None:
@@ -136,8 +146,8 @@ def test_padding_changes_nothing() -> None:
 
     def longer(batch: Batch) -> Batch:
         return dataclasses.replace(
-            batch, ids_BT=F.pad(batch.ids_BT, (0, 3), value=7), mask_BT=F.pad(batch.mask_BT, (0, 3)),
-            second_ids_BT=F.pad(batch.second_ids_BT, (0, 2), value=7),
+            batch, ids_BT=F.pad(batch.ids_BT, (0, 3), value=7), mask_BT=F.pad(batch.mask_BT, (0,
+            3)), second_ids_BT=F.pad(batch.second_ids_BT, (0, 2), value=7),
             second_mask_BT=F.pad(batch.second_mask_BT, (0, 2)),
         )  # fmt: skip
 
@@ -146,13 +156,17 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_regions_are_compared_with_texts() -> None:
-    """An image's vector is the mean of its regions, and the map of a phrase is its cosine with each of them."""
+    """An image's vector is the mean of its regions, and the map of a phrase is its cosine with
+    each of them.
+    """
     model = biovil(image_size=96, vocab_size=60, image_arguments={}).eval()
     model.tokenizer = tiny_tokenizer()
     image_BCHW = torch.randint(0, 256, (2, 1, 96, 96), dtype=torch.uint8)
     regions_BPE, grid = embed_patches(model, image_BCHW)
     assert grid == (3, 3)
-    torch.testing.assert_close(F.normalize(regions_BPE.mean(1), dim=1), model.encode_image(image_BCHW))
+    torch.testing.assert_close(
+        F.normalize(regions_BPE.mean(1), dim=1), model.encode_image(image_BCHW)
+    )
     assert choose_maps(model, None) == "similarity"
     phrases = ["No pneumothorax.", "A left effusion."]
     text_BE = model.encode_text(phrases)

@@ -10,7 +10,12 @@ from helpers.largest import LargestTensor
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from medvl.models.dual_encoders.bases.local import pair_scores, score_head, unnormalized, with_global
+from medvl.models.dual_encoders.bases.local import (
+    pair_scores,
+    score_head,
+    unnormalized,
+    with_global,
+)
 from medvl.models.dual_encoders.bases.queries import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Embeddings
 
@@ -20,12 +25,17 @@ SMALL = QueryDecoderConfig(decoder_layers=2, decoder_hidden=24)
 def padded(side: Embeddings, more: int) -> Embeddings:
     """The same texts with padding that is not a number."""
     local_NPE = F.pad(side.local_NPE, (0, 0, 0, more), value=torch.nan)
-    return dataclasses.replace(side, local_NPE=local_NPE, mask_NP=F.pad(side.mask_NP, (0, more)), weight_NP=None)
+    return dataclasses.replace(
+        side, local_NPE=local_NPE, mask_NP=F.pad(side.mask_NP, (0, more)), weight_NP=None
+    )
 
 
 def test_a_score_is_the_decoder_written_out() -> None:
     model, batch = carzero().eval(), make_batch("carzero")
-    images, texts = model.embed_images(batch.image_BCHW), model.embed_ids(batch.ids_BT, batch.mask_BT)
+    images, texts = (
+        model.embed_images(batch.image_BCHW),
+        model.embed_ids(batch.ids_BT, batch.mask_BT),
+    )
     decoder, scores_NM = model.decoder, model.score_pairs(texts, images.global_NE)
     image_NE = model.encode_image(batch.image_BCHW, normalize=False)
     text_NE = model.encode_text(batch.ids_BT, batch.mask_BT, normalize=False)
@@ -44,23 +54,32 @@ def test_a_score_is_the_decoder_written_out() -> None:
 
 
 def test_the_norm_of_unit_vectors_is_that_of_published_ones() -> None:
-    """Unit vectors of this width have a variance of 1/768, of which LayerNorm's epsilon is 0.8 %."""
+    """Unit vectors of this width have a variance of 1/768, of which LayerNorm's epsilon is 0.8
+    %.
+    """
     vector_NE = 3 * torch.randn(4, 768)
     read = carzero(projection_dim=768).decoder.norm
     torch.testing.assert_close(
         read(unnormalized(F.normalize(vector_NE, dim=-1))), read(vector_NE), rtol=1e-4, atol=1e-4
     )
-    memory_NKE, _ = with_global(F.normalize(vector_NE, dim=-1), torch.zeros(4, 1, 768), torch.ones(4, 1).bool())
+    memory_NKE, _ = with_global(
+        F.normalize(vector_NE, dim=-1), torch.zeros(4, 1, 768), torch.ones(4, 1).bool()
+    )
     torch.testing.assert_close(read(memory_NKE[:, 0]), read(vector_NE), rtol=1e-4, atol=1e-4)
 
 
 def test_the_loss_is_four_cross_entropies_without_a_temperature() -> None:
     model = carzero(positives="own").eval()
     batch = dataclasses.replace(make_batch("carzero"), has_image_B=None)
-    images, texts = model.embed_images(batch.image_BCHW), model.embed_ids(batch.ids_BT, batch.mask_BT)
+    images, texts = (
+        model.embed_images(batch.image_BCHW),
+        model.embed_ids(batch.ids_BT, batch.mask_BT),
+    )
     target_N = torch.arange(len(batch))
     both = model.score_pairs(images, texts.global_NE), model.score_pairs(texts, images.global_NE)
-    terms = [(F.cross_entropy(x_NN, target_N) + F.cross_entropy(x_NN.T, target_N)) / 2 for x_NN in both]
+    terms = [
+        (F.cross_entropy(x_NN, target_N) + F.cross_entropy(x_NN.T, target_N)) / 2 for x_NN in both
+    ]
     losses = model(batch)
     torch.testing.assert_close(tuple(losses.terms.values()), tuple(terms))
     torch.testing.assert_close(losses.total, sum(terms))
@@ -83,7 +102,11 @@ def test_equal_statements_are_positives() -> None:
     ):
         row_means = [
             torch.stack(
-                [each_NN[i, [j, *others[i]]].logsumexp(dim=0) - each_NN[i, j] for j in others if j not in others[i]]
+                [
+                    each_NN[i, [j, *others[i]]].logsumexp(dim=0) - each_NN[i, j]
+                    for j in others
+                    if j not in others[i]
+                ]
             ).mean()
             for each_NN in (scores_NN, scores_NN.T)
             for i in others
@@ -94,9 +117,14 @@ def test_equal_statements_are_positives() -> None:
 
 
 def test_padding_of_words_changes_no_score() -> None:
-    """The released code attends to 97 slots: its scores move by a tenth to a third of their spread."""
+    """The released code attends to 97 slots: its scores move by a tenth to a third of their
+    spread.
+    """
     model, batch = carzero().eval(), make_batch("carzero")
-    images, texts = model.embed_images(batch.image_BCHW), model.embed_ids(batch.ids_BT, batch.mask_BT)
+    images, texts = (
+        model.embed_images(batch.image_BCHW),
+        model.embed_ids(batch.ids_BT, batch.mask_BT),
+    )
     scores_NM = model.similarity(images, texts)
     torch.testing.assert_close(model.similarity(images, padded(texts, 60)), scores_NM)
     alone = model.embed_ids(batch.ids_BT[:1], batch.mask_BT[:1])
@@ -120,14 +148,22 @@ def test_chunks_are_the_whole_in_value_and_gradient() -> None:
 
 @pytest.mark.parametrize("queries", [256, 4096])
 def test_scores_have_bounded_memory_at_published_size(queries: int) -> None:
-    """256 images of 224 pixels: the widest states of 4,096 statements at once are 4.3 GB a tensor."""
+    """256 images of 224 pixels: the widest states of 4,096 statements at once are 4.3 GB a
+    tensor.
+    """
     with FakeTensorMode(), torch.no_grad():
-        decoder = QueryDecoder(768, QueryDecoderConfig(), self_attention=False, shared_norm=True).eval()
+        decoder = QueryDecoder(
+            768, QueryDecoderConfig(), self_attention=False, shared_norm=True
+        ).eval()
         score = score_head(768, (1024, 512, 256), 0.1).eval()
         memory_NKE, query_ME = torch.empty(256, 197, 768), torch.empty(queries, 768)
         with LargestTensor(memory_NKE) as largest:
             scores_NM = pair_scores(
-                lambda *inputs: score(decoder(*inputs)), memory_NKE, torch.ones(256, 197).bool(), query_ME, width=1024
+                lambda *inputs: score(decoder(*inputs)),
+                memory_NKE,
+                torch.ones(256, 197).bool(),
+                query_ME,
+                width=1024,
             )
     assert scores_NM.shape == (256, queries)
     assert largest.bytes <= 2**29
@@ -136,7 +172,9 @@ def test_scores_have_bounded_memory_at_published_size(queries: int) -> None:
 def test_maps_are_the_attention_of_the_statement() -> None:
     model = carzero().eval()
     images = torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8)
-    maps = model.attention_maps(images, ["No pneumothorax.", "There is a small left effusion."], [(64, 64), (80, 90)])
+    maps = model.attention_maps(
+        images, ["No pneumothorax.", "There is a small left effusion."], [(64, 64), (80, 90)]
+    )
     assert [tuple(map_HW.shape) for map_HW in maps] == [(64, 64), (80, 90)]
     assert all((map_HW[~map_HW.isnan()] >= 0).all() for map_HW in maps)
     attention_BWhw, mask_BW = model.word_attention(images, ["No pneumothorax.", "effusion"])
@@ -172,7 +210,9 @@ def test_with_self_attention_a_decoder_is_torchs() -> None:
 
 
 def test_the_decoders_output_has_dropout_in_training() -> None:
-    """As in the released code of MedKLIP, KAD and CARZero: a dropout after the last norm, whose output has no zeros."""
+    """As in the released code of MedKLIP, KAD and CARZero: a dropout after the last norm, whose
+    output has no zeros.
+    """
     decoder = QueryDecoder(16, dataclasses.replace(SMALL, dropout=0.5))
     inputs = torch.randn(2, 50, 16), torch.randn(2, 5, 16)
     assert (decoder.train()(*inputs) == 0).float().mean().item() == pytest.approx(0.5, abs=0.1)

@@ -1,4 +1,6 @@
-"""CLIP, CheXzero and SigLIP: outputs equal to open_clip's, published settings, and strict loading of weights."""
+"""CLIP, CheXzero and SigLIP: outputs equal to open_clip's, published settings, and strict
+loading of weights.
+"""
 
 import math
 from pathlib import Path
@@ -22,7 +24,12 @@ from medvl.models.dual_encoders.clip import CLIP, CLIPConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig
 from medvl.schema import Batch
 
-TEXTS = ["Small left effusion.", "No acute cardiopulmonary process.", "The heart is enlarged; lungs are clear.", "CHF"]
+TEXTS = [
+    "Small left effusion.",
+    "No acute cardiopulmonary process.",
+    "The heart is enlarged; lungs are clear.",
+    "CHF",
+]
 SIDE = 64
 BERT = {
     "vocab_size": 49408,
@@ -33,7 +40,13 @@ BERT = {
     "max_position_embeddings": 80,
 }
 TEXT = {"layers": 2, "width": 64, "heads": 2, "vocab_size": 49408, "context_length": 77}
-SIGLIP_TEXT = {**TEXT, "no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
+SIGLIP_TEXT = {
+    **TEXT,
+    "no_causal_mask": True,
+    "proj_bias": True,
+    "pool_type": "last",
+    "norm_kwargs": {"eps": 1e-6},
+}
 MOBILE_TEXT = {**TEXT, "no_causal_mask": True}
 VIT = {"layers": 2, "width": 64, "patch_size": 16, "image_size": SIDE}
 TIMM = {"timm_model_name": "vit_tiny_patch16_224", "image_size": 224}
@@ -51,7 +64,9 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer("clip")
 
 
-def reference_of(image: dict[str, Any], text: dict[str, Any], embed_dim: int, **options: Any) -> Any:
+def reference_of(
+    image: dict[str, Any], text: dict[str, Any], embed_dim: int, **options: Any
+) -> Any:
     """Return a small random model of open_clip, its parameters moved away from zeros and ones."""
     import open_clip
 
@@ -95,35 +110,52 @@ def full_ids(tokenizer: Tokenizer, length: int = 77, pad: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", TOWERS)
-def test_models_of_open_clip_give_equal_outputs(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_models_of_open_clip_give_equal_outputs(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     """Embeddings and loss are equal after loading the file of the whole model."""
     import open_clip
 
     image, text = TOWERS[kind]
     embed_dim = 192 if kind == "SigLIP" else 32
-    reference = reference_of(image, text, embed_dim, init_logit_bias=-10.0 if kind == "SigLIP" else None)
+    reference = reference_of(
+        image, text, embed_dim, init_logit_bias=-10.0 if kind == "SigLIP" else None
+    )
     path = write(reference, tmp_path / "open_clip_model.safetensors")
     name = "siglip" if kind == "SigLIP" else "clip"
     model = medvl.create_model(
-        name, pretrained=True, weights=str(path), tokenizer=tokenizer, **arguments(image, text, embed_dim)
+        name,
+        pretrained=True,
+        weights=str(path),
+        tokenizer=tokenizer,
+        **arguments(image, text, embed_dim),
     ).eval()
     assert isinstance(model, CLIP)
     image_BCHW = pixels(image["image_size"])
     image_BE, text_BE = model.encode_image(image_BCHW), model.encode_text(TEXTS)
     ids = full_ids(tokenizer)
-    torch.testing.assert_close(image_BE, reference.encode_image(image_BCHW, normalize=True), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(text_BE, reference.encode_text(ids, normalize=True), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        image_BE, reference.encode_image(image_BCHW, normalize=True), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        text_BE, reference.encode_text(ids, normalize=True), rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(model.logit_scale, reference.logit_scale)
     expected = open_clip.loss.SigLipLoss() if kind == "SigLIP" else open_clip.ClipLoss()
     scalars = [reference.logit_scale.exp()] + ([reference.logit_bias] if kind == "SigLIP" else [])
     torch.testing.assert_close(
-        model.contrast(image_BE, text_BE), expected(image_BE, text_BE, *scalars), rtol=1e-4, atol=1e-5
+        model.contrast(image_BE, text_BE),
+        expected(image_BE, text_BE, *scalars),
+        rtol=1e-4,
+        atol=1e-5,
     )
     mine = {name for name, _ in model.named_parameters()}
     assert len(mine) == len(list(reference.parameters()))  # nothing is left out, nothing is added
 
 
-@pytest.mark.parametrize(("pool", "head"), [("cls_last_hidden_state_pooler", "mlp"), ("mean_pooler", "linear")])
+@pytest.mark.parametrize(
+    ("pool", "head"), [("cls_last_hidden_state_pooler", "mlp"), ("mean_pooler", "linear")]
+)
 def test_open_clip_models_with_a_hugging_face_text_encoder_give_equal_outputs(
     pool: str, head: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -148,17 +180,27 @@ def test_open_clip_models_with_a_hugging_face_text_encoder_give_equal_outputs(
         "text_pool": "cls" if pool.startswith("cls") else "mean",
         "text_head": head,
     }
-    model = medvl.create_model("clip", pretrained=True, weights=str(path), tokenizer=tokenizer, **settings).eval()
+    model = medvl.create_model(
+        "clip", pretrained=True, weights=str(path), tokenizer=tokenizer, **settings
+    ).eval()
     assert isinstance(model, CLIP)
     ids = full_ids(tokenizer)
     torch.testing.assert_close(
         model.encode_text(TEXTS), reference.encode_text(ids, normalize=True), rtol=1e-4, atol=1e-5
     )
     assert model.logit_scale.item() == pytest.approx(reference.logit_scale.item())
-    without = {name: tensor for name, tensor in reference.state_dict().items() if not name.startswith("text.proj")}
+    without = {
+        name: tensor
+        for name, tensor in reference.state_dict().items()
+        if not name.startswith("text.proj")
+    }
     safetensors.torch.save_file(without, path)
-    with pytest.raises(WeightsError, match=r"open_clip_model.safetensors does not fit.* missing: (0\.)?weight"):
-        medvl.create_model("clip", pretrained=True, weights=str(path), tokenizer=tokenizer, **settings)
+    with pytest.raises(
+        WeightsError, match=r"open_clip_model.safetensors does not fit.* missing: (0\.)?weight"
+    ):
+        medvl.create_model(
+            "clip", pretrained=True, weights=str(path), tokenizer=tokenizer, **settings
+        )
 
 
 def small(name: str = "clip", tokenizer: Tokenizer | None = None, **changes: Any) -> Any:
@@ -173,7 +215,9 @@ def make_batch(tokenizer: Tokenizer, size: int = 6, **fields: Any) -> Batch:
     generator = torch.Generator().manual_seed(1)
     return Batch(
         keys=[str(number) for number in range(size)],
-        image_BCHW=torch.randint(0, 256, (size, 1, SIDE, SIDE), dtype=torch.uint8, generator=generator),
+        image_BCHW=torch.randint(
+            0, 256, (size, 1, SIDE, SIDE), dtype=torch.uint8, generator=generator
+        ),
         ids_BT=ids_BT,
         mask_BT=mask_BT,
         labels_BL=torch.zeros(size, 0),
@@ -184,7 +228,11 @@ def make_batch(tokenizer: Tokenizer, size: int = 6, **fields: Any) -> Batch:
 
 def test_configs_have_the_published_defaults() -> None:
     clip, chexzero, siglip = CLIPConfig(), CheXzeroConfig(), SigLIPConfig()
-    assert (clip.image_encoder, clip.text_encoder, clip.max_tokens) == ("clip_vit_b32", "clip_text", 77)
+    assert (clip.image_encoder, clip.text_encoder, clip.max_tokens) == (
+        "clip_vit_b32",
+        "clip_text",
+        77,
+    )
     assert (clip.temperature, clip.max_scale, clip.projection_dim) == (0.07, 100.0, 512)
     assert (chexzero.fit, chexzero.stored_size, chexzero.image_size) == ("pad", 320, 224)
     assert chexzero.image_mean == (101.48761 / 255,)
@@ -193,14 +241,18 @@ def test_configs_have_the_published_defaults() -> None:
 
 
 def published_file(path: Path, **scalars: Tensor) -> tuple[Any, Path]:
-    """Write a file in OpenAI's layout, with the text encoder at the top level, as CheXzero's files."""
+    """Write a file in OpenAI's layout, with the text encoder at the top level, as CheXzero's
+    files.
+    """
     import open_clip
 
     torch.manual_seed(4)
     text = {"layers": 2, "width": 64, "heads": 1, "vocab_size": 49408, "context_length": 77}
     vision = {"layers": 2, "width": 64, "patch_size": 32, "image_size": 224}
     whole = open_clip.CLIP(512, vision, text, quick_gelu=True).eval()
-    safetensors.torch.save_file({**whole.state_dict(), "logit_scale": torch.tensor(4.6052), **scalars}, path)
+    safetensors.torch.save_file(
+        {**whole.state_dict(), "logit_scale": torch.tensor(4.6052), **scalars}, path
+    )
     return whole, path
 
 
@@ -210,8 +262,12 @@ SMALL_CLIP: dict[str, Any] = {
 }
 
 
-def test_chexzero_loads_clip_weights_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoders, projections and scale are loaded; grey images are normalised by the corpus' statistics."""
+def test_chexzero_loads_clip_weights_by_path_and_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoders, projections and scale are loaded; grey images are normalised by the corpus'
+    statistics.
+    """
     whole, path = published_file(tmp_path / "model.safetensors")
     model = medvl.create_model("chexzero", pretrained=True, weights=str(path), **SMALL_CLIP).eval()
     assert isinstance(model, CLIP)
@@ -227,7 +283,12 @@ def test_chexzero_loads_clip_weights_by_path_and_by_name(tmp_path: Path, monkeyp
 
     name = "open_clip:ViT-B-32-quickgelu"
     spelt = medvl.create_model(
-        "chexzero", pretrained=True, weights=str(path), image_encoder=name, text_encoder=name, **SMALL_CLIP
+        "chexzero",
+        pretrained=True,
+        weights=str(path),
+        image_encoder=name,
+        text_encoder=name,
+        **SMALL_CLIP,
     ).eval()
     assert torch.equal(spelt.encode_text(TEXTS), model.encode_text(TEXTS))  # with CLIP's vocabulary
 
@@ -239,24 +300,42 @@ def test_chexzero_loads_clip_weights_by_path_and_by_name(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("medvl.encoders.pretrained.fetch", fetch)
     named = medvl.create_model("chexzero", pretrained=True, **SMALL_CLIP).eval()
-    assert set(requests) == {("timm/vit_base_patch32_clip_224.openai", "open_clip_model.safetensors")}
+    assert set(requests) == {
+        ("timm/vit_base_patch32_clip_224.openai", "open_clip_model.safetensors")
+    }
     for name, tensor in model.state_dict().items():
         assert torch.equal(named.state_dict()[name], tensor), name
 
 
-def test_encoders_of_two_sources_keep_the_initial_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_of_two_sources_keep_the_initial_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, path = published_file(tmp_path / "model.safetensors")
     bert = medvl.encoders.create_text_encoder("bert", **BERT)
     safetensors.torch.save_file(bert.state_dict(), tmp_path / "bert.safetensors")
-    files = {"open_clip_model.safetensors": path, "model.safetensors": tmp_path / "bert.safetensors"}
-    monkeypatch.setattr("medvl.encoders.pretrained.fetch", lambda hub_id, filename, *pins, **more: files[filename])
-    settings = {"image_arguments": SMALL_CLIP["image_arguments"], "text_encoder": "bert", "vocab_size": 49408}
+    files = {
+        "open_clip_model.safetensors": path,
+        "model.safetensors": tmp_path / "bert.safetensors",
+    }
+    monkeypatch.setattr(
+        "medvl.encoders.pretrained.fetch", lambda hub_id, filename, *pins, **more: files[filename]
+    )
+    settings = {
+        "image_arguments": SMALL_CLIP["image_arguments"],
+        "text_encoder": "bert",
+        "vocab_size": 49408,
+    }
     arguments = {key: value for key, value in BERT.items() if key != "vocab_size"}
     tokenizer = load_tokenizer("clip")
-    model = medvl.create_model("clip", pretrained=True, tokenizer=tokenizer, text_arguments=arguments, **settings)
+    model = medvl.create_model(
+        "clip", pretrained=True, tokenizer=tokenizer, text_arguments=arguments, **settings
+    )
     assert isinstance(model, CLIP)
     assert model.logit_scale.exp().item() == pytest.approx(1 / 0.07)
-    assert model.encode_text(TEXTS).shape == (4, 512)  # a new head leads to the image tower's projection
+    assert model.encode_text(TEXTS).shape == (
+        4,
+        512,
+    )  # a new head leads to the image tower's projection
 
 
 @pytest.mark.parametrize(
@@ -275,14 +354,21 @@ def test_weights_that_do_not_fit_are_rejected_with_the_first_differences(
 ) -> None:
     _, path = published_file(tmp_path / "model.safetensors")
     tensors = safetensors.torch.load_file(path) | change
-    safetensors.torch.save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, path)
+    safetensors.torch.save_file(
+        {key: tensor for key, tensor in tensors.items() if tensor is not None}, path
+    )
     with pytest.raises(WeightsError, match=rf"model.safetensors.*{difference}"):
         medvl.create_model("chexzero", pretrained=True, weights=str(path), **SMALL_CLIP)
 
 
 def test_siglip_loads_a_scale_only_with_its_bias(tmp_path: Path) -> None:
     """A softmax does not depend on the bias, so CLIP's scale does not fit a sigmoid."""
-    clip = {"image_encoder": "clip_vit_b32", "text_encoder": "clip_text", "max_tokens": 77, "pretrained": True}
+    clip = {
+        "image_encoder": "clip_vit_b32",
+        "text_encoder": "clip_text",
+        "max_tokens": 77,
+        "pretrained": True,
+    }
     _, path = published_file(tmp_path / "clip.safetensors")
     model: Any = medvl.create_model("siglip", weights=str(path), **clip, **SMALL_CLIP)
     assert model.logit_scale.exp().item() == pytest.approx(10)
@@ -290,7 +376,9 @@ def test_siglip_loads_a_scale_only_with_its_bias(tmp_path: Path) -> None:
     scalars = {"logit_scale": torch.tensor([4.7]), "logit_bias": torch.tensor([-12.9])}
     _, path = published_file(tmp_path / "siglip.safetensors", **scalars)
     model = medvl.create_model("siglip", weights=str(path), **clip, **SMALL_CLIP)
-    assert model.logit_scale.item() == pytest.approx(4.7)  # above CLIP's clamp, which the paper does not have
+    assert model.logit_scale.item() == pytest.approx(
+        4.7
+    )  # above CLIP's clamp, which the paper does not have
     assert model.logit_bias.item() == pytest.approx(-12.9)
 
 
@@ -307,7 +395,10 @@ def test_losses_equal_the_published_ones(tokenizer: Tokenizer) -> None:
     batch = make_batch(tokenizer, 8)
     for name, scalars in (("clip", (1 / 0.07,)), ("siglip", (10.0, -10.0))):
         model = small(name, tokenizer, **arguments(VIT, TEXT, 512)).eval()
-        image_BE, text_BE = model.encode_image(batch.image_BCHW), model.encode_text(batch.ids_BT, batch.mask_BT)
+        image_BE, text_BE = (
+            model.encode_image(batch.image_BCHW),
+            model.encode_text(batch.ids_BT, batch.mask_BT),
+        )
         actual = model(batch)
         loss: Any = getattr(losses, name)
         torch.testing.assert_close(actual.total, loss(image_BE, text_BE, *scalars))
@@ -343,8 +434,13 @@ def test_the_temperature_is_learned_and_clamped(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_a_sample_without_a_text_is_left_out(name: str, tokenizer: Tokenizer) -> None:
     model = small(name, tokenizer).eval()
-    batch = make_batch(tokenizer, 6, has_text_B=torch.tensor([True, True, False, True, False, True]))
-    image_BE, text_BE = model.encode_image(batch.image_BCHW), model.encode_text(batch.ids_BT, batch.mask_BT)
+    batch = make_batch(
+        tokenizer, 6, has_text_B=torch.tensor([True, True, False, True, False, True])
+    )
+    image_BE, text_BE = (
+        model.encode_image(batch.image_BCHW),
+        model.encode_text(batch.ids_BT, batch.mask_BT),
+    )
     kept = [0, 1, 3, 5]
     torch.testing.assert_close(model(batch).total, model.contrast(image_BE[kept], text_BE[kept]))
     empty = make_batch(tokenizer, 2, has_text_B=torch.tensor([False, False]))
@@ -357,7 +453,9 @@ def test_a_sample_without_a_text_is_left_out(name: str, tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("name", ["clip", "chexzero", "siglip"])
-def test_a_loaded_model_equals_the_saved_one(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_loaded_model_equals_the_saved_one(
+    name: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     model = small(name, tokenizer, image_mean=(0.5,), image_std=(0.25,)).eval()
     with torch.no_grad():
         model.logit_scale.fill_(3.0)
@@ -405,7 +503,9 @@ def test_encoders_without_projections_get_heads(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_compute_the_gradients_of_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Loss and gradients, also of scale and bias, equal those of the global batch with unequal ranks and a missing text."""
+    """Loss and gradients, also of scale and bias, equal those of the global batch with unequal
+    ranks and a missing text.
+    """
     folders = [tmp_path / name for name in ("chexzero", "siglip")]
     batch = make_batch(tokenizer, sum(clip_ranks.COUNTS))
     for folder in folders:
@@ -422,4 +522,6 @@ def test_two_ranks_compute_the_gradients_of_one(tokenizer: Tokenizer, tmp_path: 
         assert actual.keys() == expected.keys()
         assert expected["logit_scale"].abs() > 0
         for name, tensor in actual.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=f"{folder.name}: {name}")
+            torch.testing.assert_close(
+                tensor, expected[name], rtol=1e-4, atol=1e-6, msg=f"{folder.name}: {name}"
+            )

@@ -1,4 +1,6 @@
-"""The base of all contrastive systems: incomplete rows, ranks without pairs, and operations on pairs."""
+"""The base of all contrastive systems: incomplete rows, ranks without pairs, and operations on
+pairs.
+"""
 
 import dataclasses
 import itertools
@@ -46,7 +48,9 @@ def assert_equal_pairs(left: Pairs, right: Pairs) -> None:
 def test_rows_without_image_or_text_are_left_out(name: str) -> None:
     model = SYSTEMS[name]().eval()
     batch = make_batch(name)
-    partial = dataclasses.replace(batch, has_text_B=flags(1, 1, 0, 1, 1, 1, 0))  # and the fourth has no image
+    partial = dataclasses.replace(
+        batch, has_text_B=flags(1, 1, 0, 1, 1, 1, 0)
+    )  # and the fourth has no image
     kept = torch.tensor([0, 1, 4, 5])
     everything = dataclasses.replace(batch, has_image_B=None, has_text_B=None)
     expected = model.compare_pairs(model.encode_pairs(everything).rows(kept))
@@ -71,7 +75,9 @@ def test_rows_that_are_left_out_do_not_enter_batch_norms(name: str) -> None:
     statistics = []
     for kept in (None, [0, 1, 4, 5]):
         model, batch = SYSTEMS[name]().train(), make_batch(name)
-        batch = dataclasses.replace(batch, has_text_B=flags(1, 1, 0, 1, 1, 1, 0))  # and the fourth has no image
+        batch = dataclasses.replace(
+            batch, has_text_B=flags(1, 1, 0, 1, 1, 1, 0)
+        )  # and the fourth has no image
         model(batch if kept is None else batch.rows(kept))
         statistics.append({key: value for key, value in model.named_buffers() if "running_" in key})
     left, right = statistics
@@ -82,7 +88,9 @@ def test_rows_that_are_left_out_do_not_enter_batch_norms(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "medclip"])
 @pytest.mark.parametrize("complete", [0, 1])
-def test_one_complete_row_and_none_leave_the_statistics_of_batch_norms(name: str, complete: int) -> None:
+def test_one_complete_row_and_none_leave_the_statistics_of_batch_norms(
+    name: str, complete: int
+) -> None:
     model, batch = SYSTEMS[name]().train(), make_batch(name)
     before = {key: value.clone() for key, value in model.named_buffers() if "running_" in key}
     flags_B = torch.arange(len(batch)) < complete
@@ -116,21 +124,27 @@ def losses_and_gradients(model: Any, batch: Batch) -> dict[str, Tensor]:
 
 @pytest.mark.fault("N1")
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    """With unequal numbers of pairs, with pairs on one rank alone, and with none, whose losses are zero."""
+    """With unequal numbers of pairs, with pairs on one rank alone, and with none, whose losses
+    are zero.
+    """
     run_two_ranks(contrastive_ranks.__file__, tmp_path)
     found = [safetensors.torch.load_file(tmp_path / f"rank-{rank}.safetensors") for rank in (0, 1)]
     for name, create in SYSTEMS.items():
         model = create().eval()
         first = make_batch(name, FIRST)
         if not model.needs_pairs:  # the images of the other rank count
-            first = dataclasses.replace(make_batch(name), has_text_B=torch.arange(PAIRS) < FIRST.stop)
+            first = dataclasses.replace(
+                make_batch(name), has_text_B=torch.arange(PAIRS) < FIRST.stop
+            )
         for case, batch in (("both", make_batch(name)), ("one", first)):
             expected = losses_and_gradients(model, batch)
             for results, (key, tensor) in itertools.product(found, expected.items()):
                 actual = results.pop(f"{name}/{case}/{key}")
                 near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * tensor.abs().max().item()}
                 place = f"{name} {case} {key}"
-                torch.testing.assert_close(actual, tensor, **near, msg=lambda text, place=place: f"{place}: {text}")
+                torch.testing.assert_close(
+                    actual, tensor, **near, msg=lambda text, place=place: f"{place}: {text}"
+                )
         for results, key in itertools.product(found, expected):
             assert not results.pop(f"{name}/none/{key}").any(), key
     for results in found:
@@ -153,7 +167,9 @@ def test_pairs_keep_their_rows_of_every_side() -> None:
     assert torch.equal(some.images.global_NE, pairs.images.global_NE[[5, 2]])
     assert torch.equal(some.texts.weight_NP, pairs.texts.weight_NP[[5, 2]])
     sentences = some.others["sentences"]
-    assert torch.equal(sentences.global_NE, pairs.others["sentences"].global_NE[[6, 7, 8, 15, 16, 17]])
+    assert torch.equal(
+        sentences.global_NE, pairs.others["sentences"].global_NE[[6, 7, 8, 15, 16, 17]]
+    )
     assert sentences.pair_N.tolist() == [1, 1, 1, 0, 0, 0]
     assert some.groups[0].tolist() == [2, 1]
     assert some.labels_BL.flatten().tolist() == [5, 2]
@@ -193,7 +209,9 @@ def test_losses_are_summed_with_their_weights() -> None:
 
 
 def test_grad_cache_takes_any_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words with weights and a side of several rows a pair give the gradient of the batch at once."""
+    """Words with weights and a side of several rows a pair give the gradient of the batch at
+    once.
+    """
     from medvl.train.optim.grad_cache import GradCache
     from medvl.train.optim.optimizer import Precision
 
@@ -204,7 +222,9 @@ def test_grad_cache_takes_any_side(monkeypatch: pytest.MonkeyPatch) -> None:
         pairs = embed(model, batch)
         halves_NE = torch.cat([pairs.images.global_NE, pairs.texts.global_NE]) * 0.5
         numbers_N = torch.arange(len(pairs)).repeat(2)
-        words_NWE = model.text_head(model.text_encoder(batch.ids_BT, batch.mask_BT).tokens_BTD).float()
+        words_NWE = model.text_head(
+            model.text_encoder(batch.ids_BT, batch.mask_BT).tokens_BTD
+        ).float()
         texts = dataclasses.replace(
             pairs.texts, local_NPE=words_NWE, mask_NP=batch.mask_BT, weight_NP=words_NWE.mean(dim=2)
         )
@@ -227,7 +247,9 @@ def test_grad_cache_takes_any_side(monkeypatch: pytest.MonkeyPatch) -> None:
     actual = gradients(model)
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-6 + 1e-5 * tensor.abs().max().item())
+        torch.testing.assert_close(
+            actual[name], tensor, rtol=1e-4, atol=1e-6 + 1e-5 * tensor.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -243,4 +265,5 @@ def test_vectors_with_and_without_normalisation(name: str) -> None:
             torch.testing.assert_close(unit_BE.norm(dim=1), torch.ones(len(unit_BE)))
             assert not torch.allclose(raw_BE.norm(dim=1), torch.ones(len(unit_BE)))
         torch.testing.assert_close(model.encode_image(batch.image_BCHW),
-                                   F.normalize(model.embed_images(batch.image_BCHW).global_NE, dim=1))  # fmt: skip
+                                   F.normalize(model.embed_images(batch.image_BCHW).global_NE,
+                                   dim=1))  # fmt: skip

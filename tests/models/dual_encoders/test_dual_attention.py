@@ -1,4 +1,6 @@
-"""Attention between sequences, pooling by attention and by sentence, against plain loops; padding changes nothing."""
+"""Attention between sequences, pooling by attention and by sentence, against plain loops;
+padding changes nothing.
+"""
 
 from collections.abc import Callable
 
@@ -20,7 +22,9 @@ from medvl.models.dual_encoders.parts.attention import (
 )
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False] * 3, [True, False, True]])
-SENTENCES = torch.tensor([[-1, 0, 0, 1, 1, -1, -1], [-1, 0, 1, 1, 3, 3, -1], [-1] * 7, [0, 0, 0, 0, 0, 0, 0]])
+SENTENCES = torch.tensor(
+    [[-1, 0, 0, 1, 1, -1, -1], [-1, 0, 1, 1, 3, 3, -1], [-1] * 7, [0, 0, 0, 0, 0, 0, 0]]
+)
 """The second text has no token of its sentence 2, the third no sentence."""
 
 
@@ -33,17 +37,26 @@ def naive_attend(query_QE: Tensor, key_KE: Tensor, value_KD: Tensor, scale: floa
     rows = []
     for query_E in query_QE:
         exponentials = [torch.exp(scale * query_E @ key_E) for key_E in key_KE]
-        weighted = [e / sum(exponentials) * value_D for e, value_D in zip(exponentials, value_KD, strict=True)]
+        weighted = [
+            e / sum(exponentials) * value_D
+            for e, value_D in zip(exponentials, value_KD, strict=True)
+        ]
         rows.append(sum(weighted, value_KD.new_zeros(value_KD.shape[1])))
     return torch.stack(rows)
 
 
-def check_padding(function: Callable[[Tensor, Tensor], Tensor], x_BND: Tensor, mask_BN: Tensor) -> None:
+def check_padding(
+    function: Callable[[Tensor, Tensor], Tensor], x_BND: Tensor, mask_BN: Tensor
+) -> None:
     """Check that more padding, finite or not, changes neither the result nor the gradient."""
     results = []
     for extra, garbage in ((0, 0.0), (5, 1e4), (5, torch.nan)):
         longer_BN = F.pad(mask_BN, (0, extra))
-        leaf = F.pad(x_BND, (0, 0, 0, extra)).masked_fill(~longer_BN[:, :, None], garbage).requires_grad_()
+        leaf = (
+            F.pad(x_BND, (0, 0, 0, extra))
+            .masked_fill(~longer_BN[:, :, None], garbage)
+            .requires_grad_()
+        )
         out = function(leaf, longer_BN)
         (out * features(*out.shape, seed=9)).sum().backward()
         assert leaf.grad is not None
@@ -56,7 +69,11 @@ def check_padding(function: Callable[[Tensor, Tensor], Tensor], x_BND: Tensor, m
 
 @pytest.mark.parametrize("scale", [1.0, 10.0])
 def test_attend_equals_its_formula(scale: float) -> None:
-    query_BQE, key_BKE, value_BKD = features(4, 2, 5), features(4, 3, 5, seed=1), features(4, 3, 6, seed=2)
+    query_BQE, key_BKE, value_BKD = (
+        features(4, 2, 5),
+        features(4, 3, 5, seed=1),
+        features(4, 3, 6, seed=2),
+    )
     actual = attend(query_BQE, key_BKE, MASK, scale, value_BKD=value_BKD)
     for i, mask_K in enumerate(MASK):
         if mask_K.any():
@@ -64,7 +81,8 @@ def test_attend_equals_its_formula(scale: float) -> None:
             torch.testing.assert_close(actual[i], expected, rtol=1e-4, atol=1e-5)
     assert not actual[2].any()
     torch.testing.assert_close(
-        attend(query_BQE, key_BKE, scale=scale), attend(query_BQE, key_BKE, None, scale, value_BKD=key_BKE)
+        attend(query_BQE, key_BKE, scale=scale),
+        attend(query_BQE, key_BKE, None, scale, value_BKD=key_BKE),
     )
 
 
@@ -73,14 +91,18 @@ def test_attention_weights_sum_to_one_over_real_keys_and_are_float32() -> None:
     plain = attention_weights(query_BQE, key_BKE, MASK, 10.0)
     torch.testing.assert_close(plain.sum(dim=2), MASK.any(dim=1).float()[:, None].expand(-1, 2))
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(attention_weights(query_BQE, key_BKE, MASK, 10.0), plain, rtol=0, atol=0)
+        torch.testing.assert_close(
+            attention_weights(query_BQE, key_BKE, MASK, 10.0), plain, rtol=0, atol=0
+        )
     assert attend(query_BQE.bfloat16(), key_BKE.bfloat16(), MASK).dtype == torch.float32
     assert attend(query_BQE, key_BKE[:, :0]).tolist() == [[[0.0] * 5] * 2] * 4
 
 
 def test_padding_does_not_change_attention() -> None:
     query_BQE = features(4, 2, 5)
-    check_padding(lambda key, mask: attend(query_BQE, key, mask, 3.0), features(4, 3, 5, seed=1), MASK)
+    check_padding(
+        lambda key, mask: attend(query_BQE, key, mask, 3.0), features(4, 3, 5, seed=1), MASK
+    )
 
 
 def test_cross_attention_equals_its_formula() -> None:
@@ -93,11 +115,17 @@ def test_cross_attention_equals_its_formula() -> None:
     for i, mask_N in enumerate(MASK):
         a_ND, b_MD = a_BND[i, mask_N], b_BMD[i]
         scale = 1 / (0.5 * 6**0.5)
-        sides = [(a_ND, b_MD, for_a[i, mask_N])] + ([(b_MD, a_ND, for_b[i])] if mask_N.any() else [])
+        sides = [(a_ND, b_MD, for_a[i, mask_N])] + (
+            [(b_MD, a_ND, for_b[i])] if mask_N.any() else []
+        )
         for query_QD, other_KD, actual in sides:
             if len(query_QD):
-                attended = naive_attend(cross.key(query_QD), cross.key(other_KD), cross.value(other_KD), scale)
-                torch.testing.assert_close(actual, cross.norm(cross.out(attended)), rtol=1e-4, atol=1e-5)
+                attended = naive_attend(
+                    cross.key(query_QD), cross.key(other_KD), cross.value(other_KD), scale
+                )
+                torch.testing.assert_close(
+                    actual, cross.norm(cross.out(attended)), rtol=1e-4, atol=1e-5
+                )
 
 
 def test_padding_does_not_change_cross_attention() -> None:
@@ -105,7 +133,9 @@ def test_padding_does_not_change_cross_attention() -> None:
     torch.manual_seed(0)
     cross, b_BMD = CrossAttention(6), features(4, 5, 6, seed=1)
     for side in (0, 1):
-        check_padding(lambda a, mask, side=side: cross(a, b_BMD, mask)[side][:, :3], features(4, 3, 6), MASK)
+        check_padding(
+            lambda a, mask, side=side: cross(a, b_BMD, mask)[side][:, :3], features(4, 3, 6), MASK
+        )
 
 
 def test_attention_pool_equals_torchs_attention_of_the_mean() -> None:
@@ -124,7 +154,9 @@ def test_attention_pool_equals_torchs_attention_of_the_mean() -> None:
 
 
 def test_padding_does_not_change_attention_pooling() -> None:
-    """In LoVT's released code the query is twice as large without padding as with as much padding again."""
+    """In LoVT's released code the query is twice as large without padding as with as much
+    padding again.
+    """
     torch.manual_seed(0)
     pool = AttentionPool(8, heads=2)
     check_padding(lambda x, mask: pool(x, mask)[0], features(4, 3, 8), MASK)
@@ -177,7 +209,9 @@ def test_pooled_sentences_of_16_bits_and_of_no_sentence(pool: SentencePool) -> N
     tokens_BTD = features(4, 7, 5).bfloat16()
     sentences_BSD, _ = pool_sentences(tokens_BTD, SENTENCES, 4, pool)
     assert sentences_BSD.dtype == torch.float32
-    torch.testing.assert_close(sentences_BSD, pool_sentences(tokens_BTD.float(), SENTENCES, 4, pool)[0])
+    torch.testing.assert_close(
+        sentences_BSD, pool_sentences(tokens_BTD.float(), SENTENCES, 4, pool)[0]
+    )
     none_BT = torch.full((4, 7), -1)
     sentences_BSD, mask_BS = pool_sentences(tokens_BTD, none_BT, pool=pool)
     assert sentences_BSD.shape == (4, 0, 5)
@@ -196,7 +230,9 @@ def test_weights_are_limited_to_percentiles_of_the_real_items() -> None:
     for row, count in enumerate((9, 6, 1, 0)):
         known = weight_BN[row, :count].numpy()
         expected = known.clip(*np.quantile(known, [0.1, 0.9])) if count else known
-        torch.testing.assert_close(actual_BN[row, :count], torch.from_numpy(expected.astype(np.float32)))
+        torch.testing.assert_close(
+            actual_BN[row, :count], torch.from_numpy(expected.astype(np.float32))
+        )
         assert not actual_BN[row, count:].any()
     assert clip_to_percentiles(weight_BN[:0], mask_BN[:0]).shape == (0, 9)
     assert clip_to_percentiles(None, mask_BN) is None

@@ -1,4 +1,6 @@
-"""Batch norm and projection heads of sequences with padding, against torch's on the real items alone."""
+"""Batch norm and projection heads of sequences with padding, against torch's on the real items
+alone.
+"""
 
 import copy
 import math
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 
 from medvl.models.dual_encoders.parts.heads import BatchNormHead, MaskedBatchNorm
 
-MASK = torch.tensor([[True, True, False, False], [True, True, True, True], [False] * 4, [True, False, True, False]])
+MASK = torch.tensor(
+    [[True, True, False, False], [True, True, True, True], [False] * 4, [True, False, True, False]]
+)
 
 
 def features(*shape: int, seed: int = 0) -> Tensor:
@@ -39,7 +43,9 @@ def test_batch_norm_equals_that_of_the_real_items(training: bool) -> None:
     for name, buffer in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], buffer, rtol=1e-5, atol=1e-6)
     ours_grads = torch.autograd.grad((actual * weight_BND).sum(), [x_BND, *ours.parameters()])
-    theirs_grads = torch.autograd.grad((expected * weight_BND[MASK]).sum(), [x_BND, *theirs.parameters()])
+    theirs_grads = torch.autograd.grad(
+        (expected * weight_BND[MASK]).sum(), [x_BND, *theirs.parameters()]
+    )
     for our, their in zip(ours_grads, theirs_grads, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5)
 
@@ -53,21 +59,27 @@ def test_batch_norm_without_mask_equals_that_of_torch(shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("garbage", [1e4, torch.nan])
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_padding_changes_neither_a_head_nor_its_statistics(norm_output: bool, garbage: float) -> None:
+def test_padding_changes_neither_a_head_nor_its_statistics(
+    norm_output: bool, garbage: float
+) -> None:
     torch.manual_seed(0)
     head = BatchNormHead(5, 3, hidden=7, norm_output=norm_output)
     results = []
     for extra in (0, 6):
         model = copy.deepcopy(head)
         mask_BN = F.pad(MASK, (0, extra))
-        x_BND = F.pad(features(4, 4, 5), (0, 0, 0, extra)).masked_fill(~mask_BN[:, :, None], garbage if extra else 0.0)
+        x_BND = F.pad(features(4, 4, 5), (0, 0, 0, extra)).masked_fill(
+            ~mask_BN[:, :, None], garbage if extra else 0.0
+        )
         x_BND.requires_grad_()
         out_BNE = model(x_BND, mask_BN)
         assert not out_BNE[~mask_BN].any()
         (out_BNE[:, :4] * features(4, 4, 3, seed=1)).sum().backward()
         assert x_BND.grad is not None
         assert not x_BND.grad[~mask_BN].any()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         assert len(gradients) == len(list(model.parameters()))
         results.append([out_BNE[:, :4], x_BND.grad[:, :4], *gradients, *model.buffers()])
     for short, long in zip(*results, strict=True):
@@ -81,7 +93,9 @@ def test_head_equals_its_layers(norm_output: bool) -> None:
     layers += [nn.BatchNorm1d(3, affine=False)] if norm_output else []
     x_BD = features(6, 5)
     torch.testing.assert_close(head(x_BD), nn.Sequential(*layers)(x_BD), rtol=1e-5, atol=1e-6)
-    assert sum(parameter.numel() for parameter in head.parameters()) == 5 * 7 + 7 + 2 * 7 + 7 * 3 + 3
+    assert (
+        sum(parameter.numel() for parameter in head.parameters()) == 5 * 7 + 7 + 2 * 7 + 7 * 3 + 3
+    )
 
 
 def test_fan_out_init_has_the_variances_of_lovt() -> None:

@@ -12,7 +12,12 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.open import embed_texts
 from medvl.models import DualEncoder
 
-TINY = {"image_encoder": "resnet_tiny", "image_arguments": {}, "image_size": 64, "text_encoder": "tiny_bert"}
+TINY = {
+    "image_encoder": "resnet_tiny",
+    "image_arguments": {},
+    "image_size": 64,
+    "text_encoder": "tiny_bert",
+}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "convirt": {"frozen_text_layers": 1},
     "gloria": {},

@@ -1,4 +1,6 @@
-"""GLoRIA as published: words, regions, losses, similarities, attention maps, and training on two ranks."""
+"""GLoRIA as published: words, regions, losses, similarities, attention maps, and training on two
+ranks.
+"""
 
 import dataclasses
 import math
@@ -42,7 +44,9 @@ def model(tokenizer: Tokenizer) -> GLoRIA:
 
 
 def naive_words(model: GLoRIA, text: str) -> Tensor:
-    """Return (W, E) by the published loop over the tokens of one text: sub-words with ## belong to the word before."""
+    """Return (W, E) by the published loop over the tokens of one text: sub-words with ## belong
+    to the word before.
+    """
     assert model.tokenizer is not None
     ids_BT, mask_BT = model.tokenizer([text])
     tokens_TD = model.text_encoder(ids_BT, mask_BT).tokens_BTD[0]
@@ -61,7 +65,12 @@ def naive_words(model: GLoRIA, text: str) -> Tensor:
 def test_gloria_has_the_published_defaults() -> None:
     config = GLoRIAConfig()
     assert (config.image_encoder, config.text_encoder) == ("resnet50", "bioclinicalbert")
-    assert (config.image_size, config.fit, config.margin, config.encoder_size) == (224, "pad", 16, 299)
+    assert (config.image_size, config.fit, config.margin, config.encoder_size) == (
+        224,
+        "pad",
+        16,
+        299,
+    )
     assert (config.patch_level, config.projection_dim, config.max_tokens) == (-2, 768, 97)
     assert (config.text_layers, config.text_reduce, config.word_pool) == (4, "sum", "sum")
     assert (config.temp1, config.temp2, config.temp3) == (4.0, 5.0, 10.0)
@@ -69,7 +78,11 @@ def test_gloria_has_the_published_defaults() -> None:
     assert (config.local_feature_norm, config.text_token) == (None, True)
     with torch.device("meta"):
         model = GLoRIA.build(config, pretrained=False, tokenizer=None)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if "encoder" not in name}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if "encoder" not in name
+    }
     assert shapes == {
         "image_head.weight": (768, 2048),
         "image_head.bias": (768,),
@@ -87,12 +100,18 @@ def test_words_are_sums_of_their_sub_words(model: GLoRIA) -> None:
     for i, text in enumerate(RAGGED):
         expected = naive_words(model, text)
         assert embedded.mask_NP[i].sum() == len(expected)
-        torch.testing.assert_close(embedded.local_NPE[i, : len(expected)], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            embedded.local_NPE[i, : len(expected)], expected, rtol=1e-4, atol=1e-5
+        )
     assert max(embedded.mask_NP.sum(dim=1)) == embedded.mask_NP.shape[1]
 
 
-def test_the_text_vector_has_the_direction_of_the_mean_over_slots(model: GLoRIA, tokenizer: Tokenizer) -> None:
-    """The published mean is over 97 slots: words, [CLS], [SEP] and zeros; a cosine does not depend on the divisor."""
+def test_the_text_vector_has_the_direction_of_the_mean_over_slots(
+    model: GLoRIA, tokenizer: Tokenizer
+) -> None:
+    """The published mean is over 97 slots: words, [CLS], [SEP] and zeros; a cosine does not
+    depend on the divisor.
+    """
     model.eval()
     for text in RAGGED:
         ids_BT, mask_BT = tokenizer([text])
@@ -102,13 +121,18 @@ def test_the_text_vector_has_the_direction_of_the_mean_over_slots(model: GLoRIA,
 
 
 def test_tokens_are_summed_by_slot() -> None:
-    tokens_BTD = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens_BTD = torch.randn(
+        2, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     slot_BT = torch.tensor([[0, 1, 1, 2, -1, -1], [0, 1, 2, 3, 3, -1]])
     words_BWD, mask_BW = sum_by_slot(tokens_BTD, slot_BT, most_slots(slot_BT))
     assert mask_BW.tolist() == [[True, True, True, False], [True] * 4]
     for text in range(2):
         for word in range(4):
-            expected = sum((tokens_BTD[text, t] for t in range(6) if slot_BT[text, t] == word), torch.zeros(3).double())
+            expected = sum(
+                (tokens_BTD[text, t] for t in range(6) if slot_BT[text, t] == word),
+                torch.zeros(3).double(),
+            )
             torch.testing.assert_close(words_BWD[text, word], expected.float())
 
 
@@ -120,7 +144,9 @@ def test_the_first_token_has_slot_0_and_the_last_none(tokenizer: Tokenizer) -> N
     assert slot_BT[1].unique_consecutive().tolist() == [0, 1, 2, 3, -1]
     mask_BT[0] = False
     slot_BT = word_slots(tokenizer, ids_BT, mask_BT)
-    words_BWD, mask_BW = sum_by_slot(torch.ones(2, mask_BT.shape[1], 4), slot_BT, most_slots(slot_BT))
+    words_BWD, mask_BW = sum_by_slot(
+        torch.ones(2, mask_BT.shape[1], 4), slot_BT, most_slots(slot_BT)
+    )
     assert mask_BW.tolist() == [[False] * 4, [True] * 4]
     assert not words_BWD[0].any()
 
@@ -129,8 +155,12 @@ def test_regions_come_from_the_earlier_stage_at_the_encoder_size(model: GLoRIA) 
     model.eval()
     batch = make_batch(model.tokenizer)
     pixels = (batch.image_BCHW.float() / 255 - 0.5) / 0.5
-    inside = F.interpolate(pixels.expand(-1, 3, -1, -1), (96, 96), mode="bilinear", align_corners=True)
-    stages = model.image_encoder.backbone.forward_intermediates(inside, indices=[-2], intermediates_only=True)
+    inside = F.interpolate(
+        pixels.expand(-1, 3, -1, -1), (96, 96), mode="bilinear", align_corners=True
+    )
+    stages = model.image_encoder.backbone.forward_intermediates(
+        inside, indices=[-2], intermediates_only=True
+    )
     expected = stages[0].flatten(2).transpose(1, 2) @ model.region_head.weight.T
     embedded = model.embed_images(batch.image_BCHW)
     assert embedded.local_NPE is not None
@@ -140,7 +170,9 @@ def test_regions_come_from_the_earlier_stage_at_the_encoder_size(model: GLoRIA) 
     torch.testing.assert_close(embedded.global_NE.norm(dim=1), torch.ones(7))
 
 
-@pytest.mark.parametrize("change", [{}, {"temp1": 2.0, "temp2": 3.0, "temp3": 7.0, "word_pool": "mean"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"temp1": 2.0, "temp2": 3.0, "temp3": 7.0, "word_pool": "mean"}], ids=str
+)
 def test_losses_equal_the_published_ones(tokenizer: Tokenizer, change: dict[str, Any]) -> None:
     weights = {"local_weight": 0.5, "global_weight": 2.0} if change else {}
     model = tiny_model(tokenizer, **change, **weights).eval()
@@ -149,8 +181,8 @@ def test_losses_equal_the_published_ones(tokenizer: Tokenizer, change: dict[str,
     images, texts = model.embed_images(batch.image_BCHW), model.embed_texts(batch.texts)
     local = sum(
         losses.gloria_local(
-            images.local_NPE, texts.local_NPE, texts.mask_NP, config.temp1, config.temp2, config.temp3,
-            pool=config.word_pool,
+            images.local_NPE, texts.local_NPE, texts.mask_NP, config.temp1, config.temp2,
+            config.temp3, pool=config.word_pool,
         )
     )  # fmt: skip
     logits_BB = config.temp3 * images.global_NE @ texts.global_NE.T
@@ -159,11 +191,15 @@ def test_losses_equal_the_published_ones(tokenizer: Tokenizer, change: dict[str,
     assert list(actual.terms) == ["local", "global"]
     torch.testing.assert_close(actual.terms["local"], local)
     torch.testing.assert_close(actual.terms["global"], whole)
-    torch.testing.assert_close(actual.total, config.local_weight * local + config.global_weight * whole)
+    torch.testing.assert_close(
+        actual.total, config.local_weight * local + config.global_weight * whole
+    )
 
 
 def test_the_global_loss_starts_near_its_expectation(model: GLoRIA) -> None:
-    """The local loss does not: texts of more words have an advantage (tests/losses/local/test_losses_gloria.py)."""
+    """The local loss does not: texts of more words have an advantage
+    (tests/losses/local/test_losses_gloria.py).
+    """
     actual = model.eval()(make_batch(model.tokenizer))
     assert actual.terms["global"].item() == pytest.approx(2 * math.log(7), abs=1.0)
 
@@ -176,20 +212,29 @@ def test_every_parameter_has_a_gradient(model: GLoRIA) -> None:
 
 
 def test_regions_and_words_are_not_rounded_under_autocast(tokenizer: Tokenizer) -> None:
-    """The softmax over regions reads raw products: rounding both sides to bf16 changes its gradients by percents."""
+    """The softmax over regions reads raw products: rounding both sides to bf16 changes its
+    gradients by percents.
+    """
     model = tiny_model(tokenizer, projection_dim=48).eval()
     batch = make_batch(tokenizer)
     features = {}
-    model.image_encoder.register_forward_hook(lambda *call: features.update(image=call[2].patches_BPD))
+    model.image_encoder.register_forward_hook(
+        lambda *call: features.update(image=call[2].patches_BPD)
+    )
     model.text_encoder.register_forward_hook(lambda *call: features.update(text=call[2].tokens_BTD))
     with torch.autocast("cpu", torch.bfloat16):
-        images, texts = model.embed_images(batch.image_BCHW), model.embed_ids(batch.ids_BT, batch.mask_BT)
+        images, texts = (
+            model.embed_images(batch.image_BCHW),
+            model.embed_ids(batch.ids_BT, batch.mask_BT),
+        )
     slot_BT = word_slots(tokenizer, batch.ids_BT, batch.mask_BT)
     words_BWD, _ = sum_by_slot(features["text"], slot_BT, most_slots(slot_BT))
     assert features["image"].dtype == torch.bfloat16
     regions_NPE, words_NWE, _ = locals_of(images, texts)
     assert regions_NPE.dtype == words_NWE.dtype == torch.float32
-    torch.testing.assert_close(regions_NPE, model.region_head(features["image"].float()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        regions_NPE, model.region_head(features["image"].float()), rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(words_NWE, model.word_head(words_BWD), rtol=1e-5, atol=1e-6)
 
 
@@ -215,7 +260,9 @@ def test_samples_without_image_or_text_are_left_out(model: GLoRIA) -> None:
     nothing = model(dataclasses.replace(batch, has_image_B=torch.zeros(7, dtype=torch.bool))).total
     nothing.backward()
     assert nothing.item() == 0
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters()
+    )
 
 
 def test_similarity_does_not_depend_on_padding_or_the_batch(model: GLoRIA) -> None:
@@ -225,7 +272,9 @@ def test_similarity_does_not_depend_on_padding_or_the_batch(model: GLoRIA) -> No
     together = model.similarity(images, RAGGED)
     alone = torch.cat([model.similarity(images, [text]) for text in RAGGED], dim=1)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model.similarity(batch.image_BCHW[2:3], RAGGED), together[2:3], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model.similarity(batch.image_BCHW[2:3], RAGGED), together[2:3], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_similarity_equals_that_of_training(model: GLoRIA) -> None:
@@ -235,7 +284,9 @@ def test_similarity_equals_that_of_training(model: GLoRIA) -> None:
     images, texts = model.embed_images(batch.image_BCHW), model.embed_texts(RAGGED)
     cosine_NM = images.global_NE @ texts.global_NE.T
     local_NM = gloria_similarity(*locals_of(images, texts))
-    torch.testing.assert_close(model.similarity(batch.image_BCHW, RAGGED), (cosine_NM + local_NM) / 2)
+    torch.testing.assert_close(
+        model.similarity(batch.image_BCHW, RAGGED), (cosine_NM + local_NM) / 2
+    )
 
 
 @pytest.mark.parametrize("part", ["global", "local"])
@@ -243,11 +294,16 @@ def test_similarity_leaves_out_a_part_that_is_not_trained(tokenizer: Tokenizer, 
     other = {"global": "local", "local": "global"}[part]
     model = tiny_model(tokenizer, **{f"{other}_weight": 0.0}).eval()
     images, texts = model.embed_images(make_batch(tokenizer).image_BCHW), model.embed_texts(RAGGED)
-    expected = {"global": images.global_NE @ texts.global_NE.T, "local": gloria_similarity(*locals_of(images, texts))}
+    expected = {
+        "global": images.global_NE @ texts.global_NE.T,
+        "local": gloria_similarity(*locals_of(images, texts)),
+    }
     torch.testing.assert_close(model.similarity(images, texts), expected[part])
 
 
-def locals_of(images: Embeddings, texts: Embeddings, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def locals_of(
+    images: Embeddings, texts: Embeddings, first: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     assert images.local_NPE is not None
     assert texts.local_NPE is not None
     assert texts.mask_NP is not None
@@ -268,7 +324,9 @@ def test_the_best_word_similarity_differs_from_training_in_two_ways(model: GLoRI
 
 
 def test_published_similarity_takes_as_many_slots_as_characters(model: GLoRIA) -> None:
-    """Written out for one image and text at a time: [CLS] is left out, [SEP] and zero vectors are words."""
+    """Written out for one image and text at a time: [CLS] is left out, [SEP] and zero vectors
+    are words.
+    """
     model.eval()
     assert model.tokenizer is not None
     texts = ["effusion", " tiny effusion ", "There is a small left effusion."]
@@ -288,21 +346,30 @@ def test_published_similarity_takes_as_many_slots_as_characters(model: GLoRIA) -
             context_WE = (4 * share_PW).softmax(dim=0).T @ regions_PE
             match_W = F.cosine_similarity(context_WE, slots_WE, dim=1)
             cosine = images.global_NE[row] @ model.encode_text([text])[0]
-            torch.testing.assert_close(actual_NM[row, column], (5 * match_W.max() + cosine) / 2, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                actual_NM[row, column], (5 * match_W.max() + cosine) / 2, rtol=1e-4, atol=1e-5
+            )
     assert not torch.allclose(actual_NM, model.best_word_similarity(images, texts), atol=1e-3)
 
 
 def test_prompts_of_any_length_are_encoded(model: GLoRIA) -> None:
-    """The published code counts characters as words and fails on this prompt of more than 96 characters."""
+    """The published code counts characters as words and fails on this prompt of more than 96
+    characters.
+    """
     model.eval()
-    long = "mildly enlarged cardiac silhouette, likely left ventricular enlargement. other chambers are less prominent"
+    long = (
+        "mildly enlarged cardiac silhouette, likely left ventricular enlargement. other "
+        "chambers are less prominent"
+    )
     images = model.embed_images(make_batch(model.tokenizer).image_BCHW)
     assert model.best_word_similarity(images, [long, "edema"]).isfinite().all()
     prompts = model.published_prompts([long, "edema"])
     assert prompts.mask_NP is not None
     assert prompts.mask_NP.sum(dim=1).tolist() == [model.config.max_tokens - 1, 5]
     assert model.published_similarity(images, prompts).isfinite().all()
-    assert model.embed_texts([long]).mask_NP.sum() == 1 + 13 + 2  # [CLS], the words, a comma and a full stop
+    assert (
+        model.embed_texts([long]).mask_NP.sum() == 1 + 13 + 2
+    )  # [CLS], the words, a comma and a full stop
 
 
 def test_evaluators_compare_embeddings_in_chunks(model: GLoRIA) -> None:
@@ -310,7 +377,9 @@ def test_evaluators_compare_embeddings_in_chunks(model: GLoRIA) -> None:
     model.eval()
     batch = make_batch(model.tokenizer)
     texts = concatenate([model.embed_texts(RAGGED[:2]), model.embed_texts(RAGGED[2:])])
-    images = concatenate([model.embed_images(batch.image_BCHW[:3]), model.embed_images(batch.image_BCHW[3:])])
+    images = concatenate(
+        [model.embed_images(batch.image_BCHW[:3]), model.embed_images(batch.image_BCHW[3:])]
+    )
     expected = model.similarity(batch.image_BCHW, RAGGED)
     with torch.no_grad():
         blocks = torch.cat([rows for _, rows in Similarity(model, images, texts)])
@@ -334,17 +403,27 @@ def test_attention_maps_are_in_pixels_of_the_original(tokenizer: Tokenizer) -> N
     maps = model.attention_maps(batch.image_BCHW, batch.texts, sizes)
     assert [tuple(map_HW.shape) for map_HW in maps] == sizes
     assert maps[0].isnan().any(dim=1).tolist() == [row < 50 or row >= 150 for row in range(200)]
-    assert maps[1].isnan().any(dim=0).tolist() == [column < 100 or column >= 200 for column in range(300)]
+    assert maps[1].isnan().any(dim=0).tolist() == [
+        column < 100 or column >= 200 for column in range(300)
+    ]
     assert not maps[2].isnan().any()
     images, texts = model.embed_images(batch.image_BCHW), model.embed_texts(batch.texts)
     attention_BWP = gloria_attention(*locals_of(images, texts))
     actual, mask_BW = model.word_attention(batch.image_BCHW, batch.texts)
     torch.testing.assert_close(actual.flatten(2), attention_BWP[:, 1:])
     assert actual.shape[2:] == (6, 6)
-    assert mask_BW.sum(dim=1).tolist() == [len(naive_words(model, text)) - 1 for text in batch.texts]
-    (regions_PE, words_WE), count = (each.local_NPE[2] for each in (images, texts)), int(mask_BW[2].sum())
+    assert mask_BW.sum(dim=1).tolist() == [
+        len(naive_words(model, text)) - 1 for text in batch.texts
+    ]
+    (regions_PE, words_WE), count = (
+        (each.local_NPE[2] for each in (images, texts)),
+        int(mask_BW[2].sum()),
+    )
     words = [(words_WE[word], attention_BWP[2, word]) for word in range(1, 1 + count)]
-    fits = [F.cosine_similarity(look_P @ regions_PE, word_E, dim=0).mul(5).exp().item() for word_E, look_P in words]
+    fits = [
+        F.cosine_similarity(look_P @ regions_PE, word_E, dim=0).mul(5).exp().item()
+        for word_E, look_P in words
+    ]
     expected = sum(fit / sum(fits) * look_P for fit, (_, look_P) in zip(fits, words, strict=True))
     assert expected.sum().item() == pytest.approx(1.0, abs=1e-5)
     peak = int(maps[2].argmax())
@@ -363,7 +442,9 @@ def test_a_loaded_model_equals_the_saved_one(model: GLoRIA, tmp_path: Path) -> N
     assert isinstance(loaded, GLoRIA)
     assert (loaded.config, loaded.transform) == (model.config, model.transform)
     batch = make_batch(model.tokenizer)
-    assert torch.equal(loaded.similarity(batch.image_BCHW, TEXTS), model.similarity(batch.image_BCHW, TEXTS))
+    assert torch.equal(
+        loaded.similarity(batch.image_BCHW, TEXTS), model.similarity(batch.image_BCHW, TEXTS)
+    )
 
 
 def test_text_token_false_leaves_out_the_first_token(model: GLoRIA, tokenizer: Tokenizer) -> None:
@@ -372,15 +453,20 @@ def test_text_token_false_leaves_out_the_first_token(model: GLoRIA, tokenizer: T
     model.eval(), alone.eval()
     batch = make_batch(tokenizer, [0, 1, 2])
     (_, words_BWE, mask_BW), (_, theirs_BWE, theirs_BW) = (
-        locals_of(each.embed_images(batch.image_BCHW), each.embed_texts(batch.texts)) for each in (alone, model)
+        locals_of(each.embed_images(batch.image_BCHW), each.embed_texts(batch.texts))
+        for each in (alone, model)
     )
     torch.testing.assert_close(words_BWE, theirs_BWE[:, 1:])
     assert torch.equal(mask_BW, theirs_BW[:, 1:])
     pair = batch.image_BCHW, batch.texts
     torch.testing.assert_close(alone.best_word_similarity(*pair), model.best_word_similarity(*pair))
-    (attention_BWhw, shown_BW), (_, whole_BW) = (each.word_attention(*pair) for each in (alone, model))
+    (attention_BWhw, shown_BW), (_, whole_BW) = (
+        each.word_attention(*pair) for each in (alone, model)
+    )
     assert torch.equal(shown_BW, whole_BW)
-    torch.testing.assert_close(attention_BWhw.sum(dim=(2, 3))[shown_BW], torch.ones(int(shown_BW.sum())))
+    torch.testing.assert_close(
+        attention_BWhw.sum(dim=(2, 3))[shown_BW], torch.ones(int(shown_BW.sum()))
+    )
     losses_of = alone(batch)
     losses_of.total.backward()
     assert losses_of.terms["local"].isfinite()
@@ -394,7 +480,9 @@ def test_local_feature_norm_keeps_attention_from_saturating(tokenizer: Tokenizer
         model = tiny_model(tokenizer, local_feature_norm=length).eval()
         with torch.no_grad():
             for head in (model.word_head, model.region_head):
-                head.load_state_dict({name: 100 * tensor for name, tensor in head.state_dict().items()})
+                head.load_state_dict(
+                    {name: 100 * tensor for name, tensor in head.state_dict().items()}
+                )
             attention_BWhw, mask_BW = model.word_attention(batch.image_BCHW, batch.texts)
             regions_NPE = model.embed_images(batch.image_BCHW).local_NPE
         assert regions_NPE is not None
@@ -409,7 +497,10 @@ def test_local_feature_norm_keeps_attention_from_saturating(tokenizer: Tokenizer
 
 
 def test_encoders_are_exchanged_with_other_systems(model: GLoRIA, tmp_path: Path) -> None:
-    towers = {name: getattr(model.config, name) for name in ("image_encoder", "text_encoder", "image_size")}
+    towers = {
+        name: getattr(model.config, name)
+        for name in ("image_encoder", "text_encoder", "image_size")
+    }
     other = medvl.create_model("convirt", tokenizer=model.tokenizer, frozen_text_layers=0, **towers)
     save(other, tmp_path)
     load_towers(model, tmp_path)
@@ -422,9 +513,19 @@ def test_encoders_are_exchanged_with_other_systems(model: GLoRIA, tmp_path: Path
 @pytest.mark.parametrize(
     "towers",
     [
-        {"image_encoder": "timm:vit_tiny_patch16_224", "patch_level": -1, "encoder_size": None, "image_size": 224},
+        {
+            "image_encoder": "timm:vit_tiny_patch16_224",
+            "patch_level": -1,
+            "encoder_size": None,
+            "image_size": 224,
+        },
         {"image_encoder": "torchvision:densenet121", "patch_level": -2, "encoder_size": 64},
-        {"text_encoder": "open_clip:ViT-B-32-quickgelu", "tokenizer": "clip", "text_layers": 1, "vocab_size": None},
+        {
+            "text_encoder": "open_clip:ViT-B-32-quickgelu",
+            "tokenizer": "clip",
+            "text_layers": 1,
+            "vocab_size": None,
+        },
     ],
     ids=["vision Transformer", "DenseNet", "CLIP's text"],
 )
@@ -447,7 +548,9 @@ def test_gloria_takes_encoders_of_any_library(tokenizer: Tokenizer, towers: dict
         ({"text_layers": 9}, "out_of_range", "layers"),
     ],
 )
-def test_invalid_settings_are_rejected(tokenizer: Tokenizer, settings: dict[str, Any], code: str, field: str) -> None:
+def test_invalid_settings_are_rejected(
+    tokenizer: Tokenizer, settings: dict[str, Any], code: str, field: str
+) -> None:
     with raises(ConfigError, code, field):
         tiny_model(tokenizer, **settings)
 
@@ -472,7 +575,9 @@ def test_words_need_a_tokenizer() -> None:
 
 @pytest.mark.fault("N1")
 def test_two_ranks_compute_the_gradients_of_one(model: GLoRIA, tmp_path: Path) -> None:
-    """Loss and gradients equal those of the global batch, with unequal ranks and text lengths; so does gather_padded."""
+    """Loss and gradients equal those of the global batch, with unequal ranks and text lengths;
+    so does gather_padded.
+    """
     save(model, tmp_path)
     run_two_ranks(gloria_ranks.__file__, tmp_path)
     actual = [safetensors.torch.load_file(tmp_path / f"actual-{rank}.st") for rank in (0, 1)]
@@ -481,12 +586,16 @@ def test_two_ranks_compute_the_gradients_of_one(model: GLoRIA, tmp_path: Path) -
     expected.total.backward()
     for of_rank in actual:
         for name, term in {"total": expected.total, **expected.terms}.items():
-            torch.testing.assert_close(of_rank.pop(f"loss/{name}"), term.detach(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                of_rank.pop(f"loss/{name}"), term.detach(), rtol=1e-5, atol=1e-6
+            )
         padded, mask = of_rank.pop("padded"), of_rank.pop("mask")
         torch.testing.assert_close(padded, gloria_ranks.sequences()[0])
         assert torch.equal(mask, gloria_ranks.sequences()[1])
         for name, parameter in alone.named_parameters():
             assert parameter.grad is not None
             apart = (of_rank.pop(name) - parameter.grad).norm()
-            assert apart < 1e-4 * parameter.grad.norm() + 1e-5, name  # attention does not feel the bias of its keys
+            assert apart < 1e-4 * parameter.grad.norm() + 1e-5, (
+                name
+            )  # attention does not feel the bias of its keys
         assert not of_rank

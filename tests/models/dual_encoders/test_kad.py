@@ -16,8 +16,17 @@ ENTITIES = ("Edema", "Pneumothorax", "Pleural Effusion")
 
 def kad(**settings: Any) -> KAD:
     torch.manual_seed(0)
-    sizes = {"image_encoder": "resnet_tiny", "image_size": 64, "projection_dim": 16, "entities": ENTITIES}
-    text = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "max_tokens": 64}
+    sizes = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 64,
+        "projection_dim": 16,
+        "entities": ENTITIES,
+    }
+    text = {
+        "text_encoder": "tiny_bert",
+        "text_arguments": {"num_hidden_layers": 1},
+        "max_tokens": 64,
+    }
     decoder = {"decoder_layers": 2, "decoder_heads": 2, "decoder_hidden": 24}
     return medvl.create_model(
         "kad", tokenizer=gloria_ranks.tiny_tokenizer(), **{**sizes, **text, **decoder, **settings}
@@ -27,16 +36,24 @@ def kad(**settings: Any) -> KAD:
 def make_batch() -> Batch:
     batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), [0, 1, 2, 3])
     nan = torch.nan
-    return dataclasses.replace(batch, labels_BL=torch.tensor([[1, 0, nan], [-1, 1, 1], [nan] * 3, [0, nan, 1]]))
+    return dataclasses.replace(
+        batch, labels_BL=torch.tensor([[1, 0, nan], [-1, 1, 1], [nan] * 3, [0, nan, 1]])
+    )
 
 
-def entropy(model: KAD, states_BQD: torch.Tensor, known: list[tuple[int, int, int]]) -> torch.Tensor:
+def entropy(
+    model: KAD, states_BQD: torch.Tensor, known: list[tuple[int, int, int]]
+) -> torch.Tensor:
     logits_BQ2 = model.presence(states_BQD)
-    return torch.stack([F.cross_entropy(logits_BQ2[b, q], torch.tensor(value)) for b, q, value in known]).mean()
+    return torch.stack(
+        [F.cross_entropy(logits_BQ2[b, q], torch.tensor(value)) for b, q, value in known]
+    ).mean()
 
 
 def test_the_loss_is_presence_in_image_and_report_and_their_contrast() -> None:
-    """With a scale of 14.3 and vectors of unit length; unmentioned entities of a labelled report are absent."""
+    """With a scale of 14.3 and vectors of unit length; unmentioned entities of a labelled report
+    are absent.
+    """
     model, batch = kad().eval(), make_batch()
     losses = model(batch)
     images = model.embed_images(batch.image_BCHW)
@@ -55,31 +72,44 @@ def test_the_loss_is_presence_in_image_and_report_and_their_contrast() -> None:
     ignored = kad(unmentioned="ignored").eval()
     ignored.load_state_dict(model.state_dict())
     mentioned = [(0, 0, 1), (0, 1, 0), (1, 1, 1), (1, 2, 1), (3, 0, 0), (3, 2, 1)]
-    torch.testing.assert_close(ignored(batch).terms["presence"], entropy(model, states_BQD, mentioned))
+    torch.testing.assert_close(
+        ignored(batch).terms["presence"], entropy(model, states_BQD, mentioned)
+    )
 
 
 def test_statements_about_other_findings_are_asked_by_their_names() -> None:
     """As the entities are, and as the released code asks for classes that training did not have."""
     model = kad().eval()
-    asked_ME = model.embed_texts(["There is clear heart.", "clear heart", "There is no heart."]).global_NE
+    asked_ME = model.embed_texts(
+        ["There is clear heart.", "clear heart", "There is no heart."]
+    ).global_NE
     expected_ME = model.sentence_vectors(["clear heart", "There is no heart."])
     torch.testing.assert_close(asked_ME, expected_ME[[0, 0, 1]])
     assert not torch.allclose(expected_ME[0], model.sentence_vectors(["There is clear heart."])[0])
 
 
 def test_the_heat_map_is_the_attention_of_the_last_layer() -> None:
-    """As the released script draws it, averaged over heads; MedKLIP's and MAVL's are the mean over layers."""
+    """As the released script draws it, averaged over heads; MedKLIP's and MAVL's are the mean
+    over layers.
+    """
     model, batch = kad().eval(), make_batch()
     seen: list[torch.Tensor] = []
     for layer in model.decoder.layers:
         layer.register_forward_hook(lambda _layer, _inputs, outputs: seen.append(outputs[1]))
     with torch.no_grad():
-        maps_BP = model.cell_maps(batch.image_BCHW[:2], ["There is pneumothorax.", "There is edema."])
+        maps_BP = model.cell_maps(
+            batch.image_BCHW[:2], ["There is pneumothorax.", "There is edema."]
+        )
     first_BQP, last_BQP = seen
     expected_BP = torch.stack([last_BQP[0, 1], last_BQP[1, 0]])
     torch.testing.assert_close(maps_BP, expected_BP)
     assert not torch.allclose(maps_BP, torch.stack([first_BQP[0, 1], first_BQP[1, 0]]))
-    sizes = {"image_encoder": "resnet_tiny", "image_size": 64, "projection_dim": 16, "entities": ENTITIES}
+    sizes = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 64,
+        "projection_dim": 16,
+        "entities": ENTITIES,
+    }
     small = {
         "text_encoder": "tiny_bert",
         "text_arguments": {"num_hidden_layers": 1},
@@ -106,7 +136,9 @@ def test_samples_without_an_image_or_a_text_are_left_out() -> None:
     some = dataclasses.replace(
         batch, has_image_B=torch.tensor([1, 1, 1, 0]) > 0, has_text_B=torch.tensor([1, 1, 0, 1]) > 0
     )
-    torch.testing.assert_close(model(some).terms["contrast"], model(batch.rows([0, 1])).terms["contrast"])
+    torch.testing.assert_close(
+        model(some).terms["contrast"], model(batch.rows([0, 1])).terms["contrast"]
+    )
     nothing = dataclasses.replace(
         batch, has_text_B=torch.zeros(4, dtype=torch.bool), labels_BL=torch.full((4, 3), torch.nan)
     )

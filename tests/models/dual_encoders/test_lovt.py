@@ -1,4 +1,6 @@
-"""LoVT and the analysis of local losses: sentences, pooling, losses written out, maps, padding and published sizes."""
+"""LoVT and the analysis of local losses: sentences, pooling, losses written out, maps, padding
+and published sizes.
+"""
 
 import dataclasses
 import math
@@ -24,7 +26,8 @@ from medvl.schema import Batch
 REPORTS = [
     "There is a small left effusion. No pneumothorax is seen. The heart is enlarged.",
     "The lungs are clear.",
-    "Bibasilar atelectasis, unchanged. No new consolidation. No effusion is seen. The heart is normal.",
+    "Bibasilar atelectasis, unchanged. No new consolidation. No effusion is seen. The heart is "
+    "normal.",
     "The heart is enlarged. The lungs are clear.",
     "No pneumothorax is seen. There is a small left effusion.",
 ]
@@ -53,9 +56,14 @@ def create(tokenizer: Tokenizer | None, name: str = "lovt", **settings: Any) -> 
 
 def make_batch(tokenizer: Tokenizer, rows: list[int] | None = None) -> Batch:
     rows = list(range(len(REPORTS))) if rows is None else rows
-    pixels = torch.randint(0, 256, (len(REPORTS), 64, 64, 1), generator=torch.Generator().manual_seed(1))
+    pixels = torch.randint(
+        0, 256, (len(REPORTS), 64, 64, 1), generator=torch.Generator().manual_seed(1)
+    )
     items = [
-        Item(str(row), "s", pixels[row].to(torch.uint8).numpy(), REPORTS[row], torch.zeros(0).numpy()) for row in rows
+        Item(
+            str(row), "s", pixels[row].to(torch.uint8).numpy(), REPORTS[row], torch.zeros(0).numpy()
+        )
+        for row in rows
     ]
     batch, _ = Collate(tokenizer, LoVT.inputs)(items)
     assert batch is not None
@@ -69,7 +77,9 @@ def pooled(pool: Any, items_ND: Tensor) -> tuple[Tensor, Tensor]:
     inputs = (items_ND.mean(dim=0, keepdim=True), items_ND, items_ND)
     query, key, value = (F.linear(x, *part) for x, part in zip(inputs, parts, strict=True))
     out, weights = [], []
-    for q, k, v in zip(*(x.chunk(attention.num_heads, dim=1) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(
+        *(x.chunk(attention.num_heads, dim=1) for x in (query, key, value)), strict=True
+    ):
         share = (q @ k.T / (width // attention.num_heads) ** 0.5).softmax(dim=1)
         out.append(share @ v)
         weights.append(share[0])
@@ -89,7 +99,9 @@ def sentences_of(model: LoVT, batch: Batch, row: int) -> Tensor:
     tokens_TD = model.text_encoder(batch.ids_BT, batch.mask_BT).tokens_BTD[row]
     assert batch.sentence_BT is not None
     numbers = range(int(batch.sentence_BT[row].max()) + 1)
-    return torch.stack([tokens_TD[batch.sentence_BT[row] == number].amax(dim=0) for number in numbers])
+    return torch.stack(
+        [tokens_TD[batch.sentence_BT[row] == number].amax(dim=0) for number in numbers]
+    )
 
 
 def naive_local(items_NE: Tensor, other_NE: Tensor, weight_N: Tensor, near_NN: Tensor) -> Tensor:
@@ -122,7 +134,10 @@ def naive_terms(model: LoVT, batch: Batch) -> dict[str, Tensor]:
         report_D, weight_S = pooled(model.sentence_pool, sentences_SD)
         images.append(projected(model.image_head, image_D))
         reports.append(projected(model.text_head, report_D))
-        regions, sentences = projected(model.region_head, patches[row]), projected(model.word_head, sentences_SD)
+        regions, sentences = (
+            projected(model.region_head, patches[row]),
+            projected(model.word_head, sentences_SD),
+        )
         scores_SP = cross.key(sentences) @ cross.key(regions).T / regions.shape[1] ** 0.5
         for_s = normed(cross.norm, cross.out(scores_SP.softmax(dim=1) @ cross.value(regions)))
         for_p = normed(cross.norm, cross.out(scores_SP.T.softmax(dim=1) @ cross.value(sentences)))
@@ -133,13 +148,22 @@ def naive_terms(model: LoVT, batch: Batch) -> dict[str, Tensor]:
         ):
             sums[name].append(naive_local(a, b, weight, shares) + naive_local(b, a, weight, shares))
             unit = F.normalize(a, dim=1)
-            sums["align"].append((weight * (unit - F.normalize(b, dim=1)).square().sum(dim=1)).sum() / weight.sum())
+            sums["align"].append(
+                (weight * (unit - F.normalize(b, dim=1)).square().sum(dim=1)).sum() / weight.sum()
+            )
             if len(a) > 1:
-                apart = [(unit[i] - unit[j]).square().sum() for i in range(len(a)) for j in range(len(a)) if i != j]
+                apart = [
+                    (unit[i] - unit[j]).square().sum()
+                    for i in range(len(a))
+                    for j in range(len(a))
+                    if i != j
+                ]
                 sums["spread"].append(torch.stack([(-2 * x).exp() for x in apart]).mean().log())
             else:
                 sums["spread"].append(torch.tensor(torch.nan))
-    cosine = F.normalize(torch.stack(images), dim=1) @ F.normalize(torch.stack(reports), dim=1).T / 0.1
+    cosine = (
+        F.normalize(torch.stack(images), dim=1) @ F.normalize(torch.stack(reports), dim=1).T / 0.1
+    )
     target = torch.arange(len(batch))
     means = {name: torch.stack(sums[name]).mean() for name in ("regions", "sentences")}
     both = {name: torch.stack(sums[name]) for name in ("align", "spread")}
@@ -165,17 +189,37 @@ def randomize(model: LoVT) -> None:
 
 def test_lovt_has_the_published_defaults_and_shapes() -> None:
     config = LoVTConfig()
-    assert (config.image_encoder, config.text_encoder, config.image_size) == ("resnet50", "bioclinicalbert", 224)
-    assert (config.projection_dim, config.hidden_dim, config.pool_heads, config.max_tokens) == (512, 2048, 8, 512)
-    assert (config.temperature, config.image_weight, config.local_temperature, config.local_weight) == (
-        *(0.1, 0.75, 0.3, 0.375),
+    assert (config.image_encoder, config.text_encoder, config.image_size) == (
+        "resnet50",
+        "bioclinicalbert",
+        224,
     )
+    assert (config.projection_dim, config.hidden_dim, config.pool_heads, config.max_tokens) == (
+        512,
+        2048,
+        8,
+        512,
+    )
+    assert (
+        config.temperature,
+        config.image_weight,
+        config.local_temperature,
+        config.local_weight,
+    ) == (*(0.1, 0.75, 0.3, 0.375),)
     assert (config.frozen_text_layers, config.uniformity_weight) == (6, 0.0)
     analysis = LocalAnalysisConfig()
-    assert (analysis.local_temperature, analysis.local_weight, analysis.uniformity_weight) == (None, 1.25, 0.75)
+    assert (analysis.local_temperature, analysis.local_weight, analysis.uniformity_weight) == (
+        None,
+        1.25,
+        0.75,
+    )
     with torch.device("meta"):
         model = LoVT.build(config, pretrained=False, tokenizer=None)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if "encoder" not in name}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if "encoder" not in name
+    }
     assert model.near_PP.shape == (49, 49)
     assert shapes["region_pool.attention.in_proj_weight"] == (6144, 2048)
     assert shapes["sentence_pool.attention.in_proj_weight"] == (2304, 768)
@@ -202,9 +246,15 @@ def test_losses_equal_the_equations(tokenizer: Tokenizer, name: str) -> None:
             torch.testing.assert_close(value, expected[term], rtol=1e-4, atol=1e-5)
         total = expected["global"] + 0.375 * (expected["regions"] + expected["sentences"])
     else:
-        torch.testing.assert_close(actual.terms["regions"], expected["align regions"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(actual.terms["sentences"], expected["align sentences"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(actual.terms["uniformity"], expected["spread"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            actual.terms["regions"], expected["align regions"], rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(
+            actual.terms["sentences"], expected["align sentences"], rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(
+            actual.terms["uniformity"], expected["spread"], rtol=1e-4, atol=1e-5
+        )
         aligned = expected["align regions"] + expected["align sentences"]
         total = expected["global"] + 1.25 * aligned + 0.75 * expected["spread"]
     torch.testing.assert_close(actual.total, total, rtol=1e-4, atol=1e-5)
@@ -214,7 +264,9 @@ def test_losses_equal_the_equations(tokenizer: Tokenizer, name: str) -> None:
 
 
 def test_losses_start_near_their_expectation(tokenizer: Tokenizer) -> None:
-    """InfoNCE of independent items: the logarithm of their number, and a little more for the spread of cosines."""
+    """InfoNCE of independent items: the logarithm of their number, and a little more for the
+    spread of cosines.
+    """
     terms = create(tokenizer).train()(make_batch(tokenizer)).terms
     regions, sentences = math.log(4), sum(map(math.log, (3, 1, 4, 2, 2))) / 5
     assert terms["global"].item() == pytest.approx(math.log(5), abs=1.5)
@@ -232,18 +284,24 @@ def test_every_parameter_learns_and_the_loss_falls(tokenizer: Tokenizer, name: s
 
 
 def test_embeddings_do_not_depend_on_the_batch(tokenizer: Tokenizer) -> None:
-    """The released code divides the query of a report by the longest report's number of sentences."""
+    """The released code divides the query of a report by the longest report's number of
+    sentences.
+    """
     model, batch = create(tokenizer).eval(), make_batch(tokenizer)
     together = model.embed_texts(REPORTS)
     assert together.mask_NP is not None
     assert together.mask_NP.sum(dim=1).tolist() == [3, 1, 4, 2, 2]
     for row, report in enumerate(REPORTS):
         alone = model.embed_texts([report])
-        torch.testing.assert_close(alone.global_NE[0], together.global_NE[row], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            alone.global_NE[0], together.global_NE[row], rtol=1e-4, atol=1e-5
+        )
         assert alone.local_NPE is not None
         assert together.local_NPE is not None
         count = alone.local_NPE.shape[1]
-        torch.testing.assert_close(alone.local_NPE[0], together.local_NPE[row, :count], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            alone.local_NPE[0], together.local_NPE[row, :count], rtol=1e-4, atol=1e-5
+        )
     pairs = model.encode_pairs(batch)
     torch.testing.assert_close(pairs.texts.global_NE, together.global_NE)
     torch.testing.assert_close(pairs.images.global_NE, model.encode_image(batch.image_BCHW))
@@ -279,7 +337,8 @@ def test_a_prompt_is_a_report_of_one_sentence(tokenizer: Tokenizer) -> None:
     assert texts.mask_NP.tolist() == [[True]] * 4
     ids_BT, mask_BT = tokenizer(prompts)
     tokens_BTD = model.text_encoder(ids_BT, mask_BT).tokens_BTD
-    sentence_BD = torch.stack([x[1 : max(int(m.sum()) - 1, 1)].amax(dim=0) if m.sum() > 2 else x[:2].amax(dim=0)
+    sentence_BD = torch.stack([x[1 : max(int(m.sum()) - 1,
+        1)].amax(dim=0) if m.sum() > 2 else x[:2].amax(dim=0)
                                for x, m in zip(tokens_BTD, mask_BT, strict=True)])  # fmt: skip
     report_BD = torch.stack([pooled(model.sentence_pool, x[None])[0] for x in sentence_BD])
     expected = F.normalize(projected(model.text_head, report_BD), dim=1)
@@ -293,7 +352,9 @@ def test_a_prompt_is_a_report_of_one_sentence(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("maps", ["attention", "similarity"])
 def test_maps_of_phrases(tokenizer: Tokenizer, maps: Any) -> None:
-    """Attention: the sentence over its regions. Similarity: the best sentence of the phrase with each region."""
+    """Attention: the sentence over its regions. Similarity: the best sentence of the phrase with
+    each region.
+    """
     model, batch = create(tokenizer).eval(), make_batch(tokenizer)
     randomize(model)
     assert choose_maps(model, None) == "attention"

@@ -1,4 +1,6 @@
-"""MAVL: losses against the formulas, aspects of named and unknown entities; query systems on two ranks."""
+"""MAVL: losses against the formulas, aspects of named and unknown entities; query systems on two
+ranks.
+"""
 
 import functools
 import json
@@ -29,15 +31,28 @@ from medvl.schema import FINDINGS, Batch
 
 ENTITIES = ("Edema", "Pneumothorax", "Pleural Effusion")
 NAN = torch.nan
-LABELS = torch.tensor([[1, 0, NAN], [-1, 1, 1], [NAN, NAN, NAN], [0, 0, 1], [0, 1, 0], [1, 1, 1], [NAN, 0, NAN]])
-POSITIONS = torch.tensor([[3, -1, -1], [-1, -1, 8], [-1] * 3, [-1, 5, 2], [-1] * 3, [1, -1, 4], [-1] * 3])
+LABELS = torch.tensor(
+    [[1, 0, NAN], [-1, 1, 1], [NAN, NAN, NAN], [0, 0, 1], [0, 1, 0], [1, 1, 1], [NAN, 0, NAN]]
+)
+POSITIONS = torch.tensor(
+    [[3, -1, -1], [-1, -1, 8], [-1] * 3, [-1, 5, 2], [-1] * 3, [1, -1, 4], [-1] * 3]
+)
 
 
 def create(name: str = "mavl", **settings: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"image_encoder": "resnet_tiny", "image_size": 64, "projection_dim": 16, "entities": ENTITIES}
+    sizes = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 64,
+        "projection_dim": 16,
+        "entities": ENTITIES,
+    }
     sizes |= {} if name == "kad" else {"image_arguments": {}}
-    text = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "max_tokens": 64}
+    text = {
+        "text_encoder": "tiny_bert",
+        "text_arguments": {"num_hidden_layers": 1},
+        "max_tokens": 64,
+    }
     decoder = {"decoder_layers": 2, "decoder_heads": 2, "decoder_hidden": 24}
     options = {**sizes, **text, **decoder, **settings}
     return medvl.create_model(name, tokenizer=gloria_ranks.tiny_tokenizer(), **options)
@@ -54,12 +69,18 @@ def test_grid_is_projected_through_a_layer_of_its_own_width() -> None:
     """Two convolutions of width 1 in the released code, 1024 to 1024 and 1024 to 256."""
     with torch.device("meta"):
         model: Any = medvl.create_model("mavl", vocab_size=100)
-    assert [tuple(layer.weight.shape) for layer in model.image_head] == [(1024, 1024), (1,), (256, 1024)]
+    assert [tuple(layer.weight.shape) for layer in model.image_head] == [
+        (1024, 1024),
+        (1,),
+        (256, 1024),
+    ]
 
 
 @pytest.mark.parametrize("version", [None, 2])
 def test_checkpoints_of_earlier_versions_are_refused(version: int | None, tmp_path: Path) -> None:
-    """They neither load, nor start or resume a training; their encoders start other systems. The first had no version."""
+    """They neither load, nor start or resume a training; their encoders start other systems. The
+    first had no version.
+    """
     model = create()
     medvl.models.save(model, tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
@@ -116,15 +137,21 @@ def test_contrast_of_several_positives_is_the_formula_in_value_and_gradient() ->
 
 @pytest.mark.parametrize("present", [1, 3, 10])
 def test_a_row_weighs_the_same_with_one_entity_and_with_ten(present: int) -> None:
-    """MAVL's released targets are not normalised: 7.1, 12.9 and 55.7 of 75 entities at a scale of 14."""
+    """MAVL's released targets are not normalised: 7.1, 12.9 and 55.7 of 75 entities at a scale
+    of 14.
+    """
     logits_1M = torch.zeros(1, 75)
     positive_1M = torch.arange(75)[None] < present
-    rows_only = 2 * losses.multi_positive(logits_1M, positive_1M)  # columns of a single image have a loss of 0
+    rows_only = 2 * losses.multi_positive(
+        logits_1M, positive_1M
+    )  # columns of a single image have a loss of 0
     torch.testing.assert_close(rows_only, torch.tensor(75.0).log())
 
 
 def test_the_released_contrast_weighs_an_image_with_three_of_75_entities_a_twelfth() -> None:
-    """As `MAVLConfig.contrast_weight` says: it is the sum of both directions, means over all images and entities."""
+    """As `MAVLConfig.contrast_weight` says: it is the sum of both directions, means over all
+    images and entities.
+    """
     generator = torch.Generator().manual_seed(0)
     logits_NM = 5 * torch.randn(64, 75, generator=generator)
     positive_NM = torch.rand(64, 75, generator=generator).argsort(dim=1) < 3
@@ -135,22 +162,30 @@ def test_the_released_contrast_weighs_an_image_with_three_of_75_entities_a_twelf
 
 
 def released_contrast(logits_BL: Tensor, labels_BL: Tensor) -> Tensor:
-    """MAVL's loss of both directions, as its training code has it: means over entities, then over images."""
+    """MAVL's loss of both directions, as its training code has it: means over entities, then
+    over images.
+    """
     target_BL = (labels_BL == 1).float()
     rows = (-target_BL * F.log_softmax(logits_BL, dim=-1)).mean(dim=-1).sum() / len(logits_BL)
-    columns = (-target_BL.T * F.log_softmax(logits_BL.T, dim=-1)).mean(dim=-1).sum() / logits_BL.shape[1]
+    columns = (-target_BL.T * F.log_softmax(logits_BL.T, dim=-1)).mean(
+        dim=-1
+    ).sum() / logits_BL.shape[1]
     return rows + columns
 
 
 def test_multi_hot_targets_have_the_released_contrast_at_the_published_weight() -> None:
-    """Of images with labels; the default differs from it by 75 / (2 P) with P entities, in `contrast_weight`'s words."""
+    """Of images with labels; the default differs from it by 75 / (2 P) with P entities, in
+    `contrast_weight`'s words.
+    """
     model, batch = create(negative_places=None, contrast_targets="multi_hot").eval(), make_batch()
     found = model(batch)
     assert model.config.contrast_weight == 0.1
     rows, images = [0, 1, 3], model.embed_images(batch.image_BCHW)
     query_QD = F.normalize(model.text_head(model.book.vectors_QD), dim=1)
     logits = [images.global_NE[rows] @ query_QD[aspect::8].T / 0.07 for aspect in range(8)]
-    expected = torch.stack([released_contrast(each, batch.labels_BL[rows]) for each in logits]).mean()
+    expected = torch.stack(
+        [released_contrast(each, batch.labels_BL[rows]) for each in logits]
+    ).mean()
     torch.testing.assert_close(found.terms["contrast"], expected)
     one = torch.eye(75)[:64].bool()
     logits_NM = torch.randn(64, 75, generator=torch.Generator().manual_seed(0))
@@ -167,9 +202,14 @@ def test_losses_are_presence_place_and_the_contrast_of_every_aspect(unmentioned:
     images = model.embed_images(batch.image_BCHW)
     query_QD = model.text_head(model.book.vectors_QD)
     states_BQD = model.decoder(query_QD.expand(4, -1, -1), images.local_NPE)
-    by_entity_BLD = torch.stack([states_BQD[:, 8 * n : 8 * n + 8].flatten(1) for n in range(3)], dim=1)
+    by_entity_BLD = torch.stack(
+        [states_BQD[:, 8 * n : 8 * n + 8].flatten(1) for n in range(3)], dim=1
+    )
     known = [(0, 0, 1), (0, 1, 0), (1, 1, 1), (1, 2, 1), (3, 0, 0), (3, 1, 0), (3, 2, 1)]
-    presence = [F.cross_entropy(model.presence(by_entity_BLD[b, q]), torch.tensor(value)) for b, q, value in known]
+    presence = [
+        F.cross_entropy(model.presence(by_entity_BLD[b, q]), torch.tensor(value))
+        for b, q, value in known
+    ]
     torch.testing.assert_close(found.terms["presence"], torch.stack(presence).mean())
     places = [(0, 0, 3), (1, 2, 8), (3, 2, 2)]
     logits_BLP = model.place(by_entity_BLD) @ model.places.vectors_QD.T
@@ -184,7 +224,9 @@ def test_losses_are_presence_place_and_the_contrast_of_every_aspect(unmentioned:
         contrasts.append(naive_contrast(cosine_NL / 0.07, labels_NL == 1, ignored_NL))
     torch.testing.assert_close(found.terms["contrast"], torch.stack(contrasts).mean())
     terms = found.terms
-    torch.testing.assert_close(found.total, terms["presence"] + terms["place"] + 0.1 * terms["contrast"])
+    torch.testing.assert_close(
+        found.total, terms["presence"] + terms["place"] + 0.1 * terms["contrast"]
+    )
 
 
 def test_the_image_vector_is_attention_of_the_mean_over_mean_and_cells() -> None:
@@ -194,7 +236,8 @@ def test_the_image_vector_is_attention_of_the_mean_over_mean_and_cells() -> None
     tokens_BKD = torch.cat([grid_BPD.mean(dim=1, keepdim=True), grid_BPD], dim=1) + pool.position
     weight, bias = pool.attention.in_proj_weight.chunk(3), pool.attention.in_proj_bias.chunk(3)
     query, key, value = (
-        (tokens_BKD @ w.T + b).unflatten(2, (8, width // 8)).transpose(1, 2) for w, b in zip(weight, bias, strict=True)
+        (tokens_BKD @ w.T + b).unflatten(2, (8, width // 8)).transpose(1, 2)
+        for w, b in zip(weight, bias, strict=True)
     )
     attention = (query[:, :, :1] @ key.transpose(2, 3) / (width / 8) ** 0.5).softmax(dim=3)
     pooled_BD = pool.attention.out_proj((attention @ value).transpose(1, 2).flatten(2).squeeze(1))
@@ -228,12 +271,22 @@ def test_images_that_are_missing_are_no_negatives() -> None:
 def test_texts_ask_all_aspects_of_the_entity_that_they_name_or_of_themselves() -> None:
     model, batch = create(descriptions={"Edema": "Wet lungs."}).eval(), make_batch()
     images = model.embed_images(batch.image_BCHW)
-    asked = ["Wet lungs.", statement("Edema"), "Pleural Effusion", "There is a wire.", "The heart is large."]
+    asked = [
+        "Wet lungs.",
+        statement("Edema"),
+        "Pleural Effusion",
+        "There is a wire.",
+        "The heart is large.",
+    ]
     scores_NM = model.similarity(images, model.embed_texts(asked))
     states_BLD, attention_BLP = model.ask(images.local_NPE)
     logits_BL2 = model.presence(states_BLD)
-    torch.testing.assert_close(scores_NM[:, :3], (logits_BL2[..., 1] - logits_BL2[..., 0])[:, [0, 0, 2]])
-    torch.testing.assert_close(model.similarity(images, model.embed_texts(asked[4:])), scores_NM[:, 4:])
+    torch.testing.assert_close(
+        scores_NM[:, :3], (logits_BL2[..., 1] - logits_BL2[..., 0])[:, [0, 0, 2]]
+    )
+    torch.testing.assert_close(
+        model.similarity(images, model.embed_texts(asked[4:])), scores_NM[:, 4:]
+    )
     pairs_N = model.pair_similarity(images, model.embed_texts(asked[1:5]))
     torch.testing.assert_close(pairs_N, scores_NM[:, 1:5].diagonal())
     torch.testing.assert_close(attention_BLP.sum(dim=2), torch.ones(4, 3))
@@ -242,9 +295,14 @@ def test_texts_ask_all_aspects_of_the_entity_that_they_name_or_of_themselves() -
 
 
 def test_one_query_of_a_text_counts_as_all_its_aspects() -> None:
-    """Against eight equal queries beside those of the book, each of which reads the book and all eight."""
+    """Against eight equal queries beside those of the book, each of which reads the book and all
+    eight.
+    """
     model, batch = create(decoder_layers=3).eval(), make_batch()
-    grid_BPD, vectors_1D = model.embed_images(batch.image_BCHW).local_NPE, model.sentence_vectors(["There is a wire."])
+    grid_BPD, vectors_1D = (
+        model.embed_images(batch.image_BCHW).local_NPE,
+        model.sentence_vectors(["There is a wire."]),
+    )
     rows_QD = torch.cat([model.queries(), vectors_1D.expand(model.aspects, -1)])
     x_BQD = model.text_head(rows_QD).expand(len(grid_BPD), -1, -1)
     book, scale = 3 * model.aspects, (x_BQD.shape[2] // 2) ** -0.5
@@ -253,7 +311,9 @@ def test_one_query_of_a_text_counts_as_all_its_aspects() -> None:
         normed_BQD, own = layer.norm1(x_BQD), layer.self_attn
         q, k, v = (
             part_BQD.unflatten(2, (2, -1)).transpose(1, 2)
-            for part_BQD in F.linear(normed_BQD, own.in_proj_weight, own.in_proj_bias).chunk(3, dim=2)
+            for part_BQD in F.linear(normed_BQD, own.in_proj_weight, own.in_proj_bias).chunk(
+                3, dim=2
+            )
         )
         scores = q @ k.transpose(2, 3) * scale
         scores[:, :, :book, book:] = -torch.inf
@@ -265,7 +325,9 @@ def test_one_query_of_a_text_counts_as_all_its_aspects() -> None:
     expected_BED = model.decoder.norm(x_BQD).unflatten(1, (4, model.aspects)).flatten(2)
     states_BED, attention_BEP = model.ask(grid_BPD, vectors_1D.repeat(1, model.aspects)[None])
     torch.testing.assert_close(states_BED, expected_BED)
-    torch.testing.assert_close(attention_BEP, torch.stack(weights).mean(dim=0).unflatten(1, (4, -1)).mean(dim=2))
+    torch.testing.assert_close(
+        attention_BEP, torch.stack(weights).mean(dim=0).unflatten(1, (4, -1)).mean(dim=2)
+    )
 
 
 def test_every_finding_has_eight_sentences_and_others_repeat_theirs() -> None:
@@ -303,7 +365,9 @@ def test_two_ranks_equal_one(name: str, by_rank: list[dict[str, Tensor]]) -> Non
         torch.testing.assert_close(found[f"{name}/loss"], expected.total.detach())
         for key, parameter in model.named_parameters():
             if parameter.grad is not None:
-                torch.testing.assert_close(found[f"{name}/{key}"], parameter.grad, rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(
+                    found[f"{name}/{key}"], parameter.grad, rtol=1e-3, atol=1e-5
+                )
 
 
 def main(folder: Path) -> None:
@@ -316,7 +380,11 @@ def main(folder: Path) -> None:
         parallel = DistributedDataParallel(model)
         total = parallel(make_batch([[0, 1, 2], [3, 4, 5, 6]][rank])).total
         total.backward()
-        results |= {f"{name}/{key}": p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        results |= {
+            f"{name}/{key}": p.grad.clone()
+            for key, p in model.named_parameters()
+            if p.grad is not None
+        }
         results[f"{name}/loss"] = total.detach()
     safetensors.torch.save_file(results, folder / f"rank-{rank}.safetensors")
 

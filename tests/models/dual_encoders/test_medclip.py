@@ -1,4 +1,6 @@
-"""MedCLIP: its loss written out, rows with one side only, padding, batch norm, parts, and its published shapes."""
+"""MedCLIP: its loss written out, rows with one side only, padding, batch norm, parts, and its
+published shapes.
+"""
 
 import dataclasses
 import math
@@ -37,21 +39,37 @@ def similarity(one_L: Tensor, two_L: Tensor, kind: str) -> float:
 
 def naive(model: Any, batch: Batch, kind: str = "cosine") -> float:
     """Equations 3 to 6 of the paper, row by row."""
-    with_image = range(len(batch)) if batch.has_image_B is None else batch.has_image_B.nonzero().flatten().tolist()
-    with_text = range(len(batch)) if batch.has_text_B is None else batch.has_text_B.nonzero().flatten().tolist()
+    with_image = (
+        range(len(batch))
+        if batch.has_image_B is None
+        else batch.has_image_B.nonzero().flatten().tolist()
+    )
+    with_text = (
+        range(len(batch))
+        if batch.has_text_B is None
+        else batch.has_text_B.nonzero().flatten().tolist()
+    )
     scale, losses = model.logit_scale.exp(), []
     image_BE = model.encode_image(batch.image_BCHW)
     has_B = flags(*[1] * len(batch)) if batch.has_second_text_B is None else batch.has_second_text_B
     with_second = [row for row in with_text if has_B[row]]
-    sides = ((batch.ids_BT, batch.mask_BT, with_text), (batch.second_ids_BT, batch.second_mask_BT, with_second))
+    sides = (
+        (batch.ids_BT, batch.mask_BT, with_text),
+        (batch.second_ids_BT, batch.second_mask_BT, with_second),
+    )
     for ids_BT, mask_BT, with_text in sides:
         text_BE = model.encode_text(ids_BT, mask_BT)
 
         def direction(rows: Any, columns: Any, row_BE: Tensor, column_BE: Tensor) -> float:
             total = 0.0
             for row in rows:
-                logits = torch.stack([scale * row_BE[row] @ column_BE[column] for column in columns])
-                labels = [similarity(batch.labels_BL[row], batch.labels_BL[column], kind) for column in columns]
+                logits = torch.stack(
+                    [scale * row_BE[row] @ column_BE[column] for column in columns]
+                )
+                labels = [
+                    similarity(batch.labels_BL[row], batch.labels_BL[column], kind)
+                    for column in columns
+                ]
                 total -= float((torch.tensor(labels).softmax(0) * logits.log_softmax(0)).sum())
             return total / len(rows)
 
@@ -68,7 +86,9 @@ def test_the_loss_is_the_papers(kind: str) -> None:
     batch.labels_BL[1, :2] = batch.labels_BL[2, 0] = -1
     with torch.no_grad():
         assert model(batch).total.item() == pytest.approx(naive(model, batch, kind), rel=1e-4)
-        some = dataclasses.replace(batch, has_image_B=flags(1, 1, 0, 1, 0, 0, 1), has_text_B=flags(0, 1, 1, 0, 1, 1, 1))
+        some = dataclasses.replace(
+            batch, has_image_B=flags(1, 1, 0, 1, 0, 0, 1), has_text_B=flags(0, 1, 1, 0, 1, 1, 1)
+        )
         assert model(some).total.item() == pytest.approx(naive(model, some, kind), rel=1e-4)
 
 
@@ -89,15 +109,23 @@ def test_the_initial_loss_is_that_of_a_guess() -> None:
 
 
 def test_images_and_texts_of_different_samples_train_together() -> None:
-    """Halves of which one has images only and the other texts only have a loss, and all parameters a gradient."""
+    """Halves of which one has images only and the other texts only have a loss, and all
+    parameters a gradient.
+    """
     model = medclip().train()
     batch = whole(has_image_B=torch.arange(PAIRS) < 3, has_text_B=torch.arange(PAIRS) >= 3)
     losses = model(batch)
     losses.total.backward()
     assert losses.total > 0
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    without = [
+        name
+        for name, p in model.named_parameters()
+        if p.grad is None or not p.grad.isfinite().all()
+    ]
     assert not without
-    still = {name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()}
+    still = {
+        name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()
+    }
     assert all("key.bias" in name for name in still)  # of attention, whose softmax cancels it
 
 
@@ -119,7 +147,9 @@ def test_a_texts_vector_does_not_depend_on_padding() -> None:
     model, batch = medclip().eval(), whole()
     padded = torch.nn.functional.pad(batch.ids_BT, (0, 9))
     mask = torch.nn.functional.pad(batch.mask_BT, (0, 9))
-    torch.testing.assert_close(model.encode_text(padded, mask), model.encode_text(batch.ids_BT, batch.mask_BT))
+    torch.testing.assert_close(
+        model.encode_text(padded, mask), model.encode_text(batch.ids_BT, batch.mask_BT)
+    )
 
 
 def test_parts_of_a_batch_give_the_gradient_of_the_whole() -> None:
@@ -144,7 +174,9 @@ def test_the_scale_starts_as_published_and_is_limited() -> None:
     assert model.logit_scale.item() == pytest.approx(math.log(100))
 
 
-@pytest.mark.parametrize(("image_encoder", "parameters"), [("resnet50", 24_556_608), ("swin_tiny", 27_912_570)])
+@pytest.mark.parametrize(
+    ("image_encoder", "parameters"), [("resnet50", 24_556_608), ("swin_tiny", 27_912_570)]
+)
 def test_published_sizes(image_encoder: str, parameters: int) -> None:
     with torch.device("meta"):
         model: Any = medvl.create_model("medclip", image_encoder=image_encoder)

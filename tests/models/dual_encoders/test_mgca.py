@@ -1,4 +1,6 @@
-"""MGCA: published sizes, the three losses against their formulas, prototypes, words, and two ranks."""
+"""MGCA: published sizes, the three losses against their formulas, prototypes, words, and two
+ranks.
+"""
 
 import dataclasses
 import math
@@ -64,7 +66,9 @@ def naive_losses(model: Any, images: Embeddings, texts: Embeddings) -> dict[str,
         words_WE, regions_PE = texts.local_NPE[row, :count], images.local_NPE[row]
         for_words_WE = unit((words_WE @ regions_PE.T / 0.1).softmax(dim=1) @ regions_PE)
         for_regions_PE = unit((regions_PE @ words_WE.T / 0.1).softmax(dim=1) @ words_WE)
-        weight_P = torch.ones(len(regions_PE)) if images.weight_NP is None else images.weight_NP[row]
+        weight_P = (
+            torch.ones(len(regions_PE)) if images.weight_NP is None else images.weight_NP[row]
+        )
         words = naive_contrast(words_WE, for_words_WE, texts.weight_NP[row, :count])
         tokens.append(words + naive_contrast(regions_PE, for_regions_PE, weight_P))
     prototypes_KE = unit(model.prototype_layer.weight)
@@ -81,7 +85,10 @@ def naive_losses(model: Any, images: Embeddings, texts: Embeddings) -> dict[str,
 @pytest.mark.parametrize("change", [{}, VIT], ids=["resnet", "vit"])
 def test_losses_equal_the_formulas(change: dict[str, Any]) -> None:
     weights = {"global_weight": 0.5, "local_weight": 2.0, "prototype_weight": 3.0}
-    model, batch = mgca(**change, **weights).eval(), gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer())
+    model, batch = (
+        mgca(**change, **weights).eval(),
+        gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer()),
+    )
     with torch.no_grad():
         actual = model(batch)
         images, texts = model.embed_images(batch.image_BCHW), model.embed_texts(batch.texts)
@@ -94,9 +101,13 @@ def test_losses_equal_the_formulas(change: dict[str, Any]) -> None:
     torch.testing.assert_close(actual.total, total, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("change", "count"), [({}, 99_275_328), ("vit", 158_420_224)], ids=["resnet", "vit"])
+@pytest.mark.parametrize(
+    ("change", "count"), [({}, 99_275_328), ("vit", 158_420_224)], ids=["resnet", "vit"]
+)
 def test_mgca_has_the_published_size(change: Any, count: int) -> None:
-    """113.589 and 172.734 million, less cross-attention and an attention layer that are never used, plus token types."""
+    """113.589 and 172.734 million, less cross-attention and an attention layer that are never
+    used, plus token types.
+    """
     vit = {"image_encoder": "timm:deit_base_patch16_224", "encoder_size": None, "patch_level": -1}
     with torch.device("meta"):
         model = MGCA.build(MGCAConfig(**(vit if change else {})), pretrained=False, tokenizer=None)
@@ -109,11 +120,19 @@ def test_mgca_has_the_published_size(change: Any, count: int) -> None:
     assert shapes["image_head.output_norm.running_mean"] == (128,)
     assert "image_head.output_norm.weight" not in shapes
     assert shapes["prototype_layer.weight"] == (500, 128)
-    assert model.image_encoder.grid(*model.image_encoder.image_size) == ((14, 14) if change else (19, 19))
+    assert model.image_encoder.grid(*model.image_encoder.image_size) == (
+        (14, 14) if change else (19, 19)
+    )
     assert sum(parameter.numel() for parameter in model.parameters()) == count
-    crossattention, local_attention, token_types = 6 * (4 * (768 * 768 + 768) + 2 * 768), 2 * 66048, 2 * 768
+    crossattention, local_attention, token_types = (
+        6 * (4 * (768 * 768 + 768) + 2 * 768),
+        2 * 66048,
+        2 * 768,
+    )
     published = 172.734 if change else 113.589
-    assert (count + crossattention + local_attention - token_types) / 1e6 == pytest.approx(published, abs=1e-3)
+    assert (count + crossattention + local_attention - token_types) / 1e6 == pytest.approx(
+        published, abs=1e-3
+    )
 
 
 def test_losses_without_any_information_are_logarithms_of_the_numbers_of_candidates() -> None:
@@ -122,10 +141,17 @@ def test_losses_without_any_information_are_logarithms_of_the_numbers_of_candida
     global_BE = unit(torch.ones(4, 24))
     model.prototype_layer.weight.data = torch.ones(10, 24)
     images = Embeddings(global_BE, unit(torch.ones(4, 6, 24)))
-    texts = Embeddings(global_BE, unit(torch.ones(4, 5, 24)) * mask_BW[:, :, None], mask_BW, torch.rand(4, 5) * mask_BW)
+    texts = Embeddings(
+        global_BE,
+        unit(torch.ones(4, 5, 24)) * mask_BW[:, :, None],
+        mask_BW,
+        torch.rand(4, 5) * mask_BW,
+    )
     terms = model.compare_pairs(Pairs(images=images, texts=texts)).terms
     assert terms["ita"].item() == pytest.approx(2 * math.log(4), abs=1e-5)
-    assert terms["token"].item() == pytest.approx((math.log(5) + math.log(3)) / 3 + math.log(6), abs=1e-5)
+    assert terms["token"].item() == pytest.approx(
+        (math.log(5) + math.log(3)) / 3 + math.log(6), abs=1e-5
+    )
     assert terms["prototype"].item() == pytest.approx(math.log(10), abs=1e-5)
 
 
@@ -170,10 +196,14 @@ def test_padding_and_other_samples_do_not_change_a_samples_token_loss() -> None:
     for row in range(len(batch)):
         ids_BT, mask_BT = model.tokenizer([batch.texts[row]])
         texts = model.embed_ids(ids_BT, mask_BT)
-        alone.append(model.token_alignment(model.embed_images(batch.image_BCHW[row : row + 1]), texts))
+        alone.append(
+            model.token_alignment(model.embed_images(batch.image_BCHW[row : row + 1]), texts)
+        )
     longer = [F.pad(each, (0, 7)) for each in (batch.ids_BT, batch.mask_BT)]
     padded = dataclasses.replace(batch, ids_BT=longer[0], mask_BT=longer[1])
-    torch.testing.assert_close(model(padded).terms["token"], torch.stack(alone).mean(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(padded).terms["token"], torch.stack(alone).mean(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_attention_maps_are_those_of_words_at_the_local_temperature() -> None:
@@ -184,7 +214,9 @@ def test_attention_maps_are_those_of_words_at_the_local_temperature() -> None:
     expected_BWP = (texts.local_NPE @ images.local_NPE.mT / 0.1).softmax(dim=2)
     torch.testing.assert_close(attention_BWhw.flatten(2)[mask_BW], expected_BWP[mask_BW])
     assert attention_BWhw.shape[2:] == (6, 6)
-    maps = model.attention_maps(batch.image_BCHW, [*batch.texts[:2], ""], [(200, 100), (64, 64), (64, 64)])
+    maps = model.attention_maps(
+        batch.image_BCHW, [*batch.texts[:2], ""], [(200, 100), (64, 64), (64, 64)]
+    )
     assert [tuple(map_HW.shape) for map_HW in maps] == [(200, 100), (64, 64), (64, 64)]
     assert maps[1].max() > maps[1].min()
     assert not maps[2].any()
@@ -193,7 +225,13 @@ def test_attention_maps_are_those_of_words_at_the_local_temperature() -> None:
 
 
 def test_settings_are_checked() -> None:
-    for field in ("softmax_temperature", "local_temperature", "proto_temperature", "num_prototypes", "hidden_dim"):
+    for field in (
+        "softmax_temperature",
+        "local_temperature",
+        "proto_temperature",
+        "num_prototypes",
+        "hidden_dim",
+    ):
         with raises(ConfigError, "out_of_range", field):
             MGCAConfig(**{field: 0})
 

@@ -1,4 +1,6 @@
-"""MutualInfo: loss, similarity and maps against the formulas; published shapes; rates of the optimiser."""
+"""MutualInfo: loss, similarity and maps against the formulas; published shapes; rates of the
+optimiser.
+"""
 
 import dataclasses
 import math
@@ -28,7 +30,10 @@ def scored(critic: torch.nn.Module, image_D: Tensor, text_D: Tensor) -> Tensor:
 
 def naive_scores(model: MutualInfo, batch: Batch) -> dict[str, Tensor]:
     """Global scores, and for each sentence its best region, summed, pair by pair."""
-    images, text = model.image_encoder(batch.image_BCHW), model.text_encoder(batch.ids_BT, batch.mask_BT)
+    images, text = (
+        model.image_encoder(batch.image_BCHW),
+        model.text_encoder(batch.ids_BT, batch.mask_BT),
+    )
     scores = {"global": torch.zeros(PAIRS, PAIRS), "local": torch.zeros(PAIRS, PAIRS)}
     for i in range(PAIRS):
         for j in range(PAIRS):
@@ -37,7 +42,10 @@ def naive_scores(model: MutualInfo, batch: Batch) -> dict[str, Tensor]:
             scores["global"][i, j] = scored(model.critic, images.pooled_BD[i], vector_D)
             for sentence in range(int(batch.sentence_BT[j].max()) + 1):
                 vector_D = text.tokens_BTD[j][batch.sentence_BT[j] == sentence].mean(dim=0)
-                best = [scored(model.local_critic, region_D, vector_D) for region_D in images.patches_BPD[i]]
+                best = [
+                    scored(model.local_critic, region_D, vector_D)
+                    for region_D in images.patches_BPD[i]
+                ]
                 scores["local"][i, j] += torch.stack(best).max()
     return scores
 
@@ -46,7 +54,9 @@ def naive_bound(scores_BB: Tensor, bound: str) -> float:
     pairs = [(i, j) for i in range(PAIRS) for j in range(PAIRS) if STUDIES[i] != STUDIES[j]]
     own_B = scores_BB.diagonal()
     if bound == "dv":
-        return float(own_B.mean() - torch.stack([scores_BB[pair].exp() for pair in pairs]).mean().log())
+        return float(
+            own_B.mean() - torch.stack([scores_BB[pair].exp() for pair in pairs]).mean().log()
+        )
     values = []
     for i in range(PAIRS):
         among = torch.stack([own_B[i], *(scores_BB[i, j] for k, j in pairs if k == i)])
@@ -54,7 +64,9 @@ def naive_bound(scores_BB: Tensor, bound: str) -> float:
     return sum(values) / PAIRS
 
 
-@pytest.mark.parametrize(("bound", "text_pool"), [("dv", "cls"), ("info_nce", "cls"), ("info_nce", "max")])
+@pytest.mark.parametrize(
+    ("bound", "text_pool"), [("dv", "cls"), ("info_nce", "cls"), ("info_nce", "max")]
+)
 def test_losses_equal_the_formulas(bound: str, text_pool: str) -> None:
     """Pairs of one study are no negatives."""
     model = mutual_info(local_weight=0.5, bound=bound, text_pool=text_pool).eval()
@@ -64,12 +76,17 @@ def test_losses_equal_the_formulas(bound: str, text_pool: str) -> None:
     with torch.no_grad():
         losses, scores = model(batch), naive_scores(model, batch)
         similarity_NM = model.similarity(
-            model.embed_images(batch.image_BCHW), model.embed_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
+            model.embed_images(batch.image_BCHW),
+            model.embed_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT),
         )
     for name, scores_BB in scores.items():
-        assert losses.terms[name].item() == pytest.approx(-naive_bound(scores_BB, bound), rel=1e-3, abs=1e-5)
+        assert losses.terms[name].item() == pytest.approx(
+            -naive_bound(scores_BB, bound), rel=1e-3, abs=1e-5
+        )
         assert scores_BB.std() > 1e-3
-    torch.testing.assert_close(similarity_NM, scores["global"] + 0.5 * scores["local"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        similarity_NM, scores["global"] + 0.5 * scores["local"], rtol=1e-3, atol=1e-4
+    )
     torch.testing.assert_close(losses.total, losses.terms["global"] + 0.5 * losses.terms["local"])
 
 
@@ -80,7 +97,9 @@ def test_a_new_model_has_a_bound_near_zero_and_all_parameters_learn() -> None:
     losses.total.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        dead = "position_embeddings" in name or name.endswith("key.bias") or "word_embeddings" in name
+        dead = (
+            "position_embeddings" in name or name.endswith("key.bias") or "word_embeddings" in name
+        )
         assert dead or parameter.grad.abs().sum() > 0, name
 
 
@@ -94,7 +113,9 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_published_sizes() -> None:
-    model = medvl.create_model("mutual_info", local_weight=1.0, text_arguments={**TINY_BERT, "hidden_size": 768})
+    model = medvl.create_model(
+        "mutual_info", local_weight=1.0, text_arguments={**TINY_BERT, "hidden_size": 768}
+    )
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes["critic.first.weight"] == (1024, 1536)
     assert [shapes[f"critic.rest.{index}.weight"] for index in (1, 3)] == [(512, 1024), (1, 512)]
@@ -108,7 +129,10 @@ def test_the_text_encoder_has_its_own_rate_and_all_weight_decay() -> None:
     rates = {id(p): group for group in model.parameter_groups(5e-4, 0.1) for p in group["params"]}
     assert len(rates) == len(list(model.parameters()))
     text = {id(parameter) for parameter in model.text_encoder.parameters()}
-    assert {(key in text, round(group["lr"], 8)) for key, group in rates.items()} == {(True, 2e-5), (False, 5e-4)}
+    assert {(key in text, round(group["lr"], 8)) for key, group in rates.items()} == {
+        (True, 2e-5),
+        (False, 5e-4),
+    }
     assert {key in text for key, group in rates.items() if group["weight_decay"]} == {True}
 
 

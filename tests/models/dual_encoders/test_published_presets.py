@@ -1,4 +1,6 @@
-"""Presets `paper` of recipes: augmentation and optimiser of the released code, where it is public."""
+"""Presets `paper` of recipes: augmentation and optimiser of the released code, where it is
+public.
+"""
 
 import dataclasses
 import runpy
@@ -33,14 +35,20 @@ def test_optimiser_batch_and_length_are_the_published_ones(
     """LoVT's 16 micro-batches of 32 pairs are compared apart."""
     paper = preset(name)
     assert (paper.optim.lr, paper.optim.weight_decay) == (lr, weight_decay)
-    assert (paper.train.global_batch / paper.train.accumulate, paper.train.epochs) == (batch, epochs)
+    assert (paper.train.global_batch / paper.train.accumulate, paper.train.epochs) == (
+        batch,
+        epochs,
+    )
     assert paper.train.early_stop_patience == patience
 
 
 @pytest.mark.parametrize(
-    ("name", "pairs", "share"), [("medclip", 370_000, 0.1), ("mgca", 187_147, 0.4), ("mutual_info", 240_000, 0.1)]
+    ("name", "pairs", "share"),
+    [("medclip", 370_000, 0.1), ("mgca", 187_147, 0.4), ("mutual_info", 240_000, 0.1)],
 )
-def test_warm_ups_have_the_published_share_of_the_steps(name: str, pairs: int, share: float) -> None:
+def test_warm_ups_have_the_published_share_of_the_steps(
+    name: str, pairs: int, share: float
+) -> None:
     paper = preset(name)
     steps = paper.train.epochs * pairs / paper.train.global_batch
     assert paper.optim.schedule.warmup_steps == pytest.approx(share * steps, rel=0.001)
@@ -60,7 +68,9 @@ def test_carzero_has_the_optimiser_and_flips_of_its_configuration() -> None:
 
 @pytest.mark.parametrize("name", ["medclip", "carzero"])
 def test_crops_are_squares_of_the_padded_image_as_in_evaluation(name: str) -> None:
-    """Of an image of 700 x 1000 pixels, crops of any aspect were stretched by up to a third, and never had borders."""
+    """Of an image of 700 x 1000 pixels, crops of any aspect were stretched by up to a third, and
+    never had borders.
+    """
     paper = preset(name)
     image = paper.data.image
     assert (image.pad, image.aspect, image.area) == (True, (1, 1), (0.7656, 0.7656))
@@ -76,7 +86,10 @@ def test_images_are_not_blurred(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "flip"),
-    [("cxrclip", "off"), *((name, "swap_text") for name in ("kad", "medklip", "mavl", "mrm", "carzero"))],
+    [
+        ("cxrclip", "off"),
+        *((name, "swap_text") for name in ("kad", "medklip", "mavl", "mrm", "carzero")),
+    ],
 )
 def test_images_are_mirrored_where_they_are_published_to_be(name: str, flip: str) -> None:
     assert preset(name).data.image.flip == flip
@@ -92,7 +105,9 @@ def test_reports_of_kad_have_256_tokens() -> None:
 
 
 def test_siglip_continued_warms_up_and_validates_within_its_run() -> None:
-    """On MIMIC-CXR alone; its warm-up of 500 steps was half of the run, which ended before the first validation."""
+    """On MIMIC-CXR alone; its warm-up of 500 steps was half of the run, which ended before the
+    first validation.
+    """
     continued = preset("siglip", "continued")
     steps = continued.train.epochs * 368_960 // continued.train.global_batch
     assert continued.optim.schedule.warmup_steps == round(0.03 * steps)
@@ -105,16 +120,26 @@ def test_siglip_continued_warms_up_and_validates_within_its_run() -> None:
 def test_clip_is_continued_as_siglip_is() -> None:
     sigmoid, softmax = preset("siglip", "continued"), preset("siglip", "continued-clip")
     assert (softmax.model.system, softmax.model.positives) == ("clip", "either")
-    assert softmax.data.image == dataclasses.replace(sigmoid.data.image, size=softmax.model.image_size)
-    assert (softmax.data.text, softmax.optim, softmax.prompts) == (sigmoid.data.text, sigmoid.optim, sigmoid.prompts)
+    assert softmax.data.image == dataclasses.replace(
+        sigmoid.data.image, size=softmax.model.image_size
+    )
+    assert (softmax.data.text, softmax.optim, softmax.prompts) == (
+        sigmoid.data.text,
+        sigmoid.optim,
+        sigmoid.prompts,
+    )
     assert softmax.train == dataclasses.replace(sigmoid.train, run_dir=softmax.train.run_dir)
 
 
 def test_mutual_info_takes_the_central_square() -> None:
-    """The whole image was squeezed into a square, of other proportions than the central square of evaluation."""
+    """The whole image was squeezed into a square, of other proportions than the central square
+    of evaluation.
+    """
     paper = preset("mutual_info")
     upright_HW = np.repeat(np.linspace(0, 255, 1000).astype(np.uint8)[:, None], 700, axis=1)
-    still = dataclasses.replace(paper.data.image, rotation=0, translation=0, brightness=0, contrast=0)
+    still = dataclasses.replace(
+        paper.data.image, rotation=0, translation=0, brightness=0, contrast=0
+    )
     crop_HW = still.build()(upright_HW, np.random.default_rng(0)).image_HWC.squeeze()
     assert paper.model.fit == "crop"
     assert abs(int(crop_HW.min()) - 0.15 * 255) < 2

@@ -50,15 +50,23 @@ def test_scores_are_those_of_the_formula_in_chunks_too() -> None:
 
 def test_the_scale_of_the_attention_is_one_number() -> None:
     generator = torch.Generator().manual_seed(0)
-    tokens_NKE, texts_ME = torch.randn(2, 5, 8, generator=generator), torch.randn(3, 8, generator=generator)
+    tokens_NKE, texts_ME = (
+        torch.randn(2, 5, 8, generator=generator),
+        torch.randn(3, 8, generator=generator),
+    )
     check_one_number(lambda scale: patch_cosine(tokens_NKE, texts_ME, scale), 9.0)
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_one_scale_serves_attention_and_logits(chunk: int | None) -> None:
-    """Its gradient is that of both, also through chunks; in float64, with equal statements of unequal counts."""
+    """Its gradient is that of both, also through chunks; in float64, with equal statements of
+    unequal counts.
+    """
     torch.manual_seed(0)
-    tokens_NKE, texts_UE = torch.randn(3, 4, 6, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    tokens_NKE, texts_UE = (
+        torch.randn(3, 4, 6, dtype=torch.float64),
+        torch.randn(5, 6, dtype=torch.float64),
+    )
     positive_NU = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 1]]) > 0
     step = 1e-4
 
@@ -72,7 +80,11 @@ def test_one_scale_serves_attention_and_logits(chunk: int | None) -> None:
         return torch.stack(terms).sum() / positive_NU.sum()
 
     scale = torch.tensor(9.0, requires_grad=True)
-    loss = sum(statement_contrast(scale * patch_cosine(tokens_NKE, texts_UE, scale, chunk=chunk), positive_NU))
+    loss = sum(
+        statement_contrast(
+            scale * patch_cosine(tokens_NKE, texts_UE, scale, chunk=chunk), positive_NU
+        )
+    )
     loss.backward()
     torch.testing.assert_close(loss.double(), total(9.0), rtol=1e-5, atol=1e-5)
     expected = (total(9.0 + step) - total(9.0 - step)) / (2 * step)
@@ -92,14 +104,24 @@ def test_the_comparison_has_bounded_memory_at_published_size(statements: int) ->
 
 @pytest.mark.parametrize("temperature", [0.01, 0.03, 0.2])
 def test_the_contrast_is_the_log_sum_exp_written_out(temperature: float) -> None:
-    """In float64; equal statements are positives of all their images, and each positive is alone in its denominator."""
+    """In float64; equal statements are positives of all their images, and each positive is alone
+    in its denominator.
+    """
     torch.manual_seed(0)
     cosine_NM = (torch.rand(4, 6, dtype=torch.float64) * 2 - 1).requires_grad_()
-    positive_NM = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]]) > 0
+    positive_NM = (
+        torch.tensor(
+            [[1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]]
+        )
+        > 0
+    )
     terms: list[list[Tensor]] = [[], []]
     for i, m in positive_NM.nonzero().tolist():
         logits_NM = cosine_NM / temperature
-        for dim, others_M in ((0, logits_NM[:, m][~positive_NM[:, m]]), (1, logits_NM[i][~positive_NM[i]])):
+        for dim, others_M in (
+            (0, logits_NM[:, m][~positive_NM[:, m]]),
+            (1, logits_NM[i][~positive_NM[i]]),
+        ):
             everything = torch.cat([logits_NM[i, m][None], others_M])
             terms[dim].append(everything.logsumexp(dim=0) - logits_NM[i, m])
     expected = [torch.stack(each).mean() for each in terms]
@@ -113,7 +135,9 @@ def test_the_contrast_is_the_log_sum_exp_written_out(temperature: float) -> None
 
 
 def test_hard_pairs_have_their_gradient_and_aligned_ones_no_nan() -> None:
-    """Without a log-sum-exp: NaN at a temperature of 0.01, and 4e-7 in place of the gradient of a hard pair."""
+    """Without a log-sum-exp: NaN at a temperature of 0.01, and 4e-7 in place of the gradient of
+    a hard pair.
+    """
     aligned = statement_contrast(torch.eye(4) * 100 * 20, torch.eye(4) > 0)
     assert [loss.item() for loss in aligned] == [0, 0]
     cosine = torch.tensor([[-0.9, 0.15], [0.15, -0.9]]).requires_grad_()
@@ -133,7 +157,9 @@ def test_without_a_negative_or_a_positive_the_contrast_is_zero() -> None:
 
 
 def test_equal_statements_are_positives_of_all_their_images() -> None:
-    """Published, an image is a negative of a statement that is true of it; the order of statements means nothing."""
+    """Published, an image is a negative of a statement that is true of it; the order of
+    statements means nothing.
+    """
     model, batch = radzero().eval(), make_batch("radzero")
     terms = model(batch).terms
     everyone = model.encode_pairs(batch)
@@ -173,7 +199,9 @@ def test_statements_are_encoded_once_and_padding_changes_nothing() -> None:
     side = embed_statements(batch, model.embed_ids)
     assert len(side) == 12
     assert lengths == [len(side.group_N.unique())]
-    batch.statement_ids_BST = torch.nn.functional.pad(batch.statement_ids_BST, (0, 4, 0, 3), value=9)
+    batch.statement_ids_BST = torch.nn.functional.pad(
+        batch.statement_ids_BST, (0, 4, 0, 3), value=9
+    )
     batch.statement_mask_BST = torch.nn.functional.pad(batch.statement_mask_BST, (0, 4, 0, 3))
     torch.testing.assert_close(embed_statements(batch, model.embed_ids).global_NE, side.global_NE)
 
@@ -187,9 +215,14 @@ def test_a_frozen_image_encoder_has_no_gradient_and_everything_else_one() -> Non
 
 
 def test_images_are_the_class_token_and_the_patches_behind_the_trained_layers() -> None:
-    model, pixels_BCHW = radzero(trained_layers=1).eval(), torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
+    model, pixels_BCHW = (
+        radzero(trained_layers=1).eval(),
+        torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8),
+    )
     features = model.image_encoder(pixels_BCHW)
-    tokens_BKD = model.norm(model.layers[0](torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)))
+    tokens_BKD = model.norm(
+        model.layers[0](torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1))
+    )
     torch.testing.assert_close(model.unnormalized_image(pixels_BCHW), tokens_BKD[:, 0])
     unit_BKD = tokens_BKD / tokens_BKD.norm(dim=2, keepdim=True)
     torch.testing.assert_close(model.embed_images(pixels_BCHW).local_NPE, unit_BKD)
@@ -203,11 +236,15 @@ def test_equal_patches_have_a_flat_map_and_a_saved_model_is_the_same(
 ) -> None:
     model = radzero(tokenizer=gloria_ranks.tiny_tokenizer(), vocab_size=None).eval()
     pixels_BCHW = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
-    (_, map_HW) = model.attention_maps(pixels_BCHW, ["edema", "left effusion"], [(40, 32), (40, 50)])
+    (_, map_HW) = model.attention_maps(
+        pixels_BCHW, ["edema", "left effusion"], [(40, 32), (40, 50)]
+    )
     assert map_HW.shape == (40, 50)
     medvl.models.save(model, tmp_path)
     again = medvl.models.load(tmp_path).eval()
-    torch.testing.assert_close(again.similarity(pixels_BCHW, ["edema"]), model.similarity(pixels_BCHW, ["edema"]))
+    torch.testing.assert_close(
+        again.similarity(pixels_BCHW, ["edema"]), model.similarity(pixels_BCHW, ["edema"])
+    )
     monkeypatch.setattr(model, "embed_regions", lambda _: torch.ones(1, 4, 256))
     monkeypatch.setattr(model.image_encoder, "grid", lambda *_: (2, 2))
     (map_HW,) = model.attention_maps(pixels_BCHW[:1], ["edema"])
@@ -215,21 +252,30 @@ def test_equal_patches_have_a_flat_map_and_a_saved_model_is_the_same(
 
 
 def test_maps_are_log_odds_whose_maximum_is_kept_at_any_scale() -> None:
-    """Published: cosines are interpolated, and the sigmoid is for masks; at a scale of 60 that of a cosine of 0.3 is
-    1 in float32."""
+    """Published: cosines are interpolated, and the sigmoid is for masks; at a scale of 60 that of a
+    cosine of 0.3 is 1 in float32.
+    """
     model = radzero(tokenizer=gloria_ranks.tiny_tokenizer(), vocab_size=None).eval()
     with torch.no_grad():
         model.logit_scale.fill_(math.log(60))
     pixels_BCHW = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
     texts, sizes = ["edema", "left effusion"], [(32, 32), (32, 32)]
     maps = phrase_maps(model, pixels_BCHW, texts, sizes, maps="attention")
-    for map_HW, cosine_HW in zip(maps, phrase_maps(model, pixels_BCHW, texts, sizes, maps="similarity"), strict=True):
+    for map_HW, cosine_HW in zip(
+        maps, phrase_maps(model, pixels_BCHW, texts, sizes, maps="similarity"), strict=True
+    ):
         torch.testing.assert_close(map_HW, 60 * cosine_HW)
     segmenter = PhraseSegmenter(
-        model=model, config=MaskLabels(labels=("A",)), phrases=("edema",), kind="attention", scale="sigmoid"
+        model=model,
+        config=MaskLabels(labels=("A",)),
+        phrases=("edema",),
+        kind="attention",
+        scale="sigmoid",
     )
     masks = segmenter.maps(make_batch("radzero").rows([0, 1]), sizes)
-    everything = segmenter.model.attention_maps(make_batch("radzero").image_BCHW[:2], ["edema"] * 2, sizes)
+    everything = segmenter.model.attention_maps(
+        make_batch("radzero").image_BCHW[:2], ["edema"] * 2, sizes
+    )
     for mask_LHW, logits_HW in zip(masks, everything, strict=True):
         torch.testing.assert_close(mask_LHW[0], logits_HW.sigmoid())
 
@@ -240,5 +286,7 @@ def test_in_chunks_gives_dropout_the_same_numbers_in_both_passes() -> None:
     torch.manual_seed(0)
     scores_NM = in_chunks(lambda a, b: drop(a @ b.T), rows, columns, chunk=20)
     scores_NM.sum().backward()
-    expected_M = scores_NM.detach().sum(dim=0) / 3  # each kept score is 6, the gradient of its column 2
+    expected_M = (
+        scores_NM.detach().sum(dim=0) / 3
+    )  # each kept score is 6, the gradient of its column 2
     torch.testing.assert_close(columns.grad[:, 0], expected_M)

@@ -65,7 +65,9 @@ def model_weights(model: ALBEF) -> dict[str, Tensor]:
 
 @pytest.mark.fault("N5")
 def test_teacher_follows_its_formula_before_each_training_pass(tokenizer: Tokenizer) -> None:
-    """A copy first; then m * average + (1 - m) * weights, before the update. Eval mode changes nothing."""
+    """A copy first; then m * average + (1 - m) * weights, before the update. Eval mode changes
+    nothing.
+    """
     model = make(tokenizer, momentum=0.9)
     with torch.no_grad():
         for parameter in model.towers.parameters():  # as if towers were loaded into a new model
@@ -108,7 +110,10 @@ def test_teacher_is_not_trained(tokenizer: Tokenizer) -> None:
 def test_contrastive_loss_equals_its_formula(tokenizer: Tokenizer) -> None:
     """In the second step, with one batch in the queue and alpha at a quarter of its ramp."""
     model = make(tokenizer, alpha=0.8, dropout=0.0, text_arguments=quiet(), momentum=0.5)
-    first, second = make_batch(tokenizer, 4, studies=list("abcd")), make_batch(tokenizer, 3, studies=list("bxy"))
+    first, second = (
+        make_batch(tokenizer, 4, studies=list("abcd")),
+        make_batch(tokenizer, 3, studies=list("bxy")),
+    )
     train(model, [first])
     queue_image, queue_text = (teacher(model, first, side) for side in ("image", "text"))
     torch.testing.assert_close(model.itc_head.queue.image_QE[:4], queue_image, **CLOSE)
@@ -122,12 +127,17 @@ def test_contrastive_loss_equals_its_formula(tokenizer: Tokenizer) -> None:
     hard_BN[0, 3 + 1] = 1  # study b of the first batch
     hard_BN = hard_BN / hard_BN.sum(dim=1, keepdim=True)
     total = torch.zeros(())
-    image_BE, text_BE = model.encode_image(second.image_BCHW), model.encode_text(second.ids_BT, second.mask_BT)
+    image_BE, text_BE = (
+        model.encode_image(second.image_BCHW),
+        model.encode_text(second.ids_BT, second.mask_BT),
+    )
     for query, own, other in ((image_BE, keys_image, keys_text), (text_BE, keys_text, keys_image)):
         target = alpha * (own[:3] @ other.T / tau).softmax(dim=1) + (1 - alpha) * hard_BN
         total = total - (target * (query @ other.T / tau).log_softmax(dim=1)).sum() / 6
     torch.testing.assert_close(result.terms["itc"], total, **CLOSE)
-    torch.testing.assert_close(result.total, result.terms["itc"] + result.terms["itm"] + result.terms["mlm"])
+    torch.testing.assert_close(
+        result.total, result.terms["itc"] + result.terms["itm"] + result.terms["mlm"]
+    )
 
 
 @torch.no_grad()
@@ -135,8 +145,12 @@ def teacher(model: ALBEF, batch: Batch, side: str) -> Tensor:
     """Embed one side of a batch with the moving average."""
     average: Any = model.momentum.module
     if side == "image":
-        return F.normalize(average.image_head(average.image_encoder(batch.image_BCHW).pooled_BD), dim=1)
-    return F.normalize(average.text_head(average.text_encoder(batch.ids_BT, batch.mask_BT).pooled_BD), dim=1)
+        return F.normalize(
+            average.image_head(average.image_encoder(batch.image_BCHW).pooled_BD), dim=1
+        )
+    return F.normalize(
+        average.text_head(average.text_encoder(batch.ids_BT, batch.mask_BT).pooled_BD), dim=1
+    )
 
 
 def test_contrast_starts_at_ln_of_batch_and_queue(tokenizer: Tokenizer) -> None:
@@ -146,7 +160,9 @@ def test_contrast_starts_at_ln_of_batch_and_queue(tokenizer: Tokenizer) -> None:
         itc = step(model, batch).terms["itc"].item()
         assert itc == pytest.approx(math.log(8 + 8 * number), rel=0.05)
     model.eval()
-    assert step(model, batch).terms["itc"].item() == pytest.approx(math.log(8), rel=0.05)  # without the queue
+    assert step(model, batch).terms["itc"].item() == pytest.approx(
+        math.log(8), rel=0.05
+    )  # without the queue
 
 
 def test_hard_negatives_are_similar_and_share_no_study_or_text(tokenizer: Tokenizer) -> None:
@@ -155,7 +171,9 @@ def test_hard_negatives_are_similar_and_share_no_study_or_text(tokenizer: Tokeni
     batch = make_batch(tokenizer, 6, studies=studies, has_image_B=flags(1, 1, 1, 0, 1, 1))
     row_K = torch.tensor([0, 1, 2, 4, 5])
     similarity = torch.zeros(5, 5)
-    similarity[0, 4] = similarity[2, 0] = 1  # similar: rows 0 and 5, and 4 and 0, which share a text
+    similarity[0, 4] = similarity[2, 0] = (
+        1  # similar: rows 0 and 5, and 4 and 0, which share a text
+    )
     for seed in range(20):
         torch.manual_seed(seed)
         pairs = model.sample_hard_pairs(batch, torch.eye(5), similarity.T, row_K)
@@ -176,8 +194,13 @@ def test_hard_negatives_are_those_of_full_precision_under_autocast(tokenizer: To
     for enabled in (False, True):
         torch.manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            rounds = [model.sample_hard_pairs(batch, image_KE, text_KE, torch.arange(4)) for _ in range(50)]
-        picked.append(torch.cat([torch.stack([pairs.image_N, pairs.text_N]) for pairs in rounds], dim=1))
+            rounds = [
+                model.sample_hard_pairs(batch, image_KE, text_KE, torch.arange(4))
+                for _ in range(50)
+            ]
+        picked.append(
+            torch.cat([torch.stack([pairs.image_N, pairs.text_N]) for pairs in rounds], dim=1)
+        )
     assert torch.equal(*picked)
 
 
@@ -190,14 +213,23 @@ def test_albef_has_the_dual_encoder_interface(tokenizer: Tokenizer) -> None:
     torch.testing.assert_close(images.global_NE.norm(dim=1), torch.ones(4))
     image = model.image_tokens(batch.image_BCHW)  # fusion and similarity share the encoded tokens
     text = model.text_tokens(batch.ids_BT, batch.mask_BT)
-    torch.testing.assert_close(F.normalize(model.image_head(image.states_BND[:, 0]), dim=1), images.global_NE)
-    torch.testing.assert_close(F.normalize(model.text_head(text.states_BND[:, 0]), dim=1), texts.global_NE)
+    torch.testing.assert_close(
+        F.normalize(model.image_head(image.states_BND[:, 0]), dim=1), images.global_NE
+    )
+    torch.testing.assert_close(
+        F.normalize(model.text_head(text.states_BND[:, 0]), dim=1), texts.global_NE
+    )
     assert model.match(text, image).shape == (4, 2)
     noise = torch.randint(5, 50, (4, 3))
-    padded = torch.cat([batch.ids_BT, noise], dim=1), torch.cat([batch.mask_BT, torch.zeros(4, 3).bool()], dim=1)
+    padded = (
+        torch.cat([batch.ids_BT, noise], dim=1),
+        torch.cat([batch.mask_BT, torch.zeros(4, 3).bool()], dim=1),
+    )
     torch.testing.assert_close(model.encode_text(*padded), texts.global_NE, **CLOSE)
     order = torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(model.encode_image(batch.image_BCHW[order]), images.global_NE[order], **CLOSE)
+    torch.testing.assert_close(
+        model.encode_image(batch.image_BCHW[order]), images.global_NE[order], **CLOSE
+    )
 
 
 def test_training_resumed_from_a_checkpoint_is_exact(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -225,11 +257,17 @@ def test_checkpoint_initialises_towers_and_vqa(tokenizer: Tokenizer, tmp_path: P
     new = make(tokenizer, projection_dim=8)
     load_towers(new, tmp_path)
     step(new, make_batch(tokenizer))
-    torch.testing.assert_close(teacher_weights(new), model_weights(new))  # the first update copies the loaded towers
+    torch.testing.assert_close(
+        teacher_weights(new), model_weights(new)
+    )  # the first update copies the loaded towers
     vqa = VQA.on(model, ["yes", "no"])
     batch = make_batch(tokenizer, 4, labels_BL=torch.eye(2).repeat(2, 1))
     vqa(batch).total.backward()
-    unused = [name for name, parameter in vqa.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    unused = [
+        name
+        for name, parameter in vqa.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
     assert unused == []
 
 
@@ -246,23 +284,33 @@ def test_pretrained_halves_equal_the_whole_bert(
     def encoders(config: ALBEFConfig, name: str, *, pretrained: bool) -> Any:
         """Published image weights are not available in tests."""
         image_encoder = create_image_encoder(config.image_encoder, image_size=config.image_size)
-        return image_encoder, create_text_encoder(tmp_path, pretrained=pretrained, **config.text_arguments)
+        return image_encoder, create_text_encoder(
+            tmp_path, pretrained=pretrained, **config.text_arguments
+        )
 
     monkeypatch.setattr(albef, "create_pixel_encoders", encoders)
-    settings = {"text_encoder": str(tmp_path), "text_arguments": {"num_hidden_layers": 2}, "image_arguments": {}}
+    settings = {
+        "text_encoder": str(tmp_path),
+        "text_arguments": {"num_hidden_layers": 2},
+        "image_arguments": {},
+    }
     model: Any = make(tokenizer, pretrained=True, **settings).eval()
     batch = make_batch(tokenizer, 3)
     states = model.text_tokens(batch.ids_BT, batch.mask_BT).states_BND
     for layer in model.fusion:
         states = layer.feed_forward(layer.attention(states, states, batch.mask_BT[:, None]))
     real = batch.mask_BT
-    torch.testing.assert_close(states[real], bert(batch.ids_BT, batch.mask_BT).tokens_BTD[real], **CLOSE)
+    torch.testing.assert_close(
+        states[real], bert(batch.ids_BT, batch.mask_BT).tokens_BTD[real], **CLOSE
+    )
 
 
 def test_fusion_layers_start_only_from_a_bert_of_equal_size(tokenizer: Tokenizer) -> None:
     model = make(tokenizer)
     with raises(ConfigError, "unsupported", "text_encoder"):
-        init_from_bert(model.fusion, create_text_encoder("hf:distilbert", dim=32, n_layers=2, n_heads=2))
+        init_from_bert(
+            model.fusion, create_text_encoder("hf:distilbert", dim=32, n_layers=2, n_heads=2)
+        )
     with raises(WeightsError, "mismatch", names="tiny_bert"):
         init_from_bert(model.fusion, create_text_encoder("tiny_bert"))
 
@@ -272,12 +320,17 @@ def test_paper_model_has_published_parameter_counts() -> None:
     with torch.device("meta"):
         model = medvl.create_model("albef")
     assert isinstance(model, ALBEF)
-    count = {name: sum(p.numel() for p in part.parameters()) / 1e6 for name, part in model.named_children()}
+    count = {
+        name: sum(p.numel() for p in part.parameters()) / 1e6
+        for name, part in model.named_children()
+    }
     assert count["image_encoder"] == pytest.approx(85.9, abs=0.3)
     assert count["text_encoder"] == pytest.approx(66.4, abs=0.1)
     assert count["fusion"] == pytest.approx(42.5 + 14.2, abs=0.1)
     heads = sum(count[name] for name in ("image_head", "text_head", "mlm_head"))
-    assert count["momentum"] == pytest.approx(count["image_encoder"] + count["text_encoder"] + count["fusion"] + heads)
+    assert count["momentum"] == pytest.approx(
+        count["image_encoder"] + count["text_encoder"] + count["fusion"] + heads
+    )
     assert model.itc_head.queue.image_QE.shape == (65536, 256)
 
 
@@ -314,14 +367,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
 def test_contrast_on_two_ranks_equals_one(name: str, ranks: Path) -> None:
-    """Value and gradient, with a queue, also where a rank has no pair; queues are equal without DDP's broadcast."""
+    """Value and gradient, with a queue, also where a rank has no pair; queues are equal without
+    DDP's broadcast.
+    """
     first, second = (json.loads((ranks / f"{name}{rank}.json").read_text()) for rank in (0, 1))
     model = silent(name)
     alone = three_steps(model, model, 0, 1)
     for results in (first, second):
         for key, expected in alone.items():
-            torch.testing.assert_close(torch.tensor(results[key]), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-        assert results["ignored"] == [f"itc_head.queue.{name}" for name in ("image_QE", "names_Q", "seen", "text_QE")]
+            torch.testing.assert_close(
+                torch.tensor(results[key]), torch.tensor(expected), rtol=1e-4, atol=1e-5
+            )
+        assert results["ignored"] == [
+            f"itc_head.queue.{name}" for name in ("image_QE", "names_Q", "seen", "text_QE")
+        ]
     assert first["queue"] == second["queue"]
     queue = model.itc_head.queue
     assert first["queue"]["names_Q"] == queue.names_Q.tolist()
@@ -330,7 +389,13 @@ def test_contrast_on_two_ranks_equals_one(name: str, ranks: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("momentum", 1.0), ("alpha", -0.1), ("temperature", 0.0), ("queue_size", -1), ("projection_dim", 0)],
+    [
+        ("momentum", 1.0),
+        ("alpha", -0.1),
+        ("temperature", 0.0),
+        ("queue_size", -1),
+        ("projection_dim", 0),
+    ],
 )
 def test_config_rejects_values_out_of_range(field: str, value: float) -> None:
     with raises(ConfigError, "out_of_range", field):
@@ -340,10 +405,22 @@ def test_config_rejects_values_out_of_range(field: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("settings", "code", "field"),
     [
-        ({"image_encoder": "timm:mobilenetv3_small_050", "image_arguments": {}}, "unsupported", "image_encoder"),
+        (
+            {"image_encoder": "timm:mobilenetv3_small_050", "image_arguments": {}},
+            "unsupported",
+            "image_encoder",
+        ),
         ({"image_encoder": "regions:11", "image_arguments": {}}, "unsupported", "image_encoder"),
-        ({"text_encoder": "static", "text_arguments": {"dimension": 12}}, "unsupported", "text_encoder"),
-        ({"text_encoder": "bioalbert", "text_arguments": {"num_hidden_layers": 1}}, "unsupported", "text_encoder"),
+        (
+            {"text_encoder": "static", "text_arguments": {"dimension": 12}},
+            "unsupported",
+            "text_encoder",
+        ),
+        (
+            {"text_encoder": "bioalbert", "text_arguments": {"num_hidden_layers": 1}},
+            "unsupported",
+            "text_encoder",
+        ),
         ({"heads": 5}, "conflict", "heads"),
     ],
 )

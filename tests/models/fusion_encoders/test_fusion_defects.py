@@ -1,19 +1,24 @@
-"""Defects that were measured in public code of fusion-encoders and of their neighbours, and do not exist here.
+"""Defects that were measured in public code of fusion-encoders and of their neighbours, and do not
+exist here.
 
 Most are tested beside the part that they concern:
 
-* ARL: graph attention run for every use and sample, entities without their own rows (`test_arl.py`).
-* PTUnifier: a contrastive term that is never computed, prompts without gradient (`test_ptunifier.py`,
-  `test_fusion_models.py`), a metric of NaN that selects (`test_train_validate.py`), empty reports scored as a fixed
-  sentence (`test_report_generation.py`), label subsets by position (`test_linear_probe.py`).
-* MedViLL: the true words fed while writing (`test_report_writing.py`), rows that read padding (`test_fusion_masks.py`),
-  pairs without a negative (`test_losses_itm.py`, `test_fusion_medvill.py`).
+* ARL: graph attention run for every use and sample, entities without their own rows
+  (`test_arl.py`).
+* PTUnifier: a contrastive term that is never computed, prompts without gradient
+  (`test_ptunifier.py`, `test_fusion_models.py`), a metric of NaN that selects
+  (`test_train_validate.py`), empty reports scored as a fixed sentence
+  (`test_report_generation.py`), label subsets by position (`test_linear_probe.py`).
+* MedViLL: the true words fed while writing (`test_report_writing.py`), rows that read padding
+  (`test_fusion_masks.py`), pairs without a negative (`test_losses_itm.py`,
+  `test_fusion_medvill.py`).
 * Li et al.: boxes changed in place (`test_image_input.py`).
 * LViT: ten words, one image size, flips against the text (`test_lvit.py`), pixels of an empty mask
   (`test_mask_metrics.py`).
-* M2I2, MUMC, ALBEF: answers of the test set, free-form questions alone, decimal points (`tests/eval/vqa`), rows without
-  a negative (`test_losses_itm.py`).
-* R2Gen: cut references, decimal points, decoding without a cache (`test_r2gen.py`, `test_report_generation.py`).
+* M2I2, MUMC, ALBEF: answers of the test set, free-form questions alone, decimal points
+  (`tests/eval/vqa`), rows without a negative (`test_losses_itm.py`).
+* R2Gen: cut references, decimal points, decoding without a cache (`test_r2gen.py`,
+  `test_report_generation.py`).
 * METER: whole-word masking that does nothing for byte-level words (`test_masking.py`).
 """
 
@@ -97,14 +102,24 @@ def test_a_step_encodes_an_image_and_a_text_twice_and_not_once_for_each_loss(nam
 
 
 def test_a_report_of_a_corpus_reaches_the_model_word_by_word() -> None:
-    """MedViLL's reader of its own CSV gives every report as the three unknown tokens of a tokenizer's output."""
-    sample = Sample(key="0", corpus="c", split="train", patient="p", study="s", sections={"findings": TEXTS[2]})
+    """MedViLL's reader of its own CSV gives every report as the three unknown tokens of a
+    tokenizer's output.
+    """
+    sample = Sample(
+        key="0", corpus="c", split="train", patient="p", study="s", sections={"findings": TEXTS[2]}
+    )
     model = tiny_model("medvill", TOKENIZER)
-    maker = ItemMaker(EvalTransform(size=SIDE), WholeText(sections=("findings",)), (), 0, model.inputs)
-    batch, _ = Collate(TOKENIZER, model.inputs)([maker(sample, np.zeros((SIDE, SIDE), np.uint8), 0)])
+    maker = ItemMaker(
+        EvalTransform(size=SIDE), WholeText(sections=("findings",)), (), 0, model.inputs
+    )
+    batch, _ = Collate(TOKENIZER, model.inputs)(
+        [maker(sample, np.zeros((SIDE, SIDE), np.uint8), 0)]
+    )
     assert batch is not None
     assert TOKENIZER.unk_id not in batch.ids_BT[batch.mask_BT]
-    assert TOKENIZER.decode(batch.ids_BT[0][batch.mask_BT[0]]).replace(" .", ".") == TEXTS[2].lower()
+    assert (
+        TOKENIZER.decode(batch.ids_BT[0][batch.mask_BT[0]]).replace(" .", ".") == TEXTS[2].lower()
+    )
 
 
 def test_switches_can_be_turned_off() -> None:
@@ -135,7 +150,9 @@ def test_means_count_normal_images_as_a_finding_too() -> None:
 
 
 def test_dice_changes_no_prediction() -> None:
-    """LViT's monitoring sets the predictions to 0 and 1 in place, before the loss is taken back through them."""
+    """LViT's monitoring sets the predictions to 0 and 1 in place, before the loss is taken back
+    through them.
+    """
     prob_B1HW, mask_B1HW = torch.rand(2, 1, 8, 8), (torch.rand(2, 1, 8, 8) < 0.5).float()
     before = prob_B1HW.clone()
     lvit(prob_B1HW, mask_B1HW)
@@ -149,7 +166,8 @@ def test_losses_that_a_step_returns_keep_no_graph() -> None:
     model = tiny_model("visualbert", TOKENIZER)
     world = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
     optimizer = build_optimizer(model, OptimConfig(lr=1e-4))
-    step = Step(DDPModel(model, world), optimizer, Precision("fp32", world.device), seed=0, clip_norm=1.0,
+    step = Step(DDPModel(model, world), optimizer, Precision("fp32", world.device), seed=0,
+        clip_norm=1.0,
                 channels_last=False)  # fmt: skip
     (losses,) = step(1, 1e-4, [make_batch(TOKENIZER)], 1).losses
     assert losses.terms
@@ -168,7 +186,9 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("floor", [0.0, 1e-4])
 def test_hard_negatives_are_drawn_without_reading_a_number(floor: float) -> None:
-    """ALBEF's family draws them sample by sample, with an `.item()` each, which waits for the device."""
+    """ALBEF's family draws them sample by sample, with an `.item()` each, which waits for the
+    device.
+    """
     similarity_BB, same_BB = torch.randn(16, 16), torch.eye(16, dtype=torch.bool)
     with Reads() as reads:
         pairs = hard_pairs(similarity_BB, same_BB, torch.Generator().manual_seed(0), floor)
@@ -176,10 +196,15 @@ def test_hard_negatives_are_drawn_without_reading_a_number(floor: float) -> None
     assert reads.count == 0
 
 
-@pytest.mark.parametrize("name", ["m2i2_clef", "mumc_figures", "r2gen_iu", "albef_roco_medicat", "ptunifier_figures"])
-def test_no_preset_flips_images_of_texts_trains_on_a_test_split_or_selects_by_one(name: str) -> None:
-    """M2I2, MUMC and R2Gen flip images whose texts name sides; MUMC trains on ROCO's test split; M2I2 and R2Gen keep
-    the epoch that is best on the test set."""
+@pytest.mark.parametrize(
+    "name", ["m2i2_clef", "mumc_figures", "r2gen_iu", "albef_roco_medicat", "ptunifier_figures"]
+)
+def test_no_preset_flips_images_of_texts_trains_on_a_test_split_or_selects_by_one(
+    name: str,
+) -> None:
+    """M2I2, MUMC and R2Gen flip images whose texts name sides; MUMC trains on ROCO's test split;
+    M2I2 and R2Gen keep the epoch that is best on the test set.
+    """
     for preset in presets(name).values():
         data = preset.data
         assert data.image.flip == "off"

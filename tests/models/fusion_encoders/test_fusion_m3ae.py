@@ -16,7 +16,9 @@ from medvl.errors import ConfigError
 from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
 from medvl.models.fusion_encoders.streams import DualStreamModel
 
-BENCHMARK = runpy.run_path(str(Path(__file__).parents[3] / "scripts/benchmark_fusion.py"), run_name="benchmark")
+BENCHMARK = runpy.run_path(
+    str(Path(__file__).parents[3] / "scripts/benchmark_fusion.py"), run_name="benchmark"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,12 @@ def test_paper_model_has_published_parameter_counts() -> None:
     assert count(model.text_encoder) == pytest.approx(124.6, **near)
     assert count(fusion.text_layers, fusion.image_layers) == pytest.approx(113.4, **near)
     assert count(model.mlm_head) == pytest.approx(39.2, **near)
-    assert count(decoder) + decoder.positions_ND.numel() / 1e6 == pytest.approx(7.8, **near)  # its table is fixed
-    clip_text = (49_408 * 512 + 77 * 512 + 2 * 512) / 1e6  # CLIP's word and position tables: in the release, never used
+    assert count(decoder) + decoder.positions_ND.numel() / 1e6 == pytest.approx(
+        7.8, **near
+    )  # its table is fixed
+    clip_text = (
+        49_408 * 512 + 77 * 512 + 2 * 512
+    ) / 1e6  # CLIP's word and position tables: in the release, never used
     assert count(model) + clip_text == pytest.approx(391.6, **near)
     assert model.mim_head.patches.grid == (18, 18)
     assert model.fusion.pooled_dim == 1536
@@ -65,7 +71,9 @@ def test_defaults_are_the_published_settings() -> None:
     assert (config.fusion_lr_mult, config.head_lr_mult) == (5.0, 5.0)
 
 
-def test_shared_step_equals_three_separate_forward_passes(model: M3AE, tokenizer: Tokenizer) -> None:
+def test_shared_step_equals_three_separate_forward_passes(
+    model: M3AE, tokenizer: Tokenizer
+) -> None:
     """Equal losses and gradients of every parameter, without dropout."""
     model.eval()
     batch = make_batch(tokenizer)
@@ -83,27 +91,44 @@ def test_shared_step_equals_three_separate_forward_passes(model: M3AE, tokenizer
         torch.testing.assert_close(shared_terms[name], value, rtol=1e-5, atol=1e-6, msg=name)
     for name, gradient in gradients.items():
         torch.testing.assert_close(
-            shared_gradients[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            shared_gradients[name],
+            gradient,
+            rtol=1e-3,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
     torch.manual_seed(5)
     assert torch.equal(model(batch).total, shared_terms["total"])
 
 
-def test_losses_equal_plain_cross_entropies_and_squared_errors(model: M3AE, tokenizer: Tokenizer) -> None:
+def test_losses_equal_plain_cross_entropies_and_squared_errors(
+    model: M3AE, tokenizer: Tokenizer
+) -> None:
     """The three terms again, from unshared heads."""
     model.eval()
     batch = make_batch(tokenizer)
     torch.manual_seed(5)
     corruption = model.corrupt(batch)
-    words, pairs, patches = corruption.of(model.mlm), corruption.of(model.itm), corruption.of(model.mim)
+    words, pairs, patches = (
+        corruption.of(model.mlm),
+        corruption.of(model.itm),
+        corruption.of(model.mim),
+    )
     terms = model.losses(model.predict(batch, corruption), corruption).terms
     image, mask_BT = model.image_tokens(batch.image_BCHW), batch.mask_BT
-    words_BTV = model.mlm_head(model.fuse(model.text_tokens(words.ids_BT, mask_BT), image).text.states_BND)
+    words_BTV = model.mlm_head(
+        model.fuse(model.text_tokens(words.ids_BT, mask_BT), image).text.states_BND
+    )
     mlm = torch.nn.functional.cross_entropy(words_BTV.flatten(0, 1), words.labels_BT.flatten())
     torch.testing.assert_close(terms["mlm"], mlm)
     torch.testing.assert_close(terms["mlm"], losses.mlm(words_BTV, words.labels_BT))
-    logits = model.match(model.text_tokens(batch.ids_BT, mask_BT), model.image_tokens(batch.image_BCHW[pairs.image_N]))
-    torch.testing.assert_close(terms["itm"], torch.nn.functional.cross_entropy(logits, pairs.matched_N.long()))
+    logits = model.match(
+        model.text_tokens(batch.ids_BT, mask_BT),
+        model.image_tokens(batch.image_BCHW[pairs.image_N]),
+    )
+    torch.testing.assert_close(
+        terms["itm"], torch.nn.functional.cross_entropy(logits, pairs.matched_N.long())
+    )
 
     visible = model.image_tokens(batch.image_BCHW, keep_BK=patches.kept_BK)
     _, stream = model.fusion.streams(model.text_tokens(batch.ids_BT, mask_BT), visible, 3)
@@ -123,7 +148,9 @@ CONVOLUTIONAL: dict[str, Any] = {"image_encoder": "resnet_tiny", "image_argument
 
 
 @pytest.mark.parametrize("encoder", [{}, CONVOLUTIONAL], ids=["tokens", "pixels"])
-def test_masked_pixels_do_not_change_the_prediction(encoder: dict[str, Any], tokenizer: Tokenizer) -> None:
+def test_masked_pixels_do_not_change_the_prediction(
+    encoder: dict[str, Any], tokenizer: Tokenizer
+) -> None:
     model = tiny_model("m3ae", tokenizer, **encoder).eval()
     assert isinstance(model, M3AE)
     batch = make_batch(tokenizer)
@@ -131,16 +158,25 @@ def test_masked_pixels_do_not_change_the_prediction(encoder: dict[str, Any], tok
     assert patches.masked_BP.float().mean().item() == 0.75
     text = model.text_tokens(batch.ids_BT, batch.mask_BT)
     grid, side = model.mim_head.patches.grid, model.mim_head.patches.side
-    hidden_BCHW = patches.masked_BP.view(6, 1, *grid).repeat_interleave(side, 2).repeat_interleave(side, 3)
-    noisy = dataclasses.replace(batch, image_BCHW=torch.where(hidden_BCHW, 255 - batch.image_BCHW, batch.image_BCHW))
-    seen = dataclasses.replace(batch, image_BCHW=torch.where(hidden_BCHW, batch.image_BCHW, 255 - batch.image_BCHW))
+    hidden_BCHW = (
+        patches.masked_BP.view(6, 1, *grid).repeat_interleave(side, 2).repeat_interleave(side, 3)
+    )
+    noisy = dataclasses.replace(
+        batch, image_BCHW=torch.where(hidden_BCHW, 255 - batch.image_BCHW, batch.image_BCHW)
+    )
+    seen = dataclasses.replace(
+        batch, image_BCHW=torch.where(hidden_BCHW, batch.image_BCHW, 255 - batch.image_BCHW)
+    )
     before, after, other = (
-        model.mim.predict_patches(images, text, text, patches).pixels_BPC for images in (batch, noisy, seen)
+        model.mim.predict_patches(images, text, text, patches).pixels_BPC
+        for images in (batch, noisy, seen)
     )
     assert torch.equal(before, after)
     assert not torch.equal(before, other)
     other_text = text.rows(torch.arange(6).flip(0))
-    assert not torch.equal(before, model.mim.predict_patches(batch, text, other_text, patches).pixels_BPC)
+    assert not torch.equal(
+        before, model.mim.predict_patches(batch, text, other_text, patches).pixels_BPC
+    )
 
 
 def test_batch_norm_statistics_come_from_whole_images(tokenizer: Tokenizer) -> None:
@@ -150,14 +186,18 @@ def test_batch_norm_statistics_come_from_whole_images(tokenizer: Tokenizer) -> N
     steps["dual_stream"].image_encoder.load_state_dict(steps["m3ae"].image_encoder.state_dict())
     for model in steps.values():
         model(batch)
-    mine, theirs = (dict(steps[name].image_encoder.named_buffers()) for name in ("m3ae", "dual_stream"))
+    mine, theirs = (
+        dict(steps[name].image_encoder.named_buffers()) for name in ("m3ae", "dual_stream")
+    )
     running = [name for name in mine if name.endswith(("running_mean", "running_var"))]
     assert running
     for name in running:
         torch.testing.assert_close(mine[name], theirs[name])
 
 
-def test_samples_without_an_image_do_not_change_other_predictions(model: M3AE, tokenizer: Tokenizer) -> None:
+def test_samples_without_an_image_do_not_change_other_predictions(
+    model: M3AE, tokenizer: Tokenizer
+) -> None:
     model.eval()
     batch = make_batch(tokenizer, 4)
     patches = model.mim.corrupt(batch)
@@ -170,7 +210,9 @@ def test_samples_without_an_image_do_not_change_other_predictions(model: M3AE, t
 
 
 def test_shared_step_needs_less_arithmetic() -> None:
-    """At the published size, on the meta device, which counts attention too (8.0 of 277.8 GFLOP), unlike the CPU."""
+    """At the published size, on the meta device, which counts attention too (8.0 of 277.8
+    GFLOP), unlike the CPU.
+    """
     config = M3AEConfig()
     with torch.device("meta"):
         model = M3AE.build(config, pretrained=False, tokenizer=None)
@@ -201,12 +243,18 @@ def test_dual_stream_equals_m3ae_without_mim(model: M3AE, tokenizer: Tokenizer) 
     """Equal parameter names, and equal MLM and ITM losses for equal corruption."""
     parent = tiny_model("dual_stream", tokenizer, seed=7)
     assert isinstance(parent, DualStreamModel)
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("mim_head.")}
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.startswith("mim_head.")
+    }
     parent.load_state_dict(state)
     batch = make_batch(tokenizer)
     corruption = model.corrupt(batch)
     model.eval(), parent.eval()
-    mine, theirs = (system.losses(system.predict(batch, corruption), corruption) for system in (model, parent))
+    mine, theirs = (
+        system.losses(system.predict(batch, corruption), corruption) for system in (model, parent)
+    )
     for name in ("mlm", "itm"):
         torch.testing.assert_close(mine.terms[name], theirs.terms[name])
 

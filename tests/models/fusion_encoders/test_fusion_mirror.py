@@ -1,4 +1,6 @@
-"""Matching of mirrored texts: value, gradient, the samples that count, and the loader's part of it."""
+"""Matching of mirrored texts: value, gradient, the samples that count, and the loader's part of
+it.
+"""
 
 import copy
 import dataclasses
@@ -9,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.fusion_samples import TINY, flags, make_batch, shaken, tiny_model, tiny_tokenizer, with_mirrors
+from helpers.fusion_samples import (
+    TINY,
+    flags,
+    make_batch,
+    shaken,
+    tiny_model,
+    tiny_tokenizer,
+    with_mirrors,
+)
 
 from medvl import losses
 from medvl.data.loading.collate import Collate, ItemMaker
@@ -40,10 +50,15 @@ def test_term_is_the_matching_loss_of_texts_and_mirrors(name: str) -> None:
     torch.manual_seed(0)
     result = model(batch)
     torch.manual_seed(0)
-    image = model.encode(batch, model.corrupt(batch)).image  # that of the other objectives: M2I2 removes patches
+    image = model.encode(
+        batch, model.corrupt(batch)
+    ).image  # that of the other objectives: M2I2 removes patches
     text, mirror = (
         model.text_tokens(ids_BT, mask_BT)
-        for ids_BT, mask_BT in ((batch.ids_BT, batch.mask_BT), (batch.mirrored_ids_BT, batch.mirrored_mask_BT))
+        for ids_BT, mask_BT in (
+            (batch.ids_BT, batch.mask_BT),
+            (batch.mirrored_ids_BT, batch.mirrored_mask_BT),
+        )
     )
     rows = torch.tensor([0, 3])
     match, mismatch = model.match(text, image)[rows], model.match(mirror, image)[rows]
@@ -81,25 +96,36 @@ def test_matching_of_some_pairs() -> None:
     assert gradient.any(dim=1).tolist() == counted_B.tolist()
     nothing = losses.itm(logits_B2, matched_B, ~torch.ones(5, dtype=torch.bool))
     assert nothing.item() == 0
-    assert losses.itm(torch.zeros(3, 2), flags(1, 0, 1), flags(1, 1, 0)).item() == pytest.approx(math.log(2))
+    assert losses.itm(torch.zeros(3, 2), flags(1, 0, 1), flags(1, 1, 0)).item() == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_loader_makes_mirrors_that_agree_with_flipped_images() -> None:
-    """The text of a flipped image is exchanged already; its mirror is the text of the image as it was."""
-    inputs, texts = Inputs(mirrored_text=True), ("There is a small left effusion.", "No pneumothorax.")
+    """The text of a flipped image is exchanged already; its mirror is the text of the image as
+    it was.
+    """
+    inputs, texts = (
+        Inputs(mirrored_text=True),
+        ("There is a small left effusion.", "No pneumothorax."),
+    )
     image = ConVIRTAugmentation(size=32, flip="swap_text")
     maker = ItemMaker(image, WholeText(sections=("impression",)), (), 0, inputs)
     pixels = np.zeros((40, 40), np.uint8)
     seen = set()
     for epoch in range(12):
         items = [
-            maker(Sample(key=str(row), corpus="c", split="s", patient="p", study=str(row), sections={"impression": text}),
+            maker(Sample(key=str(row), corpus="c", split="s", patient="p", study=str(row),
+            sections={"impression": text}),
                   pixels, epoch)
             for row, text in enumerate(texts)
         ]  # fmt: skip
         batch, _ = Collate(TOKENIZER, inputs)(items)
         assert batch is not None
-        mirrored = ["There is a small right effusion." if "left" in items[0].text else texts[0], texts[1]]
+        mirrored = [
+            "There is a small right effusion." if "left" in items[0].text else texts[0],
+            texts[1],
+        ]
         ids_BT, _ = TOKENIZER([*batch.texts, *mirrored])
         assert torch.equal(batch.ids_BT, ids_BT[:2])
         assert torch.equal(batch.mirrored_ids_BT, ids_BT[2:])

@@ -1,4 +1,6 @@
-"""Tests that every fusion-encoder must pass: gradients, padding, missing modalities, checkpoints, parameter groups."""
+"""Tests that every fusion-encoder must pass: gradients, padding, missing modalities,
+checkpoints, parameter groups.
+"""
 
 import copy
 import dataclasses
@@ -54,10 +56,16 @@ def test_systems_are_listed_by_name() -> None:
     assert medvl.list_models("*_stream") == ["dual_stream", "single_stream"]
 
 
-def test_every_trainable_parameter_gets_a_gradient(model: FusionModel, tokenizer: Tokenizer) -> None:
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+def test_every_trainable_parameter_gets_a_gradient(
+    model: FusionModel, tokenizer: Tokenizer
+) -> None:
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
+    )
     step(model, make_batch(tokenizer)).total.backward()
-    optimizer.step()  # timm initialises the last norm of each residual branch with zeros: no gradient before it at first
+    # timm initialises the last norm of each residual branch with zeros: no gradient before it at
+    # first
+    optimizer.step()
     optimizer.zero_grad()
     step(model, make_batch(tokenizer)).total.backward()
     for name, parameter in model.named_parameters():
@@ -82,7 +90,9 @@ def test_losses_start_at_their_expectations(model: FusionModel, tokenizer: Token
         expected["align"] = 2 * math.log(2)
     if model.name == "ptunifier":
         expected["itc"] = math.log(12)
-    if model.name == "mixed":  # two scales: pixels as the encoder reads them, and means of 2 x 2 of them
+    if (
+        model.name == "mixed"
+    ):  # two scales: pixels as the encoder reads them, and means of 2 x 2 of them
         pixels = model.image_encoder.normalize(batch.image_BCHW)
         halves = [pixels.square().mean(), torch.nn.functional.avg_pool2d(pixels, 2).square().mean()]
         expected["mim"] = torch.stack(halves).mean().item()
@@ -118,11 +128,16 @@ def test_padding_and_row_order_change_nothing(model: FusionModel, tokenizer: Tok
     padded = model.features(longer)
     torch.testing.assert_close(padded.pooled_BD, fused.pooled_BD, **CLOSE)
     real, width = fused.text.real_BN(), fused.text.states_BND.shape[1]
-    torch.testing.assert_close(padded.text.states_BND[:, :width][real], fused.text.states_BND[real], **CLOSE)
+    torch.testing.assert_close(
+        padded.text.states_BND[:, :width][real], fused.text.states_BND[real], **CLOSE
+    )
     order = torch.tensor([3, 5, 0, 1, 4, 2])
     reordered = model.features(
         dataclasses.replace(
-            batch, image_BCHW=batch.image_BCHW[order], ids_BT=batch.ids_BT[order], mask_BT=batch.mask_BT[order]
+            batch,
+            image_BCHW=batch.image_BCHW[order],
+            ids_BT=batch.ids_BT[order],
+            mask_BT=batch.mask_BT[order],
         )
     )
     torch.testing.assert_close(reordered.pooled_BD, fused.pooled_BD[order], **CLOSE)
@@ -142,7 +157,9 @@ def test_image_and_text_attend_to_each_other(model: FusionModel, tokenizer: Toke
     assert fused.pooled_BD.shape == (6, model.pooled_dim)
 
 
-def test_placeholders_of_missing_modalities_are_ignored(model: FusionModel, tokenizer: Tokenizer) -> None:
+def test_placeholders_of_missing_modalities_are_ignored(
+    model: FusionModel, tokenizer: Tokenizer
+) -> None:
     model.eval()
     batch = make_batch(tokenizer, 4, has_image_B=flags(1, 0, 1, 1), has_text_B=flags(1, 1, 0, 1))
     fused = model.features(batch)
@@ -157,18 +174,29 @@ def test_placeholders_of_missing_modalities_are_ignored(model: FusionModel, toke
     assert not torch.allclose(whole.pooled_BD[2], fused.pooled_BD[2], atol=1e-5)
 
 
-def test_losses_are_finite_with_missing_modalities(model: FusionModel, tokenizer: Tokenizer) -> None:
-    batch = make_batch(tokenizer, 6, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1))
+def test_losses_are_finite_with_missing_modalities(
+    model: FusionModel, tokenizer: Tokenizer
+) -> None:
+    batch = make_batch(
+        tokenizer, 6, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1)
+    )
     result = step(model, batch)
     result.total.backward()
     assert result.total.isfinite()
-    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is None or parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(("images", "texts"), [(0, 1), (1, 0), (0, 0)])
-def test_batches_of_one_modality_alone_train(model: FusionModel, tokenizer: Tokenizer, images: int, texts: int) -> None:
+def test_batches_of_one_modality_alone_train(
+    model: FusionModel, tokenizer: Tokenizer, images: int, texts: int
+) -> None:
     """A term without any sample is zero, and gradients are finite."""
-    batch = make_batch(tokenizer, 3, has_image_B=flags(*[images] * 3), has_text_B=flags(*[texts] * 3))
+    batch = make_batch(
+        tokenizer, 3, has_image_B=flags(*[images] * 3), has_text_B=flags(*[texts] * 3)
+    )
     buffers = {name: buffer.clone() for name, buffer in model.image_encoder.named_buffers()}
     result = step(model, batch)
     result.total.backward()
@@ -176,9 +204,15 @@ def test_batches_of_one_modality_alone_train(model: FusionModel, tokenizer: Toke
     assert (result.terms["mlm"] > 0) == bool(texts)
     if "mim" in result.terms:
         assert (result.terms["mim"] > 0) == bool(images)
-    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is None or parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
     if not images:  # placeholders do not change batch-norm statistics
-        assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.image_encoder.named_buffers())
+        assert all(
+            torch.equal(buffer, buffers[name])
+            for name, buffer in model.image_encoder.named_buffers()
+        )
 
 
 def test_model_without_a_tokenizer_fuses_but_cannot_be_pretrained(tokenizer: Tokenizer) -> None:
@@ -190,7 +224,9 @@ def test_model_without_a_tokenizer_fuses_but_cannot_be_pretrained(tokenizer: Tok
             bare(batch)
 
 
-def test_loaded_checkpoint_equals_the_saved_model(model: FusionModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_loaded_checkpoint_equals_the_saved_model(
+    model: FusionModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     save(model.eval(), tmp_path)
     loaded = medvl.load(tmp_path)
     assert type(loaded) is type(model)
@@ -206,9 +242,16 @@ def test_parameter_groups_have_their_rates_and_norms_do_not_decay(model: FusionM
     groups = model.parameter_groups(1e-5, 0.01)
     assert len({group["name"] for group in groups}) == len(groups)
     rates = {id(parameter): group for group in groups for parameter in group["params"]}
-    names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     assert sum(len(group["params"]) for group in groups) == len(rates) == len(names)
-    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm | nn.BatchNorm2d) for p in m.parameters()}
+    norms = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, nn.LayerNorm | nn.BatchNorm2d)
+        for p in m.parameters()
+    }
     for name, parameter in names.items():
         group = rates[id(parameter)]
         scale = 1 if name.startswith(("image_encoder.", "text_encoder.")) else 5
@@ -237,23 +280,34 @@ def test_dual_encoder_towers_initialise_a_fusion_encoder(
         frozen_text_layers=1,
     )
     batch = make_batch(tokenizer)
-    before = convirt.text_encoder.get_parameter("backbone.encoder.layer.2.output.dense.weight").clone()
+    before = convirt.text_encoder.get_parameter(
+        "backbone.encoder.layer.2.output.dense.weight"
+    ).clone()
     optimizer = torch.optim.AdamW(convirt.parameters(), lr=1e-3)
     convirt(batch).total.backward()
     optimizer.step()
-    assert not torch.equal(before, convirt.text_encoder.get_parameter("backbone.encoder.layer.2.output.dense.weight"))
+    assert not torch.equal(
+        before, convirt.text_encoder.get_parameter("backbone.encoder.layer.2.output.dense.weight")
+    )
     save(convirt.eval(), tmp_path)
-    fusion = tiny_model(name, tokenizer, image_encoder=image, image_arguments={}, text_arguments={}).eval()
+    fusion = tiny_model(
+        name, tokenizer, image_encoder=image, image_arguments={}, text_arguments={}
+    ).eval()
     head = fusion.itm_head.weight.clone()
     load_towers(fusion, tmp_path)
     assert torch.equal(fusion.itm_head.weight, head)
     for mine, theirs in (
         (fusion.image_encoder(batch.image_BCHW), convirt.image_encoder(batch.image_BCHW)),
-        (fusion.text_encoder(batch.ids_BT, batch.mask_BT), convirt.text_encoder(batch.ids_BT, batch.mask_BT)),
+        (
+            fusion.text_encoder(batch.ids_BT, batch.mask_BT),
+            convirt.text_encoder(batch.ids_BT, batch.mask_BT),
+        ),
     ):
         for field in dataclasses.fields(mine):
             value = getattr(mine, field.name)
-            if isinstance(value, Tensor) and field.name != "pooled_BD":  # ConVIRT pools its text by the maximum
+            if (
+                isinstance(value, Tensor) and field.name != "pooled_BD"
+            ):  # ConVIRT pools its text by the maximum
                 assert torch.equal(value, getattr(theirs, field.name))
     assert step(fusion.train(), batch).total.isfinite()
 
@@ -269,19 +323,28 @@ def test_warm_start_loads_everything_or_the_towers(tokenizer: Tokenizer, tmp_pat
     head = other.itm_head.weight.clone()
     warm_start(other, tmp_path)
     assert torch.equal(other.itm_head.weight, head)
-    assert all(torch.equal(t, weights[f"text_encoder.{key}"]) for key, t in other.text_encoder.state_dict().items())
+    assert all(
+        torch.equal(t, weights[f"text_encoder.{key}"])
+        for key, t in other.text_encoder.state_dict().items()
+    )
     with pytest.raises(CheckpointError):
         warm_start(other, tmp_path / "none")
 
 
 def test_towers_that_do_not_fit_are_rejected(tokenizer: Tokenizer, tmp_path: Path) -> None:
     save(tiny_model("dual_stream", tokenizer), tmp_path)
-    wider = tiny_model("m3ae", tokenizer, text_arguments={"hidden_size": 48, "num_attention_heads": 3})
+    wider = tiny_model(
+        "m3ae", tokenizer, text_arguments={"hidden_size": 48, "num_attention_heads": 3}
+    )
     before = {key: tensor.clone() for key, tensor in wider.state_dict().items()}
     with pytest.raises(CheckpointError, match="text_encoder"):
         load_towers(wider, tmp_path)
-    assert all(torch.equal(tensor, before[key]) for key, tensor in wider.state_dict().items())  # nothing was loaded
-    other = medvl.data.tokenizer.tokenizer.train_wordpiece(["Other words entirely."], vocab_size=200, min_frequency=1)
+    assert all(
+        torch.equal(tensor, before[key]) for key, tensor in wider.state_dict().items()
+    )  # nothing was loaded
+    other = medvl.data.tokenizer.tokenizer.train_wordpiece(
+        ["Other words entirely."], vocab_size=200, min_frequency=1
+    )
     incompatible = tiny_model("m3ae", other)
     with pytest.raises(CheckpointError, match="vocabulary"):
         load_towers(incompatible, tmp_path)
@@ -293,7 +356,9 @@ def test_towers_that_do_not_fit_are_rejected(tokenizer: Tokenizer, tmp_path: Pat
 )
 def test_all_kinds_of_image_encoders_work(name: str, image: str, tokenizer: Tokenizer) -> None:
     """CNN grids, Transformer tokens, and a model whose pooled vector is wider than its map."""
-    model = tiny_model(name, tokenizer, image_encoder=image, image_arguments={}, image_positions=True)
+    model = tiny_model(
+        name, tokenizer, image_encoder=image, image_arguments={}, image_positions=True
+    )
     result = step(model, make_batch(tokenizer))
     result.total.backward()
     assert result.total.isfinite()
@@ -302,7 +367,10 @@ def test_all_kinds_of_image_encoders_work(name: str, image: str, tokenizer: Toke
 
 
 def test_other_text_encoders_work(tokenizer: Tokenizer) -> None:
-    for text, arguments in (("hf:distilbert", {"dim": 32, "n_layers": 1, "n_heads": 2}), ("static", {"dimension": 12})):
+    for text, arguments in (
+        ("hf:distilbert", {"dim": 32, "n_layers": 1, "n_heads": 2}),
+        ("static", {"dimension": 12}),
+    ):
         model = tiny_model("dual_stream", tokenizer, text_encoder=text, text_arguments=arguments)
         assert step(model, make_batch(tokenizer)).total.isfinite()
 
@@ -315,15 +383,21 @@ def test_vectors_are_embedded_like_words() -> None:
         encoder = create_text_encoder(name, vocab_size=60, num_hidden_layers=1).eval()
         vectors_BTD = encoder.backbone.get_input_embeddings()(ids_BT)
         expected = encoder.embed(ids_BT, mask_BT, token_type_ids=types_BT)
-        torch.testing.assert_close(encoder.embed_vectors(vectors_BTD, token_type_ids=types_BT), expected)
+        torch.testing.assert_close(
+            encoder.embed_vectors(vectors_BTD, token_type_ids=types_BT), expected
+        )
     with pytest.raises(ConfigError):
-        create_text_encoder("static", vocab_size=60, dimension=8).embed_vectors(torch.zeros(1, 2, 8))
+        create_text_encoder("static", vocab_size=60, dimension=8).embed_vectors(
+            torch.zeros(1, 2, 8)
+        )
 
 
 def test_precomputed_regions_replace_pixels(tokenizer: Tokenizer) -> None:
     regions_BPD = torch.randn(4, 5, 11, generator=torch.Generator().manual_seed(0))
     regions_BPD[1, 3:] = 0
-    batch = make_batch(tokenizer, 4, regions_BPD=regions_BPD, image_BCHW=torch.zeros(4, 1, 0, 0, dtype=torch.uint8))
+    batch = make_batch(
+        tokenizer, 4, regions_BPD=regions_BPD, image_BCHW=torch.zeros(4, 1, 0, 0, dtype=torch.uint8)
+    )
     settings: dict[str, Any] = {"image_encoder": "regions:11", "image_arguments": {}}
     for name in ("single_stream", "dual_stream"):
         model = tiny_model(name, tokenizer, image_positions=False, **settings)
@@ -332,7 +406,9 @@ def test_precomputed_regions_replace_pixels(tokenizer: Tokenizer) -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
         model.eval()
         fused = model.features(batch)
-        fewer = dataclasses.replace(batch, regions_BPD=torch.nn.functional.pad(regions_BPD, (0, 0, 0, 4)))
+        fewer = dataclasses.replace(
+            batch, regions_BPD=torch.nn.functional.pad(regions_BPD, (0, 0, 0, 4))
+        )
         torch.testing.assert_close(model.features(fewer).pooled_BD, fused.pooled_BD, **CLOSE)
         with raises(ConfigError, "missing", "regions_BPD"):
             model.features(dataclasses.replace(batch, regions_BPD=None))
@@ -422,7 +498,8 @@ def test_import_of_models_is_light_and_systems_are_imported_on_demand() -> None:
         "from medvl.models import ConVIRTConfig, create_model\n"
         "tiny = dict(image_encoder='resnet_tiny', text_encoder='tiny_bert', image_size=64)\n"
         "create_model(ConVIRTConfig(**tiny, projection_dim=8, frozen_text_layers=0))\n"
-        "fusion = tuple(f'medvl.models.fusion_encoders.{name}' for name in ('layers.', 'base', 'streams', 'm3ae'))\n"
+        "fusion = tuple(f'medvl.models.fusion_encoders.{name}' for name in ('layers.', 'base', "
+        "'streams', 'm3ae'))\n"
         "print([name for name in sys.modules if name.startswith(fusion)])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -431,7 +508,9 @@ def test_import_of_models_is_light_and_systems_are_imported_on_demand() -> None:
 
 def test_bfloat16_step_is_close_to_float32(model: FusionModel, tokenizer: Tokenizer) -> None:
     model.eval()
-    batch = make_batch(tokenizer, 6, has_image_B=flags(1, 0, 1, 1, 1, 1), has_text_B=flags(1, 1, 0, 1, 1, 1))
+    batch = make_batch(
+        tokenizer, 6, has_image_B=flags(1, 0, 1, 1, 1, 1), has_text_B=flags(1, 1, 0, 1, 1, 1)
+    )
     full = step(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         half = step(model, batch)

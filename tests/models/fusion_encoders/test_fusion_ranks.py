@@ -1,6 +1,7 @@
 """Fusion-encoders on two ranks: DDP averages the gradients of both, also with missing modalities.
 
-Under torchrun this file is one rank: `test_fusion_ranks.py FOLDER` writes the rank's gradients to `FOLDER/RANK.pt`.
+Under torchrun this file is one rank: `test_fusion_ranks.py FOLDER` writes the rank's gradients to
+`FOLDER/RANK.pt`.
 """
 
 import sys
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fusion_samples import TEXTS, flags, make_batch, tiny_model, tiny_tokenizer, with_mirrors
+from helpers.fusion_samples import (
+    TEXTS,
+    flags,
+    make_batch,
+    tiny_model,
+    tiny_tokenizer,
+    with_mirrors,
+)
 from helpers.two_ranks import run_two_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -24,9 +32,13 @@ CASES = ("complete", "without text", "without images", "without sides", "without
 
 
 def model_of(name: str, case: str) -> FusionModel:
-    """Return a model, with matching of mirrored texts where rank 1 has no text that names a side; UNITER's step is ITM."""
+    """Return a model, with matching of mirrored texts where rank 1 has no text that names a
+    side; UNITER's step is ITM.
+    """
     settings: dict[str, Any] = (
-        {"mirror_weight": float(case == "without sides")} if name != "uniter" else {"task_mix": True}
+        {"mirror_weight": float(case == "without sides")}
+        if name != "uniter"
+        else {"task_mix": True}
     )
     model = tiny_model(name, tiny_tokenizer(), **settings)
     if name == "uniter":
@@ -44,14 +56,18 @@ def model_of(name: str, case: str) -> FusionModel:
 def batch_of(rank: int, case: str) -> Batch:
     tokenizer = tiny_tokenizer()
     if case == "without sides":
-        return with_mirrors(make_batch(tokenizer, size=4, texts=TEXTS[1:3] if rank else TEXTS[:2]), tokenizer)
+        return with_mirrors(
+            make_batch(tokenizer, size=4, texts=TEXTS[1:3] if rank else TEXTS[:2]), tokenizer
+        )
     if rank == 0 or case == "complete":
         return make_batch(tokenizer, size=4 + 2 * rank)
     if case == "without pairs":
         alone = flags(1, 1, 1, 0, 0, 1)
         return make_batch(tokenizer, has_image_B=alone, has_text_B=~alone)
     nothing = flags(*[0] * 6)
-    return make_batch(tokenizer, **{"has_text_B" if case == "without text" else "has_image_B": nothing})
+    return make_batch(
+        tokenizer, **{"has_text_B" if case == "without text" else "has_image_B": nothing}
+    )
 
 
 def loss_of(module: torch.nn.Module, rank: int, case: str) -> Tensor:
@@ -87,7 +103,9 @@ def test_ddp_averages_the_gradients_of_both_ranks(
         averaged = by_case[f"{name} {case}"]
         assert averaged.keys() == expected.keys()
         for key, gradient in expected.items():
-            torch.testing.assert_close(averaged[key], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, k=key: k + text)
+            torch.testing.assert_close(
+                averaged[key], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, k=key: k + text
+            )
 
 
 def check(folder: Path) -> None:
@@ -99,7 +117,9 @@ def check(folder: Path) -> None:
     for name in SYSTEMS:
         for case in CASES:
             model = model_of(name, case)
-            wrapped = DistributedDataParallel(model)  # must exist until the end of the backward pass
+            wrapped = DistributedDataParallel(
+                model
+            )  # must exist until the end of the backward pass
             loss_of(wrapped, rank, case).backward()
             results[f"{name} {case}"] = gradients(model)
     torch.save(results, folder / f"{rank}.pt")

@@ -1,4 +1,6 @@
-"""UNITER and LXMERT: masked regions, box codes of a grid, the mix of tasks, and the layers across both sides."""
+"""UNITER and LXMERT: masked regions, box codes of a grid, the mix of tasks, and the layers
+across both sides.
+"""
 
 import dataclasses
 import math
@@ -13,7 +15,11 @@ from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders.regions import box_code
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.bases.region_model import RegionMask, grid_boxes, sample_region_mask
+from medvl.models.fusion_encoders.bases.region_model import (
+    RegionMask,
+    grid_boxes,
+    sample_region_mask,
+)
 from medvl.schema import Batch
 
 SYSTEMS = {"uniter": 7, "lxmert": 4}
@@ -27,7 +33,9 @@ def tokenizer() -> Tokenizer:
 
 
 def region_batch(tokenizer: Tokenizer, size: int = 4, **fields: Any) -> Batch:
-    """Return regions of a detector with boxes and distributions; image 1 has three instead of five."""
+    """Return regions of a detector with boxes and distributions; image 1 has three instead of
+    five.
+    """
     generator = torch.Generator().manual_seed(2)
     regions_BPD, corner_BP4 = (
         torch.randn(size, 5, 9, generator=generator),
@@ -37,12 +45,20 @@ def region_batch(tokenizer: Tokenizer, size: int = 4, **fields: Any) -> Batch:
     classes_BPK = torch.rand(size, 5, CLASSES, generator=generator).softmax(dim=2)
     for tensor in (regions_BPD, boxes_BP4, classes_BPK):
         tensor[1, 3:] = 0
-    given = {"regions_BPD": regions_BPD, "region_boxes_BP4": boxes_BP4, "region_classes_BPK": classes_BPK}
+    given = {
+        "regions_BPD": regions_BPD,
+        "region_boxes_BP4": boxes_BP4,
+        "region_classes_BPK": classes_BPK,
+    }
     return make_batch(tokenizer, size, **{**given, **fields})
 
 
 def region_model(name: str, tokenizer: Tokenizer, **settings: Any) -> Any:
-    source = {"image_encoder": f"regions:9+{SYSTEMS[name]}", "image_arguments": {}, "region_classes": CLASSES}
+    source = {
+        "image_encoder": f"regions:9+{SYSTEMS[name]}",
+        "image_arguments": {},
+        "region_classes": CLASSES,
+    }
     return tiny_model(name, tokenizer, **{**source, **settings})
 
 
@@ -79,19 +95,29 @@ def test_input_is_the_sum_of_two_normalised_projections(name: str, tokenizer: To
     expected = layer.norm(layer.project(batch.regions_BPD)) + boxes
     torch.testing.assert_close(layer(regions.states_BND), expected)
     assert regions.mask_BN.tolist()[1] == [True] * 3 + [False] * 2
-    mask = RegionMask(torch.tensor([[1, 1, 1, 0, 0]] * 4).bool(), torch.arange(20).view(4, 5).clone())
+    mask = RegionMask(
+        torch.tensor([[1, 1, 1, 0, 0]] * 4).bool(), torch.arange(20).view(4, 5).clone()
+    )
     mask.source_BP[:, 0], mask.source_BP[:, 1] = -1, 14
     read_BPD = batch.regions_BPD.clone()
     read_BPD[:, 0], read_BPD[:, 1] = 0, batch.regions_BPD[2, 4]
-    torch.testing.assert_close(layer(regions.states_BND, mask), layer.norm(layer.project(read_BPD)) + boxes)
+    torch.testing.assert_close(
+        layer(regions.states_BND, mask), layer.norm(layer.project(read_BPD)) + boxes
+    )
     added_D = torch.arange(9.0)
     read_BPD[:, :3] += added_D
-    torch.testing.assert_close(layer(regions.states_BND, mask, added_D), layer.norm(layer.project(read_BPD)) + boxes)
+    torch.testing.assert_close(
+        layer(regions.states_BND, mask, added_D), layer.norm(layer.project(read_BPD)) + boxes
+    )
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_region_terms_are_those_of_a_pass_over_masked_regions(name: str, tokenizer: Tokenizer) -> None:
-    """The truth of a region does not change with what is masked; LXMERT's rows read the images sampled for them."""
+def test_region_terms_are_those_of_a_pass_over_masked_regions(
+    name: str, tokenizer: Tokenizer
+) -> None:
+    """The truth of a region does not change with what is masked; LXMERT's rows read the images
+    sampled for them.
+    """
     model = shaken(region_model(name, tokenizer)).eval()
     assert model.inputs.regions
     assert model.inputs.region_classes
@@ -124,7 +150,9 @@ def test_region_terms_are_those_of_a_pass_over_masked_regions(name: str, tokeniz
             "region_features": losses.region_regression(
                 model.feature_head(model.region_head(states_ND)), features_ND, smooth=True
             ),
-            "object_labels": losses.region_labels(model.object_head(model.region_head(states_ND)), classes_NK),
+            "object_labels": losses.region_labels(
+                model.object_head(model.region_head(states_ND)), classes_NK
+            ),
         }
     for key, value in expected.items():
         torch.testing.assert_close(terms[key], value, rtol=1e-4, atol=1e-5)
@@ -136,7 +164,11 @@ def test_detector_regions_train_every_parameter(name: str, tokenizer: Tokenizer)
     torch.manual_seed(0)
     result = model(batch)
     result.total.backward()
-    assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "key.bias" not in n)
+    assert all(
+        p.grad is not None and p.grad.any()
+        for n, p in model.named_parameters()
+        if "key.bias" not in n
+    )
     if name == "uniter":
         uniform = torch.full_like(batch.region_classes_BPK, 1 / CLASSES)
         assert result.terms["mrc"] < math.log(CLASSES)  # from a flat prediction to a distribution
@@ -156,7 +188,9 @@ def test_tasks_are_mixed_two_two_one_one(tokenizer: Tokenizer) -> None:
         model.before_step(step)
         first = model.step_objectives[0].name
         counts[first] = counts.get(first, 0) + 1
-        assert ("wpa" in [objective.name for objective in model.step_objectives]) == (first == "itm")
+        assert ("wpa" in [objective.name for objective in model.step_objectives]) == (
+            first == "itm"
+        )
     for task, share in (("mlm", 2), ("itm", 2), ("mrfr", 1), ("mrc", 1)):
         assert counts[task] / 600 == pytest.approx(share / 6, abs=0.05)
     seen = set()
@@ -169,7 +203,9 @@ def test_tasks_are_mixed_two_two_one_one(tokenizer: Tokenizer) -> None:
         assert {name for name, value in result.terms.items() if value != 0} <= active
         assert list(result.terms) == [objective.name for objective in model.objectives]
         result.total.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())  # no rank waits for another
+        assert all(
+            parameter.grad is not None for parameter in model.parameters()
+        )  # no rank waits for another
     assert seen == {"mlm", "itm", "wpa", "mrfr", "mrc"}
     assert len(model.eval().step_objectives) == 5
 
@@ -194,10 +230,15 @@ def test_weights_of_masked_regions_scale_their_terms(name: str, tokenizer: Token
 
 
 def test_cross_attention_is_shared_by_both_sides(tokenizer: Tokenizer) -> None:
-    """As released: one attention for words to regions and for regions to words; then each side has layers of its own."""
+    """As released: one attention for words to regions and for regions to words; then each side
+    has layers of its own.
+    """
     model = shaken(tiny_model("lxmert", tokenizer)).eval()
     batch = make_batch(tokenizer, 3)
-    text, image = model.text_tokens(batch.ids_BT, batch.mask_BT), model.image_tokens(batch.image_BCHW)
+    text, image = (
+        model.text_tokens(batch.ids_BT, batch.mask_BT),
+        model.image_tokens(batch.image_BCHW),
+    )
     (layer, *_), real = model.cross_layers, batch.mask_BT[:, None]
     words = layer.cross_attention(text.states_BND, image.states_BND, None)
     cells = layer.cross_attention(image.states_BND, text.states_BND, real)
@@ -211,12 +252,19 @@ def test_cross_attention_is_shared_by_both_sides(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("task", ["mlm", "itm", "mrfr", "mrc"])
 @pytest.mark.parametrize(
     ("image", "text"),
-    [((1, 0, 1, 0), (0, 1, 0, 1)), ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), ((0,) * 4, (0,) * 4)],
+    [
+        ((1, 0, 1, 0), (0, 1, 0, 1)),
+        ((1, 1, 1, 1), (0, 0, 0, 0)),
+        ((0, 0, 0, 0), (1, 1, 1, 1)),
+        ((0,) * 4, (0,) * 4),
+    ],
 )
 def test_a_step_of_one_task_runs_without_a_complete_pair(
     task: str, image: tuple[int, ...], text: tuple[int, ...], tokenizer: Tokenizer
 ) -> None:
-    """Its loss is finite, and every parameter that the task trains has a gradient, as DDP needs on each rank."""
+    """Its loss is finite, and every parameter that the task trains has a gradient, as DDP needs
+    on each rank.
+    """
     model = region_model("uniter", tokenizer, task_mix=True).train()
     model.before_step(next(step for step in range(99) if task_of_step(model, step) == task))
     model(region_batch(tokenizer)).total.backward()

@@ -1,4 +1,6 @@
-"""Image sources of fusion-encoders: raw patches, box codes of regions, sampled cells, the first token."""
+"""Image sources of fusion-encoders: raw patches, box codes of regions, sampled cells, the first
+token.
+"""
 
 import dataclasses
 from typing import Any, cast
@@ -41,7 +43,9 @@ def test_projected_patches_equal_a_convolution(channels: int) -> None:
     for output in (states_BPD, expected_BPD):
         (output * torch.arange(12)).sum().backward()
     torch.testing.assert_close(layer.project.weight.grad, conv.weight.grad.flatten(1))
-    assert source.normalize(torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2)).unique().tolist() == [-1, 1]
+    assert source.normalize(
+        torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2)
+    ).unique().tolist() == [-1, 1]
 
 
 def test_patches_have_no_weights_and_can_be_dropped() -> None:
@@ -52,7 +56,9 @@ def test_patches_have_no_weights_and_can_be_dropped() -> None:
     image_BCHW = torch.randint(0, 256, (2, 1, 48, 48), dtype=torch.uint8)
     whole, kept = source(image_BCHW), source(image_BCHW, keep_BK)
     assert kept.grid is None
-    torch.testing.assert_close(kept.patches_BPD, whole.patches_BPD[torch.arange(2)[:, None], keep_BK])
+    torch.testing.assert_close(
+        kept.patches_BPD, whole.patches_BPD[torch.arange(2)[:, None], keep_BK]
+    )
     with raises(ConfigError, "mismatch", "image_size"):
         source(image_BCHW[..., 2:])
     for name, code in (("patches:0", "wrong_type"), ("patches:big", "wrong_type")):
@@ -64,7 +70,11 @@ def test_patches_have_no_weights_and_can_be_dropped() -> None:
 
 @pytest.mark.parametrize("name", ["single_stream", "dual_stream", "m3ae"])
 def test_every_stream_model_reads_patches(name: str, tokenizer: Tokenizer) -> None:
-    settings: dict[str, Any] = {"image_encoder": "patches:16", "image_arguments": {}, "image_positions": True}
+    settings: dict[str, Any] = {
+        "image_encoder": "patches:16",
+        "image_arguments": {},
+        "image_positions": True,
+    }
     model = tiny_model(name, tokenizer, **settings)
     model(make_batch(tokenizer, 4)).total.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -72,7 +82,9 @@ def test_every_stream_model_reads_patches(name: str, tokenizer: Tokenizer) -> No
         larger = at_image_size(model, 2 * SIDE)
         positions: Any = larger.image_input.positions
         assert positions.shape == (64, model.config.width)
-        torch.testing.assert_close(positions.mean(dim=0), model.image_input.positions.mean(dim=0), rtol=0, atol=0.01)
+        torch.testing.assert_close(
+            positions.mean(dim=0), model.image_input.positions.mean(dim=0), rtol=0, atol=0.01
+        )
 
 
 def test_cells_are_sampled_for_each_image_with_their_positions(tokenizer: Tokenizer) -> None:
@@ -108,7 +120,9 @@ def test_sampled_cells_are_uniform_sorted_and_without_repetition() -> None:
 
 
 def test_first_token() -> None:
-    """A class token is one vector for all images; without a first token only the regions are left."""
+    """A class token is one vector for all images; without a first token only the regions are
+    left.
+    """
     source = RegionEncoder(6)
     features = ImageFeatures(torch.randn(2, 6), torch.randn(2, 3, 6), None)
     real_BP = torch.tensor([[True, True, False], [True, False, False]])
@@ -121,7 +135,10 @@ def test_first_token() -> None:
     assert bare(features, real_BP=real_BP).mask_BN.tolist() == real_BP.tolist()
     with raises(ConfigError, "unsupported", "image_encoder"):
         bare(dataclasses.replace(features, patches_BPD=None))
-    for field, options in (("image_positions", {"positions": True}), ("image_tokens", {"sampled": 2})):
+    for field, options in (
+        ("image_positions", {"positions": True}),
+        ("image_tokens", {"sampled": 2}),
+    ):
         with raises(ConfigError, "conflict", field):
             ImageInput(source, 4, **{"positions": False, **options})
 
@@ -130,7 +147,8 @@ def test_box_codes_equal_the_papers() -> None:
     boxes_P4 = torch.tensor([[0.1, 0.2, 0.5, 0.9], [0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(box_code(boxes_P4, 4), boxes_P4)
     expected = [
-        (*box, box[2] - box[0], box[3] - box[1], (box[2] - box[0]) * (box[3] - box[1])) for box in boxes_P4.tolist()
+        (*box, box[2] - box[0], box[3] - box[1], (box[2] - box[0]) * (box[3] - box[1]))
+        for box in boxes_P4.tolist()
     ]
     torch.testing.assert_close(box_code(boxes_P4, 7), torch.tensor(expected))
     assert not box_code(boxes_P4, 7)[2].any()  # padding
@@ -152,18 +170,27 @@ def test_boxes_are_never_changed_in_place() -> None:
         code /= 2
         box_code(relative_P4, 7).zero_()
     torch.testing.assert_close(pixels_P4, stored_P4, rtol=0, atol=0)
-    torch.testing.assert_close(relative_P4, torch.tensor([[0.25, 0.25, 0.5, 0.75], [0.0, 0.0, 1.0, 1.0]]))
+    torch.testing.assert_close(
+        relative_P4, torch.tensor([[0.25, 0.25, 0.5, 0.75], [0.0, 0.0, 1.0, 1.0]])
+    )
 
 
 @pytest.mark.parametrize("code", [4, 7])
 def test_regions_with_box_codes(code: int, tokenizer: Tokenizer) -> None:
     """`regions:11+7` puts the codes after the features; padding and the batch stay as they are."""
-    settings: dict[str, Any] = {"image_encoder": f"regions:11+{code}", "image_arguments": {}, "image_positions": False}
+    settings: dict[str, Any] = {
+        "image_encoder": f"regions:11+{code}",
+        "image_arguments": {},
+        "image_positions": False,
+    }
     model = tiny_model("single_stream", tokenizer, **settings)
     assert model.inputs.regions
     assert not model.inputs.region_classes
     generator = torch.Generator().manual_seed(0)
-    regions_BPD, boxes_BP4 = torch.randn(4, 5, 11, generator=generator), torch.rand(4, 5, 4, generator=generator)
+    regions_BPD, boxes_BP4 = (
+        torch.randn(4, 5, 11, generator=generator),
+        torch.rand(4, 5, 4, generator=generator),
+    )
     regions_BPD[1, 3:], boxes_BP4[1, 3:] = 0, 0
     batch = make_batch(tokenizer, 4, regions_BPD=regions_BPD, region_boxes_BP4=boxes_BP4)
     given = model.image_input_of(batch)

@@ -1,4 +1,6 @@
-"""MRM with its options: pixels, words and contrast against the formulas, masks, incomplete samples, its encoders."""
+"""MRM with its options: pixels, words and contrast against the formulas, masks, incomplete
+samples, its encoders.
+"""
 
 import dataclasses
 import runpy
@@ -32,45 +34,71 @@ TINY: dict[str, Any] = {
     "max_tokens": 64,
 }
 MACO = {"mlm_weight": 0.0, "text_fusion": "attention", "contrast_weight": 1.0}
-ALL = {"entities_first": True, "negation_weight": 0.05, "text_fusion": "attention", "contrast_weight": 1.0}
+ALL = {
+    "entities_first": True,
+    "negation_weight": 0.05,
+    "text_fusion": "attention",
+    "contrast_weight": 1.0,
+}
 
 
 def mrm(**settings: Any) -> MRM:
     with seeded(0):
-        model = create_model("mrm", **{"tokenizer": gloria_ranks.tiny_tokenizer(), **TINY, **settings})
+        model = create_model(
+            "mrm", **{"tokenizer": gloria_ranks.tiny_tokenizer(), **TINY, **settings}
+        )
     assert isinstance(model, MRM)
     return model
 
 
 def make_batch(rows: list[int] | None = None) -> Batch:
-    """Texts of unequal lengths, the fifth without words, and images of 64 x 64, twice the encoder's size."""
+    """Texts of unequal lengths, the fifth without words, and images of 64 x 64, twice the
+    encoder's size.
+    """
     return gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), rows or [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
-    ("options", "terms"), [({}, {"mim", "mlm"}), (ALL, {"mim", "mlm", "contrast"}), (MACO, {"mim", "contrast"})]
+    ("options", "terms"),
+    [({}, {"mim", "mlm"}), (ALL, {"mim", "mlm", "contrast"}), (MACO, {"mim", "contrast"})],
 )
-def test_every_parameter_has_a_gradient_also_under_autocast(options: dict[str, Any], terms: set[str]) -> None:
-    """Of a model without masked words, what only words need is frozen: DDP waits for the gradient of all others."""
+def test_every_parameter_has_a_gradient_also_under_autocast(
+    options: dict[str, Any], terms: set[str]
+) -> None:
+    """Of a model without masked words, what only words need is frozen: DDP waits for the
+    gradient of all others.
+    """
     model, batch = mrm(**options).train(), make_batch()
     with seeded(0), torch.autocast("cpu", torch.bfloat16):
         losses = model(batch)
     losses.total.backward()
     assert losses.total.isfinite()
     assert set(losses.terms) == terms
-    frozen = {name.partition(".")[0] for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name.partition(".")[0]
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
     assert frozen == (set() if "mlm" in terms else {"word_head", "image_to_words", "fusion"})
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     assert [name for name, gradient in gradients.items() if gradient is None] == []
     assert [name for name, gradient in gradients.items() if not gradient.isfinite().all()] == []
 
 
 def test_hidden_patches_do_not_change_the_encoder() -> None:
-    """In the downscaled image each patch has its own pixels, but bicubic filters reach into the neighbours."""
+    """In the downscaled image each patch has its own pixels, but bicubic filters reach into the
+    neighbours.
+    """
     model = mrm(target_scale=1).eval()
     patches = mask_patches(2, 4, 0.75, torch.Generator().manual_seed(0))
     pixels_BCHW = torch.randn(2, 3, 32, 32)
-    hidden_BP = patches.masked_BP.unflatten(1, (2, 2)).repeat_interleave(16, 1).repeat_interleave(16, 2)
+    hidden_BP = (
+        patches.masked_BP.unflatten(1, (2, 2)).repeat_interleave(16, 1).repeat_interleave(16, 2)
+    )
     other_BCHW = torch.where(hidden_BP[:, None], torch.randn(2, 3, 32, 32), pixels_BCHW)
     expected = model.encode_visible(pixels_BCHW, patches).patches_BPD
     torch.testing.assert_close(model.encode_visible(other_BCHW, patches).patches_BPD, expected)
@@ -105,7 +133,9 @@ def test_words_are_masked_ones_with_the_mean_patch_added() -> None:
         hidden_1TD = model.text_encoder.embed(
             masked.ids_BT[row : row + 1, :length], batch.mask_BT[row : row + 1, :length]
         )
-        states = model.text_encoder.features(hidden_1TD + image_BD[row], torch.ones(1, length, dtype=torch.bool))
+        states = model.text_encoder.features(
+            hidden_1TD + image_BD[row], torch.ones(1, length, dtype=torch.bool)
+        )
         table = model.text_encoder.backbone.get_input_embeddings().weight
         inside_N = (masked.position_N // batch.ids_BT.shape[1]) == row
         place_N = masked.position_N[inside_N] % batch.ids_BT.shape[1]
@@ -127,10 +157,14 @@ def test_the_loss_of_words_does_not_depend_on_padding() -> None:
     fixed_words(model, masked)
     visible_BKD, short = torch.randn(4, 1, 32), batch.ids_BT.shape[1]
     expected = model.word_loss(visible_BKD, batch)
-    longer = dataclasses.replace(batch, ids_BT=F.pad(batch.ids_BT, (0, 30)), mask_BT=F.pad(batch.mask_BT, (0, 30)))
+    longer = dataclasses.replace(
+        batch, ids_BT=F.pad(batch.ids_BT, (0, 30)), mask_BT=F.pad(batch.mask_BT, (0, 30))
+    )
     row_N = masked.position_N // short
     position_N = row_N * (short + 30) + masked.position_N % short
-    padded = dataclasses.replace(masked, ids_BT=F.pad(masked.ids_BT, (0, 30)), position_N=position_N)
+    padded = dataclasses.replace(
+        masked, ids_BT=F.pad(masked.ids_BT, (0, 30)), position_N=position_N
+    )
     fixed_words(model, padded)
     torch.testing.assert_close(model.word_loss(visible_BKD, longer), expected)
 
@@ -138,7 +172,10 @@ def test_the_loss_of_words_does_not_depend_on_padding() -> None:
 def test_entities_are_masked_first() -> None:
     tokenizer = train_wordpiece(gloria_ranks.TEXTS, vocab_size=200, min_frequency=1)
     model = mrm(entities_first=True, negation_weight=0.05, entities=("lungs",), tokenizer=tokenizer)
-    texts = ["The heart is mildly enlarged and the lungs are clear. No small left effusion. The heart is clear."]
+    texts = [
+        "The heart is mildly enlarged and the lungs are clear. No small left effusion. The "
+        "heart is clear."
+    ]
     ids_BT, mask_BT = tokenizer(texts * 4)
     batch = dataclasses.replace(make_batch(), ids_BT=ids_BT, mask_BT=mask_BT)
     words = RecordWords(model, dataclasses.replace(model.config, mlm_probability=0.3))
@@ -158,18 +195,29 @@ def test_entities_are_masked_first() -> None:
 
 @pytest.mark.parametrize("entities", [("effusion", "lungs"), ()])
 def test_templates_weigh_less_and_what_precedes_entities_more(entities: tuple[str, ...]) -> None:
-    """The finding behind a template keeps its weight; before, the rest of the sentence had 0.05, and nothing gained."""
-    text = "There is no evidence of pleural effusion. Clear lungs. There is no large left effusion. No edema."
+    """The finding behind a template keeps its weight; before, the rest of the sentence had 0.05,
+    and nothing gained.
+    """
+    text = (
+        "There is no evidence of pleural effusion. Clear lungs. There is no large left "
+        "effusion. No edema."
+    )
     tokenizer = train_wordpiece([text, "Heart is large."], vocab_size=300, min_frequency=1)
-    model = mrm(entities_first=bool(entities), negation_weight=0.05, entities=entities, tokenizer=tokenizer)
+    model = mrm(
+        entities_first=bool(entities), negation_weight=0.05, entities=entities, tokenizer=tokenizer
+    )
     ids_BT, mask_BT = tokenizer([text, "Heart is large."])
     mention_BT = None
     if model.words.entities is not None:
         mention_BT = model.words.entities(ids_BT, mask_BT).mention_BT
     weight_BT = model.words.word_weights(ids_BT, mask_BT, mention_BT)
     pieces = [tokenizer.token_texts[number].strip().lower() for number in ids_BT[0].tolist()]
-    template = {place + k for place, piece in enumerate(pieces) if piece == "there" for k in range(3)}
-    template |= {place + k for place, piece in enumerate(pieces) if piece == "evidence" for k in range(2)}
+    template = {
+        place + k for place, piece in enumerate(pieces) if piece == "there" for k in range(3)
+    }
+    template |= {
+        place + k for place, piece in enumerate(pieces) if piece == "evidence" for k in range(2)
+    }
     near = {place - k for place, piece in enumerate(pieces) if piece in entities for k in (1, 2)}
     near = {place for place in near if pieces[place] != "."}
     # the released loop over one text, `expand_weight`
@@ -179,7 +227,9 @@ def test_templates_weigh_less_and_what_precedes_entities_more(entities: tuple[st
         rate = (0.95 * (len(template) - both) + len(near)) / (len(near) - 0.95 * both)
     else:
         rate = len(pieces) / (len(pieces) - 0.95 * len(template))
-    expected = [value * rate if place in near or not near else value for place, value in enumerate(expected)]
+    expected = [
+        value * rate if place in near or not near else value for place, value in enumerate(expected)
+    ]
     assert len(template) == 8
     assert len(near) == (5 if entities else 0)
     torch.testing.assert_close(weight_BT[0], torch.tensor(expected))
@@ -197,15 +247,22 @@ def test_contrast_is_the_mean_of_four_weighted_cross_entropies() -> None:
     loss = contrast(visible_BKD, text_BD, visible_BP, torch.arange(5))
     image_BE = F.normalize(contrast.image_head(visible_BKD).mean(1), dim=1)
     logits = image_BE @ F.normalize(contrast.text_head(text_BD), dim=1).T / 0.03
-    weight = torch.log1p(torch.exp(visible_BP.float() @ contrast.place.weight[0] + contrast.place.bias))
+    weight = torch.log1p(
+        torch.exp(visible_BP.float() @ contrast.place.weight[0] + contrast.place.bias)
+    )
     total = torch.zeros(())
     for each in (logits, logits.T):
         scaled = torch.diag(weight) @ each
-        total = total - torch.stack([scaled[n, n] - scaled[n].logsumexp(0) for n in range(5)]).mean() / 4
+        total = (
+            total
+            - torch.stack([scaled[n, n] - scaled[n].logsumexp(0) for n in range(5)]).mean() / 4
+        )
         plain = torch.stack([each[n].logsumexp(0) - each[n, n] for n in range(5)])
         total = total + (plain * weight.detach()).sum() / weight.detach().sum() / 4
     torch.testing.assert_close(loss, total, rtol=1e-4, atol=1e-5)
-    expected, actual = (torch.autograd.grad(value, visible_BKD, retain_graph=True)[0] for value in (total, loss))
+    expected, actual = (
+        torch.autograd.grad(value, visible_BKD, retain_graph=True)[0] for value in (total, loss)
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
@@ -223,14 +280,18 @@ def test_products_of_the_contrast_have_full_precision() -> None:
 
 
 def test_the_weight_of_the_contrast_is_used() -> None:
-    """MaCo's released code reads `--lam`, the balance of pixels and contrast, and uses it nowhere."""
+    """MaCo's released code reads `--lam`, the balance of pixels and contrast, and uses it
+    nowhere.
+    """
     batch, totals = make_batch(), {}
     for weight in (0.1, 0.9):
         model = mrm(contrast_weight=weight, mlm_weight=0.0).eval()
         with seeded(5):
             found = model(batch)
         assert set(found.terms) == {"mim", "contrast"}
-        torch.testing.assert_close(found.total, found.terms["mim"] + weight * found.terms["contrast"])
+        torch.testing.assert_close(
+            found.total, found.terms["mim"] + weight * found.terms["contrast"]
+        )
         totals[weight] = found.total.item()
     assert totals[0.1] != totals[0.9]
 
@@ -244,7 +305,9 @@ def test_samples_without_a_text_have_pixels_only_and_those_without_an_image_noth
     nothing = model(dataclasses.replace(batch, has_image_B=none, has_text_B=both))
     assert nothing.total == 0
     nothing.total.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert all(
+        parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
+    )
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
@@ -257,10 +320,17 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 def test_other_systems_start_from_its_encoders(tmp_path: Path) -> None:
     model = mrm()
     save(model, tmp_path)
-    towers = {key: TINY[key] for key in ("image_encoder", "image_size", "text_encoder", "text_arguments", "max_tokens")}
+    towers = {
+        key: TINY[key]
+        for key in ("image_encoder", "image_size", "text_encoder", "text_arguments", "max_tokens")
+    }
     arguments = {**TINY["image_arguments"], "mean": 0.4978, "std": 0.2449}
     other = create_model(
-        "convirt", tokenizer=model.tokenizer, image_arguments=arguments, frozen_text_layers=0, **towers
+        "convirt",
+        tokenizer=model.tokenizer,
+        image_arguments=arguments,
+        frozen_text_layers=0,
+        **towers,
     )
     load_towers(other, tmp_path)
     for part in ("image_encoder", "text_encoder"):
@@ -269,15 +339,26 @@ def test_other_systems_start_from_its_encoders(tmp_path: Path) -> None:
 
 
 def test_presets_have_the_published_batches_and_warm_up() -> None:
-    """32 x 4 x 2 images of 200 epochs, ECAMP 256 x 4 x 8 of 120 and MaCo 512 x 4 of 51; 40, 40 and 2 of them warm up."""
+    """32 x 4 x 2 images of 200 epochs, ECAMP 256 x 4 x 8 of 120 and MaCo 512 x 4 of 51; 40, 40
+    and 2 of them warm up.
+    """
     images = 368_960  # of the training split, all views
     found = runpy.run_path(str(Path(__file__).parents[3] / "recipes" / "mrm_mimic.py"))
     batches = {}
     for name in ("paper", "ecamp", "maco"):
         image = found["PRESETS"][name].data.image
-        assert (image.size, image.flip, image.brightness, image.area) == (448, "swap_text", 0, (0.2, 1.0))
+        assert (image.size, image.flip, image.brightness, image.area) == (
+            448,
+            "swap_text",
+            0,
+            (0.2, 1.0),
+        )
         train, schedule = found["PRESETS"][name].train, found["PRESETS"][name].optim.schedule
-        batches[name] = train.global_batch, train.epochs, round(schedule.warmup_steps * train.global_batch / images)
+        batches[name] = (
+            train.global_batch,
+            train.epochs,
+            round(schedule.warmup_steps * train.global_batch / images),
+        )
     assert batches == {"paper": (256, 200, 40), "ecamp": (8_192, 120, 40), "maco": (2_048, 51, 2)}
     assert "--views" not in found["MAKE_DATA"]
     assert isinstance(found["PRESETS"]["maco"].data.text, ShuffledSentences)

@@ -1,4 +1,6 @@
-"""MUMC: contrast within each modality, hard negatives with a floor, and the matching head of two layers."""
+"""MUMC: contrast within each modality, hard negatives with a floor, and the matching head of two
+layers.
+"""
 
 from typing import Any
 
@@ -21,14 +23,21 @@ def make(**settings: Any) -> MUMC:
 
 
 def test_total_equals_the_published_formula() -> None:
-    """(i2t + t2i + (i2i + t2t) / 2) / 2 + ITM + MLM, in the second step: the queue holds four pairs, alpha is 0.2."""
+    """(i2t + t2i + (i2i + t2t) / 2) / 2 + ITM + MLM, in the second step: the queue holds four
+    pairs, alpha is 0.2.
+    """
     model = make(alpha=0.8)
-    first, second = make_batch(TOKENIZER, 4, keys=list("abcd")), make_batch(TOKENIZER, 3, keys=list("xyz"))
+    first, second = (
+        make_batch(TOKENIZER, 4, keys=list("abcd")),
+        make_batch(TOKENIZER, 3, keys=list("xyz")),
+    )
     for number, batch in enumerate((first, second)):
         model.before_step(number)
         corruption = model.corrupt(batch)
         encoded = model.encode(batch, corruption)
-    predictions = {part.name: part.predict(encoded, corruption.of(part)) for part in model.objectives}
+    predictions = {
+        part.name: part.predict(encoded, corruption.of(part)) for part in model.objectives
+    }
     result = model.losses(predictions, corruption)
     tau, keys = model.itc_head.temperature, encoded.keys
     hard_BN = torch.eye(3, 7)
@@ -41,13 +50,17 @@ def test_total_equals_the_published_formula() -> None:
 
     i2t = against(encoded.image_KE, keys.text_NE, soft(keys.image_NE, keys.text_NE))
     t2i = against(encoded.text_KE, keys.image_NE, soft(keys.text_NE, keys.image_NE))
-    i2i, t2t = against(encoded.image_KE, keys.image_NE, hard_BN), against(encoded.text_KE, keys.text_NE, hard_BN)
+    i2i, t2t = (
+        against(encoded.image_KE, keys.image_NE, hard_BN),
+        against(encoded.text_KE, keys.text_NE, hard_BN),
+    )
     published = (i2t + t2i + 0.5 * (i2i + t2t)) / 2 + result.terms["itm"] + result.terms["mlm"]
     torch.testing.assert_close(result.total, published, rtol=1e-5, atol=1e-6)
     learned = [model.image_head.weight, model.text_head.weight, tau]
     rest = result.terms["itm"] + result.terms["mlm"]
     mine, expected = (
-        torch.autograd.grad(total - rest, learned, retain_graph=True) for total in (result.total, published)
+        torch.autograd.grad(total - rest, learned, retain_graph=True)
+        for total in (result.total, published)
     )
     for gradient, naive in zip(mine, expected, strict=True):
         torch.testing.assert_close(gradient, naive, rtol=1e-4, atol=1e-6)
@@ -74,8 +87,14 @@ def test_published_sizes() -> None:
     with torch.device("meta"):
         model = medvl.create_model("mumc")
     assert isinstance(model, MUMC)
-    assert sum(p.numel() for p in model.itm_head.parameters()) == 768 * 1536 + 3 * 1536 + 1536 * 2 + 2
-    assert (model.config.mask_ratio, model.config.negative_floor, model.unimodal.weight) == (0.15, 1e-4, 0.5)
+    assert (
+        sum(p.numel() for p in model.itm_head.parameters()) == 768 * 1536 + 3 * 1536 + 1536 * 2 + 2
+    )
+    assert (model.config.mask_ratio, model.config.negative_floor, model.unimodal.weight) == (
+        0.15,
+        1e-4,
+        0.5,
+    )
     assert model.image_encoder.mean == (0.48145466, 0.4578275, 0.40821073)
 
 

@@ -21,19 +21,29 @@ STREAMS = ("albef", "m2i2", "mumc", "m3ae", "arl", "ptunifier", "dual_stream")
 
 def model_of(name: str) -> Any:
     text = {**TINY[name]["text_arguments"], **NO_DROPOUT}
-    dropout = {} if name in ("berthop", "medvill", "pixelbert", "uniter", "vilt", "visualbert") else {"dropout": 0.0}
+    dropout = (
+        {}
+        if name in ("berthop", "medvill", "pixelbert", "uniter", "vilt", "visualbert")
+        else {"dropout": 0.0}
+    )
     return shaken(tiny_model(name, tiny_tokenizer(), text_arguments=text, **dropout))
 
 
 def losses_of(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the total loss of a batch in which a text and an image are missing, and its gradients."""
+    """Return the total loss of a batch in which a text and an image are missing, and its
+    gradients.
+    """
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    batch = make_batch(model.tokenizer, has_text_B=flags(1, 0, 1, 1, 1, 1), has_image_B=flags(1, 1, 0, 1, 1, 1))
+    batch = make_batch(
+        model.tokenizer, has_text_B=flags(1, 0, 1, 1, 1, 1), has_image_B=flags(1, 1, 0, 1, 1, 1)
+    )
     torch.manual_seed(1)
     model.before_step(0)
     total = model(batch).total
     total.backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
     model.zero_grad()
     model.load_state_dict(state)
     return total.detach(), gradients
@@ -58,7 +68,10 @@ def test_a_text_without_tokens_is_read_as_padded(name: str, tmp_path: Any) -> No
 def fusion_flops(model: Any) -> int:
     """Return the arithmetic of fusing texts of unequal length with their images."""
     batch = make_batch(model.tokenizer)
-    text, image = model.text_tokens(batch.ids_BT, batch.mask_BT), model.image_tokens(batch.image_BCHW)
+    text, image = (
+        model.text_tokens(batch.ids_BT, batch.mask_BT),
+        model.image_tokens(batch.image_BCHW),
+    )
     with FlopCounterMode(display=False) as counter:
         model.fuse(text, image)
     return counter.get_total_flops()
@@ -82,13 +95,19 @@ def test_a_layer_reads_packed_sequences_as_padded_ones() -> None:
     torch.manual_seed(0)
     layer = CoAttentionLayer(Sizes(8, 1, 2, 16), context_width=6)
     states_BND, other_BKD = torch.randn(3, 5, 8), torch.randn(3, 4, 6)
-    mask_BN, other_mask_BK = (torch.arange(size) < torch.tensor([[size], [1], [2]]) for size in (5, 4))
+    mask_BN, other_mask_BK = (
+        torch.arange(size) < torch.tensor([[size], [1], [2]]) for size in (5, 4)
+    )
     expected_BND = layer(states_BND, other_BKD, mask_BN, other_mask_BK)
     own, other = Packing.from_mask(mask_BN), Packing.from_mask(other_mask_BK)
-    packed_RD = layer(own.pack(states_BND), other.pack(other_BKD), mask_BN, other_mask_BK, own, other)
+    packed_RD = layer(
+        own.pack(states_BND), other.pack(other_BKD), mask_BN, other_mask_BK, own, other
+    )
     assert packed_RD.shape == (8, 8)
     torch.testing.assert_close(own.unpack(packed_RD)[mask_BN], expected_BND[mask_BN])
     kept = layer.cross_attention.keys_values(other.pack(other_BKD), other)
-    crossed_RD = layer.cross_attention.attend(own.pack(states_BND), kept, padding_mask(other_mask_BK), own)
+    crossed_RD = layer.cross_attention.attend(
+        own.pack(states_BND), kept, padding_mask(other_mask_BK), own
+    )
     crossed_BND = layer.cross_attention(states_BND, other_BKD, padding_mask(other_mask_BK))
     torch.testing.assert_close(crossed_RD, crossed_BND[mask_BN])

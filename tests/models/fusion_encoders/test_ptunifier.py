@@ -23,7 +23,11 @@ from medvl.models.fusion_encoders.parts.inputs import PromptPool
 from medvl.schema import Batch
 
 TOKENIZER = tiny_tokenizer()
-CONVOLUTIONAL: dict[str, Any] = {"image_encoder": "resnet_tiny", "image_arguments": {}, "image_positions": True}
+CONVOLUTIONAL: dict[str, Any] = {
+    "image_encoder": "resnet_tiny",
+    "image_arguments": {},
+    "image_positions": True,
+}
 ENCODERS = pytest.mark.parametrize("encoder", [{}, CONVOLUTIONAL], ids=["tokens", "cells"])
 
 
@@ -35,7 +39,9 @@ def make(**settings: Any) -> PTUnifier:
 
 def alone(images: bool, size: int = 3) -> Batch:
     """Return a batch of images alone, or of texts alone."""
-    return make_batch(TOKENIZER, size, **{"has_text_B" if images else "has_image_B": flags(*[0] * size)})
+    return make_batch(
+        TOKENIZER, size, **{"has_text_B" if images else "has_image_B": flags(*[0] * size)}
+    )
 
 
 def test_pool_returns_the_most_similar_prompts_with_gradient() -> None:
@@ -60,7 +66,9 @@ def test_pool_returns_the_most_similar_prompts_with_gradient() -> None:
 
 @ENCODERS
 def test_each_term_reaches_what_it_should(encoder: dict[str, Any]) -> None:
-    """The contrastive term has its published name and trains both pools; words without images train that of images."""
+    """The contrastive term has its published name and trains both pools; words without images
+    train that of images.
+    """
     model, batch = shaken(make(**encoder)), make_batch(TOKENIZER, 4)
     terms = model(batch).terms
     assert set(terms) == {"mlm", "itm", "itc"}
@@ -72,7 +80,11 @@ def test_each_term_reaches_what_it_should(encoder: dict[str, Any]) -> None:
     model(alone(images=False)).terms["mlm"].backward()
     assert model.image_prompts.prompts_RD.grad is not None
     assert model.image_prompts.prompts_RD.grad.any()
-    assert {objective.name: objective.weight for objective in model.objectives} == {"mlm": 1, "itm": 0.5, "itc": 0.1}
+    assert {objective.name: objective.weight for objective in model.objectives} == {
+        "mlm": 1,
+        "itm": 0.5,
+        "itc": 0.1,
+    }
 
 
 def test_contrast_equals_its_formula() -> None:
@@ -85,7 +97,8 @@ def test_contrast_equals_its_formula() -> None:
     images = model.features(dataclasses.replace(pairs, has_text_B=flags(0, 0, 0))).pooled_BD
     texts = model.features(dataclasses.replace(pairs, has_image_B=flags(0, 0, 0))).pooled_BD
     image_KE, text_KE = (
-        F.normalize(head(x), dim=1) for head, x in ((model.itc_head.image, images), (model.itc_head.text, texts))
+        F.normalize(head(x), dim=1)
+        for head, x in ((model.itc_head.image, images), (model.itc_head.text, texts))
     )
     logits_KK = image_KE @ text_KE.T / 0.1
     own_K = torch.arange(3)
@@ -93,20 +106,33 @@ def test_contrast_equals_its_formula() -> None:
     *_, itc = model.objectives
     loss = itc.loss(encoded, None)
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-    gradients = [torch.autograd.grad(x, model.image_prompts.prompts_RD)[0] for x in (loss, expected)]
+    gradients = [
+        torch.autograd.grad(x, model.image_prompts.prompts_RD)[0] for x in (loss, expected)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
 def test_tokens_are_those_of_the_paper() -> None:
-    """Class token and 5 patches; first token, 4 prompts, closing token; queries are means of embedded tokens."""
+    """Class token and 5 patches; first token, 4 prompts, closing token; queries are means of
+    embedded tokens.
+    """
     model = shaken(make()).eval()
     pair = make_batch(TOKENIZER, 2)
-    image, text = model.features(alone(images=True, size=2)), model.features(alone(images=False, size=2))
+    image, text = (
+        model.features(alone(images=True, size=2)),
+        model.features(alone(images=False, size=2)),
+    )
     assert image.text.states_BND.shape[1] == 1 + 4 + 1
     assert text.image.states_BND.shape[1] == 1 + 5
-    embedded = model.text_encoder.embed(pair.ids_BT, pair.mask_BT)[0, 1 : int(pair.mask_BT[0].sum())].mean(0)
-    assert model.image_prompts.map_QD is not None  # the tiny text encoder is narrower than the image encoder
-    chosen = (embedded @ model.image_prompts.map_QD @ model.image_prompts.prompts_RD.T).topk(5).indices
+    embedded = model.text_encoder.embed(pair.ids_BT, pair.mask_BT)[
+        0, 1 : int(pair.mask_BT[0].sum())
+    ].mean(0)
+    assert (
+        model.image_prompts.map_QD is not None
+    )  # the tiny text encoder is narrower than the image encoder
+    chosen = (
+        (embedded @ model.image_prompts.map_QD @ model.image_prompts.prompts_RD.T).topk(5).indices
+    )
     given: list[torch.Tensor] = []
     net: Any = model.image_encoder.backbone
     hook = net.patch_drop.register_forward_hook(lambda module, inputs, output: given.append(output))
@@ -123,7 +149,9 @@ def test_other_rows_do_not_change_a_row_without_its_image_or_text(encoder: dict[
     with torch.no_grad():
         mixed = model.features(batch).pooled_BD
         for row in range(4):
-            torch.testing.assert_close(model.features(batch.rows([row])).pooled_BD[0], mixed[row], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(
+                model.features(batch.rows([row])).pooled_BD[0], mixed[row], rtol=1e-3, atol=1e-4
+            )
 
 
 def test_replaced_patches_equal_those_of_the_image() -> None:
@@ -145,7 +173,9 @@ def test_replaced_patches_equal_those_of_the_image() -> None:
 def test_vqa_keeps_the_pools(tmp_path: Path) -> None:
     """As published; questions without an image are answered from prompts."""
     vqa = VQA.on(make(), ["yes", "no"])
-    assert not any(parameter.requires_grad for parameter in vqa.fusion_model.image_prompts.parameters())
+    assert not any(
+        parameter.requires_grad for parameter in vqa.fusion_model.image_prompts.parameters()
+    )
     assert vqa.answer_logits(alone(images=False)).isfinite().all()
 
 
@@ -160,7 +190,9 @@ def test_settings_that_do_not_fit_are_rejected() -> None:
 
 
 def test_published_sizes() -> None:
-    """389.3 million parameters less CLIP's text embeddings (25.3) and RoBERTa's pooler (0.6), both unused."""
+    """389.3 million parameters less CLIP's text embeddings (25.3) and RoBERTa's pooler (0.6),
+    both unused.
+    """
     with torch.device("meta"):
         model = medvl.create_model("ptunifier")
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -170,14 +202,20 @@ def test_published_sizes() -> None:
 
 def rank_gradients(rank: int, world: int) -> dict[str, torch.Tensor]:
     """Return gradients of the contrastive loss; the second half of the rows has no pair."""
-    batch = make_batch(TOKENIZER, 6, has_image_B=flags(1, 1, 1, 1, 0, 1), has_text_B=flags(1, 1, 1, 0, 1, 0))
+    batch = make_batch(
+        TOKENIZER, 6, has_image_B=flags(1, 1, 1, 1, 0, 1), has_text_B=flags(1, 1, 1, 0, 1, 0)
+    )
     text = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     model = make(dropout=0.0, text_arguments={**TINY["ptunifier"]["text_arguments"], **text})
     module: Any = DistributedDataParallel(model) if world > 1 else model
     torch.manual_seed(0)
     result = module(batch.rows(range(rank * 6 // world, (rank + 1) * 6 // world)))
     (result.terms["itc"] + 0 * result.total).backward()  # every parameter takes part
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_contrast_on_two_ranks_equals_one_where_a_rank_has_no_pair(tmp_path: Path) -> None:
@@ -186,7 +224,9 @@ def test_contrast_on_two_ranks_equals_one_where_a_rank_has_no_pair(tmp_path: Pat
     for rank in (0, 1):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for name, gradient in alone.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda text, n=name: n + text)
+            torch.testing.assert_close(
+                found[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda text, n=name: n + text
+            )
 
 
 if __name__ == "__main__":

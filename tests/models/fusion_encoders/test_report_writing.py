@@ -47,7 +47,9 @@ def writer(tokenizer: Tokenizer, attention: Attention = "seq2seq", **settings: o
 
 
 def without_cache(model: MedViLL, image: Tensor, longest: int, has_image: bool = True) -> list[int]:
-    """Decode greedily, one image at a time, with the full sequence through BERT's modules at every step."""
+    """Decode greedily, one image at a time, with the full sequence through BERT's modules at
+    every step.
+    """
     bert, tokenizer = model.text_encoder.backbone, model.tokenizer
     assert tokenizer is not None
     assert tokenizer.mask_id is not None
@@ -61,13 +63,22 @@ def without_cache(model: MedViLL, image: Tensor, longest: int, has_image: bool =
         vectors = torch.cat([marks[:1], cells, marks[1:], words(ids)])
         places = torch.tensor([0, *range(count), 0, *range(len(ids))])
         types = torch.tensor([0] * (count + 2) + [1] * len(ids))
-        hidden = bert.embeddings(inputs_embeds=vectors[None], position_ids=places[None], token_type_ids=types[None])
-        full_masks = torch.ones(1, count + 2, dtype=torch.bool), torch.ones(1, len(ids), dtype=torch.bool)
-        additive = (~attention_mask("seq2seq", *full_masks)[:, None]).float() * torch.finfo(torch.float32).min
+        hidden = bert.embeddings(
+            inputs_embeds=vectors[None], position_ids=places[None], token_type_ids=types[None]
+        )
+        full_masks = (
+            torch.ones(1, count + 2, dtype=torch.bool),
+            torch.ones(1, len(ids), dtype=torch.bool),
+        )
+        additive = (~attention_mask("seq2seq", *full_masks)[:, None]).float() * torch.finfo(
+            torch.float32
+        ).min
         for layer in bert.encoder.layer:
             hidden = layer(hidden, additive)
         scores_V = model.mlm_head(hidden[0, -1:], words.weight)[0]
-        scores_V[[tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id]] = -math.inf
+        scores_V[
+            [tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id]
+        ] = -math.inf
         word = int(scores_V.argmax())
         if word == tokenizer.sep_id:
             break
@@ -76,7 +87,9 @@ def without_cache(model: MedViLL, image: Tensor, longest: int, has_image: bool =
 
 
 def rows(generated: Generated) -> list[list[int]]:
-    return [ids[mask].tolist() for ids, mask in zip(generated.ids_BT, generated.mask_BT, strict=True)]
+    return [
+        ids[mask].tolist() for ids, mask in zip(generated.ids_BT, generated.mask_BT, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("attention", ["seq2seq", "bar", "mixed"])
@@ -84,9 +97,14 @@ def test_cache_changes_no_word(attention: Attention, tokenizer: Tokenizer) -> No
     model, batch = writer(tokenizer, attention), make_batch(tokenizer, 6)
     with torch.no_grad():
         expected = [without_cache(model, image, 12) for image in batch.image_BCHW]
-    assert len({tuple(words) for words in expected}) > 1, "every image has the same text: nothing is tested"
+    assert len({tuple(words) for words in expected}) > 1, (
+        "every image has the same text: nothing is tested"
+    )
     assert rows(model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=12))) == expected
-    alone = [rows(model.generate(image[None], decoding=Decoding(max_tokens=12)))[0] for image in batch.image_BCHW]
+    alone = [
+        rows(model.generate(image[None], decoding=Decoding(max_tokens=12)))[0]
+        for image in batch.image_BCHW
+    ]
     assert alone == expected
 
 
@@ -98,7 +116,10 @@ def test_placeholder_image_is_ignored(tokenizer: Tokenizer) -> None:
             without_cache(model, image, 8, has)
             for image, has in zip(batch.image_BCHW, has_image_B.tolist(), strict=True)
         ]
-    assert rows(model.generate(batch.image_BCHW, has_image_B, decoding=Decoding(max_tokens=8))) == expected
+    assert (
+        rows(model.generate(batch.image_BCHW, has_image_B, decoding=Decoding(max_tokens=8)))
+        == expected
+    )
 
 
 class WithoutCache:
@@ -114,9 +135,17 @@ class WithoutCache:
         rows = len(self.written_RT)
         column = torch.ones(rows, 1, dtype=torch.int64)
         ids_RT = torch.cat(
-            [tokenizer.cls_id * column, self.written_RT, tokenizer.mask_id * column, tokenizer.sep_id * column], dim=1
+            [
+                tokenizer.cls_id * column,
+                self.written_RT,
+                tokenizer.mask_id * column,
+                tokenizer.sep_id * column,
+            ],
+            dim=1,
         )
-        text = self.model.text_tokens(ids_RT, torch.ones_like(ids_RT, dtype=torch.bool))  # the SEP closes the block
+        text = self.model.text_tokens(
+            ids_RT, torch.ones_like(ids_RT, dtype=torch.bool)
+        )  # the SEP closes the block
         fused = self.model.fuse(text, self.image)
         return self.model.score_words(fused.text.states_BND[:, -2])
 
@@ -136,10 +165,14 @@ def test_beams_use_their_own_cache(decoding: Decoding, tokenizer: Tokenizer) -> 
         WithoutCache(model, batch.image_BCHW), decoding,
         max_tokens=9, end_id=tokenizer.sep_id, pad_id=tokenizer.pad_id, never=never,
     )  # fmt: skip
-    generated = model.generate(batch.image_BCHW, decoding=dataclasses.replace(decoding, max_tokens=9))
+    generated = model.generate(
+        batch.image_BCHW, decoding=dataclasses.replace(decoding, max_tokens=9)
+    )
     assert rows(generated) == rows(expected)
     torch.testing.assert_close(generated.score_B, expected.score_B, rtol=1e-4, atol=1e-3)
-    assert rows(generated) != rows(model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=9)))
+    assert rows(generated) != rows(
+        model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=9))
+    )
 
 
 def test_step_computes_two_tokens_and_the_image_once(tokenizer: Tokenizer) -> None:
@@ -166,7 +199,9 @@ def test_text_that_closes_at_once_is_empty(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("attention", ["bidirectional", "non_cross"])
-def test_generation_is_rejected_under_masks_that_are_not_causal(attention: Attention, tokenizer: Tokenizer) -> None:
+def test_generation_is_rejected_under_masks_that_are_not_causal(
+    attention: Attention, tokenizer: Tokenizer
+) -> None:
     model, batch = writer(tokenizer, attention), make_batch(tokenizer, 1)
     with raises(ConfigError, "unsupported", "attention"):
         model.generate(batch.image_BCHW)
@@ -202,7 +237,8 @@ def test_report_objective_learns_texts_and_their_end(tokenizer: Tokenizer) -> No
     """Complete reports from pixels only, after a few hundred steps."""
     model = tiny_model(
         "medvill", tokenizer, attention="seq2seq", objective="report", mlm_probability=0.4,
-        text_arguments={"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+        text_arguments={"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 64,
                         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     )  # fmt: skip
     assert isinstance(model, MedViLL)
@@ -222,7 +258,9 @@ def test_report_objective_learns_texts_and_their_end(tokenizer: Tokenizer) -> No
 
 def test_report_objective_equals_mlm_with_matching_images(tokenizer: Tokenizer) -> None:
     """Computed from the parts of `features`; the SEP of the image block is never masked."""
-    model = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report", mlm_probability=0.9).eval()
+    model = tiny_model(
+        "medvill", tokenizer, attention="seq2seq", objective="report", mlm_probability=0.9
+    ).eval()
     assert isinstance(model, MedViLL)
     batch = make_batch(tokenizer, 4)
     torch.manual_seed(3)
@@ -237,10 +275,14 @@ def test_report_objective_equals_mlm_with_matching_images(tokenizer: Tokenizer) 
     behind_BT = torch.cat([masked.ids_BT, sep], dim=1).masked_fill(
         ~torch.cat([batch.mask_BT, batch.mask_BT[:, :1]], 1), 0
     )
-    text = model.text_tokens(behind_BT, torch.ones_like(behind_BT, dtype=torch.bool))  # the SEP closes the block
+    text = model.text_tokens(
+        behind_BT, torch.ones_like(behind_BT, dtype=torch.bool)
+    )  # the SEP closes the block
     fused = model.fuse(text, model.image_tokens(batch.image_BCHW))
     scores_BTV = model.score_words(fused.text.states_BND[:, :-1])
-    mlm = torch.nn.functional.cross_entropy(scores_BTV.flatten(0, 1), masked.labels_BT[:, 1:].flatten())
+    mlm = torch.nn.functional.cross_entropy(
+        scores_BTV.flatten(0, 1), masked.labels_BT[:, 1:].flatten()
+    )
     assert set(result.terms) == {"mlm"}
     torch.testing.assert_close(result.total, mlm)
     result.total.backward()
@@ -256,8 +298,14 @@ def test_closing_token_is_masked_in_the_report_objective_only(tokenizer: Tokeniz
     for objective, rate in (("pretraining", 0.0), ("report", 0.5)):
         model = tiny_model("medvill", tokenizer, objective=objective, mlm_probability=0.5)
         generator = torch.Generator().manual_seed(0)
-        hidden = [model.masking(batch.ids_BT, batch.mask_BT, generator).labels_BT for _ in range(400)]
-        share = torch.stack([labels_BT[torch.arange(4), end_B] >= 0 for labels_BT in hidden]).float().mean()
+        hidden = [
+            model.masking(batch.ids_BT, batch.mask_BT, generator).labels_BT for _ in range(400)
+        ]
+        share = (
+            torch.stack([labels_BT[torch.arange(4), end_B] >= 0 for labels_BT in hidden])
+            .float()
+            .mean()
+        )
         assert float(share) == pytest.approx(rate, abs=0.05)
         others = torch.stack([labels_BT[:, 0] for labels_BT in hidden])
         assert (others < 0).all()
@@ -278,7 +326,9 @@ def test_closing_token_is_not_part_of_a_word(tokenizer: Tokenizer) -> None:
                 assert hidden_BT[row][words_BT[row] == word].unique().numel() == 1
     share_2N = torch.stack(together, dim=1).float().flatten(1)
     assert share_2N.mean(dim=1).tolist() == pytest.approx([0.4, 0.4], abs=0.06)
-    assert float(torch.corrcoef(share_2N)[0, 1]) == pytest.approx(0, abs=0.2)  # every text gets at least one mask
+    assert float(torch.corrcoef(share_2N)[0, 1]) == pytest.approx(
+        0, abs=0.2
+    )  # every text gets at least one mask
 
 
 def test_report_model_can_start_vqa(tokenizer: Tokenizer) -> None:
@@ -288,7 +338,9 @@ def test_report_model_can_start_vqa(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_questions_to_a_report_writer_reach_the_answer(tokenizer: Tokenizer, tmp_path: Path, in_memory: bool) -> None:
+def test_questions_to_a_report_writer_reach_the_answer(
+    tokenizer: Tokenizer, tmp_path: Path, in_memory: bool
+) -> None:
     """Under the sequence-to-sequence mask no token of the image block attends to the question."""
     torch.manual_seed(0)
     report_writer = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report")
@@ -299,7 +351,8 @@ def test_questions_to_a_report_writer_reach_the_answer(tokenizer: Tokenizer, tmp
         model = create_vqa(tmp_path, ("yes", "no"), fusion=DualStreamConfig()).eval()
     batch, other = make_batch(tokenizer, 2), make_batch(tokenizer, 2, texts=TEXTS[::-1])
     own_BA, other_BA = (
-        model.answer_logits(dataclasses.replace(each, image_BCHW=batch.image_BCHW)) for each in (batch, other)
+        model.answer_logits(dataclasses.replace(each, image_BCHW=batch.image_BCHW))
+        for each in (batch, other)
     )
     assert (own_BA - other_BA).abs().max() > 1e-5
     assert model.fusion_model.can_match

@@ -1,4 +1,6 @@
-"""Latent diffusion: sizes, noise schedule, loss, texts, guidance, moving average, and starting from parts."""
+"""Latent diffusion: sizes, noise schedule, loss, texts, guidance, moving average, and starting
+from parts.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -7,14 +9,34 @@ from typing import Any
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.generators import AUTOENCODER, DIFFUSION, SIZES, TEXTS, tiny_batch, tiny_generator, tiny_words
+from helpers.generators import (
+    AUTOENCODER,
+    DIFFUSION,
+    SIZES,
+    TEXTS,
+    tiny_batch,
+    tiny_generator,
+    tiny_words,
+)
 
 import medvl
 from medvl.data.loading.latents import LatentBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models import RoentGenConfig, Sampling, UNetSizes, create_latent_diffusion, sample_images, save
-from medvl.models.image_generation.autoencoder import NoiseSchedule, require_diffusers, to_grey, to_signal
+from medvl.models import (
+    RoentGenConfig,
+    Sampling,
+    UNetSizes,
+    create_latent_diffusion,
+    sample_images,
+    save,
+)
+from medvl.models.image_generation.autoencoder import (
+    NoiseSchedule,
+    require_diffusers,
+    to_grey,
+    to_signal,
+)
 from medvl.train import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer
 
@@ -33,7 +55,11 @@ def count(module: torch.nn.Module) -> int:
 def test_roentgen_has_the_sizes_of_stable_diffusion() -> None:
     with torch.device("meta"):
         model: Any = medvl.create_model("roentgen", caption_dropout=0.0)
-    assert (count(model.unet), count(model.autoencoder), count(model.text_encoder)) == (859520964, 83653863, 123060480)
+    assert (count(model.unet), count(model.autoencoder), count(model.text_encoder)) == (
+        859520964,
+        83653863,
+        123060480,
+    )
     trained = {name.split(".")[0] for name, each in model.named_parameters() if each.requires_grad}
     assert trained == {"unet", "text_encoder"}
 
@@ -46,11 +72,17 @@ def test_without_diffusers_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
 
 def test_noise_and_velocity_are_those_of_diffusers() -> None:
     schedule = NoiseSchedule()
-    theirs = diffusers.DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    theirs = diffusers.DDPMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
+    )
     latent, noise = torch.randn(2, 5, 4, 3, 3)
     step = torch.tensor([0, 1, 500, 998, 999])
-    assert torch.allclose(schedule.add(latent, noise, step), theirs.add_noise(latent, noise, step), atol=1e-5)
-    assert torch.allclose(schedule.velocity(latent, noise, step), theirs.get_velocity(latent, noise, step), atol=1e-5)
+    assert torch.allclose(
+        schedule.add(latent, noise, step), theirs.add_noise(latent, noise, step), atol=1e-5
+    )
+    assert torch.allclose(
+        schedule.velocity(latent, noise, step), theirs.get_velocity(latent, noise, step), atol=1e-5
+    )
     assert schedule.snr(step)[2].item() == pytest.approx(
         float(theirs.alphas_cumprod[500] / (1 - theirs.alphas_cumprod[500])), rel=1e-4
     )
@@ -61,7 +93,9 @@ def test_pixels_survive_the_way_to_a_signal_and_back() -> None:
     for channels in (1, 3):
         assert torch.equal(to_grey(to_signal(grey, channels)), grey[:, 0])
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.allclose(to_signal(grey.expand(-1, 3, -1, -1), 1), to_signal(grey, 1), atol=1e-5)
+        assert torch.allclose(
+            to_signal(grey.expand(-1, 3, -1, -1), 1), to_signal(grey, 1), atol=1e-5
+        )
 
 
 def test_the_autoencoder_learns_from_images_alone() -> None:
@@ -82,7 +116,9 @@ def test_the_autoencoder_learns_from_images_alone() -> None:
 
 
 @pytest.mark.parametrize("target", ["epsilon", "v"])
-def test_the_loss_is_that_of_the_formula(words: Tokenizer, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_that_of_the_formula(
+    words: Tokenizer, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_generator(words, target=target, latent_scale=0.5).eval()
     batch = tiny_batch(words)
     torch.manual_seed(3)
@@ -93,9 +129,13 @@ def test_the_loss_is_that_of_the_formula(words: Tokenizer, target: str, monkeypa
         latent = 0.5 * (posterior.mean + posterior.std * torch.randn_like(posterior.mean))
         step = torch.randint(0, 1000, (4,))
         noise = torch.randn_like(latent)
-        a = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2).cumprod(0)[step][:, None, None, None]
+        a = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2).cumprod(0)[step][
+            :, None, None, None
+        ]
         states = model.text_encoder(batch.ids_BT, batch.mask_BT).tokens_BTD
-        found = model.predict(a.sqrt() * latent + (1 - a).sqrt() * noise, step, states, batch.mask_BT)
+        found = model.predict(
+            a.sqrt() * latent + (1 - a).sqrt() * noise, step, states, batch.mask_BT
+        )
         wanted = noise if target == "epsilon" else a.sqrt() * noise - (1 - a).sqrt() * latent
     assert loss.item() == pytest.approx(((found - wanted) ** 2).mean().item(), rel=1e-4)
 
@@ -106,10 +146,14 @@ def test_padding_is_not_attended_to(words: Tokenizer) -> None:
     mask = torch.tensor([[True, True, True, False, False]])
     other = states.clone()
     other[:, 3:] = 9.0
-    assert torch.allclose(model.predict(noisy, step, states, mask), model.predict(noisy, step, other, mask), atol=1e-5)
+    assert torch.allclose(
+        model.predict(noisy, step, states, mask), model.predict(noisy, step, other, mask), atol=1e-5
+    )
     everything = tiny_generator(words, text_mask=False).eval()
     assert not torch.allclose(
-        everything.predict(noisy, step, states, mask), everything.predict(noisy, step, other, mask), atol=1e-5
+        everything.predict(noisy, step, states, mask),
+        everything.predict(noisy, step, other, mask),
+        atol=1e-5,
     )
 
 
@@ -157,16 +201,23 @@ def test_what_is_trained(words: Tokenizer) -> None:
     frozen.train()
     assert not frozen.autoencoder.training
     assert not frozen.text_encoder.training
-    assert {name.split(".")[0] for name, each in frozen.named_parameters() if each.requires_grad} == {"unet"}
-    unet = UNetSizes(channels=(16,), cross_attention=(True,), layers=1, heads=2, text_width=16, groups=4)
+    assert {
+        name.split(".")[0] for name, each in frozen.named_parameters() if each.requires_grad
+    } == {"unet"}
+    unet = UNetSizes(
+        channels=(16,), cross_attention=(True,), layers=1, heads=2, text_width=16, groups=4
+    )
     both = tiny_generator(words, unet=unet, train_text=True, text_lr_mult=0.1)
     both.train()
     assert both.text_encoder.training
     both(tiny_batch(words)).total.backward()
-    lacking = {name for name, each in both.named_parameters() if each.requires_grad and each.grad is None}
+    lacking = {
+        name for name, each in both.named_parameters() if each.requires_grad and each.grad is None
+    }
     assert lacking == set()
     rates = {
-        group["name"].split(":")[0]: group["lr"] for group in build_optimizer(both, OptimConfig(lr=1.0)).param_groups
+        group["name"].split(":")[0]: group["lr"]
+        for group in build_optimizer(both, OptimConfig(lr=1.0)).param_groups
     }
     assert rates == {"unet": 1.0, "text_projection": 1.0, "text_encoder": 0.1}
 
@@ -217,7 +268,9 @@ def test_guidance_one_is_the_conditional_model_and_zero_the_empty_text(words: To
     assert (draw("", 3.0) - draw("", 1.0)).abs().max() <= 1
 
 
-def test_ddim_with_a_perfect_denoiser_finds_the_latent(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddim_with_a_perfect_denoiser_finds_the_latent(
+    words: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A denoiser that knows the answer brings any noise to it, whatever the sampler's steps."""
     model = tiny_generator(words).eval()
     truth = torch.randn(1, 4, 8, 8)
@@ -229,7 +282,9 @@ def test_ddim_with_a_perfect_denoiser_finds_the_latent(words: Tokenizer, monkeyp
         return a.sqrt() * noise - (1 - a).sqrt() * truth
 
     monkeypatch.setattr(model, "predict", velocity)
-    monkeypatch.setattr(model, "decode", lambda latent: decoded.append(latent) or torch.zeros(1, 1, 32, 32))
+    monkeypatch.setattr(
+        model, "decode", lambda latent: decoded.append(latent) or torch.zeros(1, 1, 32, 32)
+    )
     for sampler in ("ddim", "dpm"):
         sample_images(model, ["x"], [0], Sampling(sampler=sampler, steps=20, guidance=1.0))
         assert torch.allclose(decoded[-1], truth, atol=0.05)
@@ -256,20 +311,27 @@ def test_a_model_is_made_of_the_checkpoints_of_its_parts(words: Tokenizer, tmp_p
     for name, each in (("auto", auto), ("whole", whole)):
         (tmp_path / name).mkdir()
         save(each, tmp_path / name)
-    made = create_latent_diffusion(DIFFUSION, autoencoder=tmp_path / "auto", text=tmp_path / "whole")
+    made = create_latent_diffusion(
+        DIFFUSION, autoencoder=tmp_path / "auto", text=tmp_path / "whole"
+    )
     assert made.tokenizer is not None
     assert same(made.autoencoder, auto.autoencoder)
     assert same(made.text_encoder, whole.text_encoder)
     assert not same(made.unet, whole.unet)
     (tmp_path / "made").mkdir()
     save(made, tmp_path / "made")
-    assert medvl.load(tmp_path / "made").autoencoder.trained_on == ({"patients": ["p1"]},), "leak checks see it"
+    assert medvl.load(tmp_path / "made").autoencoder.trained_on == ({"patients": ["p1"]},), (
+        "leak checks see it"
+    )
     card = (tmp_path / "made" / "README.md").read_text()
     assert "pipeline_tag: text-to-image" in card
     assert "sample_images(" in card
     averaged = dataclasses.replace(DIFFUSION, ema_decay=0.9, latent_scale=None)
     more = create_latent_diffusion(averaged, start=tmp_path / "whole")
-    assert all(same(getattr(more, part), getattr(whole, part)) for part in ("unet", "autoencoder", "text_encoder"))
+    assert all(
+        same(getattr(more, part), getattr(whole, part))
+        for part in ("unet", "autoencoder", "text_encoder")
+    )
     assert same(more.ema_unet, whole.unet)
     assert more.latent_scale.item() == pytest.approx(0.3)
 
@@ -294,7 +356,9 @@ def test_the_unet_alone_may_be_random(words: Tokenizer, tmp_path: Path) -> None:
 def test_another_autoencoder_brings_its_own_scale(words: Tokenizer, tmp_path: Path) -> None:
     """Stable Diffusion's is that of its checkpoint alone."""
     sizes = {field.name: getattr(DIFFUSION, field.name) for field in dataclasses.fields(DIFFUSION)}
-    config = RoentGenConfig(**{name: value for name, value in sizes.items() if name != "latent_scale"})
+    config = RoentGenConfig(
+        **{name: value for name, value in sizes.items() if name != "latent_scale"}
+    )
     for name, each in (
         ("sd", tiny_generator(words, config, latent_scale=0.18)),
         ("auto", medvl.create_model(AUTOENCODER)),
@@ -304,7 +368,9 @@ def test_another_autoencoder_brings_its_own_scale(words: Tokenizer, tmp_path: Pa
     made = create_latent_diffusion(config, start=tmp_path / "sd")
     assert made.latent_scale.item() == pytest.approx(0.18)
     made = create_latent_diffusion(config, start=tmp_path / "sd", autoencoder=tmp_path / "auto")
-    made.measure_scale(torch.cat([2 * torch.randn(500, 4, 2, 2), torch.full((500, 4, 2, 2), -30.0)], dim=1))
+    made.measure_scale(
+        torch.cat([2 * torch.randn(500, 4, 2, 2), torch.full((500, 4, 2, 2), -30.0)], dim=1)
+    )
     assert made.latent_scale.item() == pytest.approx(0.5, rel=0.05)
 
 
@@ -314,7 +380,12 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 
 def test_parts_that_do_not_fit_are_refused(words: Tokenizer, tmp_path: Path) -> None:
-    save(medvl.create_model(dataclasses.replace(AUTOENCODER, sizes=dataclasses.replace(SIZES, groups=8))), tmp_path)
+    save(
+        medvl.create_model(
+            dataclasses.replace(AUTOENCODER, sizes=dataclasses.replace(SIZES, groups=8))
+        ),
+        tmp_path,
+    )
     with raises(ConfigError, "mismatch", "autoencoder"):
         create_latent_diffusion(DIFFUSION, autoencoder=tmp_path, tokenizer=words)
     with raises(ConfigError, "missing", "autoencoder"):

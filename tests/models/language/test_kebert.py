@@ -1,4 +1,6 @@
-"""KAD's knowledge encoder: facts of a release of UMLS, pairs, the loss against the formula, and its use in KAD."""
+"""KAD's knowledge encoder: facts of a release of UMLS, pairs, the loss against the formula, and
+its use in KAD.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,11 +56,18 @@ class Facts(list[Sample]):
 
 
 def facts_of(graph: KnowledgeGraph, definitions: dict[str, list[str]]) -> Facts:
-    planned = plan(graph, Deidentifier(bytes(32)), definitions=definitions, fractions={"train": 0.8, "validate": 0.2})
+    planned = plan(
+        graph,
+        Deidentifier(bytes(32)),
+        definitions=definitions,
+        fractions={"train": 0.8, "validate": 0.2},
+    )
     return Facts(record.sample for record in planned.records)
 
 
-def test_facts_are_both_ends_of_each_relation_and_each_definition(graph: KnowledgeGraph, umls: Path) -> None:
+def test_facts_are_both_ends_of_each_relation_and_each_definition(
+    graph: KnowledgeGraph, umls: Path
+) -> None:
     definitions = read_definitions(umls, graph.identifiers)
     facts = facts_of(graph, definitions)
     texts = [sample.sections["text"] for sample in facts]
@@ -69,11 +78,16 @@ def test_facts_are_both_ends_of_each_relation_and_each_definition(graph: Knowled
     (definition,) = definitions[graph.identifiers[place["pleural effusion"]]]
     assert "\n".join([definition, *effusion]) in texts
     assert len(texts) == 2 * len(graph.triples_N3) + sum(map(len, definitions.values()))
-    concepts = {split: {fact.patient for fact in facts if fact.split == split} for split in ("train", "validate")}
+    concepts = {
+        split: {fact.patient for fact in facts if fact.split == split}
+        for split in ("train", "validate")
+    }
     assert not concepts["train"] & concepts["validate"]
 
 
-def test_a_release_without_definitions_and_a_damaged_one_are_refused(umls: Path, tmp_path: Path) -> None:
+def test_a_release_without_definitions_and_a_damaged_one_are_refused(
+    umls: Path, tmp_path: Path
+) -> None:
     with raises(CorpusError, "not_found", names="MRDEF.RRF"):
         read_definitions(tmp_path, ["C9000000"])
     (tmp_path / "MRDEF.RRF").write_text("C9000000||AT1||PHANTOM|cut off")
@@ -86,7 +100,12 @@ def test_segments_are_separated_and_long_facts_are_cut(tokenizer: Tokenizer) -> 
     pairs, rng = ConceptPairs(tokenizer, 8), np.random.default_rng(0)
     row = pairs("key", "concept", "edema\tpart of\nlung\nlungs", str, rng)
     ends = [tokenizer.sep_id]
-    expected = [tokenizer.cls_id, *tokenizer.encode_whole("edema")[0], *ends, *tokenizer.encode_whole("part of")[0]]
+    expected = [
+        tokenizer.cls_id,
+        *tokenizer.encode_whole("edema")[0],
+        *ends,
+        *tokenizer.encode_whole("part of")[0],
+    ]
     assert row.fact == [*expected, *ends][:7] + ([*expected, *ends][7:8] and ends)
     assert row.name[1:-1] in [tokenizer.encode_whole(name)[0] for name in ("lung", "lungs")]
     with raises(ConfigError, "wrong_type", "data.train"):
@@ -96,7 +115,12 @@ def test_segments_are_separated_and_long_facts_are_cut(tokenizer: Tokenizer) -> 
 
 def model_of(tokenizer: Tokenizer, **settings: Any) -> Any:
     with seeded(0):
-        return create_model("kebert", tokenizer=tokenizer, projection_dim=16, **{"max_tokens": 24, **TINY, **settings})
+        return create_model(
+            "kebert",
+            tokenizer=tokenizer,
+            projection_dim=16,
+            **{"max_tokens": 24, **TINY, **settings},
+        )
 
 
 def batch_of(model: Any, facts: Facts, rows: int = 6) -> Batch:
@@ -104,12 +128,16 @@ def batch_of(model: Any, facts: Facts, rows: int = 6) -> Batch:
     return next(iter(open_text_loader(source, model.sequences, batch=rows, train=False)))
 
 
-def test_loss_is_info_nce_with_all_facts_of_a_concept_as_positives(tokenizer: Tokenizer, graph: KnowledgeGraph) -> None:
+def test_loss_is_info_nce_with_all_facts_of_a_concept_as_positives(
+    tokenizer: Tokenizer, graph: KnowledgeGraph
+) -> None:
     model = model_of(tokenizer).eval()
     batch = batch_of(model, Facts(facts_of(graph, {})[:6]))
     batch.studies = ["a", "b", "a", "c", "d", "e"]
     losses = model(batch)
-    fact_BE = F.normalize(model.text_head(model.text_encoder(batch.ids_BT, batch.mask_BT).pooled_BD), dim=1)
+    fact_BE = F.normalize(
+        model.text_head(model.text_encoder(batch.ids_BT, batch.mask_BT).pooled_BD), dim=1
+    )
     names = model.text_encoder(batch.second_ids_BT, batch.second_mask_BT)
     logits_BB = fact_BE @ F.normalize(model.text_head(names.pooled_BD), dim=1).T / 0.07
     target_BB = torch.eye(6)
@@ -125,7 +153,9 @@ def test_loss_is_info_nce_with_all_facts_of_a_concept_as_positives(tokenizer: To
 
 
 @pytest.mark.training
-def test_names_are_found_from_facts_after_training(tokenizer: Tokenizer, graph: KnowledgeGraph) -> None:
+def test_names_are_found_from_facts_after_training(
+    tokenizer: Tokenizer, graph: KnowledgeGraph
+) -> None:
     """Without dropout, so that nothing is random."""
     dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     model = model_of(tokenizer, text_arguments={"num_hidden_layers": 1, **dropout})
@@ -139,7 +169,9 @@ def test_names_are_found_from_facts_after_training(tokenizer: Tokenizer, graph: 
 
 
 class Vectors:
-    """A knowledge encoder that returns given vectors of facts and names, one pair for each concept."""
+    """A knowledge encoder that returns given vectors of facts and names, one pair for each
+    concept.
+    """
 
     device = "cpu"
 
@@ -165,17 +197,30 @@ def test_names_with_equal_scores_or_none_are_not_found() -> None:
     names_NE = torch.eye(3)[[0, 1, 1]]  # the names of the last two concepts are equal
     assert score_of(names_NE, names_NE) == (pytest.approx(1 / 3), pytest.approx((1 + 2 / 1.5) / 3))
     names_NE = torch.eye(3).index_fill(0, torch.tensor(2), torch.nan)
-    assert score_of(torch.eye(3), names_NE) == (pytest.approx(2 / 3), pytest.approx((1 + 1 + 1 / 3) / 3))
+    assert score_of(torch.eye(3), names_NE) == (
+        pytest.approx(2 / 3),
+        pytest.approx((1 + 1 + 1 / 3) / 3),
+    )
 
 
-def test_kad_starts_from_its_encoder_and_head_and_other_systems_from_the_encoder(tmp_path: Path) -> None:
+def test_kad_starts_from_its_encoder_and_head_and_other_systems_from_the_encoder(
+    tmp_path: Path,
+) -> None:
     tokenizer = gloria_ranks.tiny_tokenizer()
     knowledge = model_of(tokenizer, max_tokens=64)
     save(knowledge, tmp_path)
-    towers = {"image_encoder": "resnet_tiny", "image_size": 64, "projection_dim": 16, "max_tokens": 64, **TINY}
+    towers = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 64,
+        "projection_dim": 16,
+        "max_tokens": 64,
+        **TINY,
+    }
     options = {**towers, "tokenizer": tokenizer, "init_from": tmp_path, "entities": ("Edema",)}
     for name in ("kad", "medklip"):
-        started = create_model(name, **options, **({"image_arguments": {}} if name == "medklip" else {}))
+        started = create_model(
+            name, **options, **({"image_arguments": {}} if name == "medklip" else {})
+        )
         for key, tensor in knowledge.text_encoder.state_dict().items():
             torch.testing.assert_close(started.text_encoder.state_dict()[key], tensor)
         if name == "kad":

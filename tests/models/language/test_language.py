@@ -1,4 +1,6 @@
-"""Systems of text alone: losses against transformers' models, objectives, starts, and their encoder in other systems."""
+"""Systems of text alone: losses against transformers' models, objectives, starts, and their
+encoder in other systems.
+"""
 
 import dataclasses
 import math
@@ -55,7 +57,9 @@ def make(name: str, tokenizer: Tokenizer, **settings: Any) -> Any:
 
 
 def batch_of(model: Any, source: Any, rows: int = 8, **settings: Any) -> TextBatch:
-    batch = next(iter(open_text_loader(source, model.sequences, batch=rows, train=True, **settings)))
+    batch = next(
+        iter(open_text_loader(source, model.sequences, batch=rows, train=True, **settings))
+    )
     assert isinstance(batch, TextBatch)
     return batch
 
@@ -65,7 +69,9 @@ def hugging_face(model: Any) -> Any:
     import transformers
 
     config = model.text_encoder.backbone.config
-    state = {f"net.{name}": tensor for name, tensor in model.text_encoder.backbone.state_dict().items()}
+    state = {
+        f"net.{name}": tensor for name, tensor in model.text_encoder.backbone.state_dict().items()
+    }
     if model.name == "masked_text":
         net: Any = transformers.BertForPreTraining(config)
         parts = {"cls.predictions.transform.dense": model.word_head.dense}
@@ -74,7 +80,10 @@ def hugging_face(model: Any) -> Any:
         biases, prefix = ("cls.predictions.bias", "cls.predictions.decoder.bias"), "bert."
     else:
         net = transformers.AlbertForPreTraining(config)
-        parts = {"predictions.dense": model.word_head.dense, "predictions.LayerNorm": model.word_head.norm}
+        parts = {
+            "predictions.dense": model.word_head.dense,
+            "predictions.LayerNorm": model.word_head.norm,
+        }
         parts |= {"albert.pooler": model.pooler, "sop_classifier.classifier": model.pair_head}
         biases, prefix = ("predictions.bias", "predictions.decoder.bias"), "albert."
     values = {name.replace("net.", prefix): tensor for name, tensor in state.items()}
@@ -112,7 +121,9 @@ def test_losses_are_those_of_transformers(name: str, tokenizer: Tokenizer, sourc
 def test_albert_shares_its_layers_and_narrows_its_words(tokenizer: Tokenizer) -> None:
     one, two = (
         make(
-            "albert_text", tokenizer, text_arguments={**SIZES["albert_text"]["text_arguments"], "num_hidden_layers": n}
+            "albert_text",
+            tokenizer,
+            text_arguments={**SIZES["albert_text"]["text_arguments"], "num_hidden_layers": n},
         )
         for n in (1, 2)
     )
@@ -120,10 +131,18 @@ def test_albert_shares_its_layers_and_narrows_its_words(tokenizer: Tokenizer) ->
     assert count[0] == count[1]
     assert two.text_encoder.backbone.get_input_embeddings().weight.shape == (60, 16)
     with raises(ConfigError, "unsupported", "text_encoder"):
-        create_model("albert_text", tokenizer=tokenizer, text_encoder="bert", text_arguments=SMALL, max_tokens=32)
+        create_model(
+            "albert_text",
+            tokenizer=tokenizer,
+            text_encoder="bert",
+            text_arguments=SMALL,
+            max_tokens=32,
+        )
 
 
-def test_parts_of_a_batch_sum_to_the_mean_over_all_masked_tokens(tokenizer: Tokenizer, source: Any) -> None:
+def test_parts_of_a_batch_sum_to_the_mean_over_all_masked_tokens(
+    tokenizer: Tokenizer, source: Any
+) -> None:
     """Unequal parts with the mean counts have together the loss and the gradient of the whole."""
     model = make("masked_text", tokenizer)
     batch = batch_of(model, source, rows=9)
@@ -145,10 +164,13 @@ def test_packed_documents_do_not_see_each_other(tokenizer: Tokenizer, source: An
     padded = model(batch)
     model.text_encoder.pack()
     torch.testing.assert_close(model(batch).total, padded.total)
-    other = dataclasses.replace(batch, masked_BT=batch.masked_BT.clone(), ids_BT=batch.ids_BT.clone())
+    other = dataclasses.replace(
+        batch, masked_BT=batch.masked_BT.clone(), ids_BT=batch.ids_BT.clone()
+    )
     other.ids_BT[1:], other.masked_BT[1:] = 7, 7
     first, changed = (
-        model.text_encoder(b.ids_BT, b.mask_BT, types_BT=b.types_BT).tokens_BTD[0] for b in (batch, other)
+        model.text_encoder(b.ids_BT, b.mask_BT, types_BT=b.types_BT).tokens_BTD[0]
+        for b in (batch, other)
     )
     assert torch.equal(first, changed)
 
@@ -168,8 +190,12 @@ def test_the_rate_rises_with_the_steps(tokenizer: Tokenizer, source: Any) -> Non
         make("masked_text", tokenizer, rate_ramp=(0.1, 1.2), ramp_steps=3)
 
 
-def test_adversarial_noise_changes_predictions_more_than_random_noise(tokenizer: Tokenizer, source: Any) -> None:
-    model = make("masked_text", tokenizer, pairs="none", adversarial_weight=10.0, adversarial_step=0.02)
+def test_adversarial_noise_changes_predictions_more_than_random_noise(
+    tokenizer: Tokenizer, source: Any
+) -> None:
+    model = make(
+        "masked_text", tokenizer, pairs="none", adversarial_weight=10.0, adversarial_step=0.02
+    )
     batch = batch_of(model, source)
     model.eval()
     losses = model(batch)
@@ -178,7 +204,9 @@ def test_adversarial_noise_changes_predictions_more_than_random_noise(tokenizer:
     with torch.no_grad():
         unmoved = model(batch).terms["adversarial"]  # noise of 1e-5 without the step
     assert losses.terms["adversarial"] > 100 * unmoved
-    random = make("masked_text", tokenizer, pairs="none", adversarial_weight=1.0, adversarial_std=0.02 / 3).eval()
+    random = make(
+        "masked_text", tokenizer, pairs="none", adversarial_weight=1.0, adversarial_std=0.02 / 3
+    ).eval()
     random.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert losses.terms["adversarial"] > 2 * random(batch).terms["adversarial"]
@@ -187,14 +215,31 @@ def test_adversarial_noise_changes_predictions_more_than_random_noise(tokenizer:
 
 
 @pytest.mark.parametrize("name", ["convirt", "m3ae"])
-def test_the_trained_encoder_starts_other_systems(name: str, tokenizer: Tokenizer, source: Any, tmp_path: Path) -> None:
+def test_the_trained_encoder_starts_other_systems(
+    name: str, tokenizer: Tokenizer, source: Any, tmp_path: Path
+) -> None:
     model = make("masked_text", tokenizer)
     checkpoint.save(model, tmp_path, {"train_manifest": dataclasses.asdict(source.manifest)})
-    settings: dict[str, Any] = {"text_encoder": "bert", "text_arguments": SMALL, "image_encoder": "resnet_tiny"}
+    settings: dict[str, Any] = {
+        "text_encoder": "bert",
+        "text_arguments": SMALL,
+        "image_encoder": "resnet_tiny",
+    }
     if name == "m3ae":
-        settings |= {"image_encoder": "timm:test_vit", "image_size": 160, "width": 32, "layers": 1, "heads": 2}
+        settings |= {
+            "image_encoder": "timm:test_vit",
+            "image_size": 160,
+            "width": 32,
+            "layers": 1,
+            "heads": 2,
+        }
         settings |= {"mim_layer": 1, "image_arguments": {"depth": 1}}
-        settings |= {"decoder_width": 32, "decoder_layers": 1, "decoder_heads": 2, "intermediate": 32}
+        settings |= {
+            "decoder_width": 32,
+            "decoder_layers": 1,
+            "decoder_heads": 2,
+            "intermediate": 32,
+        }
     else:
         settings["frozen_text_layers"] = 0
     with seeded(1):
@@ -214,12 +259,16 @@ def test_the_trained_encoder_starts_other_systems(name: str, tokenizer: Tokenize
     checkpoint.load_towers(back, folder)  # and back: the image encoder is left out
 
 
-def test_a_new_vocabulary_under_an_old_encoder(tokenizer: Tokenizer, source: Any, tmp_path: Path) -> None:
+def test_a_new_vocabulary_under_an_old_encoder(
+    tokenizer: Tokenizer, source: Any, tmp_path: Path
+) -> None:
     """The start is a run, of which the best checkpoint is taken."""
     old, run = make("masked_text", tokenizer), tmp_path / "run"
     (run / "best").mkdir(parents=True)
     checkpoint.save(old, run / "best", {"train_manifest": dataclasses.asdict(source.manifest)})
-    words = train_wordpiece(["effusion lung heart ward"], vocab_size=30, min_frequency=1, max_tokens=32)
+    words = train_wordpiece(
+        ["effusion lung heart ward"], vocab_size=30, min_frequency=1, max_tokens=32
+    )
     with raises(CheckpointError, "mismatch"):
         make("masked_text", words, init_from=run)
     with raises(ConfigError, "missing", "tokenizer"):

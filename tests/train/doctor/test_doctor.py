@@ -73,11 +73,12 @@ def settings(run_dir: Path, **changes: Any) -> Settings:
 def found(**changes: Any) -> Examination:
     """A GPU that waits for nothing."""
     figures: dict[str, Any] = {
-        "device": "H200", "precision": "bf16", "cores": 16, "threads": 8, "workers": 8, "pairs": 256,
-        "parameters": 10**8, "gflop_per_pair": 90.0, "ceiling_tflops": 770.0, "model_rate": 2700.0,
-        "loader_rate": 5000.0, "rate": 2600.0, "wait_share": 0.01, "transfer_seconds": 0.001, "real_tokens": 0.9,
-        "first_batch_seconds": 1.0, "first_step_seconds": 50.0, "checkpoint_seconds": 0.5, "peak_gb": 100.0,
-        "memory_gb": 141.0, "stages": Stages(disk=1e-5, decode=1e-3, augmentation=5e-4, text=1e-4),
+        "device": "H200", "precision": "bf16", "cores": 16, "threads": 8, "workers": 8,
+        "pairs": 256, "parameters": 10**8, "gflop_per_pair": 90.0, "ceiling_tflops": 770.0,
+        "model_rate": 2700.0, "loader_rate": 5000.0, "rate": 2600.0, "wait_share": 0.01,
+        "transfer_seconds": 0.001, "real_tokens": 0.9, "first_batch_seconds": 1.0,
+        "first_step_seconds": 50.0, "checkpoint_seconds": 0.5, "peak_gb": 100.0, "memory_gb": 141.0,
+        "stages": Stages(disk=1e-5, decode=1e-3, augmentation=5e-4, text=1e-4),
     }  # fmt: skip
     return Examination(**{**figures, **changes})
 
@@ -92,8 +93,14 @@ STARVED = {"loader_rate": 900.0, "rate": 880.0, "wait_share": 0.6}
         ({}, "compute"),
         ({"transfer_seconds": 0.02}, "transfer"),
         (STARVED, "decode"),
-        ({**STARVED, "stages": Stages(disk=1e-2, decode=1e-3, augmentation=5e-4, text=1e-4)}, "disk"),
-        ({**STARVED, "stages": Stages(disk=0, decode=1e-3, augmentation=5e-3, text=1e-4)}, "augmentation"),
+        (
+            {**STARVED, "stages": Stages(disk=1e-2, decode=1e-3, augmentation=5e-4, text=1e-4)},
+            "disk",
+        ),
+        (
+            {**STARVED, "stages": Stages(disk=0, decode=1e-3, augmentation=5e-3, text=1e-4)},
+            "augmentation",
+        ),
         ({**STARVED, "stages": Stages(disk=0, decode=1e-3, augmentation=5e-4, text=1e-2)}, "text"),
         ({**STARVED, "stages": None}, "loading"),
         ({"device": "CPU", "memory_gb": None, "rate": 1500.0, "cores": 8}, "cores"),
@@ -110,7 +117,11 @@ def test_limit_follows_from_the_measurements(changes: dict[str, Any], part: str)
     [
         ({}, {}, ["--train.precision bf16", "--train.channels-last True", "--train.compile True"]),
         ({"peak_gb": 20.0}, FAST, ["--train.global-batch"]),
-        ({"real_tokens": 0.4}, FAST, ["60% of the token positions are padding: --train.packed-text True"]),
+        (
+            {"real_tokens": 0.4},
+            FAST,
+            ["60% of the token positions are padding: --train.packed-text True"],
+        ),
         ({"real_tokens": 0.4}, {**FAST, "packed_text": True}, []),
         (
             {"real_tokens": 0.4, "device": "CPU", "memory_gb": None},
@@ -119,35 +130,65 @@ def test_limit_follows_from_the_measurements(changes: dict[str, Any], part: str)
         ),
         ({"peak_gb": 120.0}, FAST, []),
         (STARVED, {}, ["--data.workers 15: 16 cores, 8 workers", "medvl shards --short-side"]),
-        ({**STARVED, "workers": 15}, {}, ["all 16 cores are used by 15 workers", "medvl shards --short-side"]),
-        ({**STARVED, "stages": Stages(disk=1, decode=0, augmentation=0, text=0)}, {}, ["local disk or in memory"]),
-        ({"device": "CPU", "memory_gb": None, "rate": 1500.0, "cores": 8}, {}, ["fewer --data.workers"]),
+        (
+            {**STARVED, "workers": 15},
+            {},
+            ["all 16 cores are used by 15 workers", "medvl shards --short-side"],
+        ),
+        (
+            {**STARVED, "stages": Stages(disk=1, decode=0, augmentation=0, text=0)},
+            {},
+            ["local disk or in memory"],
+        ),
+        (
+            {"device": "CPU", "memory_gb": None, "rate": 1500.0, "cores": 8},
+            {},
+            ["fewer --data.workers"],
+        ),
         ({"device": "CPU", "memory_gb": None, "rate": 2690.0, "cores": 8}, {}, []),
     ],
 )
-def test_advice_names_options(changes: dict[str, Any], train: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_advice_names_options(
+    changes: dict[str, Any], train: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
     told = advice(found(**changes), settings(tmp_path, **train))
     assert len(told) == len(words)
     for line, word in zip(told, words, strict=True):
         assert word in line
 
 
-@pytest.mark.parametrize(("on_device", "memory_gb", "lines"), [(False, 141.0, 2), (True, 141.0, 1), (False, None, 1)])
-def test_advice_on_slow_augmentation(on_device: bool, memory_gb: float | None, lines: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("on_device", "memory_gb", "lines"), [(False, 141.0, 2), (True, 141.0, 1), (False, None, 1)]
+)
+def test_advice_on_slow_augmentation(
+    on_device: bool, memory_gb: float | None, lines: int, tmp_path: Path
+) -> None:
     """The GPU can augment, where there is one that does not yet."""
-    slow = {**STARVED, "workers": 15, "stages": Stages(disk=0, decode=1e-3, augmentation=5e-3, text=1e-4)}
+    slow = {
+        **STARVED,
+        "workers": 15,
+        "stages": Stages(disk=0, decode=1e-3, augmentation=5e-3, text=1e-4),
+    }
     data = Data(image=ConVIRTAugmentation(on_device=on_device))
     chosen = dataclasses.replace(settings(tmp_path), data=data)
-    told = [line for line in advice(found(**slow, memory_gb=memory_gb), chosen) if "--data.image" in line]
+    told = [
+        line
+        for line in advice(found(**slow, memory_gb=memory_gb), chosen)
+        if "--data.image" in line
+    ]
     assert len(told) == lines
     assert told[-1].startswith("a weaker --data.image")
 
 
 def test_table_lists_all_measurements(tmp_path: Path) -> None:
     text = describe(found(), settings(tmp_path, precision="bf16", channels_last=True, compile=True))
-    for value in ("2700.0 pairs/s", "5000.0 images/s", "2600.0 pairs/s, 0.96 of the slower", "1.0% of the time",
-                  "31.6% of a measured 770 TFLOP/s", "100.00 GB (GPU memory)", "90% of the positions", "1.0 s, 50.0 s",
-                  "stops the run for 0.50 s", "disk 0.01, decode 1.00, augmentation 0.50, text 0.10 ms",
+    for value in ("2700.0 "
+                  "pairs/s", "5000.0 "
+                             "images/s", "2600.0 pairs/s, 0.96 of the slower", "1.0% of the time",
+                  "31.6% of a measured 770 "
+                  "TFLOP/s", "100.00 GB (GPU memory)", "90% of the positions", "1.0 s, 50.0 s",
+                  "stops the run for 0.50 "
+                  "s", "disk 0.01, decode 1.00, augmentation 0.50, text 0.10 ms",
                   "compute: the step itself", "no option would help"):  # fmt: skip
         assert value in text
 
@@ -168,7 +209,9 @@ class Products(nn.Module):
 
 
 def test_flops_equal_the_formula(device: torch.device) -> None:
-    """A product counts 2 n m k; its backward pass twice that, or once where its input wants no gradient."""
+    """A product counts 2 n m k; its backward pass twice that, or once where its input wants no
+    gradient.
+    """
     model = Products().to(device)
     linear, attention = 2 * 36 * 5, 2 * (2 * 7 * 7 * 4)
     batch = fakes.make_batch(list(range(20))).to(device)
@@ -183,7 +226,9 @@ def test_first_rows_form_a_batch() -> None:
     assert (few.keys, len(few.texts), few.studies) == (["s3", "s4"], 2, None)
     assert torch.equal(few.image_BCHW, batch.image_BCHW[:2])
     assert first_rows(batch, 8).keys == batch.keys
-    shared = dataclasses.replace(batch, image_BCHW=batch.image_BCHW[:1], image_of_B=torch.zeros(3, dtype=torch.int64))
+    shared = dataclasses.replace(
+        batch, image_BCHW=batch.image_BCHW[:1], image_of_B=torch.zeros(3, dtype=torch.int64)
+    )
     assert first_rows(shared, 2) is shared
 
 
@@ -200,13 +245,17 @@ def test_timers_count_calls_and_seconds() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_products_run_at_a_plausible_rate(precision: Literal["fp32", "bf16"], device: torch.device) -> None:
+def test_products_run_at_a_plausible_rate(
+    precision: Literal["fp32", "bf16"], device: torch.device
+) -> None:
     """A rate that was measured without waiting for the device would be far above the bound."""
     assert 1e8 < matmul_flops(device, Precision(precision, device), 0.0) < 5e15
 
 
 def test_seconds_include_the_work_of_the_device(device: torch.device) -> None:
-    """On a GPU, of CUDA's own events; the time until all products are queued would be a hundredth of theirs."""
+    """On a GPU, of CUDA's own events; the time until all products are queued would be a
+    hundredth of theirs.
+    """
     size = 4096 if device.type == "cuda" else 256
     left, out = torch.randn(size, size, device=device), torch.empty(size, size, device=device)
 
@@ -244,17 +293,25 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Loader:
     root = tmp_path_factory.mktemp("stages")
     options = ShardOptions(short_side=32, samples_per_shard=8, image_format="png")
     write_shards(
-        make_plan(root / "images", 16), Deidentifier(b"0" * 32), ShardRun(out=root / "out", workers=1), options
+        make_plan(root / "images", 16),
+        Deidentifier(b"0" * 32),
+        ShardRun(out=root / "out", workers=1),
+        options,
     )
     return open_loader(
-        ShardSource(root / "out/train"), batch=4, image=EvalTransform(size=32), text=WholeText(), tokenizer=no_text,
-        train=True,
+        ShardSource(root / "out/train"), batch=4, image=EvalTransform(size=32), text=WholeText(),
+        tokenizer=no_text, train=True,
     )  # fmt: skip
 
 
 def test_each_loader_stage_is_timed(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, read, now = loader.samples, set[int](), [0.0]
-    decode, transform, row, collate = samples.source.pixels, samples.maker.views, samples.maker.row, loader.collate
+    decode, transform, row, collate = (
+        samples.source.pixels,
+        samples.maker.views,
+        samples.maker.row,
+        loader.collate,
+    )
 
     def pixels(position: int, color: bool = False) -> np.ndarray:
         now[0] += 0.003 if position in read else 0.023
@@ -281,7 +338,9 @@ def test_each_loader_stage_is_timed(loader: Loader, monkeypatch: pytest.MonkeyPa
     assert found.total == pytest.approx(0.040)
 
 
-def test_stage_timing_skips_unreadable_samples(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_timing_skips_unreadable_samples(
+    loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def damaged(*_: Any) -> np.ndarray:
         raise ImageError("the JPEG is truncated", "truncated")
 
@@ -301,13 +360,25 @@ def test_examination_leaves_the_run_unchanged(
     generators = torch.get_rng_state()
     changes = {"global_batch": 4 * accumulate, "accumulate": accumulate, "device": device.type}
     chosen = settings(tmp_path / "runs" / "mine", **changes)
-    run = Run(recipe="fake", settings=chosen, model=model, data=DataLoaders(fakes.FakeLoader(20, 4), None, None, {}))
+    run = Run(
+        recipe="fake",
+        settings=chosen,
+        model=model,
+        data=DataLoaders(fakes.FakeLoader(20, 4), None, None, {}),
+    )
     found = examine(run, seconds=0.05)
     assert list(tmp_path.iterdir()) == []
-    assert all(torch.equal(before[name], tensor.cpu()) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(before[name], tensor.cpu()) for name, tensor in model.state_dict().items()
+    )
     assert torch.equal(torch.get_rng_state(), generators)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    assert (found.device, found.pairs, found.workers, found.real_tokens) == (name, 4 * accumulate, 0, 1.0)
+    assert (found.device, found.pairs, found.workers, found.real_tokens) == (
+        name,
+        4 * accumulate,
+        0,
+        1.0,
+    )
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     for name in ("model_rate", "loader_rate", "rate", "first_batch_seconds", "first_step_seconds",
                  "checkpoint_seconds", "peak_gb", "mfu", "efficiency"):  # fmt: skip
@@ -320,7 +391,12 @@ def test_examination_leaves_the_run_unchanged(
 
 def test_doctor_refuses_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    run = Run(recipe="fake", settings=settings(tmp_path), model=nn.Linear(1, 1), data=DataLoaders(None, None, None, {}))
+    run = Run(
+        recipe="fake",
+        settings=settings(tmp_path),
+        model=nn.Linear(1, 1),
+        data=DataLoaders(None, None, None, {}),
+    )
     with raises(ConfigError, "unsupported"):
         examine(run)
 
@@ -329,10 +405,14 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_can_be_examined(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_can_be_examined(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     module, chosen = load_recipe(path, ["tiny", "--train.seed", "7"])
-    assert chosen == dataclasses.replace(module.tiny, train=dataclasses.replace(module.tiny.train, seed=7))
+    assert chosen == dataclasses.replace(
+        module.tiny, train=dataclasses.replace(module.tiny.train, seed=7)
+    )
     with raises(ConfigError, "not_found", "data.train"):
         doctor([str(path), "tiny"])
 
@@ -384,4 +464,7 @@ def test_doctor_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith(f"medvl: {tmp_path / 'none.py'} is not a file")
     cli.main(["--help"])
-    assert "  doctor                   Measure the training speed of a recipe" in capsys.readouterr().out
+    assert (
+        "  doctor                   Measure the training speed of a recipe"
+        in capsys.readouterr().out
+    )

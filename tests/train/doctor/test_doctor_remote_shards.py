@@ -17,7 +17,10 @@ from medvl.train.doctor.remote_shards import check_remote_shards, describe_remot
 
 
 def test_doctor_measures_remote_shards(
-    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = ShardRun(out=tmp_path / "out", workers=1)
     write_shards(make_plan(tmp_path / "images", 10), Deidentifier(bytes(16)), run, OPTIONS)
@@ -25,7 +28,9 @@ def test_doctor_measures_remote_shards(
     main(["doctor", "shards", address, "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["samples"], found["shards"], found["cache_limit"]) == (10, 2, 10**9)
-    assert found["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out/train").glob("*.tar"))
+    assert found["bytes"] == sum(
+        path.stat().st_size for path in (tmp_path / "out/train").glob("*.tar")
+    )
     assert found["sends_ranges"]
     assert found["latency_ms"] > 0
     assert "the cache has room for all shards" in capsys.readouterr().out

@@ -12,10 +12,17 @@ from medvl.train.fault_tolerance.checkpoint import Checkpoints, verify
 
 @pytest.mark.parametrize("metrics", [{"zero_shot/auroc_macro": 0.8765}, {}])
 def test_the_card_of_a_checkpoint(metrics: dict[str, float], tmp_path: Path) -> None:
-    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "vocab_size": 50}
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 32,
+        "vocab_size": 50,
+    }
     model = medvl.create_model("convirt", projection_dim=4, frozen_text_layers=0, **settings)
     state = {"step": 7, "best": {"step": 7}, "metrics": metrics}
-    folder = Checkpoints(tmp_path, keep_last=1, run={"recipe": "convirt_mimic"}).save(model, state, {})
+    folder = Checkpoints(tmp_path, keep_last=1, run={"recipe": "convirt_mimic"}).save(
+        model, state, {}
+    )
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8")
     assert ("| zero_shot/auroc_macro | 0.8765 |" in text) == bool(metrics)

@@ -27,7 +27,9 @@ stop = StopSignals()
 def run(*lines: str) -> tuple[int, str]:
     """Return the exit status and output of a program that has `stop` and `send(name)`."""
     program = PROGRAM + "\n".join(lines)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
     return ended.returncode, ended.stdout
 
 
@@ -60,7 +62,11 @@ def test_signal_before_the_block_has_its_usual_effect(number: signal.Signals) ->
 
 @pytest.mark.parametrize("number", STOPS)
 def test_signal_after_the_block_has_its_usual_effect(number: signal.Signals) -> None:
-    lines = ("with stop: print('trains', flush=True)", f"send({number.name!r})", "print('still here')")
+    lines = (
+        "with stop: print('trains', flush=True)",
+        f"send({number.name!r})",
+        "print('still here')",
+    )
     assert run(*lines) == (-number, "trains\n")
 
 

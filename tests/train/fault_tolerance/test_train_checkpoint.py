@@ -39,7 +39,9 @@ def run(run_dir: Path, **changes: Any) -> Any:
         TwoTowers(),
         FakeLoader(16, 4),
         optim=fakes.optim(),
-        config=fakes.config(run_dir, **{"epochs": 2, "checkpoint_every": 2, "keep_last": 3, **changes}),
+        config=fakes.config(
+            run_dir, **{"epochs": 2, "checkpoint_every": 2, "keep_last": 3, **changes}
+        ),
     )
 
 
@@ -67,9 +69,19 @@ def pickled(path: Path) -> None:
 
 def test_checkpoint_holds_model_and_run_and_verifies(tmp_path: Path) -> None:
     result = run(tmp_path)
-    names = sorted(path.relative_to(result.last).as_posix() for path in result.last.rglob("*") if path.is_file())
+    names = sorted(
+        path.relative_to(result.last).as_posix()
+        for path in result.last.rglob("*")
+        if path.is_file()
+    )
     state = ["train_state/optimizer.safetensors", "train_state/state.json"]
-    assert names == ["complete.json", "config.json", "model.safetensors", "tokenizer/vocab.txt", *sorted(state)]
+    assert names == [
+        "complete.json",
+        "config.json",
+        "model.safetensors",
+        "tokenizer/vocab.txt",
+        *sorted(state),
+    ]
     recorded = json.loads((result.last / "complete.json").read_text())
     assert sorted(recorded["files"]) == [name for name in names if name != "complete.json"]
     assert recorded["step"] == 8
@@ -83,7 +95,9 @@ def test_checkpoint_holds_model_and_run_and_verifies(tmp_path: Path) -> None:
 def test_last_is_a_relative_link_that_moves_with_the_folder(tmp_path: Path) -> None:
     run(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert (tmp_path / "moved" / "last").resolve() == tmp_path / "moved" / "checkpoints" / "step-00000008"
+    assert (
+        tmp_path / "moved" / "last"
+    ).resolve() == tmp_path / "moved" / "checkpoints" / "step-00000008"
     verify(tmp_path / "moved" / "last")
 
 
@@ -94,7 +108,12 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
         FakeLoader(16, 4),
         optim=fakes.optim(),
         config=fakes.config(
-            tmp_path, validate_every=1, checkpoint_every=1, keep_last=2, best_metric="score", best_mode="min"
+            tmp_path,
+            validate_every=1,
+            checkpoint_every=1,
+            keep_last=2,
+            best_metric="score",
+            best_mode="min",
         ),
         evals=[lambda model: {"score": next(values)}],
     )
@@ -105,7 +124,9 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F3")
-@pytest.mark.parametrize("damage", [truncate, flip, empty, pickled, Path.unlink], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, empty, pickled, Path.unlink], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("name", ["model.safetensors", "train_state/state.json", "complete.json"])
 def test_damaged_newest_checkpoint_falls_back_to_the_previous_one(
     name: str, damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -123,7 +144,9 @@ def test_damaged_newest_checkpoint_falls_back_to_the_previous_one(
         )
     assert len(loader.handed_out) == 2  # from step 6 to 8
     assert "using the previous checkpoint" in caplog.text
-    assert name == "complete.json" or name in caplog.text  # a marker may be damaged so that it accuses another file
+    assert (
+        name == "complete.json" or name in caplog.text
+    )  # a marker may be damaged so that it accuses another file
     assert torch.equal(fakes.weights(tmp_path / "run")["image.weight"], undisturbed["image.weight"])
     assert (tmp_path / "run" / "checkpoints" / "damaged-step-00000008").is_dir()
 
@@ -164,7 +187,10 @@ def test_pickle_with_a_valid_marker_is_refused(content: bytes, kind: str, tmp_pa
     folder = run(tmp_path / "run").last
     (folder / "model.safetensors").write_bytes(content)
     marker = json.loads((folder / "complete.json").read_text())
-    marker["files"]["model.safetensors"] = {"sha256": sha256(folder / "model.safetensors"), "bytes": len(content)}
+    marker["files"]["model.safetensors"] = {
+        "sha256": sha256(folder / "model.safetensors"),
+        "bytes": len(content),
+    }
     (folder / "complete.json").write_text(json.dumps(marker))
     with raises(CheckpointError, "malformed", names=kind):
         verify(folder)
@@ -210,13 +236,19 @@ class FullDisk(fakes.FakeModelFiles):
         super().save(model, folder, run)
 
 
-NO_SPACE = [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+NO_SPACE = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    SafetensorError("I/O error: No space left on device"),
+]
 
 
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("error", NO_SPACE, ids=["OSError", "SafetensorError"])
 def test_full_disk_does_not_end_a_run_and_saving_is_retried(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = run(tmp_path / "whole")
     disk = FullDisk({1, 2}, error)
@@ -242,14 +274,17 @@ def test_full_disk_does_not_end_a_run_and_saving_is_retried(
     assert caplog.text.count("No space left on device") == 2
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
     assert torch.equal(
-        fakes.weights(tmp_path / "run")["image.weight"], fakes.weights(tmp_path / "whole")["image.weight"]
+        fakes.weights(tmp_path / "run")["image.weight"],
+        fakes.weights(tmp_path / "whole")["image.weight"],
     )
     assert whole.save_failures == 0
 
 
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("failing", [{0}, {4}], ids=["first", "last"])
-def test_first_and_last_save_must_succeed(failing: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_and_last_save_must_succeed(
+    failing: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = FullDisk(failing, NO_SPACE[0])
     monkeypatch.setattr(checkpoint, "model_files", lambda: disk)
     with pytest.raises(OSError, match="No space left"):
@@ -258,9 +293,13 @@ def test_first_and_last_save_must_succeed(failing: set[int], tmp_path: Path, mon
 
 
 @pytest.mark.fault("F2")
-def test_failed_flush_leaves_checkpoints_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_flush_leaves_checkpoints_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(tmp_path, epochs=1)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts}
+    before = {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts
+    }
     checkpoints = Checkpoints(tmp_path, keep_last=3, run={})
 
     def fail(descriptor: int) -> None:
@@ -270,12 +309,18 @@ def test_failed_flush_leaves_checkpoints_unchanged(tmp_path: Path, monkeypatch: 
     state = {"step": 9, "best": {"step": None}}
     assert checkpoints.attempt(lambda: checkpoints.save(TwoTowers(), state, {}), 9) is None
     assert checkpoints.failures == 1
-    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts}
-    assert {path for path in after if path.name != "checkpoints"} == {p for p in before if p.name != "checkpoints"}
+    after = {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts
+    }
+    assert {path for path in after if path.name != "checkpoints"} == {
+        p for p in before if p.name != "checkpoints"
+    }
 
 
 @pytest.mark.fault("F2")
-def test_failed_save_of_the_best_keeps_the_previous_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_of_the_best_keeps_the_previous_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = FullDisk({2}, NO_SPACE[0])  # saves: step 0, the best of step 1, then the best of step 2
     monkeypatch.setattr(checkpoint, "model_files", lambda: disk)
     values = iter([3.0, 1.0, 2.0, 4.0])
@@ -284,7 +329,13 @@ def test_failed_save_of_the_best_keeps_the_previous_best(tmp_path: Path, monkeyp
         FakeLoader(16, 4),
         optim=fakes.optim(),
         config=fakes.config(
-            tmp_path, epochs=1, validate_every=1, checkpoint_every=9, keep_last=1, best_metric="score", log_every=9
+            tmp_path,
+            epochs=1,
+            validate_every=1,
+            checkpoint_every=9,
+            keep_last=1,
+            best_metric="score",
+            log_every=9,
         ),
         evals=[lambda model: {"score": next(values)}],
     )
@@ -315,10 +366,14 @@ def test_failed_removal_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         config=fakes.config(tmp_path, checkpoint_every=2, keep_last=1),
     )
     assert steps(tmp_path) == [8]
-    assert result.save_failures == 2  # of steps 2 and 4: the checkpoint of step 0 could not be removed
+    assert (
+        result.save_failures == 2
+    )  # of steps 2 and 4: the checkpoint of step 0 could not be removed
 
 
-def test_without_symbolic_links_last_is_a_folder_of_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_symbolic_links_last_is_a_folder_of_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -340,7 +395,9 @@ def test_lock_excludes_another_process_and_ends_with_it(tmp_path: Path) -> None:
         "with RunLock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with raises(TrainingError, "in_use", "run_dir"):

@@ -27,7 +27,9 @@ def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sick(TwoTowers):
-    """Breaks in one way or another wherever the sample `BAD` is in the batch; has BatchNorm, so also by its buffers."""
+    """Breaks in one way or another wherever the sample `BAD` is in the batch; has BatchNorm, so
+    also by its buffers.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__(TwoTowersConfig(norm=True))
@@ -36,7 +38,9 @@ class Sick(TwoTowers):
     def forward(self, batch: Batch) -> Losses:
         bad = BAD in batch.keys
         if bad and self.how == "activation":
-            self.norm(torch.full((2, 8), torch.nan))  # what a NaN in the input does to running statistics
+            self.norm(
+                torch.full((2, 8), torch.nan)
+            )  # what a NaN in the input does to running statistics
         losses = super().forward(batch)
         if not bad:
             return losses
@@ -44,7 +48,9 @@ class Sick(TwoTowers):
             return Losses(total=losses.total * torch.nan, terms=losses.terms)
         if self.how == "loss inf, gradient finite":
             return Losses(total=losses.total + torch.inf, terms=losses.terms)
-        return Losses(total=_BadGradient.apply(losses.total, float(self.how.split()[-1])), terms=losses.terms)
+        return Losses(
+            total=_BadGradient.apply(losses.total, float(self.how.split()[-1])), terms=losses.terms
+        )
 
 
 class _BadGradient(torch.autograd.Function):
@@ -64,19 +70,25 @@ WAYS = ["loss nan", "loss inf, gradient finite", "gradient nan", "gradient inf",
 
 
 def step_of(model: nn.Module, precision: str = "fp32", clip_norm: float | None = None) -> Step:
-    return fakes.step_of(model, fakes.optim(optimizer="sgd", momentum=0.9, clip_norm=clip_norm), precision)
+    return fakes.step_of(
+        model, fakes.optim(optimizer="sgd", momentum=0.9, clip_norm=clip_norm), precision
+    )
 
 
 @pytest.mark.fault("F14")
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("how", WAYS)
-def test_non_finite_step_changes_no_weight_buffer_or_momentum(how: str, clip_norm: float | None) -> None:
+def test_non_finite_step_changes_no_weight_buffer_or_momentum(
+    how: str, clip_norm: float | None
+) -> None:
     model = Sick(how)
     step = step_of(model, clip_norm=clip_norm)
     assert step(0, 0.1, [make_batch([0, 1])], 1).updated
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     momentum = step.optimizer.state[model.image.weight]["momentum_buffer"].clone()
-    result = step(1, 0.1, [make_batch([4, 5]), make_batch([2, 3])], 2)  # the bad one is the second micro-batch
+    result = step(
+        1, 0.1, [make_batch([4, 5]), make_batch([2, 3])], 2
+    )  # the bad one is the second micro-batch
     assert not result.updated
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(step.optimizer.state[model.image.weight]["momentum_buffer"], momentum)
@@ -90,7 +102,9 @@ def test_non_finite_step_changes_no_weight_buffer_or_momentum(how: str, clip_nor
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("how", WAYS)
 def test_update_that_the_device_leaves_out_changes_nothing(how: str, amsgrad: bool) -> None:
-    """The path of a GPU, with Adam's fused kernel for the CPU: in the first step, and after one that was made."""
+    """The path of a GPU, with Adam's fused kernel for the CPU: in the first step, and after one
+    that was made.
+    """
     batches = [[2, 3], [0, 1], [3, 4], [6, 7]]  # those with sample 3 are bad
     outcomes = []
     for fused in (True, False):
@@ -104,7 +118,9 @@ def test_update_that_the_device_leaves_out_changes_nothing(how: str, amsgrad: bo
         assert [result.updated for result in results] == [False, True, False, True]
         assert "found_inf" not in vars(step.optimizer)
         state = step.optimizer.state[model.image.weight]
-        outcomes.append([*model.state_dict().values(), *(value.float() for value in state.values())])
+        outcomes.append(
+            [*model.state_dict().values(), *(value.float() for value in state.values())]
+        )
     for ours, theirs in zip(*outcomes, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
@@ -146,8 +162,15 @@ def test_buffer_guard_leaves_what_is_written_once() -> None:
 
 
 @pytest.mark.fault("F14")
-def test_skipped_updates_are_counted_logged_and_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    result = train(Sick("loss nan"), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, log_every=4))
+def test_skipped_updates_are_counted_logged_and_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = train(
+        Sick("loss nan"),
+        FakeLoader(16, 4),
+        optim=fakes.optim(),
+        config=fakes.config(tmp_path, log_every=4),
+    )
     assert (result.step, result.skipped) == (8, 2)  # once an epoch
     skips = records(tmp_path, "skip")
     assert len(skips) == 2
@@ -155,7 +178,9 @@ def test_skipped_updates_are_counted_logged_and_recorded(tmp_path: Path, caplog:
     assert caplog.text.count("non-finite loss or gradient, update skipped; samples: ") == 2
     assert BAD in caplog.text
     assert [row["skipped"] for row in records(tmp_path, "train")] == [1, 2]
-    assert all(row["loss"] > 0 for row in records(tmp_path, "train"))  # means over the updates that were made
+    assert all(
+        row["loss"] > 0 for row in records(tmp_path, "train")
+    )  # means over the updates that were made
     assert all(tensor.isfinite().all() for tensor in fakes.weights(tmp_path).values())
 
 
@@ -195,7 +220,9 @@ class Steep(TwoTowers):
 
 
 def test_fp16_scale_search_does_not_use_the_budget(device: torch.device, tmp_path: Path) -> None:
-    """At the scale it starts with, this loss overflows in 16 bits: that is the search, not the data."""
+    """At the scale it starts with, this loss overflows in 16 bits: that is the search, not the
+    data.
+    """
     result = train(
         Steep(),
         FakeLoader(16, 4),
@@ -210,13 +237,26 @@ def test_fp16_scale_search_does_not_use_the_budget(device: torch.device, tmp_pat
 
 
 @pytest.mark.parametrize("stopped", [2, 6])
-def test_resumed_fp16_run_continues_with_its_scale(stopped: int, device: torch.device, tmp_path: Path) -> None:
-    """Stopped in the middle of the search, and after it: the same overflows, scale and weights as without a stop."""
+def test_resumed_fp16_run_continues_with_its_scale(
+    stopped: int, device: torch.device, tmp_path: Path
+) -> None:
+    """Stopped in the middle of the search, and after it: the same overflows, scale and weights
+    as without a stop.
+    """
 
     def run(name: str, steps: int) -> dict[str, Any]:
-        settings = {"epochs": None, "steps": steps, "precision": "fp16", "device": device.type, "deterministic": True}
+        settings = {
+            "epochs": None,
+            "steps": steps,
+            "precision": "fp16",
+            "device": device.type,
+            "deterministic": True,
+        }
         result = train(
-            Steep(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / name, **settings)
+            Steep(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path / name, **settings),
         )
         state = json.loads((result.last / "train_state" / "state.json").read_text())
         return {name: state[name] for name in ("scaler", "overflows", "skipped")}
@@ -228,7 +268,9 @@ def test_resumed_fp16_run_continues_with_its_scale(stopped: int, device: torch.d
 
 
 def test_fp16_training_continues_after_a_spike() -> None:
-    step = fakes.step_of(fakes.Regression(), precision="fp16", spikes=LossSpikeDetector(1.5, [1e-9] * 64))
+    step = fakes.step_of(
+        fakes.Regression(), precision="fp16", spikes=LossSpikeDetector(1.5, [1e-9] * 64)
+    )
     found = [step(number, 1e-3, [make_batch([0, 1, 2, 3])], 1) for number in range(4)]
     scales = [result.scale_search for result in found]
     assert [result.spike for result in found] == [not searching for searching in scales]
@@ -237,7 +279,9 @@ def test_fp16_training_continues_after_a_spike() -> None:
 
 
 class _Steep(torch.autograd.Function):
-    """The identity, whose gradient overflows once the incoming one is above 4,096, as a 16-bit one would."""
+    """The identity, whose gradient overflows once the incoming one is above 4,096, as a 16-bit
+    one would.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""Losses that are means over some elements of a batch: micro-batches of an update have together the loss of the whole.
+"""Losses that are means over some elements of a batch: micro-batches of an update have together the
+loss of the whole.
 
-Without the counts of the complete update, a micro-batch with one known label would weigh as much as one with many.
+Without the counts of the complete update, a micro-batch with one known label would weigh as much as
+one with many.
 """
 
 import dataclasses
@@ -45,15 +47,28 @@ def detector() -> tuple[System, Batch]:
     boxes_BN5 = torch.full((6, 2, 5), NAN)
     boxes_BN5[0] = torch.tensor([[2.0, 2, 30, 30, 0], [1, 1, 9, 9, 2]])
     boxes_BN5[4, 0] = torch.tensor([4.0, 4, 12, 12, 1])
-    plain = make_batch(TOKENIZER, 6, image_BCHW=torch.randint(0, 256, (6, 1, 32, 32), dtype=torch.uint8))
+    plain = make_batch(
+        TOKENIZER, 6, image_BCHW=torch.randint(0, 256, (6, 1, 32, 32), dtype=torch.uint8)
+    )
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     return model, DenseBatch(**fields, boxes_BN5=boxes_BN5)
 
 
 def generator() -> tuple[System, Batch]:
     words = train_words(TEXTS, min_frequency=1)
-    sizes = {"width": 16, "layers": 1, "heads": 2, "intermediate": 24, "memory_heads": 2, "max_tokens": 20}
-    image: dict[str, Any] = {"image_encoder": "timm:test_vit", "image_arguments": {"depth": 1}, "image_size": 64}
+    sizes = {
+        "width": 16,
+        "layers": 1,
+        "heads": 2,
+        "intermediate": 24,
+        "memory_heads": 2,
+        "max_tokens": 20,
+    }
+    image: dict[str, Any] = {
+        "image_encoder": "timm:test_vit",
+        "image_arguments": {"depth": 1},
+        "image_size": 64,
+    }
     model = medvl.create_model("r2gen", tokenizer=words, views=1, **sizes, **image)
     return model, make_batch(words, 6, has_text_B=flags(1, 1, 1, 0, 1, 0))
 
@@ -75,5 +90,7 @@ def test_micro_batches_equal_the_whole_batch(make: Any) -> None:
         model, batch = make()
         step = step_of(model.eval(), optim(optimizer="sgd", momentum=0.0))
         result = step(0, 0.1, [batch.rows(part) for part in rows], len(rows))
-        found.append((torch.stack([losses.total for losses in result.losses]).mean(), result.grad_norm))
+        found.append(
+            (torch.stack([losses.total for losses in result.losses]).mean(), result.grad_norm)
+        )
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)

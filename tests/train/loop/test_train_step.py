@@ -8,7 +8,14 @@ import pytest
 import torch
 from helpers import train_fakes as fakes
 from helpers.errors import raises
-from helpers.train_fakes import FakeLoader, Regression, TwoTowers, TwoTowersConfig, make_batch, step_of
+from helpers.train_fakes import (
+    FakeLoader,
+    Regression,
+    TwoTowers,
+    TwoTowersConfig,
+    make_batch,
+    step_of,
+)
 from torch import Tensor, nn
 
 from medvl.common.seeding import derive
@@ -16,7 +23,16 @@ from medvl.data import EvalTransform
 from medvl.errors import ConfigError, TrainingError
 from medvl.models import System
 from medvl.schema import Batch, Losses
-from medvl.train import Constant, Cosine, CosineRestarts, Linear, OptimConfig, Plateau, StepDecay, seeded
+from medvl.train import (
+    Constant,
+    Cosine,
+    CosineRestarts,
+    Linear,
+    OptimConfig,
+    Plateau,
+    StepDecay,
+    seeded,
+)
 from medvl.train.optim.optimizer import LearningRate, build_optimizer, parameter_groups, set_lr
 from medvl.train.parallel.distributed import BatchStream
 
@@ -34,20 +50,33 @@ def test_accumulation_of_a_mean_loss_equals_the_large_batch() -> None:
     assert in_parts.pairs == whole.pairs == 12
 
 
-@pytest.mark.parametrize(("optimizer", "amsgrad"), [("adam", False), ("adam", True), ("adamw", True), ("sgd", False)])
+@pytest.mark.parametrize(
+    ("optimizer", "amsgrad"), [("adam", False), ("adam", True), ("adamw", True), ("sgd", False)]
+)
 def test_step_equals_the_plain_optimiser(optimizer: str, amsgrad: bool) -> None:
     config = OptimConfig(
-        optimizer=optimizer, lr=0.03, weight_decay=0.1, momentum=0.7, betas=(0.8, 0.95), eps=1e-6, amsgrad=amsgrad
+        optimizer=optimizer,
+        lr=0.03,
+        weight_decay=0.1,
+        momentum=0.7,
+        betas=(0.8, 0.95),
+        eps=1e-6,
+        amsgrad=amsgrad,
     )
     ours, plain = Regression(), Regression()
     step = step_of(ours, config)
-    groups = [{"params": [plain.linear.weight], "weight_decay": 0.1}, {"params": [plain.linear.bias]}]
+    groups = [
+        {"params": [plain.linear.weight], "weight_decay": 0.1},
+        {"params": [plain.linear.bias]},
+    ]
     reference: torch.optim.Optimizer
     if optimizer == "sgd":
         reference = torch.optim.SGD(groups, lr=0.03, momentum=0.7, weight_decay=0.0)
     else:
         kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
-        reference = kind(groups, lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0, amsgrad=amsgrad)
+        reference = kind(
+            groups, lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0, amsgrad=amsgrad
+        )
     for number in range(4):
         step(number, 0.03, [make_batch([number, 10 + number])], 1)
         reference.zero_grad()
@@ -60,7 +89,9 @@ def test_step_equals_the_plain_optimiser(optimizer: str, amsgrad: bool) -> None:
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_clipping_by_value_limits_each_gradient(clip_norm: float | None) -> None:
     ours, plain = Regression(), Regression()
-    step = step_of(ours, OptimConfig(optimizer="sgd", momentum=0, lr=0.1, clip_norm=clip_norm, clip_value=0.01))
+    step = step_of(
+        ours, OptimConfig(optimizer="sgd", momentum=0, lr=0.1, clip_norm=clip_norm, clip_value=0.01)
+    )
     step(0, 0.1, [make_batch([1, 2, 30])], 1)
     plain(make_batch([1, 2, 30])).total.backward()
     if clip_norm is not None:
@@ -79,7 +110,9 @@ def test_clipping_scales_the_gradient_and_returns_the_norm_before() -> None:
         0, 1.0, [make_batch(list(range(8)))], 1
     )
     assert result.grad_norm.item() > 0.05
-    moved = torch.cat([(model.linear.weight - before[0]).flatten(), (model.linear.bias - before[1]).flatten()])
+    moved = torch.cat(
+        [(model.linear.weight - before[0]).flatten(), (model.linear.bias - before[1]).flatten()]
+    )
     assert moved.norm().item() == pytest.approx(0.05, rel=1e-4)
 
 
@@ -87,7 +120,9 @@ def test_dropout_depends_on_seed_step_and_micro_batch_only() -> None:
     def losses(seed: int, step: int, noise: int) -> list[float]:
         torch.manual_seed(noise)
         model = TwoTowers(TwoTowersConfig(dropout=0.5))
-        result = step_of(model, fakes.optim(), seed=seed)(step, 1e-2, [make_batch([0, 1, 2])] * 2, 2)
+        result = step_of(model, fakes.optim(), seed=seed)(
+            step, 1e-2, [make_batch([0, 1, 2])] * 2, 2
+        )
         return [loss.total.item() for loss in result.losses]
 
     first = losses(0, 0, noise=1)
@@ -122,9 +157,14 @@ def test_seeded_gives_equal_models_and_restores_the_generator() -> None:
 def test_16_bit_autocast_stays_near_32_bits_and_keeps_float32_weights(
     precision: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medvl.train.optim.optimizer._cpu_multiplies_bf16", lambda: True)  # on any processor
+    monkeypatch.setattr(
+        "medvl.train.optim.optimizer._cpu_multiplies_bf16", lambda: True
+    )  # on any processor
     full, half, ranks = Regression(), Regression(), fakes.one_rank(device)
-    in_full, in_half = step_of(full, fakes.optim(), ranks=ranks), step_of(half, fakes.optim(), precision, ranks)
+    in_full, in_half = (
+        step_of(full, fakes.optim(), ranks=ranks),
+        step_of(half, fakes.optim(), precision, ranks),
+    )
     for number in range(5):
         in_full(number, 0.01, [make_batch([number, 5])], 1)
         tries = [in_half(number, 0.01, [make_batch([number, 5])], 1)]
@@ -191,18 +231,35 @@ def test_parameter_groups_exclude_norms_from_decay_and_skip_frozen_parameters() 
     groups = parameter_groups(model, OptimConfig(lr=1e-3, weight_decay=0.2))
     decayed, spared = sorted(groups, key=lambda group: -group["weight_decay"])
     names = {parameter: name for name, parameter in model.named_parameters()}
-    assert {names[p] for p in decayed["params"]} == {"convolution.weight", "tied.weight", "position"}
+    assert {names[p] for p in decayed["params"]} == {
+        "convolution.weight",
+        "tied.weight",
+        "position",
+    }
     assert {names[p] for p in spared["params"]} == {
-        *("convolution.bias", "norm.weight", "norm.bias", "batch_norm.weight", "batch_norm.bias", "temperature")
+        *(
+            "convolution.bias",
+            "norm.weight",
+            "norm.bias",
+            "batch_norm.weight",
+            "batch_norm.bias",
+            "temperature",
+        )
     }
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.2, 0.0)
 
 
 def test_schedule_keeps_the_rates_of_a_models_own_groups() -> None:
     class Own(Towers):
-        def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, object]]:
+        def parameter_groups(
+            self, lr: float, weight_decay: float, layer_decay: float = 1.0
+        ) -> list[dict[str, object]]:
             return [
-                {"params": [self.tied.weight], "lr": lr * layer_decay, "weight_decay": weight_decay},
+                {
+                    "params": [self.tied.weight],
+                    "lr": lr * layer_decay,
+                    "weight_decay": weight_decay,
+                },
                 {"params": [self.temperature], "lr": lr, "weight_decay": 0.0},
                 {"params": [], "lr": lr, "weight_decay": 0.0},
             ]
@@ -241,11 +298,17 @@ def test_schedules_equal_their_closed_forms() -> None:
 
 
 def test_cosine_restarts_are_those_of_torch() -> None:
-    rate = LearningRate(OptimConfig(lr=0.4, schedule=CosineRestarts(epochs=3, min_lr=0.1)), 50, steps_per_epoch=2)
+    rate = LearningRate(
+        OptimConfig(lr=0.4, schedule=CosineRestarts(epochs=3, min_lr=0.1)), 50, steps_per_epoch=2
+    )
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=3, eta_min=0.1)
     for epoch in range(8):
-        assert rate.at(2 * epoch) == rate.at(2 * epoch + 1) == pytest.approx(optimizer.param_groups[0]["lr"])
+        assert (
+            rate.at(2 * epoch)
+            == rate.at(2 * epoch + 1)
+            == pytest.approx(optimizer.param_groups[0]["lr"])
+        )
         optimizer.step()
         schedule.step()
     assert not rate.depends_on_length
@@ -310,7 +373,9 @@ def test_stream_groups_micro_batches_within_epochs() -> None:
     sizes = [len(list(stream.take(step))) for step in range(4)]
     assert sizes == [3, 2, 3, 2]
     assert len(loader.handed_out) == 10
-    assert sorted(key for keys in loader.handed_out[:5] for key in keys) == sorted(f"s{i}" for i in range(20))
+    assert sorted(key for keys in loader.handed_out[:5] for key in keys) == sorted(
+        f"s{i}" for i in range(20)
+    )
 
 
 def test_stream_refuses_a_loader_with_another_number_of_batches() -> None:

@@ -27,10 +27,17 @@ from medvl.train.parallel.model import DDPModel
 
 VIT = {"layers": 2, "width": 64, "patch_size": 8}
 TEXT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16}
+TOWERS = {
+    "image_encoder": "open_clip:ViT-B-32",
+    "image_arguments": VIT,
+    "image_size": 32,
+    "projection_dim": 16,
+}
 PAIRS, PATCHES = 4, 16
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "masked_select", "unique")
-"""Operations whose result the host must have before it can go on: `.item()`, and shapes that depend on values."""
+"""Operations whose result the host must have before it can go on: `.item()`, and shapes that
+depend on values.
+"""
 
 
 def clip(**settings: Any) -> ContrastiveEncoder:
@@ -43,7 +50,9 @@ def make_batch(longest: int = 7) -> Batch:
     generator = torch.Generator().manual_seed(3)
     return Batch(
         keys=[f"s{number}" for number in range(PAIRS)],
-        image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), generator=generator, dtype=torch.uint8),
+        image_BCHW=torch.randint(
+            0, 256, (PAIRS, 1, 32, 32), generator=generator, dtype=torch.uint8
+        ),
         ids_BT=torch.randint(5, 40, (PAIRS, longest), generator=generator),
         mask_BT=torch.arange(longest) < torch.tensor([7, 2, 5, 3])[:, None],
         labels_BL=torch.zeros(PAIRS, 1),
@@ -51,7 +60,9 @@ def make_batch(longest: int = 7) -> Batch:
     )
 
 
-def step_of(model: nn.Module, ranks: RankInfo = ONE_RANK, precision: Literal["fp32", "bf16"] = "fp32") -> Step:
+def step_of(
+    model: nn.Module, ranks: RankInfo = ONE_RANK, precision: Literal["fp32", "bf16"] = "fp32"
+) -> Step:
     """With the fused optimiser of a GPU, which keeps its step counts beside its moments."""
     groups = [{"params": list(model.parameters()), "lr_scale": 1.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6, fused=True)
@@ -66,7 +77,9 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = operation.overloadpacket.__name__
         if name in WAITS:
             self.seen.append(name)
@@ -82,7 +95,9 @@ class Waits(TorchDispatchMode):
     ],
 )
 def test_step_synchronises_once(packed: bool, patch_dropout: float, expected: list[str]) -> None:
-    """Whether the gradient is finite decides about the update. Packed texts ask for their lengths before anything."""
+    """Whether the gradient is finite decides about the update. Packed texts ask for their
+    lengths before anything.
+    """
     model = clip(patch_dropout=patch_dropout).train()
     if packed:
         model.text_encoder.pack()
@@ -113,14 +128,19 @@ def test_compiled_model_makes_the_same_steps_with_few_graphs(
     near: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The backend that runs eagerly keeps the test short on a CPU. The second length of text makes graphs for all that
-    follow. A GPU's convolutions are in full float32, since the compiler may choose another layout and algorithm."""
+    """The backend that runs eagerly keeps the test short on a CPU. The second length of text makes
+    graphs for all that follow. A GPU's convolutions are in full float32, since the compiler may
+    choose another layout and algorithm.
+    """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     graphs, ranks = CompileCounterWithBackend(backend), one_rank(torch.device(device))
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=graphs))
     torch.compiler.reset()
-    one_layer = {"image_arguments": {**VIT, "layers": 1}, "text_arguments": {**TEXT, "num_hidden_layers": 1}}
+    one_layer = {
+        "image_arguments": {**VIT, "layers": 1},
+        "text_arguments": {**TEXT, "num_hidden_layers": 1},
+    }
     plain, compiled = clip(**one_layer), clip(**one_layer)
     for model, compile in ((plain, False), (compiled, True)):
         options = {"compile": compile, "packed_text": packed, "channels_last": False}
@@ -135,8 +155,12 @@ def test_compiled_model_makes_the_same_steps_with_few_graphs(
     assert counts[0] > 0
     assert counts[1] == counts[-1], "each length of text is compiled anew"
     if precision == "fp32":  # in 16 bits the rounding of tiny gradients makes updates of full size
-        for (name, mine), other in zip(compiled.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=near, atol=near, msg=lambda text, name=name: f"{name}: {text}")
+        for (name, mine), other in zip(
+            compiled.named_parameters(), plain.parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                mine, other, rtol=near, atol=near, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.fault("N3")
@@ -144,16 +168,27 @@ def test_compiled_model_makes_the_same_steps_with_few_graphs(
 def test_compiled_model_is_compiled_once_for_texts_of_one_width(
     packed: bool, graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded, encoders and loss are one graph; packed, the number of real tokens is dynamic from the first step on."""
+    """Padded, encoders and loss are one graph; packed, the number of real tokens is dynamic from
+    the first step on.
+    """
     counter, compile_module = CompileCounterWithBackend("eager"), nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=counter))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda module: compile_module(module, backend=counter)
+    )
     torch.compiler.reset()
-    model = clip(image_arguments={**VIT, "layers": 1}, text_arguments={**TEXT, "num_hidden_layers": 1})
+    model = clip(
+        image_arguments={**VIT, "layers": 1}, text_arguments={**TEXT, "num_hidden_layers": 1}
+    )
     prepare(model, fakes.config(Path("unused"), compile=True, packed_text=packed), ONE_RANK.device)
     step, plain, counts = step_of(model), make_batch(), []
     for number, length in enumerate((7, 5, 6)):
         mask_BT = torch.arange(7) < torch.tensor([length, 2, 5, 3])[:, None]
-        step(number, 1e-3, [dataclasses.replace(plain, mask_BT=mask_BT, keys=[f"{number}"] * PAIRS)], 1)
+        step(
+            number,
+            1e-3,
+            [dataclasses.replace(plain, mask_BT=mask_BT, keys=[f"{number}"] * PAIRS)],
+            1,
+        )
         counts.append(counter.frame_count)
     assert counts[0] == counts[1] == counts[2] <= graphs
 
@@ -173,10 +208,15 @@ def test_patches_are_dropped_in_training_only() -> None:
         torch.manual_seed(1)
         trained = model.train().encode_image(batch.image_BCHW)
         assert seen[0].shape == (PAIRS, PATCHES // 4)
-        assert all(len(set(row)) == len(row) and set(row) <= set(range(PATCHES)) for row in seen[0].tolist())
+        assert all(
+            len(set(row)) == len(row) and set(row) <= set(range(PATCHES))
+            for row in seen[0].tolist()
+        )
         assert len({tuple(row) for row in seen[0].tolist()}) > 1  # each image loses others
         for mode in (plain.train(), plain.eval()):
-            assert torch.equal(model.eval().encode_image(batch.image_BCHW), mode.encode_image(batch.image_BCHW))
+            assert torch.equal(
+                model.eval().encode_image(batch.image_BCHW), mode.encode_image(batch.image_BCHW)
+            )
     assert seen[1] is seen[2] is None
     assert not torch.equal(trained, plain.encode_image(batch.image_BCHW))
 
@@ -219,7 +259,9 @@ def test_packing_and_checkpointing_keep_the_values(tmp_path: Path) -> None:
         step = step_of(model)
         for number in range(2):
             step(number, 1e-3, [make_batch()], 1)
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        weights.append(
+            torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        )
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-4)
 
 
@@ -227,7 +269,9 @@ def test_prepare_refuses_settings_that_do_not_apply(tmp_path: Path) -> None:
     with raises(ConfigError, "unsupported", "packed_text"):
         prepare(fakes.Regression(), fakes.config(tmp_path, packed_text=True), ONE_RANK.device)
     with raises(ConfigError, "unsupported", "checkpoint_activations"):
-        prepare(fakes.Regression(), fakes.config(tmp_path, checkpoint_activations=True), ONE_RANK.device)
+        prepare(
+            fakes.Regression(), fakes.config(tmp_path, checkpoint_activations=True), ONE_RANK.device
+        )
 
 
 class Watching(fakes.Regression):
@@ -242,10 +286,14 @@ class Watching(fakes.Regression):
         return super().forward(batch)
 
 
-def test_garbage_collector_skips_objects_from_before_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+def test_garbage_collector_skips_objects_from_before_the_run(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
     model = Watching()
-    fakes.train(model, fakes.FakeLoader(12, 4), optim=fakes.optim(), config=fakes.config(tmp_path, epochs=1))
+    fakes.train(
+        model, fakes.FakeLoader(12, 4), optim=fakes.optim(), config=fakes.config(tmp_path, epochs=1)
+    )
     assert len(model.passed_over) == 3
     assert min(model.passed_over) > 10_000
     assert gc.get_freeze_count() == 0
@@ -253,7 +301,11 @@ def test_garbage_collector_skips_objects_from_before_the_run(tmp_path: Path, mon
 
 @pytest.mark.parametrize("name", ["convirt", "gloria"])
 def test_attention_dropout_defaults_to_the_encoder(name: str) -> None:
-    towers: dict[str, Any] = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "frozen_text_layers": 0}
+    towers: dict[str, Any] = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "frozen_text_layers": 0,
+    }
 
     def shares(**settings: Any) -> set[float]:
         layers = medvl.create_model(name, **towers, **settings).text_encoder.backbone.encoder.layer
@@ -278,7 +330,9 @@ def test_attention_dropout_defaults_to_the_encoder(name: str) -> None:
 def test_machine_settings_set_gpu_precision_and_benchmarking(
     device: str, precision: str, deterministic: bool, during: tuple[str, bool]
 ) -> None:
-    """TensorFloat32 beside 16 bits, cuDNN's trials unless results are to be repeatable; afterwards as it was."""
+    """TensorFloat32 beside 16 bits, cuDNN's trials unless results are to be repeatable;
+    afterwards as it was.
+    """
 
     def settings() -> tuple[str, bool]:
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark

@@ -113,10 +113,22 @@ def test_no_validation_batch_is_an_error() -> None:
 def test_the_best_step_and_early_stopping(tmp_path: Path) -> None:
     scores = iter([0.5, 0.7, 0.7, 0.6, 0.8, math.nan, 0.75, 0.1])
     result = run(tmp_path, scores, patience=3)
-    assert (result.stopped, result.step) == ("finished", 8)  # the third one in a row without improvement is the last
+    assert (result.stopped, result.step) == (
+        "finished",
+        8,
+    )  # the third one in a row without improvement is the last
     assert (result.best_step, result.best_value) == (5, 0.8)
     assert result.metrics == {"auroc": 0.1}
-    assert [row["auroc"] for row in records(tmp_path, "valid")] == [0.5, 0.7, 0.7, 0.6, 0.8, None, 0.75, 0.1]
+    assert [row["auroc"] for row in records(tmp_path, "valid")] == [
+        0.5,
+        0.7,
+        0.7,
+        0.6,
+        0.8,
+        None,
+        0.75,
+        0.1,
+    ]
 
 
 def test_early_stopping_ends_the_run_saves_it_and_stays_ended(tmp_path: Path) -> None:
@@ -131,7 +143,11 @@ def test_early_stopping_ends_the_run_saves_it_and_stays_ended(tmp_path: Path) ->
 def test_a_run_ends_well_on_a_metric_that_is_not_finite(value: float, tmp_path: Path) -> None:
     """JSON has no such numbers: the last save would fail, and the final weights be lost."""
     result = run(tmp_path, itertools.chain([0.5] * 7, [value]))
-    assert (result.stopped, result.last.name, result.best_value) == ("finished", "step-00000008", 0.5)
+    assert (result.stopped, result.last.name, result.best_value) == (
+        "finished",
+        "step-00000008",
+        0.5,
+    )
     assert result.save_failures == 0
     assert math.isnan(run(tmp_path, iter([])).metrics["auroc"])
 
@@ -157,14 +173,29 @@ def test_two_evaluators_with_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_plateau_and_early_stopping_need_a_validation(tmp_path: Path) -> None:
     with raises(ConfigError, "conflict", "schedule"):
-        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(schedule=Plateau()), config=fakes.config(tmp_path))
+        train(
+            TwoTowers(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(schedule=Plateau()),
+            config=fakes.config(tmp_path),
+        )
     with raises(ConfigError, "conflict", "early_stop_patience"):
-        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, early_stop_patience=1))
+        train(
+            TwoTowers(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path, early_stop_patience=1),
+        )
 
 
 def test_loader_with_another_batch_size_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "mismatch", "global_batch"):
-        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, accumulate=2))
+        train(
+            TwoTowers(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path, accumulate=2),
+        )
 
 
 def test_validation_and_records_follow_their_intervals(tmp_path: Path) -> None:
@@ -172,7 +203,9 @@ def test_validation_and_records_follow_their_intervals(tmp_path: Path) -> None:
         TwoTowers(),
         FakeLoader(20, 4),
         optim=fakes.optim(),
-        config=fakes.config(tmp_path, validate_every=4, log_every=3, checkpoint_every=6, keep_last=9),
+        config=fakes.config(
+            tmp_path, validate_every=4, log_every=3, checkpoint_every=6, keep_last=9
+        ),
         valid_loader=fakes.valid_batches(),
     )
     assert [row["step"] for row in records(tmp_path, "valid")] == [4, 8, 10]
@@ -185,15 +218,33 @@ def test_validation_and_records_follow_their_intervals(tmp_path: Path) -> None:
 def test_a_run_on_little_data_shortens_warmup_and_intervals(tmp_path: Path) -> None:
     """In proportion to the steps that the settings are meant for; a resumed run does so again."""
     optim = fakes.optim(schedule=Cosine(warmup_steps=100))
-    settings = {"scale_below": 1000, "validate_every": 250, "checkpoint_every": 250, "log_every": 1, "keep_last": 9}
+    settings = {
+        "scale_below": 1000,
+        "validate_every": 250,
+        "checkpoint_every": 250,
+        "log_every": 1,
+        "keep_last": 9,
+    }
     config = fakes.config(tmp_path, epochs=2, **settings)
-    train(TwoTowers(), FakeLoader(84, 4), optim=optim, config=config, valid_loader=fakes.valid_batches())
+    train(
+        TwoTowers(),
+        FakeLoader(84, 4),
+        optim=optim,
+        config=config,
+        valid_loader=fakes.valid_batches(),
+    )
     rates = [row["lr"] for row in records(tmp_path, "train")]
     assert len(rates) == 42
     assert rates.index(max(rates)) in (3, 4)  # four steps of warm-up
     assert max(rates) == pytest.approx(optim.lr)
     assert [row["step"] for row in records(tmp_path, "valid")] == [10, 20, 30, 40, 42]
-    again = train(TwoTowers(), FakeLoader(84, 4), optim=optim, config=config, valid_loader=fakes.valid_batches())
+    again = train(
+        TwoTowers(),
+        FakeLoader(84, 4),
+        optim=optim,
+        config=config,
+        valid_loader=fakes.valid_batches(),
+    )
     assert again.step == 42
 
 
@@ -211,7 +262,9 @@ def test_a_run_on_little_data_shortens_warmup_and_intervals(tmp_path: Path) -> N
 def test_settings_for_a_longer_run_are_named(
     schedule: Any, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ten steps here: a warm-up of more than an eighth of them, and validation that would come later."""
+    """Ten steps here: a warm-up of more than an eighth of them, and validation that would come
+    later.
+    """
     config = fakes.config(tmp_path, validate_every=11 if warned else 10)
     with caplog.at_level("WARNING", "medvl"):
         train(
@@ -224,14 +277,26 @@ def test_settings_for_a_longer_run_are_named(
 
 def test_record_is_the_mean_since_the_previous_one(tmp_path: Path) -> None:
     settings = {"optim": fakes.optim(), "valid_loader": None}
-    train(TwoTowers(), FakeLoader(24, 4), config=fakes.config(tmp_path / "each", epochs=1, log_every=1), **settings)
-    train(TwoTowers(), FakeLoader(24, 4), config=fakes.config(tmp_path / "three", epochs=1, log_every=3), **settings)
+    train(
+        TwoTowers(),
+        FakeLoader(24, 4),
+        config=fakes.config(tmp_path / "each", epochs=1, log_every=1),
+        **settings,
+    )
+    train(
+        TwoTowers(),
+        FakeLoader(24, 4),
+        config=fakes.config(tmp_path / "three", epochs=1, log_every=3),
+        **settings,
+    )
     each, threes = records(tmp_path / "each", "train"), records(tmp_path / "three", "train")
     for name in ("loss", "loss/image_to_text", "grad_norm"):
         means = [sum(row[name] for row in each[start : start + 3]) / 3 for start in (0, 3)]
         assert [row[name] for row in threes] == pytest.approx(means)
     assert [row["epoch"] for row in threes] == [0.5, 1.0]
-    timing = json.loads((tmp_path / "three" / "metrics.jsonl").read_text().splitlines()[0])["timing"]
+    timing = json.loads((tmp_path / "three" / "metrics.jsonl").read_text().splitlines()[0])[
+        "timing"
+    ]
     assert timing["pairs_per_second"] > 0
     assert 0 <= timing["wait_share"] <= 1
 
@@ -267,10 +332,17 @@ def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
 def test_missing_wandb_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with raises(ConfigError, "missing", "wandb"):
-        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, wandb="project"))
+        train(
+            TwoTowers(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path, wandb="project"),
+        )
 
 
-def test_wandb_receives_the_records_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_receives_the_records_under_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class FakeWandb:
         def __init__(self) -> None:
             self.ids: list[str] = []
@@ -360,12 +432,20 @@ class Nothing(TwoTowers):
         return losses if self.left < 0 else Losses.sum(loss=0 * losses.total)
 
 
-@pytest.mark.parametrize(("empty", "epochs", "fails"), [(3, 2, False), (4, 2, True), (100, 1, True)])
-def test_training_on_nothing_ends_with_an_error(tmp_path: Path, empty: int, epochs: int, fails: bool) -> None:
-    """Four updates an epoch: an epoch without any loss or gradient is an error, a part of one is not."""
+@pytest.mark.parametrize(
+    ("empty", "epochs", "fails"), [(3, 2, False), (4, 2, True), (100, 1, True)]
+)
+def test_training_on_nothing_ends_with_an_error(
+    tmp_path: Path, empty: int, epochs: int, fails: bool
+) -> None:
+    """Four updates an epoch: an epoch without any loss or gradient is an error, a part of one is
+    not.
+    """
     loader, config = FakeLoader(16, 4), fakes.config(tmp_path, epochs=epochs)
     if fails:
         with raises(TrainingError, "empty", "data.train"):
             train(Nothing(empty), loader, optim=fakes.optim(), config=config)
     else:
-        assert train(Nothing(empty), loader, optim=fakes.optim(), config=config).stopped == "finished"
+        assert (
+            train(Nothing(empty), loader, optim=fakes.optim(), config=config).stopped == "finished"
+        )

@@ -1,4 +1,6 @@
-"""Records for the installed Weights & Biases, which writes to a folder here and needs no network."""
+"""Records for the installed Weights & Biases, which writes to a folder here and needs no
+network.
+"""
 
 import os
 import subprocess
@@ -54,9 +56,16 @@ print("finished")
 
 @pytest.mark.slow
 def test_workers_start_after_a_real_run_of_wandb_has_begun(tmp_path: Path) -> None:
-    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_CONFIG_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "WANDB_CONFIG_DIR": str(tmp_path),
+        "HOME": str(tmp_path),
+    }
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "finished" in ended.stdout
     (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")

@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from medvl.train.config import OptimConfig
-from medvl.train.optim.optimizer import Lamb, build_optimizer, load_optimizer_tensors, optimizer_tensors
+from medvl.train.optim.optimizer import (
+    Lamb,
+    build_optimizer,
+    load_optimizer_tensors,
+    optimizer_tensors,
+)
 
 
 def test_without_decay_the_direction_is_adams_and_the_length_that_of_the_weights() -> None:
@@ -82,7 +87,9 @@ def test_state_is_saved_and_loaded_by_name() -> None:
     run(range(3), optimizer, model)
     copy.load_state_dict(model.state_dict())
     other = build_optimizer(copy, config)
-    stored = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}  # as in a file
+    stored = {
+        name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()
+    }  # as in a file
     load_optimizer_tensors(other, copy, stored)
     run(range(3, 5), optimizer, model)
     run(range(3, 5), other, copy)

@@ -1,6 +1,8 @@
-"""GradCache: gradients in parts equal those of the complete batch, for every contrastive system and on two ranks.
+"""GradCache: gradients in parts equal those of the complete batch, for every contrastive system and
+on two ranks.
 
-Run by torchrun it is one rank: `test_train_grad_cache.py FOLDER` writes the weights after a step to `FOLDER/RANK.pt`.
+Run by torchrun it is one rank: `test_train_grad_cache.py FOLDER` writes the weights after a step to
+`FOLDER/RANK.pt`.
 """
 
 import dataclasses
@@ -40,7 +42,9 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * tensor.abs().max().item()}
-        torch.testing.assert_close(found[name], tensor, **near, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, **near, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def draw(part: int) -> None:
@@ -55,7 +59,9 @@ def cached(model: nn.Module, part: int, batch: Batch, kind: Any = "fp32", count:
 @pytest.mark.parametrize("part", [1, 3, PAIRS])
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_grad_cache_gradient_equals_that_of_the_complete_batch(name: str, part: int) -> None:
-    """Of the learned temperature and bias too; with soft targets, a missing image, texts of other lengths."""
+    """Of the learned temperature and bias too; with soft targets, a missing image, texts of
+    other lengths.
+    """
     model, batch = SYSTEMS[name]().eval(), make_batch(name)
     expected = model(batch)
     (expected.total / 3).backward()
@@ -69,7 +75,9 @@ def test_grad_cache_gradient_equals_that_of_the_complete_batch(name: str, part: 
 
 
 def test_grad_cache_in_parts_of_one_row_trains_batch_norms() -> None:
-    """Of tiny images the last batch norm has one value per channel, of which torch takes no statistics."""
+    """Of tiny images the last batch norm has one value per channel, of which torch takes no
+    statistics.
+    """
     model, batch = convirt().train(), make_batch("convirt")
     losses = cached(model, 1, batch)
     assert losses.total.isfinite()
@@ -93,7 +101,9 @@ def test_grad_cache_passes_use_the_same_dropout() -> None:
     cached(model, 2, batch)
     assert_same(gradients(model), expected)
     model.zero_grad(set_to_none=True)
-    GradCache(model, 2, Precision("fp32", fakes.ONE_RANK.device))(batch, 1, lambda part: draw(part + 1))
+    GradCache(model, 2, Precision("fp32", fakes.ONE_RANK.device))(
+        batch, 1, lambda part: draw(part + 1)
+    )
     name = "text_head.weight"
     assert not torch.allclose(gradients(model)[name], expected[name], rtol=1e-2)
 
@@ -172,7 +182,9 @@ def test_grad_cache_skips_non_finite_losses() -> None:
     model = convirt().eval()  # a part has a single text, too few for batch norm
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     encode = model.encode_text
-    model.encode_text = lambda ids, mask: encode(ids, mask) * torch.where(ids[:, :1] == ids[0, 0], torch.inf, 1.0)
+    model.encode_text = lambda ids, mask: (
+        encode(ids, mask) * torch.where(ids[:, :1] == ids[0, 0], torch.inf, 1.0)
+    )
     result = step_of(model, 3)(0, 1.0, [make_batch("convirt")], 1)
     assert not result.updated
     assert result.nonfinite_keys() == list(map(str, range(PAIRS)))
@@ -188,7 +200,9 @@ def test_grad_cache_refuses_other_models_and_compilation(tmp_path: Path) -> None
         TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, grad_cache=0)
 
 
-def test_grad_cache_setting_is_used_and_part_of_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grad_cache_setting_is_used_and_part_of_the_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
     sizes: list[int] = []
 
@@ -229,7 +243,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 @pytest.mark.fault("N2")
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_grad_cache_on_two_ranks_equals_one(name: str, found: list[dict[str, dict[str, Tensor]]]) -> None:
+def test_grad_cache_on_two_ranks_equals_one(
+    name: str, found: list[dict[str, dict[str, Tensor]]]
+) -> None:
     """Uneven ranks, of one part and of three, against one process without parts."""
     model = SYSTEMS[name]().eval()
     step_of(model, None)(0, 1.0, [make_batch(name)], 1)

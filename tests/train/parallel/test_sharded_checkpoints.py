@@ -1,4 +1,6 @@
-"""Checkpoints that the ranks of a sharded run write in parts: the bits of gathered ones, resumed by any number of ranks."""
+"""Checkpoints that the ranks of a sharded run write in parts: the bits of gathered ones, resumed
+by any number of ranks.
+"""
 
 import json
 import shutil
@@ -76,7 +78,9 @@ def test_full_disk_of_one_rank_is_counted_on_all_and_saving_is_retried(folder: P
         assert found["kept"]  # the model that was given to train() has the final weights
 
 
-def test_load_and_consolidate_read_parts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_and_consolidate_read_parts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir, out = folder / "convirt parts", tmp_path / "one"
     main(["consolidate", str(run_dir), str(out)])
     assert str(out) in capsys.readouterr().out
@@ -109,7 +113,9 @@ def test_damaged_parts_are_refused(damage: str, folder: Path, tmp_path: Path) ->
     with raises(CheckpointError, "missing", names="complete.json"):
         medvl.load(saved)
     config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**config, "files": []}))  # the parts are checked without it too
+    (saved / "config.json").write_text(
+        json.dumps({**config, "files": []})
+    )  # the parts are checked without it too
     with raises(CheckpointError, "mismatch" if damage == "missing" else "malformed"):
         medvl.load(saved)
     with raises(CheckpointError, "missing"):

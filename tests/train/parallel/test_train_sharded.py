@@ -1,7 +1,7 @@
 """FSDP: sharded runs on two ranks equal DDP runs, also across checkpoints.
 
-Run by torchrun it is one rank: `test_train_sharded.py FOLDER` trains into folders of FOLDER, and writes what the rank
-found to `FOLDER/RANK.json`.
+Run by torchrun it is one rank: `test_train_sharded.py FOLDER` trains into folders of FOLDER, and
+writes what the rank found to `FOLDER/RANK.json`.
 """
 
 import dataclasses
@@ -42,7 +42,12 @@ from medvl.train.parallel.model import DDPModel, FSDPModel, repeated_blocks
 SAMPLES, MICRO = 24, 8
 """Three micro-batches an epoch: an update of two and one of one."""
 CLIP = 0.5
-OPTIONS: dict[str, Any] = {"precision": "bf16", "packed_text": True, "checkpoint_activations": True, "epochs": 1}
+OPTIONS: dict[str, Any] = {
+    "precision": "bf16",
+    "packed_text": True,
+    "checkpoint_activations": True,
+    "epochs": 1,
+}
 TEXT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 VIT = {"layers": 2, "width": 64, "patch_size": 16}
 ANSWERS = ("left", "right")
@@ -59,7 +64,9 @@ def clip() -> nn.Module:
 def convirt() -> nn.Module:
     """Batch norms, a frozen text layer, dropout."""
     torch.manual_seed(0)
-    return medvl.create_model("convirt", **TOWERS, image_encoder="resnet_tiny", frozen_text_layers=1)
+    return medvl.create_model(
+        "convirt", **TOWERS, image_encoder="resnet_tiny", frozen_text_layers=1
+    )
 
 
 def medvill() -> nn.Module:
@@ -68,7 +75,9 @@ def medvill() -> nn.Module:
 
 
 def mgca() -> nn.Module:
-    """The text encoder's attention, from weights of its last layer; prototypes that are normalised in place."""
+    """The text encoder's attention, from weights of its last layer; prototypes that are
+    normalised in place.
+    """
     text = {**TEXT, "attention_probs_dropout_prob": 0.1}
     sizes = {"vocab_size": None, "image_size": 32, "encoder_size": None, "text_arguments": text}
     return contrastive_systems.mgca(**sizes, freeze_prototypes_steps=1)
@@ -80,17 +89,40 @@ def albef() -> nn.Module:
 
 
 def vqa() -> nn.Module:
-    """A decoder of answers, whose layers are called for the questions beside their forward pass, and its average."""
-    decoder = {"layers": 2, "heads": 2, "intermediate": 16, "dropout": 0.0, "alpha": 0.4, "ramp_steps": 0}
+    """A decoder of answers, whose layers are called for the questions beside their forward pass,
+    and its average.
+    """
+    decoder = {
+        "layers": 2,
+        "heads": 2,
+        "intermediate": 16,
+        "dropout": 0.0,
+        "alpha": 0.4,
+        "ramp_steps": 0,
+    }
     return VQA.on(medvill(), ANSWERS, head="ranking", decoder=DecoderConfig(**decoder))
 
 
 def r2gen() -> nn.Module:
     """A report generator, whose decoder calls parts of its layers before their forward pass."""
-    sizes = {"width": 16, "layers": 2, "heads": 2, "intermediate": 24, "memory_heads": 4, "max_tokens": 20}
-    image = {"image_encoder": "timm:test_vit", "image_arguments": {"depth": 1}, "image_size": 64, "views": 1}
+    sizes = {
+        "width": 16,
+        "layers": 2,
+        "heads": 2,
+        "intermediate": 24,
+        "memory_heads": 4,
+        "max_tokens": 20,
+    }
+    image = {
+        "image_encoder": "timm:test_vit",
+        "image_arguments": {"depth": 1},
+        "image_size": 64,
+        "views": 1,
+    }
     torch.manual_seed(0)
-    return medvl.create_model("r2gen", tokenizer=tiny_tokenizer(), dropout=0.0, cell_dropout=0.0, **sizes, **image)
+    return medvl.create_model(
+        "r2gen", tokenizer=tiny_tokenizer(), dropout=0.0, cell_dropout=0.0, **sizes, **image
+    )
 
 
 def pairs(positions: list[int], epoch: int) -> Batch:
@@ -101,21 +133,32 @@ def pairs(positions: list[int], epoch: int) -> Batch:
         images.append(torch.randint(0, 256, (1, 32, 32), generator=generator, dtype=torch.uint8))
         ids.append(torch.randint(5, 40, (6,), generator=generator))
     return batch_of(
-        positions, torch.stack(images), torch.stack(ids), torch.arange(6) < torch.tensor(positions)[:, None] % 5 + 2
+        positions,
+        torch.stack(images),
+        torch.stack(ids),
+        torch.arange(6) < torch.tensor(positions)[:, None] % 5 + 2,
     )
 
 
 def reports(positions: list[int], epoch: int) -> Batch:
     """Samples of the fusion-encoder, with words for its tokenizer."""
     generator = torch.Generator().manual_seed(1000 * epoch + positions[0])
-    image_BCHW = torch.randint(0, 256, (len(positions), 1, 64, 64), generator=generator, dtype=torch.uint8)
-    return batch_of(positions, image_BCHW, *tiny_tokenizer()([TEXTS[position % len(TEXTS)] for position in positions]))
+    image_BCHW = torch.randint(
+        0, 256, (len(positions), 1, 64, 64), generator=generator, dtype=torch.uint8
+    )
+    return batch_of(
+        positions,
+        image_BCHW,
+        *tiny_tokenizer()([TEXTS[position % len(TEXTS)] for position in positions]),
+    )
 
 
 def questions(positions: list[int], epoch: int) -> Batch:
     """Samples of the fusion-encoder with an answer."""
     batch = reports(positions, epoch)
-    return dataclasses.replace(batch, labels_BL=torch.eye(len(ANSWERS))[[position % 2 for position in positions]])
+    return dataclasses.replace(
+        batch, labels_BL=torch.eye(len(ANSWERS))[[position % 2 for position in positions]]
+    )
 
 
 def batch_of(positions: list[int], image_BCHW: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> Batch:
@@ -153,7 +196,9 @@ class Loader(fakes.FakeLoader):
 
 
 def run(run_dir: Path, name: str, model: nn.Module | None = None, **settings: Any) -> TrainResult:
-    """A run of some epochs, with accumulation, clipping, weight decay and validation, on however many ranks."""
+    """A run of some epochs, with accumulation, clipping, weight decay and validation, on however
+    many ranks.
+    """
     rank, world = rank_and_world()
     build, make = MODELS[name]
 
@@ -164,9 +209,17 @@ def run(run_dir: Path, name: str, model: nn.Module | None = None, **settings: An
     return fakes.train(
         model or build(),
         Loader(make),
-        optim=fakes.optim(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_norm=CLIP, clip_value=0.3 * CLIP, amsgrad=True),
-        config=fakes.config(run_dir, **{"global_batch": 2 * MICRO, "accumulate": 2, "log_every": 1, **settings}),
-        valid_loader=[make([1000, 1001, 1002, 1003], 0), make([1004, 1005], 0), make([1006, 1007], 0)][rank::world],
+        optim=fakes.optim(
+            lr=1e-3, eps=1e-6, weight_decay=0.1, clip_norm=CLIP, clip_value=0.3 * CLIP, amsgrad=True
+        ),
+        config=fakes.config(
+            run_dir, **{"global_batch": 2 * MICRO, "accumulate": 2, "log_every": 1, **settings}
+        ),
+        valid_loader=[
+            make([1000, 1001, 1002, 1003], 0),
+            make([1004, 1005], 0),
+            make([1006, 1007], 0),
+        ][rank::world],
         evals=[score],
     )
 
@@ -192,7 +245,11 @@ def check_sick(folder: Path) -> Any:
             optim=fakes.optim(),
             config=fakes.config(folder / "sick", shard_weights=True),
         )
-    return {"skipped": result.skipped, "weights": model.image.weight.tolist(), "scale": model.logit_scale.item()}
+    return {
+        "skipped": result.skipped,
+        "weights": model.image.weight.tolist(),
+        "scale": model.logit_scale.item(),
+    }
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
@@ -224,7 +281,11 @@ def check_refusals(ranks: RankInfo) -> Any:
     try:
         model.check(batch)
     except TrainingError as error:
-        found["batch"] = [error.code, error.field, f"of rank {ranks.rank} has a text (s0, s1)" in str(error)]
+        found["batch"] = [
+            error.code,
+            error.field,
+            f"of rank {ranks.rank} has a text (s0, s1)" in str(error),
+        ]
     return found
 
 
@@ -233,7 +294,9 @@ def check_lacking(ranks: RankInfo) -> Any:
     norms = []
     for sharded in (False, True):
         model = medvill().train()
-        step = fakes.step_of(FSDPModel(model, ranks) if sharded else DDPModel(model, ranks), ranks=ranks)
+        step = fakes.step_of(
+            FSDPModel(model, ranks) if sharded else DDPModel(model, ranks), ranks=ranks
+        )
         batch = reports([0, 1, 2, 3], 0)
         if ranks.rank == 1:
             batch.has_text_B = torch.tensor([True, False, True, True])
@@ -250,7 +313,9 @@ def main(folder: Path) -> None:
     run(folder / "options ddp", "clip", **OPTIONS)
     run(folder / "options sharded", "clip", **OPTIONS, shard_weights=True)
     with pytest.MonkeyPatch.context() as patch:  # the default backend takes half a minute
-        patch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+        patch.setattr(
+            nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager")
+        )
         run(folder / "clip compiled", "clip", epochs=2, shard_weights=True, compile=True)
     if rank_and_world()[0] == 0:
         for copy in ("sharded, then ddp", "sharded, then alone", "sharded, then sharded"):
@@ -263,18 +328,28 @@ def main(folder: Path) -> None:
     run(folder / "undisturbed", "clip", model, epochs=3, shard_weights=True)
     saved = fakes.weights(folder / "undisturbed")
     found: dict[str, Any] = {"sick": check_sick(folder)}
-    found["kept"] = all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    found["kept"] = all(
+        torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items()
+    )
     with join("cpu") as ranks:
-        found |= {"bytes": check_bytes(ranks), "refusals": check_refusals(ranks), "lacking": check_lacking(ranks)}
+        found |= {
+            "bytes": check_bytes(ranks),
+            "refusals": check_refusals(ranks),
+            "lacking": check_lacking(ranks),
+        }
     (folder / f"{rank_and_world()[0]}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One start of torchrun for all that two ranks do, and what one process does before and after."""
+    """One start of torchrun for all that two ranks do, and what one process does before and
+    after.
+    """
     target = tmp_path_factory.mktemp("sharded")
     run(target / "alone", "clip", epochs=3)
-    run(target / "alone, then sharded", "clip", epochs=2, shard_weights=True)  # one rank has nothing to share
+    run(
+        target / "alone, then sharded", "clip", epochs=2, shard_weights=True
+    )  # one rank has nothing to share
     run_two_ranks(__file__, target, timeout=900)
     run(target / "sharded, then alone", "clip", epochs=3)
     return target
@@ -292,7 +367,8 @@ def optimizer_state(run_dir: Path) -> dict[str, Tensor]:
 def assert_same_run(ours: Path, theirs: Path, near: float = 1e-4) -> None:
     """The same curve, validations included, and the same checkpoint to rounding.
 
-    Adam divides a gradient by its size, so that the rounding of single tiny ones moves weights by a share of the rate.
+    Adam divides a gradient by its size, so that the rounding of single tiny ones moves weights by a
+    share of the rate.
     """
     for our, their in zip(fakes.records(ours), fakes.records(theirs), strict=True):
         assert our.pop("kind") == their.pop("kind")
@@ -305,7 +381,9 @@ def assert_same_run(ours: Path, theirs: Path, near: float = 1e-4) -> None:
 
 
 def test_attention_of_a_sharded_text_encoder_is_that_of_the_whole(folder: Path) -> None:
-    """MGCA's curve; its batch norms of few samples multiply differences of rounding, so that weights are not compared."""
+    """MGCA's curve; its batch norms of few samples multiply differences of rounding, so that
+    weights are not compared.
+    """
     ours, theirs = (fakes.records(folder / f"mgca {kind}") for kind in ("sharded", "ddp"))
     assert ours
     for our, their in zip(ours, theirs, strict=True):
@@ -315,7 +393,9 @@ def test_attention_of_a_sharded_text_encoder_is_that_of_the_whole(folder: Path) 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mgca"])
 def test_sharded_run_equals_the_ddp_run(name: str, folder: Path) -> None:
-    """With accumulation, clipping, weight decay, running statistics, a frozen layer, a tied head, validation."""
+    """With accumulation, clipping, weight decay, running statistics, a frozen layer, a tied
+    head, validation.
+    """
     assert_same_run(folder / f"{name} sharded", folder / f"{name} ddp")
     (_, *rest) = fakes.records(folder / f"{name} sharded", "train")
     assert len(rest) == 3
@@ -330,7 +410,9 @@ def test_compiled_blocks_of_a_sharded_model_make_the_same_run(folder: Path) -> N
     assert_same_run(folder / "clip compiled", folder / "clip sharded")
 
 
-@pytest.mark.parametrize("name", ["sharded, then ddp", "sharded, then alone", "alone, then sharded", "undisturbed"])
+@pytest.mark.parametrize(
+    "name", ["sharded, then ddp", "sharded, then alone", "alone, then sharded", "undisturbed"]
+)
 def test_resume_with_or_without_shards_on_any_number_of_ranks(name: str, folder: Path) -> None:
     assert_same_run(folder / name, folder / "alone")
 
@@ -359,7 +441,9 @@ def test_each_of_two_ranks_holds_half_of_the_state(folder: Path) -> None:
     for part in parts:
         assert part["parameters"] == pytest.approx(part["all_parameters"] / 2, rel=0.01)
         assert part["optimizer"] == pytest.approx(2 * part["parameters"], rel=0.01)
-    assert sum(part["parameters"] for part in parts) == pytest.approx(parts[0]["all_parameters"], rel=1e-3)
+    assert sum(part["parameters"] for part in parts) == pytest.approx(
+        parts[0]["all_parameters"], rel=1e-3
+    )
 
 
 def test_missing_text_on_one_rank_does_not_block_the_others(folder: Path) -> None:
@@ -375,7 +459,9 @@ def test_sharding_refuses_unsupported_batches(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("grad_cache", 2), ("precision", "fp16"), ("find_unused_parameters", True)]
 )
-def test_train_config_refuses_settings_that_cannot_be_sharded(field: str, value: Any, tmp_path: Path) -> None:
+def test_train_config_refuses_settings_that_cannot_be_sharded(
+    field: str, value: Any, tmp_path: Path
+) -> None:
     with raises(ConfigError, "conflict", field):
         TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, shard_weights=True, **{field: value})
 
@@ -383,7 +469,13 @@ def test_train_config_refuses_settings_that_cannot_be_sharded(field: str, value:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("clip", ["image_encoder.backbone.transformer.resblocks.", "text_encoder.backbone.encoder.layer."]),
+        (
+            "clip",
+            [
+                "image_encoder.backbone.transformer.resblocks.",
+                "text_encoder.backbone.encoder.layer.",
+            ],
+        ),
         ("convirt", ["image_encoder.backbone.stages.", "text_encoder.backbone.encoder.layer."]),
         ("medvill", ["image_encoder.backbone.stages.", "text_encoder.backbone.encoder.layer."]),
     ],
@@ -393,13 +485,17 @@ def test_repeated_blocks_are_layers_and_residual_blocks(name: str, expected: lis
     names = {module: path for path, module in model.named_modules()}
     blocks = [names[block] for block in repeated_blocks(model)]
     assert len(set(blocks)) == len(blocks) >= 4
-    assert {next(start for start in expected if block.startswith(start)) for block in blocks} == set(expected)
+    assert {
+        next(start for start in expected if block.startswith(start)) for block in blocks
+    } == set(expected)
     assert not any(block.startswith(f"{other}.") for block in blocks for other in blocks)
 
 
 def test_shared_buffers_exclude_momentum_queues() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), MomentumQueue(size=4, dim=2))
-    assert [id(buffer) for buffer in shared_buffers(model)] == [id(buffer) for buffer in model[0].buffers()]
+    assert [id(buffer) for buffer in shared_buffers(model)] == [
+        id(buffer) for buffer in model[0].buffers()
+    ]
 
 
 if __name__ == "__main__":

@@ -11,8 +11,12 @@ from medvl.errors import ConfigError
 from medvl.train.parallel import model
 
 
-def test_a_torch_that_cannot_reduce_unused_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is exchanged: ranks could wait forever for gradients that one of them does not have."""
+def test_a_torch_that_cannot_reduce_unused_parameters_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is exchanged: ranks could wait forever for gradients that one of them does
+    not have.
+    """
     monkeypatch.delattr(FSDPModule, model._UNUSED)
     ranks = dataclasses.replace(fakes.ONE_RANK, size=2)
     with raises(ConfigError, "unsupported", "shard_weights"):

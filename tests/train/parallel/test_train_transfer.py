@@ -1,7 +1,8 @@
-"""Prefetching: the same batches in the same order, and a position that ignores the prefetched batch.
+"""Prefetching: the same batches in the same order, and a position that ignores the prefetched
+batch.
 
-On a CPU the side stream is no stream, so there this is the logic of being ahead. That copies are complete when the
-compute stream reads them, only a GPU can show.
+On a CPU the side stream is no stream, so there this is the logic of being ahead. That copies are
+complete when the compute stream reads them, only a GPU can show.
 """
 
 from collections.abc import Iterator
@@ -89,7 +90,13 @@ def test_run_with_prefetching_equals_run_without(
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
 
     def run(name: str, **settings: Any) -> None:
-        settings = {"epochs": None, "checkpoint_every": 1, "keep_last": 20, "deterministic": True, **settings}
+        settings = {
+            "epochs": None,
+            "checkpoint_every": 1,
+            "keep_last": 20,
+            "deterministic": True,
+            **settings,
+        }
         config = fakes.config(tmp_path / name, device=device.type, **settings)
         fakes.train(fakes.TwoTowers(), fakes.FakeLoader(20, 4), optim=fakes.optim(), config=config)
 
@@ -104,7 +111,10 @@ def test_run_with_prefetching_equals_run_without(
     monkeypatch.setattr(trainer, "side_stream", watched)
     run("ahead", steps=3)
     run("ahead", steps=8)
-    assert [len(side.seen) for side in made] == [5, 7]  # three sent and two received; then in two epochs
+    assert [len(side.seen) for side in made] == [
+        5,
+        7,
+    ]  # three sent and two received; then in two epochs
     assert fakes.records(tmp_path / "ahead") == fakes.records(tmp_path / "plain")
     assert fakes.weights_hash(tmp_path / "ahead") == fakes.weights_hash(tmp_path / "plain")
     for step in range(9):
@@ -138,7 +148,9 @@ class Pinned(fakes.FakeLoader):
 
 
 class Late(SideStream):
-    """Its copies begin about ten milliseconds late, so that who does not wait for them reads other bytes."""
+    """Its copies begin about ten milliseconds late, so that who does not wait for them reads
+    other bytes.
+    """
 
     def send(self, batch: Batch) -> Batch:
         if self._stream is not None:
@@ -148,17 +160,28 @@ class Late(SideStream):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_prefetched_batches_are_complete_on_a_busy_device(accumulate: int, device: torch.device) -> None:
-    """Each batch is summed at once, and again behind long products, when the host has long let go of it."""
-    expected = [(int(batch.image_BCHW.sum()), int(batch.ids_BT.sum())) for batch in fakes.FakeLoader(4096, 512)]
+def test_prefetched_batches_are_complete_on_a_busy_device(
+    accumulate: int, device: torch.device
+) -> None:
+    """Each batch is summed at once, and again behind long products, when the host has long let
+    go of it.
+    """
+    expected = [
+        (int(batch.image_BCHW.sum()), int(batch.ids_BT.sum()))
+        for batch in fakes.FakeLoader(4096, 512)
+    ]
     size = 4096 if device.type == "cuda" else 64
     busy, sums = torch.randn(size, size, device=device), list[tuple[Tensor, Tensor]]()
     stream = BatchStream(Pinned(4096, 512), accumulate, Late(device, channels_last=True))
     for step in range(stream.steps_per_epoch):
         for batch in stream.take(step):
-            batch = place(batch, device, channels_last=True)  # the first of an epoch; the others were sent
+            batch = place(
+                batch, device, channels_last=True
+            )  # the first of an epoch; the others were sent
             sums.append((batch.image_BCHW.sum(), batch.ids_BT.sum()))
             for _ in range(20):
                 busy = (busy @ busy).clamp(-1, 1)
             sums.append((batch.image_BCHW.sum(), batch.ids_BT.sum()))
-    assert [(int(images), int(ids)) for images, ids in sums] == [each for each in expected for _ in range(2)]
+    assert [(int(images), int(ids)) for images, ids in sums] == [
+        each for each in expected for _ in range(2)
+    ]

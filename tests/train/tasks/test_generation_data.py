@@ -1,4 +1,6 @@
-"""Training of image generators on shards: views and texts, the cache of latents, resuming, recipes' settings."""
+"""Training of image generators on shards: views and texts, the cache of latents, resuming,
+recipes' settings.
+"""
 
 import dataclasses
 import json
@@ -46,17 +48,29 @@ def model() -> Any:
 
 
 def generation(shards: Path, **settings: Any) -> GenerationDataConfig:
-    fields = {"train": shards / "train", "valid": shards / "validate", "text": TEXT, "workers": 0, "valid_batch": 8}
+    fields = {
+        "train": shards / "train",
+        "valid": shards / "validate",
+        "text": TEXT,
+        "workers": 0,
+        "valid_batch": 8,
+    }
     return GenerationDataConfig(**{**fields, **settings})
 
 
 def test_an_autoencoder_trains_on_shards(shards: Path, tmp_path: Path) -> None:
     model = medvl.create_model(AUTOENCODER)
     data = ImageDataConfig(
-        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), workers=0, valid_batch=8
+        train=shards / "train",
+        valid=shards / "validate",
+        image=EvalTransform(size=32),
+        workers=0,
+        valid_batch=8,
     )
     loaders = open_images(data, model, 8)
-    config = TrainConfig(run_dir=tmp_path, steps=4, global_batch=8, best_metric="loss/l1", tensorboard=False)
+    config = TrainConfig(
+        run_dir=tmp_path, steps=4, global_batch=8, best_metric="loss/l1", tensorboard=False
+    )
     result = train(
         model,
         loaders.train,
@@ -81,7 +95,11 @@ def test_a_diffusion_model_trains_on_latents_and_resumes_to_the_same_weights(
             fresh = create_latent_diffusion(config, start=tmp_path / "start")
         loaders = open_generation(data, fresh, 8)
         settings = TrainConfig(
-            run_dir=tmp_path / name, steps=steps, global_batch=8, checkpoint_every=3, tensorboard=False
+            run_dir=tmp_path / name,
+            steps=steps,
+            global_batch=8,
+            checkpoint_every=3,
+            tensorboard=False,
         )
         train(
             fresh,
@@ -113,7 +131,9 @@ def test_cached_batches_are_those_of_the_shards(shards: Path, model: Any, tmp_pa
     model.eval()
     for first, second in zip(plain.train, cached.train, strict=True):
         assert first.keys == second.keys
-        assert torch.allclose(second.moments_BCHW, model.encode_moments(first.image_BCHW), atol=5e-3)
+        assert torch.allclose(
+            second.moments_BCHW, model.encode_moments(first.image_BCHW), atol=5e-3
+        )
         assert torch.equal(second.mask_BT, first.mask_BT)
         states = model.encode_text(first.ids_BT, first.mask_BT)[0]
         assert torch.allclose(second.states_BTD, states, atol=5e-3)
@@ -123,7 +143,9 @@ def test_cached_batches_are_those_of_the_shards(shards: Path, model: Any, tmp_pa
 def test_a_run_on_the_cpu_stores_its_latents_from_there(
     shards: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beside a GPU; a run that needs one says that there is none before it encodes for hours."""
+    """Also beside a GPU; a run that needs one says that there is none before it encodes for
+    hours.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     data = generation(shards, cache=tmp_path, valid=None)
     with raises(ConfigError, "unsupported", "device"):
@@ -134,7 +156,9 @@ def test_a_run_on_the_cpu_stores_its_latents_from_there(
     assert [*tmp_path.glob("*/keys.json")]
 
 
-def test_another_autoencoder_gets_a_cache_of_its_own(shards: Path, model: Any, tmp_path: Path) -> None:
+def test_another_autoencoder_gets_a_cache_of_its_own(
+    shards: Path, model: Any, tmp_path: Path
+) -> None:
     data = generation(shards, cache=tmp_path, valid=None)
     open_generation(data, model, 8)
     open_generation(data, model, 8)

@@ -37,7 +37,10 @@ from medvl.train.tasks.supervised import (
     open_vqa,
 )
 
-TEXTS = ["the left lung of number is clear", "is the heart enlarged? where is the mass? how many masses? what plane"]
+TEXTS = [
+    "the left lung of number is clear",
+    "is the heart enlarged? where is the mass? how many masses? what plane",
+]
 TOKENIZER = train_wordpiece(TEXTS, vocab_size=90, min_frequency=1)
 ENCODERS = {"uniter": "regions:2+7", "lxmert": "regions:2+4", "visualbert": "regions:2"}
 
@@ -62,7 +65,11 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=sorted(ENCODERS))
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
-    settings = {**TINY[request.param], "image_encoder": ENCODERS[request.param], "image_arguments": {}}
+    settings = {
+        **TINY[request.param],
+        "image_encoder": ENCODERS[request.param],
+        "image_arguments": {},
+    }
     classes = {"region_classes": 2} if request.param != "visualbert" else {}
     return medvl.create_model(request.param, tokenizer=TOKENIZER, **settings, **classes)
 
@@ -71,11 +78,15 @@ def trained(model: nn.Module, loader: Any, described: dict[str, Any], folder: Pa
     """Check the gradients of a step, then save the model and load it again."""
     model(next(iter(loader))).total.backward()
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert [name for name, p in learning.items() if p.grad is None or not p.grad.isfinite().all()] == []
+    assert [
+        name for name, p in learning.items() if p.grad is None or not p.grad.isfinite().all()
+    ] == []
     folder.mkdir()
     save(model, folder, described)
     restored = load(folder)
-    assert [each.detector for each in restored.modules() if isinstance(each, RegionEncoder)] == ["d" * 64]
+    assert [each.detector for each in restored.modules() if isinstance(each, RegionEncoder)] == [
+        "d" * 64
+    ]
     return restored
 
 
@@ -90,7 +101,13 @@ def test_questions_are_answered_from_regions(
     vqa = VQA.on(model, ("yes", "no", "right lung", "2"))
     image = EvalTransform(size=32)
     data = VQADataConfig(
-        train=questions, valid=questions, valid_split="test", image=image, regions="quarters", workers=0, valid_batch=2
+        train=questions,
+        valid=questions,
+        valid_split="test",
+        image=image,
+        regions="quarters",
+        workers=0,
+        valid_batch=2,
     )
     opened = open_vqa(data, vqa, vqa.config.answers, str.lower, 4)
     answering = trained(vqa, opened.train, opened.described, tmp_path / "vqa")
@@ -107,14 +124,18 @@ def test_labels_are_predicted_from_regions(
 ) -> None:
     monkeypatch.setattr(ShardSource, "pixels", no_pixels)
     classifier = FusedClassifier.on(model, ("edema",))
-    data = ClassificationDataConfig(train=shards / "train", valid=shards / "validate", regions="quarters", workers=0)
+    data = ClassificationDataConfig(
+        train=shards / "train", valid=shards / "validate", regions="quarters", workers=0
+    )
     opened = open_classification(data, classifier, lambda labels, names: labels, 4)
     restored = trained(classifier, opened.train, opened.described, tmp_path / "labels")
     assert open_source(shards / "validate", [tmp_path / "labels"]).region_manifest is not None
     source = ShardSource(shards / "train", regions="quarters")  # validation has one image
     loader = open_for_evaluation(source, restored.transform, TOKENIZER, batch=2, workers=0)
     result = classify(restored, loader, policy=LabelPolicy(), resamples=10)
-    assert [row.value for row in result.results.rows if row.metric == "auroc" and np.isfinite(row.value)]
+    assert [
+        row.value for row in result.results.rows if row.metric == "auroc" and np.isfinite(row.value)
+    ]
 
 
 def test_candidates_are_ranked_by_their_regions(model: Any, shards: Path, tmp_path: Path) -> None:
@@ -130,16 +151,27 @@ def test_candidates_are_ranked_by_their_regions(model: Any, shards: Path, tmp_pa
     )
     opened = open_data(data, ranking, 4)
     matcher = trained(ranking, opened.train, opened.described, tmp_path / "rank").as_matcher()
-    tiny = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "projection_dim": 8}
+    tiny = {
+        "image_encoder": "resnet_tiny",
+        "text_encoder": "tiny_bert",
+        "image_size": 32,
+        "projection_dim": 8,
+    }
     dual = medvl.create_model("convirt", tokenizer=TOKENIZER, frozen_text_layers=0, **tiny).eval()
-    plain = open_for_evaluation(open_source(shards / "train"), dual.transform, TOKENIZER, batch=4, workers=0)
+    plain = open_for_evaluation(
+        open_source(shards / "train"), dual.transform, TOKENIZER, batch=4, workers=0
+    )
     source = ShardSource(shards / "train", regions="quarters")
     loader = open_for_evaluation(source, matcher.transform, TOKENIZER, batch=4, workers=0)
-    result = reranked_retrieval(matcher, loader, shortlist=3, shortlist_model=ShortlistModel(dual, plain), resamples=10)
+    result = reranked_retrieval(
+        matcher, loader, shortlist=3, shortlist_model=ShortlistModel(dual, plain), resamples=10
+    )
     assert all(np.isfinite(row.value) for row in result.results.rows)
 
 
-def test_stages_of_a_loader_of_regions_are_timed_without_pixels(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_a_loader_of_regions_are_timed_without_pixels(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = ShardSource(shards / "train", regions="quarters")
     loader = open_for_evaluation(source, EvalTransform(size=32), TOKENIZER, batch=4, workers=0)
     monkeypatch.setattr(ShardSource, "pixels", no_pixels)
@@ -149,13 +181,19 @@ def test_stages_of_a_loader_of_regions_are_timed_without_pixels(shards: Path, mo
 def test_regions_of_another_detector_are_refused_at_every_head(model: Any, shards: Path) -> None:
     next(each for each in model.modules() if isinstance(each, RegionEncoder)).detector = "e" * 64
     classifier = FusedClassifier.on(model, ("edema",))
-    data = ClassificationDataConfig(train=shards / "train", valid=shards / "validate", regions="quarters", workers=0)
+    data = ClassificationDataConfig(
+        train=shards / "train", valid=shards / "validate", regions="quarters", workers=0
+    )
     with raises(ConfigError, "mismatch", "data.regions"):
         open_classification(data, classifier, lambda labels, names: labels, 4)
 
 
 def test_a_classifier_of_change_that_reads_pixels_refuses_regions(shards: Path) -> None:
-    model = SimpleNamespace(name="change", config=SimpleNamespace(findings=("edema",)), inputs=Inputs(), modules=list)
-    data = ChangeDataConfig(train=shards / "train", valid=shards / "validate", regions="quarters", workers=0)
+    model = SimpleNamespace(
+        name="change", config=SimpleNamespace(findings=("edema",)), inputs=Inputs(), modules=list
+    )
+    data = ChangeDataConfig(
+        train=shards / "train", valid=shards / "validate", regions="quarters", workers=0
+    )
     with raises(ConfigError, "conflict", "data.regions"):
         open_change(data, model, 4)

@@ -1,4 +1,6 @@
-"""Training on the stored output of a frozen image encoder: the steps are those of training on images."""
+"""Training on the stored output of a frozen image encoder: the steps are those of training on
+images.
+"""
 
 import dataclasses
 import json
@@ -29,15 +31,26 @@ from medvl.schema import Batch
 from medvl.train import DataLoaders, TrainResult, train
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
-TOKENIZER = train_wordpiece(["the left lung of number 0 1 2 3 4 5 6 7 8 9"], vocab_size=60, min_frequency=1)
-TEXT = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "attention_dropout": 0.0}
+TOKENIZER = train_wordpiece(
+    ["the left lung of number 0 1 2 3 4 5 6 7 8 9"], vocab_size=60, min_frequency=1
+)
+TEXT = {
+    "text_encoder": "tiny_bert",
+    "text_arguments": {"num_hidden_layers": 1},
+    "attention_dropout": 0.0,
+}
 UMRL = {"text_arguments": {"dimension": 24}, "projection_dim": 16, "hidden_dim": 24}
 SYSTEMS: dict[str, dict[str, Any]] = {"radzero": {**TEXT, "trained_layers": 1}, "umrl": UMRL}
 
 
 def make_model(system: str = "radzero", **changes: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"image_encoder": "resnet_tiny", "image_size": 64, **SYSTEMS.get(system, TEXT), **changes}
+    settings = {
+        "image_encoder": "resnet_tiny",
+        "image_size": 64,
+        **SYSTEMS.get(system, TEXT),
+        **changes,
+    }
     return medvl.create_model(system, tokenizer=TOKENIZER, **settings)
 
 
@@ -47,7 +60,9 @@ def detector(model: Any, *, all_tokens: bool = True) -> GridRegions:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight samples for training in two shards, two of them without an image; features of `make_model()`."""
+    """Eight samples for training in two shards, two of them without an image; features of
+    `make_model()`.
+    """
     home = region_table(tmp_path_factory.mktemp("table"))
     train = ShardSource(home / "train")
     write_regions(train, detector(make_model()), "half")
@@ -83,7 +98,9 @@ def step(model: Any, batch: Batch) -> dict[str, Tensor]:
         ("umrl", "umrl", {"rtol": 1e-5, "atol": 1e-6}),
     ],
 )
-def test_steps_are_those_of_the_frozen_encoder(shards: Path, system: str, name: str, near: dict[str, float]) -> None:
+def test_steps_are_those_of_the_frozen_encoder(
+    shards: Path, system: str, name: str, near: dict[str, float]
+) -> None:
     model = make_model(system)
     batches = opened(shards, model).train, opened(shards, model, image_features=name).train
     runs = []
@@ -94,7 +111,9 @@ def test_steps_are_those_of_the_frozen_encoder(shards: Path, system: str, name: 
         expected, actual = step(model, pixels), step(model, stored)
         assert len(runs) == number + 1  # for the images alone
         for key, tensor in expected.items():
-            torch.testing.assert_close(actual.pop(key), tensor, **near, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(
+                actual.pop(key), tensor, **near, msg=lambda text, key=key: f"{key}: {text}"
+            )
         assert not actual
     assert number == 1
 
@@ -106,19 +125,25 @@ def test_features_in_float32_give_the_same_bits(shards: Path) -> None:
     features = model.image_encoder.eval()(batch.image_BCHW)
     assert features.patches_BPD is not None
     tokens_BKD = torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
-    stored = dataclasses.replace(batch, image_BCHW=batch.image_BCHW[:, :, :0, :0], regions_BPD=tokens_BKD)
+    stored = dataclasses.replace(
+        batch, image_BCHW=batch.image_BCHW[:, :, :0, :0], regions_BPD=tokens_BKD
+    )
     expected, actual = step(model, batch), step(model, stored)
     assert expected.keys() == actual.keys()
     assert all(torch.equal(tensor, actual[name]) for name, tensor in expected.items())
     found = list(opened(shards, model, image_features="half").train)
-    assert {batch.regions_BPD.dtype for batch in found if batch.regions_BPD is not None} == {torch.float16}
+    assert {batch.regions_BPD.dtype for batch in found if batch.regions_BPD is not None} == {
+        torch.float16
+    }
 
 
 def test_a_batch_without_an_image_has_zero_losses(shards: Path) -> None:
     model = make_model().train()
     batch = next(iter(opened(shards, model, image_features="half").train))
     nothing = torch.zeros(len(batch), dtype=torch.bool)
-    losses = model(dataclasses.replace(batch, regions_BPD=torch.zeros(len(batch), 0, 0), has_image_B=nothing))
+    losses = model(
+        dataclasses.replace(batch, regions_BPD=torch.zeros(len(batch), 0, 0), has_image_B=nothing)
+    )
     losses.total.backward()
     assert losses.total.item() == 0
     for name, parameter in model.named_parameters():
@@ -126,7 +151,9 @@ def test_a_batch_without_an_image_has_zero_losses(shards: Path) -> None:
         assert parameter.grad is None or not parameter.grad.any(), name
 
 
-def test_validation_and_the_checkpoint_are_those_of_training_on_images(shards: Path, tmp_path: Path) -> None:
+def test_validation_and_the_checkpoint_are_those_of_training_on_images(
+    shards: Path, tmp_path: Path
+) -> None:
     model = make_model()
     data, plain = opened(shards, model, image_features="half"), opened(shards, model)
     for loader in (data.valid, data.valid_images):
@@ -144,8 +171,12 @@ def test_validation_and_the_checkpoint_are_those_of_training_on_images(shards: P
         save(model, folder, run)
         assert detector_of(folder) is None
         assert not load(folder).inputs.regions
-    assert {path.name for path in folders[0].iterdir()} == {path.name for path in folders[1].iterdir()}
-    assert (folders[0] / "model.safetensors").read_bytes() == (folders[1] / "model.safetensors").read_bytes()
+    assert {path.name for path in folders[0].iterdir()} == {
+        path.name for path in folders[1].iterdir()
+    }
+    assert (folders[0] / "model.safetensors").read_bytes() == (
+        folders[1] / "model.safetensors"
+    ).read_bytes()
     assert open_source(shards / "validate", [folders[0]]).region_manifest is None
 
 
@@ -163,10 +194,18 @@ def run(shards: Path, folder: Path, stop: int | None = None) -> TrainResult:
     model.before_step = before_step
     data = opened(shards, model, image_features="half", valid=None)
     settings = {"epochs": 2, "global_batch": 4, "checkpoint_every": 1}
-    return train(model, data.train, optim=fakes.optim(), config=fakes.config(folder, **settings), run=data.described)
+    return train(
+        model,
+        data.train,
+        optim=fakes.optim(),
+        config=fakes.config(folder, **settings),
+        run=data.described,
+    )
 
 
-def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(shards: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(
+    shards: Path, tmp_path: Path
+) -> None:
     assert run(shards, tmp_path / "whole").step == 4
     with pytest.raises(Stopped):
         run(shards, tmp_path / "again", stop=3)
@@ -195,7 +234,11 @@ class Killed(GridRegions):
 def test_a_killed_command_continues_with_the_same_bytes(shards: Path) -> None:
     model, source = make_model(), ShardSource(shards / "train")
     with pytest.raises(KeyboardInterrupt):
-        write_regions(source, Killed(model.image_encoder, model.transform, "grid:test", all_tokens=True), "killed")
+        write_regions(
+            source,
+            Killed(model.image_encoder, model.transform, "grid:test", all_tokens=True),
+            "killed",
+        )
     with raises(ShardError, "not_found", "regions"):
         opened(shards, model, image_features="killed")
     write_regions(source, detector(model), "killed")
@@ -208,14 +251,26 @@ def test_a_command_writes_the_features_of_a_file_and_of_a_checkpoint(
 ) -> None:
     model = make_model()
     model.save_pretrained(tmp_path / "checkpoint")
-    safetensors.torch.save_file(model.image_encoder.backbone.state_dict(), tmp_path / "encoder.safetensors")
+    safetensors.torch.save_file(
+        model.image_encoder.backbone.state_dict(), tmp_path / "encoder.safetensors"
+    )
     train = str(shards / "train")
-    weights = ["--weights", str(tmp_path / "encoder.safetensors"), "--image-size", "64", "--fit", "crop"]
+    weights = [
+        "--weights",
+        str(tmp_path / "encoder.safetensors"),
+        "--image-size",
+        "64",
+        "--fit",
+        "crop",
+    ]
     options = ["--all-tokens", "--device", "cpu", "--name"]
     cli.main(["regions", train, "grid:resnet_tiny", *weights, *options, "file"])
     cli.main(["regions", train, str(tmp_path / "checkpoint"), *options, "checkpoint"])
     assert "data.image_features checkpoint" in capsys.readouterr().out
-    written = {name: RegionManifest.read(region_folder(train, name)) for name in ("half", "file", "checkpoint")}
+    written = {
+        name: RegionManifest.read(region_folder(train, name))
+        for name in ("half", "file", "checkpoint")
+    }
     assert len({manifest.detector_sha256 for manifest in written.values()}) == 1
     for name in written:
         opened(shards, make_model(), image_features=name)
@@ -231,7 +286,11 @@ def test_settings_without_stored_features_are_named(shards: Path) -> None:
         opened(shards, make_model(), image_features="half", regions="half")
     with raises(ConfigError, "conflict", field):
         opened(shards, make_model(), image_features="half", train="https://host/lab/{00..01}.tar")
-    for image in (ConVIRTAugmentation(size=64), EvalTransform(size=64, fit="pad"), EvalTransform(size=32)):
+    for image in (
+        ConVIRTAugmentation(size=64),
+        EvalTransform(size=64, fit="pad"),
+        EvalTransform(size=32),
+    ):
         with raises(ConfigError, "conflict", "data.image"):
             opened(shards, make_model(), image_features="half", image=image)
     with raises(ShardError, "not_found", "regions"):
@@ -246,7 +305,9 @@ def test_settings_without_stored_features_are_named(shards: Path) -> None:
         ({"image_arguments": {"output_stride": 16}}, "encoder"),
     ],
 )
-def test_features_of_another_encoder_are_refused(shards: Path, changes: dict[str, Any], differing: str) -> None:
+def test_features_of_another_encoder_are_refused(
+    shards: Path, changes: dict[str, Any], differing: str
+) -> None:
     model = make_model(**changes)
     with raises(ConfigError, "mismatch", "data.image_features") as caught:
         opened(shards, model, image_features="half", image=model.transform)
@@ -258,7 +319,10 @@ def test_features_of_other_weights_and_without_a_class_token_are_refused(shards:
     with torch.no_grad():
         next(other.image_encoder.parameters()).mul_(1.001)
     write_regions(ShardSource(shards / "train"), detector(make_model(), all_tokens=False), "cells")
-    for model, name, differing in ((other, "half", "weights"), (make_model(), "cells", "all_tokens")):
+    for model, name, differing in (
+        (other, "half", "weights"),
+        (make_model(), "cells", "all_tokens"),
+    ):
         with raises(ConfigError, "mismatch", "data.image_features") as caught:
             opened(shards, model, image_features=name)
         assert f"other {differing} than" in str(caught.value)

@@ -1,4 +1,6 @@
-"""Data of runs on text alone: loaders, documents on both sides, further folders; and a recipe from start to checkpoint."""
+"""Data of runs on text alone: loaders, documents on both sides, further folders; and a recipe
+from start to checkpoint.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -30,7 +32,9 @@ MODEL = MaskedTextConfig(text_encoder="bert", text_arguments=SMALL, max_tokens=3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with shards (train, validate), shards of other documents, and a vocabulary."""
+    """Return a folder with shards (train, validate), shards of other documents, and a
+    vocabulary.
+    """
     folder, deid = tmp_path_factory.mktemp("text"), Deidentifier(b"s" * 32)
     for name, seed in (("shards", 0), ("more", 1)):
         documents = [Document(text=text) for text in make_documents(30, seed)]
@@ -54,7 +58,9 @@ def settings(folder: Path, **changes: Any) -> TextDataConfig:
 def test_folders_are_joined_and_checked(folder: Path) -> None:
     model = create_model(MODEL, tokenizer=folder / "vocab")
     alone = open_text(settings(folder), model, 4)
-    more = open_text(settings(folder, extra_train=(folder / "more/train",), weights=(1.0, 3.0)), model, 4)
+    more = open_text(
+        settings(folder, extra_train=(folder / "more/train",), weights=(1.0, 3.0)), model, 4
+    )
     assert more.train.steps_per_epoch > alone.train.steps_per_epoch
     assert more.described["data"]["train"]["weights"] == [1.0, 3.0]
     assert alone.described["data"]["train"]["patients"] == len(alone.train.source.manifest.patients)
@@ -85,12 +91,20 @@ def test_a_recipe_trains_scores_and_saves(folder: Path, tmp_path: Path) -> None:
         ),
     )
     result = text_run("mine", "medvl shards text")(recipe).train()
-    assert {"loss/mlm", "loss/pairs", "masked/accuracy", "masked/unigram", "pairs/accuracy"} <= result.metrics.keys()
+    assert {
+        "loss/mlm",
+        "loss/pairs",
+        "masked/accuracy",
+        "masked/unigram",
+        "pairs/accuracy",
+    } <= result.metrics.keys()
     assert result.best is not None
     model = medvl.load(result.best)
     assert model.name == "masked_text"
     from_here = dataclasses.replace(
-        recipe, init_from=result.best, train=dataclasses.replace(recipe.train, run_dir=tmp_path / "next")
+        recipe,
+        init_from=result.best,
+        train=dataclasses.replace(recipe.train, run_dir=tmp_path / "next"),
     )
     assert text_run("mine", "medvl shards text")(from_here).model.name == "masked_text"
     with raises(ConfigError, "not_found", "data.train", names="medvl shards text"):

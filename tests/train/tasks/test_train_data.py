@@ -1,4 +1,6 @@
-"""Data of a pretraining run: missing folders, shared patients, the same batches on any number of ranks."""
+"""Data of a pretraining run: missing folders, shared patients, the same batches on any number of
+ranks.
+"""
 
 import dataclasses
 import json
@@ -37,17 +39,23 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         split = "train" if number < 16 else "validate"
         text = f"This is image {number}. It shows a chest. There is no effusion."
         plan.records[number] = Record(
-            dataclasses.replace(record.sample, split=split, sections={"findings": text}), record.report
+            dataclasses.replace(record.sample, split=split, sections={"findings": text}),
+            record.report,
         )
     write_shards(
-        plan, Deidentifier(b"0" * 32), ShardRun(out=root / "out", workers=1), ShardOptions(samples_per_shard=5)
+        plan,
+        Deidentifier(b"0" * 32),
+        ShardRun(out=root / "out", workers=1),
+        ShardOptions(samples_per_shard=5),
     )
     return root / "out"
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    texts = [f"This is image {number}. It shows a chest. There is no effusion." for number in range(22)]
+    texts = [
+        f"This is image {number}. It shows a chest. There is no effusion." for number in range(22)
+    ]
     return medvl.create_model(
         "convirt",
         tokenizer=train_wordpiece(texts, vocab_size=100, min_frequency=1),
@@ -71,7 +79,9 @@ def config(shards: Path, **changes: Any) -> DataConfig:
     return DataConfig(**settings | changes)
 
 
-def opened_on(rank: int, world: int, data: DataConfig, model: Any, monkeypatch: pytest.MonkeyPatch) -> DataLoaders:
+def opened_on(
+    rank: int, world: int, data: DataConfig, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> DataLoaders:
     """As a process that torchrun has started opens it."""
     with monkeypatch.context() as patch:
         patch.setenv("RANK", str(rank))
@@ -86,7 +96,10 @@ def test_ranks_together_read_the_batches_of_one_process(
 ) -> None:
     """Keys, pixels after augmentation and drawn sentences, over two epochs."""
     alone = opened_on(0, 1, config(shards), model, monkeypatch)
-    ranks = [opened_on(rank, world, config(shards, workers=workers), model, monkeypatch) for rank in range(world)]
+    ranks = [
+        opened_on(rank, world, config(shards, workers=workers), model, monkeypatch)
+        for rank in range(world)
+    ]
     seen = 0
     for _ in range(2):
         for whole, *parts in zip(alone.train, *(part.train for part in ranks), strict=True):
@@ -125,7 +138,9 @@ def test_open_data_refuses_a_shared_patient(shards: Path, model: Any) -> None:
         open_data(config(shards, valid=shards / "train"), model, micro_batch=4)
 
 
-def test_open_data_refuses_damaged_shards_and_a_missing_tokenizer(shards: Path, model: Any, tmp_path: Path) -> None:
+def test_open_data_refuses_damaged_shards_and_a_missing_tokenizer(
+    shards: Path, model: Any, tmp_path: Path
+) -> None:
     (tmp_path / "manifest.json").write_text("{")
     with raises(ShardError, "malformed"):
         open_data(config(shards, train=str(tmp_path)), model, micro_batch=4)
@@ -136,21 +151,30 @@ def test_open_data_refuses_damaged_shards_and_a_missing_tokenizer(shards: Path, 
 
 def test_described_holds_the_training_patients(shards: Path, model: Any) -> None:
     opened = open_data(config(shards), model, micro_batch=4)
-    assert opened.described["train_manifest"]["patients"] == tuple(sorted(f"patient{number}" for number in range(8)))
+    assert opened.described["train_manifest"]["patients"] == tuple(
+        sorted(f"patient{number}" for number in range(8))
+    )
     assert opened.described["data"]["train"]["samples"] == 16
     assert opened.described["data"]["valid"]["patients"] == 3
     without = open_data(config(shards, valid=None), model, micro_batch=4)
     assert (without.valid, without.valid_images) == (None, None)
 
 
-def test_shards_in_a_store_are_those_of_the_folder(shards: Path, model: Any, bucket: Bucket, tmp_path: Path) -> None:
+def test_shards_in_a_store_are_those_of_the_folder(
+    shards: Path, model: Any, bucket: Bucket, tmp_path: Path
+) -> None:
     address = bucket.upload(shards, "lab")
     data = config(shards, train=f"{address}/train", valid=Path(f"{address}/validate"))
     data.check("make it")
-    remote, local = open_data(data, model, micro_batch=4), open_data(config(shards), model, micro_batch=4)
+    remote, local = (
+        open_data(data, model, micro_batch=4),
+        open_data(config(shards), model, micro_batch=4),
+    )
     assert remote.described == local.described
     for part in ("train", "valid", "valid_images"):
-        assert [batch.keys for batch in getattr(remote, part)] == [batch.keys for batch in getattr(local, part)]
+        assert [batch.keys for batch in getattr(remote, part)] == [
+            batch.keys for batch in getattr(local, part)
+        ]
     with raises(ConfigError, "not_found", "data.train", names=f"{address}/nowhere"):
         config(shards, train=f"{address}/nowhere").check("make it")
     main(["vocab", f"{address}/train", str(tmp_path / "vocab"), "--size", "60"])
@@ -174,11 +198,16 @@ def test_webdataset_tars_need_the_number_of_their_samples(shards: Path, model: A
 
 
 def test_statements_of_other_studies_are_refused(shards: Path, model: Any, tmp_path: Path) -> None:
-    """Names of MIMIC-CXR in place of the shards' hashes: no sample had a text, and every loss was 0."""
+    """Names of MIMIC-CXR in place of the shards' hashes: no sample had a text, and every loss
+    was 0.
+    """
     source = ShardSource(shards / "train")
     file = tmp_path / "statements.jsonl"
     text = Statements(source="file", file=file)
-    for study, statements in (("p10/p10000032/s50414267", ["Edema."]), (source.sample(3).study, [" "])):
+    for study, statements in (
+        ("p10/p10000032/s50414267", ["Edema."]),
+        (source.sample(3).study, [" "]),
+    ):
         file.write_text(json.dumps({"study": study, "statements": statements}))
         with raises(ConfigError, "mismatch", "data.text.file"):
             open_data(config(shards, text=text), model, 4)

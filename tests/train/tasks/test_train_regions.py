@@ -33,7 +33,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_model(encoder: str = "regions:2+7") -> Any:
-    settings = {**TINY["single_stream"], "image_encoder": encoder, "image_arguments": {}, "image_positions": False}
+    settings = {
+        **TINY["single_stream"],
+        "image_encoder": encoder,
+        "image_arguments": {},
+        "image_positions": False,
+    }
     return medvl.create_model("single_stream", tokenizer=TOKENIZER, **settings)
 
 
@@ -47,7 +52,9 @@ def encoder_of(model: Any) -> RegionEncoder:
     return encoder
 
 
-def test_a_run_reads_regions_and_its_checkpoint_names_their_detector(shards: Path, tmp_path: Path) -> None:
+def test_a_run_reads_regions_and_its_checkpoint_names_their_detector(
+    shards: Path, tmp_path: Path
+) -> None:
     model = make_model()
     opened = open_data(config(shards), model, micro_batch=4)
     batch = next(iter(opened.train))
@@ -75,7 +82,11 @@ def test_a_run_reads_regions_and_its_checkpoint_names_their_detector(shards: Pat
 
 def test_evaluation_needs_regions_of_the_same_detector(shards: Path, tmp_path: Path) -> None:
     model = make_model()
-    save(model, tmp_path, json.loads(json.dumps(open_data(config(shards), model, micro_batch=4).described)))
+    save(
+        model,
+        tmp_path,
+        json.loads(json.dumps(open_data(config(shards), model, micro_batch=4).described)),
+    )
     bare = region_table(tmp_path / "other", "other") / "train"
     with raises(ShardError, "not_found", "regions"):
         open_source(bare, [tmp_path])
@@ -86,7 +97,9 @@ def test_evaluation_needs_regions_of_the_same_detector(shards: Path, tmp_path: P
     assert open_source(bare, [tmp_path / "pixels"]).region_manifest is None
 
 
-def test_patients_of_the_detectors_training_are_refused_at_the_test(shards: Path, tmp_path: Path) -> None:
+def test_patients_of_the_detectors_training_are_refused_at_the_test(
+    shards: Path, tmp_path: Path
+) -> None:
     """A detector that was trained on the test patients leaks their boxes into the regions."""
     tested = ShardSource(shards / "validate")
 
@@ -102,7 +115,9 @@ def test_patients_of_the_detectors_training_are_refused_at_the_test(shards: Path
         open_source(shards / "validate", [tmp_path])
 
 
-def test_damaged_checkpoints_are_named_before_their_regions_are_looked_for(shards: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_named_before_their_regions_are_looked_for(
+    shards: Path, tmp_path: Path
+) -> None:
     with raises(CheckpointError, "not_found"):
         open_source(shards / "validate", [tmp_path / "nowhere"])
     save(make_model(), tmp_path)
@@ -121,4 +136,6 @@ def test_settings_that_do_not_fit_are_named(shards: Path) -> None:
     with raises(ShardError, "not_found", "regions"):
         open_data(config(shards, regions="absent"), make_model(), micro_batch=4)
     with raises(ConfigError, "conflict", "data.regions"):
-        open_data(config(shards, train="https://host/lab/{00..01}.tar"), make_model(), micro_batch=4)
+        open_data(
+            config(shards, train="https://host/lab/{00..01}.tar"), make_model(), micro_batch=4
+        )

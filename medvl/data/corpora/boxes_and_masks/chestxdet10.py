@@ -1,4 +1,6 @@
-"""ChestX-Det10 (2020): boxes of ten findings on images of NIH ChestX-ray14. See `data_cards/chestxdet10.md`."""
+"""ChestX-Det10 (2020): boxes of ten findings on images of NIH ChestX-ray14. See
+`data_cards/chestxdet10.md`.
+"""
 
 import re
 from collections.abc import Mapping
@@ -19,8 +21,8 @@ NAME = "chestxdet10"
 COUNTS: Mapping[str, int] = {"images": 3_543, "test": 542}
 """Counts of the full release, which `medvl verify --full` compares with."""
 LABELS = (
-    "Atelectasis", "Calcification", "Consolidation", "Emphysema", "Fibrosis", "Fracture", "Mass", "Nodule",
-    "Pleural Effusion", "Pneumothorax",
+    "Atelectasis", "Calcification", "Consolidation", "Emphysema", "Fibrosis", "Fracture", "Mass",
+    "Nodule", "Pleural Effusion", "Pneumothorax",
 )  # fmt: skip
 
 _RENAMED = {"Effusion": "Pleural Effusion"}
@@ -29,18 +31,23 @@ _SIZE = (1024, 1024)
 _IMAGE = re.compile(r"(\d{8})_\d{3}\.png|\d{1,12}\.png")
 
 
-def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.1, follow_links: bool = False) -> Plan:
+def plan(
+    root: Path, deid: Deidentifier, *, validate_share: float = 0.1, follow_links: bool = False
+) -> Plan:
     """Plan the samples of ChestX-Det10 from its annotations; no image is opened.
 
     Args:
         root: folder with `train.json`, `test.json`, `train_data/` and `test_data/`.
-        deid: hashes the images. Files with names of NIH ChestX-ray14 have its patients, with the same hashes as in
-            that corpus; files with other numbers count as a patient each.
-        validate_share: share of the patients of the official training images used for validation, by hash.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        deid: hashes the images. Files with names of NIH ChestX-ray14 have its patients, with the
+            same hashes as in that corpus; files with other numbers count as a patient each.
+        validate_share: share of the patients of the official training images used for validation,
+            by hash.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Training images of patients in the test split are left out, counted as `patient_in_test`. Raises CorpusError when a
-    file is missing, or a value does not match the data card; ConfigError when the share is not between 0 and 1.
+    Training images of patients in the test split are left out, counted as `patient_in_test`. Raises
+    CorpusError when a file is missing, or a value does not match the data card; ConfigError when
+    the share is not between 0 and 1.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
@@ -77,7 +84,9 @@ def _read_name(row: Mapping[str, Any], path: Path) -> tuple[str, str]:
     name = row["file_name"]
     match = _IMAGE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
-        raise malformed(path, "expected a file_name like 36199.png or 00000042_006.png", "file_name")
+        raise malformed(
+            path, "expected a file_name like 36199.png or 00000042_006.png", "file_name"
+        )
     return name, match[1] or name
 
 

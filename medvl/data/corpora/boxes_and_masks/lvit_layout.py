@@ -60,17 +60,20 @@ def plan(
     """Plan the samples of one of the three corpora; no image is opened.
 
     Args:
-        root: folder with `Train_Folder`, `Val_Folder` and `Test_Folder` (LViT's layout), or with `Train Set`,
-            `Test Set`, `Train_ID.xlsx` and `Val_ID.xlsx`.
+        root: folder with `Train_Folder`, `Val_Folder` and `Test_Folder` (LViT's layout), or with
+            `Train Set`, `Test Set`, `Train_ID.xlsx` and `Val_ID.xlsx`.
         deid: hashes the images and patients.
         name: qata, mosmed or monuseg.
-        patients: "image" takes every image as a patient, as the published splits do; "file" takes the patient or study
-            in the file name, where it has one (`sub-...`, `study_...`, `TCGA-...`).
+        patients: "image" takes every image as a patient, as the published splits do; "file" takes
+            the patient or study in the file name, where it has one (`sub-...`, `study_...`,
+            `TCGA-...`).
         splits: rule for patients in several published splits; see `apply_split_rule`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a folder or table is missing or does not match the data card; SplitError when `splits` is
-    "official" and a patient is in two splits; ConfigError when an option is unknown.
+    Raises CorpusError when a folder or table is missing or does not match the data card; SplitError
+    when `splits` is "official" and a patient is in two splits; ConfigError when an option is
+    unknown.
     """
     root = Path(root)
     check_choice(name, tuple(COUNTS), "name")
@@ -105,7 +108,12 @@ def _folders(root: Path) -> list[_Folder]:
     if (root / _FOLDERS["train"]).is_dir():
         parts = {split: root / name for split, name in _FOLDERS.items() if (root / name).is_dir()}
         return [
-            _Folder(part / "img", part / "labelcol", _tables(split, part, root, parts["train"]), split=split)
+            _Folder(
+                part / "img",
+                part / "labelcol",
+                _tables(split, part, root, parts["train"]),
+                split=split,
+            )
             for split, part in parts.items()
         ]
     if (root / _SETS["train"]).is_dir():
@@ -113,16 +121,24 @@ def _folders(root: Path) -> list[_Folder]:
         for split, name in _SETS.items():
             part = root / name
             places = (part, part / "Text", root)
-            lists = {} if split == "test" else {each: _id_table(each, places) for each in ("train", "validate")}
+            lists = (
+                {}
+                if split == "test"
+                else {each: _id_table(each, places) for each in ("train", "validate")}
+            )
             tables = _tables("validate" if lists else split, *places)
             folders.append(_Folder(part / "Images", part / "Ground-truths", tables, lists, split))
         return folders
     names = ", ".join([*_FOLDERS.values(), *_SETS.values()])
-    raise CorpusError(f"{root} contains none of {names}: is it the root of the release? See the card.", "not_found")
+    raise CorpusError(
+        f"{root} contains none of {names}: is it the root of the release? See the card.",
+        "not_found",
+    )
 
 
 def _tables(split: str, *places: Path) -> tuple[Path, ...]:
-    """Return the tables of a split's texts: `Train_text.xlsx`, `Train_Val_text.xlsx`, `Test_text_for_...`.
+    """Return the tables of a split's texts: `Train_text.xlsx`, `Train_Val_text.xlsx`,
+    `Test_text_for_...`.
 
     Those of training may have the texts of validation too, as `Train_text_for_Covid19.xlsx` has.
     """
@@ -142,7 +158,10 @@ def _id_table(split: str, places: tuple[Path, ...]) -> Path:
         for suffix in (".xlsx", ".csv"):
             if (place / f"{name}{suffix}").is_file():
                 return place / f"{name}{suffix}"
-    raise CorpusError(f"{places[-1]} has no {name}.xlsx, which names the images of a split; see the card", "not_found")
+    raise CorpusError(
+        f"{places[-1]} has no {name}.xlsx, which names the images of a split; see the card",
+        "not_found",
+    )
 
 
 def _images(
@@ -163,13 +182,23 @@ def _images(
     for path in (folder.images, folder.masks):
         if not path.is_dir():
             raise CorpusError(f"{path} does not exist: see the data card", "not_found")
-    masks = {_stem(path.name): path for path in sorted(folder.masks.iterdir()) if path.suffix.lower() in _SUFFIXES}
-    images = {path: _stem(path.name) for path in sorted(folder.images.iterdir()) if path.suffix.lower() in _SUFFIXES}
+    masks = {
+        _stem(path.name): path
+        for path in sorted(folder.masks.iterdir())
+        if path.suffix.lower() in _SUFFIXES
+    }
+    images = {
+        path: _stem(path.name)
+        for path in sorted(folder.images.iterdir())
+        if path.suffix.lower() in _SUFFIXES
+    }
     warnings["listed_image_missing"] += len(split_of.keys() - images.values())
     warnings["mask_without_image"] += len(masks.keys() - images.values())
     for image, stem in images.items():
         if split_of and stem not in split_of:
-            raise malformed(folder.images, f"{image.name} is in none of the tables of splits", "Image")
+            raise malformed(
+                folder.images, f"{image.name} is in none of the tables of splits", "Image"
+            )
         yield split_of.get(stem, folder.split), image, masks.get(stem), texts.get(stem, "")
 
 

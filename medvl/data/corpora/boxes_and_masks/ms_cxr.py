@@ -1,4 +1,6 @@
-"""MS-CXR: phrases with boxes on images of MIMIC-CXR. Layout, counts and access: `data_cards/ms-cxr.md`."""
+"""MS-CXR: phrases with boxes on images of MIMIC-CXR. Layout, counts and access:
+`data_cards/ms-cxr.md`.
+"""
 
 import re
 from pathlib import Path
@@ -9,21 +11,45 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Box, Phrase, read_box, region_fields
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
-from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    find_file,
+    find_suffix,
+    malformed,
+    read_table,
+)
 from medvl.data.privacy import Deidentifier
 from medvl.schema import Sample
 
 NAME = "ms-cxr"
 TABLES = ("MS_CXR_Local_Alignment_v1.1.0.csv", "MS_CXR_Local_Alignment_v1.0.0.csv")
 LABELS = (
-    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Lung Opacity", "Pleural Effusion", "Pneumonia",
-    "Pneumothorax",
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Lung Opacity", "Pleural Effusion",
+    "Pneumonia", "Pneumothorax",
 )  # fmt: skip
 
 Splits = Literal["test", "release"]
 
-_COLUMNS = ("dicom_id", "category_name", "label_text", "path", "x", "y", "w", "h", "image_width", "image_height")
-_SPLITS = {"train": "train", "val": "validate", "valid": "validate", "validate": "validate", "test": "test"}
+_COLUMNS = (
+    "dicom_id",
+    "category_name",
+    "label_text",
+    "path",
+    "x",
+    "y",
+    "w",
+    "h",
+    "image_width",
+    "image_height",
+)
+_SPLITS = {
+    "train": "train",
+    "val": "validate",
+    "valid": "validate",
+    "validate": "validate",
+    "test": "test",
+}
 _ID = r"[0-9a-f]{8}(?:-[0-9a-f]{8}){4}"
 _PATH = re.compile(rf"files/p\d{{2}}/p(\d{{8}})/s(\d{{8}})/({_ID})\.(?:jpg|dcm)")
 
@@ -38,32 +64,38 @@ def plan(
 ) -> Plan:
     """Plan the samples of MS-CXR from its table; no image is opened.
 
-    Each image is one sample, with all its phrases in `extra`. Ids are hashed as in MIMIC-CXR: with the same salt,
-    images and patients have the same hashes in both corpora.
+    Each image is one sample, with all its phrases in `extra`. Ids are hashed as in MIMIC-CXR: with
+    the same salt, images and patients have the same hashes in both corpora.
 
     Args:
         root: folder of the release, with the table.
         deid: hashes patient, study and image ids.
         images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
-        splits: "test" uses all images for testing, as published results do; "release" uses the table's split column.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        splits: "test" uses all images for testing, as published results do; "release" uses the
+            table's split column.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when the table is missing, or a value does not match the data card; ConfigError when an option is
-    unknown.
+    Raises CorpusError when the table is missing, or a value does not match the data card;
+    ConfigError when an option is unknown.
     """
     root, images = Path(root), Path(images or root)
     allowed = InputFolders.of(root, images, follow_links=follow_links)
     check_choice(splits, get_args(Splits), "splits")
     table = find_file(root, *TABLES)
     by_image: dict[str, list[dict[str, str]]] = {}
-    for row in read_table(table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS, allowed):
+    for row in read_table(
+        table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS, allowed
+    ):
         by_image.setdefault(row["path"], []).append(row)
     counts, records = RowCounts(), Records()
     suffix: str | None = None
     for name, rows in counts.reading(by_image.items()):
         match = _PATH.fullmatch(name)
         if match is None or any(row["dicom_id"] != match[3] for row in rows):
-            raise malformed(table, "expected a path below files/ that ends with the dicom_id of its row", "path")
+            raise malformed(
+                table, "expected a path below files/ that ends with the dicom_id of its row", "path"
+            )
         suffix = suffix or find_suffix(images / name, (".jpg", ".dcm"))
         subject, study, image = match.groups()
         size = _image_size(rows, table)
@@ -84,7 +116,9 @@ def plan(
 
 
 def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> list[Phrase]:
-    """Return the phrases of one image in table order; rows with the same finding and text form one phrase."""
+    """Return the phrases of one image in table order; rows with the same finding and text form
+    one phrase.
+    """
     boxes: dict[tuple[str, str], list[Box]] = {}
     for row in rows:
         label, text = row["category_name"], " ".join(row["label_text"].split())
@@ -93,7 +127,9 @@ def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> 
             raise malformed(table, f"expected a text and one of {', '.join(LABELS)}", field)
         box = read_box(label, [row[name] for name in ("x", "y", "w", "h")], size, table)
         boxes.setdefault((label, text), []).append(box)
-    return [Phrase(label=label, text=text, boxes=tuple(group)) for (label, text), group in boxes.items()]
+    return [
+        Phrase(label=label, text=text, boxes=tuple(group)) for (label, text), group in boxes.items()
+    ]
 
 
 def _image_size(rows: list[dict[str, str]], table: Path) -> tuple[int, int]:
@@ -101,7 +137,9 @@ def _image_size(rows: list[dict[str, str]], table: Path) -> tuple[int, int]:
     sizes = {(row["image_width"], row["image_height"]) for row in rows}
     width, height = rows[0]["image_width"], rows[0]["image_height"]
     if len(sizes) != 1 or not (width.isdecimal() and height.isdecimal()):
-        raise malformed(table, "expected whole numbers, the same in all rows of an image", "image_width")
+        raise malformed(
+            table, "expected whole numbers, the same in all rows of an image", "image_width"
+        )
     return int(width), int(height)
 
 
@@ -109,5 +147,9 @@ def _split(rows: list[dict[str, str]], table: Path) -> str:
     splits = {_SPLITS.get(row["split"]) for row in rows}
     split = splits.pop()
     if splits or split is None:
-        raise malformed(table, f"expected one of {', '.join(_SPLITS)}, the same in all rows of an image", "split")
+        raise malformed(
+            table,
+            f"expected one of {', '.join(_SPLITS)}, the same in all rows of an image",
+            "split",
+        )
     return split

@@ -1,4 +1,6 @@
-"""Object-CXR (MIDL 2020): foreign objects on chest radiographs. Layout, counts, access: `data_cards/object-cxr.md`."""
+"""Object-CXR (MIDL 2020): foreign objects on chest radiographs. Layout, counts, access:
+`data_cards/object-cxr.md`.
+"""
 
 import math
 import re
@@ -27,18 +29,21 @@ _CORNERS, _MIN_POLYGON = 4, 6  # numbers
 _IMAGE = re.compile(r"\w[\w-]{0,100}\.jpg")
 
 
-def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_links: bool = False) -> Plan:
+def plan(
+    root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_links: bool = False
+) -> Plan:
     """Plan the samples of Object-CXR from its tables; no image is opened.
 
     Args:
         root: folder with `train.csv`, `dev.csv`, `train/` and `dev/`.
         deid: hashes the images. The release has no patient ids, so each image counts as a patient.
-        validate_share: share of the official training images used for validation, by hash; a fifth as in LoVT and
-            MGCA, which also test on the images of `dev.csv`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        validate_share: share of the official training images used for validation, by hash; a fifth
+            as in LoVT and MGCA, which also test on the images of `dev.csv`.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError when the share is
-    not between 0 and 1.
+    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError
+    when the share is not between 0 and 1.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
@@ -49,7 +54,11 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_
         for row in rows.reading(read_table(table, ("annotation",), allowed)):
             name = row.get("image_name", row.get("image_path", "")).rpartition("/")[2]
             if not _IMAGE.fullmatch(name):
-                raise malformed(table, "expected a column image_name (or image_path) like 00001.jpg", "image_name")
+                raise malformed(
+                    table,
+                    "expected a column image_name (or image_path) like 00001.jpg",
+                    "image_name",
+                )
             image = f"{folder}/{name}"
             patient, shapes = deid.patient(image), _read_shapes(row["annotation"], table)
             boxes = [box for shape in shapes if (box := _box(shape, table))]
@@ -62,7 +71,10 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_
                 study=deid.study(image, image),
                 image=root / folder / name,
                 labels={LABEL: int(bool(shapes))},
-                extra={"boxes": boxes, "shapes": [{"shape": kind, "points": list(points)} for kind, points in shapes]},
+                extra={
+                    "boxes": boxes,
+                    "shapes": [{"shape": kind, "points": list(points)} for kind, points in shapes],
+                },
             )
             records.append(Record(sample))
             rows.kept += 1
@@ -77,12 +89,20 @@ def _read_shapes(text: str, table: Path) -> list[tuple[str, tuple[float, ...]]]:
         try:
             points = tuple(map(float, fields))
         except ValueError:
-            raise malformed(table, "expected numbers after the type of a shape", "annotation") from None
+            raise malformed(
+                table, "expected numbers after the type of a shape", "annotation"
+            ) from None
         polygon = SHAPES.get(kind) == "polygon"
-        complete = len(points) >= _MIN_POLYGON and len(points) % 2 == 0 if polygon else len(points) == _CORNERS
+        complete = (
+            len(points) >= _MIN_POLYGON and len(points) % 2 == 0
+            if polygon
+            else len(points) == _CORNERS
+        )
         if kind not in SHAPES or not complete or not all(map(math.isfinite, points)):
             expected = "0 or 1 and two corners, or 2 and three or more points"
-            raise malformed(table, f"expected {expected}, separated by blanks, for each shape", "annotation")
+            raise malformed(
+                table, f"expected {expected}, separated by blanks, for each shape", "annotation"
+            )
         shapes.append((SHAPES[kind], points))
     return shapes
 

@@ -1,4 +1,6 @@
-"""RSNA Pneumonia Detection Challenge (2018), stage 2. Layout, counts and access: `data_cards/rsna.md`."""
+"""RSNA Pneumonia Detection Challenge (2018), stage 2. Layout, counts and access:
+`data_cards/rsna.md`.
+"""
 
 import re
 from collections.abc import Mapping
@@ -30,7 +32,10 @@ _MAPPING = "pneumonia-challenge-dataset-mappings_2018.json"
 _IMAGES = "stage_2_train_images"
 _SIZE = (1024, 1024)
 _CLASSES = ("Normal", "No Lung Opacity / Not Normal", "Lung Opacity")
-_ID, _NIH = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"), re.compile(r"(\d{8})_\d{3}\.png")
+_ID, _NIH = (
+    re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
+    re.compile(r"(\d{8})_\d{3}\.png"),
+)
 _BOX = ("x", "y", "width", "height")
 
 
@@ -45,15 +50,17 @@ def plan(
     """Plan the samples of the RSNA challenge from its tables; no image is opened.
 
     Args:
-        root: folder of the release, with the two tables, `stage_2_train_images/`, and RSNA's mapping to NIH's files.
+        root: folder of the release, with the two tables, `stage_2_train_images/`, and RSNA's
+            mapping to NIH's files.
         deid: hashes patients and images.
-        patients: "mapping" uses the patients of NIH ChestX-ray14, the source of the images; "image" counts each image
-            as a patient, as published splits do, so that splits share patients.
+        patients: "mapping" uses the patients of NIH ChestX-ray14, the source of the images; "image"
+            counts each image as a patient, as published splits do, so that splits share patients.
         fractions: fractions of the splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError when an option is
-    unknown or the fractions do not sum to one.
+    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError
+    when an option is unknown or the fractions do not sum to one.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
@@ -65,7 +72,9 @@ def plan(
     rows, records = RowCounts(), Records()
     for image, image_boxes in rows.reading(boxes.items()):
         if patients == "mapping" and image not in patient_of:
-            raise CorpusError(f"{root / _MAPPING} lacks an image of the labels: download it again", "mismatch")
+            raise CorpusError(
+                f"{root / _MAPPING} lacks an image of the labels: download it again", "mismatch"
+            )
         name = patient_of.get(image, image)
         patient = deid.patient(name)
         sample = Sample(
@@ -75,7 +84,10 @@ def plan(
             patient=patient,
             study=deid.study(name, image),
             image=root / _IMAGES / f"{image}.dcm",
-            labels={"Pneumonia": int(bool(image_boxes)), "No Finding": int(classes[image] == "Normal")},
+            labels={
+                "Pneumonia": int(bool(image_boxes)),
+                "No Finding": int(classes[image] == "Normal"),
+            },
             extra={"class": classes[image], **region_fields(_SIZE, {"boxes": image_boxes})},
         )
         records.append(Record(sample))
@@ -88,37 +100,59 @@ def _read_classes(table: Path, allowed: InputFolders) -> dict[str, str]:
     classes: dict[str, str] = {}
     for row in read_table(table, ("patientId", "class"), allowed):
         image, name = row["patientId"], row["class"]
-        if not _ID.fullmatch(image) or name not in _CLASSES or classes.setdefault(image, name) != name:
+        if (
+            not _ID.fullmatch(image)
+            or name not in _CLASSES
+            or classes.setdefault(image, name) != name
+        ):
             field = "class" if _ID.fullmatch(image) else "patientId"
-            raise malformed(table, f"expected an image id and its class, one of {', '.join(_CLASSES)}", field)
+            raise malformed(
+                table, f"expected an image id and its class, one of {', '.join(_CLASSES)}", field
+            )
     return classes
 
 
-def _read_boxes(table: Path, classes: Mapping[str, str], allowed: InputFolders) -> dict[str, list[Box]]:
+def _read_boxes(
+    table: Path, classes: Mapping[str, str], allowed: InputFolders
+) -> dict[str, list[Box]]:
     """Read image -> boxes, an empty list for images without pneumonia."""
     boxes: dict[str, list[Box]] = {}
     for row in read_table(table, ("patientId", *_BOX, "Target"), allowed):
         image, target = row["patientId"], row["Target"]
         if target not in ("0", "1") or (classes.get(image) == "Lung Opacity") != (target == "1"):
-            raise malformed(table, "expected Target 1 for images of the class Lung Opacity and 0 for others", "Target")
+            raise malformed(
+                table,
+                "expected Target 1 for images of the class Lung Opacity and 0 for others",
+                "Target",
+            )
         image_boxes = boxes.setdefault(image, [])
         if target == "1":
             image_boxes.append(read_box("Pneumonia", [row[name] for name in _BOX], _SIZE, table))
     if boxes.keys() != classes.keys():
-        raise CorpusError(f"{table} and the table of classes have different images: download both again", "mismatch")
+        raise CorpusError(
+            f"{table} and the table of classes have different images: download both again",
+            "mismatch",
+        )
     return boxes
 
 
 def _read_mapping(path: Path, allowed: InputFolders) -> dict[str, str]:
     """Read image -> patient number in NIH ChestX-ray14."""
     if not path.is_file():
-        advice = "download it from RSNA's page (see the data card), or let splits share patients: --patients image"
-        raise CorpusError(f"{path}, the images of each patient, does not exist: {advice}", "not_found")
+        advice = (
+            "download it from RSNA's page (see the data card), or let splits share "
+            "patients: --patients image"
+        )
+        raise CorpusError(
+            f"{path}, the images of each patient, does not exist: {advice}", "not_found"
+        )
     rows = read_json(path, allowed)
     try:
         matches = {row["subset_img_id"]: _NIH.fullmatch(row["img_id"]) for row in rows}
     except (KeyError, TypeError) as error:
-        raise malformed(path, f"expected a list of subset_img_id and img_id ({type(error).__name__})") from error
+        raise malformed(
+            path, f"expected a list of subset_img_id and img_id ({type(error).__name__})"
+        ) from error
     if not all(matches.values()):
         raise malformed(path, "expected an img_id like 00000001_000.png", "img_id")
     return {image: match[1] for image, match in matches.items() if match}

@@ -28,7 +28,11 @@ _UID = re.compile(r"[0-9.]{8,64}")
 
 
 def plan(
-    root: Path, deid: Deidentifier, *, fractions: Mapping[str, float] = FRACTIONS, follow_links: bool = False
+    root: Path,
+    deid: Deidentifier,
+    *,
+    fractions: Mapping[str, float] = FRACTIONS,
+    follow_links: bool = False,
 ) -> Plan:
     """Plan the samples of the SIIM-ACR challenge from its table; no image is opened.
 
@@ -36,10 +40,11 @@ def plan(
         root: folder with `stage_2_train.csv` or `train-rle.csv`, and the DICOM files at any depth.
         deid: hashes the images. The release has no patient ids, so each image counts as a patient.
         fractions: fractions of the splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when the table is missing, or a value does not match the data card; ConfigError when the
-    fractions do not sum to one.
+    Raises CorpusError when the table is missing, or a value does not match the data card;
+    ConfigError when the fractions do not sum to one.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
@@ -74,7 +79,9 @@ def _read_masks(table: Path, warnings: Counter[str], allowed: InputFolders) -> d
         cells = {name.strip(): value.strip() for name, value in row.items()}
         if "EncodedPixels" not in cells or not _UID.fullmatch(cells["ImageId"]):
             field = "ImageId" if "EncodedPixels" in cells else "EncodedPixels"
-            raise malformed(table, "expected an ImageId of digits and dots, and a column EncodedPixels", field)
+            raise malformed(
+                table, "expected an ImageId of digits and dots, and a column EncodedPixels", field
+            )
         runs = masks.setdefault(cells["ImageId"], [])
         text = cells["EncodedPixels"]
         warnings["repeated_mask"] += text in runs  # stage 1 repeats some rows

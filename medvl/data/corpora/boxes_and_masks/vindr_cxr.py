@@ -29,10 +29,10 @@ NAME = "vindr-cxr"
 COUNTS: Mapping[str, int] = {"images": 18_000, "test": 3_000}
 """Counts of the full release, which `medvl verify --full` compares with."""
 LOCAL_LABELS = (
-    "Aortic enlargement", "Atelectasis", "Calcification", "Cardiomegaly", "Clavicle fracture", "Consolidation", "Edema",
-    "Emphysema", "Enlarged PA", "ILD", "Infiltration", "Lung Opacity", "Lung cavity", "Lung cyst", "Mediastinal shift",
-    "Nodule/Mass", "Pleural Effusion", "Pleural Thickening", "Pneumothorax", "Pulmonary fibrosis", "Rib fracture",
-    "Other lesion",
+    "Aortic enlargement", "Atelectasis", "Calcification", "Cardiomegaly", "Clavicle fracture",
+    "Consolidation", "Edema", "Emphysema", "Enlarged PA", "ILD", "Infiltration", "Lung Opacity",
+    "Lung cavity", "Lung cyst", "Mediastinal shift", "Nodule/Mass", "Pleural Effusion",
+    "Pleural Thickening", "Pneumothorax", "Pulmonary fibrosis", "Rib fracture", "Other lesion",
 )  # fmt: skip
 """Findings, which have boxes."""
 GLOBAL_LABELS = ("COPD", "Lung tumor", "Pneumonia", "Tuberculosis", "Other diseases", "No Finding")
@@ -68,32 +68,40 @@ def plan(
     Args:
         root: folder of the release, with `annotations/`, `train/` and `test/`.
         deid: hashes the images. The release has no patient ids, so each image counts as a patient.
-        agreement: how many of the three radiologists of a training image have to name a label, so that it is 1 and
-            has boxes. The test split has the consensus of five.
-        boxes: "merged" replaces the radiologists' boxes of one object in a training image by their mean
-            (`medvl.data.annotations.merge_readers`); "all" keeps each of them.
+        agreement: how many of the three radiologists of a training image have to name a label, so
+            that it is 1 and has boxes. The test split has the consensus of five.
+        boxes: "merged" replaces the radiologists' boxes of one object in a training image by their
+            mean (`medvl.data.annotations.merge_readers`); "all" keeps each of them.
         validate_share: share of the official training images used for validation, by hash.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError when an option is
-    unknown or out of range.
+    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError
+    when an option is unknown or out of range.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(boxes, get_args(Boxes), "boxes")
     shares = split_training(validate_share)
     if not 1 <= agreement <= _READERS:
-        raise ConfigError(f"agreement must be 1 to {_READERS}, got {agreement}", "out_of_range", field="agreement")
+        raise ConfigError(
+            f"agreement must be 1 to {_READERS}, got {agreement}", "out_of_range", field="agreement"
+        )
     rows, records = RowCounts(), Records()
     for folder in ("train", "test"):
         votes = _read_votes(root / "annotations" / f"image_labels_{folder}.csv", folder, allowed)
-        drawn = _read_boxes(root / "annotations" / f"annotations_{folder}.csv", folder, votes, allowed)
+        drawn = _read_boxes(
+            root / "annotations" / f"annotations_{folder}.csv", folder, votes, allowed
+        )
         suffix: str | None = None
         for image, named in rows.reading(votes.items()):
             patient, file = deid.patient(image), root / folder / f"{image}.dicom"
             suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
             labels = _labels(named, agreement if folder == "train" else 1)
-            readers = [[box for box in group if labels[str(box["label"])]] for group in drawn.get(image, {}).values()]
+            readers = [
+                [box for box in group if labels[str(box["label"])]]
+                for group in drawn.get(image, {}).values()
+            ]
             sample = Sample(
                 key=deid.image(image),
                 corpus=NAME,
@@ -103,7 +111,11 @@ def plan(
                 image=file.with_suffix(suffix or ".dicom"),
                 labels=labels,
                 view="PA",
-                extra={"boxes": merge_readers(readers) if boxes == "merged" else [*itertools.chain(*readers)]},
+                extra={
+                    "boxes": merge_readers(readers)
+                    if boxes == "merged"
+                    else [*itertools.chain(*readers)]
+                },
             )
             records.append(Record(sample))
             rows.kept += 1
@@ -111,30 +123,40 @@ def plan(
 
 
 def _labels(named: Counter[str], agreement: int) -> dict[str, int]:
-    """Return label -> 1 or 0. No Finding is 1 only if no other label is, also under a lower agreement."""
+    """Return label -> 1 or 0. No Finding is 1 only if no other label is, also under a lower
+    agreement.
+    """
     labels = {label: int(named[label] >= agreement) for label in LABELS}
     labels["No Finding"] &= sum(labels.values()) == 1
     return labels
 
 
 def _read_votes(table: Path, folder: str, allowed: InputFolders) -> dict[str, Counter[str]]:
-    """Read image -> label -> number of readers who named it; the test split has one row per image."""
+    """Read image -> label -> number of readers who named it; the test split has one row per
+    image.
+    """
     votes: dict[str, Counter[str]] = {}
     seen: set[tuple[str, str]] = set()
     for row in read_table(table, _columns(folder), allowed):
         cells = {_name(column): value.strip() for column, value in row.items()}
         missing = [label for label in LABELS if label not in cells]
         if missing:
-            raise CorpusError(f"{table} lacks the column of {missing[0]}", "missing", field=missing[0])
+            raise CorpusError(
+                f"{table} lacks the column of {missing[0]}", "missing", field=missing[0]
+            )
         image = _image(cells, table)
         unknown = [label for label in LABELS if cells[label] not in _VALUES]
         if unknown:
-            raise malformed(table, f"expected 1, 0 or blank for {unknown[0]}, got another value", unknown[0])
+            raise malformed(
+                table, f"expected 1, 0 or blank for {unknown[0]}, got another value", unknown[0]
+            )
         reader = image, cells.get("rad_id", "")
         if reader in seen:
             raise malformed(table, "the same reader has two rows for one image", "image_id")
         seen.add(reader)
-        votes.setdefault(image, Counter()).update(label for label in LABELS if _VALUES[cells[label]])
+        votes.setdefault(image, Counter()).update(
+            label for label in LABELS if _VALUES[cells[label]]
+        )
     return votes
 
 
@@ -147,11 +169,16 @@ def _read_boxes(
     for row in read_table(table, (*_columns(folder), "class_name", *_CORNERS), allowed):
         image, label = _image(row, table), _name(row["class_name"])
         if image not in known:
-            raise CorpusError(f"{table} has an image that the table of labels lacks: download both again", "mismatch")
+            raise CorpusError(
+                f"{table} has an image that the table of labels lacks: download both again",
+                "mismatch",
+            )
         if label in GLOBAL_LABELS and not any(row[name].strip() for name in _CORNERS):
             continue
         if label not in LOCAL_LABELS:
-            raise malformed(table, "expected a finding with a box, or No finding without one", "class_name")
+            raise malformed(
+                table, "expected a finding with a box, or No finding without one", "class_name"
+            )
         box = read_corners(label, [row[name] for name in _CORNERS], None, table)
         boxes.setdefault(image, {}).setdefault(row.get("rad_id", ""), []).append(box)
     return boxes

@@ -1,4 +1,6 @@
-"""Readers of text documents: one per line, paragraphs, JSON lines, and PubMed's XML. Each streams its files."""
+"""Readers of text documents: one per line, paragraphs, JSON lines, and PubMed's XML. Each
+streams its files.
+"""
 
 import csv
 import dataclasses
@@ -80,13 +82,17 @@ class HeldOutTexts:
         self._runs: dict[str, np.ndarray] = {}
         for name, of_set in texts.items():
             hashes = [run_hashes(words_of(text)) for text in of_set]
-            self._runs[name] = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
+            self._runs[name] = (
+                np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
+            )
             if not len(self._runs[name]):
                 message = f"the evaluation set {name} has no text of {RUN} words; check its path"
                 raise ConfigError(message, "empty", field="held_out")
 
     def find(self, words: Sequence[str]) -> str | None:
-        """Return the name of the first set that shares a run with a text, given its words; None if there is none."""
+        """Return the name of the first set that shares a run with a text, given its words; None
+        if there is none.
+        """
         hash_N = run_hashes(words)
         for name, run_M in self._runs.items():
             place_N = np.searchsorted(run_M, hash_N).clip(max=len(run_M) - 1)
@@ -98,19 +104,25 @@ class HeldOutTexts:
 def read_texts(path: Path) -> Iterator[str]:
     """Yield all texts of an evaluation set: a file, or all files in a folder.
 
-    From JSON and JSON lines, every string, and lists of strings joined by spaces (given words); from tables (.tsv,
-    .csv, .conll, .iob, .iob2), every column from top to bottom; from .xml, all text and the attributes of every element
-    (DDI's sentences); from .txt and .tokens (EBM PICO), the whole text. All of them also gzipped.
+    From JSON and JSON lines, every string, and lists of strings joined by spaces (given words);
+    from tables (.tsv, .csv, .conll, .iob, .iob2), every column from top to bottom; from .xml, all
+    text and the attributes of every element (DDI's sentences); from .txt and .tokens (EBM PICO),
+    the whole text. All of them also gzipped.
 
     Raises CorpusError when a file is damaged, or there is none.
     """
     paths = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-    readers = {**dict.fromkeys(_JSON_LINES, _read_json_lines), **dict.fromkeys(_JSON, _read_json_texts)}
+    readers = {
+        **dict.fromkeys(_JSON_LINES, _read_json_lines),
+        **dict.fromkeys(_JSON, _read_json_texts),
+    }
     readers |= {**dict.fromkeys(_TABLES, _read_columns), **dict.fromkeys(_TEXTS, _read_whole)}
     readers |= dict.fromkeys(_XML, _read_xml)
     known = [(each, readers[suffix]) for each in paths if (suffix := plain_suffix(each)) in readers]
     if not known:
-        message = f"{path} has no text of an evaluation set: expected {', '.join(readers)}, also as .gz"
+        message = (
+            f"{path} has no text of an evaluation set: expected {', '.join(readers)}, also as .gz"
+        )
         raise CorpusError(message, "not_found", field="held_out")
     for each, read in known:
         yield from read(each)
@@ -148,7 +160,9 @@ def _read_csv(path: Path) -> Iterator[list[str]]:
 
 
 def _read_cells(path: Path) -> Iterator[list[str]]:
-    """Yield the cells of each line; a quotation mark is a word. Words and tags can also be separated by spaces."""
+    """Yield the cells of each line; a quotation mark is a word. Words and tags can also be
+    separated by spaces.
+    """
     spaced = plain_suffix(path) != ".tsv"
     for line in read_lines(path, ANYWHERE):
         yield line.split() if spaced and "\t" not in line else line.split("\t")
@@ -174,7 +188,9 @@ def _parse(data: str, where: str) -> Any:
     try:
         return parse_json(data)
     except ValueError as error:
-        raise CorpusError(f"{where}: cannot be read as JSON ({type(error).__name__})", "malformed") from error
+        raise CorpusError(
+            f"{where}: cannot be read as JSON ({type(error).__name__})", "malformed"
+        ) from error
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -198,8 +214,9 @@ _ARTICLE_START = re.compile(r"<PubmedArticle[\s>]")
 _ARTICLE_END, _FILE_END = "</PubmedArticle>", "</PubmedArticleSet>"
 
 Layout = Literal["lines", "paragraphs"]
-"""Layout of plain text files: "lines" has one document per line; "paragraphs" has one sentence per line and a
-blank line after each document."""
+"""Layout of plain text files: "lines" has one document per line; "paragraphs" has one sentence per
+line and a blank line after each document.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +241,9 @@ class DocumentFormat:
     text_field: str = "text"
     """Field of JSON lines with the text."""
     id_field: str | None = None
-    """Field of JSON lines with the document's id, null if unknown; default none: documents of one text are one."""
+    """Field of JSON lines with the document's id, null if unknown; default none: documents of
+    one text are one.
+    """
 
 
 def document_files(path: Path) -> list[Path]:
@@ -236,7 +255,9 @@ def document_files(path: Path) -> list[Path]:
     known = [each for each in found if plain_suffix(each) in (".txt", ".jsonl", ".xml")]
     if not known:
         state = "does not exist" if not path.exists() else "has no documents"
-        raise CorpusError(f"{path} {state}: expected .txt, .jsonl or .xml (PubMed), also as .gz", "not_found")
+        raise CorpusError(
+            f"{path} {state}: expected .txt, .jsonl or .xml (PubMed), also as .gz", "not_found"
+        )
     return known
 
 
@@ -273,16 +294,19 @@ def _read_json(path: Path, options: DocumentFormat) -> Iterator[Document]:
     for number, row in read_json_lines(path, fields, ANYWHERE):
         text = row[options.text_field]
         if not isinstance(text, str):
-            raise malformed(f"{path}, row {number}", f"{options.text_field} is not text", options.text_field)
+            raise malformed(
+                f"{path}, row {number}", f"{options.text_field} is not text", options.text_field
+            )
         identity = None if options.id_field is None else row[options.id_field]
         yield Document(text=text.strip(), id=None if identity is None else str(identity))
 
 
 def read_pubmed(path: Path) -> Iterator[Document]:
-    """Yield title and abstract of each article of PubMed's XML (baseline or update files), by its PubMed id.
+    """Yield title and abstract of each article of PubMed's XML (baseline or update files), by its
+    PubMed id.
 
-    Articles are cut out of the file and parsed one by one. The text of an article without an abstract is empty. Raises
-    CorpusError when the file is damaged, incomplete or of another kind.
+    Articles are cut out of the file and parsed one by one. The text of an article without an
+    abstract is empty. Raises CorpusError when the file is damaged, incomplete or of another kind.
     """
     pending = ""
     with open_text(path, ANYWHERE) as file:

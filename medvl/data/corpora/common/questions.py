@@ -1,4 +1,6 @@
-"""Reading of the VQA corpora: rows of question files, and records with the questions of each image."""
+"""Reading of the VQA corpora: rows of question files, and records with the questions of each
+image.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,11 +33,13 @@ def plan_questions(
     extra: Mapping[str, Mapping[str, str]] | None = None,
     folders: InputFolders = ANYWHERE,
 ) -> Plan:
-    """Return a plan with one record per image, which carries its questions in the order of the release.
+    """Return a plan with one record per image, which carries its questions in the order of the
+    release.
 
     Args:
         corpus: its name.
-        deid: hashes the image names. These corpora do not name patients, so each image counts as a patient.
+        deid: hashes the image names. These corpora do not name patients, so each image counts as a
+            patient.
         images: image name -> file.
         questions: (image name, question) pairs.
         rows: questions that were read; those that are kept are counted here.
@@ -48,7 +52,10 @@ def plan_questions(
     ids = Counter(question.id for _, question in questions)
     repeated = [name for name, count in ids.items() if count > 1]
     if repeated:
-        raise malformed(corpus, f"{len(repeated)} question ids occur more than once, the first is {min(repeated)}")
+        raise malformed(
+            corpus,
+            f"{len(repeated)} question ids occur more than once, the first is {min(repeated)}",
+        )
     warnings.update(_count_irregular(questions))
     by_image: dict[str, list[Question]] = {}
     for image, question in questions:
@@ -63,7 +70,10 @@ def plan_questions(
             patient=deid.patient(image),
             study=deid.study(image, image),
             image=images[image],
-            extra={**(extra or {}).get(image, {}), "questions": [question.as_json() for question in group]},
+            extra={
+                **(extra or {}).get(image, {}),
+                "questions": [question.as_json() for question in group],
+            },
         )
         records.append(Record(sample))
     rows.kept += len(questions)
@@ -71,7 +81,9 @@ def plan_questions(
 
 
 def _count_irregular(questions: Sequence[tuple[str, Question]]) -> Counter[str]:
-    """Count blank questions, those repeated word for word within a split, and those of other splits also in train."""
+    """Count blank questions, those repeated word for word within a split, and those of other
+    splits also in train.
+    """
     seen: Counter[tuple[str, ...]] = Counter()
     for image, question in questions:
         seen[question.split, image, _fold(question.question), _fold(question.answer)] += 1
@@ -87,40 +99,54 @@ def _fold(text: str) -> str:
 
 
 def read_rows(path: Path, required: Sequence[str], folders: InputFolders) -> list[dict[str, Any]]:
-    """Read a JSON list of objects. Raises CorpusError when it is not one, or an object lacks a required field."""
+    """Read a JSON list of objects. Raises CorpusError when it is not one, or an object lacks a
+    required field.
+    """
     return check_rows(path, read_json(path, folders), required)
 
 
 def read_json(path: Path, folders: InputFolders) -> Any:
-    """Read a JSON file. Raises CorpusError when it is missing, outside of the folders, too large or damaged."""
+    """Read a JSON file. Raises CorpusError when it is missing, outside of the folders, too large
+    or damaged.
+    """
     try:
         with folders.open(path, CorpusError) as file:
             return parse_json(read_limited(file, MAX_JSON_BYTES, CorpusError))
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
     except (ValueError, OSError) as error:
-        raise malformed(path, f"not readable as JSON ({type(error).__name__}): copy it again") from None
+        raise malformed(
+            path, f"not readable as JSON ({type(error).__name__}): copy it again"
+        ) from None
 
 
 def check_rows(path: Path, rows: object, required: Sequence[str]) -> list[dict[str, Any]]:
-    """Return `rows` as a list of objects with the required fields. Raises CorpusError naming the first wrong row."""
+    """Return `rows` as a list of objects with the required fields. Raises CorpusError naming the
+    first wrong row.
+    """
     if not isinstance(rows, list) or not rows:
         raise malformed(path, "expected a non-empty list of objects")
     for number, row in enumerate(rows, 1):
         missing = [name for name in required if not isinstance(row, dict) or name not in row]
         if missing:
-            raise CorpusError(f"{path}, entry {number} lacks {', '.join(missing)}", "missing", field=missing[0])
+            raise CorpusError(
+                f"{path}, entry {number} lacks {', '.join(missing)}", "missing", field=missing[0]
+            )
     return cast(list[dict[str, Any]], rows)
 
 
 def clean_text(value: object) -> str:
-    """Return a field as text with white space collapsed; empty for NULL and for values that are not text or numbers."""
+    """Return a field as text with white space collapsed; empty for NULL and for values that are
+    not text or numbers.
+    """
     text = " ".join(str(value).split()) if isinstance(value, str | int | float) else ""
     return "" if text == _EMPTY else text
 
 
 def parse_answer_type(value: object, path: Path) -> AnswerType:
-    """Return the answer type of a field that is CLOSED or OPEN. Raises CorpusError on any other value."""
+    """Return the answer type of a field that is CLOSED or OPEN. Raises CorpusError on any other
+    value.
+    """
     answer_type = _ANSWER_TYPES.get(clean_text(value).upper())
     if answer_type is None:
         raise malformed(path, "expected CLOSED or OPEN for answer_type", "answer_type")
@@ -133,7 +159,9 @@ def infer_answer_type(answer: str) -> AnswerType:
 
 
 def check_image_name(path: Path, name: str) -> str:
-    """Return an image name of a table. Raises CorpusError when it points outside the folder of images."""
+    """Return an image name of a table. Raises CorpusError when it points outside the folder of
+    images.
+    """
     parts = Path(name).parts
     if not parts or ".." in parts or Path(name).is_absolute():
         raise malformed(path, "an image name points outside the folder of images")

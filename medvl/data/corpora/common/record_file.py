@@ -1,4 +1,6 @@
-"""Records of a corpus in a temporary file, so that planning and conversion use constant memory per corpus."""
+"""Records of a corpus in a temporary file, so that planning and conversion use constant memory
+per corpus.
+"""
 
 import contextlib
 import json
@@ -20,8 +22,9 @@ _FIELDS = tuple(field.name for field in fields(Sample) if field.name != "image")
 class Records(Sequence[Record]):
     """Records in the order in which they were added; eight bytes of memory per record.
 
-    They are stored in an unnamed file of the temporary folder ($TMPDIR), which the operating system removes with the
-    process. `Sample.extra` must contain JSON values only; records read back equal those added.
+    They are stored in an unnamed file of the temporary folder ($TMPDIR), which the operating system
+    removes with the process. `Sample.extra` must contain JSON values only; records read back equal
+    those added.
 
     Raises CorpusError when the temporary folder cannot hold them.
     """
@@ -76,12 +79,16 @@ def _storage_errors() -> Iterator[None]:
     except OSError as error:
         advice = "free some space there, or set $TMPDIR to another folder"
         folder = tempfile.gettempdir()
-        raise CorpusError(f"{folder} cannot hold the plan ({error.strerror}): {advice}", "unreadable") from error
+        raise CorpusError(
+            f"{folder} cannot hold the plan ({error.strerror}): {advice}", "unreadable"
+        ) from error
 
 
 def _to_json(record: Record) -> bytes:
     """Encode a record; sections keep their order."""
-    values = {name: value for name in _FIELDS if (value := getattr(record.sample, name)) not in (None, {})}
+    values = {
+        name: value for name in _FIELDS if (value := getattr(record.sample, name)) not in (None, {})
+    }
     image, report = record.sample.image, record.report
     paths = [None if path is None else str(path) for path in (image, report)]
     masks = {label: str(path) for label, path in record.masks.items()}
@@ -91,4 +98,8 @@ def _to_json(record: Record) -> bytes:
 def _from_json(data: bytes) -> Record:
     values, image, report, masks = json.loads(data)
     sample = Sample(**values, image=None if image is None else Path(image))
-    return Record(sample, None if report is None else Path(report), {label: Path(masks[label]) for label in masks})
+    return Record(
+        sample,
+        None if report is None else Path(report),
+        {label: Path(masks[label]) for label in masks},
+    )

@@ -48,9 +48,11 @@ def report_text(value: object, warnings: Counter[str]) -> str:
 
 
 def cell_id(value: object) -> str:
-    """Return the text of an id; the number 7.0 is 7, as JSON and Parquet have 7.0 where the column has empty cells.
+    """Return the text of an id; the number 7.0 is 7, as JSON and Parquet have 7.0 where the column
+    has empty cells.
 
-    Raises ValueError for a number that a program has rounded, such as 2.16840113668637E+38: several ids are one then.
+    Raises ValueError for a number that a program has rounded, such as 2.16840113668637E+38: several
+    ids are one then.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_EXACT:
         value = int(value)
@@ -66,7 +68,9 @@ def is_like_decimal(text: str) -> bool:
 
 
 def equals(value: object, text: str) -> bool:
-    """Return whether a cell equals a text; booleans of JSON or Parquet equal true or 1, false or 0."""
+    """Return whether a cell equals a text; booleans of JSON or Parquet equal true or 1, false or
+    0.
+    """
     if isinstance(value, bool):
         return text.lower() in (str(value).lower(), str(int(value)))
     return raw_text(value) == text
@@ -100,11 +104,18 @@ _SHOWN = 10
 
 
 class RowChecks:
-    """Collects the rows of a table; `finish` raises for all of them at once. Takes 28 bytes of memory per row."""
+    """Collects the rows of a table; `finish` raises for all of them at once. Takes 28 bytes of
+    memory per row.
+    """
 
     def __init__(self, table: Path) -> None:
         self._table = table
-        self._rows, self._images, self._patients, self._splits = array("q"), array("Q"), array("Q"), array("i")
+        self._rows, self._images, self._patients, self._splits = (
+            array("q"),
+            array("Q"),
+            array("Q"),
+            array("i"),
+        )
         self._split_numbers: dict[str, int] = {}
 
     def add(self, row: int, sample: Sample) -> None:
@@ -122,30 +133,44 @@ class RowChecks:
         names = list(self._split_numbers)
         one_P, other_P = _equal_pairs(self._images)
         if len(one_P):
-            pairs = (f"rows {row_N[one]} and {row_N[other]}" for one, other in zip(one_P, other_P, strict=True))
+            pairs = (
+                f"rows {row_N[one]} and {row_N[other]}"
+                for one, other in zip(one_P, other_P, strict=True)
+            )
             advice = "keep one row of each, also where its path is spelled in two ways"
-            message = f"{self._table} lists an image file twice in {_listed(pairs, len(one_P), 'pair')}; {advice}"
+            message = (
+                f"{self._table} lists an image file twice in "
+                f"{_listed(pairs, len(one_P), 'pair')}; {advice}"
+            )
             raise CorpusError(message, "conflict", field="image")
         one_P, other_P = _equal_pairs(self._patients)
         leaked_P = split_N[one_P] != split_N[other_P]
         if leaked_P.any():
             one_P, other_P = one_P[leaked_P], other_P[leaked_P]
             pairs = (
-                f"rows {row_N[one]} ({names[split_N[one]]}) and {row_N[other]} ({names[split_N[other]]})"
+                f"rows {row_N[one]} ({names[split_N[one]]}) and {row_N[other]} "
+                f"({names[split_N[other]]})"
                 for one, other in zip(one_P, other_P, strict=True)
             )
             advice = "correct the split column, or leave it out to split by patient hash"
-            message = f"{self._table}: splits share patients: {_listed(pairs, len(one_P), 'pair')}; {advice}"
+            message = (
+                f"{self._table}: splits share patients: "
+                f"{_listed(pairs, len(one_P), 'pair')}; {advice}"
+            )
             raise SplitError(message, "leak", field="split")
 
 
 def _hash(text: str) -> int:
     """Return 64 bits: two of a million texts collide with a probability of about 3e-8."""
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little"
+    )
 
 
 def _equal_pairs(values: "array[int]") -> tuple[np.ndarray, np.ndarray]:
-    """Return positions (one_P, other_P) of equal values, each value with its next occurrence, in the order of one_P."""
+    """Return positions (one_P, other_P) of equal values, each value with its next occurrence, in
+    the order of one_P.
+    """
     value_N = np.frombuffer(values, np.uint64)
     order_N = np.argsort(value_N, kind="stable")
     equal_N = value_N[order_N[1:]] == value_N[order_N[:-1]]
@@ -176,7 +201,8 @@ MAX_MESSAGES = 10_000
 class RowCounts:
     """Rows of a corpus by what became of them. `read` equals `kept` and `left_out` together.
 
-    A corpus counts each row once while it plans; conversion, manifest and `medvl verify` repeat the counts.
+    A corpus counts each row once while it plans; conversion, manifest and `medvl verify` repeat the
+    counts.
     """
 
     unit: str = IMAGES
@@ -188,7 +214,9 @@ class RowCounts:
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)
     """Rows left out because they cannot be used, by reason. `--max-skipped` limits them."""
     messages: list[tuple[str, str]] = dataclasses.field(default_factory=list, compare=False)
-    """Reason and message of skipped rows, where a message names file and row. Not stored in the manifest."""
+    """Reason and message of skipped rows, where a message names file and row. Not stored in the
+    manifest.
+    """
 
     def reading(self, rows: Iterable[T]) -> Iterator[T]:
         """Yield the rows, and count them as read."""
@@ -201,13 +229,17 @@ class RowCounts:
         self.excluded[reason] += rows
 
     def skip(self, reason: str, rows: int = 1, *, message: str = "") -> None:
-        """Count rows as left out because they cannot be used; a message names file, row and problem."""
+        """Count rows as left out because they cannot be used; a message names file, row and
+        problem.
+        """
         self.skipped[reason] += rows
         if message and len(self.messages) < MAX_MESSAGES:
             self.messages.append((reason, message))
 
     def describe_skipped(self) -> str:
-        """Return the messages of the first skipped rows and the number of the others; "" without messages."""
+        """Return the messages of the first skipped rows and the number of the others; "" without
+        messages.
+        """
         shown = [message for _, message in self.messages[:_SHOWN]]
         more = self.skipped.total() - len(shown)
         return "; ".join([*shown, f"and {more} more"] if shown and more else shown)
@@ -225,7 +257,10 @@ class RowCounts:
     def __str__(self) -> str:
         """Return one line, such as `read 12 images: kept 9, left out 3 (2 view, 1 duplicate)`."""
         reasons = f" ({listed(self.left_out)})" if self.left_out else ""
-        return f"read {self.read} {self.unit}: kept {self.kept}, left out {self.left_out.total()}{reasons}"
+        return (
+            f"read {self.read} {self.unit}: kept {self.kept}, left out "
+            f"{self.left_out.total()}{reasons}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as a manifest stores them; nothing where no row was counted."""
@@ -235,7 +270,9 @@ class RowCounts:
         return {"unit": self.unit, "read": self.read, "kept": self.kept, "skipped": skipped}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], excluded: Mapping[str, int]) -> "RowCounts | None":
+    def from_json(
+        cls, content: Mapping[str, Any], excluded: Mapping[str, int]
+    ) -> "RowCounts | None":
         """Return the counts of a manifest, None where it has none."""
         if not content:
             return None

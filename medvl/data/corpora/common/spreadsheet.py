@@ -23,18 +23,23 @@ MAX_UNPACKED_BYTES = 1 << 26
 MAX_ROWS, MAX_COLUMNS = 1 << 20, 256
 """Rows of the largest sheet that spreadsheets write; columns that are read."""
 FREE_CELLS = 1 << 17
-"""Cells with content that any workbook may have: two seconds of reading. A larger one may have one for every two of
-its bytes; spreadsheets write five bytes and more for a cell."""
+"""Cells with content that any workbook may have: two seconds of reading. A larger one may have one
+for every two of its bytes; spreadsheets write five bytes and more for a cell.
+"""
 TAGS_A_CELL = 10
-"""Tags that a workbook may have for each of these cells: a cell with a shared string has eight. Empty cells and unknown
-elements take as long to read as others."""
+"""Tags that a workbook may have for each of these cells: a cell with a shared string has eight.
+Empty cells and unknown elements take as long to read as others.
+"""
 
 
-def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
-    """Yield the rows of the first sheet of an .xlsx file, or of a CSV table, by the names in the first row.
+def read_sheet(
+    path: Path, required: Iterable[str], folders: InputFolders
+) -> Iterator[dict[str, str]]:
+    """Yield the rows of the first sheet of an .xlsx file, or of a CSV table, by the names in the
+    first row.
 
-    Empty rows and columns without a name are left out. Raises CorpusError when the file cannot be read, is too large,
-    or lacks a column.
+    Empty rows and columns without a name are left out. Raises CorpusError when the file cannot be
+    read, is too large, or lacks a column.
     """
     required = tuple(required)
     if path.suffix.lower() != ".xlsx":
@@ -47,8 +52,12 @@ def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> It
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
     except (zipfile.BadZipFile, ParseError, *_FAILURES) as error:
-        raise malformed(path, f"not readable as an .xlsx workbook ({type(error).__name__}); save it again") from error
-    header = {column: name.strip() for column, name in (rows[0] if rows else {}).items() if name.strip()}
+        raise malformed(
+            path, f"not readable as an .xlsx workbook ({type(error).__name__}); save it again"
+        ) from error
+    header = {
+        column: name.strip() for column, name in (rows[0] if rows else {}).items() if name.strip()
+    }
     check_columns(path, list(header.values()), required)
     for row in rows[1:]:
         if max(map(len, row.values())) > MAX_CELL_CHARACTERS:
@@ -57,23 +66,39 @@ def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> It
         yield {name: row.get(column, "") for column, name in header.items()}
 
 
-_FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_FAILURES = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """Errors of openpyxl for damaged workbooks; those of defusedxml are ValueErrors."""
 
 
 def _check_size(path: Path, file: BinaryIO) -> None:
-    with zipfile.ZipFile(file) as book:  # zipfile reads no more of a part than the size that it states
+    with zipfile.ZipFile(
+        file
+    ) as book:  # zipfile reads no more of a part than the size that it states
         parts = book.infolist()
         size = sum(part.file_size for part in parts)
-        limit = min(MAX_UNPACKED_BYTES, FREE_BYTES // 2 + MAX_RATIO * os.fstat(file.fileno()).st_size)
+        limit = min(
+            MAX_UNPACKED_BYTES, FREE_BYTES // 2 + MAX_RATIO * os.fstat(file.fileno()).st_size
+        )
         if size > limit:
-            message = f"{path} has {size} bytes when unpacked, over the limit of {limit} for its size; save it as CSV"
+            message = (
+                f"{path} has {size} bytes when unpacked, over the limit of {limit} for "
+                f"its size; save it as CSV"
+            )
             raise CorpusError(message, "too_large")
         tags = sum(book.read(part).count(b"<") for part in parts)
     most = TAGS_A_CELL * _most_cells(file)
     if tags > most:
         raise CorpusError(
-            f"{path} has more than {most} tags of XML, too many for its size; save it as CSV", "too_large"
+            f"{path} has more than {most} tags of XML, too many for its size; save it as CSV",
+            "too_large",
         )
 
 
@@ -90,11 +115,16 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[dict[int, str]]:
     sheet.reset_dimensions()  # the file states them, and may be wrong
     cells, most = 0, _most_cells(file)
     for row in sheet.iter_rows(max_row=MAX_ROWS, max_col=MAX_COLUMNS, values_only=True):
-        if row.count(None) < len(row):  # before a row with a large number, openpyxl yields empty ones
-            texts = {column: str(value) for column, value in enumerate(row) if value not in (None, "")}
+        if row.count(None) < len(
+            row
+        ):  # before a row with a large number, openpyxl yields empty ones
+            texts = {
+                column: str(value) for column, value in enumerate(row) if value not in (None, "")
+            }
             cells += len(texts)
             if cells > most:
                 raise CorpusError(
-                    f"{path} has more than {most} cells, too many for its size; save it as CSV", "too_large"
+                    f"{path} has more than {most} cells, too many for its size; save it as CSV",
+                    "too_large",
                 )
             yield from [texts] if texts else []

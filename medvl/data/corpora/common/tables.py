@@ -27,17 +27,22 @@ from medvl.schema import FINDINGS, Sample
 T = TypeVar("T")
 
 MAX_CELL_CHARACTERS = 1 << 17
-"""Longest accepted cell of a CSV table; the longest report of MIMIC-CXR has under 10,000 characters."""
+"""Longest accepted cell of a CSV table; the longest report of MIMIC-CXR has under 10,000
+characters.
+"""
 MAX_LINE_CHARACTERS = 1 << 24
 """Longest accepted line of a table; in JSON lines, a line can be an article with its references."""
 
 MAX_COLUMNS = 1 << 14
 """Largest accepted number of columns of a CSV table, that of spreadsheets."""
 MAX_RATIO, FREE_BYTES = 100, 1 << 24
-"""A gzip file or workbook may unpack to `MAX_RATIO` times its size and `FREE_BYTES`; tables reach a ratio of 40."""
+"""A gzip file or workbook may unpack to `MAX_RATIO` times its size and `FREE_BYTES`; tables
+reach a ratio of 40.
+"""
 FREE_LINES = 1 << 17
-"""Lines that any gzip file may have: six seconds of reading as rows. A larger one may have one for every two of its
-bytes; numbered rows take more than two."""
+"""Lines that any gzip file may have: six seconds of reading as rows. A larger one may have one for
+every two of its bytes; numbered rows take more than two.
+"""
 
 _SEPARATORS = (",", ";", "\t", "|")
 _SEPARATOR_LINE = re.compile(r"\"?sep=(.)\"?\s*", re.IGNORECASE)
@@ -55,14 +60,22 @@ class Record:
 
     sample: Sample
     report: Path | None = None
-    """Report file that the sample's sections are read from; None where the sample has them already."""
+    """Report file that the sample's sections are read from; None where the sample has them
+    already.
+    """
     masks: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    """Label -> file of its mask, an image of the size of the sample's; read into `Sample.extra` by the conversion."""
+    """Label -> file of its mask, an image of the size of the sample's; read into `Sample.extra`
+    by the conversion.
+    """
 
     @property
     def files(self) -> list[Path]:
         """The files of its image, report and masks."""
-        return [path for path in (self.sample.image, self.report, *self.masks.values()) if path is not None]
+        return [
+            path
+            for path in (self.sample.image, self.report, *self.masks.values())
+            if path is not None
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +94,9 @@ class Plan:
     warnings: Counter[str] = dataclasses.field(default_factory=Counter)
     """Repairs, and parts left out of an image (such as a question in another language), by rule."""
     folders: InputFolders | None = None
-    """Folders that images and reports must be in, links resolved; default the one that holds all of them by name."""
+    """Folders that images and reports must be in, links resolved; default the one that holds all
+    of them by name.
+    """
     generators: tuple[Mapping[str, Any], ...] = ()
     """See `Manifest.generators`."""
 
@@ -90,7 +105,9 @@ class Plan:
         records = len(self.records) if rows.read and rows.unit == IMAGES else rows.kept
         if rows.read != rows.kept + rows.left_out.total() or records != rows.kept:
             message = f"the counts of {self.corpus} do not add up: {rows}; {records} records"
-            raise CorpusError(f"{message}; count each row once in its `plan`", "mismatch", field="rows")
+            raise CorpusError(
+                f"{message}; count each row once in its `plan`", "mismatch", field="rows"
+            )
 
     @property
     def excluded(self) -> Counter[str]:
@@ -104,22 +121,28 @@ class Plan:
         return InputFolders.holding(path for each in self.records for path in each.files)
 
     def iter_samples(self) -> Iterator[Sample]:
-        """Yield the samples one by one, with their reports read. Raises ReportError when a report cannot be read."""
+        """Yield the samples one by one, with their reports read. Raises ReportError when a
+        report cannot be read.
+        """
         warnings, folders = Counter[str](), self.allowed_folders()
         for record in self.records:
             yield read_record(record, warnings, folders)
 
 
 def read_record(record: Record, warnings: Counter[str], folders: InputFolders) -> Sample:
-    """Return a record's sample with its report read, and count text warnings. Raises as `read_report` does.
+    """Return a record's sample with its report read, and count text warnings. Raises as
+    `read_report` does.
 
-    Likely identifiers are counted in the sections and in the free texts of the extra fields, and not removed.
+    Likely identifiers are counted in the sections and in the free texts of the extra fields, and
+    not removed.
     """
     sample = record.sample
     if record.report is not None:
         report = read_report(record.report, folders=folders)
         sample = dataclasses.replace(sample, sections=report_sections(report, warnings))
-    warnings["no_description"] += any(sample.sections.values()) and not choose_sections(sample.sections, ())
+    warnings["no_description"] += any(sample.sections.values()) and not choose_sections(
+        sample.sections, ()
+    )
     for text in (*sample.sections.values(), *free_texts(sample.extra)):
         for kind in find_identifiers(text):
             warnings[f"possible_{kind}"] += 1
@@ -129,11 +152,14 @@ def read_record(record: Record, warnings: Counter[str], folders: InputFolders) -
 def report_sections(report: Report, warnings: Counter[str]) -> dict[str, str]:
     """Return the sections of a report that are stored, and count what is left out.
 
-    Sections that identify a person are left out, like those about the handling of the report, text before the first
-    header, which often names a person, and all but the last of several findings or impressions. `addendum` is added,
-    and `last_paragraph` where findings and impression are missing.
+    Sections that identify a person are left out, like those about the handling of the report, text
+    before the first header, which often names a person, and all but the last of several findings or
+    impressions. `addendum` is added, and `last_paragraph` where findings and impression are
+    missing.
     """
-    sections = {name: text for name, text in report.sections.items() if not is_identifying_header(name)}
+    sections = {
+        name: text for name, text in report.sections.items() if not is_identifying_header(name)
+    }
     warnings["sections_naming_a_person"] += len(report.sections) - len(sections)
     for name in sections.keys() & set(report.administrative_sections):
         del sections[name]
@@ -143,19 +169,25 @@ def report_sections(report: Report, warnings: Counter[str]) -> dict[str, str]:
         warnings["no_findings_or_impression"] += 1
     if report.addenda:
         sections["addendum"] = join_texts(report.addenda)
-    warnings["text_before_first_header"] += report.preamble not in (None, sections.get("last_paragraph"))
+    warnings["text_before_first_header"] += report.preamble not in (
+        None,
+        sections.get("last_paragraph"),
+    )
     warnings["repeated_sections"] += len(report.repeated_sections)
     warnings["empty_sections"] += len(report.empty_sections)
     warnings["not_utf8"] += report.encoding != "utf-8"
     return sections
 
 
-def read_table(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
+def read_table(
+    path: Path, required: Iterable[str], folders: InputFolders
+) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file or `.gz`, with any separator of `_SEPARATORS`.
 
-    White space around column names and empty fields after the last column are ignored, as is a line `sep=;` before the
-    header. Raises CorpusError as `read_lines`, or if it lacks a column or has it twice. No message quotes a cell; where
-    the first line has none of the required columns, it may be a patient's row and is not quoted either.
+    White space around column names and empty fields after the last column are ignored, as is a line
+    `sep=;` before the header. Raises CorpusError as `read_lines`, or if it lacks a column or has it
+    twice. No message quotes a cell; where the first line has none of the required columns, it may
+    be a patient's row and is not quoted either.
     """
     return _raise_invalid(number_table_rows(path, required, folders))
 
@@ -172,7 +204,8 @@ def number_table_rows(
 ) -> Iterator[tuple[int, dict[str, str] | CorpusError]]:
     """Yield (row number, counted from 1 without the header; row) as `read_table`.
 
-    In place of a row with another number of fields than the header, yields the error that `read_table` raises.
+    In place of a row with another number of fields than the header, yields the error that
+    `read_table` raises.
     """
     required, line, number = tuple(required), 1, 0
     lines = _RowLines(path, folders)
@@ -187,7 +220,9 @@ def number_table_rows(
         reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
         columns = [name.strip() for name in next(reader, [])]
         if len(columns) > MAX_COLUMNS:
-            raise CorpusError(f"{path}: expected at most {MAX_COLUMNS} columns, got {len(columns)}", "too_large")
+            raise CorpusError(
+                f"{path}: expected at most {MAX_COLUMNS} columns, got {len(columns)}", "too_large"
+            )
         if columns and not set(columns) & set(required):
             raise _without_header(path, len(columns), lines, required)
         check_columns(path, columns, required)
@@ -196,17 +231,25 @@ def number_table_rows(
             if not fields:
                 continue
             number += 1
-            if len(fields) != len(columns) and (len(fields) < len(columns) or any(fields[len(columns) :])):
+            if len(fields) != len(columns) and (
+                len(fields) < len(columns) or any(fields[len(columns) :])
+            ):
                 where = f"{path}, line {lines.number}"
                 expected = f"expected {len(columns)} fields as in the header, got {len(fields)}"
-                yield number, malformed(where, f"{expected}; quote texts with a separator or a line break")
+                yield (
+                    number,
+                    malformed(where, f"{expected}; quote texts with a separator or a line break"),
+                )
             else:
                 yield number, dict(zip(columns, fields, strict=False))
             line = lines.number
     except csv.Error as error:
         if "field limit" in str(error):
             raise _too_large(str(path), f"a cell of {MAX_CELL_CHARACTERS}") from None
-        message = f"not readable as a CSV table ({error}); close each quote, and double those within quoted texts"
+        message = (
+            f"not readable as a CSV table ({error}); close each quote, and double those "
+            f"within quoted texts"
+        )
         raise malformed(f"{path}, after line {line}", message) from error
 
 
@@ -230,23 +273,35 @@ class _RowLines:
         return line
 
 
-def _without_header(path: Path, fields: int, lines: Iterator[str], required: Sequence[str]) -> CorpusError:
-    """Return the error of a table whose first line has no required column; it names the line that has all of them."""
+def _without_header(
+    path: Path, fields: int, lines: Iterator[str], required: Sequence[str]
+) -> CorpusError:
+    """Return the error of a table whose first line has no required column; it names the line
+    that has all of them.
+    """
     for number, line in enumerate(itertools.islice(lines, _HEADER_LINES), start=2):
         names = next(csv.reader([line], delimiter=_separator(line, required)), [])
         if set(required) <= {name.strip() for name in names}:
             message = f"{path}: the column names are in line {number}; remove the lines above it"
             return CorpusError(message, "malformed", field=required[0])
-    state = f"{path}: the first line has none of the columns {', '.join(required)} in its {fields} fields"
+    state = (
+        f"{path}: the first line has none of the columns {', '.join(required)} in its "
+        f"{fields} fields"
+    )
     advice = "expected a line of column names (not shown here, as it may be a patient's row)"
     return CorpusError(f"{state}; {advice}", "missing", field=required[0])
 
 
 def _separator(header: str, required: Sequence[str]) -> str:
-    """Return the separator that finds most of the required columns in the header; the comma where none does."""
+    """Return the separator that finds most of the required columns in the header; the comma
+    where none does.
+    """
 
     def found(separator: str) -> int:
-        return len({name.strip() for name in next(csv.reader([header], delimiter=separator), ())} & set(required))
+        return len(
+            {name.strip() for name in next(csv.reader([header], delimiter=separator), ())}
+            & set(required)
+        )
 
     return max(_SEPARATORS, key=found)
 
@@ -254,9 +309,11 @@ def _separator(header: str, required: Sequence[str]) -> str:
 def read_json_lines(
     path: Path, required: Sequence[str], folders: InputFolders
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (line number, counted from 1; object) of a JSON lines file, gzipped or not; blank lines are skipped.
+    """Yield (line number, counted from 1; object) of a JSON lines file, gzipped or not; blank lines
+    are skipped.
 
-    Raises CorpusError as `read_lines`, or when a line is not a JSON object or lacks a required field.
+    Raises CorpusError as `read_lines`, or when a line is not a JSON object or lacks a required
+    field.
     """
     for number, row in number_json_lines(path, required, folders):
         if isinstance(row, CorpusError):
@@ -267,7 +324,9 @@ def read_json_lines(
 def number_json_lines(
     path: Path, required: Sequence[str], folders: InputFolders
 ) -> Iterator[tuple[int, Mapping[str, Any] | CorpusError]]:
-    """Yield the lines as `read_json_lines`; in place of an invalid one, the error that `read_json_lines` raises."""
+    """Yield the lines as `read_json_lines`; in place of an invalid one, the error that
+    `read_json_lines` raises.
+    """
     for number, line in enumerate(read_lines(path, folders), start=1):
         if line.strip():
             try:
@@ -280,7 +339,9 @@ def _json_row(where: str, line: str, required: Sequence[str]) -> Mapping[str, An
     try:
         row = parse_json(line)
     except ValueError as error:
-        ours = isinstance(error, DuplicateKeyError | NonFiniteNumberError)  # their messages quote no text
+        ours = isinstance(
+            error, DuplicateKeyError | NonFiniteNumberError
+        )  # their messages quote no text
         message = f"{where}: cannot be read as JSON ({error if ours else type(error).__name__})"
         raise CorpusError(message, "malformed") from error
     if not isinstance(row, dict):
@@ -292,8 +353,8 @@ def _json_row(where: str, line: str, required: Sequence[str]) -> Mapping[str, An
 def read_lines(path: Path, folders: InputFolders) -> Iterator[str]:
     """Yield the lines of a text file, gzipped or not, with their ends.
 
-    Raises CorpusError when it does not exist, is not a regular file in `folders`, is damaged or not UTF-8, or has a
-    line of more than `MAX_LINE_CHARACTERS`.
+    Raises CorpusError when it does not exist, is not a regular file in `folders`, is damaged or not
+    UTF-8, or has a line of more than `MAX_LINE_CHARACTERS`.
     """
     with open_text(path, folders) as file:
         number = 0
@@ -328,7 +389,9 @@ def open_text(path: Path, folders: InputFolders) -> Iterator[TextIO]:
         is_utf16 = "utf-16" in error.encoding or b"\0" in error.object[:64]
         raise _other_encoding(path, "UTF-16" if is_utf16 else "WINDOWS-1252") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise CorpusError(f"{path} is damaged ({type(error).__name__}): copy it again", "malformed") from error
+        raise CorpusError(
+            f"{path} is damaged ({type(error).__name__}): copy it again", "malformed"
+        ) from error
 
 
 def _other_encoding(path: Path, guess: str) -> CorpusError:
@@ -353,18 +416,26 @@ class _Unpacked(io.RawIOBase):
         self._left -= len(data)
         if self._left < 0:
             advice = "unpack it with gunzip if you trust it"
-            raise CorpusError(f"{self._path} unpacks to more than {MAX_RATIO} times its size; {advice}", "too_large")
+            raise CorpusError(
+                f"{self._path} unpacks to more than {MAX_RATIO} times its size; {advice}",
+                "too_large",
+            )
         self._lines_left -= max(data.count(b"\n"), data.count(b"\r"))
         if self._lines_left < 0:
             advice = "unpack it with gunzip if you trust it"
-            message = f"{self._path} has more than {self._most_lines} lines, too many for its size; {advice}"
+            message = (
+                f"{self._path} has more than {self._most_lines} lines, too many for its "
+                f"size; {advice}"
+            )
             raise CorpusError(message, "too_large")
         buffer[: len(data)] = data
         return len(data)
 
 
 def _encoding(start: bytes) -> str:
-    is_utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and start[2:4] != b"\0\0"  # else UTF-32
+    is_utf16 = (
+        start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and start[2:4] != b"\0\0"
+    )  # else UTF-32
     return "utf-16" if is_utf16 else "utf-8-sig"
 
 
@@ -374,23 +445,30 @@ def _too_large(where: str, what: str) -> CorpusError:
 
 
 def check_columns(where: object, columns: Sequence[str], required: Sequence[str]) -> None:
-    """Raise CorpusError that names the missing and the present columns when a required one is missing or repeated."""
+    """Raise CorpusError that names the missing and the present columns when a required one is
+    missing or repeated.
+    """
     repeated = [name for name in required if columns.count(name) > 1]
     if repeated:
         message = (
-            f"{where} has the column {repeated[0]} {columns.count(repeated[0])} times; rename or remove all but one"
+            f"{where} has the column {repeated[0]} {columns.count(repeated[0])} times; "
+            f"rename or remove all but one"
         )
         raise CorpusError(message, "conflict", field=repeated[0])
     missing = [name for name in required if name not in columns]
     if missing:
         plural = "s" if len(missing) > 1 else ""
-        present = ", ".join(columns[:_SHOWN]) + (f" and {len(columns) - _SHOWN} more" if len(columns) > _SHOWN else "")
+        present = ", ".join(columns[:_SHOWN]) + (
+            f" and {len(columns) - _SHOWN} more" if len(columns) > _SHOWN else ""
+        )
         message = f"{where} lacks the column{plural} {', '.join(missing)}; it has {present}"
         raise CorpusError(message, "missing", field=missing[0])
 
 
 def order_studies(times: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[str, int]:
-    """Return study -> its place among its patient's studies, from patient -> study -> a key to sort by."""
+    """Return study -> its place among its patient's studies, from patient -> study -> a key to
+    sort by.
+    """
     return {
         study: order
         for studies in times.values()
@@ -399,7 +477,9 @@ def order_studies(times: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[st
 
 
 def find_file(root: Path, *names: str) -> Path:
-    """Return the first of `names` that is a file below `root`. Raises CorpusError naming all of them when none is."""
+    """Return the first of `names` that is a file below `root`. Raises CorpusError naming all of
+    them when none is.
+    """
     for name in names:
         if (root / name).is_file():
             return root / name
@@ -408,7 +488,9 @@ def find_file(root: Path, *names: str) -> Path:
 
 
 def find_suffix(image: Path, suffixes: Sequence[str]) -> str | None:
-    """Return the first suffix with which `image` exists, or None; all images of a release have the same one."""
+    """Return the first suffix with which `image` exists, or None; all images of a release have
+    the same one.
+    """
     return next((suffix for suffix in suffixes if image.with_suffix(suffix).is_file()), None)
 
 
@@ -418,7 +500,9 @@ def malformed(where: object, message: str, field: str | None = None) -> CorpusEr
 
 
 def split_training(validate_share: float) -> dict[str, float]:
-    """Return the shares of train and validate. Raises ConfigError when the latter is not between 0 and 1."""
+    """Return the shares of train and validate. Raises ConfigError when the latter is not between
+    0 and 1.
+    """
     if not 0 < validate_share < 1:
         message = f"validate_share must be between 0 and 1, got {validate_share:g}"
         raise ConfigError(message, "out_of_range", field="validate_share")
@@ -426,7 +510,9 @@ def split_training(validate_share: float) -> dict[str, float]:
 
 
 def parse_findings(row: Mapping[str, str], path: Path) -> dict[str, int]:
-    """Return label -> 1, 0 or -1 of a row's CheXpert findings, without blanks. Raises CorpusError on other values."""
+    """Return label -> 1, 0 or -1 of a row's CheXpert findings, without blanks. Raises
+    CorpusError on other values.
+    """
     labels = {}
     for name in FINDINGS:
         value = row[name].strip()

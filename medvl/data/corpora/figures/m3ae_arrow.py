@@ -32,33 +32,51 @@ _MIMIC = re.compile(r"p(\d{8})/s(\d{8})/")
 _ARTICLE = re.compile(r"PMC\d+|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 """Article of a path: ROCO's, or the hash of a PDF in MedICaT."""
 _ROCO = re.compile(r"ROCO_\d+")
-_BATCH_MEMORY = 1 << 30  # bytes that may be allocated for one batch of rows: compressed ones can unpack to any size
+_BATCH_MEMORY = (
+    1 << 30
+)  # bytes that may be allocated for one batch of rows: compressed ones can unpack to any size
 
 
 def plan(
-    root: Path, deid: Deidentifier, unpacked: Path, *, splits: SplitRule = "official", follow_links: bool = False
+    root: Path,
+    deid: Deidentifier,
+    unpacked: Path,
+    *,
+    splits: SplitRule = "official",
+    follow_links: bool = False,
 ) -> Plan:
-    """Unpack the images of all Arrow files in a folder, and plan their samples: one for each image, with all its texts.
+    """Unpack the images of all Arrow files in a folder, and plan their samples: one for each image,
+    with all its texts.
 
     Args:
-        root: folder with files such as `medicat_train.arrow`, `roco_val.arrow`, `mimic_cxr_test.arrow`.
+        root: folder with files such as `medicat_train.arrow`, `roco_val.arrow`,
+            `mimic_cxr_test.arrow`.
         deid: hashes articles or patients, studies and images.
         unpacked: folder that the images are unpacked into; images that are there are kept.
         splits: rule for articles and patients in several splits; see `apply_split_rule`.
-        follow_links: also read files that links outside of the folder lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folder lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when there is no such file, or one is damaged or has other columns; SplitError when `splits` is
-    "official" and an article or patient is in two splits.
+    Raises CorpusError when there is no such file, or one is damaged or has other columns;
+    SplitError when `splits` is "official" and an article or patient is in two splits.
     """
     root, allowed = Path(root), InputFolders.of(root, follow_links=follow_links)
-    files = {path: found for path in sorted(root.glob("*.arrow")) if (found := _FILE.fullmatch(path.name))}
+    files = {
+        path: found
+        for path in sorted(root.glob("*.arrow"))
+        if (found := _FILE.fullmatch(path.name))
+    }
     if not files:
-        raise CorpusError(f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow", "not_found")
+        raise CorpusError(
+            f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow", "not_found"
+        )
     private_folder(unpacked)
     rows, warnings, records = RowCounts(), Counter[str](), Records()
     for path, found in files.items():
         for number, row in rows.reading(_rows(path, allowed)):
-            sample = _sample(row, f"{path}, row {number}", _SPLITS[found[1]], unpacked, deid, warnings)
+            sample = _sample(
+                row, f"{path}, row {number}", _SPLITS[found[1]], unpacked, deid, warnings
+            )
             records.append(Record(sample))
             rows.kept += 1
     unchecked = Plan(NAME, records, (), rows, +warnings, InputFolders.of(unpacked))
@@ -66,7 +84,9 @@ def plan(
 
 
 def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (row number, counted from 1; row) of a file, which is mapped: M3AE writes many images as one batch."""
+    """Yield (row number, counted from 1; row) of a file, which is mapped: M3AE writes many
+    images as one batch.
+    """
     import pyarrow
 
     try:
@@ -74,7 +94,10 @@ def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str,
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             file, number = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)), 0
             if "questions" in file.schema.names:
-                message = f"{path} has questions; convert the original: medvl shards vqa-rad, slake or vqa-med"
+                message = (
+                    f"{path} has questions; convert the original: medvl shards vqa-rad, "
+                    f"slake or vqa-med"
+                )
                 raise CorpusError(message, "unsupported")
             check_columns(path, file.schema.names, _COLUMNS)
             for index in range(file.num_record_batches):
@@ -89,16 +112,29 @@ def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str,
         raise CorpusError(
             f"{path}: expected {limit}; write smaller batches, or without compression", "too_large"
         ) from None
-    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: an empty file, or broken texts
-        raise malformed(path, f"it cannot be read as an Arrow file ({type(error).__name__})") from error
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: an empty file, or broken texts
+        raise malformed(
+            path, f"it cannot be read as an Arrow file ({type(error).__name__})"
+        ) from error
 
 
 def _sample(
-    row: Mapping[str, Any], where: str, split: str, unpacked: Path, deid: Deidentifier, warnings: Counter[str]
+    row: Mapping[str, Any],
+    where: str,
+    split: str,
+    unpacked: Path,
+    deid: Deidentifier,
+    warnings: Counter[str],
 ) -> Sample:
     image, texts, name = row["image"], row["caption"], row["image_id"]
     if not isinstance(image, bytes) or not isinstance(name, str) or not isinstance(texts, list):
-        raise malformed(where, "expected bytes as image, a list of texts as caption and a text as image_id")
+        raise malformed(
+            where, "expected bytes as image, a list of texts as caption and a text as image_id"
+        )
     if not all(isinstance(text, str) for text in texts):
         raise malformed(where, "expected texts", "caption")
     key = deid.image(name)
@@ -106,7 +142,9 @@ def _sample(
     if not path.is_file() or path.stat().st_size != len(image):
         write_atomic(path, image, permissions=0o600)
     patient, study, report = _group(name, warnings)
-    sections = _report_sections(texts, warnings) if report else _figure_sections(name, texts, warnings)
+    sections = (
+        _report_sections(texts, warnings) if report else _figure_sections(name, texts, warnings)
+    )
     return Sample(
         key=key,
         corpus=NAME,
@@ -119,7 +157,9 @@ def _sample(
 
 
 def _report_sections(texts: list[str], warnings: Counter[str]) -> dict[str, str]:
-    """Return impression and findings of a report, in the order of the preparation, or its only text as findings."""
+    """Return impression and findings of a report, in the order of the preparation, or its only
+    text as findings.
+    """
     texts = [one_line(clean_text(text)) for text in texts]
     if len(texts) == 2 and all(texts):
         return {"impression": texts[0], "findings": texts[1]}
@@ -129,14 +169,18 @@ def _report_sections(texts: list[str], warnings: Counter[str]) -> dict[str, str]
 
 
 def _figure_sections(name: str, texts: list[str], warnings: Counter[str]) -> dict[str, str]:
-    """Return the texts of a figure, whose caption is the last one in ROCO and the first one in MedICaT."""
+    """Return the texts of a figure, whose caption is the last one in ROCO and the first one in
+    MedICaT.
+    """
     if _ROCO.search(Path(name).name):
         texts = [*texts[-1:], *texts[:-1]]
     return figure_sections(texts[0] if texts else None, texts[1:], warnings)
 
 
 def _group(name: str, warnings: Counter[str]) -> tuple[str, str, bool]:
-    """Return patient or article, study or figure, and whether the texts are parts of a report, from an image's path."""
+    """Return patient or article, study or figure, and whether the texts are parts of a report,
+    from an image's path.
+    """
     study = _MIMIC.search(name)
     if study:
         return study[1], study[2], True
@@ -154,7 +198,9 @@ MAX_PICKLE_BYTES = 1 << 26
 
 
 def read_plain_pickle(path: Path, folders: InputFolders) -> Any:
-    """Read a pickle of plain data. Raises CorpusError if it is missing, damaged, or has objects, functions or bytes."""
+    """Read a pickle of plain data. Raises CorpusError if it is missing, damaged, or has objects,
+    functions or bytes.
+    """
     try:
         with folders.open(path, CorpusError) as file:
             data = read_limited(file, MAX_PICKLE_BYTES, CorpusError)
@@ -162,4 +208,6 @@ def read_plain_pickle(path: Path, folders: InputFolders) -> Any:
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise CorpusError(f"{path} is damaged ({type(error).__name__}): copy it again", "malformed") from None
+        raise CorpusError(
+            f"{path} is damaged ({type(error).__name__}): copy it again", "malformed"
+        ) from None

@@ -1,4 +1,6 @@
-"""MedICaT (2020): figures of papers with captions and inline references. Data card: `data_cards/medicat.md`."""
+"""MedICaT (2020): figures of papers with captions and inline references. Data card:
+`data_cards/medicat.md`.
+"""
 
 import re
 from collections import Counter
@@ -23,7 +25,10 @@ _TABLE = "s2_full_figures_oa_nonroco_combined_medical_top4_public.jsonl"
 _TABLES = (_TABLE, f"{_TABLE}.gz", "sample.jsonl")
 _FIELDS = ("pdf_hash", "fig_uri", "s2_caption", "radiology")
 _SUBCAPTIONS = "subcaptions_public.jsonl"
-_HASH, _URI = re.compile(r"[0-9a-f]{40}"), re.compile(r"[\w .()+-]{1,120}\.(?:png|jpg)")  # used as file names
+_HASH, _URI = (
+    re.compile(r"[0-9a-f]{40}"),
+    re.compile(r"[\w .()+-]{1,120}\.(?:png|jpg)"),
+)  # used as file names
 
 
 def plan(
@@ -40,12 +45,14 @@ def plan(
         root: folder of the release, with the table of figures, `figures/` and optionally
             `subcaptions_public.jsonl`.
         deid: hashes articles and figures.
-        radiology_only: leave out figures that the release's own classifier does not count as radiology.
+        radiology_only: leave out figures that the release's own classifier does not count as
+            radiology.
         fractions: fractions of the splits, by article; the release has no splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table is missing or does not match the data card; ConfigError when the fractions do not
-    sum to one.
+    Raises CorpusError when a table is missing or does not match the data card; ConfigError when the
+    fractions do not sum to one.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
@@ -58,7 +65,9 @@ def plan(
     for number, row in rows.reading(read_json_lines(table, _FIELDS, allowed)):
         article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
         if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
-            raise malformed(f"{table}, line {number}", "expected a hash and a file name in fig_uri", "fig_uri")
+            raise malformed(
+                f"{table}, line {number}", "expected a hash and a file name in fig_uri", "fig_uri"
+            )
         if (article, file) in seen:
             rows.exclude("duplicate_line")
             continue
@@ -76,7 +85,9 @@ def plan(
             study=deid.study(article, file),
             image=root / "figures" / name,
             sections=figure_sections(
-                _caption(row), read_references(row, "s2orc_references", f"{table}, line {number}"), warnings
+                _caption(row),
+                read_references(row, "s2orc_references", f"{table}, line {number}"),
+                warnings,
             ),
             extra=_extra(row, (article, _text(row, "fig_key")) in compound),
         )
@@ -86,17 +97,22 @@ def plan(
 
 
 def _caption(row: Mapping[str, Any]) -> str:
-    """Return the caption extracted by Semantic Scholar or, where it found none, the one of S2ORC."""
+    """Return the caption extracted by Semantic Scholar or, where it found none, the one of
+    S2ORC.
+    """
     return _text(row, "s2_caption") or _text(row, "s2orc_caption")
 
 
 def _extra(row: Mapping[str, Any], compound: bool) -> dict[str, object]:
-    """Return the release's classes of a figure, its licence, and whether annotators marked sub-figures.
+    """Return the release's classes of a figure, its licence, and whether annotators marked
+    sub-figures.
 
-    Only some figures were annotated for sub-figures, so the flag is present only where it is true. The DOI is left
-    out because it would identify the article behind the hash.
+    Only some figures were annotated for sub-figures, so the flag is present only where it is true.
+    The DOI is left out because it would identify the article behind the hash.
     """
-    extra: dict[str, object] = {name: row[name] for name in ("radiology", "scope") if isinstance(row.get(name), bool)}
+    extra: dict[str, object] = {
+        name: row[name] for name in ("radiology", "scope") if isinstance(row.get(name), bool)
+    }
     if kind := _text(row, "predicted_type"):
         extra["figure_type"] = kind
     info = row.get("oa_info")
@@ -111,7 +127,9 @@ def _read_compound(path: Path, allowed: InputFolders) -> set[tuple[str, str]]:
     if not path.is_file():
         return set()
     rows = (row for _, row in read_json_lines(path, ("pdf_hash", "fig_key", "answer"), allowed))
-    return {(_text(row, "pdf_hash"), _text(row, "fig_key")) for row in rows if row["answer"] == "accept"}
+    return {
+        (_text(row, "pdf_hash"), _text(row, "fig_key")) for row in rows if row["answer"] == "accept"
+    }
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

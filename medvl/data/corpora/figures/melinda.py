@@ -1,4 +1,6 @@
-"""MELINDA (2021): figures of articles with captions and experiment methods. Data card: `data_cards/melinda.md`."""
+"""MELINDA (2021): figures of articles with captions and experiment methods. Data card:
+`data_cards/melinda.md`.
+"""
 
 import re
 from collections import Counter
@@ -19,7 +21,9 @@ NAME = "melinda"
 COUNTS: Mapping[str, int] = {"images": 5_371}
 """Figures with captions of all splits, which `medvl verify --full` compares with."""
 Level = Literal["i_meth", "p_meth", "i_meth_label", "p_meth_label"]
-"""Method of detecting the interaction or the participant, in fine (85 and 45) or coarse classes (15 and 7)."""
+"""Method of detecting the interaction or the participant, in fine (85 and 45) or coarse classes
+(15 and 7).
+"""
 SPLITS = ("train", "dev", "test")
 
 _FILE = re.compile(r"[^/\\]{1,200}\.(?:png|jpe?g)", re.IGNORECASE)
@@ -35,18 +39,19 @@ def plan(
     splits: SplitRule = "official",
     follow_links: bool = False,
 ) -> Plan:
-    """Plan the samples of MELINDA from its tables; no image is opened. A row that repeats another of its split is
-    left out, counted as `duplicate`.
+    """Plan the samples of MELINDA from its tables; no image is opened. A row that repeats another
+    of its split is left out, counted as `duplicate`.
 
     Args:
         root: folder with `train.csv`, `dev.csv`, `test.csv` and `melinda_images/`.
         deid: hashes articles and figures.
         level: column whose classes are the labels, each 1 or 0; all four are in `Sample.extra`.
         splits: rule for articles with figures in several published splits; see `apply_split_rule`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table is missing or does not match the data card; SplitError when `splits` is "official"
-    and an article is in two splits; ConfigError when an option is unknown.
+    Raises CorpusError when a table is missing or does not match the data card; SplitError when
+    `splits` is "official" and an article is in two splits; ConfigError when an option is unknown.
     """
     root = Path(root)
     check_choice(level, get_args(Level), "level")
@@ -55,7 +60,10 @@ def plan(
     classes = tuple(sorted({row[level].strip() for _, row in _rows(root, allowed)}))
     records, warnings, rows, keys = Records(), Counter[str](), RowCounts(), set[str]()
     for split, row in rows.reading(_rows(root, allowed)):
-        figure, methods = row["figure_file"].strip(), {name: row[name].strip() for name in get_args(Level)}
+        figure, methods = (
+            row["figure_file"].strip(),
+            {name: row[name].strip() for name in get_args(Level)},
+        )
         key = deid.image(f"{split} {figure} {row['caption']} {list(methods.values())}")
         if key in keys:
             rows.exclude("duplicate")
@@ -87,12 +95,16 @@ def _rows(root: Path, allowed: InputFolders) -> Iterator[tuple[str, dict[str, st
             if not _FILE.fullmatch(row["figure_file"].strip()):
                 raise malformed(table, "expected the name of a PNG or JPEG file", "figure_file")
             if not all(row[level].strip() for level in get_args(Level)):
-                raise malformed(table, "expected a class in each of the four columns of methods", "i_meth")
+                raise malformed(
+                    table, "expected a class in each of the four columns of methods", "i_meth"
+                )
             yield split, row
 
 
 def _article(row: Mapping[str, str], figure: str) -> str:
-    """Return the article of a figure from an id column or the file name; the file where neither names one."""
+    """Return the article of a figure from an id column or the file name; the file where neither
+    names one.
+    """
     for value in (*(row[name] for name in _IDS if name in row), figure):
         match = _ARTICLE.search(value)
         if match is not None:

@@ -1,4 +1,6 @@
-"""ROCO (2018) and ROCOv2 (2023): figures of PubMed Central with their captions. Data card: `data_cards/roco.md`."""
+"""ROCO (2018) and ROCOv2 (2023): figures of PubMed Central with their captions. Data card:
+`data_cards/roco.md`.
+"""
 
 import dataclasses
 import re
@@ -7,10 +9,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections, read_references
+from medvl.data.corpora.common.figures import (
+    SplitRule,
+    apply_split_rule,
+    figure_sections,
+    read_references,
+)
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
-from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_json_lines, read_lines, read_table
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    find_file,
+    malformed,
+    read_json_lines,
+    read_lines,
+    read_table,
+)
 from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
@@ -18,9 +33,12 @@ from medvl.schema import Sample
 NAME, NAME_OTHERS, NAME_V2 = "roco", "roco-non-radiology", "rocov2"
 SPLITS, SPLITS_V2 = ("train", "validation", "test"), ("train", "valid", "test")
 COUNTS: Mapping[str, Mapping[str, int]] = {
-    name: {"images": count} for name, count in ((NAME, 81_807), (NAME_OTHERS, 6_118), (NAME_V2, 79_789))
+    name: {"images": count}
+    for name, count in ((NAME, 81_807), (NAME_OTHERS, 6_118), (NAME_V2, 79_789))
 }
-"""Corpus name -> rows of the published tables of all splits, which `medvl verify --full` compares with."""
+"""Corpus name -> rows of the published tables of all splits, which `medvl verify --full`
+compares with.
+"""
 
 _ID = re.compile(r"ROCO_\d+")
 _ID_V2 = re.compile(r"[A-Za-z0-9_-]{1,80}")  # used as a file name
@@ -42,29 +60,43 @@ def plan(
     """Plan the samples of ROCO or ROCOv2 from its tables; no image is opened.
 
     Args:
-        root: for ROCO, the folder with `train/`, `validation/` and `test/`, or the parent of such a folder named
-            `data`; for ROCOv2, the folder with `train_captions.csv`. The release is recognised by its files.
+        root: for ROCO, the folder with `train/`, `validation/` and `test/`, or the parent of such a
+            folder named `data`; for ROCOv2, the folder with `train_captions.csv`. The release is
+            recognised by its files.
         deid: hashes articles and figures.
-        references: folder with MedICaT's `roco_{train,val,test}_references.jsonl`, whose sentences about a figure are
-            added to its sections (ROCO only).
-        non_radiology: read the out-of-class figures (drawings, photographs) instead of radiology (ROCO only).
+        references: folder with MedICaT's `roco_{train,val,test}_references.jsonl`, whose sentences
+            about a figure are added to its sections (ROCO only).
+        non_radiology: read the out-of-class figures (drawings, photographs) instead of radiology
+            (ROCO only).
         splits: rule for articles with figures in several published splits; see `apply_split_rule`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table is missing or does not match the data card; SplitError when `splits` is "official"
-    and an article is in two splits; ConfigError when an option is unknown, or not supported by ROCOv2.
+    Raises CorpusError when a table is missing or does not match the data card; SplitError when
+    `splits` is "official" and an article is in two splits; ConfigError when an option is unknown,
+    or not supported by ROCOv2.
     """
     root, rows, warnings = Path(root), RowCounts(), Counter[str]()
-    allowed = InputFolders.of(root, *([references] if references else []), follow_links=follow_links)
+    allowed = InputFolders.of(
+        root, *([references] if references else []), follow_links=follow_links
+    )
     if any((root / f"{split}_captions.csv").is_file() for split in SPLITS_V2):
         if references is not None or non_radiology:
             field = "references" if references is not None else "non_radiology"
-            raise ConfigError(f"ROCOv2 ({root}) has no references or non-radiology figures", "unsupported", field=field)
+            raise ConfigError(
+                f"ROCOv2 ({root}) has no references or non-radiology figures",
+                "unsupported",
+                field=field,
+            )
         figures = _read_v2(root, rows, allowed)
-        return apply_split_rule(_plan(NAME_V2, figures, deid, rows, warnings, allowed), splits, SPLITS_V2)
+        return apply_split_rule(
+            _plan(NAME_V2, figures, deid, rows, warnings, allowed), splits, SPLITS_V2
+        )
     base = root / "data" if (root / "data").is_dir() else root
     name = NAME_OTHERS if non_radiology else NAME
-    figures = _read_v1(base, "non-radiology" if non_radiology else "radiology", references, rows, allowed)
+    figures = _read_v1(
+        base, "non-radiology" if non_radiology else "radiology", references, rows, allowed
+    )
     return apply_split_rule(_plan(name, figures, deid, rows, warnings, allowed), splits, SPLITS)
 
 
@@ -133,10 +165,15 @@ def _read_v1(
     sentences = _read_references(references, allowed)
     for split, folder in folders.items():
         sources = _read_sources(folder, allowed)
-        cuis, keywords = (_read_terms(folder / name, allowed) for name in ("cuis.txt", "keywords.txt"))
+        cuis, keywords = (
+            _read_terms(folder / name, allowed) for name in ("cuis.txt", "keywords.txt")
+        )
         images = folder / "images"
         present = {path.name for path in images.iterdir()} if images.is_dir() else set[str]()
-        lines = ((figure, " ".join(fields)) for figure, fields in _read_lines(folder / "captions.txt", allowed))
+        lines = (
+            (figure, " ".join(fields))
+            for figure, fields in _read_lines(folder / "captions.txt", allowed)
+        )
         for figure, caption in _first_captions(lines, rows).items():
             source = sources.get(figure)
             file = source.file if source else ""
@@ -162,7 +199,9 @@ def _read_v2(root: Path, rows: RowCounts, allowed: InputFolders) -> Iterator[_Fi
         concepts = root / f"{split}_concepts.csv"
         concept_rows = read_table(concepts, ("ID", "CUIs"), allowed) if concepts.is_file() else ()
         cuis = {row["ID"]: row["CUIs"].split(";") for row in concept_rows}
-        lines = ((row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption"), allowed))
+        lines = (
+            (row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption"), allowed)
+        )
         for figure, caption in _first_captions(lines, rows).items():
             if not _ID_V2.fullmatch(figure):
                 raise malformed(table, "expected an ID like ROCOv2_2023_train_000001", "ID")
@@ -195,7 +234,9 @@ def _read_sources(folder: Path, allowed: InputFolders) -> dict[str, _Source]:
         for row in read_table(folder / "licences.txt", ("ROCO_ID", "PMC_ID", "CC"), allowed):
             match = _FILE.fullmatch(row["PMC_ID"].strip())
             if match:
-                sources[row["ROCO_ID"]] = _Source(article=match[1], file=match[0], licence=row["CC"].strip())
+                sources[row["ROCO_ID"]] = _Source(
+                    article=match[1], file=match[0], licence=row["CC"].strip()
+                )
     if (folder / "dlinks.txt").is_file():
         for figure, fields in _read_lines(folder / "dlinks.txt", allowed):
             article = _ARTICLE.search(fields[0]) if fields else None
@@ -220,7 +261,9 @@ def _read_terms(path: Path, allowed: InputFolders) -> dict[str, list[str]]:
     """Read figure -> terms; empty when the file is missing, as in some copies."""
     if not path.is_file():
         return {}
-    return {figure: [term for term in fields if term] for figure, fields in _read_lines(path, allowed)}
+    return {
+        figure: [term for term in fields if term] for figure, fields in _read_lines(path, allowed)
+    }
 
 
 def _read_lines(path: Path, allowed: InputFolders) -> Iterator[tuple[str, list[str]]]:
@@ -240,7 +283,10 @@ def _read_references(folder: Path | None, allowed: InputFolders) -> dict[str, li
         return {}
     paths = [folder / name for name in _REFERENCES if (folder / name).is_file()]
     if not paths:
-        message = f"{folder} contains none of {', '.join(_REFERENCES)}: expected MedICaT's roco_references"
+        message = (
+            f"{folder} contains none of {', '.join(_REFERENCES)}: expected MedICaT's "
+            f"roco_references"
+        )
         raise CorpusError(message, "not_found", field="references")
     sentences: dict[str, list[str]] = {}
     for path in paths:

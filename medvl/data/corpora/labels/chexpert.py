@@ -19,8 +19,13 @@ COUNTS: Mapping[str, int] = {"train": 223_414, "valid": 234}
 """Rows of the full release's tables, which `medvl verify --full` compares with."""
 
 _COLUMNS = ("Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", *FINDINGS)
-_TEST_COLUMNS = ("Path", *FINDINGS)  # the later release of the test labels has the path and the labels only
-_PATH = re.compile(r"(?:.*/)?(train|valid|test)/(patient\d+)/(study\d+)/(view\d+_(?:frontal|lateral)\.jpg)")
+_TEST_COLUMNS = (
+    "Path",
+    *FINDINGS,
+)  # the later release of the test labels has the path and the labels only
+_PATH = re.compile(
+    r"(?:.*/)?(train|valid|test)/(patient\d+)/(study\d+)/(view\d+_(?:frontal|lateral)\.jpg)"
+)
 _SEX = {"Male": "M", "Female": "F"}
 
 
@@ -32,25 +37,31 @@ def plan(
     split: str | None = None,
     follow_links: bool = False,
 ) -> Plan:
-    """Plan the samples of CheXpert from its tables; no image is opened. CheXpert has labels and no text.
+    """Plan the samples of CheXpert from its tables; no image is opened. CheXpert has labels and no
+    text.
 
     Args:
         root: folder with `train.csv`, `valid.csv` and the folders `train/`, `valid/`.
         deid: hashes patient, study and image ids.
         frontal_only: leave out lateral views.
         split: "train", "valid" or "test"; default all whose table exists.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table or column is missing, or a value does not match the data card; ConfigError when the
-    split is unknown.
+    Raises CorpusError when a table or column is missing, or a value does not match the data card;
+    ConfigError when the split is unknown.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     if split is not None:
         check_choice(split, SPLITS, "split")
-    splits = (split,) if split else tuple(name for name in SPLITS if (root / f"{name}.csv").is_file())
+    splits = (
+        (split,) if split else tuple(name for name in SPLITS if (root / f"{name}.csv").is_file())
+    )
     if not splits:
-        raise CorpusError(f"{root} lacks train.csv, valid.csv or test.csv: is it the release's root?", "not_found")
+        raise CorpusError(
+            f"{root} lacks train.csv, valid.csv or test.csv: is it the release's root?", "not_found"
+        )
     rows, records = RowCounts(), Records()
     for name in splits:
         table = root / f"{name}.csv"
@@ -66,18 +77,26 @@ def plan(
 
 
 def image_key(path: str, deid: Deidentifier) -> str:
-    """Return the sample key of the image at a `Path` of the release. Raises CorpusError when it is malformed."""
+    """Return the sample key of the image at a `Path` of the release. Raises CorpusError when it
+    is malformed.
+    """
     return deid.image("/".join(_parse_path(path)))
 
 
 def _parse_path(path: str) -> tuple[str, ...]:
     match = _PATH.fullmatch(path)
     if match is None:
-        raise CorpusError("expected a Path like train/patient00001/study1/view1_frontal.jpg", "malformed", field="Path")
+        raise CorpusError(
+            "expected a Path like train/patient00001/study1/view1_frontal.jpg",
+            "malformed",
+            field="Path",
+        )
     return match.groups()
 
 
-def _sample(root: Path, table: Path, split: str, row: Mapping[str, str], deid: Deidentifier) -> Sample:
+def _sample(
+    root: Path, table: Path, split: str, row: Mapping[str, str], deid: Deidentifier
+) -> Sample:
     try:
         folder, patient, study, file = _parse_path(row["Path"])
     except CorpusError as error:

@@ -1,4 +1,6 @@
-"""COVIDx CXR, versions 2 to 4 of the COVID-Net initiative. Layout, counts and access: `data_cards/covidx.md`."""
+"""COVIDx CXR, versions 2 to 4 of the COVID-Net initiative. Layout, counts and access:
+`data_cards/covidx.md`.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -43,23 +45,32 @@ def plan(
     Args:
         root: folder with the lists and the images in `train/`, `val/` and `test/`.
         deid: hashes patients and images.
-        version: version of the lists: `COVIDx_CXR-3A` reads `train_COVIDx_CXR-3A.txt` and `test_COVIDx_CXR-3A.txt`;
-            None reads `train.txt`, `val.txt` and `test.txt`.
-        validate_share: share of the training list's patients that are used for validation, by hash, where there is
-            no validation list.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        version: version of the lists: `COVIDx_CXR-3A` reads `train_COVIDx_CXR-3A.txt` and
+            `test_COVIDx_CXR-3A.txt`; None reads `train.txt`, `val.txt` and `test.txt`.
+        validate_share: share of the training list's patients that are used for validation, by hash,
+            where there is no validation list.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a list is missing, or a line does not match the data card; ConfigError when the share is not
-    between 0 and 1.
+    Raises CorpusError when a list is missing, or a line does not match the data card; ConfigError
+    when the share is not between 0 and 1.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     shares = split_training(validate_share)
-    lists = {split: root / (f"{split}_{version}.txt" if version else f"{split}.txt") for split in _SPLITS}
+    lists = {
+        split: root / (f"{split}_{version}.txt" if version else f"{split}.txt") for split in _SPLITS
+    }
     if not (lists["train"].is_file() and lists["test"].is_file()):
         known = sorted(path.stem.removeprefix("train_") for path in root.glob("train_*.txt"))
-        hint = f"--version takes one of {', '.join(known)}" if known else "is it the root of the release?"
-        raise CorpusError(f"{root} lacks {lists['train'].name} or {lists['test'].name}: {hint}", "not_found")
+        hint = (
+            f"--version takes one of {', '.join(known)}"
+            if known
+            else "is it the root of the release?"
+        )
+        raise CorpusError(
+            f"{root} lacks {lists['train'].name} or {lists['test'].name}: {hint}", "not_found"
+        )
     rows, records = RowCounts(), Records()
     names: dict[str, None] = {}
     present = {split: path for split, path in lists.items() if path.is_file()}
@@ -68,7 +79,9 @@ def plan(
             sample = Sample(
                 key=deid.image(f"{split}/{image}"),
                 corpus=NAME,
-                split=hash_split(patient, shares) if split == "train" and "val" not in present else _SPLITS[split],
+                split=hash_split(patient, shares)
+                if split == "train" and "val" not in present
+                else _SPLITS[split],
                 patient=patient,
                 study=deid.study(patient, image),
                 image=root / split / image,
@@ -80,11 +93,14 @@ def plan(
     return Plan(NAME, records, tuple(names), rows, folders=allowed)
 
 
-def _read_list(path: Path, deid: Deidentifier, allowed: InputFolders) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Yield (file, hashed patient, labels) of each line: patient, file, class and source, separated by blanks.
+def _read_list(
+    path: Path, deid: Deidentifier, allowed: InputFolders
+) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Yield (file, hashed patient, labels) of each line: patient, file, class and source, separated
+    by blanks.
 
-    File names may contain blanks. Each source numbers its patients from 1, so the source is part of the hashed id;
-    RSNA ids are unique and are hashed alone, as the RSNA converter does.
+    File names may contain blanks. Each source numbers its patients from 1, so the source is part of
+    the hashed id; RSNA ids are unique and are hashed alone, as the RSNA converter does.
     """
     for number, line in enumerate(read_lines(path, allowed), start=1):
         if not line.strip():
@@ -92,6 +108,8 @@ def _read_list(path: Path, deid: Deidentifier, allowed: InputFolders) -> Iterato
         words = line.split()
         image, label, source = " ".join(words[1:-2]), *words[-2:]
         if len(words) < 4 or label not in _CLASSES or not _FILE.fullmatch(image):
-            raise malformed(f"{path}, line {number}", "expected a patient, an image file, a class and a source")
+            raise malformed(
+                f"{path}, line {number}", "expected a patient, an image file, a class and a source"
+            )
         name = words[0] if _UUID.fullmatch(words[0]) else f"{source} {words[0]}"
         yield image, deid.patient(name), dict(_CLASSES[label])

@@ -1,4 +1,6 @@
-"""MS-CXR-T: change of five findings between two images of MIMIC-CXR. Layout and access: `data_cards/ms-cxr-t.md`."""
+"""MS-CXR-T: change of five findings between two images of MIMIC-CXR. Layout and access:
+`data_cards/ms-cxr-t.md`.
+"""
 
 import dataclasses
 import re
@@ -8,7 +10,14 @@ from pathlib import Path
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
-from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    find_file,
+    find_suffix,
+    malformed,
+    read_table,
+)
 from medvl.data.privacy import Deidentifier
 from medvl.schema import CHANGES, Sample
 
@@ -27,19 +36,22 @@ def column(label: str) -> str:
     return f"{label.lower().replace(' ', '_')}_progression"
 
 
-def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_links: bool = False) -> Plan:
+def plan(
+    root: Path, deid: Deidentifier, *, images: Path | None = None, follow_links: bool = False
+) -> Plan:
     """Plan the samples of MS-CXR-T from its table; no image is opened.
 
-    A row gives two samples: the current image, with `extra["change"]` (finding -> improving, stable or worsening) and
-    `extra["prior"]` (key of the earlier image), and the earlier image, unless another row has it already. An image
-    that is compared with several earlier ones gives one sample for each. All are test samples. Ids are hashed
-    as in MIMIC-CXR.
+    A row gives two samples: the current image, with `extra["change"]` (finding -> improving, stable
+    or worsening) and `extra["prior"]` (key of the earlier image), and the earlier image, unless
+    another row has it already. An image that is compared with several earlier ones gives one sample
+    for each. All are test samples. Ids are hashed as in MIMIC-CXR.
 
     Args:
         root: folder of the release, with the table.
         deid: hashes patient, study and image ids.
         images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
     Raises CorpusError when the table is missing or a value does not match the data card.
     """
@@ -60,8 +72,12 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_l
         current, prior = (_sample(name, table, images, suffix or ".jpg", deid) for name in pair)
         if current.patient != prior.patient:
             raise malformed(table, "expected two images of one patient", "previous_dicom_id")
-        key = f"{current.key}-{prior.key}" if samples.get(current.key, current).extra else current.key
-        samples[key] = dataclasses.replace(current, key=key, extra={"change": change, "prior": prior.key})
+        key = (
+            f"{current.key}-{prior.key}" if samples.get(current.key, current).extra else current.key
+        )
+        samples[key] = dataclasses.replace(
+            current, key=key, extra={"change": change, "prior": prior.key}
+        )
         samples.setdefault(prior.key, prior)
         rows.kept += 1
     return Plan(NAME, Records(map(Record, samples.values())), LABELS, rows, folders=allowed)
@@ -69,10 +85,14 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_l
 
 def _read_change(row: Mapping[str, str], table: Path) -> dict[str, str]:
     """Return the change of each labelled finding. Raises CorpusError for another value."""
-    change = {label: row[column(label)].strip().lower() for label in LABELS if row[column(label)].strip()}
+    change = {
+        label: row[column(label)].strip().lower() for label in LABELS if row[column(label)].strip()
+    }
     for label, value in change.items():
         if value not in CHANGES:
-            raise malformed(table, f"expected one of {', '.join(CHANGES)}, or nothing", column(label))
+            raise malformed(
+                table, f"expected one of {', '.join(CHANGES)}, or nothing", column(label)
+            )
     return change
 
 

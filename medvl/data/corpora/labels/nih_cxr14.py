@@ -21,32 +21,44 @@ NAME = "nih-cxr14"
 COUNTS: Mapping[str, int] = {"images": 112_120, "test": 25_596}
 """Counts of the full release, which `medvl verify --full` compares with."""
 LABELS = (
-    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Emphysema", "Fibrosis", "Hernia", "Infiltration", "Mass",
-    "No Finding", "Nodule", "Pleural Effusion", "Pleural Thickening", "Pneumonia", "Pneumothorax",
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Emphysema", "Fibrosis", "Hernia",
+    "Infiltration", "Mass", "No Finding", "Nodule", "Pleural Effusion", "Pleural Thickening",
+    "Pneumonia", "Pneumothorax",
 )  # fmt: skip
 
-_RENAMED = {"Effusion": "Pleural Effusion", "Pleural_Thickening": "Pleural Thickening", "Infiltrate": "Infiltration"}
+_RENAMED = {
+    "Effusion": "Pleural Effusion",
+    "Pleural_Thickening": "Pleural Thickening",
+    "Infiltrate": "Infiltration",
+}
 """Release name -> label name here: the CheXpert name where the finding is the same."""
 _TABLES = ("Data_Entry_2017_v2020.csv", "Data_Entry_2017.csv")
 _COLUMNS = ("Image Index", "Finding Labels", "Patient ID", "Patient Age", "View Position")
 _SEX_COLUMNS = ("Patient Gender", "Patient Sex")
 _SIZE = (1024, 1024)
-"""Size of every PNG of the release, which the boxes refer to; the original radiographs were larger."""
+"""Size of every PNG of the release, which the boxes refer to; the original radiographs were
+larger.
+"""
 _IMAGE = re.compile(r"(\d{8})_\d{3}\.png")
 _OLDEST = 120  # the first release has ages up to 411
 
 
-def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125, follow_links: bool = False) -> Plan:
+def plan(
+    root: Path, deid: Deidentifier, *, validate_share: float = 0.125, follow_links: bool = False
+) -> Plan:
     """Plan the samples of ChestX-ray14 from its tables; no image is opened.
 
     Args:
-        root: folder with the table, the two lists, and `images/` or `images_001/images/` to `images_012/`.
+        root: folder with the table, the two lists, and `images/` or `images_001/images/` to
+            `images_012/`.
         deid: hashes patients and images.
-        validate_share: share of the patients of the official `train_val_list.txt` used for validation, by hash.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        validate_share: share of the patients of the official `train_val_list.txt` used for
+            validation, by hash.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table or list is missing, or a value does not match the data card; ConfigError when the
-    share is not between 0 and 1.
+    Raises CorpusError when a table or list is missing, or a value does not match the data card;
+    ConfigError when the share is not between 0 and 1.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
@@ -60,11 +72,15 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125, follo
         name = row["Image Index"]
         match = _IMAGE.fullmatch(name)
         if match is None or match[1].lstrip("0") != row["Patient ID"].lstrip("0"):
-            raise malformed(table, "expected a name like 00000013_005.png with the Patient ID", "Image Index")
+            raise malformed(
+                table, "expected a name like 00000013_005.png with the Patient ID", "Image Index"
+            )
         if name not in official:
             rows.exclude("in_no_official_list")
             continue
-        patient = deid.patient(match[1])  # zeros kept as in RSNA's mapping, so that shared patients have the same hash
+        patient = deid.patient(
+            match[1]
+        )  # zeros kept as in RSNA's mapping, so that shared patients have the same hash
         regions = {"boxes": boxes.pop(name)} if name in boxes else {}
         sample = Sample(
             key=deid.image(name),
@@ -89,7 +105,11 @@ def _labels(text: str, table: Path) -> dict[str, int]:
     findings = {_RENAMED.get(word, word) for word in text.split("|")}
     unknown = findings - set(LABELS)
     if unknown:
-        raise malformed(table, f"unknown finding {min(unknown)!r}; known are {', '.join(LABELS)}", "Finding Labels")
+        raise malformed(
+            table,
+            f"unknown finding {min(unknown)!r}; known are {', '.join(LABELS)}",
+            "Finding Labels",
+        )
     return {label: int(label in findings) for label in LABELS}
 
 
@@ -117,7 +137,9 @@ def _read_lists(root: Path, allowed: InputFolders) -> dict[str, str]:
 
 
 def _read_boxes(path: Path, allowed: InputFolders) -> dict[str, list[Box]]:
-    """Read image name -> boxes. The header has one name over four columns, so columns are read by position."""
+    """Read image name -> boxes. The header has one name over four columns, so columns are read
+    by position.
+    """
     boxes: dict[str, list[Box]] = {}
     if not path.is_file():
         return boxes
@@ -136,6 +158,10 @@ def _read_boxes(path: Path, allowed: InputFolders) -> dict[str, list[Box]]:
 
 
 def _image_folders(root: Path) -> dict[str, Path]:
-    """Return file name -> folder; the official archives unpack into twelve folders, some mirrors into one."""
+    """Return file name -> folder; the official archives unpack into twelve folders, some mirrors
+    into one.
+    """
     folders = [root / "images", *sorted(root.glob("images_*/images"))]
-    return {entry.name: folder for folder in folders if folder.is_dir() for entry in os.scandir(folder)}
+    return {
+        entry.name: folder for folder in folders if folder.is_dir() for entry in os.scandir(folder)
+    }

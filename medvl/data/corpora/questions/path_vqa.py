@@ -1,4 +1,6 @@
-"""PathVQA, as its authors published it or as JSON. Layout, repairs and counts: `data_cards/path-vqa.md`."""
+"""PathVQA, as its authors published it or as JSON. Layout, repairs and counts:
+`data_cards/path-vqa.md`.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,19 +22,23 @@ COUNTS: Mapping[str, int] = {"images": 4_289}
 
 _PARTS = {"train": "train", "validate": "val", "test": "test"}
 _FILES = ("qas/{0}/{0}_qa.pkl", "qas/{0}_vqa.pkl", "qas/{0}/{0}_qa.json", "qas/{0}_vqa.json")
-"""Files with question, answer and image in each row, or in LXMERT's form: sent, label {answer: score} and img_id."""
+"""Files with question, answer and image in each row, or in LXMERT's form: sent, label {answer:
+score} and img_id.
+"""
 
 
 def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
-    """Plan the samples of PathVQA with their questions; no image is opened. The release splits by image.
+    """Plan the samples of PathVQA with their questions; no image is opened. The release splits by
+    image.
 
-    Rows that repeat image, question and answer of an earlier row are left out and counted: the remaining rows have
-    the counts of the cleaned release.
+    Rows that repeat image, question and answer of an earlier row are left out and counted: the
+    remaining rows have the counts of the cleaned release.
 
     Args:
         root: folder with `images/` and `qas/`.
         deid: hashes the image names.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
     Raises CorpusError when a file or field is missing, or a pickle contains more than plain data.
     """
@@ -51,19 +57,28 @@ def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
             warnings.update(no_answer=int(not answer))
             images[image] = root / "images" / part / f"{vqa.check_image_name(path, image)}.jpg"
             question = Question(
-                id=f"{split}-{number}",  # only one of the two forms has question_id; both have the same order
+                # only one of the two forms has question_id; both have the same order
+                id=f"{split}-{number}",
                 question=text,
                 answer=answer,
                 answer_type=vqa.infer_answer_type(answer),
-                kind=text.split()[0].lower() if text else "",  # the authors' types: what, where, is, how, ...
+                kind=text.split()[0].lower()
+                if text
+                else "",  # the authors' types: what, where, is, how, ...
                 split=split,
             )
             questions[image, text, answer] = image, question
-    return vqa.plan_questions(NAME, deid, images, list(questions.values()), rows, +warnings, folders=allowed)
+    return vqa.plan_questions(
+        NAME, deid, images, list(questions.values()), rows, +warnings, folders=allowed
+    )
 
 
 def _read_rows(path: Path, allowed: InputFolders) -> list[dict[str, Any]]:
-    required = ("sent", "label", "img_id") if path.stem.endswith("_vqa") else ("image", "question", "answer")
+    required = (
+        ("sent", "label", "img_id")
+        if path.stem.endswith("_vqa")
+        else ("image", "question", "answer")
+    )
     if path.suffix == ".json":
         return vqa.read_rows(path, required, allowed)
     return vqa.check_rows(path, read_plain_pickle(path, allowed), required)
@@ -72,9 +87,19 @@ def _read_rows(path: Path, allowed: InputFolders) -> list[dict[str, Any]]:
 def _parse_row(path: Path, row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return image, question and answer of a row in either form."""
     if "sent" not in row:
-        return vqa.clean_text(row["image"]), vqa.clean_text(row["question"]), vqa.clean_text(row["answer"])
+        return (
+            vqa.clean_text(row["image"]),
+            vqa.clean_text(row["question"]),
+            vqa.clean_text(row["answer"]),
+        )
     label = row["label"]
-    if not isinstance(label, dict) or not all(isinstance(score, int | float) for score in label.values()):
-        raise CorpusError(f"{path}: expected a mapping of answers to scores for label", "wrong_type", field="label")
+    if not isinstance(label, dict) or not all(
+        isinstance(score, int | float) for score in label.values()
+    ):
+        raise CorpusError(
+            f"{path}: expected a mapping of answers to scores for label",
+            "wrong_type",
+            field="label",
+        )
     answer = max(label, key=label.__getitem__) if label else ""
     return vqa.clean_text(row["img_id"]), vqa.clean_text(row["sent"]), vqa.clean_text(answer)

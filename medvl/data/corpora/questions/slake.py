@@ -17,21 +17,40 @@ COUNTS: Mapping[str, int] = {"images": 642}
 """Images of the full release, which `medvl verify --full` compares with."""
 LANGUAGES = ("en", "zh")
 
-_FILES = {"train": ("train.json",), "validate": ("validate.json", "validation.json"), "test": ("test.json",)}
-_FIELDS = ("qid", "img_name", "question", "answer", "q_lang", "location", "modality", "answer_type", "content_type")
+_FILES = {
+    "train": ("train.json",),
+    "validate": ("validate.json", "validation.json"),
+    "test": ("test.json",),
+}
+_FIELDS = (
+    "qid",
+    "img_name",
+    "question",
+    "answer",
+    "q_lang",
+    "location",
+    "modality",
+    "answer_type",
+    "content_type",
+)
 
 
-def plan(root: Path, deid: Deidentifier, *, language: str = "en", follow_links: bool = False) -> Plan:
-    """Plan the samples of SLAKE with their questions in one language; no image is opened. It splits by image.
+def plan(
+    root: Path, deid: Deidentifier, *, language: str = "en", follow_links: bool = False
+) -> Plan:
+    """Plan the samples of SLAKE with their questions in one language; no image is opened. It splits
+    by image.
 
     Args:
-        root: folder with `train.json`, `validate.json` (or `validation.json`), `test.json` and `imgs/`.
+        root: folder with `train.json`, `validate.json` (or `validation.json`), `test.json` and
+            `imgs/`.
         deid: hashes the image names.
         language: "en" or "zh"; questions in the other one are left out and counted.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a file or field is missing, or a value does not match the data card; ConfigError when the
-    language is unknown.
+    Raises CorpusError when a file or field is missing, or a value does not match the data card;
+    ConfigError when the language is unknown.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)

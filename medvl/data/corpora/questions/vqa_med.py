@@ -7,7 +7,12 @@ from pathlib import Path
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Question
-from medvl.data.corpora.common.questions import check_image_name, clean_text, infer_answer_type, plan_questions
+from medvl.data.corpora.common.questions import (
+    check_image_name,
+    clean_text,
+    infer_answer_type,
+    plan_questions,
+)
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, malformed, read_lines
 from medvl.data.privacy import Deidentifier
@@ -23,18 +28,26 @@ _REFERENCE = "VQAMed2019_Test_Questions_w_Ref_Answers.txt"
 _FOLDERS = {"train": "train_images", "validate": "val_images", "test": "vqamed2019_test_images"}
 
 
-def plan(root: Path, deid: Deidentifier, *, categories: Sequence[str] = CATEGORIES, follow_links: bool = False) -> Plan:
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    categories: Sequence[str] = CATEGORIES,
+    follow_links: bool = False,
+) -> Plan:
     """Plan the samples of VQA-Med with their questions; no image is opened.
 
     Args:
-        root: folder with the unpacked archives at any depth; splits whose files are missing are skipped.
+        root: folder with the unpacked archives at any depth; splits whose files are missing are
+            skipped.
         deid: hashes the image names.
-        categories: keep only the questions of these, with unchanged ids; the others are counted. M3AE leaves
-            abnormality out, in training and in the test.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        categories: keep only the questions of these, with unchanged ids; the others are counted.
+            M3AE leaves abnormality out, in training and in the test.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when there is no split, a folder of images is missing, or a line has the wrong number of fields;
-    ConfigError when a category is unknown.
+    Raises CorpusError when there is no split, a folder of images is missing, or a line has the
+    wrong number of fields; ConfigError when a category is unknown.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
@@ -44,7 +57,11 @@ def plan(root: Path, deid: Deidentifier, *, categories: Sequence[str] = CATEGORI
     questions: list[tuple[str, Question]] = []
     images: dict[str, Path] = {}
     for split in _FOLDERS:
-        rows = list(_test_rows(root, allowed) if split == "test" else _category_rows(root, _PARTS[split], allowed))
+        rows = list(
+            _test_rows(root, allowed)
+            if split == "test"
+            else _category_rows(root, _PARTS[split], allowed)
+        )
         if not rows:
             continue
         folder = _image_folder(root, split)
@@ -62,15 +79,23 @@ def plan(root: Path, deid: Deidentifier, *, categories: Sequence[str] = CATEGORI
                 kind=category,
                 split=split,
             )
-            warnings.update({"several_answers": 1} if "#" in answer else {}, no_answer=int(not answer))
+            warnings.update(
+                {"several_answers": 1} if "#" in answer else {}, no_answer=int(not answer)
+            )
             questions.append((name, question))
     if not questions:
-        raise CorpusError(f"{root} lacks C1_Modality_train.txt or {_REFERENCE}: see the data card", "not_found")
+        raise CorpusError(
+            f"{root} lacks C1_Modality_train.txt or {_REFERENCE}: see the data card", "not_found"
+        )
     return plan_questions(NAME, deid, images, questions, counts, +warnings, folders=allowed)
 
 
-def _category_rows(root: Path, part: str, allowed: InputFolders) -> Iterator[tuple[Path, str, str, str, str]]:
-    """Yield (file, image, category, question, answer) of a part's files, one per category: `img|question|answer`."""
+def _category_rows(
+    root: Path, part: str, allowed: InputFolders
+) -> Iterator[tuple[Path, str, str, str, str]]:
+    """Yield (file, image, category, question, answer) of a part's files, one per category:
+    `img|question|answer`.
+    """
     for number, category in enumerate(CATEGORIES, 1):
         for path in sorted(root.rglob(f"C{number}_*_{part}.txt")):
             for image, question, answer in _read_lines(path, 3, allowed):
@@ -97,7 +122,11 @@ def _read_lines(path: Path, fields: int, allowed: InputFolders) -> Iterator[list
 
 def _image_folder(root: Path, split: str) -> Path:
     """Return the folder of a split's images; its capitalisation differs between archives."""
-    folders = [path for path in sorted(root.rglob("*_[iI]mages")) if path.name.lower() == _FOLDERS[split]]
+    folders = [
+        path for path in sorted(root.rglob("*_[iI]mages")) if path.name.lower() == _FOLDERS[split]
+    ]
     if not folders:
-        raise CorpusError(f"{root} lacks {_FOLDERS[split]}: unpack the images next to the questions", "not_found")
+        raise CorpusError(
+            f"{root} lacks {_FOLDERS[split]}: unpack the images next to the questions", "not_found"
+        )
     return folders[0]

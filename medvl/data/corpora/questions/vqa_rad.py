@@ -1,4 +1,6 @@
-"""VQA-RAD: the original release and the split files of MEVF. Layout, repairs and counts: `data_cards/vqa-rad.md`."""
+"""VQA-RAD: the original release and the split files of MEVF. Layout, repairs and counts:
+`data_cards/vqa-rad.md`.
+"""
 
 import dataclasses
 import re
@@ -19,33 +21,50 @@ from medvl.errors import CorpusError
 
 NAME = "vqa-rad"
 COUNTS: Mapping[str, int] = {"images": 314}
-"""Images with questions, in either form of the release, which `medvl verify --full` compares with."""
+"""Images with questions, in either form of the release, which `medvl verify --full` compares
+with.
+"""
 Split = Literal["official", "image-disjoint"]
 SPLITS: tuple[Split, ...] = ("official", "image-disjoint")
 IMAGE_DISJOINT: Mapping[str, float] = {"train": 0.7, "validate": 0.1, "test": 0.2}
-"""Fractions of the image-disjoint split. It is a hash of the image name alone, so it is the same on every machine."""
+"""Fractions of the image-disjoint split. It is a hash of the image name alone, so it is the same
+on every machine.
+"""
 
 _PUBLIC, _TRAIN, _TEST = "VQA_RAD Dataset Public.json", "trainset.json", "testset.json"
 _FOLDERS = ("VQA_RAD Image Folder", "images")
-_FIELDS = ("qid", "image_name", "question", "answer", "answer_type", "question_type", "image_organ", "phrase_type")
+_FIELDS = (
+    "qid",
+    "image_name",
+    "question",
+    "answer",
+    "answer_type",
+    "question_type",
+    "image_organ",
+    "phrase_type",
+)
 _KINDS = {"PRSE": "PRES", "ATRIB": "ATTRIB"}
 _SUFFIX = re.compile(r"\s*-\s*(?:yes\s*/\s*no|open)\s*$", re.IGNORECASE)
 _BROKEN = "\ufffd"  # an apostrophe lost through a wrong encoding
 
 
-def plan(root: Path, deid: Deidentifier, *, split: Split = "official", follow_links: bool = False) -> Plan:
+def plan(
+    root: Path, deid: Deidentifier, *, split: Split = "official", follow_links: bool = False
+) -> Plan:
     """Plan the samples of VQA-RAD with their questions; no image is opened.
 
     Args:
-        root: folder with the JSON of the original release, or MEVF's `trainset.json` and `testset.json`, and the
-            folder of images.
+        root: folder with the JSON of the original release, or MEVF's `trainset.json` and
+            `testset.json`, and the folder of images.
         deid: hashes the image names.
-        split: "official" is the release's split of the *questions*: each test image is also in train, so samples have
-            the split `mixed` and each question has its own. "image-disjoint" is a hash of the image name.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        split: "official" is the release's split of the *questions*: each test image is also in
+            train, so samples have the split `mixed` and each question has its own. "image-disjoint"
+            is a hash of the image name.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a file or field is missing, both forms of the release are present, or a value does not match
-    the data card; ConfigError when the split is unknown.
+    Raises CorpusError when a file or field is missing, both forms of the release are present, or a
+    value does not match the data card; ConfigError when the split is unknown.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
@@ -53,7 +72,9 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official", follow_li
     rows, warnings = RowCounts("questions"), Counter[str]()
     folder = next((root / name for name in _FOLDERS if (root / name).is_dir()), None)
     if folder is None:
-        raise CorpusError(f"{root} lacks {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found")
+        raise CorpusError(
+            f"{root} lacks {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found"
+        )
     questions = []
     for path, part in _question_files(root):
         for row in rows.reading(vqa.read_rows(path, _FIELDS, allowed)):
@@ -72,15 +93,21 @@ def _question_files(root: Path) -> list[tuple[Path, str | None]]:
     public, parts = root / _PUBLIC, [(root / _TRAIN, "train"), (root / _TEST, "test")]
     present = [path for path, _ in parts if path.is_file()]
     if public.is_file() and present:
-        raise CorpusError(f"{root} contains {_PUBLIC} and {present[0].name}: keep one of the forms", "conflict")
+        raise CorpusError(
+            f"{root} contains {_PUBLIC} and {present[0].name}: keep one of the forms", "conflict"
+        )
     if public.is_file():
         return [(public, None)]
     if len(present) < len(parts):
-        raise CorpusError(f"{root} lacks {_PUBLIC}, or {_TRAIN} and {_TEST}: see the data card", "not_found")
+        raise CorpusError(
+            f"{root} lacks {_PUBLIC}, or {_TRAIN} and {_TEST}: see the data card", "not_found"
+        )
     return [*parts]
 
 
-def _question(path: Path, row: Mapping[str, Any], part: str | None, warnings: Counter[str]) -> Question:
+def _question(
+    path: Path, row: Mapping[str, Any], part: str | None, warnings: Counter[str]
+) -> Question:
     answer_type = vqa.parse_answer_type(row["answer_type"], path)
     phrasing = vqa.clean_text(row["phrase_type"])
     text, answer = vqa.clean_text(row["question"]), vqa.clean_text(row["answer"])

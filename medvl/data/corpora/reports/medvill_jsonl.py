@@ -1,4 +1,5 @@
-"""MedViLL's preparations of Open-i and MIMIC-CXR: `Train.jsonl`, `Valid.jsonl`, `Test.jsonl` and their images.
+"""MedViLL's preparations of Open-i and MIMIC-CXR: `Train.jsonl`, `Valid.jsonl`, `Test.jsonl` and
+their images.
 
 Data card: `data_cards/medvill-jsonl.md`.
 """
@@ -38,25 +39,30 @@ def plan(
     patients: Path | None = None,
     follow_links: bool = False,
 ) -> Plan:
-    """Plan the samples of MedViLL's files: one for each line, with the report of its image; no image is opened.
+    """Plan the samples of MedViLL's files: one for each line, with the report of its image; no
+    image is opened.
 
     Args:
         root: folder with at least one of the three files.
         deid: hashes patients, studies and images.
         source: corpus that the files were made from.
         images: folder that the paths of `img` are relative to; default `root`.
-        patients: MIMIC-CXR-JPG's table of splits, which names the patient of an image or study. Without it, every line
-            of MIMIC-CXR is a patient of its own, and patients that two splits share are not noticed.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        patients: MIMIC-CXR-JPG's table of splits, which names the patient of an image or study.
+            Without it, every line of MIMIC-CXR is a patient of its own, and patients that two
+            splits share are not noticed.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when there is no file, or one is damaged or has a line of another form; ConfigError when
-    `patients` is given for Open-i.
+    Raises CorpusError when there is no file, or one is damaged or has a line of another form;
+    ConfigError when `patients` is given for Open-i.
     """
     check_choice(source, get_args(Source), "source")
     if patients is not None and source != "mimic":
         raise ConfigError("patients applies to source=mimic", "conflict", field="patients")
     root, home = Path(root), Path(os.path.realpath(root if images is None else images))
-    allowed = InputFolders.of(root, home, *([patients.parent] if patients else []), follow_links=follow_links)
+    allowed = InputFolders.of(
+        root, home, *([patients.parent] if patients else []), follow_links=follow_links
+    )
     known = {} if patients is None else _patients(patients, allowed)
     rows, warnings, records = RowCounts(), Counter[str](), Records()
     for name, split in _SPLITS.items():
@@ -68,7 +74,9 @@ def plan(
             records.append(Record(_sample(row, where, split, source, home, known, deid, warnings)))
             rows.kept += 1
     if not records:
-        raise CorpusError(f"{root} has no line in {', '.join(_SPLITS)}: see the data card", "not_found")
+        raise CorpusError(
+            f"{root} has no line in {', '.join(_SPLITS)}: see the data card", "not_found"
+        )
     return Plan(NAME, records, (), rows, +warnings, allowed)
 
 
@@ -89,7 +97,9 @@ def _sample(
         raise malformed(where, "img leads out of the folder of images", "img")
     if source == "openi":  # ids are the numbers of Open-i's reports
         patient = study = row["id"] if row["id"].startswith("CXR") else f"CXR{row['id']}"
-    elif (name := row["id"].removeprefix("s")) in known:  # a study's id is that of its folder, such as s50414267
+    elif (
+        name := row["id"].removeprefix("s")
+    ) in known:  # a study's id is that of its folder, such as s50414267
         patient, study = known[name]
     else:
         patient = study = row["id"]

@@ -1,4 +1,6 @@
-"""MIMIC-CXR 2.0.0 (DICOM) and MIMIC-CXR-JPG 2.0.0. Layout, counts and access: `data_cards/mimic-cxr.md`."""
+"""MIMIC-CXR 2.0.0 (DICOM) and MIMIC-CXR-JPG 2.0.0. Layout, counts and access:
+`data_cards/mimic-cxr.md`.
+"""
 
 import re
 from collections import Counter, defaultdict
@@ -37,19 +39,22 @@ def plan(
 ) -> Plan:
     """Plan the samples of MIMIC-CXR from its tables; no image or report is opened.
 
-    StudyDate and StudyTime give each sample's `order`, its study's place among the patient's studies, and are not kept.
+    StudyDate and StudyTime give each sample's `order`, its study's place among the patient's
+    studies, and are not kept.
 
     Args:
         root: folder with `files/` and the tables of the DICOM or of the JPG release.
         deid: hashes patient, study and image ids.
-        reports: folder with the `files/` tree of the reports; default `root`. The JPG release has no reports.
+        reports: folder with the `files/` tree of the reports; default `root`. The JPG release has
+            no reports.
         labeler: table of the labels, "chexpert" or "negbio".
         views: keep only these values of ViewPosition ("PA", "AP", "LATERAL", ...); empty keeps all.
         split: split to read; default all three.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when a table or column is missing, or a value does not match the data card; ConfigError when the
-    split or the labeler is unknown.
+    Raises CorpusError when a table or column is missing, or a value does not match the data card;
+    ConfigError when the split or the labeler is unknown.
     """
     root, reports = Path(root), Path(reports or root)
     allowed = InputFolders.of(root, reports, follow_links=follow_links)
@@ -57,7 +62,12 @@ def plan(
     if split is not None:
         check_choice(split, SPLITS, "split")
     labels, splits = _read_labels(root, labeler, allowed), _read_splits(root, allowed)
-    table, rows, warnings, records = _table(root, "metadata"), RowCounts(), Counter[str](), Records()
+    table, rows, warnings, records = (
+        _table(root, "metadata"),
+        RowCounts(),
+        Counter[str](),
+        Records(),
+    )
     orders = _read_orders(table, allowed)
     suffix: str | None = None
     for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
@@ -91,21 +101,30 @@ def plan(
 
 def _check_folders(root: Path, reports: Path) -> None:
     if not root.is_dir():
-        raise CorpusError(f"{root} is not a folder: set --root to the release", "not_found", field="root")
+        raise CorpusError(
+            f"{root} is not a folder: set --root to the release", "not_found", field="root"
+        )
     if not (reports / "files").is_dir():
-        message = f"{reports} has no files/: set --reports to the folder with the files/ tree of the reports"
+        message = (
+            f"{reports} has no files/: set --reports to the folder with the files/ tree "
+            f"of the reports"
+        )
         raise CorpusError(message, "not_found", field="reports")
 
 
 def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
-    """Return a study's folder in the release. Raises CorpusError when an id is not safe as part of a path."""
+    """Return a study's folder in the release. Raises CorpusError when an id is not safe as part
+    of a path.
+    """
     if not all(map(_ID.fullmatch, (dicom_id, subject, study))):
         raise malformed(table, "expected dicom_id, subject_id and study_id like 10000032")
     return Path("files", f"p{subject[:2]}", f"p{subject}", f"s{study}")
 
 
 def _table(root: Path, kind: str) -> Path:
-    names = [f"mimic-cxr-{release}-{kind}.csv{suffix}" for release in _RELEASES for suffix in (".gz", "")]
+    names = [
+        f"mimic-cxr-{release}-{kind}.csv{suffix}" for release in _RELEASES for suffix in (".gz", "")
+    ]
     return tables.find_file(root, *names)
 
 
@@ -115,13 +134,16 @@ def _read_splits(root: Path, allowed: InputFolders) -> dict[str, str]:
     splits = {}
     for row in tables.read_table(path, ("dicom_id", "split"), allowed):
         if row["split"] not in known:
-            raise malformed(path, f"expected one of {', '.join(SPLITS)} for split, got another value", "split")
+            raise malformed(
+                path, f"expected one of {', '.join(SPLITS)} for split, got another value", "split"
+            )
         splits[row["dicom_id"]] = known[row["split"]]
     return splits
 
 
 def _read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
-    """Return the place of each study among its patient's studies; dates and times are used here only.
+    """Return the place of each study among its patient's studies; dates and times are used here
+    only.
 
     Studies without a date are left out, and studies of the same time are ordered by their number.
     """
@@ -129,11 +151,15 @@ def _read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
     for row in tables.read_table(table, _COLUMNS, allowed):
         date, time = row.get("StudyDate", ""), row.get("StudyTime", "") or "0"
         if date.isdecimal() and time.replace(".", "", 1).isdecimal():
-            times[row["subject_id"]].setdefault(row["study_id"], (int(date), float(time), row["study_id"]))
+            times[row["subject_id"]].setdefault(
+                row["study_id"], (int(date), float(time), row["study_id"])
+            )
     return tables.order_studies(times)
 
 
-def _labels_of(study: str, labels: Mapping[str, Mapping[str, int]], warnings: Counter[str]) -> Mapping[str, int]:
+def _labels_of(
+    study: str, labels: Mapping[str, Mapping[str, int]], warnings: Counter[str]
+) -> Mapping[str, int]:
     warnings["no_labels"] += study not in labels
     return labels.get(study, {})
 

@@ -62,19 +62,27 @@ class OpeniReport:
     images: tuple[OpeniImage, ...]
 
 
-def iter_openi_reports(path: Path | str, *, folders: InputFolders = ANYWHERE) -> Iterator[OpeniReport]:
-    """Yield the reports below a folder, sorted by file name, or in a `.tgz`, in its order, without unpacking to disk.
+def iter_openi_reports(
+    path: Path | str, *, folders: InputFolders = ANYWHERE
+) -> Iterator[OpeniReport]:
+    """Yield the reports below a folder, sorted by file name, or in a `.tgz`, in its order, without
+    unpacking to disk.
 
-    Raises CorpusError when there is no report, a report is damaged, too large or has a document type (whose entities
-    can expand a small file to gigabytes), or the archive contains links, paths outside it, or far too large files.
+    Raises CorpusError when there is no report, a report is damaged, too large or has a document
+    type (whose entities can expand a small file to gigabytes), or the archive contains links, paths
+    outside it, or far too large files.
     """
     path = Path(path)
     count = 0
-    for name, data in _archive_files(path, folders) if path.is_file() else _folder_files(path, folders):
+    for name, data in (
+        _archive_files(path, folders) if path.is_file() else _folder_files(path, folders)
+    ):
         yield _parse(data, f"{path}: {name}")
         count += 1
     if not count:
-        raise CorpusError(f"{path} has no XML reports: expected NLMCXR_reports.tgz, or the folder in it", "empty")
+        raise CorpusError(
+            f"{path} has no XML reports: expected NLMCXR_reports.tgz, or the folder in it", "empty"
+        )
 
 
 def _parse(data: bytes, where: str) -> OpeniReport:
@@ -86,7 +94,9 @@ def _parse(data: bytes, where: str) -> OpeniReport:
     except CorpusError as error:
         raise error.prefixed(f"{where} is not an Open-i report: ") from None
     except (ValueError, LookupError):
-        raise CorpusError(f"{where} is not an Open-i report: unknown encoding", "unsupported") from None
+        raise CorpusError(
+            f"{where} is not an Open-i report: unknown encoding", "unsupported"
+        ) from None
 
 
 def _report(root: ElementTree.Element) -> OpeniReport:
@@ -115,7 +125,11 @@ def _report(root: ElementTree.Element) -> OpeniReport:
 def _image(element: ElementTree.Element) -> OpeniImage:
     image_id = element.get("id", "")
     if not _IMAGE_ID.fullmatch(image_id):
-        raise CorpusError("expected a file name as the id of an image (parentImage)", "malformed", field="parentImage")
+        raise CorpusError(
+            "expected a file name as the id of an image (parentImage)",
+            "malformed",
+            field="parentImage",
+        )
     return OpeniImage(image_id, _text(element.find("caption")) or None)
 
 
@@ -129,8 +143,12 @@ def _text(element: ElementTree.Element | None) -> str:
 
 def _folder_files(folder: Path, folders: InputFolders) -> Iterator[tuple[str, bytes]]:
     if not folder.is_dir():
-        raise CorpusError(f"{folder} does not exist: give NLMCXR_reports.tgz, or the folder in it", "not_found")
-    paths = sorted(folder.rglob("*.xml"), key=lambda path: (len(path.name), path.name))  # 2.xml before 10.xml
+        raise CorpusError(
+            f"{folder} does not exist: give NLMCXR_reports.tgz, or the folder in it", "not_found"
+        )
+    paths = sorted(
+        folder.rglob("*.xml"), key=lambda path: (len(path.name), path.name)
+    )  # 2.xml before 10.xml
     for path in paths:
         yield path.name, _read_bounded(path, folders)
 
@@ -147,14 +165,22 @@ def _archive_files(path: Path, folders: InputFolders) -> Iterator[tuple[str, byt
                 if member.isdir():
                     continue
                 if not member.isfile() or name.is_absolute() or ".." in name.parts:
-                    raise CorpusError(f"{path} contains a link or an outside path: not NLMCXR_reports.tgz", "malformed")
+                    raise CorpusError(
+                        f"{path} contains a link or an outside path: not NLMCXR_reports.tgz",
+                        "malformed",
+                    )
                 if member.size > MAX_XML_BYTES:
-                    raise CorpusError(f"{path} has a file of {member.size} bytes: not NLMCXR_reports.tgz", "too_large")
+                    raise CorpusError(
+                        f"{path} has a file of {member.size} bytes: not NLMCXR_reports.tgz",
+                        "too_large",
+                    )
                 content = archive.extractfile(member)
                 if name.suffix == ".xml" and content is not None:
                     yield name.name, content.read()
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, OSError) as error:
-        message = f"{path} is not a complete .tgz archive ({type(error).__name__}): download it again"
+        message = (
+            f"{path} is not a complete .tgz archive ({type(error).__name__}): download it again"
+        )
         raise CorpusError(message, "malformed") from error
 
 
@@ -166,9 +192,13 @@ class _Bounded(io.BufferedIOBase):
         self._left = MAX_ARCHIVE_BYTES
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return up to `size` unpacked bytes. Raises CorpusError beyond the limit and for an unknown size."""
+        """Return up to `size` unpacked bytes. Raises CorpusError beyond the limit and for an
+        unknown size.
+        """
         if size is None or not 0 <= size <= self._left:
-            raise CorpusError("the archive is far larger than the collection: not NLMCXR_reports.tgz", "too_large")
+            raise CorpusError(
+                "the archive is far larger than the collection: not NLMCXR_reports.tgz", "too_large"
+            )
         self._left -= size
         return self._file.read(size)
 
@@ -186,17 +216,21 @@ COUNTS: Mapping[str, int] = {"images": 7_470}
 """Images of the full collection, which `medvl verify --full` compares with."""
 NO_FINDING = "No Finding"
 LABELS = (
-    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Emphysema", "Fibrosis", "Hernia", "Infiltration", "Mass",
-    NO_FINDING, "Nodule", "Pleural Effusion", "Pleural Thickening", "Pneumonia", "Pneumothorax",
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Emphysema", "Fibrosis", "Hernia",
+    "Infiltration", "Mass", NO_FINDING, "Nodule", "Pleural Effusion", "Pleural Thickening",
+    "Pneumonia", "Pneumothorax",
 )  # fmt: skip
-"""The 14 findings of ChestX-ray14 and No Finding (Li, Wang and Luo, arXiv 2009.01523, who call it Normal)."""
+"""The 14 findings of ChestX-ray14 and No Finding (Li, Wang and Luo, arXiv 2009.01523, who call
+it Normal).
+"""
 
 _LABEL_OF = {
-    "pulmonary atelectasis": "Atelectasis", "cardiomegaly": "Cardiomegaly", "consolidation": "Consolidation",
-    "pulmonary edema": "Edema", "emphysema": "Emphysema", "pulmonary emphysema": "Emphysema",
-    "bullous emphysema": "Emphysema", "fibrosis": "Fibrosis", "pulmonary fibrosis": "Fibrosis",
-    "hernia, hiatal": "Hernia", "hernia, diaphragmatic": "Hernia", "infiltrate": "Infiltration", "mass": "Mass",
-    "nodule": "Nodule", "pleural effusion": "Pleural Effusion", "thickening/pleura": "Pleural Thickening",
+    "pulmonary atelectasis": "Atelectasis", "cardiomegaly": "Cardiomegaly",
+    "consolidation": "Consolidation", "pulmonary edema": "Edema", "emphysema": "Emphysema",
+    "pulmonary emphysema": "Emphysema", "bullous emphysema": "Emphysema", "fibrosis": "Fibrosis",
+    "pulmonary fibrosis": "Fibrosis", "hernia, hiatal": "Hernia", "hernia, diaphragmatic": "Hernia",
+    "infiltrate": "Infiltration", "mass": "Mass", "nodule": "Nodule",
+    "pleural effusion": "Pleural Effusion", "thickening/pleura": "Pleural Thickening",
     "pneumonia": "Pneumonia", "pneumothorax": "Pneumothorax", "hydropneumothorax": "Pneumothorax",
     "hemopneumothorax": "Pneumothorax",
 }  # fmt: skip
@@ -218,19 +252,23 @@ def plan(
     fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
     follow_links: bool = False,
 ) -> Plan:
-    """Plan the samples of Open-i from its reports; no image is opened. Labels come from `mesh_labels`.
+    """Plan the samples of Open-i from its reports; no image is opened. Labels come from
+    `mesh_labels`.
 
     Args:
         root: folder with `ecgen-radiology/` or `NLMCXR_reports.tgz`.
-        deid: hashes reports and images. The collection has no patient ids, so each report counts as a patient.
-        images: folder of the PNG files; default `NLMCXR_png` in `root`. File names of the copy on Kaggle
-            (1_IM-0001-3001.dcm.png) are recognised too.
-        views: keep only these views, FRONTAL or LATERAL; needs the table of projections. Default: all images.
+        deid: hashes reports and images. The collection has no patient ids, so each report counts as
+            a patient.
+        images: folder of the PNG files; default `NLMCXR_png` in `root`. File names of the copy on
+            Kaggle (1_IM-0001-3001.dcm.png) are recognised too.
+        views: keep only these views, FRONTAL or LATERAL; needs the table of projections. Default:
+            all images.
         fractions: fractions of the splits; the collection has no splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when there is no report, one is damaged, or `views` lack their table; ConfigError when
-    a view is unknown or the fractions do not sum to one.
+    Raises CorpusError when there is no report, one is damaged, or `views` lack their table;
+    ConfigError when a view is unknown or the fractions do not sum to one.
     """
     root = Path(root)
     images = Path(images) if images is not None else root / _IMAGES
@@ -240,12 +278,16 @@ def plan(
         check_choice(kept, tuple(_VIEWS.values()), "views")
     projections = _read_projections(root / _PROJECTIONS, allowed)
     if views and not projections:
-        raise CorpusError(f"views need {root / _PROJECTIONS}: see the data card", "not_found", field="views")
+        raise CorpusError(
+            f"views need {root / _PROJECTIONS}: see the data card", "not_found", field="views"
+        )
     files = {_image_id(path.name): path for path in images.iterdir()} if images.is_dir() else {}
     rows, warnings, records = RowCounts(), Counter[str](), Records()
     for report in iter_openi_reports(_find_reports(root), folders=allowed):
         warnings["report_without_image"] += not report.images
-        warnings["no_findings_or_impression"] += not {"findings", "impression"} & report.sections.keys()
+        warnings["no_findings_or_impression"] += (
+            not {"findings", "impression"} & report.sections.keys()
+        )
         patient = deid.patient(report.id)
         labels = mesh_labels(report.mesh_major)
         warnings["not_indexed"] += not labels
@@ -264,7 +306,10 @@ def plan(
                 sections=report.sections,
                 labels=labels,
                 view=view,
-                extra={"mesh_major": list(report.mesh_major), "mesh_automatic": list(report.mesh_automatic)},
+                extra={
+                    "mesh_major": list(report.mesh_major),
+                    "mesh_automatic": list(report.mesh_automatic),
+                },
             )
             records.append(Record(sample))
             rows.kept += 1
@@ -272,10 +317,11 @@ def plan(
 
 
 def mesh_labels(terms: Iterable[str]) -> dict[str, int]:
-    """Return label -> 1 or 0 from the MeSH terms that two readers assigned (`OpeniReport.mesh_major`).
+    """Return label -> 1 or 0 from the MeSH terms that two readers assigned
+    (`OpeniReport.mesh_major`).
 
-    No Finding is 1 without any of the 14 findings, even with others such as a granuloma; the MeSH term `normal` is
-    narrower. A report that was not indexed has no labels.
+    No Finding is 1 without any of the 14 findings, even with others such as a granuloma; the MeSH
+    term `normal` is narrower. A report that was not indexed has no labels.
     """
     parts = [term.lower().split("/") for term in terms]
     if not parts or parts == [[_NOT_INDEXED]]:
@@ -289,11 +335,15 @@ def _find_reports(root: Path) -> Path:
     for name in _REPORTS:
         if (root / name).exists():
             return root / name
-    raise CorpusError(f"{root} contains none of {', '.join(_REPORTS)}: see the data card", "not_found")
+    raise CorpusError(
+        f"{root} contains none of {', '.join(_REPORTS)}: see the data card", "not_found"
+    )
 
 
 def _image_id(name: str) -> tuple[str, ...]:
-    """Return an image's id, such as (12, IM-0001-3001), from its id in a report or its file name in any copy."""
+    """Return an image's id, such as (12, IM-0001-3001), from its id in a report or its file name
+    in any copy.
+    """
     match = _NAME.fullmatch(name)
     return match.groups() if match else (name,)
 
@@ -301,14 +351,16 @@ def _image_id(name: str) -> tuple[str, ...]:
 def _read_projections(path: Path, allowed: InputFolders) -> dict[tuple[str, ...], str]:
     """Read image id -> view from the table in the copy on Kaggle.
 
-    The captions of the reports cannot be used: they describe all images of a study at once, with masks ("XXXX and
-    lateral"), even where a study has one image.
+    The captions of the reports cannot be used: they describe all images of a study at once, with
+    masks ("XXXX and lateral"), even where a study has one image.
     """
     if not path.is_file():
         return {}
     views = {}
     for row in read_table(path, ("filename", "projection"), allowed):
         if row["projection"] not in _VIEWS:
-            raise malformed(path, f"expected one of {', '.join(_VIEWS)} for projection", "projection")
+            raise malformed(
+                path, f"expected one of {', '.join(_VIEWS)} for projection", "projection"
+            )
         views[_image_id(row["filename"])] = _VIEWS[row["projection"]]
     return views

@@ -12,7 +12,14 @@ from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
-from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, order_studies, read_table
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    find_file,
+    malformed,
+    order_studies,
+    read_table,
+)
 from medvl.data.privacy import Deidentifier, cap_age
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
 from medvl.schema import Sample
@@ -26,19 +33,24 @@ VIEWS = {"PA": "PA", "L": "LATERAL", "AP": "AP", "AP_horizontal": "AP", "COSTAL"
 Annotators = Literal["all", "physician"]
 Text = Literal["english", "spanish"]
 
-_TABLES = tuple(f"PADCHEST_chest_x_ray_images_labels_160K_01.02.19.csv{suffix}" for suffix in ("", ".gz"))
+_TABLES = tuple(
+    f"PADCHEST_chest_x_ray_images_labels_160K_01.02.19.csv{suffix}" for suffix in ("", ".gz")
+)
 _COLUMNS = (
-    "ImageID", "ImageDir", "StudyDate_DICOM", "StudyID", "PatientID", "PatientBirth", "PatientSex_DICOM", "Projection",
-    "PhotometricInterpretation_DICOM", "Report", "MethodLabel", "Labels", "LabelsLocalizationsBySentence", "labelCUIS",
-    "LocalizationsCUIS",
+    "ImageID", "ImageDir", "StudyDate_DICOM", "StudyID", "PatientID", "PatientBirth",
+    "PatientSex_DICOM", "Projection", "PhotometricInterpretation_DICOM", "Report", "MethodLabel",
+    "Labels", "LabelsLocalizationsBySentence", "labelCUIS", "LocalizationsCUIS",
 )  # fmt: skip
 _RENAMED = {
     "normal": "No Finding", "atelectasis": "Atelectasis", "cardiomegaly": "Cardiomegaly",
-    "consolidation": "Consolidation", "pulmonary edema": "Edema", "pleural effusion": "Pleural Effusion",
-    "pneumonia": "Pneumonia", "pneumothorax": "Pneumothorax",
+    "consolidation": "Consolidation", "pulmonary edema": "Edema",
+    "pleural effusion": "Pleural Effusion", "pneumonia": "Pneumonia",
+    "pneumothorax": "Pneumothorax",
 }  # fmt: skip
 """Release name -> CheXpert name where the finding is the same."""
-_EXCLUDED = "exclude"  # a label, and in capitals a projection: not a radiograph of the chest, or unusable
+_EXCLUDED = (
+    "exclude"  # a label, and in capitals a projection: not a radiograph of the chest, or unusable
+)
 _PLACE = "loc "
 _IMAGE = re.compile(r"\d[\w.-]{0,200}\.png")
 _ITEM = r"'[^']*'|\"[^\"]*\"|nan|None"
@@ -67,17 +79,19 @@ def plan(
     Args:
         root: folder with the table, gzipped or not.
         deid: hashes patient, study and image ids.
-        images: folder with `0/` to `54/` as the archives unpack, or with all PNG files; default `root`.
-        annotators: "physician" leaves out images whose reports were labelled by a model only, as published zero-shot
-            results do (39,053 images).
-        text: "english" writes sentences from the names of findings and places of each sentence; "spanish" keeps the
-            reports, which the release has in lower case and as word stems.
+        images: folder with `0/` to `54/` as the archives unpack, or with all PNG files; default
+            `root`.
+        annotators: "physician" leaves out images whose reports were labelled by a model only, as
+            published zero-shot results do (39,053 images).
+        text: "english" writes sentences from the names of findings and places of each sentence;
+            "spanish" keeps the reports, which the release has in lower case and as word stems.
         views: keep only these views, such as PA and AP; default all.
         fractions: fractions of the splits, by patient; the release has no splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
-    Raises CorpusError when the table or a column is missing, or a list cannot be read; ConfigError when an option is
-    unknown or the fractions do not sum to one.
+    Raises CorpusError when the table or a column is missing, or a list cannot be read; ConfigError
+    when an option is unknown or the fractions do not sum to one.
     """
     root, images = Path(root), Path(images or root)
     allowed = InputFolders.of(root, images, follow_links=follow_links)
@@ -89,7 +103,11 @@ def plan(
     table = find_file(root, *_TABLES)
     exclusion = functools.partial(_exclusion, table=table, annotators=annotators, views=views)
     read_rows = functools.partial(read_table, table, _COLUMNS, allowed)
-    label_names = tuple(sorted({name for row in read_rows() if exclusion(row) is None for name in _labels(row, table)}))
+    label_names = tuple(
+        sorted(
+            {name for row in read_rows() if exclusion(row) is None for name in _labels(row, table)}
+        )
+    )
     orders = _orders(read_rows())
     rows, warnings, records, folders = RowCounts(), Counter[str](), Records(), dict[str, Path]()
     for row in rows.reading(read_rows()):
@@ -111,15 +129,21 @@ def plan(
 
 
 def _orders(rows: Iterable[Mapping[str, str]]) -> dict[str, int]:
-    """Return the place of each study among its patient's studies; studies without a date are left out."""
+    """Return the place of each study among its patient's studies; studies without a date are
+    left out.
+    """
     times: defaultdict[str, dict[str, tuple[int, str]]] = defaultdict(dict)
     for row in rows:
         if row["StudyDate_DICOM"].isdecimal():
-            times[row["PatientID"]].setdefault(row["StudyID"], (int(row["StudyDate_DICOM"]), row["StudyID"]))
+            times[row["PatientID"]].setdefault(
+                row["StudyID"], (int(row["StudyDate_DICOM"]), row["StudyID"])
+            )
     return order_studies(times)
 
 
-def _sample(row: Mapping[str, str], table: Path, deid: Deidentifier, names: Sequence[str], text: Text) -> Sample:
+def _sample(
+    row: Mapping[str, str], table: Path, deid: Deidentifier, names: Sequence[str], text: Text
+) -> Sample:
     """Return the sample of a row, without image, split and order."""
     present, sentences = _labels(row, table), _sentences(row, table)
     return Sample(
@@ -128,7 +152,9 @@ def _sample(row: Mapping[str, str], table: Path, deid: Deidentifier, names: Sequ
         split="",
         patient=deid.patient(row["PatientID"]),
         study=deid.study(row["PatientID"], row["StudyID"]),
-        sections={"findings": _english(sentences)} if text == "english" else {"report": row["Report"].strip()},
+        sections={"findings": _english(sentences)}
+        if text == "english"
+        else {"report": row["Report"].strip()},
         labels={name: int(name in present) for name in names} if present else {},
         view=VIEWS.get(row["Projection"]),
         sex=row["PatientSex_DICOM"] if row["PatientSex_DICOM"] in ("F", "M") else None,
@@ -137,7 +163,9 @@ def _sample(row: Mapping[str, str], table: Path, deid: Deidentifier, names: Sequ
     )
 
 
-def _exclusion(row: Mapping[str, str], table: Path, annotators: Annotators, views: Sequence[str]) -> str | None:
+def _exclusion(
+    row: Mapping[str, str], table: Path, annotators: Annotators, views: Sequence[str]
+) -> str | None:
     """Return why an image is left out, or None."""
     if not _IMAGE.fullmatch(row["ImageID"]) or not row["ImageDir"].isdecimal():
         return "no_image_name"
@@ -165,7 +193,9 @@ def _extra(row: Mapping[str, str], table: Path, sentences: list[list[str]]) -> d
 
 
 def _english(sentences: list[list[str]]) -> str:
-    """Return one English sentence for each distinct sentence of the report: findings, then places."""
+    """Return one English sentence for each distinct sentence of the report: findings, then
+    places.
+    """
     texts = []
     for names in sentences:
         words = [name for name in names if not name.startswith(_PLACE)]
@@ -175,7 +205,9 @@ def _english(sentences: list[list[str]]) -> str:
 
 
 def _sentences(row: Mapping[str, str], table: Path) -> list[list[str]]:
-    """Return the names of findings and places (beginning with "loc ") of each sentence that has any."""
+    """Return the names of findings and places (beginning with "loc ") of each sentence that has
+    any.
+    """
     column = "LabelsLocalizationsBySentence"
     cell = row[column].strip()
     if cell in _NO_LIST:
@@ -195,7 +227,9 @@ def _read_list(row: Mapping[str, str], column: str, table: Path) -> list[str]:
 
 
 def _names(cell: str) -> list[str]:
-    """Return the distinct names of a list, white space collapsed; the release has blank and repeated ones."""
+    """Return the distinct names of a list, white space collapsed; the release has blank and
+    repeated ones.
+    """
     names = (" ".join((one or other).split()) for one, other in _TEXT.findall(cell))
     return list(dict.fromkeys(filter(None, names)))
 

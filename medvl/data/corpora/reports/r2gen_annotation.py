@@ -28,14 +28,18 @@ _IU = re.compile(r"(CXR\d+)_IM-[\w-]+")
 _ID = re.compile(r"\d{1,12}")
 
 
-def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_links: bool = False) -> Plan:
-    """Plan the samples of an annotation file: one for each image, with the report of its study; no image is opened.
+def plan(
+    root: Path, deid: Deidentifier, *, images: Path | None = None, follow_links: bool = False
+) -> Plan:
+    """Plan the samples of an annotation file: one for each image, with the report of its study; no
+    image is opened.
 
     Args:
         root: folder with `annotation.json`.
         deid: hashes patients, studies and images.
         images: folder that image paths are relative to; default `images` in `root`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+        follow_links: also read files that links outside of the folders lead to, as in trees of
+            git-annex.
 
     Raises CorpusError when the file is missing, damaged, or has an entry of another form.
     """
@@ -49,7 +53,9 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_l
             raise malformed(path, f"expected lists {', '.join(_SPLITS)}, got {split!r:.40}")
         for number, entry in enumerate(entries):
             where = f"{path}, {split} {number}"
-            for sample in rows.reading(_samples(entry, where, _SPLITS[split], deid, images, warnings)):
+            for sample in rows.reading(
+                _samples(entry, where, _SPLITS[split], deid, images, warnings)
+            ):
                 records.append(Record(sample))
                 rows.kept += 1
     return Plan(NAME, records, (), rows, +warnings, allowed)
@@ -73,7 +79,12 @@ def _samples(
 ) -> list[Sample]:
     fields = entry if isinstance(entry, dict) else {}
     name, report, paths = fields.get("id"), fields.get("report"), fields.get("image_path")
-    if not isinstance(name, str) or not isinstance(report, str) or not isinstance(paths, list) or not paths:
+    if (
+        not isinstance(name, str)
+        or not isinstance(report, str)
+        or not isinstance(paths, list)
+        or not paths
+    ):
         raise malformed(where, "expected id, report and image_path")
     patient, study = _ids(name, fields, where)
     text = one_line(clean_text(report))
@@ -99,11 +110,17 @@ def _samples(
 
 
 def _ids(name: str, fields: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """Return the ids of patient and study as in the original corpus, so that shared patients are recognised."""
+    """Return the ids of patient and study as in the original corpus, so that shared patients are
+    recognised.
+    """
     report = _IU.fullmatch(name)
     if report is not None:
         return report[1], report[1]
     patient, study = (str(fields.get(field, "")) for field in ("subject_id", "study_id"))
     if not _ID.fullmatch(patient) or not _ID.fullmatch(study):
-        raise malformed(where, "expected an id as CXR1_IM-0001, or numbers as subject_id and study_id", "subject_id")
+        raise malformed(
+            where,
+            "expected an id as CXR1_IM-0001, or numbers as subject_id and study_id",
+            "subject_id",
+        )
     return patient, study

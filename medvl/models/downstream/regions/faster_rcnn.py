@@ -1,6 +1,7 @@
 """Regions of a Faster R-CNN of torchvision.
 
-Shape letters: P proposals of an image, N of all images, K classes with the background, D feature dim.
+Shape letters: P proposals of an image, N of all images, K classes with the background, D feature
+dim.
 """
 
 import dataclasses
@@ -33,20 +34,23 @@ _COCO_CLASSES = 91
 
 
 class FasterRCNNRegions:
-    """Proposals of the region proposal network with the box head's features and classes. A `RegionDetector`.
+    """Proposals of the region proposal network with the box head's features and classes. A
+    `RegionDetector`.
 
-    As in bottom-up attention, boxes are the proposals that the features were pooled from, not refined for a class, and
-    the distribution has the background first.
+    As in bottom-up attention, boxes are the proposals that the features were pooled from, not
+    refined for a class, and the distribution has the background first.
 
     Args:
         name: a Faster R-CNN of torchvision.
         tensors: its weights, which decide the number of classes; None: random ones, for tests.
         selection: number of regions of an image.
-        class_names: names of the classes, the background first; None: COCO's for 91 classes, else numbers.
+        class_names: names of the classes, the background first; None: COCO's for 91 classes, else
+            numbers.
         device: device of the model.
 
     Raises:
-        ConfigError: torchvision has no such model ("unknown_name"), or there is not a name for each class.
+        ConfigError: torchvision has no such model ("unknown_name"), or there is not a name for each
+            class.
         WeightsError: the weights do not fit ("mismatch").
     """
 
@@ -63,11 +67,16 @@ class FasterRCNNRegions:
     ) -> None:
         self.name, self.selection, self._device = name, selection, device
         self.net = _create(name, tensors).eval().requires_grad_(False).to(device)
-        self.net.rpn.filter_proposals = self._filter_proposals  # torchvision's needs compiled operators
+        self.net.rpn.filter_proposals = (
+            self._filter_proposals
+        )  # torchvision's needs compiled operators
         predictor: Any = self.net.roi_heads.box_predictor
         self.width = predictor.cls_score.in_features
         self.class_names = _class_names(predictor.cls_score.out_features, class_names)
-        self.settings: Mapping[str, Any] = {"model": name, "selection": dataclasses.asdict(selection)}
+        self.settings: Mapping[str, Any] = {
+            "model": name,
+            "selection": dataclasses.asdict(selection),
+        }
         self.sha256 = weights_sha256(self.net, self.settings)
 
     def prepare(self, pixels: np.ndarray) -> Tensor:
@@ -75,7 +84,9 @@ class FasterRCNNRegions:
         return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
     def __call__(self, images: Sequence[Tensor]) -> list[Regions]:
-        """See `RegionDetector`. Images of one size are read together: others would pad them, and change proposals."""
+        """See `RegionDetector`. Images of one size are read together: others would pad them, and
+        change proposals.
+        """
         sizes = [image.shape for image in images]
         found: dict[int, Regions] = {}
         for size in dict.fromkeys(sizes):
@@ -90,7 +101,9 @@ class FasterRCNNRegions:
         maps = self.net.backbone(resized.tensors)
         proposals, _ = self.net.rpn(resized, maps)
         proposals = [
-            boxes_P4 if len(boxes_P4) else boxes_P4.new_tensor([[0, 0, size[1], size[0]]])  # the whole image
+            boxes_P4
+            if len(boxes_P4)
+            else boxes_P4.new_tensor([[0, 0, size[1], size[0]]])  # the whole image
             for boxes_P4, size in zip(proposals, resized.image_sizes, strict=True)
         ]
         heads: Any = self.net.roi_heads
@@ -98,7 +111,10 @@ class FasterRCNNRegions:
         logits_NK, offsets_N = heads.box_predictor(features_ND)
         refined_NK4 = heads.box_coder.decode(offsets_N, proposals)
         counts = [len(boxes_P4) for boxes_P4 in proposals]
-        parts = [tensor.split(counts) for tensor in (refined_NK4, logits_NK.float().softmax(dim=1), features_ND)]
+        parts = [
+            tensor.split(counts)
+            for tensor in (refined_NK4, logits_NK.float().softmax(dim=1), features_ND)
+        ]
         found = []
         for boxes_P4, (height, width), refined_PK4, scores_PK, features_PD in zip(
             proposals, resized.image_sizes, *parts, strict=True
@@ -110,9 +126,15 @@ class FasterRCNNRegions:
         return found
 
     def _filter_proposals(
-        self, boxes_BN4: Tensor, objectness: Tensor, sizes: Sequence[tuple[int, int]], anchors: Sequence[int]
+        self,
+        boxes_BN4: Tensor,
+        objectness: Tensor,
+        sizes: Sequence[tuple[int, int]],
+        anchors: Sequence[int],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the boxes and scores of each image as torchvision's `RegionProposalNetwork.filter_proposals` does."""
+        """Return the boxes and scores of each image as torchvision's
+        `RegionProposalNetwork.filter_proposals` does.
+        """
         from torchvision.ops import clip_boxes_to_image, remove_small_boxes
 
         rpn: Any = self.net.rpn
@@ -124,10 +146,15 @@ class FasterRCNNRegions:
         boxes, scores = [], []
         for row, size in enumerate(sizes):
             top_N = top_BN[row]
-            boxes_N4, scores_N = clip_boxes_to_image(boxes_BN4[row, top_N], size), objectness_BN[row, top_N].sigmoid()
+            boxes_N4, scores_N = (
+                clip_boxes_to_image(boxes_BN4[row, top_N], size),
+                objectness_BN[row, top_N].sigmoid(),
+            )
             large_N = remove_small_boxes(boxes_N4, rpn.min_size)
             large_N = large_N[scores_N[large_N] >= rpn.score_thresh]
-            kept = suppress(boxes_N4[large_N], scores_N[large_N], level_N[top_N][large_N], rpn.nms_thresh)
+            kept = suppress(
+                boxes_N4[large_N], scores_N[large_N], level_N[top_N][large_N], rpn.nms_thresh
+            )
             kept = large_N[kept][: rpn.post_nms_top_n()]
             boxes.append(boxes_N4[kept])
             scores.append(scores_N[kept])
@@ -142,7 +169,10 @@ def _create(name: str, tensors: Mapping[str, Tensor] | None) -> Any:
         message = f"unknown detector {name!r}: torchvision has {', '.join(known)}"
         raise ConfigError(message, "unknown_name", field="detector")
     if tensors is not None and _CLASS_BIAS not in tensors:
-        message = f"expected the weights of {name}, with {_CLASS_BIAS}; got keys such as {next(iter(tensors))}"
+        message = (
+            f"expected the weights of {name}, with {_CLASS_BIAS}; got keys such as "
+            f"{next(iter(tensors))}"
+        )
         raise WeightsError(message, "mismatch", field="weights")
     classes = _COCO_CLASSES if tensors is None else len(tensors[_CLASS_BIAS])
     with seeded(0):
@@ -152,7 +182,9 @@ def _create(name: str, tensors: Mapping[str, Tensor] | None) -> Any:
         try:
             net.load_state_dict(dict(tensors), strict=True)
         except RuntimeError as error:
-            raise WeightsError(f"the weights do not fit {name}: {error}", "mismatch", field="weights") from error
+            raise WeightsError(
+                f"the weights do not fit {name}: {error}", "mismatch", field="weights"
+            ) from error
     return net
 
 
@@ -176,10 +208,11 @@ _SAMPLES = 4
 
 
 class DetectorRegions:
-    """The boxes of a `Detector`; features are the mean of its encoder's patches in each box. A `RegionDetector`.
+    """The boxes of a `Detector`; features are the mean of its encoder's patches in each box. A
+    `RegionDetector`.
 
-    Its labels are independent. The distribution gives the background the probability that no label is right, and
-    divides the rest in proportion to the labels' probabilities.
+    Its labels are independent. The distribution gives the background the probability that no label
+    is right, and divides the rest in proportion to the labels' probabilities.
     """
 
     color: bool | None
@@ -205,18 +238,24 @@ class DetectorRegions:
     def __call__(self, images: Sequence[PreparedImage]) -> list[Regions]:
         """See `RegionDetector`."""
         features = self.model.image_encoder(stack(list(images), self.model.device))
-        logits_BPL, boxes_BP4 = self.model.read_cells(self.model.decoder(features.patches_BPD, features.grid))
+        logits_BPL, boxes_BP4 = self.model.read_cells(
+            self.model.decoder(features.patches_BPD, features.grid)
+        )
         map_BDhw = features.patches_BPD.float().transpose(1, 2).unflatten(2, features.grid)
         rows = zip(images, boxes_BP4, logits_BPL.float().sigmoid(), map_BDhw, strict=True)
         return [self._regions(*row) for row in rows]
 
-    def _regions(self, image: PreparedImage, boxes_P4: Tensor, scores_PL: Tensor, map_Dhw: Tensor) -> Regions:
+    def _regions(
+        self, image: PreparedImage, boxes_P4: Tensor, scores_PL: Tensor, map_Dhw: Tensor
+    ) -> Regions:
         edges_4 = boxes_P4.new_tensor(visible_part(self.transform, image.size))
         boxes_P4 = torch.maximum(boxes_P4, edges_4[[0, 1, 0, 1]]).minimum(edges_4[[2, 3, 2, 3]])
         seen_P = (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(dim=1)
         if seen_P.any():
             boxes_P4, scores_PL = boxes_P4[seen_P], scores_PL[seen_P]
-        chosen = self.selection.choose(boxes_P4[:, None].expand(-1, scores_PL.shape[1], -1), scores_PL)
+        chosen = self.selection.choose(
+            boxes_P4[:, None].expand(-1, scores_PL.shape[1], -1), scores_PL
+        )
         boxes_P4, scores_PL = boxes_P4[chosen], scores_PL[chosen]
         return Regions(
             pool_boxes(map_Dhw, boxes_P4 / self.transform.size).cpu().numpy(),
@@ -226,21 +265,33 @@ class DetectorRegions:
 
 
 def pool_boxes(map_Dhw: Tensor, boxes_P4: Tensor) -> Tensor:
-    """Return (P, D): the mean of a feature map in boxes, shares of its sides, as RoIAlign with one bin."""
+    """Return (P, D): the mean of a feature map in boxes, shares of its sides, as RoIAlign with
+    one bin.
+    """
     steps = (torch.arange(_SAMPLES, device=boxes_P4.device) + 0.5) / _SAMPLES
     across_PS, down_PS = (
-        boxes_P4[:, axis, None] + steps * (boxes_P4[:, axis + 2] - boxes_P4[:, axis])[:, None] for axis in (0, 1)
+        boxes_P4[:, axis, None] + steps * (boxes_P4[:, axis + 2] - boxes_P4[:, axis])[:, None]
+        for axis in (0, 1)
     )
     shape = (len(boxes_P4), _SAMPLES, _SAMPLES)
-    points = torch.stack([across_PS[:, None].expand(shape), down_PS[:, :, None].expand(shape)], dim=3)
+    points = torch.stack(
+        [across_PS[:, None].expand(shape), down_PS[:, :, None].expand(shape)], dim=3
+    )
     read_DPS = F.grid_sample(
-        map_Dhw[None], points.flatten(1, 2)[None] * 2 - 1, padding_mode="border", align_corners=False
+        map_Dhw[None],
+        points.flatten(1, 2)[None] * 2 - 1,
+        padding_mode="border",
+        align_corners=False,
     )[0]
     return read_DPS.mean(dim=2).T
 
 
 def with_background(scores_PL: Tensor) -> Tensor:
-    """Return the distribution (P, 1 + L) over the background and labels of independent probabilities (P, L)."""
+    """Return the distribution (P, 1 + L) over the background and labels of independent
+    probabilities (P, L).
+    """
     none_P1 = (1 - scores_PL).prod(dim=1, keepdim=True)
-    shares_PL = scores_PL / scores_PL.sum(dim=1, keepdim=True).clamp(min=torch.finfo(scores_PL.dtype).tiny)
+    shares_PL = scores_PL / scores_PL.sum(dim=1, keepdim=True).clamp(
+        min=torch.finfo(scores_PL.dtype).tiny
+    )
     return torch.cat([none_P1, (1 - none_P1) * shares_PL], dim=1)

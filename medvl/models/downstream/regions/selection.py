@@ -25,7 +25,9 @@ class RegionSelection:
 
     max_regions: int = 36
     min_regions: int | None = None
-    """None: as many as `max_regions`, whatever their confidence. An image with fewer proposals has fewer."""
+    """None: as many as `max_regions`, whatever their confidence. An image with fewer proposals
+    has fewer.
+    """
     confidence: float = 0.2
     nms_iou_threshold: float = 0.3
 
@@ -38,9 +40,9 @@ class RegionSelection:
     def choose(self, boxes_PK4: Tensor, scores_PK: Tensor) -> Tensor:
         """Return the indices of the regions of one image, most confident first.
 
-        The rule of bottom-up attention (Anderson et al., arXiv 1707.07998, released code): the confidence of a region
-        is its best score among the classes for which its box survives non-maximum suppression; regions that survive
-        for none come last.
+        The rule of bottom-up attention (Anderson et al., arXiv 1707.07998, released code): the
+        confidence of a region is its best score among the classes for which its box survives
+        non-maximum suppression; regions that survive for none come last.
 
         Args:
             boxes_PK4: box of each region for each class.
@@ -58,19 +60,25 @@ class RegionSelection:
 
 
 def suppress(boxes_N4: Tensor, scores_N: Tensor, group_N: Tensor, iou_threshold: float) -> Tensor:
-    """Return the boxes that no better box of their group overlaps by more, best first (non-maximum suppression).
+    """Return the boxes that no better box of their group overlaps by more, best first (non-maximum
+    suppression).
 
-    As torchvision's `batched_nms`, also where its compiled operators are missing (a CPU build of torch).
+    As torchvision's `batched_nms`, also where its compiled operators are missing (a CPU build of
+    torch).
     """
     from torchvision.extension import _has_ops
     from torchvision.ops import batched_nms, box_iou
 
     if _has_ops() or not len(boxes_N4):
-        kept: Tensor = batched_nms(boxes_N4, scores_N, group_N, iou_threshold) if len(boxes_N4) else group_N
+        kept: Tensor = (
+            batched_nms(boxes_N4, scores_N, group_N, iou_threshold) if len(boxes_N4) else group_N
+        )
         return kept
     order_N = scores_N.argsort(descending=True, stable=True)
     same_NN = group_N[order_N][:, None] == group_N[order_N]
-    overlaps_NN = ((box_iou(boxes_N4[order_N], boxes_N4[order_N]) > iou_threshold) & same_NN).numpy()
+    overlaps_NN = (
+        (box_iou(boxes_N4[order_N], boxes_N4[order_N]) > iou_threshold) & same_NN
+    ).numpy()
     removed_N, best = np.zeros(len(order_N), bool), []
     for row in range(len(order_N)):
         if not removed_N[row]:
@@ -79,8 +87,12 @@ def suppress(boxes_N4: Tensor, scores_N: Tensor, group_N: Tensor, iou_threshold:
     return order_N[best]
 
 
-def in_original(boxes_P4: np.ndarray, transform: EvalTransform, size: tuple[int, int]) -> np.ndarray:
-    """Return boxes in pixels of a transform's output as shares of the image (height, width) that it was made from."""
+def in_original(
+    boxes_P4: np.ndarray, transform: EvalTransform, size: tuple[int, int]
+) -> np.ndarray:
+    """Return boxes in pixels of a transform's output as shares of the image (height, width) that
+    it was made from.
+    """
     (height, width), seen = size, transform.box(*size)
     scale = np.array([seen.width, seen.height] * 2) / transform.size
     edges_P4 = boxes_P4 * scale + np.array([seen.left, seen.top] * 2)
@@ -88,8 +100,12 @@ def in_original(boxes_P4: np.ndarray, transform: EvalTransform, size: tuple[int,
     return shares_P4.astype(np.float32)
 
 
-def visible_part(transform: EvalTransform, size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """Return the rectangle of a transform's output that shows an image (height, width): left, top, right, bottom."""
+def visible_part(
+    transform: EvalTransform, size: tuple[int, int]
+) -> tuple[float, float, float, float]:
+    """Return the rectangle of a transform's output that shows an image (height, width): left,
+    top, right, bottom.
+    """
     (height, width), seen = size, transform.box(*size)
     across, down = transform.size / seen.width, transform.size / seen.height
     left, top = max(0.0, -seen.left * across), max(0.0, -seen.top * down)

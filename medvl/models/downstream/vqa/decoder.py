@@ -1,7 +1,9 @@
-"""A causal decoder of answers: it reads a question with its image once, and writes or scores any number of answers.
+"""A causal decoder of answers: it reads a question with its image once, and writes or scores any
+number of answers.
 
-Letters: B questions, R rows that are written (those of a question side by side), C tokens that are read, T new tokens,
-W tokens written before, K = W + T, N positions, H heads, D width, V words; d is D / H.
+Letters: B questions, R rows that are written (those of a question side by side), C tokens that are
+read, T new tokens, W tokens written before, K = W + T, N positions, H heads, D width, V words; d is
+D / H.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +40,9 @@ class Memory(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Attention to the answer so far and to the question, feed-forward: a `CoAttentionLayer` with a cache."""
+    """Attention to the answer so far and to the question, feed-forward: a `CoAttentionLayer`
+    with a cache.
+    """
 
     forward_methods = ("read",)
     """Methods that are called beside `forward`: sharded weights are gathered for them too."""
@@ -67,7 +71,8 @@ class DecoderLayer(nn.Module):
         attended_RTD = self.attention.attend(states_RTD, new, mask_RTK)
         rows, tokens, width = attended_RTD.shape
         questions = len(read[0])
-        # Queries do not attend to each other here, so all rows of a question share its keys and values.
+        # Queries do not attend to each other here, so all rows of a question share its keys and
+        # values.
         together_BQD = attended_RTD.reshape(questions, rows // max(questions, 1) * tokens, width)
         crossed_BQD = self.cross_attention.attend(together_BQD, read, read_mask_B1C)
         fed_RTD: Tensor = self.feed_forward(crossed_BQD.view(rows, tokens, width))
@@ -92,7 +97,9 @@ class AnswerDecoder(nn.Module):
             raise ConfigError(message, "conflict", field="decoder.heads")
         self.sizes = Sizes.of(config, width)
         self.words = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(config.max_tokens - 1, width)  # nothing is written after the last token
+        self.positions = nn.Embedding(
+            config.max_tokens - 1, width
+        )  # nothing is written after the last token
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.layers = nn.ModuleList(DecoderLayer(self.sizes) for _ in range(config.layers))
         self.word_head = WordHead(width, vocab_size, tied=True)
@@ -113,8 +120,8 @@ class AnswerDecoder(nn.Module):
             ids_RT: the next tokens, equally many rows for each question.
             place_RT: their positions in the answer, from 0; (T,) if they are the same for all rows.
             memory: cached keys and values.
-            mask_RTK: bool, the answer tokens that a new token attends to, the earlier ones and then the new ones; R = 1
-                for all rows alike. None: everything.
+            mask_RTK: bool, the answer tokens that a new token attends to, the earlier ones and then
+                the new ones; R = 1 for all rows alike. None: everything.
 
         Returns the states (R, T, D) and the memory including the new tokens.
         """
@@ -161,8 +168,9 @@ class AnswerWriter:
 def init_decoder(decoder: AnswerDecoder, model: FusionModel) -> None:
     """Initialise a decoder from a fusion-encoder.
 
-    Words, positions and their norm are copied from BERT or RoBERTa embeddings of the same width. The layers are copied
-    where the system does so (`FusionModel.init_decoder`), and are random otherwise.
+    Words, positions and their norm are copied from BERT or RoBERTa embeddings of the same width.
+    The layers are copied where the system does so (`FusionModel.init_decoder`), and are random
+    otherwise.
 
     Raises ConfigError as `FusionModel.init_decoder`.
     """
@@ -176,9 +184,13 @@ def _copy_embeddings(decoder: AnswerDecoder, text_encoder: TextEncoder) -> None:
     positions = getattr(embeddings, "position_embeddings", None)
     if words is None or positions is None or words.weight.shape != decoder.words.weight.shape:
         return
-    first = 0 if positions.padding_idx is None else positions.padding_idx + 1  # RoBERTa counts after its padding index
+    first = (
+        0 if positions.padding_idx is None else positions.padding_idx + 1
+    )  # RoBERTa counts after its padding index
     types = getattr(embeddings, "token_type_embeddings", None)
     decoder.words.weight.copy_(words.weight)
     known_TD = positions.weight[first : first + decoder.positions.num_embeddings]
-    decoder.positions.weight[: len(known_TD)] = known_TD if types is None else known_TD + types.weight[0]
+    decoder.positions.weight[: len(known_TD)] = (
+        known_TD if types is None else known_TD + types.weight[0]
+    )
     decoder.norm.load_state_dict(embeddings.LayerNorm.state_dict())

@@ -1,7 +1,8 @@
-"""Answer heads on the states of any fusion-encoder: classifiers, and a decoder that ranks or writes answers.
+"""Answer heads on the states of any fusion-encoder: classifiers, and a decoder that ranks or writes
+answers.
 
-B questions, V answers of the vocabulary, K answers of a shortlist, T tokens of an answer, S tokens of K answers
-including padding, N without it, C tokens that are read, D width.
+B questions, V answers of the vocabulary, K answers of a shortlist, T tokens of an answer, S tokens
+of K answers including padding, N without it, C tokens that are read, D width.
 """
 
 import abc
@@ -38,7 +39,9 @@ class AnswerPredictions(NamedTuple):
 
 
 class _Classifier(nn.Sequential, abc.ABC):
-    """Layers from one vector for each question to an independent logit for each answer, initialised as BERT's."""
+    """Layers from one vector for each question to an independent logit for each answer,
+    initialised as BERT's.
+    """
 
     reads_pooled = True
     """Whether the head reads `Fused.pooled_BD`."""
@@ -53,7 +56,9 @@ class _Classifier(nn.Sequential, abc.ABC):
         """(B, D): the input of the layers."""
 
     def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
-        """Return the loss for targets within [0, 1]; a row of zeros has no answer in the vocabulary."""
+        """Return the loss for targets within [0, 1]; a row of zeros has no answer in the
+        vocabulary.
+        """
         return losses.vqa_bce(self.scores(fused), target_BV)
 
     def scores(self, fused: Fused) -> Tensor:
@@ -64,7 +69,9 @@ class _Classifier(nn.Sequential, abc.ABC):
     def predict(self, fused: Fused) -> AnswerPredictions:
         """Return the best answers."""
         best_B, place_B = self.scores(fused).float().max(dim=1)
-        return AnswerPredictions([self._answers[place] for place in place_B.tolist()], best_B.sigmoid())
+        return AnswerPredictions(
+            [self._answers[place] for place in place_B.tolist()], best_B.sigmoid()
+        )
 
 
 class ClassifierHead(_Classifier):
@@ -72,7 +79,11 @@ class ClassifierHead(_Classifier):
 
     def __init__(self, width: int, answers: Sequence[str]) -> None:
         super().__init__(
-            answers, nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, len(answers))
+            answers,
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+            nn.GELU(),
+            nn.Linear(width, len(answers)),
         )
 
     def vector(self, fused: Fused) -> Tensor:
@@ -81,16 +92,19 @@ class ClassifierHead(_Classifier):
 
 
 class ProductHead(_Classifier):
-    """Linear, ReLU, Linear on the product of CLS and the first SEP (MedViLL; VLP, Zhou et al., arXiv 1909.11059).
+    """Linear, ReLU, Linear on the product of CLS and the first SEP (MedViLL; VLP, Zhou et al.,
+    arXiv 1909.11059).
 
-    Needs a system whose `Fused.image` starts with CLS and ends with SEP. The published head can never give its first
-    answer; this one can.
+    Needs a system whose `Fused.image` starts with CLS and ends with SEP. The published head can
+    never give its first answer; this one can.
     """
 
     reads_pooled = False
 
     def __init__(self, width: int, answers: Sequence[str]) -> None:
-        super().__init__(answers, nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, len(answers)))
+        super().__init__(
+            answers, nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, len(answers))
+        )
 
     def vector(self, fused: Fused) -> Tensor:
         """Return the product of the two tokens around the image."""
@@ -101,12 +115,15 @@ class ProductHead(_Classifier):
 class DecoderHead(nn.Module):
     """An `AnswerDecoder` that ranks the answers of the vocabulary or writes its own.
 
-    It reads `FusionModel.answer_memory`. Answers with equal tokens are one answer to this head, which returns the first
-    of them. An answer with a word unknown to the tokenizer can be ranked, but is never written.
+    It reads `FusionModel.answer_memory`. Answers with equal tokens are one answer to this head,
+    which returns the first of them. An answer with a word unknown to the tokenizer can be ranked,
+    but is never written.
 
-    With `config.decoder.alpha` it also learns the soft targets of a moving average of the model (`VQA`).
+    With `config.decoder.alpha` it also learns the soft targets of a moving average of the model
+    (`VQA`).
 
-    Raises ConfigError if the model has no tokenizer, an answer has no token, or the sizes do not fit.
+    Raises ConfigError if the model has no tokenizer, an answer has no token, or the sizes do not
+    fit.
     """
 
     reads_pooled = False
@@ -121,12 +138,18 @@ class DecoderHead(nn.Module):
         length_V = mask_VT.sum(dim=1).clamp(max=config.decoder.max_tokens)
         if length_V.min() < 3:
             number = int(length_V.argmin()) + 1
-            raise ConfigError(f"answer {number} has no token; remove it", "unsupported", field="answers")
-        ids_VT = ids_VT[:, : int(length_V.max())].scatter(1, length_V[:, None] - 1, self.tokenizer.sep_id)
+            raise ConfigError(
+                f"answer {number} has no token; remove it", "unsupported", field="answers"
+            )
+        ids_VT = ids_VT[:, : int(length_V.max())].scatter(
+            1, length_V[:, None] - 1, self.tokenizer.sep_id
+        )
         self.register_buffer("ids_VT", ids_VT, persistent=False)
         self.register_buffer("length_V", length_V, persistent=False)
         known = zip(ids_VT.tolist(), length_V.tolist(), config.answers, strict=True)
-        self._answer_of = {tuple(ids[1 : length - 1]): answer for ids, length, answer in reversed(list(known))}
+        self._answer_of = {
+            tuple(ids[1 : length - 1]): answer for ids, length, answer in reversed(list(known))
+        }
         self._read_states = model.answer_memory
         self.decoder = AnswerDecoder(config.decoder, model.fused_dim, model.text_encoder.vocab_size)
         init_decoder(self.decoder, model)
@@ -135,13 +158,19 @@ class DecoderHead(nn.Module):
         """Return the loss for targets within [0, 1]; answers above 0 are predicted word by word."""
         return self.distilled_loss(fused, target_BV, None, 0.0)
 
-    def distilled_loss(self, fused: Fused, target_BV: Tensor, teacher_NV: Tensor | None, alpha: float) -> Tensor:
-        """Return the loss with soft targets; a share `alpha` is from `teacher_NV`, the teacher's `score_targets`."""
+    def distilled_loss(
+        self, fused: Fused, target_BV: Tensor, teacher_NV: Tensor | None, alpha: float
+    ) -> Tensor:
+        """Return the loss with soft targets; a share `alpha` is from `teacher_NV`, the teacher's
+        `score_targets`.
+        """
         logits_NV, ids_N, weight_N = self.score_targets(fused, target_BV)
         return losses.answer_words(logits_NV, ids_N, weight_N, len(target_BV), teacher_NV, alpha)
 
     def score_targets(self, fused: Fused, target_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores (N, V) of the words of all right answers, the words (N,), and their answers' targets (N,)."""
+        """Return scores (N, V) of the words of all right answers, the words (N,), and their
+        answers' targets (N,).
+        """
         row_N, answer_N = (target_BV > 0).nonzero().unbind(dim=1)
         mask_NT = self._mask(answer_N)
         ids_NT = self.ids_VT[answer_N, : mask_NT.shape[1]]
@@ -153,10 +182,12 @@ class DecoderHead(nn.Module):
         return self.decoder.score_words(states_NTD[real_NT]), next_NT[real_NT], weight_NT[real_NT]
 
     def scores(self, fused: Fused) -> Tensor:
-        """Return the log-likelihoods (B, V), minus infinity for answers that are not on the shortlist.
+        """Return the log-likelihoods (B, V), minus infinity for answers that are not on the
+        shortlist.
 
-        The sum of the log-probabilities of an answer's words and its closing token, not divided by their number. With
-        `config.decoder.first_word` "twice" the first word counts twice (ALBEF's `rank_answer`).
+        The sum of the log-probabilities of an answer's words and its closing token, not divided by
+        their number. With `config.decoder.first_word` "twice" the first word counts twice (ALBEF's
+        `rank_answer`).
         """
         decoder, settings = self.decoder, self.config.decoder
         memory = decoder.read(self._read_states(fused))
@@ -165,8 +196,12 @@ class DecoderHead(nn.Module):
         first_id_V = self.ids_VT[:, 1]
         first_BV = decoder.score_words(states_B1D[:, 0]).float().log_softmax(dim=1)[:, first_id_V]
         # stable: answers with equal first words keep their order on every device
-        chosen_BK = first_BV.sort(dim=1, descending=True, stable=True).indices[:, : settings.shortlist]
-        rest_BK = torch.cat([self._rest(some_BK, memory) for some_BK in chosen_BK.split(_ANSWERS_AT_ONCE, 1)], dim=1)
+        chosen_BK = first_BV.sort(dim=1, descending=True, stable=True).indices[
+            :, : settings.shortlist
+        ]
+        rest_BK = torch.cat(
+            [self._rest(some_BK, memory) for some_BK in chosen_BK.split(_ANSWERS_AT_ONCE, 1)], dim=1
+        )
         times = 2 if settings.first_word == "twice" else 1
         return torch.full_like(first_BV, -torch.inf).scatter(
             1, chosen_BK, times * first_BV.gather(1, chosen_BK) + rest_BK
@@ -177,14 +212,20 @@ class DecoderHead(nn.Module):
         if self.config.head == "generation":
             return self.write(fused)
         best_B, place_B = self.scores(fused).max(dim=1)
-        return AnswerPredictions([self.config.answers[place] for place in place_B.tolist()], best_B.exp())
+        return AnswerPredictions(
+            [self.config.answers[place] for place in place_B.tolist()], best_B.exp()
+        )
 
     def write(self, fused: Fused) -> AnswerPredictions:
-        """Decode answers: the answer of the vocabulary with the same tokens if there is one, else the text."""
+        """Decode answers: the answer of the vocabulary with the same tokens if there is one,
+        else the text.
+        """
         tokenizer, settings = self.tokenizer, self.config.decoder
         special = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id)
         generated = search(
-            AnswerWriter(self.decoder, self.decoder.read(self._read_states(fused)), tokenizer.cls_id),
+            AnswerWriter(
+                self.decoder, self.decoder.read(self._read_states(fused)), tokenizer.cls_id
+            ),
             Decoding(beams=settings.beams),
             max_tokens=settings.max_tokens - 1,
             end_id=tokenizer.sep_id,
@@ -199,8 +240,8 @@ class DecoderHead(nn.Module):
     def _rest(self, chosen_BK: Tensor, memory: Memory) -> Tensor:
         """(B, K): log-probability of the tokens after the first word of these answers.
 
-        The answers of a question are packed into one row without padding; words attend to their own answer only. Most
-        answers have one or two words, but the longest of VQA-RAD has over twenty.
+        The answers of a question are packed into one row without padding; words attend to their own
+        answer only. Most answers have one or two words, but the longest of VQA-RAD has over twenty.
         """
         mask_BKT = self._mask(chosen_BK)
         ids_BKT = self.ids_VT[chosen_BK][:, :, : mask_BKT.shape[2]]
@@ -211,14 +252,18 @@ class DecoderHead(nn.Module):
         real_BN = real_BS.gather(1, order_BN)
         steps = mask_BKT.shape[2] - 2
         answer_BN, place_BN = order_BN // steps, order_BN % steps + 1
-        seen_BNN = (answer_BN[:, :, None] == answer_BN[:, None]) & (place_BN[:, None] <= place_BN[:, :, None])
+        seen_BNN = (answer_BN[:, :, None] == answer_BN[:, None]) & (
+            place_BN[:, None] <= place_BN[:, :, None]
+        )
         start_BN1 = torch.ones_like(seen_BNN[:, :, :1])  # all answers share the first token
         states_BND, _ = self.decoder(
             given_BS.gather(1, order_BN), place_BN, memory, torch.cat([start_BN1, seen_BNN], dim=2)
         )
         states_ND, next_N = states_BND[real_BN], next_BS.gather(1, order_BN)[real_BN]
         pairs = zip(states_ND.split(_WORDS_AT_ONCE), next_N.split(_WORDS_AT_ONCE), strict=True)
-        log_N = torch.cat([word_log_probability(self.decoder.score_words(states), ids) for states, ids in pairs])
+        log_N = torch.cat(
+            [word_log_probability(self.decoder.score_words(states), ids) for states, ids in pairs]
+        )
         log_BN = log_N.new_zeros(real_BN.shape).masked_scatter(real_BN, log_N)
         log_BS = log_BN.new_zeros(real_BS.shape).scatter(1, order_BN, log_BN)
         return log_BS.unflatten(1, (chosen_BK.shape[1], steps)).sum(dim=2)
@@ -230,7 +275,9 @@ class DecoderHead(nn.Module):
         return torch.arange(longest, device=length.device) < length[..., None]
 
 
-def create_head(config: VQAConfig, model: FusionModel) -> ClassifierHead | ProductHead | DecoderHead:
+def create_head(
+    config: VQAConfig, model: FusionModel
+) -> ClassifierHead | ProductHead | DecoderHead:
     """Create a head for a fusion-encoder.
 
     Raises ConfigError if the head "product" or a decoder does not fit the model.
@@ -239,7 +286,10 @@ def create_head(config: VQAConfig, model: FusionModel) -> ClassifierHead | Produ
         return ClassifierHead(model.pooled_dim, config.answers)
     if config.head == "product":
         if not model.image_between_text_tokens:
-            message = f"head 'product' needs an image between two text tokens, as in medvill; {model.name} has none"
+            message = (
+                f"head 'product' needs an image between two text tokens, as in medvill; "
+                f"{model.name} has none"
+            )
             raise ConfigError(message, "unsupported", field="head")
         return ProductHead(model.pooled_dim, config.answers)
     return DecoderHead(config, model)
@@ -264,7 +314,9 @@ class QuestionAttention:
     pooled_BP: Tensor
     """From the token that is pooled for the answer."""
     words_BP: Tensor
-    """Mean over the question's words, without its first and its closing token; zeros if it has no words."""
+    """Mean over the question's words, without its first and its closing token; zeros if it has
+    no words.
+    """
     grid: tuple[int, int] | None
     """(rows, columns) of the cells; None for the regions of a detector."""
 
@@ -273,8 +325,8 @@ class QuestionAttention:
 def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
     """Return the attention of a batch's texts over their images.
 
-    It does not depend on padding or on the rest of the batch. The forward pass keeps no weights, so this is a separate
-    pass through both encoders and all fusion layers but the last.
+    It does not depend on padding or on the rest of the batch. The forward pass keeps no weights, so
+    this is a separate pass through both encoders and all fusion layers but the last.
 
     Raises ConfigError in training mode, where cells may be left out.
     """
@@ -289,7 +341,9 @@ def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
         return QuestionAttention(pooled_BP=maps.pooled_BP, words_BP=words_BP, grid=None)
     height, width = batch.image_BCHW.shape[2:]
     grid = model.image_encoder.grid(height, width)
-    if batch.has_image_B is not None and not batch.has_image_B.any():  # no image was encoded: there are no cells
+    if (
+        batch.has_image_B is not None and not batch.has_image_B.any()
+    ):  # no image was encoded: there are no cells
         cells = words_BP.shape[1] if grid is None else grid[0] * grid[1]
         zeros_BP = words_BP.new_zeros(len(batch), cells)
         return QuestionAttention(pooled_BP=zeros_BP, words_BP=zeros_BP, grid=grid)
@@ -297,7 +351,9 @@ def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
 
 
 def _words(batch: Batch) -> Tensor:
-    """(B, T) bool: real tokens without the first and the last, which a tokenizer adds to every text."""
+    """(B, T) bool: real tokens without the first and the last, which a tokenizer adds to every
+    text.
+    """
     place_T = torch.arange(batch.mask_BT.shape[1], device=batch.mask_BT.device)
     last_B1 = batch.mask_BT.sum(dim=1, keepdim=True) - 1
     words_BT = batch.mask_BT.bool() & (place_T > 0) & (place_T < last_B1)

@@ -1,4 +1,6 @@
-"""Visual question answering on any fusion-encoder, by a classifier over a vocabulary of answers or by a decoder."""
+"""Visual question answering on any fusion-encoder, by a classifier over a vocabulary of answers
+or by a decoder.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,9 @@ from medvl.schema import Batch, Losses
 
 
 class Answerer(nn.Module):
-    """The modules of a model that have a moving average: fusion-encoder and decoder, shared and not copied."""
+    """The modules of a model that have a moving average: fusion-encoder and decoder, shared and
+    not copied.
+    """
 
     def __init__(self, fusion_model: FusionModel, answer_head: DecoderHead) -> None:
         super().__init__()
@@ -30,12 +34,13 @@ class Answerer(nn.Module):
 class VQA(FusionTask):
     """A fusion-encoder with the answer head `config.head` (`medvl.models.downstream.vqa.heads`).
 
-    The text of a batch is the question and its labels are the answers: column v of `labels_BL` is 1 if answer v of
-    `config.answers` is right (`medvl.data.loading.studies.QuestionSource`).
+    The text of a batch is the question and its labels are the answers: column v of `labels_BL` is 1
+    if answer v of `config.answers` is right (`medvl.data.loading.studies.QuestionSource`).
 
     Attributes:
-        momentum: with a decoder and `config.decoder.alpha`, the moving average (`Answerer`) of fusion-encoder and head,
-            which gives soft targets in training; else None. It starts as a copy in the first step.
+        momentum: with a decoder and `config.decoder.alpha`, the moving average (`Answerer`) of
+            fusion-encoder and head, which gives soft targets in training; else None. It starts as a
+            copy in the first step.
     """
 
     Config = VQAConfig
@@ -48,7 +53,9 @@ class VQA(FusionTask):
         self.momentum: AveragedModel | None = None
         if isinstance(self.answer_head, DecoderHead) and config.decoder.alpha:
             average = get_ema_multi_avg_fn(config.decoder.momentum)
-            self.momentum = AveragedModel(Answerer(fusion_model, self.answer_head), multi_avg_fn=average)
+            self.momentum = AveragedModel(
+                Answerer(fusion_model, self.answer_head), multi_avg_fn=average
+            )
             self.momentum.requires_grad_(False)
 
     @classmethod
@@ -78,18 +85,28 @@ class VQA(FusionTask):
     def forward(self, batch: Batch) -> Losses:
         """Return the loss of the answers; the labels of an answer outside the vocabulary are zeros.
 
-        Raises ConfigError in training mode if `before_step` was never called for the moving average.
+        Raises ConfigError in training mode if `before_step` was never called for the moving
+        average.
         """
-        fused, target_BV, head = self.fusion_model.features(batch), batch.labels_BL.nan_to_num(0.0), self.answer_head
+        fused, target_BV, head = (
+            self.fusion_model.features(batch),
+            batch.labels_BL.nan_to_num(0.0),
+            self.answer_head,
+        )
         if self.momentum is None or not self.training or not isinstance(head, DecoderHead):
             return Losses.sum(answers=head.loss(fused, target_BV))
         steps = int(self.momentum.n_averaged)
         if not steps:
-            message = "expected before_step(step) before the forward pass of each optimiser step; call it in your loop"
+            message = (
+                "expected before_step(step) before the forward pass of each optimiser "
+                "step; call it in your loop"
+            )
             raise ConfigError(message, "missing", field="before_step")
         teacher: Any = self.momentum.module
         with torch.no_grad():
-            teacher_NV, *_ = teacher.answer_head.score_targets(teacher.fusion_model.features(batch), target_BV)
+            teacher_NV, *_ = teacher.answer_head.score_targets(
+                teacher.fusion_model.features(batch), target_BV
+            )
         alpha = ramped_alpha(steps - 1, self.config.decoder.ramp_steps, self.config.decoder.alpha)
         return Losses.sum(answers=head.distilled_loss(fused, target_BV, teacher_NV, alpha))
 
@@ -100,8 +117,9 @@ class VQA(FusionTask):
             self.momentum.update_parameters(Answerer(self.fusion_model, self.answer_head))
 
     def answer_logits(self, batch: Batch) -> Tensor:
-        """(B, V): scores of `config.answers`. A decoder's are log-likelihoods, minus infinity for answers off the
-        shortlist."""
+        """(B, V): scores of `config.answers`. A decoder's are log-likelihoods, minus infinity for
+        answers off the shortlist.
+        """
         return self.answer_head.scores(self.fusion_model.features(batch))
 
     def predict(self, batch: Batch) -> AnswerPredictions:
@@ -115,7 +133,9 @@ class VQA(FusionTask):
         Raises ConfigError without a tokenizer, and for unequal numbers of images and questions.
         """
         if len(image_BCHW) != len(questions):
-            message = f"expected as many images as questions, got {len(image_BCHW)} and {len(questions)}"
+            message = (
+                f"expected as many images as questions, got {len(image_BCHW)} and {len(questions)}"
+            )
             raise ConfigError(message, "mismatch", field="questions")
         ids_BT, mask_BT = self.tokenize(list(questions))
         batch = Batch(
@@ -142,18 +162,22 @@ def create_vqa(
     """Create a VQA model with a new head from a checkpoint of a dual-encoder or fusion-encoder.
 
     Args:
-        start: checkpoint of a fusion-encoder, which is used completely; of a VQA model, whose head is replaced; or of a
-            dual-encoder, whose towers are used under a new fusion-encoder.
+        start: checkpoint of a fusion-encoder, which is used completely; of a VQA model, whose head
+            is replaced; or of a dual-encoder, whose towers are used under a new fusion-encoder.
         answers: the normalised vocabulary.
-        fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
-        image_size: side of the images in pixels, to which learned positions are interpolated; None: as in `start`.
+        fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those
+            of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None:
+            as in `start`.
         head: see `VQAConfig`.
         decoder: sizes of the decoder of the heads "ranking" and "generation"; ALBEF's by default.
-        head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's published one.
+        head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's
+            published one.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.
-        ConfigError: the vocabulary has fewer than two answers, or the head or the image size does not fit the model.
+        ConfigError: the vocabulary has fewer than two answers, or the head or the image size does
+            not fit the model.
     """
     model = open_fusion(start, fusion, image_size)
     return VQA.on(model, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)

@@ -1,4 +1,6 @@
-"""Base classes of dual-encoders, which embed images and texts apart and compare them in one space."""
+"""Base classes of dual-encoders, which embed images and texts apart and compare them in one
+space.
+"""
 
 import abc
 import contextlib
@@ -24,7 +26,14 @@ from medvl.encoders import (
 )
 from medvl.encoders.image.factory import image_has_projection
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
-from medvl.encoders.pretrained import CLIP_SCALARS, KeyMap, Pretrained, fitting_keys, load_strictly, read_source
+from medvl.encoders.pretrained import (
+    CLIP_SCALARS,
+    KeyMap,
+    Pretrained,
+    fitting_keys,
+    load_strictly,
+    read_source,
+)
 from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
@@ -35,8 +44,9 @@ from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
 Positives = Literal["own", "study", "text", "either"]
-"""Positives of an image among the texts of a batch, and vice versa: its own text only, as published; also those of the
-same study; also equal texts; or both. All others are negatives."""
+"""Positives of an image among the texts of a batch, and vice versa: its own text only, as
+published; also those of the same study; also equal texts; or both. All others are negatives.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,33 +61,46 @@ class DualEncoderConfig(TowersConfig):
     resize: Kernel = "area"
     """Kernel of the resize for inference; imported models have that of their released code."""
     pad_first: bool = False
-    """Add the borders of an image before its resize, for "pad" alone: as the released code of MedCLIP does."""
+    """Add the borders of an image before its resize, for "pad" alone: as the released code of
+    MedCLIP does.
+    """
     projection_dim: int = 512
     """E, dimension of the shared space."""
     max_tokens: int = 128
     vocab_size: int | None = None
-    """Embeddings of the text encoder; None takes the tokenizer's size where one is given, else the preset's."""
+    """Embeddings of the text encoder; None takes the tokenizer's size where one is given, else
+    the preset's.
+    """
 
     def __post_init__(self) -> None:
         check_within(self, "[1, inf)", "projection_dim")
         check_choice(getattr(self, "positives", "own"), get_args(Positives), "positives")
 
     def transform(self, **settings: Any) -> EvalTransform:
-        """Return the preparation of an image for inference, with further settings of `EvalTransform`."""
+        """Return the preparation of an image for inference, with further settings of
+        `EvalTransform`.
+        """
         return EvalTransform(
-            size=self.image_size, fit=self.fit, resize=self.resize, pad_first=self.pad_first, **settings
+            size=self.image_size,
+            fit=self.fit,
+            resize=self.resize,
+            pad_first=self.pad_first,
+            **settings,
         )
 
 
 class DualEncoder(TwoTowers):
-    """Two encoders with a projection head each; a system adds its loss, and its similarity unless it is the cosine.
+    """Two encoders with a projection head each; a system adds its loss, and its similarity unless
+    it is the cosine.
 
     Attributes:
-        patch_dropout: share of each image's patches that training drops, where the configuration has one.
-        reads_features: whether training batches may have the stored output of the frozen image encoder in place of
-            pixels (`image_features`).
-        zero_shot_prompts: prompt set of evaluations that name none (`medvl list prompts`); "statements" for systems
-            that are trained on statements or questions, and not on whole reports.
+        patch_dropout: share of each image's patches that training drops, where the configuration
+            has one.
+        reads_features: whether training batches may have the stored output of the frozen image
+            encoder in place of pixels (`image_features`).
+        zero_shot_prompts: prompt set of evaluations that name none (`medvl list prompts`);
+            "statements" for systems that are trained on statements or questions, and not on whole
+            reports.
     """
 
     reads_features: ClassVar[bool] = False
@@ -97,11 +120,15 @@ class DualEncoder(TwoTowers):
         self.image_head, self.text_head = image_head, text_head
         self.patch_dropout: float = getattr(config, "patch_dropout", 0.0)
         if self.patch_dropout and not image_encoder.can_drop_patches:
-            message = f"{image_encoder.name} cannot drop patches: take a vision Transformer, or patch_dropout 0"
+            message = (
+                f"{image_encoder.name} cannot drop patches: take a vision Transformer, or "
+                f"patch_dropout 0"
+            )
             raise ConfigError(message, "conflict", field="patch_dropout")
 
     def encode_image(self, image_BCHW: Tensor, *, normalize: bool = True) -> Tensor:
-        """Return (B, E), float32, from uint8 pixels or from normalised floats; L2-normalised unless `normalize=False`.
+        """Return (B, E), float32, from uint8 pixels or from normalised floats; L2-normalised unless
+        `normalize=False`.
 
         open_clip's `encode_image` does not normalise by default.
         """
@@ -109,11 +136,17 @@ class DualEncoder(TwoTowers):
         return F.normalize(vector_BE, dim=-1) if normalize else vector_BE
 
     def encode_text(
-        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None, *, normalize: bool = True
+        self,
+        texts: Sequence[str] | Tensor,
+        mask_BT: Tensor | None = None,
+        *,
+        normalize: bool = True,
     ) -> Tensor:
-        """Return (B, E), float32, from strings or from token ids (B, T) with their mask, as `encode_image`.
+        """Return (B, E), float32, from strings or from token ids (B, T) with their mask, as
+        `encode_image`.
 
-        Raises ConfigError for an empty list, for strings without a tokenizer, and for ids without a mask.
+        Raises ConfigError for an empty list, for strings without a tokenizer, and for ids without a
+        mask.
         """
         vector_BE = self.unnormalized_text(texts, mask_BT)
         return F.normalize(vector_BE, dim=-1) if normalize else vector_BE
@@ -124,18 +157,23 @@ class DualEncoder(TwoTowers):
         projected_BE: Tensor = self.image_head(features.pooled_BD)
         return projected_BE.float()
 
-    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Return (B, E) float32: `encode_text` before the normalisation. Arguments and errors are the same."""
+    def unnormalized_text(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return (B, E) float32: `encode_text` before the normalisation. Arguments and errors
+        are the same.
+        """
         ids_BT, mask_BT = self.tokenize(texts, mask_BT)
         projected_BE: Tensor = self.text_head(self.text_encoder(ids_BT, mask_BT).pooled_BD)
         return projected_BE.float()
 
     def image_features(self, batch: Batch) -> ImageFeatures:
-        """Return the output of the image encoder: that of the pixels, or the stored one of a batch without pixels.
+        """Return the output of the image encoder: that of the pixels, or the stored one of a batch
+        without pixels.
 
-        Stored are the pooled vector and the patches, one after another in `Batch.regions_BPD` (`medvl regions
-        --all-tokens`); a batch without any image gets zeros. A system that trains from this alone sets
-        `reads_features`.
+        Stored are the pooled vector and the patches, one after another in `Batch.regions_BPD`
+        (`medvl regions --all-tokens`); a batch without any image gets zeros. A system that trains
+        from this alone sets `reads_features`.
         """
         if batch.regions_BPD is None:
             features: ImageFeatures = self.image_encoder(batch.image_BCHW)
@@ -160,8 +198,8 @@ class DualEncoder(TwoTowers):
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the similarity of every image with every text; by default the cosine.
 
-        Takes embeddings, or pixels (N, C, H, W) and strings. Encode once with `embed_images` and `embed_texts` where
-        one side is compared more than once.
+        Takes embeddings, or pixels (N, C, H, W) and strings. Encode once with `embed_images` and
+        `embed_texts` where one side is compared more than once.
         """
         image_embeddings, text_embeddings = self.embedded(images, texts)
         return image_embeddings.global_NE @ text_embeddings.global_NE.T
@@ -170,7 +208,9 @@ class DualEncoder(TwoTowers):
         """Return (N,): the similarity of each image with the text of the same index."""
         return self.similarity(images, texts).diagonal()
 
-    def embedded(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> tuple[Embeddings, Embeddings]:
+    def embedded(
+        self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]
+    ) -> tuple[Embeddings, Embeddings]:
         """Return both arguments of `similarity` as embeddings."""
         return (
             images if isinstance(images, Embeddings) else self.embed_images(images),
@@ -178,47 +218,62 @@ class DualEncoder(TwoTowers):
         )
 
     def _draw_patches(self, image_BCHW: Tensor) -> Tensor | None:
-        """Return (B, K) int64, the patches of each image to encode, drawn at random in training; None for all."""
+        """Return (B, K) int64, the patches of each image to encode, drawn at random in training;
+        None for all.
+        """
         if not (self.training and self.patch_dropout):
             return None
         height, width = self.image_encoder.grid(image_BCHW.shape[2], image_BCHW.shape[3])
         device = image_BCHW.device
-        # The device's own generator, seeded by the training step too: a draw on the CPU would make the device wait.
-        generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-        return mask_patches(len(image_BCHW), height * width, self.patch_dropout, generator, device).kept_BK
+        # The device's own generator, seeded by the training step too: a draw on the CPU would make
+        # the device wait.
+        generator = (
+            torch.cuda.default_generators[device.index]
+            if device.type == "cuda"
+            else torch.default_generator
+        )
+        return mask_patches(
+            len(image_BCHW), height * width, self.patch_dropout, generator, device
+        ).kept_BK
 
 
 class ContrastiveEncoder(DualEncoder):
     """A dual-encoder whose loss depends on a batch through its embeddings only.
 
-    A system implements `compare_pairs`, and `embed_pairs` where it embeds more than images and texts. The two are
-    separate so that the trainer can encode a large batch part by part (`medvl.train.TrainConfig.grad_cache`).
+    A system implements `compare_pairs`, and `embed_pairs` where it embeds more than images and
+    texts. The two are separate so that the trainer can encode a large batch part by part
+    (`medvl.train.TrainConfig.grad_cache`).
     """
 
     needs_pairs: ClassVar[bool] = True
-    """Leave out rows that lack an image or a text. A system that sets it to False gives each side of `embed_pairs` the
-    rows that have it (`Embeddings.pair_N`)."""
+    """Leave out rows that lack an image or a text. A system that sets it to False gives each side
+    of `embed_pairs` the rows that have it (`Embeddings.pair_N`).
+    """
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Return the embeddings of all rows of a batch, or of a part of it."""
-        texts = self.embed_ids(batch.ids_BT, batch.mask_BT)  # first: packing the texts waits for the device
+        texts = self.embed_ids(
+            batch.ids_BT, batch.mask_BT
+        )  # first: packing the texts waits for the device
         return Pairs(images=self.embed_images(batch.image_BCHW), texts=texts)
 
     @abc.abstractmethod
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """Return the losses of the global batch; `pairs` are the pairs of this rank, which may have none.
+        """Return the losses of the global batch; `pairs` are the pairs of this rank, which may have
+        none.
 
-        At least one rank has a pair. Gather other ranks' embeddings with `medvl.losses.gather.gather` or
-        `Pairs.gather`.
+        At least one rank has a pair. Gather other ranks' embeddings with
+        `medvl.losses.gather.gather` or `Pairs.gather`.
         """
 
     @final
     def encode_pairs(self, batch: Batch) -> Pairs:
-        """Return the embeddings of a batch, or of a part of it; where `needs_pairs`, of its complete rows.
+        """Return the embeddings of a batch, or of a part of it; where `needs_pairs`, of its
+        complete rows.
 
-        Other rows are not encoded, so that their placeholders do not enter batch norms. Where no row is complete, all
-        rows are encoded, because every rank must use all weights. Running statistics are not updated in this case, nor
-        from a single row.
+        Other rows are not encoded, so that their placeholders do not enter batch norms. Where no
+        row is complete, all rows are encoded, because every rank must use all weights. Running
+        statistics are not updated in this case, nor from a single row.
         """
         row_K = None
         statistics: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -238,7 +293,8 @@ class ContrastiveEncoder(DualEncoder):
     def pair_losses(self, pairs: Pairs) -> Losses:
         """Return the losses of this rank's pairs among those of all ranks.
 
-        Where no rank has a pair, losses are 0 and all trained parameters get zero gradients, so that DDP does not hang.
+        Where no rank has a pair, losses are 0 and all trained parameters get zero gradients, so
+        that DDP does not hang.
         """
         if sum(rows_by_rank(len(pairs))):
             return self.compare_pairs(pairs)
@@ -246,19 +302,24 @@ class ContrastiveEncoder(DualEncoder):
         return Losses(0 * losses.total, {name: 0 * term for name, term in losses.terms.items()})
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the losses of a batch; negatives come from the global batch of all ranks, with gradient."""
+        """Return the losses of a batch; negatives come from the global batch of all ranks, with
+        gradient.
+        """
         return self.pair_losses(self.encode_pairs(batch))
 
 
 def groups_of(batch: Batch, positives: Positives) -> tuple[Tensor, ...]:
-    """Return the groups by which rows are positives of each other, (B,) int64 each, with equal numbers on every rank.
+    """Return the groups by which rows are positives of each other, (B,) int64 each, with equal
+    numbers on every rank.
 
     Raises ConfigError where positives come from studies and the batch has none.
     """
     groups = []
     if positives in ("study", "either"):
         if batch.studies is None:
-            message = f"positives is {positives!r}, but the batches have no studies: take 'text' or 'own'"
+            message = (
+                f"positives is {positives!r}, but the batches have no studies: take 'text' or 'own'"
+            )
             raise ConfigError(message, "conflict", field="positives")
         groups.append(name_ids(batch.studies).to(batch.ids_BT.device))
     if positives in ("text", "either"):
@@ -266,10 +327,14 @@ def groups_of(batch: Batch, positives: Positives) -> tuple[Tensor, ...]:
     return tuple(groups)
 
 
-def projection_head(in_features: int, out_features: int, hidden: int | None = None) -> nn.Sequential:
+def projection_head(
+    in_features: int, out_features: int, hidden: int | None = None
+) -> nn.Sequential:
     """Return Linear, ReLU, Linear; the hidden width is `hidden`, by default the input width."""
     width = hidden or in_features
-    return nn.Sequential(nn.Linear(in_features, width), nn.ReLU(inplace=True), nn.Linear(width, out_features))
+    return nn.Sequential(
+        nn.Linear(in_features, width), nn.ReLU(inplace=True), nn.Linear(width, out_features)
+    )
 
 
 # Encoders and heads of a CLIP-like model, from any library, with open_clip's rules for
@@ -287,13 +352,20 @@ def projection_head(in_features: int, out_features: int, hidden: int | None = No
 #     logit_scale, logit_bias         the same; the bias is SigLIP's
 
 
-def create_encoders(config: Any, image: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[ImageEncoder, TextEncoder]:
-    """Create both encoders of a system from the arguments that it sets and those of the configuration.
+def create_encoders(
+    config: Any, image: Mapping[str, Any], text: Mapping[str, Any]
+) -> tuple[ImageEncoder, TextEncoder]:
+    """Create both encoders of a system from the arguments that it sets and those of the
+    configuration.
 
     Raises ConfigError where both set the same argument.
     """
-    image_encoder = create_image_encoder(config.image_encoder, **_merged("image_arguments", image, config))
-    return image_encoder, create_text_encoder(config.text_encoder, **_merged("text_arguments", text, config))
+    image_encoder = create_image_encoder(
+        config.image_encoder, **_merged("image_arguments", image, config)
+    )
+    return image_encoder, create_text_encoder(
+        config.text_encoder, **_merged("text_arguments", text, config)
+    )
 
 
 def create_clip_encoders(
@@ -318,12 +390,22 @@ def create_clip_encoders(
     return create_encoders(config, image, text)
 
 
-def create_heads(config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> tuple[nn.Module, nn.Module]:
-    """Create a head for each encoder without a projection, into the space of the other, or of `projection_dim`."""
-    image_has, text_has = image_has_projection(config.image_encoder), text_has_projection(config.text_encoder)
+def create_heads(
+    config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+) -> tuple[nn.Module, nn.Module]:
+    """Create a head for each encoder without a projection, into the space of the other, or of
+    `projection_dim`.
+    """
+    image_has, text_has = (
+        image_has_projection(config.image_encoder),
+        text_has_projection(config.text_encoder),
+    )
     image_dim, text_dim = image_encoder.feature_dim, text_encoder.feature_dim
     if image_has and text_has and image_dim != text_dim:
-        message = f"projections of {image_dim} and {text_dim} dimensions: take encoders of one model, or set embed_dim"
+        message = (
+            f"projections of {image_dim} and {text_dim} dimensions: take encoders of one "
+            f"model, or set embed_dim"
+        )
         raise ConfigError(message, "mismatch", field="text_encoder")
     shared = image_dim if image_has else text_dim if text_has else config.projection_dim
     image_head = nn.Identity() if image_has else nn.Linear(image_dim, shared, bias=False)
@@ -332,26 +414,36 @@ def create_heads(config: Any, image_encoder: ImageEncoder, text_encoder: TextEnc
     if config.text_head == "linear":
         return image_head, nn.Linear(text_dim, shared, bias=False)
     middle = (text_dim + shared) // 2
-    layers = nn.Linear(text_dim, middle, bias=False), nn.GELU(), nn.Linear(middle, shared, bias=False)
+    layers = (
+        nn.Linear(text_dim, middle, bias=False),
+        nn.GELU(),
+        nn.Linear(middle, shared, bias=False),
+    )
     return image_head, nn.Sequential(*layers)
 
 
 def load_text_head(head: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Load open_clip's head of a Hugging Face encoder. Raises WeightsError naming `source` where it does not fit."""
+    """Load open_clip's head of a Hugging Face encoder. Raises WeightsError naming `source` where
+    it does not fit.
+    """
     if not isinstance(head, nn.Identity):
         own = {key: tensor for key, tensor in tensors.items() if key.startswith("text.proj.")}
         load_strictly(head, own, KeyMap(layouts=[[("text.proj.", "")]]), source)
 
 
 def read_whole_model(config: Any) -> tuple[str, dict[str, Tensor]] | None:
-    """Return the source, for messages, and the tensors of the one file with the pretrained weights of the whole model.
+    """Return the source, for messages, and the tensors of the one file with the pretrained weights
+    of the whole model.
 
     None where each encoder has its own.
     """
     if config.weights is not None:
         source, tensors = read_source(config.image_encoder, config.weights, None)
     else:
-        presets: Any = IMAGE_PRESETS.get(config.image_encoder), TEXT_PRESETS.get(config.text_encoder)
+        presets: Any = (
+            IMAGE_PRESETS.get(config.image_encoder),
+            TEXT_PRESETS.get(config.text_encoder),
+        )
         published = {None if preset is None else preset.weights for preset in presets}
         weights = published.pop()
         if published or weights is None:
@@ -361,11 +453,17 @@ def read_whole_model(config: Any) -> tuple[str, dict[str, Tensor]] | None:
 
 
 def _merged(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return an encoder's arguments with those of the configuration. Raises ConfigError where both set the same one."""
+    """Return an encoder's arguments with those of the configuration. Raises ConfigError where
+    both set the same one.
+    """
     arguments: Mapping[str, Any] = getattr(config, field)
     twice = sorted(name for name in arguments if settings.get(name) is not None)
     if twice:
-        raise ConfigError(f"{field} cannot set {', '.join(twice)}: use the system's settings", "conflict", field=field)
+        raise ConfigError(
+            f"{field} cannot set {', '.join(twice)}: use the system's settings",
+            "conflict",
+            field=field,
+        )
     return {**settings, **arguments}
 
 
@@ -378,11 +476,13 @@ class BertDualConfig(DualEncoderConfig):
     """Settings of a dual-encoder with a BERT-like text encoder."""
 
     frozen_text_layers: int = 0
-    """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains everything. They keep
-    their dropout, as in LoVT's code."""
+    """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains
+    everything. They keep their dropout, as in LoVT's code.
+    """
     attention_dropout: float | None = None
-    """Dropout of the text encoder's attention in training; None is its default, 0.1 in BERT. At 0, packed text uses the
-    GPU's kernel for sequences of unequal length."""
+    """Dropout of the text encoder's attention in training; None is its default, 0.1 in BERT. At 0,
+    packed text uses the GPU's kernel for sequences of unequal length.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -391,7 +491,9 @@ class BertDualConfig(DualEncoderConfig):
 
 
 class BertDualEncoder(ContrastiveEncoder):
-    """A contrastive dual-encoder that implements `make_heads`, and `encoder_arguments` where it needs others."""
+    """A contrastive dual-encoder that implements `make_heads`, and `encoder_arguments` where it
+    needs others.
+    """
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -406,17 +508,25 @@ class BertDualEncoder(ContrastiveEncoder):
         )
         freeze_layers(encoders[1], config.frozen_text_layers, eval_mode=False)
         heads: dict[str, Any] = {**cls.make_heads(config, *encoders)}
-        return cls(config, *encoders, **heads, transform=cls.make_transform(config), tokenizer=tokenizer)
+        return cls(
+            config, *encoders, **heads, transform=cls.make_transform(config), tokenizer=tokenizer
+        )
 
     @classmethod
     def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system sets."""
+        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system
+        sets.
+        """
         return {}, {}
 
     @classmethod
     @abc.abstractmethod
-    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, nn.Module]:
-        """Return the modules behind the encoders, by name of the constructor's argument: image_head, text_head, ..."""
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, nn.Module]:
+        """Return the modules behind the encoders, by name of the constructor's argument:
+        image_head, text_head, ...
+        """
 
     @classmethod
     def make_transform(cls, config: Any) -> EvalTransform:
@@ -435,7 +545,9 @@ class ScaleConfig(DualEncoderConfig):
     temperature: float = 0.07
     """Initial temperature; the logarithm of its inverse, the scale, is learned."""
     max_scale: float | None = 100.0
-    """Upper bound of the scale, applied before each training step (CLIP, section 2.5); None has no bound."""
+    """Upper bound of the scale, applied before each training step (CLIP, section 2.5); None has
+    no bound.
+    """
     min_scale: float | None = None
     """Lower bound of the scale, likewise; MedCLIP's is 1."""
 
@@ -447,7 +559,8 @@ class ScaleConfig(DualEncoderConfig):
 
 
 class LearnedScale(ContrastiveEncoder):
-    """A contrastive system whose temperature is learned, from `config.temperature` up to `config.max_scale`.
+    """A contrastive system whose temperature is learned, from `config.temperature` up to
+    `config.max_scale`.
 
     Attributes:
         logit_scale: logarithm of the inverse temperature.
@@ -464,9 +577,12 @@ class LearnedScale(ContrastiveEncoder):
         return self.logit_scale.exp()
 
     def clamp_scale(self) -> None:
-        """Limit the scale to its bounds in place: beyond a clamp in the loss, the scale would have no gradient."""
+        """Limit the scale to its bounds in place: beyond a clamp in the loss, the scale would
+        have no gradient.
+        """
         least, most = (
-            None if bound is None else math.log(bound) for bound in (self.config.min_scale, self.config.max_scale)
+            None if bound is None else math.log(bound)
+            for bound in (self.config.min_scale, self.config.max_scale)
         )
         if least is not None or most is not None:
             with torch.no_grad():

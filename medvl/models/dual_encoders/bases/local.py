@@ -28,7 +28,9 @@ from medvl.schema import Embeddings, ImageFeatures
 
 
 class TextMaps(DualEncoder):
-    """A dual-encoder that implements `cell_maps`, and `map_grid` where its cells are not the image encoder's."""
+    """A dual-encoder that implements `cell_maps`, and `map_grid` where its cells are not the
+    image encoder's.
+    """
 
     @abc.abstractmethod
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
@@ -41,16 +43,21 @@ class TextMaps(DualEncoder):
 
     @torch.no_grad()
     def attention_maps(
-        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
+        self,
+        image_BCHW: Tensor,
+        texts: Sequence[str],
+        original_sizes: Sequence[tuple[int, int]] | None = None,
     ) -> list[Tensor]:
-        """Return the heat map of each text in its image (`cell_maps`): one (H, W) float32 per pair, in original pixels.
+        """Return the heat map of each text in its image (`cell_maps`): one (H, W) float32 per pair,
+        in original pixels.
 
         Pixels that `transform` cut off are NaN. Call it in eval mode.
 
         Args:
             image_BCHW: images from `transform`.
             texts: one text for each image.
-            original_sizes: (height, width) of the images before `transform`; None gives maps over the model's input.
+            original_sizes: (height, width) of the images before `transform`; None gives maps over
+                the model's input.
         """
         map_Bhw = self.cell_maps(image_BCHW, texts).float().unflatten(1, self.map_grid(image_BCHW))
         return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
@@ -59,7 +66,9 @@ class TextMaps(DualEncoder):
 # Scores of all pairs of two sides by a network that reads both, in exact chunks (CARZero).
 
 _CHUNK_BYTES, _CHUNK_TENSORS = 2**29, 4
-"""Memory of the network's widest states for one chunk of queries, and how many of them it holds at once."""
+"""Memory of the network's widest states for one chunk of queries, and how many of them it holds
+at once.
+"""
 
 
 def score_head(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequential:
@@ -73,14 +82,16 @@ def score_head(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequenti
 
 
 def unnormalized(unit_NE: Tensor) -> Tensor:
-    """Return unit vectors at a norm of sqrt(E), at which a LayerNorm's epsilon is as small as for published ones, which
-    are not L2-normalised."""
+    """Return unit vectors at a norm of sqrt(E), at which a LayerNorm's epsilon is as small as for
+    published ones, which are not L2-normalised.
+    """
     return unit_NE * unit_NE.shape[1] ** 0.5
 
 
 def with_global(global_NE: Tensor, local_NPE: Tensor, mask_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (N, K, E) and its mask (N, K), K = 1 + P: the unit vector of each row, unnormalised, then its regions or
-    words."""
+    """Return (N, K, E) and its mask (N, K), K = 1 + P: the unit vector of each row, unnormalised,
+    then its regions or words.
+    """
     memory_NKE = torch.cat([unnormalized(global_NE)[:, None], local_NPE], dim=1)
     return memory_NKE, torch.cat([mask_NP.new_ones(len(mask_NP), 1), mask_NP], dim=1)
 
@@ -101,15 +112,20 @@ def pair_scores(
         memory_NKE, mask_NK: vectors of each row, and True on the real ones.
         query_ME: queries of all rows, unit vectors.
         width: width of the network's widest states.
-        chunk: number of queries at a time, by default as many as fit in 512 MiB; chunks are recomputed backwards.
+        chunk: number of queries at a time, by default as many as fit in 512 MiB; chunks are
+            recomputed backwards.
     """
     rows = len(memory_NKE)
-    if not rows:  # a rank without pairs: attention needs a row, and DDP the gradients of all weights
+    if (
+        not rows
+    ):  # a rank without pairs: attention needs a row, and DDP the gradients of all weights
         memory_NKE = torch.cat([memory_NKE, memory_NKE.new_zeros(1, *memory_NKE.shape[1:])])
         mask_NK = mask_NK.new_ones(1, mask_NK.shape[1])
 
     def score(memory_NKE: Tensor, query_CE: Tensor, mask_NK: Tensor) -> Tensor:
-        return read(query_CE.expand(len(memory_NKE), -1, -1), memory_NKE, mask_NK).squeeze(2).float()
+        return (
+            read(query_CE.expand(len(memory_NKE), -1, -1), memory_NKE, mask_NK).squeeze(2).float()
+        )
 
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * _CHUNK_TENSORS * width * max(1, rows)))
     return in_chunks(score, memory_NKE, unnormalized(query_ME), mask_NK, chunk=chunk)[:rows]
@@ -123,8 +139,11 @@ def pair_scores(
 # Shape letters are those of `medvl.schema`; slot 0 is the text's first token.
 
 
-def word_slots(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False) -> Tensor:
-    """Return (B, T) int64: 0 for the text's first token, from 1 for its words, -1 for padding and the last token.
+def word_slots(
+    tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False
+) -> Tensor:
+    """Return (B, T) int64: 0 for the text's first token, from 1 for its words, -1 for padding and
+    the last token.
 
     With `last_token`, the last token ([SEP]) has the slot after the words.
     """
@@ -132,7 +151,9 @@ def word_slots(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor, *, last_to
     slot_BT = torch.where(slot_BT >= 0, slot_BT + 1, slot_BT)
     slot_BT[:, 0] = torch.where(mask_BT[:, 0], 0, -1)
     if last_token:
-        slot_BT = torch.where(mask_BT & (slot_BT < 0), slot_BT.amax(dim=1, keepdim=True) + 1, slot_BT)
+        slot_BT = torch.where(
+            mask_BT & (slot_BT < 0), slot_BT.amax(dim=1, keepdim=True) + 1, slot_BT
+        )
     return slot_BT
 
 
@@ -142,13 +163,16 @@ def most_slots(slot_BT: Tensor) -> int:
 
 
 def sum_by_slot(tokens_BTD: Tensor, slot_BT: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return (words_BWD, mask_BW): the sum of the tokens of each slot, in float32; W is `width`, from `most_slots`.
+    """Return (words_BWD, mask_BW): the sum of the tokens of each slot, in float32; W is `width`,
+    from `most_slots`.
 
     Slots of a text are numbered from 0 without a gap; tokens at -1 are ignored.
     """
     count_B = slot_BT.amax(dim=1) + 1
     place_BTD = torch.where(slot_BT >= 0, slot_BT, width)[:, :, None].expand_as(tokens_BTD)
-    words_BWD = tokens_BTD.new_zeros(len(tokens_BTD), width + 1, tokens_BTD.shape[2], dtype=torch.float32)
+    words_BWD = tokens_BTD.new_zeros(
+        len(tokens_BTD), width + 1, tokens_BTD.shape[2], dtype=torch.float32
+    )
     words_BWD = words_BWD.scatter_add(1, place_BTD, tokens_BTD.float())[:, :width]
     return words_BWD, torch.arange(width, device=slot_BT.device) < count_B[:, None]
 
@@ -160,13 +184,16 @@ class LocalDualConfig(BertDualConfig):
     margin: int = 0
     """Pixels cut off on every side after the image was made square."""
     encoder_size: int | None = None
-    """Side to which the image encoder stretches images on the device, bilinearly, wherever it is used; None is
-    `image_size`, and images of any size are encoded as they are."""
+    """Side to which the image encoder stretches images on the device, bilinearly, wherever it is
+    used; None is `image_size`, and images of any size are encoded as they are.
+    """
     pixel_mean: float | None = None
     pixel_std: float | None = None
     """Mean and standard deviation of pixels in 0..1; None takes the image encoder's."""
     patch_level: int = -1
-    """Stage of the image encoder that regions come from: -1 is the last one, the only one of vision Transformers."""
+    """Stage of the image encoder that regions come from: -1 is the last one, the only one of
+    vision Transformers.
+    """
     text_layers: int = 1
     """Number of last layers of the text encoder that are combined."""
     text_reduce: Literal["sum", "mean"] = "sum"
@@ -186,26 +213,32 @@ class LocalDualConfig(BertDualConfig):
 class LocalDualEncoder(TextMaps, BertDualEncoder):
     """A dual-encoder whose images have regions and whose texts have words, in the shared space.
 
-    Regions come from a stage of the image encoder. A text is the combination of its encoder's last layers; a word is
-    the sum of its sub-words. Regions and words are float32, also under autocast, and are not L2-normalised. A model
-    without a tokenizer has no words.
+    Regions come from a stage of the image encoder. A text is the combination of its encoder's last
+    layers; a word is the sum of its sub-words. Regions and words are float32, also under autocast,
+    and are not L2-normalised. A model without a tokenizer has no words.
 
     Attributes:
-        region_head, word_head: maps to the shared space; by default as in GLoRIA: linear, without a bias, and Identity
-            for a text encoder as wide as the shared space. A `BatchNormHead` gets the mask of the words.
-        weighs_words: whether texts have `Embeddings.weight_NP`: the attention of the text's first token to each
-            word in the last layer, averaged over heads and summed over sub-words. The same applies to images, from the
-            class token to each region, where the image encoder has such attention (`ImageEncoder.has_attention`).
+        region_head, word_head: maps to the shared space; by default as in GLoRIA: linear, without a
+            bias, and Identity for a text encoder as wide as the shared space. A `BatchNormHead`
+            gets the mask of the words.
+        weighs_words: whether texts have `Embeddings.weight_NP`: the attention of the text's first
+            token to each word in the last layer, averaged over heads and summed over sub-words. The
+            same applies to images, from the class token to each region, where the image encoder has
+            such attention (`ImageEncoder.has_attention`).
     """
 
     weighs_words: ClassVar[bool] = False
 
-    def __init__(self, config: Any, *args: Any, region_head: nn.Module, word_head: nn.Module, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, region_head: nn.Module, word_head: nn.Module, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.region_head, self.word_head = region_head, word_head
 
     @classmethod
-    def encoder_arguments(cls, config: LocalDualConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def encoder_arguments(
+        cls, config: LocalDualConfig
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class."""
         image = {
             "image_size": config.encoder_size or config.image_size,
@@ -236,11 +269,14 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
 
     @abc.abstractmethod
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
-        """Return (B, W, P) float32: attention of each word over the regions of its own image; 0 for padding."""
+        """Return (B, W, P) float32: attention of each word over the regions of its own image; 0
+        for padding.
+        """
 
     @abc.abstractmethod
     def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
-        """Return (B, W): shares of words in a text's heat map, from the cosine of each with the regions it attends to.
+        """Return (B, W): shares of words in a text's heat map, from the cosine of each with the
+        regions it attends to.
 
         Shares sum to 1, and to 0 for a text without words.
         """
@@ -256,26 +292,35 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         return Embeddings(F.normalize(vector_BE, dim=-1), local_BPE, None, weight_BP)
 
     def _pooled_images(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (B, E) float32, not normalised, the patches (B, P, D), and the weights of regions."""
+        """Return (B, E) float32, not normalised, the patches (B, P, D), and the weights of
+        regions.
+        """
         output_attention = self.weighs_words and self.image_encoder.has_attention
         features = self.image_encoder(image_BCHW, output_attention=output_attention)
         pooled_BD, weight_BP = self.pool_regions(features)
         return self.image_head(pooled_BD).float(), features.patches_BPD, weight_BP
 
     def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
-        """Return (B, D), the vector of each image for `image_head`, and (B, P), weights of its regions, or None."""
+        """Return (B, D), the vector of each image for `image_head`, and (B, P), weights of its
+        regions, or None.
+        """
         return features.pooled_BD, features.attention_BP
 
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
-        """Return texts as `similarity` takes them, with their words. Raises ConfigError without a tokenizer."""
+        """Return texts as `similarity` takes them, with their words. Raises ConfigError without
+        a tokenizer.
+        """
         return self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT))
 
     def word_slots(self, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False) -> Tensor:
         """Return `words.word_slots` with this model's tokenizer. Raises ConfigError without one."""
-        return word_slots(self.require_tokenizer("finding words"), ids_BT, mask_BT, last_token=last_token)
+        return word_slots(
+            self.require_tokenizer("finding words"), ids_BT, mask_BT, last_token=last_token
+        )
 
     def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
-        """Return texts as `similarity` takes them, with one local feature for each slot of tokens, such as a word.
+        """Return texts as `similarity` takes them, with one local feature for each slot of tokens,
+        such as a word.
 
         `slot_BT` is int64, from 0 and -1 on tokens outside of all slots.
         """
@@ -289,23 +334,29 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
             words_BWD, mask_BW = words_BWD[:, 1:], mask_BW[:, 1:]
             weight_BW = None if weight_BW is None else weight_BW[:, 1:]
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
-        return Embeddings(global_BE, self._project(self.word_head, words_BWD, mask_BW), mask_BW, weight_BW)
+        return Embeddings(
+            global_BE, self._project(self.word_head, words_BWD, mask_BW), mask_BW, weight_BW
+        )
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
         """See the base class: the attention of each text's words, weighted by `weigh_words`.
 
-        The text's first token takes part in the attention and is not shown. Over the grid of regions a map sums to 1,
-        and to 0 for a text without words.
+        The text's first token takes part in the attention and is not shown. Over the grid of
+        regions a map sums to 1, and to 0 for a text without words.
         """
         words_BWE, mask_BW, regions_BPE, attention_BWP = self._attended(image_BCHW, texts)
-        match_BW = F.cosine_similarity(attention_BWP @ regions_BPE.float(), words_BWE.float(), dim=2)
+        match_BW = F.cosine_similarity(
+            attention_BWP @ regions_BPE.float(), words_BWE.float(), dim=2
+        )
         return torch.einsum("bw,bwp->bp", self.weigh_words(match_BW, mask_BW), attention_BWP)
 
     @torch.no_grad()
     def word_attention(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return (attention_BWhw, mask_BW): attention of every word of text i over the grid of regions of image i.
+        """Return (attention_BWhw, mask_BW): attention of every word of text i over the grid of
+        regions of image i.
 
-        Words are the tokenizer's, in order. Raises ConfigError unless there are as many texts as images.
+        Words are the tokenizer's, in order. Raises ConfigError unless there are as many texts as
+        images.
         """
         _, mask_BW, _, attention_BWP = self._attended(image_BCHW, texts)
         return attention_BWP.unflatten(2, self.map_grid(image_BCHW)), mask_BW
@@ -314,8 +365,12 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         """Return texts with their words only, without the text's first token."""
         return _without_first(texts) if self.config.text_token else texts
 
-    def _attended(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return words_BWE, mask_BW, regions_BPE and attention_BWP, without the text's first token."""
+    def _attended(
+        self, image_BCHW: Tensor, texts: Sequence[str]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return words_BWE, mask_BW, regions_BPE and attention_BWP, without the text's first
+        token.
+        """
         if len(image_BCHW) != len(texts):
             message = f"expected as many texts as images, got {len(texts)} and {len(image_BCHW)}"
             raise ConfigError(message, "mismatch", field="texts")
@@ -323,16 +378,29 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         regions_BPE, _ = local_features(self.embed_images(image_BCHW))
         attention_BWP = self.attend(regions_BPE, *local_features(embedded))
         words_BWE, mask_BW = local_features(self.without_first_token(embedded))
-        return words_BWE, mask_BW, regions_BPE, attention_BWP[:, attention_BWP.shape[1] - words_BWE.shape[1] :]
+        return (
+            words_BWE,
+            mask_BW,
+            regions_BPE,
+            attention_BWP[:, attention_BWP.shape[1] - words_BWE.shape[1] :],
+        )
 
     def map_grid(self, image_BCHW: Tensor) -> tuple[int, int]:
         """Return (h, w) of the regions."""
         return self.image_encoder.grid(*image_BCHW.shape[2:])
 
-    def _project(self, head: nn.Module, features_NPD: Tensor, mask_NP: Tensor | None = None) -> Tensor:
-        """Return (N, P, E) float32. Autocast would round regions and words before a softmax of their raw products."""
+    def _project(
+        self, head: nn.Module, features_NPD: Tensor, mask_NP: Tensor | None = None
+    ) -> Tensor:
+        """Return (N, P, E) float32. Autocast would round regions and words before a softmax of
+        their raw products.
+        """
         with full_precision(features_NPD):
-            arguments = (features_NPD.float(), mask_NP) if isinstance(head, BatchNormHead) else (features_NPD.float(),)
+            arguments = (
+                (features_NPD.float(), mask_NP)
+                if isinstance(head, BatchNormHead)
+                else (features_NPD.float(),)
+            )
             local_NPE: Tensor = head(*arguments)
         norm = self.config.local_feature_norm
         return local_NPE if norm is None else norm * F.normalize(local_NPE, dim=-1)
@@ -342,13 +410,22 @@ def local_features(embeddings: Embeddings) -> tuple[Tensor, Tensor]:
     """Return (local_NPE, mask_NP). Raises ConfigError for embeddings without regions or words."""
     local_NPE, mask_NP = embeddings.local_NPE, embeddings.mask_NP
     if local_NPE is None:
-        message = "embeddings without regions or words: use this model's embed_images and embed_texts"
+        message = (
+            "embeddings without regions or words: use this model's embed_images and embed_texts"
+        )
         raise ConfigError(message, "missing")
-    return local_NPE, torch.ones_like(local_NPE[..., 0], dtype=torch.bool) if mask_NP is None else mask_NP
+    return local_NPE, torch.ones_like(
+        local_NPE[..., 0], dtype=torch.bool
+    ) if mask_NP is None else mask_NP
 
 
 def local_contrast(
-    images: Embeddings, texts: Embeddings, temp1: float, temp2: float, temp3: float, pool: WordPool = "sum"
+    images: Embeddings,
+    texts: Embeddings,
+    temp1: float,
+    temp2: float,
+    temp3: float,
+    pool: WordPool = "sum",
 ) -> Tensor:
     """Return the sum of both directions of `losses.gloria_local` over all ranks.
 
@@ -356,7 +433,9 @@ def local_contrast(
     """
     regions_NPE, _ = local_features(images)
     words_NWE, mask_NW = local_features(texts)
-    similarity_NN = gather(gloria_similarity(regions_NPE, words_NWE, mask_NW, temp1, temp2, pool=pool))
+    similarity_NN = gather(
+        gloria_similarity(regions_NPE, words_NWE, mask_NW, temp1, temp2, pool=pool)
+    )
     return torch.stack(gloria_contrast(similarity_NN, mask_NW.any(dim=1), temp3)).sum()
 
 
@@ -367,7 +446,11 @@ def _without_first(texts: Embeddings) -> Embeddings:
 
 
 def _linear_unless_equal(in_features: int, out_features: int) -> nn.Module:
-    return nn.Identity() if in_features == out_features else nn.Linear(in_features, out_features, bias=False)
+    return (
+        nn.Identity()
+        if in_features == out_features
+        else nn.Linear(in_features, out_features, bias=False)
+    )
 
 
 # Words of a text with its padding, as the released code of CARZero reads them.
@@ -378,12 +461,15 @@ class PaddedWordsConfig(LocalDualConfig):
     """Settings of a dual-encoder that may read the padding of its texts."""
 
     padded_memory: bool = False
-    """Let images read [SEP] and the padding of texts up to `max_tokens`, as the released code does: set for imported
-    models, whose scores depend on it."""
+    """Let images read [SEP] and the padding of texts up to `max_tokens`, as the released code does:
+    set for imported models, whose scores depend on it.
+    """
 
 
 class PaddedWords(LocalDualEncoder):
-    """A dual-encoder whose texts have [SEP] and, up to `max_tokens`, zeros among their words (`padded_memory`)."""
+    """A dual-encoder whose texts have [SEP] and, up to `max_tokens`, zeros among their words
+    (`padded_memory`).
+    """
 
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
         """See the base class."""
@@ -392,4 +478,6 @@ class PaddedWords(LocalDualEncoder):
         texts = self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT, last_token=True))
         words_NWE, _ = local_features(texts)
         padded_NWE = F.pad(words_NWE, (0, 0, 0, self.config.max_tokens - words_NWE.shape[1]))
-        return Embeddings(texts.global_NE, padded_NWE, torch.ones_like(padded_NWE[..., 0], dtype=torch.bool))
+        return Embeddings(
+            texts.global_NE, padded_NWE, torch.ones_like(padded_NWE[..., 0], dtype=torch.bool)
+        )

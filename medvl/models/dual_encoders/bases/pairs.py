@@ -16,8 +16,8 @@ from medvl.schema import Embeddings
 class Pairs:
     """Named sides of B pairs: images, texts, and any others that a system compares.
 
-    A side has one row per pair, or any number of rows with `Embeddings.pair_N`. Without labels, at least one side has
-    one row per pair.
+    A side has one row per pair, or any number of rows with `Embeddings.pair_N`. Without labels, at
+    least one side has one row per pair.
     """
 
     images: Embeddings
@@ -64,17 +64,26 @@ class Pairs:
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """Return the pairs of all parts in order, local features padded to the longest; differentiable."""
+        """Return the pairs of all parts in order, local features padded to the longest;
+        differentiable.
+        """
         starts = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0).tolist()
         names = parts[0].sides
         sides = {
-            name: cat([_shifted(part.sides[name], start) for part, start in zip(parts, starts, strict=False)])
+            name: cat(
+                [
+                    _shifted(part.sides[name], start)
+                    for part, start in zip(parts, starts, strict=False)
+                ]
+            )
             for name in names
         }
         groups = zip(*(part.groups for part in parts), strict=True)
         labels = [part.labels_BL for part in parts if part.labels_BL is not None]
         return parts[0]._with_sides(
-            sides, tuple(torch.cat(group) for group in groups), torch.cat(labels) if labels else None
+            sides,
+            tuple(torch.cat(group) for group in groups),
+            torch.cat(labels) if labels else None,
         )
 
     def gather(self, *, local: bool = True) -> Self:
@@ -86,12 +95,17 @@ class Pairs:
         if len(counts) == 1:
             return self
         start = sum(counts[: torch.distributed.get_rank()])
-        sides = {name: gather_side(_shifted(side, start), local=local) for name, side in self.sides.items()}
+        sides = {
+            name: gather_side(_shifted(side, start), local=local)
+            for name, side in self.sides.items()
+        }
         labels_BL = None if self.labels_BL is None else gather(self.labels_BL)
         return self._with_sides(sides, tuple(map(gather, self.groups)), labels_BL)
 
     def placeholder(self) -> Self:
-        """Return two pairs of constant embeddings with the sides of this one, whose tensors get zero gradients."""
+        """Return two pairs of constant embeddings with the sides of this one, whose tensors get
+        zero gradients.
+        """
         zero = torch.stack([tensor.float().sum() for tensor in self.tensors()]).sum() * 0
 
         def constant(tensor: Tensor | None) -> Tensor | None:
@@ -101,18 +115,32 @@ class Pairs:
             return tensor.new_full(shape, shape[-1] ** -0.5) + zero.to(tensor.dtype)
 
         def of_side(side: Embeddings) -> Embeddings:
-            mask_NP = None if side.mask_NP is None else side.mask_NP.new_ones(2, max(side.mask_NP.shape[1], 1))
+            mask_NP = (
+                None
+                if side.mask_NP is None
+                else side.mask_NP.new_ones(2, max(side.mask_NP.shape[1], 1))
+            )
             pair_N, group_N = (
-                None if each is None else torch.arange(2, device=each.device) for each in (side.pair_N, side.group_N)
+                None if each is None else torch.arange(2, device=each.device)
+                for each in (side.pair_N, side.group_N)
             )
             global_NE = constant(side.global_NE)
             assert global_NE is not None
-            return Embeddings(global_NE, constant(side.local_NPE), mask_NP, constant(side.weight_NP), pair_N, group_N)
+            return Embeddings(
+                global_NE,
+                constant(side.local_NPE),
+                mask_NP,
+                constant(side.weight_NP),
+                pair_N,
+                group_N,
+            )
 
         return self._with_sides(
             {name: of_side(side) for name, side in self.sides.items()},
             tuple(torch.arange(2, device=group_B.device) for group_B in self.groups),
-            None if self.labels_BL is None else self.labels_BL.new_zeros(2, self.labels_BL.shape[1]),
+            None
+            if self.labels_BL is None
+            else self.labels_BL.new_zeros(2, self.labels_BL.shape[1]),
         )
 
     def _with_sides(
@@ -120,25 +148,37 @@ class Pairs:
     ) -> Self:
         others = {name: side for name, side in sides.items() if name in self.others}
         return type(self)(
-            images=sides["images"], texts=sides["texts"], others=others, groups=groups, labels_BL=labels_BL
+            images=sides["images"],
+            texts=sides["texts"],
+            others=others,
+            groups=groups,
+            labels_BL=labels_BL,
         )
 
 
 def take(side: Embeddings, index: Tensor | slice) -> Embeddings:
     """Return some rows of a side; differentiable."""
     others = (side.local_NPE, side.mask_NP, side.weight_NP, side.pair_N, side.group_N)
-    return Embeddings(side.global_NE[index], *(None if tensor is None else tensor[index] for tensor in others))
+    return Embeddings(
+        side.global_NE[index], *(None if tensor is None else tensor[index] for tensor in others)
+    )
 
 
 def cat(parts: Sequence[Embeddings]) -> Embeddings:
-    """Return the rows of all parts in order, local features padded with zeros to the longest; differentiable."""
+    """Return the rows of all parts in order, local features padded with zeros to the longest;
+    differentiable.
+    """
     locals_ = [part.local_NPE for part in parts if part.local_NPE is not None]
     longest = max((local_NPE.shape[1] for local_NPE in locals_), default=0)
 
     def padded(tensors: Sequence[Tensor | None], dims: int) -> Tensor | None:
         present = [tensor for tensor in tensors if tensor is not None]
         before = (0, 0) * (dims - 2)
-        return torch.cat([F.pad(each, (*before, 0, longest - each.shape[1])) for each in present]) if present else None
+        return (
+            torch.cat([F.pad(each, (*before, 0, longest - each.shape[1])) for each in present])
+            if present
+            else None
+        )
 
     pair = [part.pair_N for part in parts if part.pair_N is not None]
     group = [part.group_N for part in parts if part.group_N is not None]
@@ -153,9 +193,13 @@ def cat(parts: Sequence[Embeddings]) -> Embeddings:
 
 
 def gather_side(side: Embeddings, *, local: bool = True) -> Embeddings:
-    """Return the rows of all ranks; with `local` False, without local features. `pair_N` is gathered as it is."""
+    """Return the rows of all ranks; with `local` False, without local features. `pair_N` is
+    gathered as it is.
+    """
     global_NE = gather(side.global_NE)
-    pair_N, group_N = (None if each is None else gather(each) for each in (side.pair_N, side.group_N))
+    pair_N, group_N = (
+        None if each is None else gather(each) for each in (side.pair_N, side.group_N)
+    )
     if side.local_NPE is None or not local:
         return Embeddings(global_NE, pair_N=pair_N, group_N=group_N)
     if side.mask_NP is None:  # regions: as many in every image
@@ -175,7 +219,8 @@ def gather_global(pairs: Pairs) -> tuple[Tensor, Tensor, list[Tensor]]:
 def negatives(pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Return own_B, the row of each pair of this rank among those of all ranks, and other_BN.
 
-    other_BN is True on the pairs of all ranks that are not the pair itself and agree with it in none of the groups.
+    other_BN is True on the pairs of all ranks that are not the pair itself and agree with it in
+    none of the groups.
     """
     counts = rows_by_rank(len(pairs))
     start = sum(counts[: torch.distributed.get_rank()]) if len(counts) > 1 else 0

@@ -1,4 +1,6 @@
-"""Base of systems that predict a list of entities with a query decoder over an image's grid (MedKLIP, KAD, MAVL)."""
+"""Base of systems that predict a list of entities with a query decoder over an image's grid
+(MedKLIP, KAD, MAVL).
+"""
 
 import contextlib
 import dataclasses
@@ -19,7 +21,11 @@ from medvl.errors import CheckpointError, ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.precision import full_precision
 from medvl.models.base import list_of_texts
-from medvl.models.dual_encoders.bases.base import DualEncoderConfig, create_encoders, projection_head
+from medvl.models.dual_encoders.bases.base import (
+    DualEncoderConfig,
+    create_encoders,
+    projection_head,
+)
 from medvl.models.dual_encoders.bases.local import TextMaps
 from medvl.models.dual_encoders.parts.heads import mask_of
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
@@ -29,9 +35,11 @@ from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 
 class QueryBook(nn.Module):
-    """Vectors of sentences, (Q, D), and the hash of these sentences: buffers that move and are saved with the model.
+    """Vectors of sentences, (Q, D), and the hash of these sentences: buffers that move and are
+    saved with the model.
 
-    Released systems keep such vectors as plain tensors, so that another text encoder silently gives other queries.
+    Released systems keep such vectors as plain tensors, so that another text encoder silently gives
+    other queries.
 
     Args:
         sentences: in the order of the rows.
@@ -65,13 +73,18 @@ class QueryBook(nn.Module):
                 self.vectors_QD.copy_(encode(self.sentences))
             self.sha256.copy_(expected)
         elif not torch.equal(self.sha256.cpu(), expected):
-            message = "the saved queries are those of other sentences: load the checkpoint with its own settings"
+            message = (
+                "the saved queries are those of other sentences: load the checkpoint with "
+                "its own settings"
+            )
             raise CheckpointError(message, "mismatch", field="entities")
         self._is_checked = True
 
 
 def _check_again(book: Any, incompatible_keys: Any) -> None:
-    """Let `fill` look at the vectors that were loaded: a checkpoint from before the first batch has none."""
+    """Let `fill` look at the vectors that were loaded: a checkpoint from before the first batch
+    has none.
+    """
     book._is_checked = False
 
 
@@ -89,7 +102,9 @@ def _check_again(book: Any, incompatible_keys: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryDecoderConfig:
-    """Settings of a `QueryDecoder`, to inherit beside those of a system; published ones of all of its systems."""
+    """Settings of a `QueryDecoder`, to inherit beside those of a system; published ones of all
+    of its systems.
+    """
 
     decoder_layers: int = 4
     decoder_heads: int = 4
@@ -97,8 +112,9 @@ class QueryDecoderConfig:
     dropout: float = 0.1
     """Rate of dropout in the decoder, of the states that it returns, and in CARZero's head."""
     init_std: float | None = 0.02
-    """Standard deviation of the initial weights of the decoder and of heads around it; None: the rules of torch,
-    which narrow decoders keep."""
+    """Standard deviation of the initial weights of the decoder and of heads around it; None: the
+    rules of torch, which narrow decoders keep.
+    """
 
     def check_decoder(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -107,8 +123,9 @@ class QueryDecoderConfig:
         check_within(self, "(0, inf)", "init_std")
 
     def init_modules(self, *modules: nn.Module) -> None:
-        """Draw weights of linear and attention layers from N(0, `init_std`), as the released code of MedKLIP, KAD, MAVL
-        and CARZero does; biases keep their values."""
+        """Draw weights of linear and attention layers from N(0, `init_std`), as the released code
+        of MedKLIP, KAD, MAVL and CARZero does; biases keep their values.
+        """
         if self.init_std is None:
             return
         for child in (child for module in modules for child in module.modules()):
@@ -119,28 +136,40 @@ class QueryDecoderConfig:
 
 
 class QueryDecoder(nn.Module):
-    """Pre-norm layers of attention among queries, attention to the memory, and a feed-forward network with ReLU.
+    """Pre-norm layers of attention among queries, attention to the memory, and a feed-forward
+    network with ReLU.
 
     Args:
         dim: width of queries and memory.
         config: sizes.
-        self_attention: whether queries attend to each other. The score of a query then depends on the others, unless
-            `reads_QQ` hides them from it.
+        self_attention: whether queries attend to each other. The score of a query then depends on
+            the others, unless `reads_QQ` hides them from it.
         shared_norm: apply the last norm to queries and memory as well (KAD, CARZero).
     """
 
     def __init__(
-        self, dim: int, config: QueryDecoderConfig, *, self_attention: bool = True, shared_norm: bool = False
+        self,
+        dim: int,
+        config: QueryDecoderConfig,
+        *,
+        self_attention: bool = True,
+        shared_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(dim, config, self_attention) for _ in range(config.decoder_layers))
+        self.layers = nn.ModuleList(
+            _Layer(dim, config, self_attention) for _ in range(config.decoder_layers)
+        )
         self.norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(config.dropout)
         self.shared_norm = shared_norm
         config.init_modules(self)
 
-    def forward(self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None = None) -> Tensor:
-        """Return (B, Q, D). `mask_BK` is True on real positions; None: all are. A memory without any adds nothing."""
+    def forward(
+        self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None = None
+    ) -> Tensor:
+        """Return (B, Q, D). `mask_BK` is True on real positions; None: all are. A memory without
+        any adds nothing.
+        """
         return self._decode(query_BQD, memory_BKD, mask_BK, None, attention=False)[0]
 
     def with_attention(
@@ -152,11 +181,12 @@ class QueryDecoder(nn.Module):
         reads_QQ: Tensor | None = None,
         last_layer: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and layers.
+        """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and
+        layers.
 
-        With `last_layer`, the attention is that of the last layer, averaged over heads.
-        `reads_QQ` (float): entry (i, j) is the number of equal queries that query j counts as when query i attends to
-        it; 0 hides it. None: 1 for all.
+        With `last_layer`, the attention is that of the last layer, averaged over heads. `reads_QQ`
+        (float): entry (i, j) is the number of equal queries that query j counts as when query i
+        attends to it; 0 hides it. None: 1 for all.
         """
         states_BQD, weights = self._decode(query_BQD, memory_BKD, mask_BK, reads_QQ, attention=True)
         return states_BQD, weights[-1] if last_layer else torch.stack(weights).mean(dim=0)
@@ -195,12 +225,20 @@ class _Layer(nn.TransformerDecoderLayer):
         x_BQD, memory_BKD, mask_BK, reads_QQ, attention = inputs
         if hasattr(self, "self_attn"):
             normed_BQD, bias_QQ = self.norm1(x_BQD), None if reads_QQ is None else reads_QQ.log()
-            of_queries = self.self_attn(normed_BQD, normed_BQD, normed_BQD, need_weights=False, attn_mask=bias_QQ)
+            of_queries = self.self_attn(
+                normed_BQD, normed_BQD, normed_BQD, need_weights=False, attn_mask=bias_QQ
+            )
             x_BQD = x_BQD + self.dropout1(of_queries[0])
-        some_B1 = mask_BK.any(dim=1, keepdim=True)  # without any, attend to the padding, whose result is not used
+        some_B1 = mask_BK.any(
+            dim=1, keepdim=True
+        )  # without any, attend to the padding, whose result is not used
         hidden_BK = ~mask_BK & some_B1
         read_BQD, weight_BQK = self.multihead_attn(
-            self.norm2(x_BQD), memory_BKD, memory_BKD, key_padding_mask=hidden_BK, need_weights=attention
+            self.norm2(x_BQD),
+            memory_BKD,
+            memory_BKD,
+            key_padding_mask=hidden_BK,
+            need_weights=attention,
         )
         x_BQD = x_BQD + self.dropout2(read_BQD.masked_fill(~some_B1[:, :, None], 0.0))
         wide_BQD = self.dropout(torch.relu(self.linear1(self.norm3(x_BQD))))
@@ -214,7 +252,9 @@ _FINDINGS_OF = {
     "tail_abnorm_obs": ("Fibrosis",),
     "thicken": ("Pleural Thickening",),
 }
-"""Entities of the published MedKLIP and MAVL -> findings of another name that their authors score by them."""
+"""Entities of the published MedKLIP and MAVL -> findings of another name that their authors
+score by them.
+"""
 _QUERIES = 256
 """Further queries of one pass of the decoder, whose memory grows with their square."""
 
@@ -236,14 +276,15 @@ class QueryConfig(QueryDecoderConfig, DualEncoderConfig):
 
 
 class QueryEncoder(TextMaps):
-    """Base of systems whose frozen text encoder turns each entity into a query; a decoder over the image's grid
-    predicts which entities are present.
+    """Base of systems whose frozen text encoder turns each entity into a query; a decoder over the
+    image's grid predicts which entities are present.
 
-    A text that names an entity of the book (name, statement or description, or the statement of a finding that the
-    authors score by it) selects that entity's query. Any other text is a further query beside the book, as in the
-    papers. Queries attend to each other; a further query attends to the book and to itself, and the book does not
-    attend to it. In the published code the book attends to it as well, so that the scores of all entities depend on it,
-    and every text needs a pass of its own.
+    A text that names an entity of the book (name, statement or description, or the statement of a
+    finding that the authors score by it) selects that entity's query. Any other text is a further
+    query beside the book, as in the papers. Queries attend to each other; a further query attends
+    to the book and to itself, and the book does not attend to it. In the published code the book
+    attends to it as well, so that the scores of all entities depend on it, and every text needs a
+    pass of its own.
 
     Attributes:
         image_head: maps the cells of the grid to the decoder's width.
@@ -252,7 +293,8 @@ class QueryEncoder(TextMaps):
         presence: maps the states of an entity's queries to logits of absent and present.
         aspects: A, number of queries of an entity: 1, and 8 in MAVL.
         shared_norm: whether the decoder's last norm is applied to queries and grid as well.
-        last_layer_maps: whether heat maps are the attention of the decoder's last layer, instead of the mean over all.
+        last_layer_maps: whether heat maps are the attention of the decoder's last layer, instead of
+            the mean over all.
     """
 
     zero_shot_prompts: ClassVar[str] = "statements"
@@ -260,15 +302,25 @@ class QueryEncoder(TextMaps):
     last_layer_maps: ClassVar[bool] = False
 
     def __init__(
-        self, config: Any, *args: Any, book: QueryBook, decoder: QueryDecoder, presence: nn.Module, **kwargs: Any
+        self,
+        config: Any,
+        *args: Any,
+        book: QueryBook,
+        decoder: QueryDecoder,
+        presence: nn.Module,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
         self.book, self.decoder, self.presence = book, decoder, presence
         self.inputs = Inputs(labels=True)
         sentences = self.sentences_of(config)
         rows = list(enumerate(zip(config.entities, sentences, strict=True)))
-        others = {statement(other): row for row, (name, _) in rows for other in _FINDINGS_OF.get(name, ())}
-        self._row_of = others | {alias: row for row, (name, each) in rows for alias in (name, statement(name), each[0])}
+        others = {
+            statement(other): row for row, (name, _) in rows for other in _FINDINGS_OF.get(name, ())
+        }
+        self._row_of = others | {
+            alias: row for row, (name, each) in rows for alias in (name, statement(name), each[0])
+        }
         self.aspects = len(sentences[0])
 
     @classmethod
@@ -292,18 +344,24 @@ class QueryEncoder(TextMaps):
 
     @classmethod
     def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system sets."""
+        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system
+        sets.
+        """
         return {}, {"pool": "cls"}
 
     @classmethod
-    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, Any]:
         """Return the modules behind the encoders, by name of the constructor's argument."""
         width, sentences = config.projection_dim, cls.sentences_of(config)
         heads: dict[str, Any] = {
             "decoder": QueryDecoder(width, config, shared_norm=cls.shared_norm),
             "image_head": projection_head(image_encoder.patch_dim, width),
             "text_head": nn.Linear(text_encoder.feature_dim, width),
-            "book": QueryBook([text for each in sentences for text in each], text_encoder.feature_dim),
+            "book": QueryBook(
+                [text for each in sentences for text in each], text_encoder.feature_dim
+            ),
             "presence": nn.Linear(width * len(sentences[0]), 2),
         }
         config.init_modules(heads["presence"])
@@ -322,11 +380,14 @@ class QueryEncoder(TextMaps):
         grid_BPD: Tensor = self.image_head(self.image_encoder(image_BCHW).patches_BPD)
         return grid_BPD
 
-    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Return (B, A x D) float32: vectors of the frozen text encoder, before `text_head`, of an entity's A aspects.
+    def unnormalized_text(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return (B, A x D) float32: vectors of the frozen text encoder, before `text_head`, of an
+        entity's A aspects.
 
-        Strings that name an entity have the vectors of the book. The vector of other strings, and of token ids, is
-        repeated for all aspects.
+        Strings that name an entity have the vectors of the book. The vector of other strings, and
+        of token ids, is repeated for all aspects.
         """
         if isinstance(texts, Tensor):
             return self.sentence_vectors(texts, mask_BT).repeat(1, self.aspects)
@@ -340,10 +401,14 @@ class QueryEncoder(TextMaps):
         return vectors_BD
 
     def query_text(self, text: str) -> str:
-        """Return what the text encoder reads of a text that names no entity of the book: by default, all of it."""
+        """Return what the text encoder reads of a text that names no entity of the book: by
+        default, all of it.
+        """
         return text
 
-    def sentence_vectors(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    def sentence_vectors(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
         """Return (B, D) float32: the vector of each sentence by the frozen text encoder.
 
         Autocast does not apply to strings, so that the vectors of the book are the same in any run.
@@ -363,12 +428,15 @@ class QueryEncoder(TextMaps):
         return Embeddings(self.unnormalized_text(texts))
 
     def ask(self, grid_BPD: Tensor, more_BMD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the states of all entities (B, Q, A x D), aspect after aspect, and their attention (B, Q, P).
+        """Return the states of all entities (B, Q, A x D), aspect after aspect, and their attention
+        (B, Q, P).
 
-        The attention is the mean over heads, aspects and layers, or over those of the last layer (`last_layer_maps`).
+        The attention is the mean over heads, aspects and layers, or over those of the last layer
+        (`last_layer_maps`).
 
-        The entities are the book's, then those of `more_BMD` (B or 1, M, A x D), from `unnormalized_text`. Each
-        of the latter attends to the book and itself. Its aspects are equal, so one query counts as A.
+        The entities are the book's, then those of `more_BMD` (B or 1, M, A x D), from
+        `unnormalized_text`. Each of the latter attends to the book and itself. Its aspects are
+        equal, so one query counts as A.
         """
         parts, reads_QQ = [self.queries()[None]], None
         book = parts[0].shape[1]
@@ -376,7 +444,9 @@ class QueryEncoder(TextMaps):
             parts.append(more_BMD.unflatten(2, (self.aspects, -1))[:, :, 0])
             itself_MM = torch.eye(more_BMD.shape[1], device=grid_BPD.device) * self.aspects
             reads_QQ = F.pad(F.pad(itself_MM, (0, 0, book, 0)), (book, 0), value=1.0)
-        query_BQD = torch.cat([self.text_head(part).expand(len(grid_BPD), -1, -1) for part in parts], dim=1)
+        query_BQD = torch.cat(
+            [self.text_head(part).expand(len(grid_BPD), -1, -1) for part in parts], dim=1
+        )
         states_BQD, attention_BQP = self.decoder.with_attention(
             query_BQD, grid_BPD, reads_QQ=reads_QQ, last_layer=self.last_layer_maps
         )
@@ -397,7 +467,10 @@ class QueryEncoder(TextMaps):
         grid_NPD, row_M = self._grid_of(image), self._rows(text.global_NE)
         odds_NQ, further_MD = self._odds(self.ask(grid_NPD)[0]), text.global_NE[row_M < 0]
         parts = further_MD.split(_QUERIES) if len(further_MD) else ()
-        further = [self._odds(self.ask(grid_NPD, part_MD[None])[0])[:, -len(part_MD) :] for part_MD in parts]
+        further = [
+            self._odds(self.ask(grid_NPD, part_MD[None])[0])[:, -len(part_MD) :]
+            for part_MD in parts
+        ]
         place_M = odds_NQ.shape[1] + (row_M < 0).cumsum(dim=0) - 1
         return torch.cat([odds_NQ, *further], dim=1)[:, torch.where(row_M < 0, place_M, row_M)]
 
@@ -416,15 +489,19 @@ class QueryEncoder(TextMaps):
     def _ask_pairs(self, grid_NPD: Tensor, vectors_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-odds (N,) and the attention (N, P) of each image's own text."""
         states_BQD, attention_BQP = self.ask(grid_NPD, vectors_ND[:, None])
-        pair = torch.arange(len(grid_NPD)), self._rows(vectors_ND)  # -1: the text itself, behind the book
+        pair = (
+            torch.arange(len(grid_NPD)),
+            self._rows(vectors_ND),
+        )  # -1: the text itself, behind the book
         return self._odds(states_BQD)[pair], attention_BQP[pair]
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the losses of a batch. Samples without an image are left out; means are over all ranks.
+        """Return the losses of a batch. Samples without an image are left out; means are over all
+        ranks.
 
-        Their placeholders are not encoded, so that they do not enter batch norms. Where no sample has an image, all
-        placeholders are encoded, because every rank must use all weights. Running statistics are not updated in this
-        case, nor from a single image.
+        Their placeholders are not encoded, so that they do not enter batch norms. Where no sample
+        has an image, all placeholders are encoded, because every rank must use all weights. Running
+        statistics are not updated in this case, nor from a single image.
         """
         statistics: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if batch.has_image_B is not None:
@@ -434,7 +511,9 @@ class QueryEncoder(TextMaps):
         labels_BL = batch.labels_BL
         if labels_BL.shape[1] != len(self.config.entities):
             message = f"expected a label column for each of {len(self.config.entities)} entities"
-            raise ConfigError(f"{message}, got {labels_BL.shape[1]}: set entities", "mismatch", field="entities")
+            raise ConfigError(
+                f"{message}, got {labels_BL.shape[1]}: set entities", "mismatch", field="entities"
+            )
         if batch.has_image_B is not None:
             labels_BL = labels_BL.masked_fill(~batch.has_image_B[:, None], torch.nan)
         with statistics:
@@ -450,11 +529,15 @@ class QueryEncoder(TextMaps):
         return {}
 
     def presence_loss(self, states_BQD: Tensor, labels_BL: Tensor) -> Tensor:
-        """Return the cross-entropy of absent and present over the labels 0 and 1; others have no gradient."""
+        """Return the cross-entropy of absent and present over the labels 0 and 1; others have no
+        gradient.
+        """
         counted_BL = (labels_BL == 0) | (labels_BL == 1)
         logits_BL2 = self.presence(states_BQD).float()
         target_BL = torch.where(counted_BL, labels_BL, 0).long()
-        entropy_BL = F.cross_entropy(logits_BL2.flatten(0, 1), target_BL.flatten(), reduction="none")
+        entropy_BL = F.cross_entropy(
+            logits_BL2.flatten(0, 1), target_BL.flatten(), reduction="none"
+        )
         return mean_over_ranks(entropy_BL, counted_BL.flatten())
 
     def _odds(self, states_BQD: Tensor) -> Tensor:
@@ -462,7 +545,9 @@ class QueryEncoder(TextMaps):
         return logits_BQ2[..., 1] - logits_BQ2[..., 0]
 
     def _rows(self, vectors_MD: Tensor) -> Tensor:
-        """Return (M,): the entity of the book that each vector was copied from by `unnormalized_text`, -1 for none."""
+        """Return (M,): the entity of the book that each vector was copied from by
+        `unnormalized_text`, -1 for none.
+        """
         row_M = vectors_MD.new_full((len(vectors_MD),), -1, dtype=torch.int64)
         for row, vector_D in enumerate(self._entity_vectors()):
             row_M[(vectors_MD == vector_D).all(dim=1)] = row

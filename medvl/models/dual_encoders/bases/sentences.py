@@ -13,7 +13,12 @@ from medvl.data.reports.sentences import sentence_spans
 from medvl.errors import ConfigError
 from medvl.models.base import list_of_texts
 from medvl.models.dual_encoders.bases.base import BertDualEncoder, ContrastiveEncoder
-from medvl.models.dual_encoders.bases.local import LocalDualEncoder, local_features, most_slots, sum_by_slot
+from medvl.models.dual_encoders.bases.local import (
+    LocalDualEncoder,
+    local_features,
+    most_slots,
+    sum_by_slot,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.heatmaps import on_originals
 from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs
@@ -29,18 +34,20 @@ SentencePool = Literal["max", "mean"]
 def pool_sentences(
     tokens_BTD: Tensor, sentence_BT: Tensor, width: int | None = None, pool: SentencePool = "max"
 ) -> tuple[Tensor, Tensor]:
-    """Return (sentences_BSD, mask_BS): maximum or mean of the tokens of each sentence, in float32; S is `width`.
+    """Return (sentences_BSD, mask_BS): maximum or mean of the tokens of each sentence, in float32;
+    S is `width`.
 
     Args:
         tokens_BTD: features of tokens.
-        sentence_BT: `Batch.sentence_BT`: number of each token's sentence, from 0; -1 outside of sentences, where tokens
-            are ignored.
-        width: at least the number of sentences of the longest text. None: that number, for which it waits for the
-            device.
-        pool: "max" as in LoVT (arXiv 2112.02889, section 3.3). Tokens that share the maximum share its gradient.
+        sentence_BT: `Batch.sentence_BT`: number of each token's sentence, from 0; -1 outside of
+            sentences, where tokens are ignored.
+        width: at least the number of sentences of the longest text. None: that number, for which it
+            waits for the device.
+        pool: "max" as in LoVT (arXiv 2112.02889, section 3.3). Tokens that share the maximum share
+            its gradient.
 
-    A sentence without tokens, also between others, has zeros and is False in the mask. Raises ConfigError on an unknown
-    pool.
+    A sentence without tokens, also between others, has zeros and is False in the mask. Raises
+    ConfigError on an unknown pool.
     """
     check_choice(pool, get_args(SentencePool), "pool")
     width = most_slots(sentence_BT) if width is None else width
@@ -52,7 +59,9 @@ def pool_sentences(
     if pool == "mean":
         sentences_BSD, _ = sum_by_slot(tokens_BTD, sentence_BT, width)
         return sentences_BSD / count_BS.clamp(min=1)[:, :, None], mask_BS
-    lowest_BSD = tokens_BTD.new_full((len(tokens_BTD), width + 1, tokens_BTD.shape[2]), -torch.inf, dtype=torch.float32)
+    lowest_BSD = tokens_BTD.new_full(
+        (len(tokens_BTD), width + 1, tokens_BTD.shape[2]), -torch.inf, dtype=torch.float32
+    )
     tokens_BTD = tokens_BTD.float().masked_fill(outside_BT[:, :, None], 0.0)
     place_BTD = place_BT[:, :, None].expand_as(tokens_BTD)
     sentences_BSD = lowest_BSD.scatter_reduce(1, place_BTD, tokens_BTD, "amax")[:, :width]
@@ -64,35 +73,52 @@ def mean_of_sentences(tokens_BTD: Tensor, sentence_BT: Tensor | None, mask_BT: T
 
     A text without a sentence, and every text if `sentence_BT` is None, is one sentence.
     """
-    sentence_BT = torch.full_like(mask_BT, -1, dtype=torch.long) if sentence_BT is None else sentence_BT
-    sentences_BSD, mask_BS = pool_sentences(tokens_BTD, whole_if_none(sentence_BT, mask_BT), pool="mean")
+    sentence_BT = (
+        torch.full_like(mask_BT, -1, dtype=torch.long) if sentence_BT is None else sentence_BT
+    )
+    sentences_BSD, mask_BS = pool_sentences(
+        tokens_BTD, whole_if_none(sentence_BT, mask_BT), pool="mean"
+    )
     return sentences_BSD.sum(dim=1) / mask_BS.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def whole_if_none(sentence_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return the numbers of sentences, 0 on all tokens but the first and the last of a text that has no sentence.
+    """Return the numbers of sentences, 0 on all tokens but the first and the last of a text that
+    has no sentence.
 
     A text of nothing but its first and last token has these as its sentence.
     """
     inner_BT = mask_BT & F.pad(mask_BT[:, 1:], (0, 1))
     inner_BT[:, 0] = False
-    whole_BT = torch.where(inner_BT.any(dim=1, keepdim=True), inner_BT, mask_BT).to(sentence_BT.dtype) - 1
+    whole_BT = (
+        torch.where(inner_BT.any(dim=1, keepdim=True), inner_BT, mask_BT).to(sentence_BT.dtype) - 1
+    )
     return torch.where((sentence_BT >= 0).any(dim=1, keepdim=True), sentence_BT, whole_BT)
 
 
 class SentenceTexts(ContrastiveEncoder):
-    """A dual-encoder whose texts have sentences in `Embeddings.local_NPE`, if it declares `Inputs(sentences=True)`."""
+    """A dual-encoder whose texts have sentences in `Embeddings.local_NPE`, if it declares
+    `Inputs(sentences=True)`.
+    """
 
     @abc.abstractmethod
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Embeddings:
-        """Return texts as `similarity` takes them; without `sentence_BT`, a whole text is its only sentence."""
+    def embed_ids(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
+    ) -> Embeddings:
+        """Return texts as `similarity` takes them; without `sentence_BT`, a whole text is its
+        only sentence.
+        """
 
     def embed_texts(self, texts: Sequence[str]) -> Embeddings:
-        """Return texts as `similarity` takes them, with their sentences. Raises ConfigError without a tokenizer."""
+        """Return texts as `similarity` takes them, with their sentences. Raises ConfigError
+        without a tokenizer.
+        """
         return self.embed_ids(*self.tokenize_sentences(texts))
 
     def tokenize_sentences(self, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (ids_BT, mask_BT, sentence_BT) of strings; None where the system needs no sentences."""
+        """Return (ids_BT, mask_BT, sentence_BT) of strings; None where the system needs no
+        sentences.
+        """
         texts = list_of_texts(texts)
         ids_BT, mask_BT = self.tokenize(texts)
         if not self.inputs.sentences or self.tokenizer is None:
@@ -101,26 +127,37 @@ class SentenceTexts(ContrastiveEncoder):
         return ids_BT, mask_BT, sentence_BT.to(ids_BT.device)
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class. Raises ConfigError for a batch without the sentences of its tokens."""
+        """See the base class. Raises ConfigError for a batch without the sentences of its
+        tokens.
+        """
         self._require_sentences(batch)
         texts = self.embed_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
         return Pairs(images=self.embed_images(batch.image_BCHW), texts=texts)
 
     def _require_sentences(self, batch: Batch) -> None:
-        """Raise ConfigError for a batch without the sentences of its tokens, where the system needs them."""
+        """Raise ConfigError for a batch without the sentences of its tokens, where the system
+        needs them.
+        """
         if self.inputs.sentences and batch.sentence_BT is None:
-            message = f"{self.name} needs the sentence of each token: open the loader with inputs=model.inputs"
+            message = (
+                f"{self.name} needs the sentence of each token: open the loader with "
+                f"inputs=model.inputs"
+            )
             raise ConfigError(message, "missing", field="sentence_BT")
 
 
 class SentenceMeanEncoder(SentenceTexts, BertDualEncoder):
-    """A dual-encoder whose texts are the mean of their sentences, if it declares `Inputs(sentences=True)`.
+    """A dual-encoder whose texts are the mean of their sentences, if it declares
+    `Inputs(sentences=True)`.
 
-    A sentence is the mean of its tokens in the text. Other systems have the text encoder's pooled vector.
+    A sentence is the mean of its tokens in the text. Other systems have the text encoder's pooled
+    vector.
     """
 
     def map_texts(self, batch: Batch) -> Tensor:
-        """Return `map_ids` of a batch. Raises ConfigError for a batch without the sentences of its tokens."""
+        """Return `map_ids` of a batch. Raises ConfigError for a batch without the sentences of
+        its tokens.
+        """
         self._require_sentences(batch)
         return self.map_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
 
@@ -133,13 +170,17 @@ class SentenceMeanEncoder(SentenceTexts, BertDualEncoder):
         projected_BE: Tensor = self.text_head(vector_BD)
         return projected_BE.float()
 
-    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    def unnormalized_text(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
         """See the base class."""
         if isinstance(texts, Tensor):
             return self.map_ids(*self.tokenize(texts, mask_BT))
         return self.map_ids(*self.tokenize_sentences(texts))
 
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Embeddings:
+    def embed_ids(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
+    ) -> Embeddings:
         """See the base class."""
         return Embeddings(F.normalize(self.map_ids(ids_BT, mask_BT, sentence_BT), dim=-1))
 
@@ -149,9 +190,10 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
 
     Attributes:
         sentence_pool: pooling of the tokens of a sentence.
-        normalized: whether vectors of images, texts and sentences, behind `image_head` or `text_head`, are
-            L2-normalised.
-        embeds_regions: whether images have the encoder's patches in `Embeddings.local_NPE`, as they are.
+        normalized: whether vectors of images, texts and sentences, behind `image_head` or
+            `text_head`, are L2-normalised.
+        embeds_regions: whether images have the encoder's patches in `Embeddings.local_NPE`, as they
+            are.
     """
 
     sentence_pool: ClassVar[SentencePool] = "mean"
@@ -164,15 +206,25 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
         regions_BPD = features.patches_BPD.float() if self.embeds_regions else None
         return Embeddings(self._project(self.image_head, features.pooled_BD), regions_BPD)
 
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Embeddings:
+    def embed_ids(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
+    ) -> Embeddings:
         """See the base class."""
         if not self.inputs.sentences:
-            return Embeddings(self._project(self.text_head, self.text_encoder(ids_BT, mask_BT).pooled_BD))
+            return Embeddings(
+                self._project(self.text_head, self.text_encoder(ids_BT, mask_BT).pooled_BD)
+            )
         sentence_BT = torch.where(mask_BT, 0, -1) if sentence_BT is None else sentence_BT
-        width = max(most_slots(sentence_BT), 1)  # before the encoder, because it waits for the device
+        width = max(
+            most_slots(sentence_BT), 1
+        )  # before the encoder, because it waits for the device
         features = self.text_encoder(ids_BT, mask_BT)
-        sentences_BSD, mask_BS = pool_sentences(features.tokens_BTD, sentence_BT, width, self.sentence_pool)
-        text_BE, sentences_BSE = (self._project(self.text_head, each) for each in (features.pooled_BD, sentences_BSD))
+        sentences_BSD, mask_BS = pool_sentences(
+            features.tokens_BTD, sentence_BT, width, self.sentence_pool
+        )
+        text_BE, sentences_BSE = (
+            self._project(self.text_head, each) for each in (features.pooled_BD, sentences_BSD)
+        )
         return Embeddings(text_BE, sentences_BSE, mask_BS)
 
     @torch.no_grad()
@@ -183,15 +235,22 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
         texts: Sequence[str],
         original_sizes: Sequence[tuple[int, int]] | None = None,
     ) -> list[Tensor]:
-        """Return one (H, W) map per pair: the softmax over regions of the mean score of the text's sentences.
+        """Return one (H, W) map per pair: the softmax over regions of the mean score of the text's
+        sentences.
 
         `score` maps regions (P, D) and sentences (S, E) to (P, S). Other arguments are those of
         `LocalDualEncoder.attention_maps`.
         """
         regions_BPD, _ = local_features(self.embed_images(image_BCHW))
         sides = zip(regions_BPD, *local_features(self.embed_texts(texts)), strict=True)
-        scores = [score(regions_PD, text_SE[mask_S]).mean(dim=1) for regions_PD, text_SE, mask_S in sides]
-        map_Bhw = torch.stack(scores).softmax(dim=1).unflatten(1, self.image_encoder.grid(*image_BCHW.shape[2:]))
+        scores = [
+            score(regions_PD, text_SE[mask_S]).mean(dim=1) for regions_PD, text_SE, mask_S in sides
+        ]
+        map_Bhw = (
+            torch.stack(scores)
+            .softmax(dim=1)
+            .unflatten(1, self.image_encoder.grid(*image_BCHW.shape[2:]))
+        )
         return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
 
     def _project(self, head: nn.Module, features: Tensor) -> Tensor:
@@ -206,21 +265,27 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
 class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
     """A local dual-encoder whose texts have sentences in place of words.
 
-    A sentence is the maximum over its tokens, without the first and the last token of the text. Images and reports are
-    pooled from their regions and sentences, whose weights are `Embeddings.weight_NP`, without gradient. Token ids
-    without the numbers of their sentences, and texts without a sentence, are one sentence: a prompt needs no full stop.
-    `text_pool` and `text_token` of the configuration have no meaning.
+    A sentence is the maximum over its tokens, without the first and the last token of the text.
+    Images and reports are pooled from their regions and sentences, whose weights are
+    `Embeddings.weight_NP`, without gradient. Token ids without the numbers of their sentences, and
+    texts without a sentence, are one sentence: a prompt needs no full stop. `text_pool` and
+    `text_token` of the configuration have no meaning.
 
     Attributes:
-        region_pool, sentence_pool: modules such as `AttentionPool`: map (B, N, D) and its mask to (B, D) and weights
-            (B, N).
+        region_pool, sentence_pool: modules such as `AttentionPool`: map (B, N, D) and its mask to
+            (B, D) and weights (B, N).
         word_head: maps sentences to the shared space.
     """
 
     inputs = Inputs(sentences=True)
 
     def __init__(
-        self, config: Any, *args: Any, region_pool: nn.Module, sentence_pool: nn.Module, **kwargs: Any
+        self,
+        config: Any,
+        *args: Any,
+        region_pool: nn.Module,
+        sentence_pool: nn.Module,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
         self.region_pool, self.sentence_pool = region_pool, sentence_pool
@@ -230,16 +295,22 @@ class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
         pooled_BD, weight_BP = self.region_pool(features.patches_BPD)
         return pooled_BD, weight_BP.detach()
 
-    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    def unnormalized_text(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
         """See the base class."""
         if not isinstance(texts, Tensor):
             return self._pooled_texts(*self.tokenize_sentences(texts))[0]
         ids_BT, mask_BT = self.tokenize(texts, mask_BT)
         return self._pooled_texts(ids_BT, mask_BT, None)[0]
 
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Embeddings:
+    def embed_ids(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
+    ) -> Embeddings:
         """See the base class."""
-        report_BE, sentences_BSD, mask_BS, weight_BS = self._pooled_texts(ids_BT, mask_BT, sentence_BT)
+        report_BE, sentences_BSD, mask_BS, weight_BS = self._pooled_texts(
+            ids_BT, mask_BT, sentence_BT
+        )
         local_BSE = self._project(self.word_head, sentences_BSD, mask_BS)
         return Embeddings(F.normalize(report_BE, dim=-1), local_BSE, mask_BS, weight_BS.detach())
 
@@ -254,7 +325,9 @@ class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
         sentence_BT = torch.full_like(ids_BT, -1) if sentence_BT is None else sentence_BT
         sentence_BT = whole_if_none(sentence_BT, mask_BT)
         width = most_slots(sentence_BT)  # before the encoder, because it waits for the device
-        sentences_BSD, mask_BS = pool_sentences(self.text_encoder(ids_BT, mask_BT).tokens_BTD, sentence_BT, width)
+        sentences_BSD, mask_BS = pool_sentences(
+            self.text_encoder(ids_BT, mask_BT).tokens_BTD, sentence_BT, width
+        )
         report_BD, weight_BS = self.sentence_pool(sentences_BSD, mask_BS)
         return self.text_head(report_BD).float(), sentences_BSD, mask_BS, weight_BS
 

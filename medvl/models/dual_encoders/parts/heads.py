@@ -1,7 +1,7 @@
 """Batch norm of sequences with padding, and projection heads with it.
 
-Shape letters as in `medvl.schema`; N tokens, words, sentences or regions, R ranks. The items are before the features,
-(B, N, D), while `nn.BatchNorm1d` expects (B, D, N).
+Shape letters as in `medvl.schema`; N tokens, words, sentences or regions, R ranks. The items are
+before the features, (B, N, D), while `nn.BatchNorm1d` expects (B, D, N).
 """
 
 from typing import Literal
@@ -15,7 +15,9 @@ from medvl.losses.precision import full_precision
 
 
 def mask_of(x_BND: Tensor, mask_BN: Tensor | None) -> Tensor:
-    """Return the mask as bool, all True where it is None. Raises ValueError where its shape is not (B, N)."""
+    """Return the mask as bool, all True where it is None. Raises ValueError where its shape is
+    not (B, N).
+    """
     if mask_BN is None:
         return torch.ones_like(x_BND[..., 0], dtype=torch.bool)
     if mask_BN.shape != x_BND.shape[:-1]:
@@ -26,16 +28,16 @@ def mask_of(x_BND: Tensor, mask_BN: Tensor | None) -> Tensor:
 class MaskedBatchNorm(nn.BatchNorm1d):
     """Batch norm whose batch and running statistics are computed from real items only.
 
-    Under `nn.BatchNorm1d` the padding would pull mean and variance towards its own, more so in batches with a long
-    text. Without padding, value, gradient and buffers are those of `nn.BatchNorm1d` (Ioffe and Szegedy, arXiv
-    1502.03167). Statistics are in float32; the result has the dtype of the input. A single real item gives the bias,
-    where torch raises an error.
+    Under `nn.BatchNorm1d` the padding would pull mean and variance towards its own, more so in
+    batches with a long text. Without padding, value, gradient and buffers are those of
+    `nn.BatchNorm1d` (Ioffe and Szegedy, arXiv 1502.03167). Statistics are in float32; the result
+    has the dtype of the input. A single real item gives the bias, where torch raises an error.
 
     Args:
         features: D.
         affine: train a weight and a bias.
-        synchronize: statistics of the items of all ranks, so that two ranks compute what one would. In training, all
-            ranks must then call it equally often, with any number of items.
+        synchronize: statistics of the items of all ranks, so that two ranks compute what one would.
+            In training, all ranks must then call it equally often, with any number of items.
         eps, momentum: as in torch.
     """
 
@@ -54,13 +56,18 @@ class MaskedBatchNorm(nn.BatchNorm1d):
     def forward(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return (B, N, D), or (B, D) for such an input; 0 for padding, which may be non-finite.
 
-        `mask_BN` is True on real items, of the input's shape without D; None: all are. Raises ValueError on a mask of
-        another shape.
+        `mask_BN` is True on real items, of the input's shape without D; None: all are. Raises
+        ValueError on a mask of another shape.
         """
         real_BN1 = mask_of(x_BND, mask_BN)[..., None]
         with full_precision(x_BND):
-            if mask_BN is None and not self.synchronize and (real_BN1.numel() > 1 or not self.training):
-                # torch's kernel keeps one tensor for the backward pass instead of two: regions are many.
+            if (
+                mask_BN is None
+                and not self.synchronize
+                and (real_BN1.numel() > 1 or not self.training)
+            ):
+                # torch's kernel keeps one tensor for the backward pass instead of two: regions are
+                # many.
                 return super().forward(x_BND.flatten(0, -2)).view_as(x_BND)
             assert self.running_mean is not None
             assert self.running_var is not None
@@ -97,7 +104,8 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 
 def init_fan_out(layer: nn.Linear, follower: Literal["relu", "linear"]) -> None:
-    """Draw weights from a normal distribution of variance gain / out_features (He et al., arXiv 1502.01852), as LoVT.
+    """Draw weights from a normal distribution of variance gain / out_features (He et al., arXiv
+    1502.01852), as LoVT.
 
     The gain is 2 before a ReLU, else 1; biases are zeros.
     """
@@ -107,10 +115,11 @@ def init_fan_out(layer: nn.Linear, follower: Literal["relu", "linear"]) -> None:
 
 
 class BatchNormHead(nn.Module):
-    """Linear, batch norm, ReLU, Linear, and on request a batch norm without parameters; for vectors and sequences.
+    """Linear, batch norm, ReLU, Linear, and on request a batch norm without parameters; for vectors
+    and sequences.
 
-    The projection head of LoVT (arXiv 2112.02889; `norm_output` False) and of MGCA (arXiv 2210.06044; True), whose
-    convolutions of width 1 over tokens are these linear layers.
+    The projection head of LoVT (arXiv 2112.02889; `norm_output` False) and of MGCA (arXiv
+    2210.06044; True), whose convolutions of width 1 over tokens are these linear layers.
 
     Args:
         in_features, out_features: widths.
@@ -133,15 +142,24 @@ class BatchNormHead(nn.Module):
         synchronize: bool = False,
     ) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(in_features, hidden, bias=inner_bias), nn.Linear(hidden, out_features)
+        self.inner, self.outer = (
+            nn.Linear(in_features, hidden, bias=inner_bias),
+            nn.Linear(hidden, out_features),
+        )
         if fan_out_init:
             init_fan_out(self.inner, "relu")
             init_fan_out(self.outer, "linear")
         self.norm = MaskedBatchNorm(hidden, synchronize=synchronize)
-        self.output_norm = MaskedBatchNorm(out_features, affine=False, synchronize=synchronize) if norm_output else None
+        self.output_norm = (
+            MaskedBatchNorm(out_features, affine=False, synchronize=synchronize)
+            if norm_output
+            else None
+        )
 
     def forward(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:
-        """Map (B, N, D) to (B, N, E), or (B, D) to (B, E); 0 for padding. The mask as in `MaskedBatchNorm`."""
+        """Map (B, N, D) to (B, N, E), or (B, D) to (B, E); 0 for padding. The mask as in
+        `MaskedBatchNorm`.
+        """
         padding_BN1 = ~mask_of(x_BND, mask_BN)[..., None]
         hidden_BNH = self.inner(x_BND.masked_fill(padding_BN1, 0.0))
         out_BNE: Tensor = self.outer(F.relu(self.norm(hidden_BNH, mask_BN)))
@@ -151,7 +169,9 @@ class BatchNormHead(nn.Module):
 
 
 def in_full_precision(head: nn.Module, x_BND: Tensor) -> Tensor:
-    """Return the output of a head in float32: autocast would round regions and words before a softmax of products."""
+    """Return the output of a head in float32: autocast would round regions and words before a
+    softmax of products.
+    """
     with full_precision(x_BND):
         out_BNE: Tensor = head(x_BND.float())
     return out_BNE
@@ -159,5 +179,7 @@ def in_full_precision(head: nn.Module, x_BND: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_to_orthogonal(weight_ED: Tensor, beta: float) -> None:
-    """Move a matrix towards orthogonal rows: W <- (1 + beta) W - beta W W^T W (Lample et al., arXiv 1710.04087)."""
+    """Move a matrix towards orthogonal rows: W <- (1 + beta) W - beta W W^T W (Lample et al.,
+    arXiv 1710.04087).
+    """
     weight_ED.copy_((1 + beta) * weight_ED - beta * weight_ED @ weight_ED.T @ weight_ED)

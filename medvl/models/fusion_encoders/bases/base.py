@@ -1,4 +1,6 @@
-"""The base of fusion-encoders: image and text are encoded separately, once, and then attend to each other."""
+"""The base of fusion-encoders: image and text are encoded separately, once, and then attend to
+each other.
+"""
 
 import abc
 import dataclasses
@@ -14,7 +16,13 @@ from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.data.transforms.mlm_masking import TextMasking
-from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder, parameter_groups
+from medvl.encoders import (
+    ImageEncoder,
+    TextEncoder,
+    create_image_encoder,
+    create_text_encoder,
+    parameter_groups,
+)
 from medvl.encoders.regions import BoxCode, RegionEncoder
 from medvl.errors import ConfigError
 from medvl.losses.pairs.itm import MatchingPairs
@@ -28,7 +36,12 @@ from medvl.models.base import (
     text_masking,
     zero_loss,
 )
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, MaskedLanguageModeling, Objective
+from medvl.models.fusion_encoders.objectives.base import (
+    Corruption,
+    Encoded,
+    MaskedLanguageModeling,
+    Objective,
+)
 from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching, MirroredTextMatching
 from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS, Attention
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens, join
@@ -48,7 +61,8 @@ class DecoderLayers(Protocol):
 
 
 class FusionModel(TwoTowers):
-    """Encode each input once with `image_tokens` and `text_tokens`, keep the result, and `fuse` any pairs of them.
+    """Encode each input once with `image_tokens` and `text_tokens`, keep the result, and `fuse` any
+    pairs of them.
 
     A system sets `objectives` and writes `encode`, which computes the states that they share. With
     `config.mirror_weight`, matching of mirrored texts follows them.
@@ -67,8 +81,9 @@ class FusionModel(TwoTowers):
     itm_head: nn.Module
     can_match: bool = True
     numbers_cells: bool = False
-    """Whether positions of an image's cells are numbers, such as rows of the words' table, that change their cell with
-    the size of the grid."""
+    """Whether positions of an image's cells are numbers, such as rows of the words' table, that
+    change their cell with the size of the grid.
+    """
     masks_closing_token: bool = False
     """Whether the closing token of a text is masked like its words."""
     image_between_text_tokens: ClassVar[bool] = False
@@ -84,7 +99,11 @@ class FusionModel(TwoTowers):
     @property
     def _all_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
         weight = self.config.mirror_weight
-        return (*self.step_objectives, MirroredTextMatching(weight, self)) if weight else self.step_objectives
+        return (
+            (*self.step_objectives, MirroredTextMatching(weight, self))
+            if weight
+            else self.step_objectives
+        )
 
     @property
     def step_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
@@ -94,8 +113,8 @@ class FusionModel(TwoTowers):
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of `objectives`.
 
-        Where samples lack an image or a text, or the step leaves objectives out, unused parameters get zero gradients,
-        so that DDP does not hang.
+        Where samples lack an image or a text, or the step leaves objectives out, unused parameters
+        get zero gradients, so that DDP does not hang.
         """
         corruption = self.corrupt(batch)
         losses = self.losses(self.predict(batch, corruption), corruption)
@@ -106,13 +125,16 @@ class FusionModel(TwoTowers):
 
     def corrupt(self, batch: Batch) -> Corruption:
         """Sample the corruption of each objective."""
-        return Corruption({objective.name: objective.corrupt(batch) for objective in self._all_objectives})
+        return Corruption(
+            {objective.name: objective.corrupt(batch) for objective in self._all_objectives}
+        )
 
     def predict(self, batch: Batch, corruption: Corruption) -> dict[str, Any]:
         """Return objective name -> its predictions."""
         encoded = self.encode(batch, corruption)
         return {
-            objective.name: objective.predict(encoded, corruption.of(objective)) for objective in self._all_objectives
+            objective.name: objective.predict(encoded, corruption.of(objective))
+            for objective in self._all_objectives
         }
 
     def losses(self, predictions: Mapping[str, Any], corruption: Corruption) -> Losses:
@@ -131,14 +153,20 @@ class FusionModel(TwoTowers):
 
     @abc.abstractmethod
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """Compute the states that the objectives share: every image and every text is encoded once."""
+        """Compute the states that the objectives share: every image and every text is encoded
+        once.
+        """
 
     @abc.abstractmethod
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
-        """Encode images (B, C, H, W), or precomputed regions (B, P, D) where the model takes those, for `fuse`."""
+        """Encode images (B, C, H, W), or precomputed regions (B, P, D) where the model takes
+        those, for `fuse`.
+        """
 
     @abc.abstractmethod
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         """Encode texts for `fuse`."""
 
     @abc.abstractmethod
@@ -147,7 +175,8 @@ class FusionModel(TwoTowers):
 
     @abc.abstractmethod
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """Return the attention of row i of the text to the grid cells (or regions) of row i of the images.
+        """Return the attention of row i of the text to the grid cells (or regions) of row i of the
+        images.
 
         The text has one row for each of the `ids_BT` from which `text` was encoded.
         """
@@ -157,11 +186,15 @@ class FusionModel(TwoTowers):
         """(N, V): scores of the vocabulary from fused states of the text."""
 
     def features(self, batch: Batch) -> Fused:
-        """Fuse every text of a batch with its own image, nothing masked: the input of downstream heads."""
+        """Fuse every text of a batch with its own image, nothing masked: the input of downstream
+        heads.
+        """
         return self.fuse(self.texts_of(batch), self.images_of_rows(batch))
 
     def texts_of(self, batch: Batch) -> Tokens:
-        """Encode the texts of a batch; a system may also read what else the loader adds, such as their entities."""
+        """Encode the texts of a batch; a system may also read what else the loader adds, such as
+        their entities.
+        """
         return self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
 
     def images_of_rows(self, batch: Batch) -> Tokens:
@@ -175,24 +208,31 @@ class FusionModel(TwoTowers):
         return logits_B2
 
     def for_reading(self) -> Self:
-        """Return the model for a head that reads images and texts: without the draws and masks of the pretraining.
+        """Return the model for a head that reads images and texts: without the draws and masks of
+        the pretraining.
 
-        Where the configuration has `image_tokens`, all tokens of an image are read in training as well.
+        Where the configuration has `image_tokens`, all tokens of an image are read in training as
+        well.
         """
         if getattr(self.config, "image_tokens", None) is not None:
             self.config = dataclasses.replace(self.config, image_tokens=None)
         return self
 
     def answer_memory(self, fused: Fused) -> Tokens:
-        """Return the states that an answer decoder attends to: those of the text, then those of the image."""
+        """Return the states that an answer decoder attends to: those of the text, then those of
+        the image.
+        """
         return join(fused.text, fused.image)
 
     def unread_by_pooled(self) -> Sequence[nn.Module]:
-        """Return modules that `Fused.pooled_BD` does not depend on; a head that reads it alone freezes them."""
+        """Return modules that `Fused.pooled_BD` does not depend on; a head that reads it alone
+        freezes them.
+        """
         return ()
 
     def init_decoder(self, decoder: DecoderLayers) -> None:
-        """Initialise the layers of an answer decoder from the fusion-encoder, where the paper does so.
+        """Initialise the layers of an answer decoder from the fusion-encoder, where the paper does
+        so.
 
         By default they keep their random weights. Raises ConfigError when the sizes do not fit.
         """
@@ -224,7 +264,8 @@ class FusionModel(TwoTowers):
         )
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: encoders at `lr`, the fusion-encoder and the heads at their multiples of it.
+        """Optimiser groups: encoders at `lr`, the fusion-encoder and the heads at their multiples
+        of it.
 
         A child module is a head if its name ends in `head`. Biases and norms are not decayed.
         """
@@ -245,16 +286,21 @@ class FusionModel(TwoTowers):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusionConfig(TowersConfig):
-    """Settings of every fusion-encoder. The learning rates of new weights are multiples of the encoders' own."""
+    """Settings of every fusion-encoder. The learning rates of new weights are multiples of the
+    encoders' own.
+    """
 
     image_encoder: str = "clip_vit_b16"
-    """An image encoder's name; `patches:SIDE` for the pixels of patches, without an encoder (ViLT); or `regions:WIDTH`
-    for precomputed region features (`Batch.regions_BPD`), `regions:WIDTH+4` or `regions:WIDTH+7` with a box code of 4
-    or 7 numbers after them."""
+    """An image encoder's name; `patches:SIDE` for the pixels of patches, without an encoder (ViLT);
+    or `regions:WIDTH` for precomputed region features (`Batch.regions_BPD`), `regions:WIDTH+4` or
+    `regions:WIDTH+7` with a box code of 4 or 7 numbers after them.
+    """
     text_encoder: str = "roberta"
     image_size: int = 288
     fit: Literal["crop", "pad", "squash"] = "crop"
-    """Method that makes an image square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    """Method that makes an image square for inference
+    (`medvl.data.transforms.image.EvalTransform`).
+    """
     resize: Kernel = "area"
     """Kernel of the resize for inference; imported models have that of their released code."""
     mlm_probability: float = 0.15
@@ -264,16 +310,21 @@ class FusionConfig(TowersConfig):
     mlm_weight: float = 1.0
     itm_weight: float = 1.0
     mirror_weight: float = 0.0
-    """Weight of matching each text that names a side, and the same text with left and right exchanged, with its image
-    (`MirroredTextMatching`). Random negatives seldom differ only by a side; 0, as published, turns it
-    off."""
+    """Weight of matching each text that names a side, and the same text with left and right
+    exchanged, with its image (`MirroredTextMatching`). Random negatives seldom differ only by a
+    side; 0, as published, turns it off.
+    """
     fusion_lr_mult: float = 5.0
-    """Learning rate of the fusion-encoder and of its input projections, as a multiple of the encoders'."""
+    """Learning rate of the fusion-encoder and of its input projections, as a multiple of the
+    encoders'.
+    """
     head_lr_mult: float = 5.0
     """Learning rate of the heads, as a multiple of the encoders'."""
     max_tokens: int = 64
     vocab_size: int | None = None
-    """Vocabulary size of the text encoder; None is the preset's own, or the tokenizer's if one is given."""
+    """Vocabulary size of the text encoder; None is the preset's own, or the tokenizer's if one
+    is given.
+    """
 
     def __post_init__(self) -> None:
         check_within(self, "(0, 1)", "mlm_probability")
@@ -292,27 +343,33 @@ class StreamConfig(FusionConfig):
     dropout: float = 0.1
     """Dropout of hidden states and of attention."""
     image_positions: bool = False
-    """Learn a position for every region of the grid. The tokens of a vision Transformer have positions already."""
+    """Learn a position for every region of the grid. The tokens of a vision Transformer have
+    positions already.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, inf)", "width", "layers", "heads", "intermediate")
         if self.width % self.heads:
-            raise ConfigError(f"heads must divide width {self.width}, got {self.heads}", "conflict", field="width")
+            raise ConfigError(
+                f"heads must divide width {self.width}, got {self.heads}", "conflict", field="width"
+            )
         check_within(self, "[0, 1)", "dropout")
 
 
 def check_attention(config: Any, *, unmatched: Collection[Attention] = ()) -> None:
     """Raise ConfigError unless `attention` is known and `seq2seq_share` within [0, 1].
 
-    `unmatched` are masks that the model cannot have, because ITM cannot learn under them: its pooled vector depends on
-    no text.
+    `unmatched` are masks that the model cannot have, because ITM cannot learn under them: its
+    pooled vector depends on no text.
     """
     check_choice(config.attention, ATTENTIONS, "attention")
     if config.attention in unmatched:
         message = (
-            f"attention {config.attention!r} hides the text from the pooled token, so that ITM cannot learn; use "
-            "'bar', 'mixed' or 'bidirectional', or, to write reports, 'seq2seq' with MedViLL's objective 'report'"
+            f"attention {config.attention!r} hides the text from the pooled token, so that ITM "
+            f"cannot learn; use "
+            "'bar', 'mixed' or 'bidirectional', or, to write reports, 'seq2seq' with MedViLL's "
+            "objective 'report'"
         )
         raise ConfigError(message, "conflict", field="attention")
     check_within(config, "[0, 1]", "seq2seq_share")
@@ -324,7 +381,8 @@ _REGIONS = re.compile(r"regions:([1-9][0-9]*)(?:\+([47]))?")
 
 
 def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSource, TextEncoder]:
-    """Create the encoders that a configuration names; a `RegionEncoder` for `regions:WIDTH` and `regions:WIDTH+CODE`.
+    """Create the encoders that a configuration names; a `RegionEncoder` for `regions:WIDTH` and
+    `regions:WIDTH+CODE`.
 
     Raises ConfigError and WeightsError as `create_image_encoder` and `create_text_encoder` do.
     """
@@ -336,18 +394,23 @@ def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSou
         match = _REGIONS.fullmatch(config.image_encoder)
         if match is None or config.image_arguments:
             message = (
-                "expected regions:WIDTH or regions:WIDTH+CODE as in regions:1024+7 (CODE 4 or 7 numbers of a box), "
+                "expected regions:WIDTH or regions:WIDTH+CODE as in regions:1024+7 (CODE 4 or 7 "
+                "numbers of a box), "
                 f"without image_arguments; got {config.image_encoder!r}"
             )
             raise ConfigError(message, "wrong_type", field="image_encoder")
         code = match[2] and cast(BoxCode, int(match[2]))
         return RegionEncoder(int(match[1]), code or None), text_encoder
     image_arguments: dict[str, Any] = {"image_size": config.image_size, **config.image_arguments}
-    image_encoder = create_image_encoder(config.image_encoder, pretrained=pretrained, **image_arguments)
+    image_encoder = create_image_encoder(
+        config.image_encoder, pretrained=pretrained, **image_arguments
+    )
     return image_encoder, text_encoder
 
 
-def create_pixel_encoders(config: FusionConfig, name: str, *, pretrained: bool) -> tuple[ImageEncoder, TextEncoder]:
+def create_pixel_encoders(
+    config: FusionConfig, name: str, *, pretrained: bool
+) -> tuple[ImageEncoder, TextEncoder]:
     """Create the encoders of a system that does not support precomputed regions.
 
     Raises ConfigError if the configuration sets regions, and otherwise as `create_encoders`.
@@ -372,15 +435,18 @@ def check_pixels(image_encoder: ImageSource, name: str) -> ImageEncoder:
 class MaskedMatchingModel(FusionModel):
     """Masked words (`mlm`) and image-text matching (`itm`).
 
-    `encode` is `encode_apart` by default: masked texts with their own images, and whole texts with the images that are
-    sampled for them (METER, ViLT). A system whose masked texts are also those that are matched (BERT, VisualBERT,
-    LXMERT, MedViLL) returns `encode_together`. Negatives are other images of the batch.
+    `encode` is `encode_apart` by default: masked texts with their own images, and whole texts with
+    the images that are sampled for them (METER, ViLT). A system whose masked texts are also those
+    that are matched (BERT, VisualBERT, LXMERT, MedViLL) returns `encode_together`. Negatives are
+    other images of the batch.
 
     A subclass calls `make_heads` when it has its layers.
     """
 
     def make_heads(self, fused_dim: int, pooled_dim: int, *, tied: bool = False) -> None:
-        """Create the heads and the objectives; with `tied`, words are scored by the table of word embeddings."""
+        """Create the heads and the objectives; with `tied`, words are scored by the table of
+        word embeddings.
+        """
         self.fused_dim, self.pooled_dim = fused_dim, pooled_dim
         self.mlm_head = WordHead(fused_dim, self.text_encoder.vocab_size, tied=tied)
         self.itm_head = nn.Linear(pooled_dim, 2)
@@ -397,7 +463,9 @@ class MaskedMatchingModel(FusionModel):
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     def sample_pairs(self, batch: Batch) -> MatchingPairs:
-        """Keep the image of half of the complete samples; give the others a wrong image of the batch."""
+        """Keep the image of half of the complete samples; give the others a wrong image of the
+        batch.
+        """
         return sample_pairs(batch)
 
     def score_words(self, states_ND: Tensor) -> Tensor:
@@ -408,7 +476,9 @@ class MaskedMatchingModel(FusionModel):
         return scores_NV
 
     def word_states(self, fused: Fused, position_N: Tensor, width: int) -> Tensor:
-        """(N, D): fused states at positions of the flattened (B * `width`) token ids; none may be the first."""
+        """(N, D): fused states at positions of the flattened (B * `width`) token ids; none may
+        be the first.
+        """
         row_N, column_N = position_N // width, position_N % width
         return fused.text.states_BND[row_N, column_N]
 
@@ -421,16 +491,24 @@ class MaskedMatchingModel(FusionModel):
         return self.encode_apart(batch, corruption)
 
     def encode_apart(
-        self, batch: Batch, corruption: Corruption, image: Tokens | None = None, own_image: Tokens | None = None
+        self,
+        batch: Batch,
+        corruption: Corruption,
+        image: Tokens | None = None,
+        own_image: Tokens | None = None,
     ) -> Encoded:
-        """Fuse masked texts with their images and whole texts with sampled ones, in one pass of twice the rows.
+        """Fuse masked texts with their images and whole texts with sampled ones, in one pass of
+        twice the rows.
 
-        `image` are the encoded images, if they exist already; `own_image` the images of masked texts, if they differ.
+        `image` are the encoded images, if they exist already; `own_image` the images of masked
+        texts, if they differ.
         """
         words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
         image = image or self.image_tokens(self.image_input_of(batch), batch.has_image_B)
         masked, text = self.masked_and_unmasked(batch, words)
-        own, sampled = self.fuse_all((masked, own_image or image), (text.rows(pairs.text_N), image.rows(pairs.image_N)))
+        own, sampled = self.fuse_all(
+            (masked, own_image or image), (text.rows(pairs.text_N), image.rows(pairs.image_N))
+        )
         return Encoded(
             batch=batch,
             image=image,
@@ -443,12 +521,18 @@ class MaskedMatchingModel(FusionModel):
         )
 
     def encode_together(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """Fuse every masked text with the image sampled for it, or its own in a system without matching."""
+        """Fuse every masked text with the image sampled for it, or its own in a system without
+        matching.
+        """
         image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
         return self.fuse_together(batch, corruption, image)[0]
 
-    def fuse_together(self, batch: Batch, corruption: Corruption, image: Tokens) -> tuple[Encoded, Fused, Tensor]:
-        """See `encode_together`; also return the fused sequences, and the image of each row (B,)."""
+    def fuse_together(
+        self, batch: Batch, corruption: Corruption, image: Tokens
+    ) -> tuple[Encoded, Fused, Tensor]:
+        """See `encode_together`; also return the fused sequences, and the image of each row
+        (B,).
+        """
         words = corruption.of(self.mlm)
         text = self.masked_text_tokens(batch, words.ids_BT)
         row_B = image_B = torch.arange(len(batch), device=batch.ids_BT.device)

@@ -1,6 +1,7 @@
 """A BERT that encodes the tokens of a text and of an image jointly.
 
-T text tokens, P image tokens, S all tokens, N masked positions; the other letters as in `medvl.schema`.
+T text tokens, P image tokens, S all tokens, N masked positions; the other letters as in
+`medvl.schema`.
 """
 
 import abc
@@ -44,13 +45,17 @@ class JointStream(MaskedMatchingModel):
 
     @abc.abstractmethod
     def encode_sequence(self, sequence: Tokens, mask_BQS: Tensor | None) -> Sequence[Tensor]:
-        """Return the states (B, S, D) of a sequence: the input of each layer in order, then the output."""
+        """Return the states (B, S, D) of a sequence: the input of each layer in order, then the
+        output.
+        """
 
     @abc.abstractmethod
     def last_attention(self, below_BSD: Tensor, mask_BQS: Tensor | None) -> Tensor:
         """(B, heads, S, S): weights of the last layer's attention, given its input."""
 
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         """See the base class; of a sample without a text, CLS remains."""
         states_BTD = self.text_encoder.embed(ids_BT, mask_BT)
         return Tokens(states_BTD, keep_first(mask_BT, has_text_B))
@@ -69,12 +74,16 @@ class JointStream(MaskedMatchingModel):
         return AttentionMaps(maps_BTP[:, 0], maps_BTP).cells(image, leading=self.image_prefix)
 
     def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor | None]:
-        """Return the joint sequence, and the mask of its attention, (B, 1, S) or (B, S, S); None: no mask."""
+        """Return the joint sequence, and the mask of its attention, (B, 1, S) or (B, S, S);
+        None: no mask.
+        """
         sequence = join(text, image)
         return sequence, None if sequence.mask_BN is None else sequence.mask_BN[:, None]
 
     def fused(self, encoded: Tokens, texts: int) -> Fused:
-        """Return the parts of the encoded sequence; `texts` is the number of tokens of `text_tokens`."""
+        """Return the parts of the encoded sequence; `texts` is the number of tokens of
+        `text_tokens`.
+        """
         text, image = encoded.part(slice(0, texts)), encoded.part(slice(texts, None))
         return Fused(text, image, self.pooler(encoded.states_BND))
 
@@ -88,14 +97,20 @@ IMAGE_TYPE = 1
 
 
 class BertStream(JointStream):
-    """The sequence `[CLS] text [SEP]`, image tokens through BERT, which is both text encoder and fusion-encoder.
+    """The sequence `[CLS] text [SEP]`, image tokens through BERT, which is both text encoder and
+    fusion-encoder.
 
-    The pooled token is CLS. Image tokens are the cells of an encoder's grid, or the regions of a detector; a system
-    writes `embed_image`, and `make_image_input` if a linear layer is not sufficient.
+    The pooled token is CLS. Image tokens are the cells of an encoder's grid, or the regions of a
+    detector; a system writes `embed_image`, and `make_image_input` if a linear layer is not
+    sufficient.
     """
 
     def __init__(
-        self, config: Any, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
+        self,
+        config: Any,
+        image_encoder: ImageSource,
+        text_encoder: TextEncoder,
+        **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         width = text_encoder.token_dim
@@ -111,7 +126,9 @@ class BertStream(JointStream):
         return nn.Linear(image_encoder.patch_dim, width)
 
     def embed_image(self, features: ImageFeatures) -> Tensor:
-        """(B, P, D): image tokens as BERT's first layer reads them; by default with their type, without positions."""
+        """(B, P, D): image tokens as BERT's first layer reads them; by default with their type,
+        without positions.
+        """
         return self.embed_like_words(self.image_input(features.patches_BPD), self.type_of_images)
 
     @property
@@ -124,7 +141,9 @@ class BertStream(JointStream):
     def embed_like_words(self, states_BPD: Tensor, added: Tensor) -> Tensor:
         """Add embeddings to projected features; normalise and drop out as BERT does for words."""
         backbone: Any = self.text_encoder.backbone
-        embedded_BPD: Tensor = backbone.embeddings.dropout(backbone.embeddings.LayerNorm(states_BPD + added))
+        embedded_BPD: Tensor = backbone.embeddings.dropout(
+            backbone.embeddings.LayerNorm(states_BPD + added)
+        )
         return embedded_BPD
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
@@ -132,7 +151,9 @@ class BertStream(JointStream):
         tokens = encode_present(has_image_B, self.fused_dim, self._encode_images, image)
         if has_image_B is None:
             return tokens
-        return Tokens(tokens.states_BND, tokens.real_BN() & has_image_B[:, None])  # text tokens remain as keys
+        return Tokens(
+            tokens.states_BND, tokens.real_BN() & has_image_B[:, None]
+        )  # text tokens remain as keys
 
     def _encode_images(self, image: Tensor) -> Tokens:
         states_BPD = self.embed_image(self.image_encoder(image))
@@ -148,7 +169,9 @@ class BertStream(JointStream):
         """See the base class."""
         backbone: Any = self.text_encoder.backbone
         last = backbone.encoder.layer[-1].attention.self
-        return attention_weights(last.query(below_BSD), last.key(below_BSD), last.num_attention_heads, mask_BQS)
+        return attention_weights(
+            last.query(below_BSD), last.key(below_BSD), last.num_attention_heads, mask_BQS
+        )
 
 
 # Initialisation of fusion layers from the layers of a pretrained BERT.
@@ -167,7 +190,8 @@ _BERT_NAMES = {
 
 
 def init_from_bert(fusion: nn.ModuleList, bert: TextEncoder) -> None:
-    """Copy the last layers of a BERT into the layers of a fusion-encoder; cross-attention keeps its weights.
+    """Copy the last layers of a BERT into the layers of a fusion-encoder; cross-attention keeps its
+    weights.
 
     Raises ConfigError if the encoder is not a BERT, WeightsError if its layers have other sizes.
     """
@@ -176,11 +200,17 @@ def init_from_bert(fusion: nn.ModuleList, bert: TextEncoder) -> None:
     if not isinstance(blocks, nn.ModuleList) or any(
         name not in dict(blocks[0].named_modules()) for name in _BERT_NAMES.values()
     ):
-        message = f"the fusion-encoder starts from the upper layers of a BERT; {bert.name} is not a BERT"
+        message = (
+            f"the fusion-encoder starts from the upper layers of a BERT; {bert.name} is not a BERT"
+        )
         raise ConfigError(message, "unsupported", field="text_encoder")
     for layer, block in zip(fusion, blocks[-len(fusion) :], strict=True):
         for name, bert_name in _BERT_NAMES.items():
             try:
-                layer.get_submodule(name).load_state_dict(block.get_submodule(bert_name).state_dict())
+                layer.get_submodule(name).load_state_dict(
+                    block.get_submodule(bert_name).state_dict()
+                )
             except RuntimeError as error:
-                raise WeightsError(f"the layers of {bert.name} have other sizes: {error}", "mismatch") from error
+                raise WeightsError(
+                    f"the layers of {bert.name} have other sizes: {error}", "mismatch"
+                ) from error

@@ -18,7 +18,12 @@ from medvl.encoders.regions import BoxCode, RegionEncoder, box_code
 from medvl.errors import ConfigError
 from medvl.models.base import INIT_STD, LAYER_NORM_EPS, init_weights
 from medvl.models.fusion_encoders.bases.base import FusionConfig, MaskedMatchingModel
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, MaskedRegions, Objective
+from medvl.models.fusion_encoders.objectives.base import (
+    Corruption,
+    Encoded,
+    MaskedRegions,
+    Objective,
+)
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.models.fusion_encoders.parts.inputs import ImageSource, encode_present
 from medvl.schema import Batch
@@ -39,26 +44,37 @@ class RegionMask(NamedTuple):
     """int64: place in the flattened (B * P) regions of the features that are read; -1: zeros."""
 
 
-def sample_region_mask(real_BP: Tensor, rate: float, *, zeros: float = 1.0, replaced: float = 0.0) -> RegionMask:
+def sample_region_mask(
+    real_BP: Tensor, rate: float, *, zeros: float = 1.0, replaced: float = 0.0
+) -> RegionMask:
     """Mask each real region with a probability of `rate`, and at least one of each image (UNITER).
 
-    Sampled from torch's CPU generator. Of the masked regions, a share of `zeros` has zeros as features, a share of
-    `replaced` those of a random region of the batch, the rest its own (LXMERT: 0.8 and 0.1).
+    Sampled from torch's CPU generator. Of the masked regions, a share of `zeros` has zeros as
+    features, a share of `replaced` those of a random region of the batch, the rest its own (LXMERT:
+    0.8 and 0.1).
     """
-    rank_BP, kind_BP = torch.rand(2, *real_BP.shape, generator=torch.default_generator).to(real_BP.device)
+    rank_BP, kind_BP = torch.rand(2, *real_BP.shape, generator=torch.default_generator).to(
+        real_BP.device
+    )
     first_B1 = rank_BP.masked_fill(~real_BP, 2.0).argmin(dim=1, keepdim=True)
     masked_BP = real_BP & (rank_BP < rate).scatter(1, first_B1, True)
     own_BP = torch.arange(real_BP.numel(), device=real_BP.device).view_as(real_BP)
-    other = torch.randint(max(real_BP.numel(), 1), tuple(real_BP.shape), generator=torch.default_generator)
+    other = torch.randint(
+        max(real_BP.numel(), 1), tuple(real_BP.shape), generator=torch.default_generator
+    )
     kept_BP = torch.where(kind_BP < zeros + replaced, other.to(real_BP.device), own_BP)
-    return RegionMask(masked_BP, torch.where(masked_BP, kept_BP.masked_fill(kind_BP < zeros, -1), own_BP))
+    return RegionMask(
+        masked_BP, torch.where(masked_BP, kept_BP.masked_fill(kind_BP < zeros, -1), own_BP)
+    )
 
 
 class RegionInput(nn.Module):
-    """Projections of features and of box codes, each normalised, and their sum (UNITER, 3.1; LXMERT, equation 1).
+    """Projections of features and of box codes, each normalised, and their sum (UNITER, 3.1;
+    LXMERT, equation 1).
 
     Args:
-        source: detector's regions with a box code of `numbers`, or an image encoder, whose cells have boxes.
+        source: detector's regions with a box code of `numbers`, or an image encoder, whose cells
+            have boxes.
         numbers: length of a box code.
         width: D of the tokens.
 
@@ -75,11 +91,16 @@ class RegionInput(nn.Module):
             raise ConfigError(message, "mismatch", field="image_encoder")
         self.numbers: BoxCode = numbers
         self.features = source.patch_dim - (numbers if isinstance(source, RegionEncoder) else 0)
-        self.project, self.project_boxes = nn.Linear(self.features, width), nn.Linear(numbers, width)
+        self.project, self.project_boxes = (
+            nn.Linear(self.features, width),
+            nn.Linear(numbers, width),
+        )
         self.norm, self.norm_boxes = (nn.LayerNorm(width, eps=LAYER_NORM_EPS) for _ in range(2))
 
     def read(self, source: ImageSource, image: Tensor, has_image_B: Tensor | None) -> Tokens:
-        """Encode images, or take the regions of a detector: (B, P, F), padding where there is no image."""
+        """Encode images, or take the regions of a detector: (B, P, F), padding where there is no
+        image.
+        """
 
         def encode(image: Tensor) -> Tokens:
             features = source(image)
@@ -94,33 +115,50 @@ class RegionInput(nn.Module):
             return tokens
         return Tokens(tokens.states_BND, tokens.real_BN() & has_image_B[:, None])
 
-    def sample_mask(self, source: ImageSource, batch: Batch, rate: float, **shares: float) -> RegionMask:
+    def sample_mask(
+        self, source: ImageSource, batch: Batch, rate: float, **shares: float
+    ) -> RegionMask:
         """Sample masked regions of a batch, see `sample_region_mask`."""
         if isinstance(source, RegionEncoder):
             real_BP = source.real(source.read(batch))
         else:
             height, width = source.grid(*batch.image_BCHW.shape[2:])
-            real_BP = torch.ones(len(batch), height * width, dtype=torch.bool, device=batch.image_BCHW.device)
+            real_BP = torch.ones(
+                len(batch), height * width, dtype=torch.bool, device=batch.image_BCHW.device
+            )
         if batch.has_image_B is not None:
             real_BP = real_BP & batch.has_image_B[:, None]
         return sample_region_mask(real_BP, rate, **shares)
 
-    def forward(self, regions_BPF: Tensor, mask: RegionMask | None = None, added_D: Tensor | None = None) -> Tensor:
-        """(B, P, D): embed regions, some of them masked; `added_D` is added to the features of those."""
+    def forward(
+        self, regions_BPF: Tensor, mask: RegionMask | None = None, added_D: Tensor | None = None
+    ) -> Tensor:
+        """(B, P, D): embed regions, some of them masked; `added_D` is added to the features of
+        those.
+        """
         features_BPD, codes_BPC = regions_BPF.split([self.features, self.numbers], dim=2)
-        if mask is not None and mask.source_BP.shape == features_BPD.shape[:2]:  # else no sample has an image
+        if (
+            mask is not None and mask.source_BP.shape == features_BPD.shape[:2]
+        ):  # else no sample has an image
             source_BP1 = mask.source_BP[:, :, None]
             read_BPD = features_BPD.flatten(0, 1)[mask.source_BP.clamp(min=0)]
             features_BPD = read_BPD.masked_fill(source_BP1 < 0, 0.0)
             if added_D is not None:
                 features_BPD = features_BPD + added_D * mask.masked_BP[:, :, None]
-        states_BPD: Tensor = self.norm(self.project(features_BPD)) + self.norm_boxes(self.project_boxes(codes_BPC))
+        states_BPD: Tensor = self.norm(self.project(features_BPD)) + self.norm_boxes(
+            self.project_boxes(codes_BPC)
+        )
         return states_BPD
 
 
 def grid_boxes(height: int, width: int) -> Tensor:
-    """(P, 4): relative boxes (left, top, right, bottom) of the cells of a grid, in row-major order."""
-    row_P, column_P = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
+    """(P, 4): relative boxes (left, top, right, bottom) of the cells of a grid, in row-major
+    order.
+    """
+    row_P, column_P = (
+        torch.arange(height).repeat_interleave(width),
+        torch.arange(width).repeat(height),
+    )
     places = (column_P / width, row_P / height, (column_P + 1) / width, (row_P + 1) / height)
     return torch.stack(places, dim=1)
 
@@ -145,7 +183,10 @@ class RegionObjective(Objective[Encoded, RegionMask, RegionPredictions]):
     """
 
     def __init__(
-        self, weight: float, sample_mask: Callable[[Batch], RegionMask], head: Callable[[Tensor], Tensor]
+        self,
+        weight: float,
+        sample_mask: Callable[[Batch], RegionMask],
+        head: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(weight)
         self.sample_mask, self.head = sample_mask, head
@@ -203,7 +244,10 @@ class MaskedObjectLabels(RegionObjective):
 def classes_of(regions: MaskedRegions) -> Tensor:
     """(N, K). Raises ConfigError for a batch without the detector's distributions."""
     if regions.classes_NK is None:
-        message = "region_classes needs regions of a detector with its distributions (Inputs.region_classes)"
+        message = (
+            "region_classes needs regions of a detector with its distributions "
+            "(Inputs.region_classes)"
+        )
         raise ConfigError(message, "missing", field="region_classes_BPK")
     return regions.classes_NK
 
@@ -212,8 +256,9 @@ def classes_of(regions: MaskedRegions) -> Tensor:
 class RegionConfig(FusionConfig):
     """Settings of systems with masked regions.
 
-    The papers' regions are of a frozen detector: `image_encoder="regions:WIDTH+CODE"`. By default they are the cells of
-    an image encoder's grid, which is trained by the other objectives; true features have no gradient.
+    The papers' regions are of a frozen detector: `image_encoder="regions:WIDTH+CODE"`. By default
+    they are the cells of an image encoder's grid, which is trained by the other objectives; true
+    features have no gradient.
     """
 
     image_encoder: str = "resnet50"
@@ -225,7 +270,9 @@ class RegionConfig(FusionConfig):
     region_probability: float = 0.15
     """Share of regions that are masked, at least one of each image."""
     region_classes: int = 0
-    """Classes of the detector, whose distribution is predicted; 0: not predicted, as for cells of a grid."""
+    """Classes of the detector, whose distribution is predicted; 0: not predicted, as for cells
+    of a grid.
+    """
     region_feature_weight: float = 1.0
     """Weight of the features of masked regions (UNITER's MRFR)."""
     region_class_weight: float = 1.0
@@ -239,13 +286,17 @@ class RegionConfig(FusionConfig):
 
 
 class RegionModel(MaskedMatchingModel):
-    """A system whose `image_input` is a `RegionInput`; `embed_regions` makes image tokens of its regions."""
+    """A system whose `image_input` is a `RegionInput`; `embed_regions` makes image tokens of its
+    regions.
+    """
 
     image_input: RegionInput
     image_encoder: ImageSource
     zeros: ClassVar[float] = 1.0
     replaced: ClassVar[float] = 0.0
-    """Shares of the masked regions that are read as zeros, and as other regions (`sample_region_mask`)."""
+    """Shares of the masked regions that are read as zeros, and as other regions
+    (`sample_region_mask`).
+    """
 
     def require_classes(self) -> None:
         """Make loaders read the detector's distributions."""
@@ -267,22 +318,33 @@ class RegionModel(MaskedMatchingModel):
     def sample_mask(self, batch: Batch) -> RegionMask:
         """Sample masked regions of every image."""
         rate = self.config.region_probability
-        return self.image_input.sample_mask(self.image_encoder, batch, rate, zeros=self.zeros, replaced=self.replaced)
+        return self.image_input.sample_mask(
+            self.image_encoder, batch, rate, zeros=self.zeros, replaced=self.replaced
+        )
 
     def mask_of(self, corruption: Corruption) -> RegionMask | None:
         """Return the mask of the first objective that has one."""
-        names = [objective.name for objective in self.objectives if isinstance(objective, RegionObjective)]
+        names = [
+            objective.name
+            for objective in self.objectives
+            if isinstance(objective, RegionObjective)
+        ]
         return next((corruption.parts[name] for name in names if name in corruption.parts), None)
 
     def encode_tasks(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """Fuse masked texts with their images, whole texts with sampled images and with images with masked regions.
+        """Fuse masked texts with their images, whole texts with sampled images and with images with
+        masked regions.
 
-        Parts that the step's objectives do not need are left out; the others are computed in one pass.
+        Parts that the step's objectives do not need are left out; the others are computed in one
+        pass.
         """
         words, pairs = (corruption.parts.get(name) for name in (self.mlm.name, self.itm.name))
         mask = self.mask_of(corruption)
         regions = self.read_regions(self.image_input_of(batch), batch.has_image_B)
-        image, text = self.embed_regions(regions), self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
+        image, text = (
+            self.embed_regions(regions),
+            self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B),
+        )
         passes: dict[str, tuple[Tokens, Tokens]] = {}
         if words is not None:
             passes["words"] = (self.masked_text_tokens(batch, words.ids_BT), image)
@@ -296,17 +358,28 @@ class RegionModel(MaskedMatchingModel):
             batch=batch,
             image=image,
             text=text,
-            word_states_ND=none_0D if words is None else self.word_states(fused["words"], words.position_N, width),
+            word_states_ND=none_0D
+            if words is None
+            else self.word_states(fused["words"], words.position_N, width),
             pooled_MD=none_0D if pairs is None else fused["pairs"].pooled_BD,
             pairs=fused.get("pairs"),
             matched_M=None if pairs is None else pairs.matched_N,
-            regions=None if mask is None else self.masked_regions(fused["regions"], regions, mask, batch),
+            regions=None
+            if mask is None
+            else self.masked_regions(fused["regions"], regions, mask, batch),
         )
 
     def masked_regions(
-        self, fused: Fused, regions: Tokens, mask: RegionMask, batch: Batch, image_B: Tensor | None = None
+        self,
+        fused: Fused,
+        regions: Tokens,
+        mask: RegionMask,
+        batch: Batch,
+        image_B: Tensor | None = None,
     ) -> MaskedRegions:
-        """Return the fused states of masked regions and the truth; `image_B` is the image of each row of `fused`."""
+        """Return the fused states of masked regions and the truth; `image_B` is the image of
+        each row of `fused`.
+        """
         states_BPD, classes_BPK = fused.image.states_BND, batch.region_classes_BPK
         truth_BPD = regions.states_BND[:, :, : self.image_input.features].detach()
         masked_BP = mask.masked_BP
@@ -321,7 +394,9 @@ class RegionModel(MaskedMatchingModel):
 
 
 class RegionHead(nn.Sequential):
-    """The layers below the predictions of a region, as those of BERT's words, and a linear layer unless it is None."""
+    """The layers below the predictions of a region, as those of BERT's words, and a linear layer
+    unless it is None.
+    """
 
     def __init__(self, width: int, values: int | None = None) -> None:
         layers = [nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width, eps=LAYER_NORM_EPS)]
@@ -330,7 +405,8 @@ class RegionHead(nn.Sequential):
 
 
 class TiedRegionHead(nn.Module):
-    """The same layers; the linear one is the transpose of a matrix (D, F) that reads features, passed to `forward`.
+    """The same layers; the linear one is the transpose of a matrix (D, F) that reads features,
+    passed to `forward`.
 
     Attributes:
         mask_vector: (F,), added to the features of masked regions (UNITER's released code).

@@ -1,17 +1,18 @@
 """Interface of the pretraining objectives of fusion-encoders.
 
-An objective has three verbs: `corrupt` samples the masks or wrong pairs of a step, `predict` scores it from the states
-that the model computed once for all objectives, `loss` compares predictions and truth. A model lists its objectives:
+An objective has three verbs: `corrupt` samples the masks or wrong pairs of a step, `predict` scores
+it from the states that the model computed once for all objectives, `loss` compares predictions and
+truth. A model lists its objectives:
 
     self.mlm = MaskedLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
     self.itm = ImageTextMatching(config.itm_weight, self.sample_pairs, self.itm_head)
     self.objectives = (self.mlm, self.itm)
 
-Objectives hold no parameters; heads belong to the model. Pass bound methods and modules, not lambdas, so that a deep
-copy of the model uses its own heads.
+Objectives hold no parameters; heads belong to the model. Pass bound methods and modules, not
+lambdas, so that a deep copy of the model uses its own heads.
 
-In this folder: N masked positions, M pairs, K complete samples, G those of all ranks, P patches, C values of a patch;
-other letters as in `medvl.schema`.
+In this folder: N masked positions, M pairs, K complete samples, G those of all ranks, P patches, C
+values of a patch; other letters as in `medvl.schema`.
 """
 
 import abc
@@ -56,8 +57,9 @@ class Encoded:
     own: Fused | None = None
     """The masked texts fused with their own images; None in systems that match masked texts."""
     pairs: Fused | None = None
-    """The sampled pairs, fused, for objectives that read their words and patches; None in systems that match masked
-    texts."""
+    """The sampled pairs, fused, for objectives that read their words and patches; None in systems
+    that match masked texts.
+    """
     matched_M: Tensor | None = None
     """bool: which of `pairs` match."""
     regions: MaskedRegions | None = None
@@ -96,7 +98,8 @@ P = TypeVar("P")
 
 
 class Objective(abc.ABC, Generic[E, C, P]):
-    """One term of a pretraining loss. Generic over the shared states, the corruption and the predictions.
+    """One term of a pretraining loss. Generic over the shared states, the corruption and the
+    predictions.
 
     Attributes:
         name: key of the term in `Losses.terms`.
@@ -118,7 +121,9 @@ class Objective(abc.ABC, Generic[E, C, P]):
 
     @abc.abstractmethod
     def loss(self, predictions: P, corruption: C) -> Tensor:
-        """Return the scalar loss, averaged over the samples that have the inputs of the objective."""
+        """Return the scalar loss, averaged over the samples that have the inputs of the
+        objective.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,14 +150,17 @@ class TransportedPairs(NamedTuple):
 
 
 class WordPatchAlignment(Objective[Encoded, None, TransportedPairs]):
-    """Distance of the fused words and patches of matching pairs, minus the distance of the others (UNITER, ViLT).
+    """Distance of the fused words and patches of matching pairs, minus the distance of the others
+    (UNITER, ViLT).
 
     The pairs are shared with image-text matching; the model fuses them once for both objectives.
 
     Args:
         weight: factor of the term; 0.1 in both papers.
-        text_ends: whether the first and last token of a text (CLS and SEP) take part, as in UNITER's released code.
-        image_prefix: number of image tokens before the patches, which take no part: 1 for ViLT's class token.
+        text_ends: whether the first and last token of a text (CLS and SEP) take part, as in
+            UNITER's released code.
+        image_prefix: number of image tokens before the patches, which take no part: 1 for ViLT's
+            class token.
     """
 
     name = "wpa"
@@ -173,8 +181,12 @@ class WordPatchAlignment(Objective[Encoded, None, TransportedPairs]):
         if not self.text_ends:
             place_T = torch.arange(real_MT.shape[1], device=real_MT.device)
             real_MT = (place_T > 0) & (place_T < real_MT.sum(dim=1, keepdim=True) - 1)
-        real_MP = real_MP & (torch.arange(real_MP.shape[1], device=real_MP.device) >= self.image_prefix)
-        distance_M, _ = losses.word_patch_alignment(pairs.text.states_BND, pairs.image.states_BND, ~real_MT, ~real_MP)
+        real_MP = real_MP & (
+            torch.arange(real_MP.shape[1], device=real_MP.device) >= self.image_prefix
+        )
+        distance_M, _ = losses.word_patch_alignment(
+            pairs.text.states_BND, pairs.image.states_BND, ~real_MT, ~real_MP
+        )
         return TransportedPairs(distance_M, matched_M)
 
     def loss(self, predictions: TransportedPairs, corruption: None) -> Tensor:
@@ -233,7 +245,10 @@ class WordObjective(Objective[E, MaskedWords, P]):
     name = "mlm"
 
     def __init__(
-        self, weight: float, mask_words: Callable[[Batch], MaskedWords], score_words: Callable[[Tensor], Tensor]
+        self,
+        weight: float,
+        mask_words: Callable[[Batch], MaskedWords],
+        score_words: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(weight)
         self.mask_words, self.score_words = mask_words, score_words
@@ -268,7 +283,9 @@ class DistilledLanguageModeling(WordObjective[ContrastiveEncoded, DistilledWords
 
     def predict(self, encoded: ContrastiveEncoded, corruption: MaskedWords) -> DistilledWords:
         """Score the vocabulary at the masked positions."""
-        return DistilledWords(self.score_words(encoded.word_states_ND), encoded.teacher_words_NV, encoded.alpha)
+        return DistilledWords(
+            self.score_words(encoded.word_states_ND), encoded.teacher_words_NV, encoded.alpha
+        )
 
     def loss(self, predictions: DistilledWords, corruption: MaskedWords) -> Tensor:
         """Cross-entropy with the original ids and the teacher's distribution."""

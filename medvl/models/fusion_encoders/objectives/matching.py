@@ -26,7 +26,10 @@ class ImageTextMatching(Objective[Encoded, MatchingPairs, Tensor]):
     name = "itm"
 
     def __init__(
-        self, weight: float, sample_pairs: Callable[[Batch], MatchingPairs], head: Callable[[Tensor], Tensor]
+        self,
+        weight: float,
+        sample_pairs: Callable[[Batch], MatchingPairs],
+        head: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(weight)
         self.sample_pairs, self.head = sample_pairs, head
@@ -58,7 +61,8 @@ class HardNegativeMatching(Objective[ContrastiveEncoded, None, MatchedPairs]):
 
     Args:
         weight: factor of the term.
-        sample_pairs: samples pairs from the batch, the embeddings of its complete rows and those rows.
+        sample_pairs: samples pairs from the batch, the embeddings of its complete rows and those
+            rows.
         match: function from text and image tokens to logits (M, 2).
     """
 
@@ -99,7 +103,9 @@ class MirroredTexts(NamedTuple):
 class PairModel(Protocol):
     """A model that scores pairs of an image and a text."""
 
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         """Encode texts before fusion."""
 
     def match(self, text: Tokens, image: Tokens) -> Tensor:
@@ -109,9 +115,9 @@ class PairModel(Protocol):
 class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
     """Matching of a text with its image against the same text with left and right exchanged.
 
-    The text is a match and its mirror is none, so that both classes are equally frequent. Texts without a side, and
-    samples without an image or a text, do not count. Both texts are encoded unmasked; the images are those of the other
-    objectives.
+    The text is a match and its mirror is none, so that both classes are equally frequent. Texts
+    without a side, and samples without an image or a text, do not count. Both texts are encoded
+    unmasked; the images are those of the other objectives.
 
     Args:
         weight: factor of the term.
@@ -126,7 +132,11 @@ class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
 
     def corrupt(self, batch: Batch) -> MirroredTexts:
         """Return the loader's mirrored texts. Raises ConfigError for a batch without them."""
-        ids_BT, mask_BT, counted_B = batch.mirrored_ids_BT, batch.mirrored_mask_BT, batch.has_mirror_B
+        ids_BT, mask_BT, counted_B = (
+            batch.mirrored_ids_BT,
+            batch.mirrored_mask_BT,
+            batch.has_mirror_B,
+        )
         if ids_BT is None or mask_BT is None or counted_B is None:
             message = "mirror_weight needs batches with mirrored texts (Inputs.mirrored_text)"
             raise ConfigError(message, "missing", field="mirrored_ids_BT")
@@ -137,7 +147,10 @@ class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
     def predict(self, encoded: Encoded, corruption: MirroredTexts) -> Tensor:
         """(2 B, 2): logits of the texts, then of their mirrors, each with its own image."""
         batch = encoded.batch
-        ids_MT, mask_MT = torch.cat([batch.ids_BT, corruption.ids_BT]), torch.cat([batch.mask_BT, corruption.mask_BT])
+        ids_MT, mask_MT = (
+            torch.cat([batch.ids_BT, corruption.ids_BT]),
+            torch.cat([batch.mask_BT, corruption.mask_BT]),
+        )
         twice_M = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
         text = self.model.text_tokens(ids_MT, mask_MT, twice_M)
         return self.model.match(text, encoded.image.beside(encoded.image))

@@ -26,7 +26,9 @@ class PatchPredictions(NamedTuple):
     """Predicted and true pixels of all patches, for the samples that have an image."""
 
     pixels_BPC: Tensor
-    """Each patch in units of its own mean and deviation where `MaskedImageModeling` standardises, else as the truth."""
+    """Each patch in units of its own mean and deviation where `MaskedImageModeling`
+    standardises, else as the truth.
+    """
     true_BPC: Tensor
     """The encoder's input: normalised, not standardised per patch."""
     masked_BP: Tensor
@@ -34,13 +36,19 @@ class PatchPredictions(NamedTuple):
 
 
 class PatchModel(Protocol):
-    """A model that reconstructs masked patches; `image_encoder` normalises the pixels that are their truth."""
+    """A model that reconstructs masked patches; `image_encoder` normalises the pixels that are
+    their truth.
+    """
 
     image_encoder: ImageEncoder
     mim_head: PixelDecoder
 
-    def reconstruct(self, image_BCHW: Tensor, image: Tokens, text: Tokens, patches: PatchMask) -> Tensor:
-        """(B, P, C): pixels of all patches from the kept ones and the texts; `image`, `text` as in `Encoded`."""
+    def reconstruct(
+        self, image_BCHW: Tensor, image: Tokens, text: Tokens, patches: PatchMask
+    ) -> Tensor:
+        """(B, P, C): pixels of all patches from the kept ones and the texts; `image`, `text` as
+        in `Encoded`.
+        """
 
 
 class MaskedImageModeling(Objective[Encoded, PatchMask, PatchPredictions]):
@@ -50,36 +58,51 @@ class MaskedImageModeling(Objective[Encoded, PatchMask, PatchPredictions]):
         weight: factor of the term.
         model: reconstructs the patches.
         ratio: share of patches that are removed.
-        standardized: whether the truth is in units of each patch's own mean and deviation, else normalised pixels.
+        standardized: whether the truth is in units of each patch's own mean and deviation, else
+            normalised pixels.
     """
 
     name = "mim"
 
-    def __init__(self, weight: float, model: PatchModel, ratio: float, *, standardized: bool = True) -> None:
+    def __init__(
+        self, weight: float, model: PatchModel, ratio: float, *, standardized: bool = True
+    ) -> None:
         super().__init__(weight)
         self.model, self.ratio, self.standardized = model, ratio, standardized
 
     def corrupt(self, batch: Batch) -> PatchMask:
         """Sample the removed patches of every image."""
         patches = math.prod(self.model.mim_head.patches.grid)
-        return mask_patches(len(batch), patches, self.ratio, torch.default_generator, batch.image_BCHW.device)
+        return mask_patches(
+            len(batch), patches, self.ratio, torch.default_generator, batch.image_BCHW.device
+        )
 
     def predict(self, encoded: Encoded, corruption: PatchMask) -> PatchPredictions:
         """Reconstruct the patches of the samples that have an image."""
         return self.predict_patches(encoded.batch, encoded.image, encoded.text, corruption)
 
-    def predict_patches(self, batch: Batch, image: Tokens, text: Tokens, patches: PatchMask) -> PatchPredictions:
+    def predict_patches(
+        self, batch: Batch, image: Tokens, text: Tokens, patches: PatchMask
+    ) -> PatchPredictions:
         """See `predict`; `image` and `text` are the batch before fusion."""
         image_BCHW = batch.image_BCHW
         if batch.has_image_B is not None:
             index_K = batch.has_image_B.nonzero().squeeze(1)
-            patches = PatchMask(*(getattr(patches, field.name)[index_K] for field in dataclasses.fields(patches)))
+            patches = PatchMask(
+                *(getattr(patches, field.name)[index_K] for field in dataclasses.fields(patches))
+            )
             image, text, image_BCHW = image.rows(index_K), text.rows(index_K), image_BCHW[index_K]
-        true_BPC = patchify(self.model.image_encoder.normalize(image_BCHW), self.model.mim_head.patches.side)
+        true_BPC = patchify(
+            self.model.image_encoder.normalize(image_BCHW), self.model.mim_head.patches.side
+        )
         if len(image_BCHW) == 0:  # a vision Transformer cannot encode an empty batch
             blank_BPC = true_BPC.new_zeros(1, *true_BPC.shape[1:])
-            return PatchPredictions(blank_BPC, blank_BPC, patches.masked_BP.new_zeros(blank_BPC.shape[:2]))
-        return PatchPredictions(self.model.reconstruct(image_BCHW, image, text, patches), true_BPC, patches.masked_BP)
+            return PatchPredictions(
+                blank_BPC, blank_BPC, patches.masked_BP.new_zeros(blank_BPC.shape[:2])
+            )
+        return PatchPredictions(
+            self.model.reconstruct(image_BCHW, image, text, patches), true_BPC, patches.masked_BP
+        )
 
     def loss(self, predictions: PatchPredictions, corruption: PatchMask) -> Tensor:
         """Mean squared error of the removed patches' pixels."""
@@ -96,7 +119,8 @@ class MultiScaleModel(Protocol):
 
 
 class MultiScaleMaskedImageModeling(Objective[Encoded, Tensor, list[PatchPredictions]]):
-    """Pixels of masked blocks of cells, at several scales (Wang et al., arXiv 2103.16022; see `MixedModel`).
+    """Pixels of masked blocks of cells, at several scales (Wang et al., arXiv 2103.16022; see
+    `MixedModel`).
 
     Args:
         weight: factor of the term.
@@ -109,18 +133,24 @@ class MultiScaleMaskedImageModeling(Objective[Encoded, Tensor, list[PatchPredict
 
     name = "mim"
 
-    def __init__(self, weight: float, model: MultiScaleModel, ratio: float, scales: Sequence[int]) -> None:
+    def __init__(
+        self, weight: float, model: MultiScaleModel, ratio: float, scales: Sequence[int]
+    ) -> None:
         super().__init__(weight)
         self.model, self.ratio, self.scales = model, ratio, tuple(scales)
         grid = model.patches.grid
-        if not self.scales or any(scale < 1 or grid[0] % scale or grid[1] % scale for scale in self.scales):
+        if not self.scales or any(
+            scale < 1 or grid[0] % scale or grid[1] % scale for scale in self.scales
+        ):
             message = f"scales must divide the image encoder's grid {grid}, got {self.scales}"
             raise ConfigError(message, "conflict", field="scales")
 
     def corrupt(self, batch: Batch) -> Tensor:
         """(B, P) bool: sample a scale for each image, and mask blocks of it."""
         generator, device = torch.default_generator, batch.image_BCHW.device
-        return mask_blocks(len(batch), self.model.patches.grid, self.scales, self.ratio, generator).to(device)
+        return mask_blocks(
+            len(batch), self.model.patches.grid, self.scales, self.ratio, generator
+        ).to(device)
 
     def predict(self, encoded: Encoded, corruption: Tensor) -> list[PatchPredictions]:
         """Regenerate all blocks of each scale, for the samples that have an image."""
@@ -129,7 +159,11 @@ class MultiScaleMaskedImageModeling(Objective[Encoded, Tensor, list[PatchPredict
         image_BCHW, grid, side = batch.image_BCHW, self.model.patches.grid, self.model.patches.side
         if batch.has_image_B is not None:
             index_K = batch.has_image_B.nonzero().squeeze(1)
-            image, image_BCHW, masked_BP = image.rows(index_K), image_BCHW[index_K], masked_BP[index_K]
+            image, image_BCHW, masked_BP = (
+                image.rows(index_K),
+                image_BCHW[index_K],
+                masked_BP[index_K],
+            )
         pixels_BCHW = self.model.image_encoder.normalize(image_BCHW)
         if len(image_BCHW) == 0:
             blank_BPC = pixels_BCHW.new_zeros(0, 0, self.model.patches.values)

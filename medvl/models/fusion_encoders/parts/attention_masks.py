@@ -1,9 +1,10 @@
 """Boolean attention masks: True where a query may attend to a key.
 
-A single stream is an image block followed by a text block. Its masks are built from both blocks and their padding,
-which is excluded from every mask, so that no row attends to a padded key.
+A single stream is an image block followed by a text block. Its masks are built from both blocks and
+their padding, which is excluded from every mask, so that no row attends to a padded key.
 
-Letters: B batch, Q queries, K keys, I tokens of the image block, T tokens of the text block, S = I + T.
+Letters: B batch, Q queries, K keys, I tokens of the image block, T tokens of the text block, S = I
++ T.
 """
 
 from typing import Literal
@@ -15,19 +16,25 @@ Attention = Literal["bidirectional", "seq2seq", "bar", "mixed", "non_cross"]
 """Attention mask of a single stream, see `attention_mask`."""
 ATTENTIONS: tuple[Attention, ...] = ("bidirectional", "seq2seq", "bar", "mixed", "non_cross")
 CAUSAL_ATTENTIONS: tuple[Attention, ...] = ("seq2seq", "bar", "mixed")
-"""Masks under which text is predicted from the image and earlier words, as writing a report needs."""
+"""Masks under which text is predicted from the image and earlier words, as writing a report
+needs.
+"""
 
 
 def attention_mask(
-    attention: Attention, image_mask_BI: Tensor, text_mask_BT: Tensor, seq2seq_B: Tensor | None = None
+    attention: Attention,
+    image_mask_BI: Tensor,
+    text_mask_BT: Tensor,
+    seq2seq_B: Tensor | None = None,
 ) -> Tensor:
     """(B, S, S): whether the query of a row may attend to the key of a column.
 
     Args:
-        attention: "bidirectional": everything attends to everything (BERT). "seq2seq": image rows attend to the image,
-            text rows to the image and to the text up to themselves (UniLM). "bar": as seq2seq, but image rows attend to
-            the text too (MedViLL's bidirectional auto-regressive mask). "non_cross": each block attends to itself only.
-            "mixed": seq2seq or bidirectional, by sample.
+        attention: "bidirectional": everything attends to everything (BERT). "seq2seq": image rows
+            attend to the image, text rows to the image and to the text up to themselves (UniLM).
+            "bar": as seq2seq, but image rows attend to the text too (MedViLL's bidirectional
+            auto-regressive mask). "non_cross": each block attends to itself only. "mixed": seq2seq
+            or bidirectional, by sample.
         image_mask_BI, text_mask_BT: bool, True on real tokens.
         seq2seq_B: bool, the samples of "mixed" with the sequence-to-sequence mask.
 

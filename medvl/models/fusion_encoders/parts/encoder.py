@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from medvl.models.base import init_weights
 from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask, keep_first
-from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, SelfAttentionLayer, Sizes
+from medvl.models.fusion_encoders.parts.transformer import (
+    CoAttentionLayer,
+    SelfAttentionLayer,
+    Sizes,
+)
 
 if TYPE_CHECKING:
     from medvl.encoders.text.packing import Packing
@@ -59,7 +63,9 @@ class Tokens(NamedTuple):
 
     def cut(self, length: int) -> "Tokens":
         """Return the first `length` tokens of every sample."""
-        entities = self.entities and self.entities._replace(mention_BT=self.entities.mention_BT[:, :length])
+        entities = self.entities and self.entities._replace(
+            mention_BT=self.entities.mention_BT[:, :length]
+        )
         mask_BN = None if self.mask_BN is None else self.mask_BN[:, :length]
         return Tokens(self.states_BND[:, :length], mask_BN, entities)
 
@@ -75,7 +81,9 @@ class Tokens(NamedTuple):
 
     def part(self, places: slice) -> "Tokens":
         """Select tokens of all samples."""
-        return Tokens(self.states_BND[:, places], None if self.mask_BN is None else self.mask_BN[:, places])
+        return Tokens(
+            self.states_BND[:, places], None if self.mask_BN is None else self.mask_BN[:, places]
+        )
 
     def split(self, sizes: Sequence[int]) -> list["Tokens"]:
         """Return batches of these numbers of samples; the reverse of `beside`."""
@@ -119,7 +127,10 @@ def _stack(parts: Sequence[Tensor], value: float = 0) -> Tensor:
     """Concatenate tensors (B, N, ...) along B, padded along N."""
     longest = max(part.shape[1] for part in parts)
     padding = [[0, 0] * (part.ndim - 2) + [0, longest - part.shape[1]] for part in parts]
-    padded = [F.pad(part, pad, value=value) if pad[-1] else part for part, pad in zip(parts, padding, strict=True)]
+    padded = [
+        F.pad(part, pad, value=value) if pad[-1] else part
+        for part, pad in zip(parts, padding, strict=True)
+    ]
     return torch.cat(padded)
 
 
@@ -133,7 +144,12 @@ class Fused(NamedTuple):
 
     def split(self, sizes: Sequence[int]) -> list["Fused"]:
         """Return the outputs of batches that were fused together, of these numbers of samples."""
-        parts = zip(self.text.split(sizes), self.image.split(sizes), self.pooled_BD.split(list(sizes)), strict=True)
+        parts = zip(
+            self.text.split(sizes),
+            self.image.split(sizes),
+            self.pooled_BD.split(list(sizes)),
+            strict=True,
+        )
         return [Fused(*part) for part in parts]
 
 
@@ -151,7 +167,9 @@ class AttentionMaps(NamedTuple):
     def cells(self, image: Tokens, leading: int) -> "AttentionMaps":
         """Drop the first `leading` image tokens, which are not grid cells; set padding to 0."""
         real_BP = image.real_BN()[:, leading:].float()
-        return AttentionMaps(self.pooled_BP[:, leading:] * real_BP, self.text_BTP[:, :, leading:] * real_BP[:, None])
+        return AttentionMaps(
+            self.pooled_BP[:, leading:] * real_BP, self.text_BTP[:, :, leading:] * real_BP[:, None]
+        )
 
 
 class Pooler(nn.Module):
@@ -179,21 +197,26 @@ class FusionEncoder(nn.Module, abc.ABC):
     def forward(self, text: Tokens, image: Tokens) -> Fused:
         """Fuse tokens of the same B samples, of this encoder's width.
 
-        A sample without an image (or text) has one token there that holds only the modality embedding, so that
-        attention always has a key.
+        A sample without an image (or text) has one token there that holds only the modality
+        embedding, so that attention always has a key.
         """
 
     @abc.abstractmethod
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """Return attention to all image tokens. Same inputs as `forward`, which keeps no weights."""
+        """Return attention to all image tokens. Same inputs as `forward`, which keeps no
+        weights.
+        """
 
     def mark(self, text: Tokens, image: Tokens) -> tuple[Tensor, Tensor]:
         """Return (text_BTD, image_BPD) with their modality embeddings added."""
-        return text.states_BND + self.modality.weight[_TEXT], image.states_BND + self.modality.weight[_IMAGE]
+        return text.states_BND + self.modality.weight[
+            _TEXT
+        ], image.states_BND + self.modality.weight[_IMAGE]
 
 
 class DualStream(FusionEncoder):
-    """A stream for each modality; each layer of both reads the states of the layer below (METER, LXMERT, M3AE).
+    """A stream for each modality; each layer of both reads the states of the layer below (METER,
+    LXMERT, M3AE).
 
     `text_layers` replaces the layers of the text's stream.
     """
@@ -201,7 +224,9 @@ class DualStream(FusionEncoder):
     def __init__(self, sizes: Sizes, text_layers: Iterable[nn.Module] | None = None) -> None:
         super().__init__(sizes.width)
         self.pooled_dim = 2 * sizes.width
-        self.text_layers = nn.ModuleList(text_layers or (CoAttentionLayer(sizes) for _ in range(sizes.layers)))
+        self.text_layers = nn.ModuleList(
+            text_layers or (CoAttentionLayer(sizes) for _ in range(sizes.layers))
+        )
         self.image_layers = nn.ModuleList(CoAttentionLayer(sizes) for _ in range(sizes.layers))
         self.text_pooler, self.image_pooler = Pooler(sizes.width), Pooler(sizes.width)
         self._packing: type[Packing] | None = None
@@ -216,23 +241,30 @@ class DualStream(FusionEncoder):
     def packing_of(self, text: Tokens) -> "Packing | None":
         """Return the packing of the text's stream; None where it is not packed.
 
-        A text without tokens keeps the first one, which stands for the row of equal null tokens that is read padded.
+        A text without tokens keeps the first one, which stands for the row of equal null tokens
+        that is read padded.
         """
         if self._packing is None or text.mask_BN is None:
             return None
         return self._packing.from_mask(keep_first(text.mask_BN, None))
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class; a pair's vector is the concatenation of the text's and the image's."""
+        """See the base class; a pair's vector is the concatenation of the text's and the
+        image's.
+        """
         text, image = self.streams(text, image, len(self.text_layers))
-        pooled_BD = torch.cat([self.text_pooler(text.states_BND), self.image_pooler(image.states_BND)], dim=-1)
+        pooled_BD = torch.cat(
+            [self.text_pooler(text.states_BND), self.image_pooler(image.states_BND)], dim=-1
+        )
         return Fused(text, image, pooled_BD)
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """See the base class; of the two pooled tokens, the text's is used."""
         text, image = self.streams(text, image, len(self.text_layers) - 1)
         last: Any = self.text_layers[-1]
-        weights_BTP = last.cross_weights(text.states_BND, image.states_BND, text.mask_BN, image.mask_BN)
+        weights_BTP = last.cross_weights(
+            text.states_BND, image.states_BND, text.mask_BN, image.mask_BN
+        )
         return AttentionMaps(weights_BTP[:, 0], weights_BTP)
 
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
@@ -241,7 +273,9 @@ class DualStream(FusionEncoder):
         packing, mask_BT = self.packing_of(text), text.mask_BN
         if packing is not None:
             text_BTD, mask_BT = packing.pack(text_BTD), packing.mask_BT
-        for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[:depth]:
+        for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[
+            :depth
+        ]:
             text_BTD, image_BPD = (
                 text_layer(text_BTD, image_BPD, mask_BT, image.mask_BN, packing),
                 image_layer(image_BPD, text_BTD, image.mask_BN, mask_BT, None, packing),
@@ -251,9 +285,13 @@ class DualStream(FusionEncoder):
 
 
 class SingleStream(FusionEncoder):
-    """One Transformer over the image tokens followed by the text tokens (VisualBERT, UNITER, ViLT)."""
+    """One Transformer over the image tokens followed by the text tokens (VisualBERT, UNITER,
+    ViLT).
+    """
 
-    def __init__(self, sizes: Sizes, attention: Attention = "bidirectional", seq2seq_share: float = 0.5) -> None:
+    def __init__(
+        self, sizes: Sizes, attention: Attention = "bidirectional", seq2seq_share: float = 0.5
+    ) -> None:
         super().__init__(sizes.width)
         self.pooled_dim = sizes.width
         self.attention: Attention = attention
@@ -263,8 +301,9 @@ class SingleStream(FusionEncoder):
         init_weights(self)
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class; the vector of a pair is the first image token's, which attends to the text under every
-        mask but seq2seq and non_cross."""
+        """See the base class; the vector of a pair is the first image token's, which attends to the
+        text under every mask but seq2seq and non_cross.
+        """
         states_BSD, _ = self.stream(text, image, len(self.layers))
         images = image.states_BND.shape[1]
         return Fused(
@@ -282,20 +321,27 @@ class SingleStream(FusionEncoder):
         return AttentionMaps(weights_BSS[:, 0, :images], weights_BSS[:, images:, :images])
 
     def stream(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return the states (B, S, D) after the first `depth` layers, and the mask of all layers."""
+        """Return the states (B, S, D) after the first `depth` layers, and the mask of all
+        layers.
+        """
         text_BTD, image_BPD = self.mark(text, image)
         states_BSD = torch.cat([image_BPD, text_BTD], dim=1)
-        mask_BSS = stream_mask(self.attention, text, image, self.seq2seq_share if self.training else 0.0)
+        mask_BSS = stream_mask(
+            self.attention, text, image, self.seq2seq_share if self.training else 0.0
+        )
         for layer in self.layers[:depth]:
             states_BSD = layer(states_BSD, mask_BSS)
         return states_BSD, mask_BSS
 
 
-def stream_mask(attention: Attention, text: Tokens, image: Tokens, seq2seq_share: float) -> Tensor | None:
-    """(B, S, S) for an image block followed by a text block; None if everything attends to everything.
+def stream_mask(
+    attention: Attention, text: Tokens, image: Tokens, seq2seq_share: float
+) -> Tensor | None:
+    """(B, S, S) for an image block followed by a text block; None if everything attends to
+    everything.
 
-    A mixed mask is sampled for each row (MedViLL's code), at every call, from torch's generator of the tokens' device;
-    with a share of zero it is bidirectional.
+    A mixed mask is sampled for each row (MedViLL's code), at every call, from torch's generator of
+    the tokens' device; with a share of zero it is bidirectional.
     """
     if attention == "bidirectional" and text.mask_BN is None and image.mask_BN is None:
         return None

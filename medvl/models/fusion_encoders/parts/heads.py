@@ -1,6 +1,8 @@
-"""Pretraining heads of fusion-encoders: pixels of removed patches, a space that images and texts share.
+"""Pretraining heads of fusion-encoders: pixels of removed patches, a space that images and texts
+share.
 
-Letters: B batch, E shared embedding dim, N positions, P patches, K kept patches, D width, C values of a patch's pixels.
+Letters: B batch, E shared embedding dim, N positions, P patches, K kept patches, D width, C values
+of a patch's pixels.
 """
 
 import dataclasses
@@ -31,42 +33,58 @@ class Patches:
 
     @classmethod
     def of(cls, encoder: ImageEncoder) -> "Patches":
-        """Return the patches of an encoder. Raises ConfigError unless they are squares that cover its images."""
+        """Return the patches of an encoder. Raises ConfigError unless they are squares that
+        cover its images.
+        """
         grid = encoder.grid(*encoder.image_size)
         side = encoder.image_size[0] // grid[0]
         if encoder.image_size != (side * grid[0], side * grid[1]):
-            message = f"image_size must be a multiple of the encoder's grid {grid}, got {encoder.image_size}"
+            message = (
+                f"image_size must be a multiple of the encoder's grid {grid}, got "
+                f"{encoder.image_size}"
+            )
             raise ConfigError(message, "mismatch", field="image_size")
         return cls(grid, side, side**2 * encoder.in_channels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PixelDecoderConfig:
-    """Settings of masked image modelling, to inherit beside a system's other settings; M3AE's by default."""
+    """Settings of masked image modelling, to inherit beside a system's other settings; M3AE's by
+    default.
+    """
 
     mim_weight: float = 1.0
     decoder_width: int = 384
     decoder_layers: int = 4
     decoder_heads: int = 6
     stored_positions: bool = False
-    """Keep the positions of the pixel decoder in the checkpoint: imported ones that are not MAE's (MRM)."""
+    """Keep the positions of the pixel decoder in the checkpoint: imported ones that are not
+    MAE's (MRM).
+    """
 
     def check_decoder(self) -> None:
         """Raise ConfigError for a value out of range."""
-        check_within(self, "(0, inf)", "mim_weight", "decoder_width", "decoder_layers", "decoder_heads")
+        check_within(
+            self, "(0, inf)", "mim_weight", "decoder_width", "decoder_layers", "decoder_heads"
+        )
         if self.decoder_width % self.decoder_heads or self.decoder_width % 4:
-            message = f"decoder_width must be a multiple of 4 and of decoder_heads, got {self.decoder_width}"
+            message = (
+                f"decoder_width must be a multiple of 4 and of decoder_heads, got "
+                f"{self.decoder_width}"
+            )
             raise ConfigError(message, "conflict", field="decoder_width")
 
 
 class PixelDecoder(nn.Module):
-    """MAE's decoder (He et al., arXiv 2111.06377, section 3): pixels of all patches from the kept ones and mask tokens.
+    """MAE's decoder (He et al., arXiv 2111.06377, section 3): pixels of all patches from the kept
+    ones and mask tokens.
 
     Args:
         in_dim: width of the input states.
         patches: patches of the encoder; also an attribute.
         config: sizes of the pre-LN blocks.
-        activation: "quick_gelu" as in CLIP and M3AE, or "gelu" as in MAE and M2I2, whose norms have an epsilon of 1e-6.
+        activation: "quick_gelu" as in CLIP and M3AE, or "gelu" as in MAE and M2I2, whose norms have
+            an epsilon of 1e-6.
     """
 
     def __init__(
@@ -80,15 +98,28 @@ class PixelDecoder(nn.Module):
         from timm.layers import QuickGELU
         from timm.models.vision_transformer import Block
 
-        width, act_layer = config.decoder_width, QuickGELU if activation == "quick_gelu" else nn.GELU
-        norm_layer: Any = functools.partial(nn.LayerNorm, eps=1e-5 if activation == "quick_gelu" else 1e-6)
+        width, act_layer = (
+            config.decoder_width,
+            QuickGELU if activation == "quick_gelu" else nn.GELU,
+        )
+        norm_layer: Any = functools.partial(
+            nn.LayerNorm, eps=1e-5 if activation == "quick_gelu" else 1e-6
+        )
         self.patches = patches
         self.embed = nn.Linear(in_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
-        self.register_buffer("positions_ND", sinusoids(patches.grid, width), persistent=config.stored_positions)
+        self.register_buffer(
+            "positions_ND", sinusoids(patches.grid, width), persistent=config.stored_positions
+        )
         self.positions_ND: Tensor
         self.blocks = nn.ModuleList(
-            Block(width, config.decoder_heads, qkv_bias=True, act_layer=act_layer, norm_layer=norm_layer)
+            Block(
+                width,
+                config.decoder_heads,
+                qkv_bias=True,
+                act_layer=act_layer,
+                norm_layer=norm_layer,
+            )
             for _ in range(config.decoder_layers)
         )
         self.norm, self.pixels = norm_layer(width), nn.Linear(width, patches.values)
@@ -108,13 +139,16 @@ class PixelDecoder(nn.Module):
 def sinusoids(grid: tuple[int, int], width: int) -> Tensor:
     """(1 + h * w, D): fixed positions of a class token (zeros) and of a grid in row-major order.
 
-    The first half of each vector encodes the column, the second the row: sines, then cosines, of frequencies from 1
-    down to 1 / 10,000 (MAE's table). `width` must be a multiple of 4.
+    The first half of each vector encodes the column, the second the row: sines, then cosines, of
+    frequencies from 1 down to 1 / 10,000 (MAE's table). `width` must be a multiple of 4.
     """
     quarter = width // 4
     frequency_Q = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
     halves = []
-    for coordinate_P in (torch.arange(grid[1]).repeat(grid[0]), torch.arange(grid[0]).repeat_interleave(grid[1])):
+    for coordinate_P in (
+        torch.arange(grid[1]).repeat(grid[0]),
+        torch.arange(grid[0]).repeat_interleave(grid[1]),
+    ):
         angle_PQ = coordinate_P.double()[:, None] * frequency_Q
         halves += [angle_PQ.sin(), angle_PQ.cos()]
     patches_PD = torch.cat(halves, dim=1)
@@ -122,22 +156,29 @@ def sinusoids(grid: tuple[int, int], width: int) -> Tensor:
 
 
 class ContrastHead(nn.Module):
-    """Projections of images and texts to a shared space (PTUnifier): LayerNorm and a linear layer without a bias."""
+    """Projections of images and texts to a shared space (PTUnifier): LayerNorm and a linear
+    layer without a bias.
+    """
 
     def __init__(self, pooled_dim: int, width: int) -> None:
         super().__init__()
         self.image, self.text = (
-            nn.Sequential(nn.LayerNorm(pooled_dim), nn.Linear(pooled_dim, width, bias=False)) for _ in range(2)
+            nn.Sequential(nn.LayerNorm(pooled_dim), nn.Linear(pooled_dim, width, bias=False))
+            for _ in range(2)
         )
         init_weights(self)
 
     def forward(self, image_BD: Tensor, text_BD: Tensor) -> tuple[Tensor, Tensor]:
         """(B, E) twice, L2-normalised float32."""
-        return F.normalize(self.image(image_BD).float(), dim=-1), F.normalize(self.text(text_BD).float(), dim=-1)
+        return F.normalize(self.image(image_BD).float(), dim=-1), F.normalize(
+            self.text(text_BD).float(), dim=-1
+        )
 
 
 class BlockHead(nn.Module):
-    """Linear heads for the pixels of masked blocks, one for each scale, and the token of a masked cell."""
+    """Linear heads for the pixels of masked blocks, one for each scale, and the token of a
+    masked cell.
+    """
 
     def __init__(self, width: int, values: int, scales: int) -> None:
         super().__init__()

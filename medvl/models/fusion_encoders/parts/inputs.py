@@ -1,7 +1,8 @@
 """Input tokens of a fusion-encoder, also for samples without an image or a text.
 
-The grid of a CNN, the tokens of a vision Transformer and the regions of a detector all come as `ImageFeatures`. The
-pooled vector (a Transformer's class token) becomes the first token; the regions follow.
+The grid of a CNN, the tokens of a vision Transformer and the regions of a detector all come as
+`ImageFeatures`. The pooled vector (a Transformer's class token) becomes the first token; the
+regions follow.
 
 Letters: B batch, K samples that have the modality, N tokens, P regions, T text tokens, D width.
 """
@@ -33,15 +34,18 @@ ImageSource = ImageEncoder | RegionEncoder
 def encode_visible(encoder: ImageEncoder, image_BCHW: Tensor, keep_BK: Tensor) -> ImageFeatures:
     """Encode some patches of each image without information about the others.
 
-    A vision Transformer encodes the kept patches only. A CNN has no tokens to remove: the pixels of the others (a patch
-    is a cell of its last grid) are replaced by the mean, and their features are dropped.
+    A vision Transformer encodes the kept patches only. A CNN has no tokens to remove: the pixels of
+    the others (a patch is a cell of its last grid) are replaced by the mean, and their features are
+    dropped.
     """
     if encoder.can_drop_patches:
         return encoder(image_BCHW, keep_BK)
     height, width = image_BCHW.shape[2:]
     grid = encoder.grid(height, width)
     masked_BP = torch.ones(len(keep_BK), grid[0] * grid[1], dtype=torch.bool, device=keep_BK.device)
-    blanked = blank(encoder.normalize(image_BCHW), masked_BP.scatter(1, keep_BK, False), height // grid[0])
+    blanked = blank(
+        encoder.normalize(image_BCHW), masked_BP.scatter(1, keep_BK, False), height // grid[0]
+    )
     features = encoder(blanked)
     patches_BPD = features.patches_BPD
     kept_BKD = patches_BPD.gather(1, keep_BK[:, :, None].expand(-1, -1, patches_BPD.shape[2]))
@@ -55,8 +59,10 @@ class ImageInput(nn.Module):
         source: the encoder of the features.
         width: D of the tokens.
         positions: learn one for every region of the source's grid.
-        sampled: number of grid cells that are sampled for each image in training; None, or a grid with no more: all.
-        first: token before the regions: the pooled vector, a learned one (a class token with its position), or none.
+        sampled: number of grid cells that are sampled for each image in training; None, or a grid
+            with no more: all.
+        first: token before the regions: the pooled vector, a learned one (a class token with its
+            position), or none.
 
     Raises ConfigError for positions or samples of a source without a grid.
     """
@@ -83,13 +89,19 @@ class ImageInput(nn.Module):
         self.positions: nn.Parameter | None = None
         if positions and not isinstance(source, RegionEncoder):
             height, columns = source.grid(*source.image_size)
-            self.positions = nn.Parameter(torch.empty(height * columns, width).normal_(std=INIT_STD))
+            self.positions = nn.Parameter(
+                torch.empty(height * columns, width).normal_(std=INIT_STD)
+            )
         self.class_token: nn.Parameter | None = None
         if first == "learned":
             self.class_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
 
     def forward(
-        self, features: ImageFeatures, *, keep_BK: Tensor | None = None, real_BP: Tensor | None = None
+        self,
+        features: ImageFeatures,
+        *,
+        keep_BK: Tensor | None = None,
+        real_BP: Tensor | None = None,
     ) -> Tokens:
         """Return the first token, if any, then the regions.
 
@@ -98,28 +110,37 @@ class ImageInput(nn.Module):
             keep_BK: indices of the regions in the grid, if some were removed.
             real_BP: bool, False for padding; None: all are real.
 
-        Raises ConfigError if the numbers of regions and positions differ, and for an encoder without regions
-        where no pooled vector is read.
+        Raises ConfigError if the numbers of regions and positions differ, and for an encoder
+        without regions where no pooled vector is read.
         """
         first_B1D = self._first_token(features.pooled_BD)
         if features.patches_BPD is None:
             if self.first != "pooled":
-                raise ConfigError("the image encoder has no local features", "unsupported", field="image_encoder")
+                raise ConfigError(
+                    "the image encoder has no local features", "unsupported", field="image_encoder"
+                )
             return Tokens(first_B1D, None)
         cells_BPD, count = features.patches_BPD, features.patches_BPD.shape[1]
         if keep_BK is None and self.positions is not None and count != len(self.positions):
-            message = f"expected images of image_size, with {len(self.positions)} regions; got {count} regions"
+            message = (
+                f"expected images of image_size, with {len(self.positions)} regions; got "
+                f"{count} regions"
+            )
             raise ConfigError(message, "mismatch", field="image_size")
         if keep_BK is None and self.training and self.sampled is not None and self.sampled < count:
             keep_BK = sample_cells(count, self.sampled, len(cells_BPD)).to(cells_BPD.device)
             cells_BPD = cells_BPD.gather(1, keep_BK[:, :, None].expand(-1, -1, cells_BPD.shape[2]))
         regions_BPD = self.project(cells_BPD)
         if self.positions is not None:
-            regions_BPD = regions_BPD + (self.positions if keep_BK is None else self.positions[keep_BK])
+            regions_BPD = regions_BPD + (
+                self.positions if keep_BK is None else self.positions[keep_BK]
+            )
         states_BND = torch.cat([first_B1D, regions_BPD], dim=1)
         if real_BP is None:
             return Tokens(states_BND, None)
-        return Tokens(states_BND, torch.cat([real_BP.new_ones(first_B1D.shape[:2]), real_BP], dim=1))
+        return Tokens(
+            states_BND, torch.cat([real_BP.new_ones(first_B1D.shape[:2]), real_BP], dim=1)
+        )
 
     def _first_token(self, pooled_BD: Tensor) -> Tensor:
         """(B, 1, D), or (B, 0, D) without a first token."""
@@ -143,7 +164,8 @@ def sample_cells(cells: int, count: int, rows: int) -> Tensor:
 
 
 def sample_tokens(tokens_BPD: Tensor, count: int | None, leading: int = 0) -> Tensor:
-    """(B, leading + count, D): a random part of each row's tokens, in order, after the first `leading` ones.
+    """(B, leading + count, D): a random part of each row's tokens, in order, after the first
+    `leading` ones.
 
     All of them if there are no more than `count`, or if it is None.
     """
@@ -155,11 +177,14 @@ def sample_tokens(tokens_BPD: Tensor, count: int | None, leading: int = 0) -> Te
     return torch.cat([tokens_BPD[:, :leading], sampled_BKD], dim=1)
 
 
-def encode_present(has_B: Tensor | None, width: int, encode: Callable[..., Tokens], *inputs_B: Tensor | None) -> Tokens:
+def encode_present(
+    has_B: Tensor | None, width: int, encode: Callable[..., Tokens], *inputs_B: Tensor | None
+) -> Tokens:
     """Encode the samples that have the modality.
 
-    Placeholders are never encoded: they would cost time and change batch-norm statistics. A sample without the
-    modality gets one token of zeros, to which the modality embedding is added later, and padding.
+    Placeholders are never encoded: they would cost time and change batch-norm statistics. A sample
+    without the modality gets one token of zeros, to which the modality embedding is added later,
+    and padding.
 
     Args:
         has_B: bool; None: all samples have it.
@@ -174,7 +199,9 @@ def encode_present(has_B: Tensor | None, width: int, encode: Callable[..., Token
         return Tokens(torch.zeros(len(has_B), 1, width, device=has_B.device), None)
     present = encode(*(None if input_B is None else input_B[index_K] for input_B in inputs_B))
     tokens = present.states_BND.shape[1]
-    states_BND = present.states_BND.new_zeros(len(has_B), tokens, width).index_copy(0, index_K, present.states_BND)
+    states_BND = present.states_BND.new_zeros(len(has_B), tokens, width).index_copy(
+        0, index_K, present.states_BND
+    )
     mask_BN = torch.arange(tokens, device=has_B.device).expand(len(has_B), -1) == 0
     return Tokens(states_BND, mask_BN.index_copy(0, index_K, present.real_BN()))
 
@@ -200,7 +227,9 @@ def sample_pairs(batch: Batch, *groups_B: Tensor) -> MatchingPairs:
 
 
 def same_rows(batch: Batch, *groups_B: Tensor) -> Tensor:
-    """(B, B) bool: samples with equal texts, of one study, or equal in any of `groups_B` (int64)."""
+    """(B, B) bool: samples with equal texts, of one study, or equal in any of `groups_B`
+    (int64).
+    """
     if batch.studies is not None:
         groups_B = (*groups_B, name_ids(batch.studies))
     return same_pairs(text_ids(batch.ids_BT, batch.mask_BT), *groups_B)
@@ -219,8 +248,8 @@ def pairs_of_rows(pairs: MatchingPairs, row_N: Tensor) -> MatchingPairs:
 class PromptPool(nn.Module):
     """A pool of learned vectors. Each sample gets the vectors that are most similar to its query.
 
-    Gradients reach the selected vectors; the selection itself has none. A query of another width is mapped by a fixed
-    random matrix.
+    Gradients reach the selected vectors; the selection itself has none. A query of another width is
+    mapped by a fixed random matrix.
 
     Args:
         size: R.
@@ -235,7 +264,9 @@ class PromptPool(nn.Module):
         self.prompts_RD = nn.Parameter(torch.empty(size, width).normal_(std=INIT_STD))
         self.map_QD: Tensor | None
         same = query_width == width
-        self.register_buffer("map_QD", None if same else torch.randn(query_width, width) / query_width**0.5)
+        self.register_buffer(
+            "map_QD", None if same else torch.randn(query_width, width) / query_width**0.5
+        )
 
     def forward(self, query_BQ: Tensor) -> Tensor:
         """(B, K, D): the prompts with the largest dot products, largest first."""
@@ -258,7 +289,9 @@ def lacking(has_B: Tensor | None, has_other_B: Tensor | None) -> Tensor | None:
     return ~has_B if has_other_B is None else ~has_B & has_other_B
 
 
-def fill(tokens: Tokens, lacking_B: Tensor | None, make: Callable[[Tensor], Tokens], query_BQ: Tensor) -> Tokens:
+def fill(
+    tokens: Tokens, lacking_B: Tensor | None, make: Callable[[Tensor], Tokens], query_BQ: Tensor
+) -> Tokens:
     """Put what `make` returns for the queries of some rows in place of these rows."""
     index_M = None if lacking_B is None else lacking_B.nonzero().squeeze(1)
     if index_M is None or len(index_M) == 0:
@@ -271,8 +304,12 @@ def mean_words(encoder: TextEncoder, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return mean_of_tokens(encoder.embed(ids_BT, mask_BT)[:, 1:], mask_BT[:, 1:])
 
 
-def encode_between(encoder: TextEncoder, prompts_BKD: Tensor, first_id: int, last_id: int) -> Tensor:
-    """(B, 1 + K + 1, D): states of prompts as a text between two real tokens, which both have the first position."""
+def encode_between(
+    encoder: TextEncoder, prompts_BKD: Tensor, first_id: int, last_id: int
+) -> Tensor:
+    """(B, 1 + K + 1, D): states of prompts as a text between two real tokens, which both have
+    the first position.
+    """
     ends_B1D = []
     for token_id in (first_id, last_id):
         ids_B1 = torch.full(prompts_BKD.shape[:1], token_id, device=prompts_BKD.device)[:, None]
@@ -284,7 +321,9 @@ def encode_between(encoder: TextEncoder, prompts_BKD: Tensor, first_id: int, las
 def with_mean_patches(
     encoder: ImageEncoder, has_image_B: Tensor | None, encode: Callable[[], Tokens]
 ) -> tuple[Tokens, Tensor]:
-    """Run `encode`; return its tokens and the mean of each image's embedded patches (B, D), zeros without an image."""
+    """Run `encode`; return its tokens and the mean of each image's embedded patches (B, D),
+    zeros without an image.
+    """
     with encoder.record_patches() as recorded:
         image = encode()
     mean_BD = image.states_BND.new_zeros(len(image.states_BND), encoder.patch_dim)
@@ -292,4 +331,6 @@ def with_mean_patches(
         return image, mean_BD
     (patches_KPD,) = recorded
     mean_KD = patches_KPD.mean(dim=1).to(mean_BD.dtype)
-    return image, mean_KD if has_image_B is None else mean_BD.index_copy(0, has_image_B.nonzero().squeeze(1), mean_KD)
+    return image, mean_KD if has_image_B is None else mean_BD.index_copy(
+        0, has_image_B.nonzero().squeeze(1), mean_KD
+    )

@@ -1,7 +1,8 @@
-"""Layers of ARL: a graph of entities encoded by graph attention, and a stream of entities beside the text's.
+"""Layers of ARL: a graph of entities encoded by graph attention, and a stream of entities beside
+the text's.
 
-Letters: B batch, V entities of the graph, M edges, N entities of a text, T text tokens, P image tokens, H heads, C
-width of a head, D width.
+Letters: B batch, V entities of the graph, M edges, N entities of a text, T text tokens, P image
+tokens, H heads, C width of a head, D width.
 """
 
 import contextlib
@@ -24,7 +25,12 @@ from medvl.losses.precision import full_precision
 from medvl.models.base import LAYER_NORM_EPS, init_weights
 from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
 from medvl.models.fusion_encoders.parts.encoder import DualStream, EntityTokens, Tokens
-from medvl.models.fusion_encoders.parts.transformer import Attention, CoAttentionLayer, FeedForward, Sizes
+from medvl.models.fusion_encoders.parts.transformer import (
+    Attention,
+    CoAttentionLayer,
+    FeedForward,
+    Sizes,
+)
 from medvl.schema import Inputs
 
 if TYPE_CHECKING:
@@ -49,10 +55,14 @@ class GraphSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KnowledgeConfig:
-    """Settings of a knowledge graph in a model, to inherit beside a system's other settings; ARL's by default."""
+    """Settings of a knowledge graph in a model, to inherit beside a system's other settings;
+    ARL's by default.
+    """
 
     knowledge: str | None = None
-    """Folder of a knowledge graph with embeddings (`medvl knowledge build` and `train`). A checkpoint needs none."""
+    """Folder of a knowledge graph with embeddings (`medvl knowledge build` and `train`). A
+    checkpoint needs none.
+    """
     graph: GraphSizes | None = None
     """Sizes of that graph; set when the model is created."""
     max_entities: int = 24
@@ -67,23 +77,32 @@ class KnowledgeConfig:
 
     def check_knowledge(self) -> None:
         """Raise ConfigError for sizes that are out of range."""
-        check_within(self, "(0, inf)", "max_entities", "entity_width", "entity_heads", "entity_intermediate")
+        check_within(
+            self, "(0, inf)", "max_entities", "entity_width", "entity_heads", "entity_intermediate"
+        )
         check_within(self, "(0, inf)", "graph_heads", "graph_head_width")
         check_within(self, "[0, 1)", "graph_dropout")
         if self.entity_width % self.entity_heads:
-            message = f"entity_heads must divide entity_width {self.entity_width}, got {self.entity_heads}"
+            message = (
+                f"entity_heads must divide entity_width {self.entity_width}, got "
+                f"{self.entity_heads}"
+            )
             raise ConfigError(message, "conflict", field="entity_heads")
 
 
 def read_graph(folder: str, width: int) -> tuple[GraphSizes, dict[str, Tensor]]:
     """Return the sizes of the graph in a folder, and the tensors of its `EntityGraph`.
 
-    Raises ConfigError when its embeddings are not `width` wide, CorpusError as `read_knowledge` and `load_embeddings`.
+    Raises ConfigError when its embeddings are not `width` wide, CorpusError as `read_knowledge` and
+    `load_embeddings`.
     """
     graph = read_knowledge(folder)
     vectors_VD, finder = load_embeddings(graph, folder), graph.finder()
     if vectors_VD.shape[1] != width:
-        message = f"expected entity_width {vectors_VD.shape[1]} as in {folder}, got {width}; set it to that"
+        message = (
+            f"expected entity_width {vectors_VD.shape[1]} as in {folder}, got {width}; "
+            f"set it to that"
+        )
         raise ConfigError(message, "mismatch", field="entity_width")
     sizes = GraphSizes(
         entities=len(graph.identifiers),
@@ -103,7 +122,8 @@ def read_graph(folder: str, width: int) -> tuple[GraphSizes, dict[str, Tensor]]:
 
 
 class GraphAttention(nn.Module):
-    """A layer of graph attention (GAT; Velickovic et al., arXiv 1710.10903, section 2.1), heads concatenated.
+    """A layer of graph attention (GAT; Velickovic et al., arXiv 1710.10903, section 2.1), heads
+    concatenated.
 
     Args:
         in_dim: width of the input.
@@ -125,17 +145,22 @@ class GraphAttention(nn.Module):
     def forward(self, states_VD: Tensor, edges_2M: Tensor) -> Tensor:
         """(V, H * C): each node is the weighted sum of the nodes with an edge to it, in float32.
 
-        `edges_2M` has the source and the target of each edge. A node without an edge to it is only the bias, so give
-        every node an edge to itself.
+        `edges_2M` has the source and the target of each edge. A node without an edge to it is only
+        the bias, so give every node an edge to itself.
         """
         source_M, target_M = edges_2M
         with full_precision(states_VD):
             projected_VHC = self.project(states_VD.float()).unflatten(1, (self.heads, -1))
-            score_MH = (projected_VHC * self.source).sum(-1)[source_M] + (projected_VHC * self.target).sum(-1)[target_M]
+            score_MH = (projected_VHC * self.source).sum(-1)[source_M] + (
+                projected_VHC * self.target
+            ).sum(-1)[target_M]
             weight_MH = softmax_by_target(F.leaky_relu(score_MH, _SLOPE), target_M, len(states_VD))
             weight_MH = F.dropout(weight_MH, self.dropout, self.training)
             message_MHC = weight_MH[..., None] * projected_VHC[source_M]
-            return torch.zeros_like(projected_VHC).index_add(0, target_M, message_MHC).flatten(1) + self.bias
+            return (
+                torch.zeros_like(projected_VHC).index_add(0, target_M, message_MHC).flatten(1)
+                + self.bias
+            )
 
 
 def softmax_by_target(score_MH: Tensor, target_M: Tensor, nodes: int) -> Tensor:
@@ -149,13 +174,14 @@ def softmax_by_target(score_MH: Tensor, target_M: Tensor, nodes: int) -> Tensor:
 
 
 class EntityGraph(nn.Module):
-    """Vectors of a graph's entities, encoded by two layers of graph attention, and the dictionary of their names.
+    """Vectors of a graph's entities, encoded by two layers of graph attention, and the dictionary
+    of their names.
 
-    Edges go from the head to the tail of each triple, and from every entity to itself. The names are kept as hashes, so
-    that a checkpoint has no licensed strings and needs no folder.
+    Edges go from the head to the tail of each triple, and from every entity to itself. The names
+    are kept as hashes, so that a checkpoint has no licensed strings and needs no folder.
 
-    The first layer has `graph_heads`, the second one head. Dropout is applied to the input of both and to their
-    attention.
+    The first layer has `graph_heads`, the second one head. Dropout is applied to the input of both
+    and to their attention.
 
     Raises ConfigError for a configuration without a graph.
     """
@@ -163,9 +189,17 @@ class EntityGraph(nn.Module):
     def __init__(self, config: KnowledgeConfig) -> None:
         super().__init__()
         if config.graph is None:
-            message = "expected a knowledge graph; set knowledge to a folder of `medvl knowledge build` and `train`"
+            message = (
+                "expected a knowledge graph; set knowledge to a folder of `medvl "
+                "knowledge build` and `train`"
+            )
             raise ConfigError(message, "missing", field="knowledge")
-        sizes, width, head_dim, heads = config.graph, config.entity_width, config.graph_head_width, config.graph_heads
+        sizes, width, head_dim, heads = (
+            config.graph,
+            config.entity_width,
+            config.graph_head_width,
+            config.graph_heads,
+        )
         self.sizes, self.dropout = sizes, config.graph_dropout
         self.vectors = nn.Parameter(nn.init.xavier_uniform_(torch.empty(sizes.entities, width)))
         self.norm = nn.LayerNorm(width)
@@ -197,7 +231,9 @@ class EntityGraph(nn.Module):
             return self._kept[0]
         hidden_VD = F.dropout(self.norm(self.vectors), self.dropout, self.training)
         hidden_VD = F.elu(self.first(hidden_VD, self.edges_2M))
-        encoded_VD: Tensor = self.second(F.dropout(hidden_VD, self.dropout, self.training), self.edges_2M)
+        encoded_VD: Tensor = self.second(
+            F.dropout(hidden_VD, self.dropout, self.training), self.edges_2M
+        )
         if self._kept is not None:
             self._kept.append(encoded_VD)
         return encoded_VD
@@ -225,7 +261,9 @@ class EntityHead(nn.Module):
         self.graph = graph
         entity_width = graph.vectors.shape[1]
         self.image, self.text = (
-            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, entity_width), nn.ReLU())
+            nn.Sequential(
+                nn.Linear(width, width), nn.ReLU(), nn.Linear(width, entity_width), nn.ReLU()
+            )
             for _ in range(2)
         )
         init_weights(self.image)
@@ -237,18 +275,26 @@ class EntityHead(nn.Module):
         return self.image(image_BD) @ encoded_VD.T, self.text(text_BD) @ encoded_VD.T
 
     def attach(self, text: Tokens, linked: LinkedEntities, has_text_B: Tensor | None) -> Tokens:
-        """Return texts with their entities; padding, and placeholders of missing texts, have vectors of zeros."""
+        """Return texts with their entities; padding, and placeholders of missing texts, have
+        vectors of zeros.
+        """
         real_BN = linked.entity_BN >= 0
         if has_text_B is not None:
             real_BN = real_BN & has_text_B[:, None]
         states_BND = F.embedding(linked.entity_BN.clamp(min=0), self.graph()) * real_BN[..., None]
         mention_BT = linked.mention_BT[:, : text.states_BND.shape[1]]
         known_BT = (mention_BT >= 0) & real_BN.gather(1, mention_BT.clamp(min=0))
-        return text._replace(entities=EntityTokens(states_BND, real_BN, mention_BT.masked_fill(~known_BT, -1)))
+        return text._replace(
+            entities=EntityTokens(states_BND, real_BN, mention_BT.masked_fill(~known_BT, -1))
+        )
 
 
-def find_entities(inputs: Inputs, tokenizer: Tokenizer | None, ids_BT: Tensor, mask_BT: Tensor) -> LinkedEntities:
-    """Return the entities of texts on their device, as a loader finds them; none without a finder or a tokenizer."""
+def find_entities(
+    inputs: Inputs, tokenizer: Tokenizer | None, ids_BT: Tensor, mask_BT: Tensor
+) -> LinkedEntities:
+    """Return the entities of texts on their device, as a loader finds them; none without a
+    finder or a tokenizer.
+    """
     if inputs.entities is None or tokenizer is None:
         none_BT = torch.full_like(ids_BT, -1)
         return LinkedEntities(none_BT[:, :1], none_BT)
@@ -257,17 +303,23 @@ def find_entities(inputs: Inputs, tokenizer: Tokenizer | None, ids_BT: Tensor, m
 
 
 def without_masked(linked: LinkedEntities, masked_BT: Tensor) -> LinkedEntities:
-    """Return the entities without those that a masked word is part of, which would give the word away."""
+    """Return the entities without those that a masked word is part of, which would give the word
+    away.
+    """
     entity_BN, mention_BT = linked
     masked_BT = masked_BT & (mention_BT >= 0)
-    counts_BN = torch.zeros_like(entity_BN).scatter_add(1, mention_BT.clamp(min=0), masked_BT.long())
+    counts_BN = torch.zeros_like(entity_BN).scatter_add(
+        1, mention_BT.clamp(min=0), masked_BT.long()
+    )
     return LinkedEntities(entity_BN.masked_fill(counts_BN > 0, -1), mention_BT)
 
 
 class EntityLayer(nn.Module):
-    """A layer of the entities' stream: attention to each other and to the image, projection to the words, feed-forward.
+    """A layer of the entities' stream: attention to each other and to the image, projection to the
+    words, feed-forward.
 
-    Without `feeds`, for the last layer of the stream, there is no feed-forward layer, whose output would be unused.
+    Without `feeds`, for the last layer of the stream, there is no feed-forward layer, whose output
+    would be unused.
     """
 
     def __init__(self, sizes: Sizes, width: int, *, feeds: bool) -> None:
@@ -276,10 +328,18 @@ class EntityLayer(nn.Module):
         self.from_image, self.to_text = nn.Linear(width, sizes.width), nn.Linear(sizes.width, width)
         self.feed_forward = FeedForward(sizes) if feeds else None
 
-    def forward(self, entities: EntityTokens, image_BPD: Tensor, image_mask_BP: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the addition to the words (B, T, D), zeros outside of mentions, and the entities (B, N, D)."""
-        states_BND = self.attention(entities.states_BND, entities.states_BND, padding_mask(entities.mask_BN))
-        states_BND = self.cross_attention(states_BND, self.from_image(image_BPD), padding_mask(image_mask_BP))
+    def forward(
+        self, entities: EntityTokens, image_BPD: Tensor, image_mask_BP: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the addition to the words (B, T, D), zeros outside of mentions, and the
+        entities (B, N, D).
+        """
+        states_BND = self.attention(
+            entities.states_BND, entities.states_BND, padding_mask(entities.mask_BN)
+        )
+        states_BND = self.cross_attention(
+            states_BND, self.from_image(image_BPD), padding_mask(image_mask_BP)
+        )
         added_BTD = at_mentions(self.to_text(states_BND), entities.mention_BT)
         return added_BTD, states_BND if self.feed_forward is None else self.feed_forward(states_BND)
 
@@ -287,14 +347,17 @@ class EntityLayer(nn.Module):
 class KnowledgeLayer(nn.Module):
     """A layer of the text's stream that reads the entities of the text (ARL, section 3.4).
 
-    Each entity is added to the words of its mention; a linear layer with a residual and LayerNorm follows, before the
-    words' feed-forward layer. Without `entities`, nothing is added.
+    Each entity is added to the words of its mention; a linear layer with a residual and LayerNorm
+    follows, before the words' feed-forward layer. Without `entities`, nothing is added.
     """
 
     def __init__(self, sizes: Sizes, entities: EntityLayer | None) -> None:
         super().__init__()
         self.text, self.entities, self.dropout = CoAttentionLayer(sizes), entities, sizes.dropout
-        self.merge, self.merge_norm = nn.Linear(sizes.width, sizes.width), nn.LayerNorm(sizes.width, LAYER_NORM_EPS)
+        self.merge, self.merge_norm = (
+            nn.Linear(sizes.width, sizes.width),
+            nn.LayerNorm(sizes.width, LAYER_NORM_EPS),
+        )
 
     def forward(
         self,
@@ -306,8 +369,12 @@ class KnowledgeLayer(nn.Module):
         packing: "Packing | None" = None,
     ) -> tuple[Tensor, EntityTokens]:
         """Return the words (B, T, D), packed if they were, and the entities."""
-        attended_BTD = self.text.attention(text_BTD, text_BTD, padding_mask(text_mask_BT), packing, packing)
-        crossed_BTD = self.text.cross_attention(attended_BTD, image_BPD, padding_mask(image_mask_BP), packing)
+        attended_BTD = self.text.attention(
+            text_BTD, text_BTD, padding_mask(text_mask_BT), packing, packing
+        )
+        crossed_BTD = self.text.cross_attention(
+            attended_BTD, image_BPD, padding_mask(image_mask_BP), packing
+        )
         known_BTD = crossed_BTD
         if self.entities is not None:
             added_BTD, states_BND = self.entities(entities, image_BPD, image_mask_BP)
@@ -318,42 +385,62 @@ class KnowledgeLayer(nn.Module):
         return words_BTD, entities
 
     def cross_weights(
-        self, states_BND: Tensor, other_BKD: Tensor, mask_BN: Tensor | None, other_mask_BK: Tensor | None
+        self,
+        states_BND: Tensor,
+        other_BKD: Tensor,
+        mask_BN: Tensor | None,
+        other_mask_BK: Tensor | None,
     ) -> Tensor:
         """(B, N, K): see `CoAttentionLayer.cross_weights`."""
         return self.text.cross_weights(states_BND, other_BKD, mask_BN, other_mask_BK)
 
 
 def at_mentions(entity_BND: Tensor, mention_BT: Tensor) -> Tensor:
-    """(B, T, D): the vector of the entity that each word mentions, zeros for words outside of mentions."""
+    """(B, T, D): the vector of the entity that each word mentions, zeros for words outside of
+    mentions.
+    """
     index_BTD = mention_BT.clamp(min=0)[..., None].expand(-1, -1, entity_BND.shape[2])
     return entity_BND.gather(1, index_BTD) * (mention_BT >= 0)[..., None]
 
 
 class KnowledgeStream(DualStream):
-    """Co-attention of a text and an image, with entities in the text's stream. Texts need `Tokens.entities`.
+    """Co-attention of a text and an image, with entities in the text's stream. Texts need
+    `Tokens.entities`.
 
-    The last layer adds no entities: words of mentions would be their only readers, and of the last layer's words only
-    the first and the masked ones are read, so that its weights for entities would not learn.
+    The last layer adds no entities: words of mentions would be their only readers, and of the last
+    layer's words only the first and the masked ones are read, so that its weights for entities
+    would not learn.
     """
 
     def __init__(self, sizes: Sizes, config: KnowledgeConfig) -> None:
         entity_sizes = dataclasses.replace(
-            sizes, width=config.entity_width, heads=config.entity_heads, intermediate=config.entity_intermediate
+            sizes,
+            width=config.entity_width,
+            heads=config.entity_heads,
+            intermediate=config.entity_intermediate,
         )
         last = sizes.layers - 1
-        entity_layers = [EntityLayer(entity_sizes, sizes.width, feeds=number < last) for number in range(1, last + 1)]
-        super().__init__(sizes, [KnowledgeLayer(sizes, entities) for entities in (*entity_layers, None)])
+        entity_layers = [
+            EntityLayer(entity_sizes, sizes.width, feeds=number < last)
+            for number in range(1, last + 1)
+        ]
+        super().__init__(
+            sizes, [KnowledgeLayer(sizes, entities) for entities in (*entity_layers, None)]
+        )
 
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
         """See the base class."""
         if text.entities is None:
-            raise ValueError("expected texts with entities: encode them with the model's text_tokens")
+            raise ValueError(
+                "expected texts with entities: encode them with the model's text_tokens"
+            )
         entities, (text_BTD, image_BPD) = text.entities, self.mark(text, image)
         packing, mask_BT = self.packing_of(text), text.mask_BN
         if packing is not None:
             text_BTD, mask_BT = packing.pack(text_BTD), packing.mask_BT
-        for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[:depth]:
+        for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[
+            :depth
+        ]:
             (text_BTD, entities), image_BPD = (
                 text_layer(text_BTD, image_BPD, mask_BT, image.mask_BN, entities, packing),
                 image_layer(image_BPD, text_BTD, image.mask_BN, mask_BT, None, packing),

@@ -1,7 +1,8 @@
-"""Post-LN Transformer layers as in BERT (Devlin et al., arXiv 1810.04805), over torch's scaled_dot_product_attention.
+"""Post-LN Transformer layers as in BERT (Devlin et al., arXiv 1810.04805), over torch's
+scaled_dot_product_attention.
 
-A sequence may be packed: its real tokens in one row (R, D) instead of (B, N, D), with the `Packing` of its mask.
-Padding then costs arithmetic in attention only.
+A sequence may be packed: its real tokens in one row (R, D) instead of (B, N, D), with the `Packing`
+of its mask. Padding then costs arithmetic in attention only.
 
 Letters: B batch, Q queries, K keys, N tokens, D width.
 """
@@ -41,8 +42,12 @@ def split_heads(states_BND: Tensor, heads: int) -> Tensor:
     return states_BND.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def attention_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: Tensor | None) -> Tensor:
-    """(B, heads, Q, K): softmax of scaled products over the keys that the mask allows, as in `Attention`."""
+def attention_weights(
+    query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: Tensor | None
+) -> Tensor:
+    """(B, heads, Q, K): softmax of scaled products over the keys that the mask allows, as in
+    `Attention`.
+    """
     query_BHQD, key_BHKD = split_heads(query_BQD, heads), split_heads(key_BKD, heads)
     scores_BHQK = query_BHQD @ key_BHKD.transpose(2, 3) / query_BHQD.shape[-1] ** 0.5
     if mask_BQK is not None:
@@ -76,19 +81,30 @@ class Attention(nn.Module):
         packing: "Packing | None" = None,
         context_packing: "Packing | None" = None,
     ) -> Tensor:
-        """(B, Q, D). `mask_BQK` is True where a query may attend, with Q = 1 for all queries alike; None: no mask.
+        """(B, Q, D). `mask_BQK` is True where a query may attend, with Q = 1 for all queries alike;
+        None: no mask.
 
-        A query with an empty mask attends to everything. With a `packing` the states are packed, and so is the result;
-        with a `context_packing` the other sequence is.
+        A query with an empty mask attends to everything. With a `packing` the states are packed,
+        and so is the result; with a `context_packing` the other sequence is.
         """
-        return self.attend(states_BQD, self.keys_values(context_BKD, context_packing), mask_BQK, packing)
+        return self.attend(
+            states_BQD, self.keys_values(context_BKD, context_packing), mask_BQK, packing
+        )
 
     def keys_values(self, context_BKD: Tensor, packing: "Packing | None" = None) -> KeysValues:
-        """Project the other tokens to keys and values, which can be cached and attended to again."""
-        return self._split(self.key(context_BKD), packing), self._split(self.value(context_BKD), packing)
+        """Project the other tokens to keys and values, which can be cached and attended to
+        again.
+        """
+        return self._split(self.key(context_BKD), packing), self._split(
+            self.value(context_BKD), packing
+        )
 
     def attend(
-        self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None, packing: "Packing | None" = None
+        self,
+        states_BQD: Tensor,
+        kept: KeysValues,
+        mask_BQK: Tensor | None,
+        packing: "Packing | None" = None,
     ) -> Tensor:
         """Attend to cached keys and values; the rest of `forward`."""
         attended_BHQd = F.scaled_dot_product_attention(
@@ -99,15 +115,21 @@ class Attention(nn.Module):
         )
         attended_BQD = attended_BHQd.transpose(1, 2).flatten(2)
         attended_BQD = self.out(attended_BQD if packing is None else packing.pack(attended_BQD))
-        added_BQD: Tensor = self.norm(states_BQD + F.dropout(attended_BQD, self.dropout, self.training))
+        added_BQD: Tensor = self.norm(
+            states_BQD + F.dropout(attended_BQD, self.dropout, self.training)
+        )
         return added_BQD
 
     def weights(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
         """(B, heads, Q, K): the attention weights of `forward` without dropout, for plots."""
-        return attention_weights(self.query(states_BQD), self.key(context_BKD), self.heads, mask_BQK)
+        return attention_weights(
+            self.query(states_BQD), self.key(context_BKD), self.heads, mask_BQK
+        )
 
     def _split(self, states_BND: Tensor, packing: "Packing | None" = None) -> Tensor:
-        return split_heads(states_BND if packing is None else packing.unpack(states_BND), self.heads)
+        return split_heads(
+            states_BND if packing is None else packing.unpack(states_BND), self.heads
+        )
 
 
 class FeedForward(nn.Module):
@@ -124,7 +146,9 @@ class FeedForward(nn.Module):
 
     def forward(self, states_BND: Tensor) -> Tensor:
         """(B, N, D) to the same shape."""
-        changed_BND = F.dropout(self.outer(F.gelu(self.inner(states_BND))), self.dropout, self.training)
+        changed_BND = F.dropout(
+            self.outer(F.gelu(self.inner(states_BND))), self.dropout, self.training
+        )
         added_BND: Tensor = self.norm(states_BND + changed_BND)
         return added_BND
 
@@ -143,7 +167,9 @@ class SelfAttentionLayer(nn.Module):
 
 
 class CoAttentionLayer(nn.Module):
-    """A layer of one stream: self-attention, attention to the other stream, feed-forward (METER, figure 2)."""
+    """A layer of one stream: self-attention, attention to the other stream, feed-forward (METER,
+    figure 2).
+    """
 
     def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
         super().__init__()
@@ -163,14 +189,24 @@ class CoAttentionLayer(nn.Module):
 
         With a `packing` the states are packed, with an `other_packing` those of the other stream.
         """
-        attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN), packing, packing)
-        crossed_BND = self.cross_attention(attended_BND, other_BKD, padding_mask(other_mask_BK), packing, other_packing)
+        attended_BND = self.attention(
+            states_BND, states_BND, padding_mask(mask_BN), packing, packing
+        )
+        crossed_BND = self.cross_attention(
+            attended_BND, other_BKD, padding_mask(other_mask_BK), packing, other_packing
+        )
         fed_BND: Tensor = self.feed_forward(crossed_BND)
         return fed_BND
 
     def cross_weights(
-        self, states_BND: Tensor, other_BKD: Tensor, mask_BN: Tensor | None, other_mask_BK: Tensor | None
+        self,
+        states_BND: Tensor,
+        other_BKD: Tensor,
+        mask_BN: Tensor | None,
+        other_mask_BK: Tensor | None,
     ) -> Tensor:
         """(B, N, K): attention weights of `forward` to the other stream, mean over the heads."""
         attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN))
-        return self.cross_attention.weights(attended_BND, other_BKD, padding_mask(other_mask_BK)).mean(dim=1)
+        return self.cross_attention.weights(
+            attended_BND, other_BKD, padding_mask(other_mask_BK)
+        ).mean(dim=1)

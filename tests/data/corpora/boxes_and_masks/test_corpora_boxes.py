@@ -1,4 +1,6 @@
-"""VinDr-CXR and ChestX-Det10 converters on valid and damaged fixtures in the published layout, and on their phantoms."""
+"""VinDr-CXR and ChestX-Det10 converters on valid and damaged fixtures in the published layout,
+and on their phantoms.
+"""
 
 import json
 from pathlib import Path
@@ -36,7 +38,9 @@ def test_data_cards_contain_the_counts_of_verify(module):
 
 def test_corners_are_read_with_and_without_the_size() -> None:
     where = Path("table.csv")
-    assert read_corners("Mass", ["10", "20.5", "30", "60"], None, where) == box("Mass", 10, 20.5, 20, 39.5)
+    assert read_corners("Mass", ["10", "20.5", "30", "60"], None, where) == box(
+        "Mass", 10, 20.5, 20, 39.5
+    )
     assert read_corners("Mass", [10, 20, 30, 60], (30, 60), where) == box("Mass", 10, 20, 20, 40)
     for fields, size, code in (
         ([30, 20, 10, 60], None, "out_of_range"),
@@ -102,10 +106,14 @@ RELEASE_NAMES = {"Pleural Effusion": "Pleural effusion", "Pleural Thickening": "
 
 
 def label_table(votes: dict[tuple[str, ...], set[str]], other: str, one: str = "1") -> str:
-    names = [RELEASE_NAMES.get(name, name) for name in (*vindr_cxr.LABELS[:-2], other, "No finding")]
+    names = [
+        RELEASE_NAMES.get(name, name) for name in (*vindr_cxr.LABELS[:-2], other, "No finding")
+    ]
     ids = ["image_id", "rad_id"][: len(next(iter(votes)))]
     lines = [[*ids, *names]]
-    lines += [[*key, *(one if name in named else "0" for name in names)] for key, named in votes.items()]
+    lines += [
+        [*key, *(one if name in named else "0" for name in names)] for key, named in votes.items()
+    ]
     return "".join(",".join(line) + "\n" for line in lines)
 
 
@@ -114,7 +122,9 @@ def write_vindr(root: Path, **tables: str) -> Path:
         "annotations_train": VINDR_BOXES,
         "annotations_test": VINDR_TEST_BOXES,
         "image_labels_train": label_table(VINDR_VOTES, "Other diseases"),
-        "image_labels_test": label_table({(TEST,): {"Aortic enlargement", "Other disease"}}, "Other disease", "1.0"),
+        "image_labels_test": label_table(
+            {(TEST,): {"Aortic enlargement", "Other disease"}}, "Other disease", "1.0"
+        ),
     }
     (root / "annotations").mkdir(parents=True)
     for name, text in (content | tables).items():
@@ -123,7 +133,9 @@ def write_vindr(root: Path, **tables: str) -> Path:
 
 
 def vindr_samples(root: Path, deid: Deidentifier, **options) -> list[Sample]:
-    samples = {sample.key: sample for sample in vindr_cxr.plan(root, deid, **options).iter_samples()}
+    samples = {
+        sample.key: sample for sample in vindr_cxr.plan(root, deid, **options).iter_samples()
+    }
     return [samples[deid.image(image)] for image in (SICK, WELL, ALONE, TEST)]
 
 
@@ -132,7 +144,9 @@ def positives(sample: Sample) -> set[str]:
     return {name for name, value in sample.labels.items() if value}
 
 
-def test_vindr_labels_need_two_readers_and_boxes_are_merged(tmp_path: Path, deid: Deidentifier) -> None:
+def test_vindr_labels_need_two_readers_and_boxes_are_merged(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     sick, well, alone, test = vindr_samples(write_vindr(tmp_path), deid)
     assert positives(sick) == {"Pleural Effusion", "Pneumonia"}
     assert sick.extra == {"boxes": [box("Pleural Effusion", 11, 10, 20, 30)]}
@@ -147,7 +161,11 @@ def test_vindr_labels_need_two_readers_and_boxes_are_merged(tmp_path: Path, deid
 
 def test_vindr_union_of_the_readers(tmp_path: Path, deid: Deidentifier) -> None:
     sick, _, alone, _ = vindr_samples(write_vindr(tmp_path), deid, agreement=1, boxes="all")
-    assert positives(sick) == {"Pleural Effusion", "Pneumonia", "Nodule/Mass"}  # a finding outweighs No finding
+    assert positives(sick) == {
+        "Pleural Effusion",
+        "Pneumonia",
+        "Nodule/Mass",
+    }  # a finding outweighs No finding
     assert [entry["x"] for entry in sick.extra["boxes"]] == [10, 12, 5]
     assert positives(alone) == {"Tuberculosis"}
     assert positives(vindr_samples(tmp_path, deid, agreement=3)[0]) == set()
@@ -162,13 +180,16 @@ def test_vindr_union_of_the_readers(tmp_path: Path, deid: Deidentifier) -> None:
         ({"annotations_train": VINDR_BOXES.replace("x_min", "left")}, ("missing", "x_min")),
         ({"annotations_train": VINDR_BOXES.replace(SICK, "e" * 32)}, ("mismatch",)),
         ({"annotations_test": VINDR_TEST_BOXES.replace(TEST, "../d")}, ("malformed", "image_id")),
-        ({"image_labels_train": label_table(VINDR_VOTES, "Other diseases", "2")}, ("malformed", "Pleural Effusion")),
+        ({"image_labels_train": label_table(VINDR_VOTES, "Other "
+                                                         "diseases", "2")}, ("malformed", "Pleural Effusion")),
         ({"image_labels_train": label_table(VINDR_VOTES, "Others")}, ("missing", "Other diseases")),
         ({"image_labels_train": label_table(VINDR_VOTES, "Other diseases").replace("R9", "R8")},
          ("malformed", "image_id")),
     ],
 )  # fmt: skip
-def test_vindr_damaged_table_raises(tables: dict, expected: tuple[str, ...], tmp_path: Path, deid) -> None:
+def test_vindr_damaged_table_raises(
+    tables: dict, expected: tuple[str, ...], tmp_path: Path, deid
+) -> None:
     with raises(CorpusError, *expected):
         vindr_cxr.plan(write_vindr(tmp_path, **tables), deid)
 
@@ -185,25 +206,36 @@ def test_vindr_options_are_checked(tmp_path: Path, deid: Deidentifier) -> None:
 
 def test_vindr_shards_have_the_size_of_the_dicom_images(tmp_path: Path) -> None:
     root = write_vindr(tmp_path / "vindr")
-    for number, (folder, image) in enumerate((("train", SICK), ("train", WELL), ("train", ALONE), ("test", TEST))):
+    for number, (folder, image) in enumerate(
+        (("train", SICK), ("train", WELL), ("train", ALONE), ("test", TEST))
+    ):
         (root / folder).mkdir(exist_ok=True)
         height = 20 if image == SICK else 48  # too small for its boxes
-        write_dataset(root / folder / f"{image}.dicom", image_dataset(textured(number, height, 64), PatientSex="F"))
+        write_dataset(
+            root / folder / f"{image}.dicom",
+            image_dataset(textured(number, height, 64), PatientSex="F"),
+        )
     convert(root, "vindr-cxr", tmp_path / "out", "--max-skipped", "1")
     test = samples_of(tmp_path / "out", "test")
-    assert [(one.extra["image_width"], one.extra["image_height"], one.sex) for one in test] == [(64, 48, "F")]
+    assert [(one.extra["image_width"], one.extra["image_height"], one.sex) for one in test] == [
+        (64, 48, "F")
+    ]
     manifests = [ShardSource(path).manifest for path in (tmp_path / "out").iterdir()]
     assert sum(dict(manifest.skipped).get("mismatch", 0) for manifest in manifests) == 1
 
 
-def test_vindr_phantom_round_trip(tmp_path: Path, deid: Deidentifier, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vindr_phantom_round_trip(
+    tmp_path: Path, deid: Deidentifier, capsys: pytest.CaptureFixture[str]
+) -> None:
     patients, size, seed = 10, 128, 42
     write_phantom("vindr-cxr", tmp_path / "corpus", patients, size, seed)
     assert "medvl shards vindr-cxr" in capsys.readouterr().out
     convert(tmp_path / "corpus", "vindr-cxr", tmp_path / "shards", "--validate-share", "0.3")
     samples = samples_of(tmp_path / "shards", "train", "validate", "test")
     truth = {deid.image(Path(row["path"]).stem): row for row in read_truth(tmp_path / "corpus")}
-    views = [study.frontal for patient in World(seed).patients(patients) for study in patient.studies]
+    views = [
+        study.frontal for patient in World(seed).patients(patients) for study in patient.studies
+    ]
     view_of = {deid.image(view.dicom_id.replace("-", "")[:32]): view for view in views}
     assert {sample.key for sample in samples} == truth.keys() == view_of.keys()
     assert {sample.split for sample in samples} >= {"train", "test"}
@@ -211,11 +243,19 @@ def test_vindr_phantom_round_trip(tmp_path: Path, deid: Deidentifier, capsys: py
     for sample in samples:
         row = truth[sample.key]
         assert (sample.split == "test") == (row["split"] == "test")
-        assert (sample.extra["image_width"], sample.extra["image_height"]) == (row["width"], row["height"])
-        expected = [(renamed.get(name, name), one.x, one.y) for name, one in findings(view_of[sample.key], size)]
+        assert (sample.extra["image_width"], sample.extra["image_height"]) == (
+            row["width"],
+            row["height"],
+        )
+        expected = [
+            (renamed.get(name, name), one.x, one.y)
+            for name, one in findings(view_of[sample.key], size)
+        ]
         actual = [(one["label"], one["x"], one["y"]) for one in sample.extra["boxes"]]
         assert sorted(actual) == sorted(expected)
-        labels = {label for label, _, _ in expected} | ({"Pneumonia"} if row["labels"]["Pneumonia"] else set())
+        labels = {label for label, _, _ in expected} | (
+            {"Pneumonia"} if row["labels"]["Pneumonia"] else set()
+        )
         assert positives(sample) == (labels or {"No Finding"})
         assert (sample.sex, sample.age) == (row["sex"], min(90, row["age"]))
     assert sum(len(sample.extra["boxes"]) for sample in samples) > 20
@@ -224,7 +264,11 @@ def test_vindr_phantom_round_trip(tmp_path: Path, deid: Deidentifier, capsys: py
 # ChestX-Det10
 
 DET10_TRAIN = [
-    {"file_name": "36200.png", "syms": ["Effusion", "Fracture"], "boxes": [[632, 721, 909, 969], [1, 2, 3.5, 4]]},
+    {
+        "file_name": "36200.png",
+        "syms": ["Effusion", "Fracture"],
+        "boxes": [[632, 721, 909, 969], [1, 2, 3.5, 4]],
+    },
     {"file_name": "36201.png", "syms": [], "boxes": []},
     {"file_name": "00000042_006.png", "syms": ["Mass"], "boxes": [[0, 0, 1024, 1024]]},
     {"file_name": "00000043_000.png", "syms": [], "boxes": []},
@@ -242,9 +286,13 @@ def write_det10(root: Path, train: object = DET10_TRAIN, test: object = DET10_TE
 def test_det10_samples_have_boxes_and_disjoint_patients(tmp_path: Path, deid: Deidentifier) -> None:
     plan = chestxdet10.plan(write_det10(tmp_path), deid)
     samples = {sample.key: sample for sample in plan.iter_samples()}
-    first, empty, nih, test = (samples[deid.image(f"{name}.png")] for name in ("36200", "36201", "00000043_000", "00000042_001"))  # fmt: skip
+    first, empty, nih, test = (samples[deid.image(f"{name}.png")] for name in ("36200", "36201",
+        "00000043_000", "00000042_001"))  # fmt: skip
     assert (len(samples), plan.excluded) == (4, {"patient_in_test": 1})
-    assert {name for name, value in first.labels.items() if value} == {"Pleural Effusion", "Fracture"}
+    assert {name for name, value in first.labels.items() if value} == {
+        "Pleural Effusion",
+        "Fracture",
+    }
     assert first.extra == {
         "boxes": [box("Pleural Effusion", 632, 721, 277, 248), box("Fracture", 1, 2, 2.5, 2)],
         "image_width": 1024,
@@ -268,12 +316,23 @@ def test_det10_samples_have_boxes_and_disjoint_patients(tmp_path: Path, deid: De
         ([{"file_name": "1.png", "syms": ["Mass"], "boxes": []}], ("malformed", "boxes")),
         ([{"file_name": "1.png", "syms": ["Mass"], "boxes": ["1234"]}], ("malformed", "boxes")),
         ([{"file_name": "1.png", "syms": ["Mass"], "boxes": [[1, 2, 3]]}], ("malformed", "boxes")),
-        ([{"file_name": "1.png", "syms": ["Mass"], "boxes": [[1, 2, 1030, 9]]}], ("out_of_range", "boxes")),
-        ([{"file_name": "1.png", "syms": ["Cardiomegaly"], "boxes": [[1, 2, 3, 4]]}], ("malformed", "syms")),
-        ([{"file_name": "1.png", "syms": [["Mass"]], "boxes": [[1, 2, 3, 4]]}], ("malformed", "syms")),
+        (
+            [{"file_name": "1.png", "syms": ["Mass"], "boxes": [[1, 2, 1030, 9]]}],
+            ("out_of_range", "boxes"),
+        ),
+        (
+            [{"file_name": "1.png", "syms": ["Cardiomegaly"], "boxes": [[1, 2, 3, 4]]}],
+            ("malformed", "syms"),
+        ),
+        (
+            [{"file_name": "1.png", "syms": [["Mass"]], "boxes": [[1, 2, 3, 4]]}],
+            ("malformed", "syms"),
+        ),
     ],
 )
-def test_det10_damaged_annotations_raise(train: object, expected: tuple[str, ...], tmp_path: Path, deid) -> None:
+def test_det10_damaged_annotations_raise(
+    train: object, expected: tuple[str, ...], tmp_path: Path, deid
+) -> None:
     with raises(CorpusError, *expected, names="train.json"):
         chestxdet10.plan(write_det10(tmp_path, train=train), deid)
 
@@ -293,7 +352,9 @@ def test_det10_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
             if (name := DET10_NAMES.get(one["label"]))
         ]
         assert sample.extra["boxes"] == expected
-        assert {name for name, value in sample.labels.items() if value} == {one["label"] for one in expected}
+        assert {name for name, value in sample.labels.items() if value} == {
+            one["label"] for one in expected
+        }
         assert (sample.split == "test") == (row["split"] == "test")
     path = next((tmp_path / "corpus" / "test_data").iterdir())
     assert cv2.imread(str(path), cv2.IMREAD_UNCHANGED).shape == (64, 64)

@@ -1,4 +1,6 @@
-"""QaTa-COV19, MosMedData+, MoNuSeg and MELINDA: both layouts, workbooks, masks, splits; the phantom's texts."""
+"""QaTa-COV19, MosMedData+, MoNuSeg and MELINDA: both layouts, workbooks, masks, splits; the
+phantom's texts.
+"""
 
 import csv
 import dataclasses
@@ -51,7 +53,9 @@ def write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:
 
 @pytest.fixture
 def released(tmp_path: Path) -> Path:
-    """LViT's layout, with `study_1` in training and test, one image without a mask and one without a text."""
+    """LViT's layout, with `study_1` in training and test, one image without a mask and one
+    without a text.
+    """
     for split, names in (
         ("Train", ["study_1_a", "study_2_a", "study_3_a"]),
         ("Val", ["study_4_a"]),
@@ -59,38 +63,62 @@ def released(tmp_path: Path) -> Path:
     ):
         part = tmp_path / f"{split}_Folder"
         write_folder(part / "img", part / "labelcol", names)
-        rows = [[f"mask_{name}.png", f" one area of {name} "] for name in names if name != "study_3_a"]
+        rows = [
+            [f"mask_{name}.png", f" one area of {name} "] for name in names if name != "study_3_a"
+        ]
         write_table(part / f"{split}_text.xlsx", ["Image", "Description"], rows)
     (tmp_path / "Train_Folder" / "labelcol" / "mask_study_2_a.png").unlink()
     return tmp_path
 
 
 def test_a_table_of_training_has_the_texts_of_validation(tmp_path: Path) -> None:
-    """As `Train_text_for_Covid19.xlsx`, which LViT published next to the folders: 7,145 rows for 5,716 + 1,429 images."""
+    """As `Train_text_for_Covid19.xlsx`, which LViT published next to the folders: 7,145 rows for
+    5,716 + 1,429 images.
+    """
     for split, name in (("Train", "covid_1"), ("Val", "covid_2"), ("Test", "covid_3")):
-        write_folder(tmp_path / f"{split}_Folder" / "img", tmp_path / f"{split}_Folder" / "labelcol", [name])
+        write_folder(
+            tmp_path / f"{split}_Folder" / "img", tmp_path / f"{split}_Folder" / "labelcol", [name]
+        )
     for table, names in (("Train", ["covid_1", "covid_2"]), ("Test", ["covid_3"])):
         rows = [[f"mask_{name}.png", f"text of {name}"] for name in names]
         write_table(tmp_path / f"{table}_text_for_Covid19.xlsx", ["Image", "Description"], rows)
     plan = lvit_layout.plan(tmp_path, DEID, name="qata")
-    texts = {record.sample.split: record.sample.sections.get("description") for record in plan.records}
-    assert texts == {"train": "text of covid_1", "validate": "text of covid_2", "test": "text of covid_3"}
+    texts = {
+        record.sample.split: record.sample.sections.get("description") for record in plan.records
+    }
+    assert texts == {
+        "train": "text of covid_1",
+        "validate": "text of covid_2",
+        "test": "text of covid_3",
+    }
     assert not plan.warnings["no_text"] + plan.warnings["second_text_ignored"]
 
 
-def test_masks_and_texts_of_lvits_layout(released: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_masks_and_texts_of_lvits_layout(
+    released: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     plan = lvit_layout.plan(released, DEID, name="mosmed")
     assert plan.excluded == {"no_mask": 1}
     assert plan.warnings["no_text"] == 1
-    assert sorted(record.sample.split for record in plan.records) == ["test", "train", "train", "validate"]
+    assert sorted(record.sample.split for record in plan.records) == [
+        "test",
+        "train",
+        "train",
+        "validate",
+    ]
     out = tmp_path_factory.mktemp("out")
     arguments = ["--out", str(out / "shards"), "--workers", "1", "--short-side", "20"]
     cli.main(["shards", "mosmed", "--root", str(released), *arguments])
     source = ShardSource(out / "shards" / "train")
     samples = [source.sample(place) for place in range(len(source))]
-    assert sorted(sample.sections.get("description", "") for sample in samples) == ["", "one area of study_1_a"]
+    assert sorted(sample.sections.get("description", "") for sample in samples) == [
+        "",
+        "one area of study_1_a",
+    ]
     for sample in samples:
-        ((entry,), height, width) = (sample.extra[name] for name in ("masks", "image_height", "image_width"))
+        ((entry,), height, width) = (
+            sample.extra[name] for name in ("masks", "image_height", "image_width")
+        )
         mask_HW = decode_runs(entry["runs"], height, width)
         assert (height, width, entry["label"]) == (20, 24, "Infection")
         assert mask_HW[4:8, 5:9].all()
@@ -109,13 +137,23 @@ def test_patients_in_file_names_and_splits(released: Path) -> None:
 
 
 def test_layout_with_tables_of_splits(tmp_path: Path) -> None:
-    write_folder(tmp_path / "Train Set" / "Images", tmp_path / "Train Set" / "Ground-truths", ["a", "b", "c"])
+    write_folder(
+        tmp_path / "Train Set" / "Images", tmp_path / "Train Set" / "Ground-truths", ["a", "b", "c"]
+    )
     write_folder(tmp_path / "Test Set" / "Images", tmp_path / "Test Set" / "Ground-truths", ["d"])
-    write_table(tmp_path / "Train_ID.xlsx", ["", "Image"], [["0", "mask_a.png"], ["1", "mask_b.png"]])
+    write_table(
+        tmp_path / "Train_ID.xlsx", ["", "Image"], [["0", "mask_a.png"], ["1", "mask_b.png"]]
+    )
     write_table(tmp_path / "Val_ID.csv", ["Image"], [["mask_c.png"]])
     texts = [[f"mask_{name}.png", f"text {name}"] for name in "abc"]
-    write_table(tmp_path / "Train Set" / "Text" / "Train_text_for_Covid19.xlsx", ["Image", "Description"], texts)
-    write_table(tmp_path / "Test_text_for_Covid19.csv", ["Image", "Description"], [["d.png", "text d"]])
+    write_table(
+        tmp_path / "Train Set" / "Text" / "Train_text_for_Covid19.xlsx",
+        ["Image", "Description"],
+        texts,
+    )
+    write_table(
+        tmp_path / "Test_text_for_Covid19.csv", ["Image", "Description"], [["d.png", "text d"]]
+    )
     plan = lvit_layout.plan(tmp_path, DEID, name="qata")
     got = {record.sample.sections["description"]: record.sample.split for record in plan.records}
     assert got == {"text a": "train", "text b": "train", "text c": "validate", "text d": "test"}
@@ -127,8 +165,12 @@ def test_layout_with_tables_of_splits(tmp_path: Path) -> None:
         lvit_layout.plan(tmp_path, DEID, name="qata")
 
 
-def test_a_mask_of_another_size_is_skipped(released: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cv2.imwrite(str(released / "Val_Folder" / "labelcol" / "mask_study_4_a.png"), np.zeros((9, 9), np.uint8))
+def test_a_mask_of_another_size_is_skipped(
+    released: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cv2.imwrite(
+        str(released / "Val_Folder" / "labelcol" / "mask_study_4_a.png"), np.zeros((9, 9), np.uint8)
+    )
     out = tmp_path_factory.mktemp("out") / "shards"
     arguments = ["--root", str(released), "--out", str(out), "--workers", "1", "--max-skipped", "2"]
     cli.main(["shards", "mosmed", *arguments])
@@ -163,10 +205,19 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_workbooks_with_shared_strings_runs_and_gaps(tmp_path: Path) -> None:
-    strings = f"<sst {SPACE}><si><t>Image</t></si><si><r><t>a </t></r><r><t>b</t></r><rPh sb='0' eb='1'><t>no</t></rPh></si></sst>"
-    cells = '<row r="1"><c r="B1" t="s"><v>0</v></c><c r="D1" t="str"><v>N</v></c></row><row r="2"/>'
+    strings = (
+        f"<sst {SPACE}><si><t>Image</t></si><si><r><t>a </t></r><r><t>b</t></r><rPh "
+        f"sb='0' eb='1'><t>no</t></rPh></si></sst>"
+    )
+    cells = (
+        '<row r="1"><c r="B1" t="s"><v>0</v></c><c r="D1" t="str"><v>N</v></c></row><row r="2"/>'
+    )
     cells += '<row r="3"><c r="B3" t="s"><v>1</v></c><c r="D3"><v>7</v></c></row>'
-    path = sheet(tmp_path / "a.xlsx", f"<worksheet {SPACE}><sheetData>{cells}</sheetData></worksheet>", strings)
+    path = sheet(
+        tmp_path / "a.xlsx",
+        f"<worksheet {SPACE}><sheetData>{cells}</sheetData></worksheet>",
+        strings,
+    )
     assert rows_of(path) == [{"Image": "a b", "N": "7"}]
 
 
@@ -178,7 +229,10 @@ def test_workbooks_of_a_spreadsheet_program(tmp_path: Path) -> None:
         book.active.append(row)
     book.create_sheet("more").append(["Image"])
     book.save(tmp_path / "a.xlsx")
-    assert rows_of(tmp_path / "a.xlsx") == [{"Image": "a.png", "n": "3"}, {"Image": "b.png", "n": "0.5"}]
+    assert rows_of(tmp_path / "a.xlsx") == [
+        {"Image": "a.png", "n": "3"},
+        {"Image": "b.png", "n": "0.5"},
+    ]
 
 
 FAR = "<row r='99999999999'><c r='XFD99999999999' t='str'><v>far</v></c></row>"
@@ -189,9 +243,17 @@ FAR = "<row r='99999999999'><c r='XFD99999999999' t='str'><v>far</v></c></row>"
     [
         ("<worksheet", "malformed"),
         (f'<!DOCTYPE a [<!ENTITY b "c">]><worksheet {SPACE}/>', "malformed"),
-        (f"<worksheet {SPACE}><sheetData><row><c t='s' r='A1'><v>3</v></c></row></sheetData></worksheet>", "malformed"),
+        (
+            f"<worksheet {SPACE}><sheetData><row><c t='s' "
+            f"r='A1'><v>3</v></c></row></sheetData></worksheet>",
+            "malformed",
+        ),
         (f"<worksheet {SPACE}/>", "missing"),
-        (f"<worksheet {SPACE}><dimension ref='A1:XFD1048576'/><sheetData>{FAR}</sheetData></worksheet>", "missing"),
+        (
+            f"<worksheet {SPACE}><dimension "
+            f"ref='A1:XFD1048576'/><sheetData>{FAR}</sheetData></worksheet>",
+            "missing",
+        ),
     ],
 )
 def test_damaged_workbooks_are_refused(xml: str, code: str, tmp_path: Path) -> None:
@@ -223,10 +285,23 @@ def test_files_that_are_no_workbooks(tmp_path: Path) -> None:
 
 def test_phantom_texts_agree_with_the_masks(tmp_path: Path) -> None:
     root, size = tmp_path / "qata", 64
-    arguments = ["--out", str(root), "--patients", "10", "--size", str(size), "--seed", "46", "--workers", "1"]
+    arguments = [
+        "--out",
+        str(root),
+        "--patients",
+        "10",
+        "--size",
+        str(size),
+        "--seed",
+        "46",
+        "--workers",
+        "1",
+    ]
     cli.main(["phantom", "qata", *arguments])
     views = {
-        image_uid_hex(view): view for patient in World(46).patients(10) for _, view in square_frontal_views(patient)
+        image_uid_hex(view): view
+        for patient in World(46).patients(10)
+        for _, view in square_frontal_views(patient)
     }
     plan = lvit_layout.plan(root, DEID, name="qata")
     assert len(plan.records) > 3
@@ -235,23 +310,47 @@ def test_phantom_texts_agree_with_the_masks(tmp_path: Path) -> None:
         assert record.sample.image is not None
         view, text = views[record.sample.image.stem], record.sample.sections["description"]
         mask_HW = cv2.imread(str(record.masks["Infection"]), cv2.IMREAD_GRAYSCALE) > 0
-        found = [mask for label, mask in masks(view, size).items() if label in ("Consolidation", "Lung Opacity")]
+        found = [
+            mask
+            for label, mask in masks(view, size).items()
+            if label in ("Consolidation", "Lung Opacity")
+        ]
         np.testing.assert_array_equal(mask_HW, np.logical_or.reduce(found))
         assert text == describe(view, mask_HW)
-        columns = np.flatnonzero(mask_HW.any(axis=0))  # the patient's left lung is on the right of the image
+        columns = np.flatnonzero(
+            mask_HW.any(axis=0)
+        )  # the patient's left lung is on the right of the image
         sides = {"left": columns.max() > size / 2, "right": columns.min() < size / 2}
-        assert {side for side in sides if f"{side} lung" in text} <= {side for side, there in sides.items() if there}
+        assert {side for side in sides if f"{side} lung" in text} <= {
+            side for side, there in sides.items() if there
+        }
         assert text.startswith("Bilateral" if "left lung and" in text else "Unilateral")
 
 
 def write_phantom(root: Path, *options: str) -> Path:
-    arguments = ["--out", str(root), "--patients", "8", "--size", "64", "--seed", "46", "--workers", "1"]
+    arguments = [
+        "--out",
+        str(root),
+        "--patients",
+        "8",
+        "--size",
+        "64",
+        "--seed",
+        "46",
+        "--workers",
+        "1",
+    ]
     cli.main(["phantom", "qata", *arguments, *options])
     return root
 
 
-def test_distractors_change_images_alone_and_lie_where_the_text_names_nothing(tmp_path: Path) -> None:
-    plain, mixed = write_phantom(tmp_path / "plain"), write_phantom(tmp_path / "mixed", "--distractors", "2")
+def test_distractors_change_images_alone_and_lie_where_the_text_names_nothing(
+    tmp_path: Path,
+) -> None:
+    plain, mixed = (
+        write_phantom(tmp_path / "plain"),
+        write_phantom(tmp_path / "mixed", "--distractors", "2"),
+    )
     drawn = {row["path"]: row["distractors"] for row in read_truth(mixed)}
     assert any(drawn.values())
     assert not any("distractors" in row for row in read_truth(plain))
@@ -260,9 +359,13 @@ def test_distractors_change_images_alone_and_lie_where_the_text_names_nothing(tm
         assert same == (not boxes)
     for file in plain.rglob("*"):
         if file.is_file() and file.parent.name != "img" and not file.name.startswith("phantom"):
-            assert file.read_bytes() == (mixed / file.relative_to(plain)).read_bytes(), "masks and texts are the same"
+            assert file.read_bytes() == (mixed / file.relative_to(plain)).read_bytes(), (
+                "masks and texts are the same"
+            )
     views = {
-        image_uid_hex(view): view for patient in World(46).patients(8) for _, view in square_frontal_views(patient)
+        image_uid_hex(view): view
+        for patient in World(46).patients(8)
+        for _, view in square_frontal_views(patient)
     }
     for path, boxes in drawn.items():
         view = views[Path(path).stem]
@@ -295,7 +398,15 @@ def test_melinda(tmp_path: Path) -> None:
     (tmp_path / "melinda_images").mkdir()
     for split, number in (("train", 1), ("dev", 2), ("test", 3)):
         kind = "blot" if number % 2 else "array"
-        row = [f"{number}.png", "A blot of three proteins.", "anti tag", "western", kind, "western", f"PMC10{number}"]
+        row = [
+            f"{number}.png",
+            "A blot of three proteins.",
+            "anti tag",
+            "western",
+            kind,
+            "western",
+            f"PMC10{number}",
+        ]
         write_table(tmp_path / f"{split}.csv", header, [row])
     plan = melinda.plan(tmp_path, DEID)
     assert plan.label_names == ("array", "blot")
@@ -308,7 +419,11 @@ def test_melinda(tmp_path: Path) -> None:
     write_table(tmp_path / "test.csv", header, [row, other, row])
     repeated = melinda.plan(tmp_path, DEID)
     assert repeated.excluded == {"duplicate": 1}
-    methods = [record.sample.extra["i_meth"] for record in repeated.records if record.sample.split == "test"]
+    methods = [
+        record.sample.extra["i_meth"]
+        for record in repeated.records
+        if record.sample.split == "test"
+    ]
     assert methods == ["anti tag", "tandem tag"]
     assert len({record.sample.key for record in repeated.records}) == 4
     row[-1] = "PMC101"

@@ -1,4 +1,6 @@
-"""MS-CXR: the converter on fixtures in the published layout and on the phantom, and excluded patients."""
+"""MS-CXR: the converter on fixtures in the published layout and on the phantom, and excluded
+patients.
+"""
 
 import csv
 import json
@@ -39,13 +41,17 @@ ROWS = [
 ]  # fmt: skip
 
 
-def write(root: Path, rows: list[str] = ROWS, header: str = HEADER, name: str = ms_cxr.TABLES[0]) -> Path:
+def write(
+    root: Path, rows: list[str] = ROWS, header: str = HEADER, name: str = ms_cxr.TABLES[0]
+) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     (root / name).write_text("\n".join([header, *rows]) + "\n")
     return root
 
 
-def test_ms_cxr_rows_form_samples_by_image_and_phrases_by_text(tmp_path: Path, deid: Deidentifier) -> None:
+def test_ms_cxr_rows_form_samples_by_image_and_phrases_by_text(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     first, second = ms_cxr.plan(write(tmp_path), deid).iter_samples()
     assert first.key == deid.image(FIRST)
     assert first.patient == deid.patient("10000032")
@@ -57,16 +63,22 @@ def test_ms_cxr_rows_form_samples_by_image_and_phrases_by_text(tmp_path: Path, d
     assert (pneumonia.label, pneumonia.text) == ("Pneumonia", "Bibasilar opacities")
     assert [box["x"] for box in pneumonia.boxes] == [19, 100]
     assert effusion.text == "small, left effusion"
-    assert effusion.boxes == ({"label": "Pleural Effusion", "x": 100, "y": 150, "width": 40, "height": 40},)
+    assert effusion.boxes == (
+        {"label": "Pleural Effusion", "x": 100, "y": 150, "width": 40, "height": 40},
+    )
     assert published_size(first) == (202, 176)
     stored = sample_to_json(first)
     assert phrases_of(sample_from_json(stored)) == phrases_of(first)
     assert not any(name in stored.decode() for name in (FIRST, "10000032", "50414267"))
 
 
-def test_ms_cxr_ids_equal_those_of_mimic_cxr(mimic_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
+def test_ms_cxr_ids_equal_those_of_mimic_cxr(
+    mimic_root: Path, tmp_path: Path, deid: Deidentifier
+) -> None:
     """Both images are in the fixture of MIMIC-CXR, with the same keys and patients."""
-    mimic = {record.sample.key: record.sample for record in mimic_cxr.plan(mimic_root, deid).records}
+    mimic = {
+        record.sample.key: record.sample for record in mimic_cxr.plan(mimic_root, deid).records
+    }
     records = list(ms_cxr.plan(write(tmp_path / "ms"), deid, images=mimic_root).records)
     assert len(records) == 2
     for record in records:
@@ -141,10 +153,16 @@ def test_phrases_of_boxes_are_the_labels() -> None:
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
-        ({"boxes": [{"label": "Mass"}], "image_width": 9, "image_height": 9}, ("malformed", "phrases")),
+        (
+            {"boxes": [{"label": "Mass"}], "image_width": 9, "image_height": 9},
+            ("malformed", "phrases"),
+        ),
         ({"phrases": "Mass", "image_width": 9, "image_height": 9}, ("malformed", "phrases")),
         ({"phrases": [{"label": "Mass", "text": "mass", "boxes": []}]}, ("malformed", "phrases")),
-        ({"boxes": [{"label": "Mass", "x": 1, "y": 1, "width": 1, "height": 1}]}, ("missing", "image_height")),
+        (
+            {"boxes": [{"label": "Mass", "x": 1, "y": 1, "width": 1, "height": 1}]},
+            ("missing", "image_height"),
+        ),
     ],
 )
 def test_invalid_phrases_raise(extra: dict, expected: tuple[str, ...]) -> None:
@@ -165,18 +183,31 @@ def test_phantom_ms_cxr_has_the_layout_and_true_boxes(phantom_root: Path) -> Non
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == HEADER.split(",")
     views = {
-        view.dicom_id: view for index in range(8) for study in World(5).patient(index).studies for view in study.views
+        view.dicom_id: view
+        for index in range(8)
+        for study in World(5).patient(index).studies
+        for view in study.views
     }
     assert len({row["category_name"] for row in rows}) >= 5
     for row in rows:
         view = views[row["dicom_id"]]
         assert not view.lateral
-        height, width, _, _ = simplejpeg.decode_jpeg_header((phantom_root / row["path"]).read_bytes())
+        height, width, _, _ = simplejpeg.decode_jpeg_header(
+            (phantom_root / row["path"]).read_bytes()
+        )
         assert (int(row["image_height"]), int(row["image_width"])) == (height, width)
         place = tuple(int(row[name]) for name in ("x", "y", "w", "h"))
-        truth = [(b.x, b.y, b.width, b.height) for b in boxes(view, 96) if b.label == row["category_name"]]
+        truth = [
+            (b.x, b.y, b.width, b.height)
+            for b in boxes(view, 96)
+            if b.label == row["category_name"]
+        ]
         assert place in truth
-    assert any("effusion" in row["label_text"].lower() for row in rows if row["category_name"] == "Pleural Effusion")
+    assert any(
+        "effusion" in row["label_text"].lower()
+        for row in rows
+        if row["category_name"] == "Pleural Effusion"
+    )
 
 
 def test_phantom_ms_cxr_is_deterministic_and_converts(
@@ -204,9 +235,11 @@ def test_held_out_patients_are_excluded_and_counted(
         (mimic_root / name).write_bytes(encode_jpeg(textured(3, 202, 176)))
     common = ["--workers", "1"]
     held_out = tmp_path / "ms-shards"
-    cli.main(["shards", "ms-cxr", "--root", str(write(tmp_path / "ms")), "--images", str(mimic_root),
+    cli.main(["shards", "ms-cxr", "--root", str(write(tmp_path / "ms")), "--images",
+        str(mimic_root),
               "--out", str(held_out), *common])  # fmt: skip
-    cli.main(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(tmp_path / "mimic-shards"),
+    cli.main(["shards", "mimic-cxr", "--root", str(mimic_root), "--out",
+        str(tmp_path / "mimic-shards"),
               "--without", str(held_out / "test"), *common])  # fmt: skip
     held_out_patients = json.loads((held_out / "test" / "manifest.json").read_text())["patients"]
     manifest = json.loads((tmp_path / "mimic-shards" / "validate" / "manifest.json").read_text())

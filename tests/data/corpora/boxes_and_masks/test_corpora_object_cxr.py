@@ -1,4 +1,6 @@
-"""Object-CXR converter on valid and damaged fixtures in the published layout, and on its phantom."""
+"""Object-CXR converter on valid and damaged fixtures in the published layout, and on its
+phantom.
+"""
 
 from pathlib import Path
 
@@ -35,8 +37,13 @@ def test_data_card_contains_the_counts_of_verify() -> None:
 def test_objects_have_boxes_around_their_shapes(tmp_path: Path, deid: Deidentifier) -> None:
     plan = object_cxr.plan(write_objects(tmp_path), deid)
     samples = {sample.key: sample for sample in plan.iter_samples()}
-    assert (len(samples), plan.label_names, plan.warnings) == (6, ("Foreign Object",), {"empty_shape": 2})
-    first, empty, third, test = (samples[deid.image(f"{name}.jpg")] for name in ("train/00001", "train/00002", "train/00003", "dev/00001"))  # fmt: skip
+    assert (len(samples), plan.label_names, plan.warnings) == (
+        6,
+        ("Foreign Object",),
+        {"empty_shape": 2},
+    )
+    first, empty, third, test = (samples[deid.image(f"{name}.jpg")] for name in ("train/00001",
+        "train/00002", "train/00003", "dev/00001"))  # fmt: skip
     assert first.extra == {
         "boxes": [box("Foreign Object", 10, 20, 20, 20), box("Foreign Object", 5, 4, 10, 12)],
         "shapes": [
@@ -45,7 +52,9 @@ def test_objects_have_boxes_around_their_shapes(tmp_path: Path, deid: Deidentifi
         ],
     }
     assert (empty.labels, empty.extra) == ({"Foreign Object": 0}, {"boxes": [], "shapes": []})
-    assert third.extra["boxes"] == [box("Foreign Object", 20, 10, 20.5, 20)]  # an ellipse with its corners exchanged
+    assert third.extra["boxes"] == [
+        box("Foreign Object", 20, 10, 20.5, 20)
+    ]  # an ellipse with its corners exchanged
     assert [shape["shape"] for shape in third.extra["shapes"]] == ["ellipse", "rectangle"]
     assert (test.split, test.image) == ("test", tmp_path / "dev" / "00001.jpg")
     paths = OBJECTS.replace("image_name", "image_path").replace("\n0", "\n/home/0")
@@ -68,7 +77,9 @@ def test_objects_have_boxes_around_their_shapes(tmp_path: Path, deid: Deidentifi
         (("annotation", "shapes"), ("missing", "annotation")),
     ],
 )
-def test_damaged_objects_raise(change: tuple[str, str], expected: tuple[str, ...], tmp_path: Path, deid) -> None:
+def test_damaged_objects_raise(
+    change: tuple[str, str], expected: tuple[str, ...], tmp_path: Path, deid
+) -> None:
     with raises(CorpusError, *expected, names="dev.csv"):
         object_cxr.plan(write_objects(tmp_path, dev=OBJECTS.replace(*change)), deid)
 
@@ -86,13 +97,18 @@ def test_objects_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
         shapes = row["objects"].split(";") if row["objects"] else []
         image_HW = cv2.imread(str(root / row["path"]), cv2.IMREAD_UNCHANGED)
         assert image_HW.shape == (row["height"], row["width"])
-        assert (sample.extra["image_width"], sample.extra["image_height"]) == (row["width"], row["height"])
+        assert (sample.extra["image_width"], sample.extra["image_height"]) == (
+            row["width"],
+            row["height"],
+        )
         assert sample.labels == {"Foreign Object": int(bool(shapes))}
         assert len(sample.extra["boxes"]) == len(shapes)
         for one, shape in zip(sample.extra["boxes"], shapes, strict=True):
             kind, *points = map(int, shape.split())
             assert (one["x"], one["y"]) == (min(points[::2]), min(points[1::2]))
-            bright.append(image_HW[int(one["y"] + one["height"] / 2), int(one["x"] + one["width"] / 2)])
+            bright.append(
+                image_HW[int(one["y"] + one["height"] / 2), int(one["x"] + one["width"] / 2)]
+            )
             seen.add(kind)
         assert (sample.split == "test") == (row["split"] == "dev")
     assert seen == {0, 1, 2}

@@ -47,7 +47,10 @@ def test_figure_sections_are_caption_and_references_in_order() -> None:
 
 
 def test_figure_sections_have_no_entities_of_html() -> None:
-    texts = ["nodule of &lt;&nbsp;3 mm, Broca&#39;s area", "a T1&amp;T2 &#x2013; AT&T &unknown; R&D &lt 5"]
+    texts = [
+        "nodule of &lt;&nbsp;3 mm, Broca&#39;s area",
+        "a T1&amp;T2 &#x2013; AT&T &unknown; R&D &lt 5",
+    ]
     assert figure_sections(texts[0], texts[1:], Counter()) == {
         "caption": "nodule of < 3 mm, Broca's area",
         "reference-1": "a T1&T2 \u2013 AT&T &unknown; R&D &lt 5",
@@ -60,7 +63,9 @@ def test_figure_sections_have_no_entities_of_html() -> None:
 def test_figure_sections_drop_and_count_short_captions(caption: str | None, reason: str) -> None:
     warnings: Counter[str] = Counter()
     assert figure_sections(caption, None, warnings) == {}
-    assert figure_sections(caption, ["a stone in the duct"], warnings) == {"reference-1": "a stone in the duct"}
+    assert figure_sections(caption, ["a stone in the duct"], warnings) == {
+        "reference-1": "a stone in the duct"
+    }
     assert warnings == {reason: 2}
 
 
@@ -68,33 +73,71 @@ def test_figure_sections_drop_and_count_short_captions(caption: str | None, reas
 
 ROCO = {  # split -> rows of id, article, file, caption line, licence
     "train": [
-        ("ROCO_00002", "PMC4083729", "AMHSR-4-14-g002.jpg", "\t Axial CT of the chest (arrow).", "CC BY-NC-SA"),
-        ("ROCO_00003", "PMC4083729", "AMHSR-4-14-g003.jpg", "\t \tCoronal CT of the same chest.", "CC BY-NC-SA"),
+        (
+            "ROCO_00002",
+            "PMC4083729",
+            "AMHSR-4-14-g002.jpg",
+            "\t Axial CT of the chest (arrow).",
+            "CC BY-NC-SA",
+        ),
+        (
+            "ROCO_00003",
+            "PMC4083729",
+            "AMHSR-4-14-g003.jpg",
+            "\t \tCoronal CT of the same chest.",
+            "CC BY-NC-SA",
+        ),
         ("ROCO_00005", "PMC2837471", "IJD2009-150251.001.jpg", "\t ", "NO-CC CODE"),
         ("ROCO_00007", "PMC317358", "1476-7120-1-16-51.jpg", "", "CC BY"),
     ],
     "validation": [
-        ("ROCO_00020", "PMC3970251", "CRIONM2014-931546.003.jpg", "\t Lateral view, naïve to treatment.", "CC BY")
+        (
+            "ROCO_00020",
+            "PMC3970251",
+            "CRIONM2014-931546.003.jpg",
+            "\t Lateral view, naïve to treatment.",
+            "CC BY",
+        )
     ],
-    "test": [("ROCO_00001", "PMC5555555", "fig-1.jpg", "\t Postoperative radiograph of the pelvis.", "CC BY")],
+    "test": [
+        (
+            "ROCO_00001",
+            "PMC5555555",
+            "fig-1.jpg",
+            "\t Postoperative radiograph of the pelvis.",
+            "CC BY",
+        )
+    ],
 }
 
 
-def write_roco(root: Path, rows: dict[str, list[tuple[str, str, str, str, str]]] = ROCO, by_id: bool = True) -> Path:
+def write_roco(
+    root: Path, rows: dict[str, list[tuple[str, str, str, str, str]]] = ROCO, by_id: bool = True
+) -> Path:
     for split, figures in rows.items():
         folder = root / split / "radiology"
         folder.mkdir(parents=True, exist_ok=True)
-        lines = {name: [] for name in ("captions", "keywords", "cuis", "semtypes", "dlinks", "licences")}
+        lines = {
+            name: [] for name in ("captions", "keywords", "cuis", "semtypes", "dlinks", "licences")
+        }
         lines["licences"].append("ROCO_ID,PMC_ID,CC")
         for number, (figure, article, file, caption, licence) in enumerate(figures):
             lines["captions"].append(f"{figure}{caption}")
             lines["keywords"].append(f"{figure}\t\tchest\taxial")
-            lines["cuis"].append(f"{figure}\t\tC0040405\tC0817096" if number == 0 else f"{figure}\t")
+            lines["cuis"].append(
+                f"{figure}\t\tC0040405\tC0817096" if number == 0 else f"{figure}\t"
+            )
             lines["semtypes"].append(f"{figure}\t\tT060\tDiagnostic Procedure")
             lines["licences"].append(f"{figure},{article}_{file},{licence}")
-            link = f"wget -r ftp://example.invalid/pub/pmc/oa_package/08/e5/{article}.tar.gz -P /path/to/Dir"
+            link = (
+                f"wget -r ftp://example.invalid/pub/pmc/oa_package/08/e5/{article}.tar.gz -P "
+                f"/path/to/Dir"
+            )
             lines["dlinks"].append(f"{figure}\t{link}\t{file}")
-            write_image(folder / "images" / (f"{figure}.jpg" if by_id else f"{article}_{file}"), int(figure[5:]))
+            write_image(
+                folder / "images" / (f"{figure}.jpg" if by_id else f"{article}_{file}"),
+                int(figure[5:]),
+            )
         for name, text in lines.items():
             (folder / f"{name}.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
     return root
@@ -112,9 +155,17 @@ def test_roco_samples_match_tables(tmp_path: Path, deid: Deidentifier, by_id: bo
         {"caption": "Axial CT of the chest (arrow)."},
     )
     assert first.patient == deid.patient("PMC4083729") == samples[deid.image("ROCO_00003")].patient
-    assert first.extra == {"cuis": ["C0040405", "C0817096"], "keywords": ["chest", "axial"], "licence": "CC BY-NC-SA"}
-    assert samples[deid.image("ROCO_00003")].sections == {"caption": "Coronal CT of the same chest."}
-    assert samples[deid.image("ROCO_00020")].sections == {"caption": "Lateral view, naïve to treatment."}
+    assert first.extra == {
+        "cuis": ["C0040405", "C0817096"],
+        "keywords": ["chest", "axial"],
+        "licence": "CC BY-NC-SA",
+    }
+    assert samples[deid.image("ROCO_00003")].sections == {
+        "caption": "Coronal CT of the same chest."
+    }
+    assert samples[deid.image("ROCO_00020")].sections == {
+        "caption": "Lateral view, naïve to treatment."
+    }
     assert not samples[deid.image("ROCO_00005")].sections
     assert all(sample.image is not None and sample.image.is_file() for sample in samples.values())
     for sample in samples.values():
@@ -128,7 +179,8 @@ def test_roco_repairs_and_skips_are_counted(tmp_path: Path, deid: Deidentifier) 
     text = captions.read_text()
     line = text.splitlines()[0]
     captions.write_text(
-        f"{text}\n{line}\nROCO_00003\t Another caption for it.\nROCO_99999\t A figure without an article.\n"
+        f"{text}\n{line}\nROCO_00003\t Another caption for it.\nROCO_99999\t A figure without "
+        f"an article.\n"
     )
     (root / "train/radiology/images/ROCO_00003.jpg").unlink()
     (root / "train/radiology/images/ROCO_00002.jpg").write_bytes(b"")
@@ -142,7 +194,9 @@ def test_roco_repairs_and_skips_are_counted(tmp_path: Path, deid: Deidentifier) 
     assert manifest.skipped == {"empty": 1, "image_missing": 1}
 
 
-def test_roco_articles_missing_in_licences_come_from_dlinks(tmp_path: Path, deid: Deidentifier) -> None:
+def test_roco_articles_missing_in_licences_come_from_dlinks(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     root = write_roco(tmp_path, by_id=False)
     complete = roco.plan(root, deid)
     licences = root / "train/radiology/licences.txt"
@@ -166,15 +220,22 @@ def test_roco_references_are_joined_by_article_and_file(tmp_path: Path, deid: De
         },
         {"roco_image_id": "PMC317358_1476-7120-1-16-51.jpg", "gorc_references": None},
     ]
-    (folder / "roco_train_references.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = {record.sample.key: record.sample for record in roco.plan(root, deid, references=folder).records}
+    (folder / "roco_train_references.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    samples = {
+        record.sample.key: record.sample
+        for record in roco.plan(root, deid, references=folder).records
+    }
     assert dict(samples[deid.image("ROCO_00002")].sections) == {
         "caption": "Axial CT of the chest (arrow).",
         "reference-1": "The mass (Fig. 2) is new.",
         "reference-2": "It grew since then.",
     }
     assert not samples[deid.image("ROCO_00007")].sections
-    (folder / "roco_train_references.jsonl").write_text(json.dumps(rows[0] | {"gorc_references": "one text"}))
+    (folder / "roco_train_references.jsonl").write_text(
+        json.dumps(rows[0] | {"gorc_references": "one text"})
+    )
     with raises(CorpusError, "wrong_type", "gorc_references"):
         roco.plan(root, deid, references=folder)
     with raises(CorpusError, "not_found", "references"):
@@ -195,7 +256,9 @@ SHARED = {
 }
 
 
-def test_roco_official_splits_with_shared_articles_raise(tmp_path: Path, deid: Deidentifier) -> None:
+def test_roco_official_splits_with_shared_articles_raise(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     write_roco(tmp_path, SHARED)
     with raises(SplitError, "leak", "splits", names="3 of 6 figures"):
         roco.plan(tmp_path, deid)
@@ -203,20 +266,33 @@ def test_roco_official_splits_with_shared_articles_raise(tmp_path: Path, deid: D
         roco.plan(tmp_path, deid, splits="other")
 
 
-def test_roco_repaired_splits_keep_held_out_splits_complete(tmp_path: Path, deid: Deidentifier) -> None:
+def test_roco_repaired_splits_keep_held_out_splits_complete(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     write_roco(tmp_path, SHARED)
     plan = roco.plan(tmp_path, deid, splits="repaired")
     ids = {deid.image(row[0]): row[0] for rows in SHARED.values() for row in rows}
     by_split = {split: [ids[key] for key in keys] for split, keys in splits_of(plan).items()}
-    assert by_split == {"train": ["ROCO_00003"], "validation": ["ROCO_00011"], "test": ["ROCO_00021"]}
+    assert by_split == {
+        "train": ["ROCO_00003"],
+        "validation": ["ROCO_00011"],
+        "test": ["ROCO_00021"],
+    }
     assert plan.excluded == {"article_in_test": 2, "article_in_validation": 1}
     out = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), SMALL)
-    assert {split: manifest.samples for split, manifest in out.items()} == {"train": 1, "validation": 1, "test": 1}
+    assert {split: manifest.samples for split, manifest in out.items()} == {
+        "train": 1,
+        "validation": 1,
+        "test": 1,
+    }
 
 
 def test_roco_splits_by_article_keep_every_figure(tmp_path: Path, deid: Deidentifier) -> None:
     rows = {
-        "train": [(f"ROCO_{n:05d}", f"PMC{n // 3}", "a.jpg", f"\t The figure number {n}.", "CC BY") for n in range(240)]
+        "train": [
+            (f"ROCO_{n:05d}", f"PMC{n // 3}", "a.jpg", f"\t The figure number {n}.", "CC BY")
+            for n in range(240)
+        ]
     }
     write_roco(tmp_path, rows)
     plan = roco.plan(tmp_path, deid, splits="by-article")
@@ -250,10 +326,24 @@ def test_roco_malformed_layout_raises(tmp_path: Path, deid: Deidentifier) -> Non
 
 ROCO_V2 = {
     "train": [
-        ("ROCOv2_2023_train_000001", "Head CT demonstrating left parotiditis.", "C0040405;C0018670", "PMC7000001")
+        (
+            "ROCOv2_2023_train_000001",
+            "Head CT demonstrating left parotiditis.",
+            "C0040405;C0018670",
+            "PMC7000001",
+        )
     ],
-    "valid": [("ROCOv2_2023_valid_000001", 'A "double" line, with commas.', "C1306645", "PMC7000002")],
-    "test": [("ROCOv2_2023_test_000001", "Ultrasound of the left kidney.\nSecond line.", "", "PMC7000003")],
+    "valid": [
+        ("ROCOv2_2023_valid_000001", 'A "double" line, with commas.', "C1306645", "PMC7000002")
+    ],
+    "test": [
+        (
+            "ROCOv2_2023_test_000001",
+            "Ultrasound of the left kidney.\nSecond line.",
+            "",
+            "PMC7000003",
+        )
+    ],
 }
 
 
@@ -266,8 +356,12 @@ def roco_v2_root(tmp_path: Path) -> Path:
             write_image(root / f"{split}_images" / split / f"{figure}.jpg", len(licences))
             link = f"https://example.invalid/pmc/articles/{article}/"
             licences.append([figure, article, "CC BY [Somebody et al. (2022)]", link])
-        write_table(root / f"{split}_captions.csv", ["ID", "Caption"], [[row[0], row[1]] for row in rows])
-        write_table(root / f"{split}_concepts.csv", ["ID", "CUIs"], [[row[0], row[2]] for row in rows])
+        write_table(
+            root / f"{split}_captions.csv", ["ID", "Caption"], [[row[0], row[1]] for row in rows]
+        )
+        write_table(
+            root / f"{split}_concepts.csv", ["ID", "CUIs"], [[row[0], row[2]] for row in rows]
+        )
     write_table(root / "license_information.csv", ["ID", "PMCID", "Attribution", "Link"], licences)
     return root
 
@@ -282,12 +376,16 @@ def test_roco_v2_samples_match_tables(roco_v2_root: Path, deid: Deidentifier) ->
     ]
     assert samples[0].extra == {"cuis": ["C0040405", "C0018670"], "licence": "CC BY"}
     assert samples[2].extra == {"licence": "CC BY"}
-    assert [sample.patient for sample in samples] == [deid.patient(f"PMC700000{n}") for n in (1, 2, 3)]
+    assert [sample.patient for sample in samples] == [
+        deid.patient(f"PMC700000{n}") for n in (1, 2, 3)
+    ]
     assert {sample.corpus for sample in samples} == {"rocov2"}
     assert all(sample.image is not None and sample.image.is_file() for sample in samples)
 
 
-def test_roco_v2_missing_article_or_table_is_reported(roco_v2_root: Path, deid: Deidentifier) -> None:
+def test_roco_v2_missing_article_or_table_is_reported(
+    roco_v2_root: Path, deid: Deidentifier
+) -> None:
     table = roco_v2_root / "license_information.csv"
     rows = table.read_text().splitlines()
     table.write_text("\n".join([rows[0], rows[1].replace("PMC", "PM"), *rows[2:]]) + "\n")
@@ -299,7 +397,11 @@ def test_roco_v2_missing_article_or_table_is_reported(roco_v2_root: Path, deid: 
         roco.plan(roco_v2_root, deid)
 
 
-def test_both_roco_releases_hash_articles_equally(tmp_path: Path, roco_v2_root: Path, deid: Deidentifier) -> None:
+def test_both_roco_releases_hash_articles_equally(
+    tmp_path: Path, roco_v2_root: Path, deid: Deidentifier
+) -> None:
     figure = ("ROCO_00001", "PMC7000003", "gr1.jpg", "\t Ultrasound of the left kidney.", "CC BY")
     (first,) = roco.plan(write_roco(tmp_path / "roco", {"test": [figure]}), deid).records
-    assert first.sample.patient in {record.sample.patient for record in roco.plan(roco_v2_root, deid).records}
+    assert first.sample.patient in {
+        record.sample.patient for record in roco.plan(roco_v2_root, deid).records
+    }

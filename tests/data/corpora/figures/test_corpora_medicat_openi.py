@@ -1,4 +1,6 @@
-"""MedICaT and Open-i converters on valid and invalid fixtures in the published layouts, and on real data."""
+"""MedICaT and Open-i converters on valid and invalid fixtures in the published layouts, and on
+real data.
+"""
 
 import csv
 import gzip
@@ -28,7 +30,8 @@ TABLE = "s2_full_figures_oa_nonroco_combined_medical_top4_public.jsonl"
 
 
 def figure_row(paper: int, number: int, **fields: object) -> dict[str, object]:
-    licence = {"is_oa": True, "oa_status": "gold", "journal_is_oa": True, "journal_is_in_doaj": True,
+    licence = {"is_oa": True, "oa_status": "gold", "journal_is_oa": True,
+        "journal_is_in_doaj": True,
                "license": "cc-by-nc-nd", "provenance": "unpaywall"}  # fmt: skip
     row = {
         "pdf_hash": f"{paper:040x}",
@@ -53,19 +56,29 @@ def write_medicat(root: Path, rows: list[dict[str, object]]) -> Path:
 
 
 def test_medicat_samples_match_table(tmp_path: Path, deid: Deidentifier) -> None:
-    references = ["A barium enema revealed a stenosis (Figure 1 ).", "(Figure 1 )", "It was fibrotic ( Figure 1) ."]
+    references = [
+        "A barium enema revealed a stenosis (Figure 1 ).",
+        "(Figure 1 )",
+        "It was fibrotic ( Figure 1) .",
+    ]
     write_medicat(
         tmp_path,
         [
             figure_row(1, 1, s2orc_references=references),
-            figure_row(1, 2, radiology=False, scope=True, oa_info={"doi": None, "oa": {"license": None}}),
+            figure_row(
+                1, 2, radiology=False, scope=True, oa_info={"doi": None, "oa": {"license": None}}
+            ),
             figure_row(2, 1, s2_caption="", s2orc_caption="A chest CT scan."),
             figure_row(3, 1, s2_caption=None, s2orc_references=[], oa_info=None),
         ],
     )
-    annotated = [{"pdf_hash": f"{1:040x}", "fig_key": "Figure1", "answer": "accept", "spans": [], "tokens": []},
-                 {"pdf_hash": f"{2:040x}", "fig_key": "Figure1", "answer": "reject", "spans": [], "tokens": []}]  # fmt: skip
-    (tmp_path / "subcaptions_public.jsonl").write_text("".join(json.dumps(row) + "\n" for row in annotated))
+    annotated = [{"pdf_hash": f"{1:040x}", "fig_key": "Figure1", "answer": "accept", "spans": [],
+        "tokens": []},
+                 {"pdf_hash": f"{2:040x}", "fig_key": "Figure1", "answer": "reject", "spans": [],
+                 "tokens": []}]  # fmt: skip
+    (tmp_path / "subcaptions_public.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in annotated)
+    )
     plan = medicat.plan(tmp_path, deid)
     first, second, third, fourth = (record.sample for record in plan.records)
     assert dict(first.sections) == {
@@ -75,7 +88,8 @@ def test_medicat_samples_match_table(tmp_path: Path, deid: Deidentifier) -> None
         "reference-3": "It was fibrotic ( Figure 1) .",
     }
     assert first.extra == {
-        "radiology": True, "scope": False, "figure_type": "Medical images", "licence": "cc-by-nc-nd", "subfigures": True,
+        "radiology": True, "scope": False, "figure_type": "Medical images",
+        "licence": "cc-by-nc-nd", "subfigures": True,
     }  # fmt: skip
     assert second.extra == {"radiology": False, "scope": True, "figure_type": "Medical images"}
     assert third.sections == {"caption": "A chest CT scan."}
@@ -92,18 +106,29 @@ def test_medicat_samples_match_table(tmp_path: Path, deid: Deidentifier) -> None
         assert f"{1:040x}" not in stored
 
 
-def test_medicat_radiology_only_and_duplicates_are_excluded(tmp_path: Path, deid: Deidentifier) -> None:
-    rows = [figure_row(1, 1), figure_row(1, 1), figure_row(2, 1, radiology=False), figure_row(2, 2, radiology=None)]
+def test_medicat_radiology_only_and_duplicates_are_excluded(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
+    rows = [
+        figure_row(1, 1),
+        figure_row(1, 1),
+        figure_row(2, 1, radiology=False),
+        figure_row(2, 2, radiology=None),
+    ]
     write_medicat(tmp_path, rows)
     plan = medicat.plan(tmp_path, deid, radiology_only=True)
-    assert [record.sample.key for record in plan.records] == [deid.image(f"{1:040x}_2-Figure1-1.png")]
+    assert [record.sample.key for record in plan.records] == [
+        deid.image(f"{1:040x}_2-Figure1-1.png")
+    ]
     assert (plan.excluded, plan.warnings) == ({"not_radiology": 2, "duplicate_line": 1}, {})
     assert len(list(medicat.plan(tmp_path, deid).iter_samples())) == 3
 
 
 def test_medicat_splits_are_disjoint_by_article(tmp_path: Path, deid: Deidentifier) -> None:
     rows = [figure_row(paper, number) for paper in range(60) for number in range(3)]
-    (tmp_path / f"{TABLE}.gz").write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
+    (tmp_path / f"{TABLE}.gz").write_bytes(
+        gzip.compress("\n".join(json.dumps(row) for row in rows).encode())
+    )
     plan = medicat.plan(tmp_path, deid, fractions={"train": 0.5, "valid": 0.5})
     patients: dict[str, set[str]] = {}
     for record in plan.records:
@@ -123,7 +148,9 @@ def test_medicat_splits_are_disjoint_by_article(tmp_path: Path, deid: Deidentifi
         ({"pdf_hash": "1"}, ("missing", "fig_uri")),
     ],
 )
-def test_medicat_invalid_row_raises(tmp_path: Path, deid: Deidentifier, row: dict, expected: tuple[str, ...]) -> None:
+def test_medicat_invalid_row_raises(
+    tmp_path: Path, deid: Deidentifier, row: dict, expected: tuple[str, ...]
+) -> None:
     (tmp_path / TABLE).write_text(json.dumps(row) + "\n")
     with raises(CorpusError, *expected):
         medicat.plan(tmp_path, deid)
@@ -156,7 +183,10 @@ def test_openi_samples_match_reports(tmp_path: Path, deid: Deidentifier) -> None
         "findings": "Heart < 1/2. XXXX effusion on the left.",
         "impression": "Effusion.",
     }
-    assert first.extra == {"mesh_major": ["Pleural Effusion/left", "Opacity"], "mesh_automatic": ["effusion"]}
+    assert first.extra == {
+        "mesh_major": ["Pleural Effusion/left", "Opacity"],
+        "mesh_automatic": ["effusion"],
+    }
     assert {name for name, value in first.labels.items() if value} == {"Pleural Effusion"}
     assert set(first.labels) == set(openi.LABELS)
     assert first.view is None  # captions describe the study, not the image
@@ -177,23 +207,33 @@ def test_openi_kaggle_file_names_and_views_are_read(tmp_path: Path, deid: Deiden
     assert frontal.excluded == {"view": 5}
     with raises(ConfigError, "unknown_name", "views"):
         openi.plan(root, deid, views=("PA",))
-    write_table(root / "indiana_projections.csv", ["uid", "filename", "projection"], [[*rows[0][:2], "Oblique"]])
+    write_table(
+        root / "indiana_projections.csv",
+        ["uid", "filename", "projection"],
+        [[*rows[0][:2], "Oblique"]],
+    )
     with raises(CorpusError, "malformed", "projection"):
         openi.plan(root, deid)
 
 
-def test_openi_reports_without_images_or_sections_are_counted(tmp_path: Path, deid: Deidentifier) -> None:
+def test_openi_reports_without_images_or_sections_are_counted(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     root = write_openi(tmp_path)
     report = root / "ecgen-radiology/2.xml"
     text = report.read_text()
     report.write_text(text[: text.index("  <parentImage")] + "</eCitation>")
     report = root / "ecgen-radiology/3.xml"
-    report.write_text(report.read_text().replace("FINDINGS", "TECHNIQUE").replace("IMPRESSION", "HISTORY"))
+    report.write_text(
+        report.read_text().replace("FINDINGS", "TECHNIQUE").replace("IMPRESSION", "HISTORY")
+    )
     plan = openi.plan(root, deid)
     assert len(plan.records) == 4
     assert plan.warnings == {"report_without_image": 1, "no_findings_or_impression": 1}
     assert openi.plan(write_openi(tmp_path / "indexed"), deid).warnings == {}
-    report.write_text(report.read_text().replace("Pleural Effusion/left</major><major>Opacity", "No Indexing"))
+    report.write_text(
+        report.read_text().replace("Pleural Effusion/left</major><major>Opacity", "No Indexing")
+    )
     plan = openi.plan(root, deid)
     assert plan.warnings["not_indexed"] == 1
     assert [len(sample.labels) for sample in plan.iter_samples()] == [15, 15, 0, 0]
@@ -206,9 +246,18 @@ def test_openi_reports_without_images_or_sections_are_counted(tmp_path: Path, de
     [
         (("normal",), {"No Finding"}),
         (("Calcified Granuloma/lung/hilum/left", "Subcutaneous Emphysema/neck"), {"No Finding"}),
-        (("Pulmonary Atelectasis/base/left", "Thickening/pleura/apex"), {"Atelectasis", "Pleural Thickening"}),
-        (("Thickening/lung/interstitial", "Cystic Fibrosis", "Pericardial Effusion"), {"No Finding"}),
-        (("Hernia, Hiatal/large", "Emphysema", "Infiltrate/lung/base"), {"Hernia", "Emphysema", "Infiltration"}),
+        (
+            ("Pulmonary Atelectasis/base/left", "Thickening/pleura/apex"),
+            {"Atelectasis", "Pleural Thickening"},
+        ),
+        (
+            ("Thickening/lung/interstitial", "Cystic Fibrosis", "Pericardial Effusion"),
+            {"No Finding"},
+        ),
+        (
+            ("Hernia, Hiatal/large", "Emphysema", "Infiltrate/lung/base"),
+            {"Hernia", "Emphysema", "Infiltration"},
+        ),
         (("No Indexing",), set()),
         ((), set()),
     ],
@@ -218,7 +267,9 @@ def test_openi_labels_follow_the_mesh_terms(terms: tuple[str, ...], present: set
 
 
 def test_openi_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
-    """The phantom's labels, texts and views are those of the world, and its labels come from the terms alone."""
+    """The phantom's labels, texts and views are those of the world, and its labels come from the
+    terms alone.
+    """
     write_openi_phantom(tmp_path, patients=24, seed=46, size=32, workers=1)
     studies = [patient.studies[0] for patient in World(46).patients(24)]
     plan = openi.plan(tmp_path, deid, views=("FRONTAL",))
@@ -231,7 +282,14 @@ def test_openi_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
         assert sample.image.is_file()
         assert sample.view == "FRONTAL"
         assert sample.sections.get("findings", "") == compose_report(study).findings
-        for label in ("Atelectasis", "Cardiomegaly", "Edema", "Pleural Effusion", "Pneumonia", "Pneumothorax"):
+        for label in (
+            "Atelectasis",
+            "Cardiomegaly",
+            "Edema",
+            "Pleural Effusion",
+            "Pneumonia",
+            "Pneumothorax",
+        ):
             assert sample.labels[label] == truth[label]
         assert sample.labels["Nodule"] == truth["Lung Lesion"]
         assert sample.labels["Pleural Thickening"] == truth["Pleural Other"]
@@ -241,17 +299,29 @@ def test_openi_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
 
 
 @pytest.mark.real
-def test_openi_full_collection_has_the_published_counts(real_data: Path, deid: Deidentifier) -> None:
+def test_openi_full_collection_has_the_published_counts(
+    real_data: Path, deid: Deidentifier
+) -> None:
     """Reports of the full collection, without its images."""
     plan = openi.plan(real_data / "openi", deid)
-    assert len(plan.records) == openi.COUNTS["images"] == len({record.sample.key for record in plan.records})
-    assert plan.warnings == {"report_without_image": 104, "no_findings_or_impression": 28, "not_indexed": 95}
+    assert (
+        len(plan.records)
+        == openi.COUNTS["images"]
+        == len({record.sample.key for record in plan.records})
+    )
+    assert plan.warnings == {
+        "report_without_image": 104,
+        "no_findings_or_impression": 28,
+        "not_indexed": 95,
+    }
     assert len({record.sample.patient for record in plan.records}) == 3955 - 104
 
 
 @pytest.mark.real
 def test_openi_labels_agree_with_the_published_ones(real_data: Path) -> None:
-    """3,080 reports with the labels that NegBio's authors made from the same MeSH terms; the data card lists them."""
+    """3,080 reports with the labels that NegBio's authors made from the same MeSH terms; the
+    data card lists them.
+    """
     with (real_data / "openi_gold_labels" / "openi_gold.csv").open(encoding="utf-8") as file:
         published = {row.pop("filename"): row for row in csv.DictReader(file)}
     renamed = {"Effusion": "Pleural Effusion", "Pleural_Thickening": "Pleural Thickening"}
@@ -275,14 +345,25 @@ def test_medicat_real_figures_convert(real_data: Path, tmp_path: Path, deid: Dei
     for line in (folder / "captions.jsonl").read_text(encoding="utf-8").splitlines():
         figure = json.loads(line)
         article, _, file = Path(figure["image"]).name.partition("_")
-        texts = {"s2_caption": figure["caption"], "s2orc_caption": None, "s2orc_references": figure["inline_refs"]}
+        texts = {
+            "s2_caption": figure["caption"],
+            "s2orc_caption": None,
+            "s2orc_references": figure["inline_refs"],
+        }
         classes = {name: figure[name] for name in ("radiology", "scope", "oa_info")}
-        row = {"pdf_hash": article, "fig_key": file, "fig_uri": file, "predicted_type": figure["type"]}
+        row = {
+            "pdf_hash": article,
+            "fig_key": file,
+            "fig_uri": file,
+            "predicted_type": figure["type"],
+        }
         rows.append(row | texts | classes)
     (tmp_path / "sample.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "figures").symlink_to(folder / "images")
     plan = medicat.plan(tmp_path, deid, follow_links=True)
-    manifests = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0), SMALL)
+    manifests = write_shards(
+        plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0), SMALL
+    )
     assert sum(manifest.samples for manifest in manifests.values()) == len(rows) == 10
     sources = [ShardSource(tmp_path / "out" / split) for split in manifests]
     samples = [source.sample(position) for source in sources for position in range(len(source))]

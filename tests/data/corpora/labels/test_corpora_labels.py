@@ -1,4 +1,6 @@
-"""RSNA, SIIM, NIH ChestX-ray14 and COVIDx converters on valid and invalid fixtures in the published layouts."""
+"""RSNA, SIIM, NIH ChestX-ray14 and COVIDx converters on valid and invalid fixtures in the
+published layouts.
+"""
 
 import json
 from pathlib import Path
@@ -33,7 +35,12 @@ def test_data_cards_contain_the_counts_of_verify(module):
 
 def write_dicom(path: Path, seed: int, side: int = 1024) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_dataset(path, image_dataset(textured(seed, side, side), PatientSex="F", PatientAge="051Y", ViewPosition="PA"))
+    write_dataset(
+        path,
+        image_dataset(
+            textured(seed, side, side), PatientSex="F", PatientAge="051Y", ViewPosition="PA"
+        ),
+    )
 
 
 def write_png(path: Path, seed: int) -> None:
@@ -62,7 +69,9 @@ def test_invalid_box_raises(fields, expected):
 
 def test_mask_runs_are_column_major_with_relative_gaps():
     mask_HW = decode_runs("1 2 3 1", 4, 3)
-    np.testing.assert_array_equal(mask_HW, np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]], dtype=bool))
+    np.testing.assert_array_equal(
+        mask_HW, np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]], dtype=bool)
+    )
     assert encode_runs(mask_HW) == "1 2 3 1"
     assert not decode_runs("-1", 4, 3).any()
     assert encode_runs(np.zeros((4, 3), bool)) == "-1"
@@ -80,9 +89,12 @@ def test_mask_runs_round_trip(height, width, random):
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        ("", ("malformed", "masks")), ("3", ("malformed", "masks")), ("1 2 3", ("malformed", "masks")), ("1 0", ("malformed", "masks")), ("-2 3", ("malformed", "masks")),
+        ("", ("malformed", "masks")), ("3", ("malformed", "masks")), ("1 2 "
+                                                                      "3", ("malformed", "masks")), ("1 0", ("malformed", "masks")), ("-2 3", ("malformed", "masks")),
         ("a b", ("malformed", "masks")), ("1 99999999999999999999", ("malformed", "masks")),
-        ("1 12", ("out_of_range", "masks")), ("1 9223372036854775807 1 9223372036854775807", ("out_of_range", "masks")),
+        ("1 "
+         "12", ("out_of_range", "masks")), ("1 9223372036854775807 1 "
+                                            "9223372036854775807", ("out_of_range", "masks")),
     ],
 )  # fmt: skip
 def test_invalid_mask_runs_raise(runs, expected):
@@ -115,20 +127,31 @@ RSNA_FILES = {
 }
 
 
-def write_rsna(root: Path, labels: str = RSNA_LABELS, classes: str = RSNA_CLASSES, files: dict = RSNA_FILES) -> Path:
+def write_rsna(
+    root: Path, labels: str = RSNA_LABELS, classes: str = RSNA_CLASSES, files: dict = RSNA_FILES
+) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     (root / "stage_2_train_labels.csv").write_text(labels)
     (root / "stage_2_detailed_class_info.csv").write_text(classes)
     rows = [
-        {"subset_img_id": image, "img_id": name, "SOPInstanceUID": "1.2.276.0", "orig_labels": ["Mass"]}
+        {
+            "subset_img_id": image,
+            "img_id": name,
+            "SOPInstanceUID": "1.2.276.0",
+            "orig_labels": ["Mass"],
+        }
         for image, name in files.items()
     ]
     (root / MAPPING).write_text(json.dumps(rows))
     return root
 
 
-def test_rsna_samples_have_labels_boxes_and_nih_patients(tmp_path: Path, deid: Deidentifier) -> None:
-    samples = {sample.key: sample for sample in rsna.plan(write_rsna(tmp_path), deid).iter_samples()}
+def test_rsna_samples_have_labels_boxes_and_nih_patients(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
+    samples = {
+        sample.key: sample for sample in rsna.plan(write_rsna(tmp_path), deid).iter_samples()
+    }
     assert len(samples) == 4
     opacity, normal = samples[deid.image(OPACITY)], samples[deid.image(NORMAL)]
     assert opacity.labels == {"Pneumonia": 1, "No Finding": 0}
@@ -150,7 +173,9 @@ def test_rsna_samples_have_labels_boxes_and_nih_patients(tmp_path: Path, deid: D
     assert not any(word in stored for word in (*RSNA_FILES, *RSNA_FILES.values(), "00000013"))
 
 
-def test_rsna_missing_mapping_raises_unless_patients_are_images(tmp_path: Path, deid: Deidentifier) -> None:
+def test_rsna_missing_mapping_raises_unless_patients_are_images(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     root = write_rsna(tmp_path)
     (root / MAPPING).unlink()
     with raises(CorpusError, "not_found"):
@@ -176,7 +201,9 @@ def test_rsna_missing_mapping_raises_unless_patients_are_images(tmp_path: Path, 
         ({"files": RSNA_FILES | {OTHER: "20.png"}}, ("malformed", "img_id")),
     ],
 )
-def test_rsna_invalid_value_raises(change: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier) -> None:
+def test_rsna_invalid_value_raises(
+    change: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier
+) -> None:
     with raises(CorpusError, *expected):
         rsna.plan(write_rsna(tmp_path, **change), deid)
 
@@ -199,14 +226,18 @@ def write_siim(root: Path, stage: int = 2, masks: dict[str, list[str]] = SIIM) -
     blank = " " if stage == 1 else ""
     lines = [f"ImageId,{blank}EncodedPixels"]
     lines += [f"{image},{blank}{runs}" for image, texts in masks.items() for runs in texts]
-    (root / ("train-rle.csv" if stage == 1 else "stage_2_train.csv")).write_text("\n".join(lines) + "\n")
+    (root / ("train-rle.csv" if stage == 1 else "stage_2_train.csv")).write_text(
+        "\n".join(lines) + "\n"
+    )
     return root
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_siim_samples_have_each_mask_once(stage: int, tmp_path: Path, deid: Deidentifier) -> None:
     write_dicom(tmp_path / "dicom-images-train" / "1.2.3" / "4.5.6" / f"{UIDS[0]}.dcm", 0, side=8)
-    samples = {sample.key: sample for sample in siim.plan(write_siim(tmp_path, stage), deid).iter_samples()}
+    samples = {
+        sample.key: sample for sample in siim.plan(write_siim(tmp_path, stage), deid).iter_samples()
+    }
     first, second, third = (samples[deid.image(uid)] for uid in UIDS)
     assert [sample.labels["Pneumothorax"] for sample in (first, second, third)] == [1, 0, 1]
     assert first.extra == {
@@ -218,7 +249,9 @@ def test_siim_samples_have_each_mask_once(stage: int, tmp_path: Path, deid: Deid
     assert [mask["runs"] for mask in third.extra["masks"]] == ["0 3", "2048 4"]
     assert first.image is not None
     assert first.image.parent.name == "4.5.6"
-    assert not any(uid in sample_to_json(sample).decode() for sample in samples.values() for uid in UIDS)
+    assert not any(
+        uid in sample_to_json(sample).decode() for sample in samples.values() for uid in UIDS
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +262,9 @@ def test_siim_samples_have_each_mask_once(stage: int, tmp_path: Path, deid: Deid
         ({"../x": ["-1"]}, ("malformed", "ImageId")),
     ],
 )
-def test_siim_invalid_value_raises(masks: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier) -> None:
+def test_siim_invalid_value_raises(
+    masks: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier
+) -> None:
     with raises(CorpusError, *expected, names="stage_2_train.csv"):
         siim.plan(write_siim(tmp_path, masks=masks), deid)
 
@@ -254,14 +289,18 @@ NIH_BOXES = """Image Index,Finding Label,Bbox [x,y,w,h],,,
 """
 
 
-def write_nih(root: Path, first: bool = True, rows: list = NIH_ROWS, boxes: str = NIH_BOXES) -> Path:
+def write_nih(
+    root: Path, first: bool = True, rows: list = NIH_ROWS, boxes: str = NIH_BOXES
+) -> Path:
     """Write the first release (ages like 058Y, a comma at the end of each line) or that of 2020."""
     root.mkdir(parents=True, exist_ok=True)
     end = "," if first else ""
     lines = [NIH_HEADER.format(sex="Gender") + end if first else NIH_HEADER.format(sex="Sex")]
     for file, findings, patient, age, sex, view in rows:
         age_text = f"{age:03d}Y" if first else str(age)
-        lines.append(f"{file},{findings},0,{patient},{age_text},{sex},{view},2682,2749,0.143,0.143{end}")
+        lines.append(
+            f"{file},{findings},0,{patient},{age_text},{sex},{view},2682,2749,0.143,0.143{end}"
+        )
     table = "Data_Entry_2017.csv" if first else "Data_Entry_2017_v2020.csv"
     (root / table).write_text("\n".join(lines) + "\n")
     listed = [row[0] for row in rows if row[0] not in (*NIH_TEST, "00000004_000.png")]
@@ -280,12 +319,22 @@ def test_nih_samples_have_labels_boxes_and_the_official_test_split(
 ) -> None:
     plan = nih_cxr14.plan(write_nih(tmp_path, first), deid)
     samples = {record.sample.key: record.sample for record in plan.records}
-    assert (len(samples), plan.excluded, plan.warnings) == (4, {"in_no_official_list": 1}, {"impossible_age": 1})
+    assert (len(samples), plan.excluded, plan.warnings) == (
+        4,
+        {"in_no_official_list": 1},
+        {"impossible_age": 1},
+    )
     assert plan.label_names == nih_cxr14.LABELS
     one, two, three, four = (samples[deid.image(row[0])] for row in NIH_ROWS[:4])
-    assert {name for name, value in one.labels.items() if value} == {"Cardiomegaly", "Pleural Effusion"}
+    assert {name for name, value in one.labels.items() if value} == {
+        "Cardiomegaly",
+        "Pleural Effusion",
+    }
     assert set(one.labels) == set(nih_cxr14.LABELS)
-    assert {name for name, value in three.labels.items() if value} == {"Infiltration", "Pleural Thickening"}
+    assert {name for name, value in three.labels.items() if value} == {
+        "Infiltration",
+        "Pleural Thickening",
+    }
     assert (one.sex, one.age, one.view, three.age, four.age) == ("M", 58, "PA", None, 90)
     assert one.patient == two.patient == deid.patient("00000001")
     assert one.split == two.split
@@ -306,16 +355,24 @@ def test_nih_samples_have_labels_boxes_and_the_official_test_split(
 
 
 def test_nih_and_rsna_hash_patients_equally(tmp_path: Path, deid: Deidentifier) -> None:
-    rsna_patients = {s.patient for s in rsna.plan(write_rsna(tmp_path / "rsna"), deid).iter_samples()}
+    rsna_patients = {
+        s.patient for s in rsna.plan(write_rsna(tmp_path / "rsna"), deid).iter_samples()
+    }
     rows = [("00000013_001.png", "No Finding", 13, 40, "F", "PA")]
-    nih_patients = {s.patient for s in nih_cxr14.plan(write_nih(tmp_path / "nih", rows=rows), deid).iter_samples()}
+    nih_patients = {
+        s.patient
+        for s in nih_cxr14.plan(write_nih(tmp_path / "nih", rows=rows), deid).iter_samples()
+    }
     assert nih_patients < rsna_patients
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"rows": [("00000001_000.png", "Flu", 1, 58, "M", "PA")]}, ("malformed", "Finding Labels")),
+        (
+            {"rows": [("00000001_000.png", "Flu", 1, 58, "M", "PA")]},
+            ("malformed", "Finding Labels"),
+        ),
         ({"rows": [("00000001_000.png", "Mass", 2, 58, "M", "PA")]}, ("malformed", "Image Index")),
         (
             {"rows": [("00000001_000.png", "Mass", "one", 58, "M", "PA")]},
@@ -328,14 +385,19 @@ def test_nih_and_rsna_hash_patients_equally(tmp_path: Path, deid: Deidentifier) 
         ({"boxes": NIH_BOXES + '"' + "x" * (1 << 18)}, ("malformed",)),
     ],
 )
-def test_nih_invalid_value_raises(change: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier) -> None:
+def test_nih_invalid_value_raises(
+    change: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier
+) -> None:
     with raises(CorpusError, *expected):
         nih_cxr14.plan(write_nih(tmp_path, **change), deid)
 
 
 def test_nih_blank_lines_of_the_boxes_are_skipped(tmp_path: Path, deid: Deidentifier) -> None:
     one, other = (
-        [record.sample.extra for record in nih_cxr14.plan(write_nih(tmp_path / name, boxes=boxes), deid).records]
+        [
+            record.sample.extra
+            for record in nih_cxr14.plan(write_nih(tmp_path / name, boxes=boxes), deid).records
+        ]
         for name, boxes in (("plain", NIH_BOXES), ("blank", f"{NIH_BOXES}\n\n"))
     )
     assert one == other
@@ -392,7 +454,9 @@ def test_covidx_4_has_official_splits_and_two_classes(tmp_path: Path, deid: Deid
     assert all(sample.image is not None and sample.image.is_file() for sample in by_split.values())
 
 
-def test_covidx_3a_validation_is_hashed_and_patients_are_per_source(tmp_path: Path, deid: Deidentifier) -> None:
+def test_covidx_3a_validation_is_hashed_and_patients_are_per_source(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
     root = write_covidx(tmp_path, COVIDX_3A, "_COVIDx_CXR-3A")
     with raises(CorpusError, "not_found"):
         covidx.plan(root, deid)
@@ -414,7 +478,9 @@ def test_covidx_3a_validation_is_hashed_and_patients_are_per_source(tmp_path: Pa
         ("101 a.txt positive cohen", ("malformed",)),
     ],
 )
-def test_covidx_invalid_line_raises(line: str, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier) -> None:
+def test_covidx_invalid_line_raises(
+    line: str, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier
+) -> None:
     root = write_covidx(tmp_path)
     (root / "train.txt").write_text(line + "\n")
     with raises(CorpusError, *expected, names="train.txt, line 1"):
@@ -430,21 +496,46 @@ def test_shard_commands_write_regions(tmp_path, monkeypatch, capsys):
         write_dicom(root / "stage_2_train_images" / f"{image}.dcm", number, side=64)
     shares = ["--splits", "train=0.999999", "test=0.000001"]
     common = ["--workers", "1", "--short-side", "32"]
-    cli.main(["shards", "rsna", "--root", str(root), "--out", str(tmp_path / "out"), *common, *shares])
+    cli.main(
+        ["shards", "rsna", "--root", str(root), "--out", str(tmp_path / "out"), *common, *shares]
+    )
     source = ShardSource(tmp_path / "out" / "train")
     samples = [source.sample(place) for place in range(len(source))]
     assert [len(sample.extra["boxes"]) for sample in samples if sample.labels["Pneumonia"]] == [2]
-    assert (samples[0].sex, samples[0].age, samples[0].view) == ("F", 51, "PA")  # from the DICOM header
+    assert (samples[0].sex, samples[0].age, samples[0].view) == (
+        "F",
+        51,
+        "PA",
+    )  # from the DICOM header
     assert source.label_names == rsna.LABELS
     nih, covid = write_nih(tmp_path / "nih"), write_covidx(tmp_path / "covidx")
-    cli.main(["shards", "nih-cxr14", "--root", str(nih), "--out", str(tmp_path / "nih-out"), *common])
-    cli.main(["shards", "covidx", "--root", str(covid), "--out", str(tmp_path / "covid-out"), *common])
+    cli.main(
+        ["shards", "nih-cxr14", "--root", str(nih), "--out", str(tmp_path / "nih-out"), *common]
+    )
+    cli.main(
+        ["shards", "covidx", "--root", str(covid), "--out", str(tmp_path / "covid-out"), *common]
+    )
     assert ShardSource(tmp_path / "nih-out" / "test").label_names == nih_cxr14.LABELS
-    assert {path.name for path in (tmp_path / "covid-out").iterdir()} == {"train", "validate", "test"}
+    assert {path.name for path in (tmp_path / "covid-out").iterdir()} == {
+        "train",
+        "validate",
+        "test",
+    }
     siim_root = write_siim(tmp_path / "siim")
     for number, uid in enumerate(UIDS):
         write_dicom(siim_root / "dicom-images-train" / "1" / "2" / f"{uid}.dcm", number, side=64)
-    cli.main(["shards", "siim", "--root", str(siim_root), "--out", str(tmp_path / "siim-out"), *common, *shares])
+    cli.main(
+        [
+            "shards",
+            "siim",
+            "--root",
+            str(siim_root),
+            "--out",
+            str(tmp_path / "siim-out"),
+            *common,
+            *shares,
+        ]
+    )
     assert ShardSource(tmp_path / "siim-out" / "train").manifest.samples == 3
     assert "13_005" not in capsys.readouterr().err
 
@@ -452,7 +543,9 @@ def test_shard_commands_write_regions(tmp_path, monkeypatch, capsys):
 @pytest.mark.real
 def test_nih_real_images_convert_in_the_release_layout(real_data, tmp_path, deid):
     """1,171 NIH images with a table in NIH's format and the file names of the release."""
-    renamed = {label: name for name, label in nih_cxr14._RENAMED.items()} | {"Infiltration": "Infiltration"}
+    renamed = {label: name for name, label in nih_cxr14._RENAMED.items()} | {
+        "Infiltration": "Infiltration"
+    }
     rows = [json.loads(line) for line in (real_data / "cxr" / "cxr.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["source"] == "nih-chestxray14"]
     lines, folder = [NIH_HEADER.format(sex="Sex")], tmp_path / "images"
@@ -462,7 +555,9 @@ def test_nih_real_images_convert_in_the_release_layout(real_data, tmp_path, deid
         (folder / file).symlink_to(real_data / "cxr" / row["image"])
         findings = "|".join(renamed.get(name, name) for name in row["labels"])
         patient = int(file[:8])
-        lines.append(f"{file},{findings},0,{patient},{row['age']},{row['sex']},{row['view']},1,1,1,1")
+        lines.append(
+            f"{file},{findings},0,{patient},{row['age']},{row['sex']},{row['view']},1,1,1,1"
+        )
     (tmp_path / "Data_Entry_2017_v2020.csv").write_text("\n".join(lines))
     files = [path.name for path in sorted(folder.iterdir())]
     (tmp_path / "train_val_list.txt").write_text("\n".join(files[:900]))
@@ -471,4 +566,6 @@ def test_nih_real_images_convert_in_the_release_layout(real_data, tmp_path, deid
     assert len(plan.records) == 1171
     assert sum(record.sample.labels["Pleural Effusion"] for record in plan.records) == 146
     assert sum(record.sample.labels["Edema"] for record in plan.records) == 87
-    assert len({record.sample.patient for record in plan.records}) == len({file[:8] for file in files})
+    assert len({record.sample.patient for record in plan.records}) == len(
+        {file[:8] for file in files}
+    )

@@ -1,4 +1,6 @@
-"""MS-CXR-T: the converter on fixtures in the published layout and on the phantom, and the order of MIMIC's studies."""
+"""MS-CXR-T: the converter on fixtures in the published layout and on the phantom, and the order
+of MIMIC's studies.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,18 @@ def change_in(sample: Any) -> dict[str, str]:
 
 
 def row(current: int, previous: int, changes: str) -> str:
-    return f"{NAMES[current]},{NAMES[previous]},10000032,5041426{current},5041426{previous},{changes}"
+    return (
+        f"{NAMES[current]},{NAMES[previous]},10000032,5041426{current},5041426{previous},{changes}"
+    )
 
 
 def test_rows_form_pairs_of_samples(tmp_path: Path, deid: Deidentifier) -> None:
-    rows = (row(1, 0, "stable,,worsening,,"), row(2, 1, ",improving,,,"), row(2, 0, "worsening,,,,"), row(3, 2, ",,,,"))
+    rows = (
+        row(1, 0, "stable,,worsening,,"),
+        row(2, 1, ",improving,,,"),
+        row(2, 0, "worsening,,,,"),
+        row(3, 2, ",,,,"),
+    )
     plan = ms_cxr_t.plan(write(tmp_path, *rows), deid)
     keys = [deid.image(image) for image in IMAGES]
     samples = {sample.key: sample for sample in plan.iter_samples()}
@@ -56,7 +65,9 @@ def test_rows_form_pairs_of_samples(tmp_path: Path, deid: Deidentifier) -> None:
     assert samples[keys[2]].extra == {"change": {"Edema": "improving"}, "prior": keys[1]}
     assert samples[again].extra == {"change": {"Consolidation": "worsening"}, "prior": keys[0]}
     assert samples[keys[1]].image == tmp_path / "files" / f"{NAMES[1]}.jpg"
-    assert {(sample.split, sample.patient) for sample in samples.values()} == {("test", deid.patient("10000032"))}
+    assert {(sample.split, sample.patient) for sample in samples.values()} == {
+        ("test", deid.patient("10000032"))
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,27 +75,43 @@ def test_rows_form_pairs_of_samples(tmp_path: Path, deid: Deidentifier) -> None:
     [
         (row(1, 0, "better,,,,"), "consolidation_progression"),
         (row(1, 0, "stable,,,,").replace("p10/p10000032/s50414261/", ""), "dicom_id"),
-        (row(1, 0, "stable,,,,").replace("p10/p10000032/s50414260", "p10/p10000033/s50414260"), "previous_dicom_id"),
+        (
+            row(1, 0, "stable,,,,").replace("p10/p10000032/s50414260", "p10/p10000033/s50414260"),
+            "previous_dicom_id",
+        ),
     ],
 )
-def test_damaged_rows_are_refused(tmp_path: Path, deid: Deidentifier, damaged: str, field: str) -> None:
+def test_damaged_rows_are_refused(
+    tmp_path: Path, deid: Deidentifier, damaged: str, field: str
+) -> None:
     with raises(CorpusError, "malformed", field, names=ms_cxr_t.TABLE):
         ms_cxr_t.plan(write(tmp_path, damaged), deid)
 
 
 def test_phantom_changes_agree_with_its_findings_and_convert(tmp_path: Path) -> None:
     write_ms_cxr_t(tmp_path / "corpus", patients=12, seed=33, size=48, workers=1)
-    cli.main(["shards", "ms-cxr-t", "--root", str(tmp_path / "corpus"), "--out", str(tmp_path / "shards"),
+    cli.main(["shards", "ms-cxr-t", "--root", str(tmp_path / "corpus"), "--out",
+        str(tmp_path / "shards"),
               "--short-side", "32", "--workers", "1"])  # fmt: skip
     source = ShardSource(tmp_path / "shards" / "test")
     samples = [source.sample(position) for position in range(len(source))]
     prior_N = prior_positions(source)
-    pairs = [(sample, samples[prior]) for sample, prior in zip(samples, prior_N, strict=True) if prior >= 0]
+    pairs = [
+        (sample, samples[prior])
+        for sample, prior in zip(samples, prior_N, strict=True)
+        if prior >= 0
+    ]
     assert len(pairs) > 5
     changes = {value for sample, _ in pairs for value in change_in(sample).values()}
     assert changes == set(CHANGES)
-    assert all(sample.patient == prior.patient and sample.study != prior.study for sample, prior in pairs)
-    assert all("prior" not in sample.extra for sample, prior in zip(samples, prior_N, strict=True) if prior < 0)
+    assert all(
+        sample.patient == prior.patient and sample.study != prior.study for sample, prior in pairs
+    )
+    assert all(
+        "prior" not in sample.extra
+        for sample, prior in zip(samples, prior_N, strict=True)
+        if prior < 0
+    )
     labels = [
         (before.labels["Pneumothorax"], after.labels["Pneumothorax"])
         for patient in World(33).patients(12)
@@ -95,7 +122,9 @@ def test_phantom_changes_agree_with_its_findings_and_convert(tmp_path: Path) -> 
 
 
 def test_phantom_mimic_shards_hold_the_order_of_studies(tmp_path: Path, deid: Deidentifier) -> None:
-    write_mimic_cxr_jpg(tmp_path / "corpus", patients=8, seed=3, size=48, split=(1.0, 0.0, 0.0), workers=1)
+    write_mimic_cxr_jpg(
+        tmp_path / "corpus", patients=8, seed=3, size=48, split=(1.0, 0.0, 0.0), workers=1
+    )
     plan = mimic_cxr.plan(tmp_path / "corpus", deid, split="train")
     write_shards(plan, deid, ShardRun(out=tmp_path / "shards", workers=1))
     source = ShardSource(tmp_path / "shards" / "train")

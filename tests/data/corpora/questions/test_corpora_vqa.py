@@ -35,7 +35,9 @@ CARDS = Path(__file__).parents[4] / "data_cards"
 
 
 def by_id(plan: Plan) -> dict[str, Question]:
-    return {question.id: question for record in plan.records for question in questions_of(record.sample)}
+    return {
+        question.id: question for record in plan.records for question in questions_of(record.sample)
+    }
 
 
 @pytest.mark.parametrize("form", ["mevf", "original"])
@@ -44,13 +46,20 @@ def test_vqa_rad_forms_give_equal_questions_and_count_repairs(tmp_path, deid, fo
     questions = by_id(plan)
     assert [questions[str(n)].split for n in range(1, 9)] == ["train"] * 6 + ["test"] * 2
     assert questions["1"] == Question(
-        id="1", question="Is the heart enlarged?", answer="Yes", answer_type="closed", kind="PRES", organ="CHEST",
-        split="train", phrasing="freeform",
+        id="1", question="Is the heart enlarged?", answer="Yes", answer_type="closed", kind="PRES",
+        organ="CHEST", split="train", phrasing="freeform",
     )  # fmt: skip
     assert (questions["2"].answer, questions["3"].answer) == ("2", "right lung")
-    assert (questions["3"].kind, questions["4"].kind, questions["8"].kind) == ("POS, PRES", "PRES", "ATTRIB")
+    assert (questions["3"].kind, questions["4"].kind, questions["8"].kind) == (
+        "POS, PRES",
+        "PRES",
+        "ATTRIB",
+    )
     assert questions["4"].question == "Is it the patient's heart?"
-    assert (questions["4"].answer, questions["5"].answer) == ("", "None")  # NULL is empty, None is an answer
+    assert (questions["4"].answer, questions["5"].answer) == (
+        "",
+        "None",
+    )  # NULL is empty, None is an answer
     assert questions["8"].phrasing == "para"
     assert plan.warnings == RAD_WARNINGS | ({"qid_text": 1} if form == "original" else {})
 
@@ -69,8 +78,13 @@ def test_vqa_rad_image_disjoint_split_is_independent_of_the_salt(tmp_path, deid)
     rows = [rad_row(n, f"synpic{n}.jpg", "What is it?", "mass") for n in range(400)]
     (tmp_path / "images").mkdir()
     (tmp_path / "trainset.json").write_text(json.dumps(rows))
-    (tmp_path / "testset.json").write_text(json.dumps([rad_row("t", "synpic3.jpg", "What?", "mass")]))
-    plans = [vqa_rad.plan(tmp_path, salt, split="image-disjoint") for salt in (deid, Deidentifier(b"x" * 32))]
+    (tmp_path / "testset.json").write_text(
+        json.dumps([rad_row("t", "synpic3.jpg", "What?", "mass")])
+    )
+    plans = [
+        vqa_rad.plan(tmp_path, salt, split="image-disjoint")
+        for salt in (deid, Deidentifier(b"x" * 32))
+    ]
     splits = [{question.id: question.split for question in by_id(plan).values()} for plan in plans]
     assert splits[0] == splits[1]
     assert splits[0]["t"] == splits[0]["3"]
@@ -85,11 +99,25 @@ def test_vqa_rad_image_disjoint_split_is_independent_of_the_salt(tmp_path, deid)
 def test_slake_keeps_one_language_and_unanswered_questions(tmp_path, deid):
     plan = slake.plan(write_slake(tmp_path), deid)
     questions = by_id(plan)
-    assert [questions[n].split for n in ("0", "2", "3", "1622")] == ["train", "train", "validate", "test"]
-    assert (questions["2"].answer_type, questions["2"].kind, questions["3"].phrasing) == ("closed", "Modality", "kvqa")
+    assert [questions[n].split for n in ("0", "2", "3", "1622")] == [
+        "train",
+        "train",
+        "validate",
+        "test",
+    ]
+    assert (questions["2"].answer_type, questions["2"].kind, questions["3"].phrasing) == (
+        "closed",
+        "Modality",
+        "kvqa",
+    )
     assert questions["1622"].answer == ""
     assert (plan.excluded, plan.warnings) == ({"other_language": 1}, {"no_answer": 1})
-    assert [record.sample.extra["modality"] for record in plan.records] == ["X-Ray", "CT", "X-Ray", "X-Ray"]
+    assert [record.sample.extra["modality"] for record in plan.records] == [
+        "X-Ray",
+        "CT",
+        "X-Ray",
+        "X-Ray",
+    ]
     assert plan.records[0].sample.image == tmp_path / "imgs" / "xmlab1" / "source.jpg"
     chinese = by_id(slake.plan(tmp_path, deid, language="zh"))
     assert chinese["1"].answer == "肺"
@@ -296,7 +324,11 @@ def test_vqa_shards_round_trip_and_verify(tmp_path, monkeypatch, capsys):
     manifest = Manifest.read(out / MIXED)
     assert manifest.warnings["answer_type_padded"] == 1
     source = ShardSource(out / MIXED)
-    stored = [question for position in range(len(source)) for question in questions_of(source.sample(position))]
+    stored = [
+        question
+        for position in range(len(source))
+        for question in questions_of(source.sample(position))
+    ]
     assert {question.id for question in stored} == {str(n) for n in range(1, 9)}
     text = b"".join(path.read_bytes() for path in out.rglob("*.tar"))
     assert b"synpic" not in text
@@ -305,7 +337,8 @@ def test_vqa_shards_round_trip_and_verify(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "write"), [("slake", write_slake), ("vqa-med", write_vqa_med), ("path-vqa", write_path_vqa)]
+    ("name", "write"),
+    [("slake", write_slake), ("vqa-med", write_vqa_med), ("path-vqa", write_path_vqa)],
 )
 def test_vqa_corpora_become_shards_by_split(tmp_path, monkeypatch, capsys, name, write):
     (tmp_path / "root").mkdir()
@@ -313,7 +346,9 @@ def test_vqa_corpora_become_shards_by_split(tmp_path, monkeypatch, capsys, name,
     cli.main(["shards", name, "--root", str(root), "--out", str(out), "--workers", "1"])
     assert {path.name for path in out.iterdir()} == {"train", "validate", "test"}
     pixels_HWC = ShardSource(out / "train").pixels(0, color=True)
-    assert (np.ptp(pixels_HWC, axis=2).max() > 20) == (name == "path-vqa")  # the others are stored as grey images
+    assert (np.ptp(pixels_HWC, axis=2).max() > 20) == (
+        name == "path-vqa"
+    )  # the others are stored as grey images
     assert SLAKE["train"][0]["question"] not in capsys.readouterr().err
 
 
@@ -333,9 +368,15 @@ def test_vqa_rad_real_release_has_the_counts_of_its_card(real_data, deid):
         ("train", "freeform"): 1206, ("train", "para"): 591, ("train", "frame"): 1267,
         ("test", "freeform"): 308, ("test", "para"): 143,
     }  # fmt: skip
-    assert Counter(q.answer_type for q in questions if q.split == "test") == {"closed": 272, "open": 179}
+    assert Counter(q.answer_type for q in questions if q.split == "test") == {
+        "closed": 272,
+        "open": 179,
+    }
     assert (plan.warnings["also_in_train"], plan.warnings["answer_number"]) == (14, 10)
     assert plan.warnings["answer_type_padded"] == 2
     assert all(record.sample.image.is_file() for record in plan.records)
-    counts = Counter(q.split for q in by_id(vqa_rad.plan(real_data / "vqa_rad", deid, split="image-disjoint")).values())
+    counts = Counter(
+        q.split
+        for q in by_id(vqa_rad.plan(real_data / "vqa_rad", deid, split="image-disjoint")).values()
+    )
     assert counts == {"train": 2319, "validate": 387, "test": 809}

@@ -36,17 +36,26 @@ FIRST = {
     "Report": " derram pleural derech . cardiomegali . ",
     "MethodLabel": "Physician",
     "Labels": "['pleural effusion', ' pleural effusion', '', \"mini 'stent\"]",
-    "LabelsLocalizationsBySentence": "[['loc  right', 'pleural effusion'], ['normal'], ['normal'], ['exclude x', nan]]",
+    "LabelsLocalizationsBySentence": "[['loc  right', 'pleural effusion'], ['normal'], "
+    "['normal'], ['exclude x', nan]]",
     "labelCUIS": "['C0032227' 'C0038257'\n ''  'C0032227']",
     "LocalizationsCUIS": "[]",
 }
 EARLIER = FIRST | {
-    "ImageID": f"{PREFIX}_2.png", "ImageDir": "0", "StudyDate_DICOM": "20100101", "StudyID": "7", "Projection": "L",
-    "MethodLabel": "RNN_model", "Labels": "['normal']", "LabelsLocalizationsBySentence": "[['normal']]",
-    "PatientSex_DICOM": "O", "PatientBirth": "", "PhotometricInterpretation_DICOM": "",
+    "ImageID": f"{PREFIX}_2.png", "ImageDir": "0", "StudyDate_DICOM": "20100101", "StudyID": "7",
+    "Projection": "L", "MethodLabel": "RNN_model", "Labels": "['normal']",
+    "LabelsLocalizationsBySentence": "[['normal']]", "PatientSex_DICOM": "O", "PatientBirth": "",
+    "PhotometricInterpretation_DICOM": "",
 }  # fmt: skip
 OTHERS = [
-    EARLIER | {"ImageID": "3.png", "PatientID": "5", "Projection": "AP_horizontal", "Labels": "", "labelCUIS": "nan"},
+    EARLIER
+    | {
+        "ImageID": "3.png",
+        "PatientID": "5",
+        "Projection": "AP_horizontal",
+        "Labels": "",
+        "labelCUIS": "nan",
+    },
     EARLIER | {"ImageID": "4.png", "Projection": "EXCLUDE"},
     EARLIER | {"ImageID": "5.png", "Labels": "['exclude']"},
     EARLIER | {"ImageID": "nan"},
@@ -54,10 +63,14 @@ OTHERS = [
 ]
 
 
-def write(root: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLUMNS, compressed: bool = False) -> Path:
+def write(
+    root: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLUMNS, compressed: bool = False
+) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     opened = gzip.open if compressed else open
-    with opened(root / f"{TABLE}{'.gz' if compressed else ''}", "wt", encoding="utf-8", newline="") as file:
+    with opened(
+        root / f"{TABLE}{'.gz' if compressed else ''}", "wt", encoding="utf-8", newline=""
+    ) as file:
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
         writer.writerows(rows)
@@ -73,18 +86,27 @@ def test_data_card_contains_the_count_of_verify() -> None:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_samples_have_labels_sentences_and_order(compressed: bool, tmp_path: Path, deid: Deidentifier) -> None:
+def test_samples_have_labels_sentences_and_order(
+    compressed: bool, tmp_path: Path, deid: Deidentifier
+) -> None:
     (tmp_path / "13").mkdir()
     plan = padchest.plan(write(tmp_path, FIRST, EARLIER, *OTHERS, compressed=compressed), deid)
     assert plan.label_names == ("No Finding", "Pleural Effusion", "mini 'stent")
     assert plan.excluded == {"marked_exclude": 2, "no_image_name": 2}
     assert plan.warnings == {"no_labels": 1}
     samples = {sample.key: sample for sample in plan.iter_samples()}
-    first, earlier, bare = (samples[deid.image(row["ImageID"])] for row in (FIRST, EARLIER, OTHERS[0]))
+    first, earlier, bare = (
+        samples[deid.image(row["ImageID"])] for row in (FIRST, EARLIER, OTHERS[0])
+    )
     assert first.labels == {"No Finding": 0, "Pleural Effusion": 1, "mini 'stent": 1}
     assert first.sections == {"findings": "Pleural effusion, right. Normal. Exclude x."}
     assert first.extra == {
-        "labels_localizations_by_sentence": [["loc right", "pleural effusion"], ["normal"], ["normal"], ["exclude x"]],
+        "labels_localizations_by_sentence": [
+            ["loc right", "pleural effusion"],
+            ["normal"],
+            ["normal"],
+            ["exclude x"],
+        ],
         "label_cuis": ["C0032227", "C0038257"],
         "localization_cuis": [],
         "annotated_by": "physician",
@@ -100,12 +122,15 @@ def test_samples_have_labels_sentences_and_order(compressed: bool, tmp_path: Pat
     assert first.study != earlier.study
     assert (bare.view, bare.labels, bare.patient == first.patient) == ("AP", {}, False)
     stored = sample_to_json(first).decode()
-    assert not any(FIRST[name].strip() in stored for name in ("ImageID", "StudyID", "PatientID", "StudyDate_DICOM", "Report"))  # fmt: skip
+    assert not any(FIRST[name].strip() in stored for name in ("ImageID", "StudyID", "PatientID",
+        "StudyDate_DICOM", "Report"))  # fmt: skip
 
 
 def test_options_choose_images_and_text(tmp_path: Path, deid: Deidentifier) -> None:
     write(tmp_path, FIRST, EARLIER, *OTHERS)
-    plan = padchest.plan(tmp_path, deid, annotators="physician", text="spanish", fractions={"test": 1.0})
+    plan = padchest.plan(
+        tmp_path, deid, annotators="physician", text="spanish", fractions={"test": 1.0}
+    )
     (sample,) = plan.iter_samples()
     assert plan.label_names == ("Pleural Effusion", "mini 'stent")
     assert plan.excluded == {"labelled_by_model": 4, "no_image_name": 2}
@@ -152,23 +177,41 @@ def test_truncated_files_are_skipped(tmp_path: Path) -> None:
         cv2.imwrite(str(path), textured(0, 40, 40).astype(np.uint16) * 16)
     path.write_bytes(path.read_bytes()[:-300])
     cli.main([
-        "shards", "padchest", "--root", str(tmp_path / "corpus"), "--out", str(tmp_path / "out"), "--workers", "1",
-        "--splits", "test=1", "--max-skipped", "0.5", "--short-side", "32",
+        "shards", "padchest", "--root", str(tmp_path / "corpus"), "--out", str(tmp_path / "out"),
+        "--workers", "1", "--splits", "test=1", "--max-skipped", "0.5", "--short-side", "32",
     ])  # fmt: skip
     source = ShardSource(tmp_path / "out" / "test")
     assert len(source) == 2
     assert source.manifest.skipped == {"truncated": 1, "image_missing": 1}
 
 
-def test_phantom_round_trip(tmp_path: Path, deid: Deidentifier, capsys: pytest.CaptureFixture[str]) -> None:
+def test_phantom_round_trip(
+    tmp_path: Path, deid: Deidentifier, capsys: pytest.CaptureFixture[str]
+) -> None:
     patients, seed, size, root = 8, 43, 48, tmp_path / "corpus"
     sizes = ["--patients", str(patients), "--size", str(size), "--seed", str(seed)]
     cli.main(["phantom", "padchest", "--out", str(root), "--workers", "1", *sizes])
     assert "medvl shards padchest" in capsys.readouterr().out
     shares = ["--splits", "train=0.7", "test=0.3"]
-    cli.main(["shards", "padchest", "--root", str(root), "--out", str(tmp_path / "out"), "--workers", "1", *shares])
+    cli.main(
+        [
+            "shards",
+            "padchest",
+            "--root",
+            str(root),
+            "--out",
+            str(tmp_path / "out"),
+            "--workers",
+            "1",
+            *shares,
+        ]
+    )
     sources = [ShardSource(tmp_path / "out" / split) for split in ("train", "test")]
-    samples = {sample.key: sample for source in sources for sample in map(source.sample, range(len(source)))}
+    samples = {
+        sample.key: sample
+        for source in sources
+        for sample in map(source.sample, range(len(source)))
+    }
     studies = [study for patient in World(seed).patients(patients) for study in patient.studies]
     rows = {deid.image(Path(row["path"]).name): row for row in read_truth(root)}
     assert samples.keys() == rows.keys()

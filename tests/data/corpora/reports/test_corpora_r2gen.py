@@ -55,13 +55,20 @@ def write(root: Path, **splits: list[Any]) -> Path:
 
 def test_iu_xray_has_two_images_of_each_study(tmp_path: Path, deid: Deidentifier) -> None:
     root = write(
-        tmp_path / "iu", train=[iu(1, "train"), iu(2, "train", images=1)], val=[iu(3, "val")], test=[iu(4, "test")]
+        tmp_path / "iu",
+        train=[iu(1, "train"), iu(2, "train", images=1)],
+        val=[iu(3, "val")],
+        test=[iu(4, "test")],
     )
     samples = list(r2gen_annotation.plan(root, deid).iter_samples())
     assert len(samples) == 7
     first, second, single = samples[:3]
     assert first.study == second.study
-    assert (first.extra, second.extra, single.extra) == ({"image_number": 0}, {"image_number": 1}, {})
+    assert (first.extra, second.extra, single.extra) == (
+        {"image_number": 0},
+        {"image_number": 1},
+        {},
+    )
     assert first.key != second.key
     assert [sample.split for sample in samples] == ["train"] * 3 + ["validate"] * 2 + ["test"] * 2
     assert first.sections == {"findings": "Nodule of 3.2 cm in the left lung. No effusion."}
@@ -70,8 +77,13 @@ def test_iu_xray_has_two_images_of_each_study(tmp_path: Path, deid: Deidentifier
 
 
 def test_mimic_cxr_ids_are_those_of_its_own_shards(tmp_path: Path, deid: Deidentifier) -> None:
-    entries = [mimic("02aa804e-bde0afdd", 10000032, 50414267), mimic("174413ec-4ec4c1f7", 10000032, 50414267)]
-    samples = list(r2gen_annotation.plan(write(tmp_path / "mimic", train=entries), deid).iter_samples())
+    entries = [
+        mimic("02aa804e-bde0afdd", 10000032, 50414267),
+        mimic("174413ec-4ec4c1f7", 10000032, 50414267),
+    ]
+    samples = list(
+        r2gen_annotation.plan(write(tmp_path / "mimic", train=entries), deid).iter_samples()
+    )
     assert [sample.key for sample in samples] == [deid.image(entry["id"]) for entry in entries]
     assert {sample.patient for sample in samples} == {deid.patient("10000032")}
     assert {sample.study for sample in samples} == {deid.study("10000032", "50414267")}
@@ -103,13 +115,20 @@ def test_other_files_are_refused(tmp_path: Path, deid: Deidentifier) -> None:
             r2gen_annotation.plan(tmp_path, deid)
 
 
-def test_the_command_writes_shards_by_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_shards_by_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = write(tmp_path / "iu", train=[iu(1, "train"), iu(2, "train")], val=[iu(3, "val")])
     arguments = ["--root", str(root), "--out", str(tmp_path / "shards"), "--workers", "1"]
     cli.main(["shards", "r2gen-annotation", *arguments])
     assert "train: 4 samples of 2 patients" in capsys.readouterr().out
     source = ShardSource(tmp_path / "shards" / "train")
-    assert sorted(source.sample(position).extra["image_number"] for position in range(4)) == [0, 0, 1, 1]
+    assert sorted(source.sample(position).extra["image_number"] for position in range(4)) == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.real
@@ -122,11 +141,15 @@ def test_published_references_are_the_findings_of_openi(real_data: Path) -> None
 
     findings = {report.id: report.sections.get("findings", "") for report in
                 iter_openi_reports(real_data / "openi" / "NLMCXR_reports.tgz")}  # fmt: skip
-    with (real_data / "generated_reports_iu" / "moerad" / "gts.csv").open(newline="", encoding="utf-8") as file:
+    with (real_data / "generated_reports_iu" / "moerad" / "gts.csv").open(
+        newline="", encoding="utf-8"
+    ) as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 590
 
     def words(text: str) -> list[str]:
         return re.findall(r"[a-z0-9]+", text.lower())
 
-    assert all(words(row["report"]) == words(findings[row["study_id"].split("_")[0]]) for row in rows)
+    assert all(
+        words(row["report"]) == words(findings[row["study_id"].split("_")[0]]) for row in rows
+    )

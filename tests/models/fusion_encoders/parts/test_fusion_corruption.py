@@ -36,7 +36,14 @@ def test_same_rows_compares_study_text_and_groups() -> None:
     by_study = same_rows(dataclasses.replace(batch, studies=STUDIES))
     assert by_study[0].int().tolist() == [1, 0, 1, 0, 1, 0]
     assert by_study[5].int().tolist() == [0, 1, 0, 0, 0, 1]
-    assert same_rows(batch, torch.tensor([7, 7, 8, 9, 10, 11]))[0].int().tolist() == [1, 1, 0, 0, 1, 0]
+    assert same_rows(batch, torch.tensor([7, 7, 8, 9, 10, 11]))[0].int().tolist() == [
+        1,
+        1,
+        0,
+        0,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -66,7 +73,9 @@ def test_half_of_the_pairs_are_negatives_without_equal_texts(name: str) -> None:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_only_samples_with_the_modality_are_corrupted(name: str) -> None:
-    batch = make_batch(TOKENIZER, 6, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1))
+    batch = make_batch(
+        TOKENIZER, 6, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1)
+    )
     model: Any = tiny_model(name, TOKENIZER)
     corruption = model.corrupt(batch)
     pairs, words = corruption.of(model.itm), corruption.of(model.mlm)
@@ -76,7 +85,9 @@ def test_only_samples_with_the_modality_are_corrupted(name: str) -> None:
 
 
 def test_pairs_use_complete_samples_only() -> None:
-    batch = make_batch(TOKENIZER, 6, has_image_B=flags(1, 0, 1, 1, 1, 1), has_text_B=flags(1, 1, 1, 0, 1, 1))
+    batch = make_batch(
+        TOKENIZER, 6, has_image_B=flags(1, 0, 1, 1, 1, 1), has_text_B=flags(1, 1, 1, 0, 1, 1)
+    )
     assert complete_rows(batch).tolist() == [0, 2, 4, 5]
     pairs = sample_pairs(dataclasses.replace(batch, studies=STUDIES))
     assert set(pairs.text_N.tolist()) == {0, 2, 4, 5}

@@ -8,8 +8,18 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from medvl.losses.masked import mask_patches
 from medvl.models.base import WordHead
-from medvl.models.fusion_encoders.parts.encoder import DualStream, FusionEncoder, SingleStream, Tokens
-from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig, sinusoids
+from medvl.models.fusion_encoders.parts.encoder import (
+    DualStream,
+    FusionEncoder,
+    SingleStream,
+    Tokens,
+)
+from medvl.models.fusion_encoders.parts.heads import (
+    Patches,
+    PixelDecoder,
+    PixelDecoderConfig,
+    sinusoids,
+)
 from medvl.models.fusion_encoders.parts.transformer import Attention, SelfAttentionLayer, Sizes
 
 SIZES = Sizes(width=16, layers=3, heads=4, intermediate=32)
@@ -33,7 +43,11 @@ def random_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 def test_self_attention_layer_equals_bert() -> None:
     config = BertConfig(
-        hidden_size=16, num_attention_heads=4, intermediate_size=32, attn_implementation="eager", hidden_act="gelu"
+        hidden_size=16,
+        num_attention_heads=4,
+        intermediate_size=32,
+        attn_implementation="eager",
+        hidden_act="gelu",
     )
     bert, ours = random_weights(BertLayer(config)), SelfAttentionLayer(SIZES).eval()
     names = {
@@ -56,10 +70,14 @@ def test_self_attention_layer_equals_bert() -> None:
     additive = (~given.mask_BN[:, None, None, :]).float() * torch.finfo(torch.float32).min
     expected = bert(given.states_BND, additive)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    torch.testing.assert_close(ours(given.states_BND, given.mask_BN[:, None, :]), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours(given.states_BND, given.mask_BN[:, None, :]), expected, rtol=1e-4, atol=1e-5
+    )
 
 
-def naive_attention(layer: Attention, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor) -> Tensor:
+def naive_attention(
+    layer: Attention, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor
+) -> Tensor:
     """One query of one head at a time."""
     query, key, value = layer.query(states_BQD), layer.key(context_BKD), layer.value(context_BKD)
     size = query.shape[2] // layer.heads
@@ -116,9 +134,13 @@ def test_both_streams_read_the_layer_below() -> None:
             (image_layer, old_image, old_text, image.mask_BN, text.mask_BN),
         ):
             new = layer.attention(own, own, own_mask[:, None].expand(-1, own.shape[1], -1))
-            new = layer.cross_attention(new, other, other_mask[:, None].expand(-1, own.shape[1], -1))
+            new = layer.cross_attention(
+                new, other, other_mask[:, None].expand(-1, own.shape[1], -1)
+            )
             new = layer.feed_forward(new)
-            text_states, image_states = (new, image_states) if layer is text_layer else (text_states, new)
+            text_states, image_states = (
+                (new, image_states) if layer is text_layer else (text_states, new)
+            )
     fused = encoder(text, image)
     torch.testing.assert_close(fused.text.states_BND, text_states)
     torch.testing.assert_close(fused.image.states_BND, image_states)
@@ -138,7 +160,9 @@ def test_padding_and_row_order_change_nothing(layout: type[FusionEncoder]) -> No
     noise = tokens(9, 3, 4).states_BND * 50
     nothing = torch.zeros(3, 4, dtype=torch.bool)
     longer = [
-        Tokens(torch.cat([part.states_BND, noise], dim=1), torch.cat([part.mask_BN, nothing], dim=1))
+        Tokens(
+            torch.cat([part.states_BND, noise], dim=1), torch.cat([part.mask_BN, nothing], dim=1)
+        )
         for part in (text, image)
     ]
     padded = encoder(*longer)
@@ -155,7 +179,9 @@ def test_full_mask_equals_no_mask() -> None:
         encoder = random_weights(layout(SIZES))
         text, image = tokens(1, 2, 5), tokens(2, 2, 7)
         bare = encoder(Tokens(text.states_BND, None), Tokens(image.states_BND, None))
-        torch.testing.assert_close(encoder(text, image).pooled_BD, bare.pooled_BD, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            encoder(text, image).pooled_BD, bare.pooled_BD, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_seq2seq_stream_is_causal_over_its_text() -> None:
@@ -200,7 +226,9 @@ def test_fixed_positions_equal_mae() -> None:
 def test_pixel_decoder_restores_patch_order() -> None:
     torch.manual_seed(0)
     decoder = PixelDecoder(
-        16, Patches((3, 3), 2, 12), PixelDecoderConfig(decoder_width=8, decoder_layers=2, decoder_heads=2)
+        16,
+        Patches((3, 3), 2, 12),
+        PixelDecoderConfig(decoder_width=8, decoder_layers=2, decoder_heads=2),
     ).eval()
     patches = mask_patches(4, 9, 0.5, torch.Generator().manual_seed(0))
     states = tokens(0, 4, 1 + patches.kept_BK.shape[1]).states_BND

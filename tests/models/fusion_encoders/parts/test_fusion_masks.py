@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS, attention_mask, open_empty_rows
+from medvl.models.fusion_encoders.parts.attention_masks import (
+    ATTENTIONS,
+    attention_mask,
+    open_empty_rows,
+)
 from medvl.models.fusion_encoders.parts.encoder import Tokens, stream_mask
 
 IMAGES, TEXTS = 4, 5
