@@ -25,7 +25,8 @@ class Pairs(Dataset[dict[str, Any]]):
     """Images and texts of shards."""
 
     def __init__(self, source: ShardSource, transform: Any) -> None:
-        self.source, self.transform = source, transform
+        self.source = source
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.source)

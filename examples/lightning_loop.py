@@ -25,7 +25,8 @@ class Pretraining(lightning.LightningModule):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.retrieval = model, RetrievalMetrics(ks=(1, 5))
+        self.model = model
+        self.retrieval = RetrievalMetrics(ks=(1, 5))
 
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
@@ -68,7 +69,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
 
-    train, valid = ShardSource(options.data), ShardSource(options.valid)
+    train = ShardSource(options.data)
+    valid = ShardSource(options.valid)
     texts = [text for index in range(len(train)) for text in train.sample(index).sections.values()]
     tokenizer = train_wordpiece(texts, vocab_size=1000, min_frequency=1)
     model = medvl.create_model(

@@ -28,7 +28,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
 
-    train, valid = ShardSource(options.data), ShardSource(options.valid)
+    train = ShardSource(options.data)
+    valid = ShardSource(options.valid)
     texts = [text for index in range(len(train)) for text in train.sample(index).sections.values()]
     tokenizer = train_wordpiece(texts, vocab_size=1000, min_frequency=1)
     model = medvl.create_model(
@@ -55,10 +56,8 @@ def main() -> None:
         metrics.reset()
         with torch.no_grad():
             for batch in valid_loader:
-                image_BE, text_BE = (
-                    model.encode_image(batch.image_BCHW),
-                    model.encode_text(batch.ids_BT, batch.mask_BT),
-                )
+                image_BE = model.encode_image(batch.image_BCHW)
+                text_BE = model.encode_text(batch.ids_BT, batch.mask_BT)
                 metrics.update(image_BE, text_BE, batch.texts)
         values = {name: value.item() for name, value in metrics.compute().items()}
         print(

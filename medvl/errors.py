@@ -55,7 +55,8 @@ class MedvlError(Exception):
 
     def __init__(self, message: str, code: str = "", *, field: str | None = None) -> None:
         super().__init__(message)
-        self.code, self.field = code, field
+        self.code = code
+        self.field = field
 
     def __reduce__(self) -> tuple[Any, ...]:  # code and field survive the way from a worker process
         return _rebuild, (type(self), str(self), self.code, self.field)

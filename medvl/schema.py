@@ -49,7 +49,9 @@ CHANGES = ("improving", "stable", "worsening")
 COMPETITION_FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
 """The five labels of the CheXpert competition."""
 
-POSITIVE, NEGATIVE, UNCERTAIN = 1, 0, -1
+POSITIVE = 1
+NEGATIVE = 0
+UNCERTAIN = -1
 """Label values. A finding that a report does not mention has no entry at all (NaN in an array)."""
 
 ConventionsName = Literal["chexpert", "doubtful", "indexed"]

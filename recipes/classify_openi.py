@@ -99,8 +99,10 @@ def reading(preset: ClassifierRecipe, modalities: Literal["image", "text"]) -> C
     )
 
 
-paper_image, paper_text = reading(paper, "image"), reading(paper, "text")
-tiny_image, tiny_text = reading(tiny, "image"), reading(tiny, "text")
+paper_image = reading(paper, "image")
+paper_text = reading(paper, "text")
+tiny_image = reading(tiny, "image")
+tiny_text = reading(tiny, "text")
 
 PRESETS = {
     "paper": paper,

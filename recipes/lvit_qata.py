@@ -129,7 +129,8 @@ def prepare(recipe: Recipe) -> "Run":
     with seeded(recipe.train.seed):
         created = medvl.create_model(model, pretrained=published, tokenizer=tokenizer)
     if recipe.init_from is not None:
-        own, start = created.state_dict(), medvl.load(recipe.init_from)
+        own = created.state_dict()
+        start = medvl.load(recipe.init_from)
         fitting = {
             name: x
             for name, x in start.state_dict().items()

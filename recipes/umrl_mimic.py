@@ -102,7 +102,8 @@ def start(model: Any, recipe: Recipe) -> None:
         model.image_encoder.load_state_dict(encoder.state_dict())
         copy_training(encoder, model.image_encoder)
     if model.text_encoder.name == "static" and recipe.model.text_weights is None:
-        source, rng = ShardSource(recipe.data.train), np.random.default_rng(0)
+        source = ShardSource(recipe.data.train)
+        rng = np.random.default_rng(0)
         samples = range(len(source))
         fit_tfidf(
             model.text_encoder,

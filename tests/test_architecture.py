@@ -7,7 +7,7 @@ import functools
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -381,18 +381,50 @@ def test_files_and_functions_are_short(path: Path) -> None:
             assert node.end_lineno - first.lineno < 80, f"{node.name} is too long"
 
 
-def undocumented(body: list[ast.stmt]) -> Iterator[str]:
-    """Public functions without a docstring, and those of public classes; overloads share that of
-    their function.
+@functools.cache
+def classes() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
+    """Name of each class of medvl -> names of its bases, and of its methods with a docstring.
+
+    Classes of one name are taken together.
+    """
+    found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
+    for path in SOURCES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                others, known = found.get(node.name, ((), frozenset()))
+                bases = tuple(ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
+                methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+                documented = {method.name for method in methods if ast.get_docstring(method)}
+                found[node.name] = (others + bases, known | documented)
+    return found
+
+
+def overrides(bases: Iterable[str], method: str) -> bool:
+    """Return whether a base class documents a method; those of other libraries document theirs."""
+    for base in bases:
+        if base not in classes():
+            if base not in ("Protocol", "ABC", "Generic", "object"):
+                return True
+        elif method in classes()[base][1] or overrides(classes()[base][0], method):
+            return True
+    return False
+
+
+def undocumented(body: list[ast.stmt], bases: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield public functions without a docstring, and those of public classes.
+
+    Overloads share the docstring of their function, and overrides that of their base class.
     """
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield from (f"{node.name}.{name}" for name in undocumented(node.body))
+            names = classes()[node.name][0]
+            yield from (f"{node.name}.{name}" for name in undocumented(node.body, names))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
             "_"
         ):
             overload = "overload" in map(ast.unparse, node.decorator_list)
-            yield from [] if overload or ast.get_docstring(node) else [node.name]
+            if not (overload or ast.get_docstring(node) or overrides(bases, node.name)):
+                yield node.name
 
 
 def test_public_functions_have_docstrings() -> None:

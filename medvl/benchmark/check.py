@@ -98,7 +98,8 @@ def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
             yield run, Path(run.train_shards), store.folder(run)
             continue
         for _, task, results in store.evaluations(run):
-            found, folder = read_evaluation(results), tested_folder(run, task)
+            found = read_evaluation(results)
+            folder = tested_folder(run, task)
             made = found.inputs.get("manifest") if isinstance(found, Results) else None
             if folder is None or made is None or (manifest := read(folder)) is None:
                 continue
@@ -123,7 +124,8 @@ def _check_sections(folders: Sequence[Path], sections: tuple[str, ...]) -> None:
     """
     found: set[str] = set()
     for folder in folders:
-        source, known = ShardSource(folder), set[str]()
+        source = ShardSource(folder)
+        known = set[str]()
         for position in range(len(source)):
             if known.issuperset(sections):
                 break

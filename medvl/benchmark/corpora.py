@@ -107,7 +107,8 @@ def _entry(path: str, root: str) -> str:
 
 def _read_by(run: Run) -> Iterator[tuple[str, str]]:
     """Yield (field, path) of what a run reads of its corpus."""
-    corpus, reads_words = run.corpus, run.family == "report"
+    corpus = run.corpus
+    reads_words = run.family == "report"
     yield ("reports" if reads_words else "pairs"), run.train_shards
     if not reads_words or corpus.words is None:
         yield "tokenizer", corpus.tokenizer

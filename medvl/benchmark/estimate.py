@@ -48,13 +48,16 @@ def describe_plan(
             (`medvl.benchmark.check.model_errors`).
         report: called with lines of progress.
     """
-    lines, training, evaluating = [], _Total("runs"), _Total("evaluations")
+    lines = []
+    training = _Total("runs")
+    evaluating = _Total("evaluations")
     corpora = {run.corpus.name: run.corpus for run in plan.runs}
     commands = {
         name: missing_steps(corpus, [run for run in plan.runs if run.corpus.name == name])
         for name, corpus in corpora.items()
     }
-    known, evaluations = _known_costs(plan, store), _EvaluationHours(plan, store)
+    known = _known_costs(plan, store)
+    evaluations = _EvaluationHours(plan, store)
     for run in plan.runs:
         state = store.state(run)
         measured = run.key not in errors and not commands[run.corpus.name]

@@ -52,7 +52,8 @@ def execute_run(folder: Path) -> bool:
     ConfigError where the folder has no run, and, with the code "in_use", where another process
     executes it or a run that it needs is to do.
     """
-    run, store = read_run(folder), Store(folder.absolute().parent.parent)
+    run = read_run(folder)
+    store = Store(folder.absolute().parent.parent)
     _check_needs(run, store)
     with RunLock(folder, error=ConfigError, field="run"):
         try:
@@ -91,7 +92,8 @@ def settings_of(run: Run, store: Store, run_dir: Path | None = None) -> Any:
         name=run.name, system=run.system, family=run.family, recipe=Path(run.recipe),
         preset=run.preset
     )  # fmt: skip
-    corpus, tree = run.corpus, located(run, store, run.settings)
+    corpus = run.corpus
+    tree = located(run, store, run.settings)
     tokenizer = corpus.words if run.family == "report" else corpus.tokenizer
     data: dict[str, Any] = {
         "train": run.train_shards,
@@ -170,7 +172,8 @@ def _train(run: Run, store: Store) -> None:
     training = prepare_run(run, store)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     reset_peak_memory()
-    began, used = time.monotonic(), _cpu_seconds()
+    began = time.monotonic()
+    used = _cpu_seconds()
     training.train()
     del training
     free_memory()  # the loader's workers end, whose time is counted then

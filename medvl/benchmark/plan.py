@@ -100,7 +100,9 @@ class _Planner:
     """Collector of runs, each after those that it needs."""
 
     def __init__(self, config: BenchmarkConfig, entries: dict[str, Entry], out: Path) -> None:
-        self._config, self._entries, self._out = config, entries, out
+        self._config = config
+        self._entries = entries
+        self._out = out
         self.runs: dict[str, Run] = {}
         self._titles: dict[str, str] = {}
         self._open: list[str] = []

@@ -239,7 +239,9 @@ def write_slurm(plan: Plan, store: Store, options: str = "") -> list[Path]:
     """
     folder = store.out / "slurm"
     subfolder(folder, "logs")
-    groups, submit, scripts = waves(plan, store), folder / "submit.sh", []
+    groups = waves(plan, store)
+    submit = folder / "submit.sh"
+    scripts = []
     for number, group in enumerate(groups, 1):
         text = _SLURM.format(
             number=number,

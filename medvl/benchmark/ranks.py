@@ -253,7 +253,8 @@ def holm(p_P: Sequence[float]) -> list[float]:
     and is not counted.
     """
     order = sorted((p, place) for place, p in enumerate(p_P) if not math.isnan(p))
-    adjusted, highest = [math.nan] * len(p_P), 0.0
+    adjusted = [math.nan] * len(p_P)
+    highest = 0.0
     for number, (p, place) in enumerate(order):
         highest = max(highest, min(1.0, (len(order) - number) * p))
         adjusted[place] = highest

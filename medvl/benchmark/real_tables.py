@@ -168,7 +168,8 @@ def _boxes(real: Path) -> Iterator[Row]:
     """Yield the images with boxes; the boxes of a finding and a source are a phrase."""
     table = real / "boxes_nih/boxes.jsonl"
     for row in _lines(table):
-        size, by_finding = (row["width"], row["height"]), dict[str, list[Any]]()
+        size = (row["width"], row["height"])
+        by_finding = dict[str, list[Any]]()
         for box in (*row.get("rsna_boxes", ()), *row.get("nih_boxes", ())):
             parsed = read_corners(box["finding"], box["box_xyxy"], size, table)
             by_finding.setdefault(box["finding"], []).append(parsed)

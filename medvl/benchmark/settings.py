@@ -49,7 +49,8 @@ def resolved_settings(
     train: dict[str, Any] = {"seed": seed, "tensorboard": False, "keep_last": 1}
     budget = config.budget
     if budget.augmentation == "weak" and entry.family != "report":
-        size, scale = settings.model.image_size, getattr(settings.model, "target_scale", 1)
+        size = settings.model.image_size
+        scale = getattr(settings.model, "target_scale", 1)
         data["image"] = ConVIRTAugmentation.weak(
             scale * (size if isinstance(size, int) else size[0])
         )

@@ -30,13 +30,11 @@ from medvl.eval import Results, read_results
 
 Weights = Literal["trained", "start"]
 State = Literal["finished", "failed", "to do"]
-COST, FAILURE, RUN, REFUSAL, SECONDS = (
-    "cost.json",
-    "failure.json",
-    "run.json",
-    "refusal.json",
-    "seconds.json",
-)
+COST = "cost.json"
+FAILURE = "failure.json"
+RUN = "run.json"
+REFUSAL = "refusal.json"
+SECONDS = "seconds.json"
 _RESULTS = "results.json"
 _PROTOCOL_VERSIONS = {"matching": 2, "retrieval": 3, "reranking": 3, "reports": 3}
 """Versions above 1 of the protocols of tasks: an evaluation of an earlier one is repeated."""
@@ -89,7 +87,8 @@ class Store:
     def write_runs(self, plan: Plan) -> None:
         """Write the descriptions of the runs, which processes on other machines read."""
         for run in plan.runs:
-            path, text = self.folder(run) / RUN, json.dumps(to_dict(run), indent=1) + "\n"
+            path = self.folder(run) / RUN
+            text = json.dumps(to_dict(run), indent=1) + "\n"
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 subfolder(self.out, "runs", run.key)
                 write_atomic(path, text)

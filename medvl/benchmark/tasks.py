@@ -70,7 +70,8 @@ def question_size(run: Run) -> int:
     It is that of the recipe for questions, or of the pretraining where a system reads images of one
     size.
     """
-    cls, model = system(run.system), run.settings["model"]
+    cls = system(run.system)
+    model = run.settings["model"]
     if getattr(cls, "numbers_cells", False) or (
         issubclass(cls, VisualBERT) and model["image_positions"]
     ):
@@ -214,8 +215,10 @@ def _zero_shot(trained: Trained) -> Any:
     trained on them.
     """
     model = trained.model()
-    loader, name = _read(trained, model, _labelled(trained)), trained.run.corpus.prompts
-    prompts, labels = load_prompts(name), tuple[str, ...]()
+    loader = _read(trained, model, _labelled(trained))
+    name = trained.run.corpus.prompts
+    prompts = load_prompts(name)
+    labels = tuple[str, ...]()
     if default_prompts(model) == "statements" and not name.endswith(".json"):
         labels = common_classes(prompts.for_labels(loader.source.label_names), loader.source)
         prompts = load_prompts("statements")
@@ -233,7 +236,8 @@ def _retrieval(trained: Trained) -> Any:
 
 def _grounding(trained: Trained) -> Any:
     model = trained.model()
-    given, phrases = trained.run.evaluation, trained.run.corpus.phrases
+    given = trained.run.evaluation
+    phrases = trained.run.corpus.phrases
     assert phrases is not None
     options: dict[str, Any] = {"maps": "similarity", "smoothing": given.smoothing}
     if isinstance(model, _QUERY_SYSTEMS):
@@ -284,7 +288,8 @@ def _matching(trained: Trained) -> Any:
 
 
 def _reranking(trained: Trained) -> Any:
-    given, sections = trained.run.evaluation, trained.run.evaluation.sections
+    given = trained.run.evaluation
+    sections = trained.run.evaluation.sections
     proposer = trained.other(given.shortlist_system)
     dual_encoder = trained.model(proposer)
     model = trained.model()
@@ -302,8 +307,10 @@ def _reranking(trained: Trained) -> Any:
 
 def _questions(trained: Trained) -> Any:
     """Fine-tune with the recipe for questions, and answer those of the test."""
-    run, run_dir = trained.run, trained.folder / "run"
-    corpus, budget = run.corpus, run.budget
+    run = trained.run
+    run_dir = trained.folder / "run"
+    corpus = run.corpus
+    budget = run.budget
     assert corpus.questions is not None
     home = Path(corpus.questions)
     open_source(
@@ -343,10 +350,8 @@ def _questions(trained: Trained) -> Any:
     recipe.prepare(with_settings(preset, tree, "questions")).train()
     free_memory()
     model = trained.model(run_dir / budget.weights)
-    training, test = (
-        ShardSource(home / "train"),
-        open_source(home / "test", [run_dir / budget.weights]),
-    )
+    training = ShardSource(home / "train")
+    test = open_source(home / "test", [run_dir / budget.weights])
     rules = get_protocol("medvl")
     questions: Any = QuestionSource(test, "test", model.config.answers, rules.normalize)
     given = run.evaluation

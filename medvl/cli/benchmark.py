@@ -88,10 +88,8 @@ def benchmark(
     if (Path(source) / RUN).is_file():
         _execute_alone(Path(source))
         return
-    plan, store = (
-        plan_runs(read_benchmark(source, changes.changes()), out.absolute()),
-        Store(out.absolute()),
-    )
+    plan = plan_runs(read_benchmark(source, changes.changes()), out.absolute())
+    store = Store(out.absolute())
     if dry_run:
         _describe(plan, store, seconds)
         return

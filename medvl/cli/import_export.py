@@ -284,7 +284,8 @@ def fit_pixelhop(
         "settings": dataclasses.asdict(settings),
     }
     save_pixelhop(encoder, out, described)
-    nodes, further = encoder.config["nodes"], encoder.config["intermediate"]
+    nodes = encoder.config["nodes"]
+    further = encoder.config["intermediate"]
     of_units = ", ".join(f"{count} ({kept})" for count, kept in zip(nodes, further, strict=True))
     return (
         f"Fitted {tokens} tokens to {len(chosen)} images of {data}; nodes (transformed "

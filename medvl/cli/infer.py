@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from medvl.models.base import System
 
 
-_SHOWN, _WIDTH = 20, 100
+_SHOWN = 20
+_WIDTH = 100
 
 
 def infer(
@@ -77,7 +78,8 @@ def infer(
             )
     paths = find_images(images)
     loaded = load_model(Path(checkpoint), device)
-    fitted, reason = None, "only scores by prompts are calibrated"
+    fitted = None
+    reason = "only scores by prompts are calibrated"
     if isinstance(loaded, DualEncoder):
         fitted, reason = calibration_for(Path(checkpoint), load_prompts(prompts), calibration)
     model = ImageModel(loaded, texts or None, prompts=prompts, calibration=fitted)
@@ -332,7 +334,8 @@ def _write(
     """
     from medvl.inference.generation import CONTACT_SHEET, generate_images, reconstruct_images
 
-    lines, cut = [], []
+    lines = []
+    cut = []
     for folder, options in folders.items():
         settings: dict[str, Any] = {"options": options, "source": source, "progress": True}
         if shards is None:

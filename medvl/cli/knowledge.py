@@ -133,7 +133,8 @@ def statements(file: Path, out: Path, *, salt_file: Path | None = None) -> str:
     from medvl.cli.shards.corpora import deidentifier
     from medvl.data.reports.statements import name_in_shards, read_statements, write_statements
 
-    study, known = deidentifier(salt_file).study, read_statements(file)
+    study = deidentifier(salt_file).study
+    known = read_statements(file)
     count = write_statements(
         ((name_in_shards(name, study), texts) for name, texts in known.items()), out
     )

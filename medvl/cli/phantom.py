@@ -261,7 +261,8 @@ def quickstart(out: Path = Path("quickstart"), options: ViewsOptions = _DEFAULTS
         not salt.exists()
     ):  # phantom data are not confidential; a fixed salt gives the same order everywhere
         write_atomic(salt, f"{0:064d}\n", permissions=0o600)
-    corpus, of_shards = out / "mimic-cxr", out / "shards"
+    corpus = out / "mimic-cxr"
+    of_shards = out / "shards"
     write = COMMANDS["mimic-cxr"]
     write(corpus, options)
     run = ShardRun(out=of_shards, salt_file=salt, workers=options.workers)

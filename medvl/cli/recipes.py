@@ -128,7 +128,8 @@ def _number_lines(recipe: str | None) -> list[str]:
     """
     from medvl.eval.published.numbers import published_numbers, without_numbers
 
-    lines, command = [], ("", "")
+    lines = []
+    command = ("", "")
     for one in published_numbers(recipe):
         if (one.recipe, one.command) != command:
             command = one.recipe, one.command
@@ -157,7 +158,8 @@ def show_numbers(
     """
     from medvl.eval.published.numbers import published_markdown, published_numbers, without_numbers
 
-    name, reasons = find_recipe(recipe).stem if recipe else None, without_numbers()
+    name = find_recipe(recipe).stem if recipe else None
+    reasons = without_numbers()
     if markdown:
         reasons = reasons if name is None else {name: reasons[name]} if name in reasons else {}
         print(published_markdown(published_numbers(name), reasons), end="")

@@ -150,7 +150,8 @@ def _encode(value: Any, hint: Any = Any) -> Any:
 
 
 def _decode(value: Any, hint: Any, path: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if hint in (Any, object):
         return value
     if origin in (Union, types.UnionType):

@@ -360,7 +360,9 @@ class RunLock:
     def __init__(
         self, folder: Path, *, error: type[MedvlError] = TrainingError, field: str = "run_dir"
     ) -> None:
-        self._path, self._error, self._field = folder.resolve() / ".lock", error, field
+        self._path = folder.resolve() / ".lock"
+        self._error = error
+        self._field = field
 
     def __enter__(self) -> Self:
         """Lock the folder. Raises `error` where another process holds the lock, ConfigError

@@ -57,10 +57,8 @@ def fetch(hub_id: str, filename: str, revision: str | None, *, sha256: str | Non
         raise WeightsError(f"{message}; pass one or a local path", "out_of_range", field="revision")
     path = _cached(hub_id, filename, revision) or _download(hub_id, filename, revision)
     if sha256 is not None and _digest(path) != sha256:
-        where, advice = (
-            f"{filename} of {hub_id} at revision {revision}",
-            "delete the cached copy and download it again",
-        )
+        where = f"{filename} of {hub_id} at revision {revision}"
+        advice = "delete the cached copy and download it again"
         raise WeightsError(
             f"{where}: expected sha256 {sha256}, got {_digest(path)}; {advice}", "mismatch"
         )

@@ -55,10 +55,8 @@ _GENERIC = frozenset(
 """Names of columns that add nothing to their values."""
 _YES = frozenset(("1", "1.0", "yes", "true", "positive", "present"))
 _NO = frozenset(("0", "0.0", "no", "none", "false"))
-_BEFORE, _AFTER = (
-    ("has", "is", "label", "finding"),
-    ("label", "present", "positive", "flag", "binary"),
-)
+_BEFORE = ("has", "is", "label", "finding")
+_AFTER = ("label", "present", "positive", "flag", "binary")
 _BRITISH = (("oedema", "edema"), ("haem", "hem"), ("tumour", "tumor"), ("oesophag", "esophag"))
 
 

@@ -104,7 +104,8 @@ def sigterm_deferred() -> Iterator[None]:
 
 # Settings of the C library's heap.
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
 """Numbers of `mallopt`'s parameters in glibc's malloc.h."""
 
 

@@ -244,10 +244,8 @@ _NUMBERS = ("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BI
 _VALUES = frozenset((*_TEXTS, *_NUMBERS))
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}
-_PUTS, _GETS = (
-    frozenset(["PUT", "BINPUT", "LONG_BINPUT"]),
-    frozenset(["GET", "BINGET", "LONG_BINGET"]),
-)
+_PUTS = frozenset(["PUT", "BINPUT", "LONG_BINPUT"])
+_GETS = frozenset(["GET", "BINGET", "LONG_BINGET"])
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 

@@ -243,7 +243,8 @@ def free_texts(value: object) -> Iterator[str]:
 _ID_BYTES = 10  # 20 hex characters: two of a million ids collide with a probability of about 4e-13
 _SALT_BYTES = 32
 _MAX_SALT_FILE = 4096
-_MIN_SALT_BYTES, _MAX_SALT_BYTES = 16, hashlib.blake2b.MAX_KEY_SIZE
+_MIN_SALT_BYTES = 16
+_MAX_SALT_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 
 _log = logging.getLogger(__name__)
 
@@ -489,11 +490,9 @@ def _letters(band_HW: NDArray[np.uint8]) -> NDArray[np.int32]:
     # There are at most as many patches as bright pixels; 16-bit labels take half the time.
     numbers = cv2.CV_16U if np.count_nonzero(bright_HW) < 1 << 16 else cv2.CV_32S
     _, _, stats, _ = cv2.connectedComponentsWithStats(bright_HW, connectivity=8, ltype=numbers)
-    width, height, area = (
-        stats[1:, cv2.CC_STAT_WIDTH],
-        stats[1:, cv2.CC_STAT_HEIGHT],
-        stats[1:, cv2.CC_STAT_AREA],
-    )
+    width = stats[1:, cv2.CC_STAT_WIDTH]
+    height = stats[1:, cv2.CC_STAT_HEIGHT]
+    area = stats[1:, cv2.CC_STAT_AREA]
     fits = (
         (height >= _HEIGHTS[0])
         & (height <= _HEIGHTS[1])

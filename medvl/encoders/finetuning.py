@@ -119,7 +119,8 @@ def parameter_groups(
             decays = parameter.ndim > 1 and not isinstance(owner, _NORMS) and name not in tables
             height = heights.get(name, 0)
             key = f"{height} from the top, {'decay' if decays else 'no decay'}"
-            rate, decay = lr * layer_decay**height, weight_decay if decays else 0.0
+            rate = lr * layer_decay**height
+            decay = weight_decay if decays else 0.0
             groups.setdefault(key, {"name": key, "params": [], "lr": rate, "weight_decay": decay})
             groups[key]["params"].append(parameter)
     return list(groups.values())

@@ -160,8 +160,13 @@ def _bin(hub_id: str, revision: str) -> Weights:
     return _weights(hub_id, revision, filename="pytorch_model.bin")
 
 
-_CASED, _UNCASED, _PUBMED, _SCIVOCAB, _LINKBERT = 28996, 30522, 30522, 31090, 28895
-_SCRATCH, _NO_LICENCE = "none: trained from scratch", "not stated by the repository"
+_CASED = 28996
+_UNCASED = 30522
+_PUBMED = 30522
+_SCIVOCAB = 31090
+_LINKBERT = 28895
+_SCRATCH = "none: trained from scratch"
+_NO_LICENCE = "not stated by the repository"
 
 _CLIP_B32 = _weights(
     "timm/vit_base_patch32_clip_224.openai",

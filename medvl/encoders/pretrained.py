@@ -94,7 +94,8 @@ class KeyMap:
             (),
         )
         mapped: dict[str, Tensor] = {}
-        ignored, unknown = [], []
+        ignored = []
+        unknown = []
         for key, tensor in tensors.items():
             pair = next((pair for pair in layout if key.startswith(pair[0])), None)
             name = None if pair is None else pair[1] + key.removeprefix(pair[0])
@@ -237,7 +238,8 @@ def read_source(
 
     Arguments as of `locate_weights`, errors as of it and of `read_tensors`.
     """
-    path, weights = locate_weights(name, pretrained, published, note), split_set(pretrained)[1]
+    path = locate_weights(name, pretrained, published, note)
+    weights = split_set(pretrained)[1]
     return str(with_set(str(path), weights)), read_tensors(path, weights)
 
 
@@ -269,11 +271,13 @@ def fitting_keys(
     keys = list(tensors)
     plain = [key.replace("_orig_mod.", "") for key in keys]
     without_module = [re.sub(r"(?<![^./])module\.", "", key) for key in plain]
-    best, most = keys, fitting(keys)
+    best = keys
+    most = fitting(keys)
     for candidate in (plain, without_module):
         for _ in range(_MAX_WRAPPERS):
             if len(set(candidate)) == len(keys) and (count := fitting(candidate)) > most:
-                best, most = candidate, count
+                best = candidate
+                most = count
             firsts = {key.partition(".")[0] for key in candidate}
             if len(firsts) != 1 or not all("." in key for key in candidate):
                 break

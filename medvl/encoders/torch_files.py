@@ -322,7 +322,8 @@ class _CheckpointReader(PickleReader):
         elif name == "BINPERSID":
             self._push_storage(self.stack.pop())
         elif name in ("REDUCE", "NEWOBJ"):
-            arguments, function = self.stack.pop(), self.stack.pop()
+            arguments = self.stack.pop()
+            function = self.stack.pop()
             self.stack.append(self._call(function, arguments))
         elif name == "NEWOBJ_EX":
             del self.stack[-2:]
@@ -382,7 +383,8 @@ class _CheckpointReader(PickleReader):
         """
         name = str(function)
         if name == _SUBCLASS:  # of a class, its function and that one's arguments
-            name, arguments = str(arguments[0]), arguments[2]
+            name = str(arguments[0])
+            arguments = arguments[2]
         if name in _TENSOR:
             storage, offset, size, stride = arguments[:4]
             if isinstance(storage, _Storage):
@@ -403,7 +405,8 @@ class _Store:
     """Storages of a file, each read once."""
 
     def __init__(self, read: Callable[[_Storage], bytes], path: Path) -> None:
-        self._read, self._path = read, path
+        self._read = read
+        self._path = path
         self._storages: dict[str, Tensor] = {}
 
     def tensor(self, address: Address, key: str) -> Tensor:

@@ -20,7 +20,8 @@ from medvl.common.untrusted import ANYWHERE, read_json
 from medvl.encoders.torch_files import MAGIC, Address, Blank, open_torch_file
 from medvl.errors import WeightsError
 
-SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
 CANDIDATES = (
     *("model.safetensors", SAFETENSORS_INDEX, "open_clip_model.safetensors"),
     *("pytorch_model.bin", TORCH_INDEX, "open_clip_pytorch_model.bin"),
@@ -31,7 +32,8 @@ TOP = "."
 _INDEX = ".index.json"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 _HEAD = 1 << 10
-_MAX_DEPTH, _MAX_SETS = 5, 200
+_MAX_DEPTH = 5
+_MAX_SETS = 200
 _SHOWN = 8
 
 _OTHER_FILES: Sequence[tuple[bytes, str]] = (
@@ -297,7 +299,8 @@ def _read_parts(index: Path) -> dict[str, Tensor]:
     """Read the tensors of all parts that an index lists, which must be files beside it with
     exactly its keys.
     """
-    listed, files = _weight_map(index), listed_parts(index)
+    listed = _weight_map(index)
+    files = listed_parts(index)
     missing = [name for name in files if not (index.parent / name).is_file()]
     if missing:
         message = (
@@ -346,10 +349,8 @@ def _chosen(
                 f"{message}; keep one of each in the file", "conflict", field="weights"
             )
         entries = {f"{part}/{key}": value for part in parts for key, value in content[part].items()}
-        name, beside = (
-            TOP,
-            {key: _why(key, value) for key, value in content.items() if key not in parts},
-        )
+        name = TOP
+        beside = {key: _why(key, value) for key, value in content.items() if key not in parts}
     else:
         name, prefix = _choose(content, path, weights)
         entries, beside = _entries(content, name)
@@ -469,10 +470,9 @@ def copies(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     for key, shape in shapes.items():
         components = key.split(".")
         for depth in range(1, min(len(components), 4)):
-            prefix, rest = (
-                ".".join(components[:depth]),
-                "".join(components[depth:]),
-            )  # some averages lose the dots
+            # some averages lose the dots
+            prefix = ".".join(components[:depth])
+            rest = "".join(components[depth:])
             groups.setdefault(prefix, {})[rest] = tuple(shape)
     for prefix, entries in groups.items():
         parent, _, last = prefix.rpartition(".")
@@ -499,18 +499,17 @@ def _entries(content: Any, name: str) -> tuple[dict[str, Any], dict[str, str]]:
             if isinstance(value, dict) and find_sets({key: value})
         ]
         return entries, {key: _why(key, entries.pop(key)) for key in sets}
-    place, rest = "", name
+    place = ""
+    rest = name
     while rest:
         items = dict(enumerate(content)) if isinstance(content, list) else content
         key = next(each for each in items if rest == str(each) or rest.startswith(f"{each}/"))
         beside |= {
             f"{place}{other}": _why(other, value) for other, value in items.items() if other != key
         }
-        content, place, rest = (
-            items[key],
-            f"{place}{key}/",
-            rest.removeprefix(str(key)).removeprefix("/"),
-        )
+        content = items[key]
+        place = f"{place}{key}/"
+        rest = rest.removeprefix(str(key)).removeprefix("/")
     return (dict(content) if isinstance(content, dict) else {}), beside
 
 
@@ -558,12 +557,14 @@ def _no_dict(content: Any) -> str:
 
 def _prefixes(sets: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the first components of the keys of all sets, behind those that all keys have."""
-    keys, common = [str(key) for entries in sets.values() for key in entries], ""
+    keys = [str(key) for entries in sets.values() for key in entries]
+    common = ""
     for _ in range(_MAX_DEPTH):
         firsts = list(dict.fromkeys(key.partition(".")[0] for key in keys if "." in key))
         if len(firsts) != 1 or not all("." in key for key in keys):
             break
-        common, keys = f"{common}{firsts[0]}.", [key.partition(".")[2] for key in keys]
+        common = f"{common}{firsts[0]}."
+        keys = [key.partition(".")[2] for key in keys]
     return [f"{common}{first}" for first in firsts]
 
 

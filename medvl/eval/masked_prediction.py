@@ -147,7 +147,8 @@ def _distinct(samples: Iterable[Sample], sections: Sequence[str]) -> Iterator[tu
                     yield collapsed, sample
 
 
-PROTOCOL, PROTOCOL_VERSION = "masked_prediction", 3
+PROTOCOL = "masked_prediction"
+PROTOCOL_VERSION = 3
 KS = (1, 5)
 
 
@@ -221,10 +222,8 @@ def evaluate_masked_prediction(
     with evaluating(model):
         filled, right_NK, nll_N = _fill(model, tokenizer, tokenizer.mask_id, placed, batch)
     words = tuple(item.word for item in placed)
-    kinds, patients = (
-        [word.kind for word in words],
-        [sentences.samples[word.sentence].patient for word in words],
-    )
+    kinds = [word.kind for word in words]
+    patients = [sentences.samples[word.sentence].patient for word in words]
     groups = [*_groups(words, kinds, right_NK), label_mean_metrics("nll", nll_N, kinds)]
     results = Results(
         protocol=PROTOCOL,
@@ -292,11 +291,9 @@ def _fill(
     and its nll.
     """
     order = sorted(range(len(placed)), key=lambda at: len(placed[at].ids))
-    filled, right_NK, nll_N = (
-        [""] * len(placed),
-        np.zeros((len(placed), len(KS))),
-        np.zeros(len(placed)),
-    )
+    filled = [""] * len(placed)
+    right_NK = np.zeros((len(placed), len(KS)))
+    nll_N = np.zeros(len(placed))
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         items = [placed[row] for row in rows]
@@ -397,7 +394,8 @@ def write_masked_prediction_page(
         header: display names of model and data, and the date.
         examples: wrong words of each kind; 0 for a page without sentences.
     """
-    results, details = result.results, result.results.details
+    results = result.results
+    details = result.results.details
     present = [kind for kind in KINDS if any(row.target == kind for row in results.rows)]
     targets = ["overall", "macro", *present]
     metrics = ("accuracy@1", "floor@1", "gain@1", "accuracy@5", "floor@5", "nll")

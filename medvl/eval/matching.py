@@ -61,7 +61,8 @@ from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Sample
 
-PROTOCOL, PROTOCOL_VERSION = "image_text_matching", 2
+PROTOCOL = "image_text_matching"
+PROTOCOL_VERSION = 2
 OWN, OTHER, MIRROR = range(3)
 """Columns of the texts and scores of an image."""
 COLUMNS = ("own", "other", "mirror")
@@ -363,7 +364,8 @@ def _mistakes(result: MatchingResult, pixels: Pixels, examples: int) -> Cards:
 
 
 def _card(result: MatchingResult, row: int, column: int, pixels: Pixels) -> Card:
-    scores_3, full = result.scores_N3[row], float(max(1.0, np.nanmax(np.abs(result.scores_N3))))
+    scores_3 = result.scores_N3[row]
+    full = float(max(1.0, np.nanmax(np.abs(result.scores_N3))))
     margin = f"{scores_3[column] - scores_3[OWN]:.2f}"
     alternative = (
         f"image whose own text scores {scores_3[OWN]:.2f} and the other text {scores_3[column]:.2f}"

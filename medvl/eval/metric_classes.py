@@ -79,11 +79,9 @@ class LabelMetrics(Metric):
             raise EvaluationError(
                 f"no threshold for {', '.join(missing)}", "missing", field="thresholds"
             )
-        self.names, self.policy, self.probabilities = (
-            tuple(names),
-            policy or LabelPolicy(),
-            probabilities,
-        )
+        self.names = tuple(names)
+        self.policy = policy or LabelPolicy()
+        self.probabilities = probabilities
         self.thresholds = {
             name: thresholds[name]
             for name in names

@@ -37,7 +37,8 @@ from medvl.eval.grounding.heatmaps import Maps, choose_maps, is_constant, phrase
 from medvl.models import DualEncoder
 from medvl.schema import Batch
 
-PROTOCOL, PROTOCOL_VERSION = "zero_shot_masks", 1
+PROTOCOL = "zero_shot_masks"
+PROTOCOL_VERSION = 1
 Scale = Literal["unit", "sigmoid", "none"]
 
 

@@ -38,7 +38,10 @@ from medvl.inference.texts import answer, write_report
 from medvl.models import VQA, DualEncoder, LabelModel
 from medvl.models.base import System
 
-SETTINGS, LINES, TABLE, OVERLAYS = "settings.json", "results.jsonl", "results.csv", "overlays"
+SETTINGS = "settings.json"
+LINES = "results.jsonl"
+TABLE = "results.csv"
+OVERLAYS = "overlays"
 _OVERLAY_SIDE = 1024
 _READERS = 4
 
@@ -104,7 +107,8 @@ class ImageModel:
                 raise ConfigError(
                     "a VQA model needs questions: give --texts", "missing", field="texts"
                 )
-            self.gives, self.names = "answer", tuple(texts)
+            self.gives = "answer"
+            self.names = tuple(texts)
             self._run = self._answer
         elif isinstance(model, DualEncoder | LabelModel):
             scorer = Scorer(model, texts, **scoring)
@@ -120,7 +124,8 @@ class ImageModel:
                 raise ConfigError(
                     f"a {model.name} writes reports and takes no texts", "conflict", field="texts"
                 )
-            self.gives, self.names = "report", ("report",)
+            self.gives = "report"
+            self.names = ("report",)
             self._run = lambda image_BCHW: [
                 {"report": text} for text in write_report(model, list(image_BCHW))
             ]
@@ -225,7 +230,8 @@ def _infer_batch(
     overlays: int,
     modality: Sequence[str],
 ) -> list[ImageResult]:
-    headers, expected = {path: header_of(path) for path in paths}, Expected.by(model.model)
+    headers = {path: header_of(path) for path in paths}
+    expected = Expected.by(model.model)
 
     def read(path: Path) -> np.ndarray | str:
         header = headers[path]

@@ -35,7 +35,11 @@ from medvl.models.weights import WEIGHTS, find_checkpoint
 CONTACT_SHEET = "contact_sheet.png"
 _MAX_PROMPT_BYTES = 64 * 2**20
 _SEED_BITS = 63
-_TILE, _COLUMNS, _SHOWN, _CAPTION = 160, 6, 36, 34  # pixels, images of a sheet, pixels of a caption
+# pixels, images of a sheet, pixels of a caption
+_TILE = 160
+_COLUMNS = 6
+_SHOWN = 36
+_CAPTION = 34
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +219,8 @@ def reconstruct_images(
     model = _open(checkpoint, options)
     if not hasattr(model, "reconstruct"):
         raise refuse(model, "reconstruct images", "use an autoencoder or a latent diffusion model")
-    images, transform = ShardSource(shards), model.transform.build()
+    images = ShardSource(shards)
+    transform = model.transform.build()
     generation = _generation(
         checkpoint,
         model,

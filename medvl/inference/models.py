@@ -194,7 +194,8 @@ def make_batch(model: System, image_BCHW: Tensor, texts: Sequence[str] | None = 
     """Return a batch of images with a text each; without texts, with none. Raises ConfigError
     without a tokenizer.
     """
-    count, device = len(image_BCHW), image_BCHW.device
+    count = len(image_BCHW)
+    device = image_BCHW.device
     no_ids_BT = torch.empty(count, 0, dtype=torch.int64, device=device)
     ids_BT, mask_BT = (no_ids_BT, no_ids_BT.bool()) if texts is None else model.tokenize(texts)
     return Batch(
@@ -211,7 +212,8 @@ def texts_for(images: Any, texts: str | Sequence[str], field: str) -> tuple[list
     """Return images and texts of equal number: one of either is repeated. Raises ConfigError for
     other numbers.
     """
-    listed, each = list(as_list(images)), [texts] if isinstance(texts, str) else list(texts)
+    listed = list(as_list(images))
+    each = [texts] if isinstance(texts, str) else list(texts)
     listed = listed * len(each) if len(listed) == 1 else listed
     each = each * len(listed) if len(each) == 1 else each
     if len(listed) != len(each):

@@ -187,7 +187,8 @@ class Scorer:
             )
             with evaluating(self.model):
                 self._score = PromptScorer(self.model, prompt_set)
-            self.names, self.sentences = tuple(prompt_set.classes), prompt_set.classes
+            self.names = tuple(prompt_set.classes)
+            self.sentences = prompt_set.classes
         elif isinstance(self.model, LabelModel) and self.model.reads == "image":
             self.names, self._columns = _labels(
                 self.model, [texts] if isinstance(texts, str) else texts
@@ -378,10 +379,8 @@ def heatmap(
         raise refuse(system, "locate a text in an image", HEATMAP_ADVICE)
     warn_of_other_images(system, [image])
     pixels = system.transform.read(image)
-    image_BCHW, size = (
-        system.transform(pixels).to(system.device),
-        (pixels.shape[0], pixels.shape[1]),
-    )
+    image_BCHW = system.transform(pixels).to(system.device)
+    size = (pixels.shape[0], pixels.shape[1])
     with evaluating(system):
         if isinstance(system, DualEncoder):
             kind = choose_maps(system, maps)

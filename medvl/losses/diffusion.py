@@ -81,7 +81,8 @@ def gaussian_kl(mean_BCHW: Tensor, logvar_BCHW: Tensor, pixels: int) -> Tensor:
     """
     _check_shapes(mean_BCHW, logvar_BCHW)
     with full_precision(mean_BCHW):
-        mean, logvar = mean_BCHW.float(), logvar_BCHW.float()
+        mean = mean_BCHW.float()
+        logvar = logvar_BCHW.float()
         kl_BCHW = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar)
         total = mean_or_zero(kl_BCHW.flatten(1).sum(dim=1))
         return total / pixels if pixels else 0.0 * total

@@ -99,10 +99,8 @@ def symmetric_kl(logits_NV: Tensor, other_NV: Tensor, count: Tensor | None = Non
     if logits_NV.shape != other_NV.shape:
         raise ValueError(f"expected logits of one shape (N, V), got {shapes(logits_NV, other_NV)}")
     with full_precision(logits_NV):
-        log_p_NV, log_q_NV = (
-            logits_NV.float().log_softmax(dim=-1),
-            other_NV.float().log_softmax(dim=-1),
-        )
+        log_p_NV = logits_NV.float().log_softmax(dim=-1)
+        log_q_NV = other_NV.float().log_softmax(dim=-1)
         total = F.kl_div(log_q_NV, log_p_NV.detach(), log_target=True, reduction="sum")
         total = total + F.kl_div(log_p_NV, log_q_NV.detach(), log_target=True, reduction="sum")
         return total / max(len(logits_NV), 1) if count is None else mean_of(total, count)
@@ -203,7 +201,8 @@ def mask_patches(
         )
     noise_BP = torch.rand(batch, patches, generator=generator, device=generator.device).to(device)
     order_BP = noise_BP.argsort(dim=1, stable=True)
-    kept_BK, taken_BM = order_BP[:, :kept].sort(dim=1).values, order_BP[:, kept:].sort(dim=1).values
+    kept_BK = order_BP[:, :kept].sort(dim=1).values
+    taken_BM = order_BP[:, kept:].sort(dim=1).values
     restore_BP = torch.cat([kept_BK, taken_BM], dim=1).argsort(dim=1)
     return PatchMask(kept_BK, restore_BP, restore_BP >= kept)
 
@@ -251,7 +250,8 @@ def patchify(image_BCHW: Tensor, patch: int) -> Tensor:
         raise ValueError(
             f"an image of {height} x {width} pixels does not divide into patches of {patch}"
         )
-    rows, columns = height // patch, width // patch
+    rows = height // patch
+    columns = width // patch
     split = image_BCHW.reshape(batch, channels, rows, patch, columns, patch)
     return split.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, patch * patch * channels)
 

@@ -48,7 +48,8 @@ def known_labels(target_BL: Tensor) -> Tensor:
 #
 # Shape letters: B images, P cells, L labels; h, w cells of a grid.
 
-_SMOOTH, _TINY = 1e-5, 1e-12
+_SMOOTH = 1e-5
+_TINY = 1e-12
 """Smoothing of Dice and smallest divisor in `lvit`."""
 
 
@@ -121,7 +122,8 @@ def bce_dice(
             f"{shapes(logits_BLhw, share_BLhw)}"
         )
     with full_precision(logits_BLhw):
-        logits_BLhw, share_BLhw = logits_BLhw.float(), share_BLhw.float()
+        logits_BLhw = logits_BLhw.float()
+        share_BLhw = share_BLhw.float()
         entropy_BLhw = F.binary_cross_entropy_with_logits(logits_BLhw, share_BLhw, reduction="none")
         marked_BLhw = logits_BLhw.sigmoid()
         shared_BL = (marked_BLhw * share_BLhw).sum(dim=(2, 3))
@@ -158,11 +160,13 @@ def lvit(prob_B1HW: Tensor, mask_B1HW: Tensor, weight_B: Tensor | None = None) -
     if weight_B is not None and weight_B.shape != prob_B1HW.shape[:1]:
         raise ValueError(f"weight_B must be ({len(prob_B1HW)},), got {shapes(weight_B)}")
     with full_precision(prob_B1HW):
-        p, t = prob_B1HW.float(), mask_B1HW.float()
+        p = prob_B1HW.float()
+        t = mask_B1HW.float()
         weight_B1 = (
             torch.ones_like(p[:, :1, 0, 0]) if weight_B is None else weight_B.float()[:, None]
         )
-        shared_BL, square_BL = (p * t).sum(dim=(2, 3)), (p.square() + t.square()).sum(dim=(2, 3))
+        shared_BL = (p * t).sum(dim=(2, 3))
+        square_BL = (p.square() + t.square()).sum(dim=(2, 3))
         dice_BL = 1 - (2 * shared_BL / 4 + _SMOOTH) / (square_BL / 4 + _SMOOTH)
         sums = [(weight_B1 * dice_BL).sum(dim=0), weight_B1.expand_as(dice_BL).sum(dim=0)]
         entropy = F.binary_cross_entropy(p, t, reduction="none")

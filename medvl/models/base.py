@@ -112,7 +112,9 @@ class System(nn.Module, abc.ABC):
         self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None
     ) -> None:
         super().__init__()
-        self.config, self.transform, self.tokenizer = config, transform, tokenizer
+        self.config = config
+        self.transform = transform
+        self.tokenizer = tokenizer
         self.provenance: Mapping[str, Any] = {}
         self.trained_on: tuple[Mapping[str, Any], ...] = ()
 
@@ -248,7 +250,8 @@ class TwoTowers(System):
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, **parts)
-        self.image_encoder, self.text_encoder = image_encoder, text_encoder
+        self.image_encoder = image_encoder
+        self.text_encoder = text_encoder
 
 
 def list_of_texts(texts: Sequence[str]) -> list[str]:
@@ -396,8 +399,10 @@ class WordHead(nn.Module):
         eps: float = LAYER_NORM_EPS,
     ) -> None:
         super().__init__()
-        inner, self.approximate = table_width or width, approximate
-        self.dense, self.norm = nn.Linear(width, inner), nn.LayerNorm(inner, eps=eps)
+        inner = table_width or width
+        self.approximate = approximate
+        self.dense = nn.Linear(width, inner)
+        self.norm = nn.LayerNorm(inner, eps=eps)
         self.words = None if tied else nn.Linear(inner, vocab_size, bias=False)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         init_weights(self)

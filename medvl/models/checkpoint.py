@@ -96,10 +96,8 @@ def save(
         ],
     }
     write_atomic(folder / CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
-    settings, manifests = (
-        config["model"]["settings"],
-        [*([] if manifest is None else [manifest]), *ancestors],
-    )
+    settings = config["model"]["settings"]
+    manifests = [*([] if manifest is None else [manifest]), *ancestors]
     dual = hasattr(model, "similarity")
     card = model_card(
         model.name, settings, manifests, run, dual=dual, licence=licence, results=results
@@ -277,7 +275,8 @@ def _load_with_optional_parts(model: System, folder: Path) -> None:
     are.
     """
     optional = tuple(f"{part}." for part in model.optional_parts)
-    own, tensors = model.state_dict(), read_weights(folder)
+    own = model.state_dict()
+    tensors = read_weights(folder)
     loaded = {
         name: tensor
         for name, tensor in tensors.items()
@@ -296,7 +295,9 @@ def _load_but_words(model: System, folder: Path) -> None:
     """Load all weights of the same system, or the shared encoders of another, except parameters
     of single words.
     """
-    described, tensors, own = described_model(folder), read_weights(folder), model.state_dict()
+    described = described_model(folder)
+    tensors = read_weights(folder)
+    own = model.state_dict()
     if described["name"] == model.name:
         _check_version(model, folder)
     words = {name for name in own if name.endswith(("word_embeddings.weight", "word_head.bias"))}
@@ -430,10 +431,8 @@ def _check_version(model: nn.Module, folder: Path) -> None:
     """Raise CheckpointError unless the weights of a checkpoint have the layout of the model's
     system.
     """
-    expected, version = (
-        getattr(model, "weights_version", 1),
-        described_model(folder).get("version", 1),
-    )
+    expected = getattr(model, "weights_version", 1)
+    version = described_model(folder).get("version", 1)
     if version != expected:
         system_name = getattr(model, "name", type(model).__name__)
         message = (

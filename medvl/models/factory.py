@@ -84,7 +84,8 @@ def create_model(
         for part in ("image_weights", "text_weights")
         if getattr(config, part, None) is not None
     ]
-    continues, own_text = False, "text_weights" in own
+    continues = False
+    own_text = "text_weights" in own
     if init_from is not None:
         if own:
             raise ConfigError(f"give init_from or {own[0]}, not both", "conflict", field=own[0])
@@ -152,10 +153,8 @@ def _published_tokenizer(config: Any, pretrained: bool) -> Tokenizer | None:
     """Return the tokenizer of the hub repository that `text_weights` names, or with `pretrained`
     the text encoder's.
     """
-    name, address = (
-        getattr(config, "text_encoder", ""),
-        hub_address(getattr(config, "text_weights", None)),
-    )
+    name = getattr(config, "text_encoder", "")
+    address = hub_address(getattr(config, "text_weights", None))
     if address is not None and (name in TEXT_PRESETS or name.startswith("hf:")):
         hub_id, revision = address
         return load_tokenizer(hub_id, revision=revision, max_tokens=config.max_tokens)

@@ -31,8 +31,10 @@ def interpolate(start: Path | str, end: Path | str, share: float) -> System:
         raise ConfigError(
             f"share must be within [0, 1], got {share}", "out_of_range", field="share"
         )
-    model, other = load(end), load(start)
-    ours, theirs = model.state_dict(), other.state_dict()
+    model = load(end)
+    other = load(start)
+    ours = model.state_dict()
+    theirs = other.state_dict()
     shapes, their_shapes = (
         {name: tensor.shape for name, tensor in each.items()} for each in (ours, theirs)
     )

@@ -97,7 +97,8 @@ def register_system(name: str) -> Callable[[Class], Class]:
     """
 
     def register(cls: Class) -> Class:
-        place, known = (cls.__module__, cls.__qualname__), _CLASSES.get(name)
+        place = (cls.__module__, cls.__qualname__)
+        known = _CLASSES.get(name)
         if _MODULES.get(name, cls.__module__) != cls.__module__ or (
             known is not None
             and (known.__module__, known.__qualname__) != place  # a notebook may run a cell again

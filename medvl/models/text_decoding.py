@@ -117,7 +117,8 @@ def search(
         sorted(never), dtype=torch.int64
     )  # without ids, torch would make it a float
     logits_RV = model.first()
-    batch, device = len(logits_RV), logits_RV.device
+    batch = len(logits_RV)
+    device = logits_RV.device
     hypotheses = _Hypotheses(
         ids_BKT=torch.empty(batch, 1, 0, dtype=torch.int64, device=device),
         total_BK=torch.zeros(batch, 1, device=device),
@@ -170,7 +171,8 @@ class _Hypotheses:
                 vocabulary, dim=1
             )
             place_BK = ranked_BN.topk(min(decoding.beams, ranked_BN.shape[1]), dim=1).indices
-        parent_BK, ids_BK = place_BK // vocabulary, place_BK % vocabulary
+        parent_BK = place_BK // vocabulary
+        ids_BK = place_BK % vocabulary
         before_BKT = self.ids_BKT.gather(
             1, parent_BK[:, :, None].expand(-1, -1, self.ids_BKT.shape[2])
         )
@@ -184,7 +186,8 @@ class _Hypotheses:
     def texts(self, decoding: Decoding, pad_id: int) -> Generated:
         """Return the best text of every sample, or all sampled texts."""
         chosen = slice(None) if decoding.samples else slice(1)
-        ended_R, length_R = self.ended_BK[:, chosen].flatten(), self.length_BK[:, chosen].flatten()
+        ended_R = self.ended_BK[:, chosen].flatten()
+        length_R = self.length_BK[:, chosen].flatten()
         words_R = length_R - ended_R.long()
         width = int(words_R.max())
         mask_RT = torch.arange(width, device=words_R.device) < words_R[:, None]
@@ -212,7 +215,8 @@ def _repetition_penalty(ids_RT: Tensor, log_RV: Tensor, decoding: Decoding) -> T
     """(R, V): penalty of each token for the n-gram that it would repeat; infinite where this is
     forbidden.
     """
-    length, tokens = decoding.block_ngrams, ids_RT.shape[1]
+    length = decoding.block_ngrams
+    tokens = ids_RT.shape[1]
     none_RV = torch.zeros_like(log_RV)
     if not length or tokens < length:
         return none_RV

@@ -35,7 +35,8 @@ from medvl.errors import CheckpointError, MedvlError, WeightsError
 # Limit of the memory that building a model can allocate, from the size of the weights that it is
 # built for.
 
-_FACTOR, _SLACK = 4, 2**26
+_FACTOR = 4
+_SLACK = 2**26
 """Limit of the elements that building a model may allocate: a multiple of those of the weights,
 plus a constant for buffers that are not saved.
 """
@@ -55,7 +56,8 @@ class AllocationLimit(TorchDispatchMode):
 
     def __init__(self, elements: int, error: MedvlError) -> None:
         super().__init__()
-        self._left, self._error = _FACTOR * elements + _SLACK, error
+        self._left = _FACTOR * elements + _SLACK
+        self._error = error
 
     def __torch_dispatch__(
         self,
@@ -97,12 +99,10 @@ def elements_of(files: Iterable[Path]) -> int:
 # Folder of a checkpoint from the argument of a user: a checkpoint, a run, or a model on the
 # Hugging Face hub.
 
-CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer",
-    "train_manifest.json",
-)
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer"
+TRAIN_MANIFEST = "train_manifest.json"
 WEIGHT_PARTS = "weights"
 """Folder of a checkpoint whose weights were written by several ranks, each its own part, instead
 of one file.
@@ -117,7 +117,8 @@ CARD = "README.md"
 """File of a checkpoint with its model card."""
 MODEL_FILES = (CONFIG, WEIGHTS, f"{TOKENIZER}/*", TRAIN_MANIFEST, ANCESTORS, CARD)
 """Files of a checkpoint that make up the model; the others belong to the training run."""
-BEST, LAST = "best", "last"
+BEST = "best"
+LAST = "last"
 """Links in the folder of a run."""
 _SHOWN_CHECKPOINTS = 5
 _REVISION = re.compile(r"[\w./-]{1,96}", re.ASCII)

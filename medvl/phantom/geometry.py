@@ -69,7 +69,8 @@ def ellipse(
     center: tuple[float, float], radii: tuple[float, float], degrees: float = 0.0, points: int = 24
 ) -> Points:
     """Return the outline (points, 2) of an ellipse rotated by `degrees` clockwise in the image."""
-    cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    cosine = math.cos(math.radians(degrees))
+    sine = math.sin(math.radians(degrees))
     axes = np.array([[radii[0] * cosine, radii[0] * sine], [-radii[1] * sine, radii[1] * cosine]])
     return circle(points) @ axes + center
 

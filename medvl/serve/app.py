@@ -82,7 +82,10 @@ class _Served:
         config: ServeConfig,
         engine: Engine,
     ) -> None:
-        self._models, self._gallery, self._config, self._engine = models, gallery, config, engine
+        self._models = models
+        self._gallery = gallery
+        self._config = config
+        self._engine = engine
         self._pending = {
             id(served): Pending(functools.partial(_encode, served), config.batch, config.batch_wait)
             for served in models

@@ -28,7 +28,9 @@ class Pending:
     """
 
     def __init__(self, encode: Callable[[list[Any]], list[Any]], most: int, wait: float) -> None:
-        self.encode, self.most, self.wait = encode, most, wait
+        self.encode = encode
+        self.most = most
+        self.wait = wait
         self.waiting: collections.deque[_Item] = collections.deque()
         self.task: asyncio.Task[None] | None = None
 
@@ -37,7 +39,8 @@ class Budget:
     """A number of places or bytes, of which one address may have a share."""
 
     def __init__(self, whole: int, share: float) -> None:
-        self._left, self._most = whole, max(1, int(share * whole))
+        self._left = whole
+        self._most = max(1, int(share * whole))
         self._taken: collections.Counter[str] = collections.Counter()
 
     def check(self, address: str, number: int = 1) -> None:

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -69,7 +69,10 @@ class Refused(Exception):
         self, status: int, code: str, message: str, retry_after: float | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after = retry_after
 
     def response(self) -> JSONResponse:
         """Return the response."""
@@ -87,7 +90,8 @@ class RateLimit:
     """Token buckets, one for each address: `per_minute` at once, refilled evenly."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._full, self._clock = float(per_minute), clock
+        self._full = float(per_minute)
+        self._clock = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, address: str) -> None:
@@ -114,14 +118,17 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self._app, self._config, self._rate = app, config, RateLimit(config.requests_per_minute)
+        self._app = app
+        self._config = config
+        self._rate = RateLimit(config.requests_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 500
+        started = time.perf_counter()
+        status = 500
 
         async def send_guarded(message: Message) -> None:
             nonlocal status
@@ -196,7 +203,9 @@ def limited_protocol(config: ServeConfig) -> type[H11Protocol]:
     """
 
     class Limited(_LimitedProtocol):
-        limits, waiting, open_by_address = config, {}, Counter()
+        limits = config
+        waiting: ClassVar = {}
+        open_by_address: ClassVar = Counter()
 
     return Limited
 

@@ -71,7 +71,10 @@ class ServedModel:
         calibration: Calibration | None = None,
         uncalibrated: str = NOT_MADE,
     ) -> None:
-        self.title, self.model, self.prompts, self.calibration = title, model, prompts, calibration
+        self.title = title
+        self.model = model
+        self.prompts = prompts
+        self.calibration = calibration
         self._uncalibrated = uncalibrated
         self._scorer: Scorer | None = None
         self.abilities = {
@@ -97,7 +100,8 @@ class ServedModel:
         a damaged calibration.
         """
         model = open_model(source).to(resolve_device(device))
-        checkpoint, folder = find_checkpoint(source), Path(source)
+        checkpoint = find_checkpoint(source)
+        folder = Path(source)
         title = (folder if checkpoint != folder else folder.absolute().parent).resolve().name
         title = str(source) if on_hub(source) else title
         if not isinstance(model, DualEncoder):
@@ -381,7 +385,8 @@ class Gallery:
         return [self._card(cosine, int(self.positions[index])) for cosine, index in pairs]
 
     def _card(self, cosine: float, position: int) -> dict[str, Any]:
-        sample, pixels = self.source.sample(position), self.source.pixels(position)
+        sample = self.source.sample(position)
+        pixels = self.source.pixels(position)
         text = join_texts(sample.sections.values())
         jpeg = encode_jpeg(resize_short_side(pixels, _THUMBNAIL), 85)
         return {

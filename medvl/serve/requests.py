@@ -21,7 +21,8 @@ from medvl.inference.models import Expected, describe_doubt
 from medvl.serve.config import ServeConfig
 from medvl.serve.guard import Refused
 
-MAX_TEXTS, MAX_TEXT_LENGTH = 32, 500
+MAX_TEXTS = 32
+MAX_TEXT_LENGTH = 500
 _MOST_FRAMES = 20_000
 
 
@@ -92,7 +93,8 @@ async def read_request(
 async def _bounded(
     request: Request, config: ServeConfig, count: Callable[[int], None]
 ) -> AsyncGenerator[bytes, None]:
-    received, stream = 0, request.stream()
+    received = 0
+    stream = request.stream()
     while True:
         async with asyncio.timeout(config.stall_seconds):
             chunk = await anext(stream, None)
@@ -239,7 +241,8 @@ def _window(values: LinearValues, size: tuple[int, int]) -> dict[str, Any] | Non
     present_HW = np.isfinite(values.values_HW)
     if not present_HW.any():
         return None
-    low, high = float(values.values_HW[present_HW].min()), float(values.values_HW[present_HW].max())
+    low = float(values.values_HW[present_HW].min())
+    high = float(values.values_HW[present_HW].max())
     filled_HW = _resized(np.where(present_HW, values.values_HW, np.float32(low)), size)
     codes_HW = 1 + np.rint((filled_HW - low) / max(high - low, 1e-6) * 65534).clip(0, 65534)
     present_hw = cv2.resize(present_HW.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST)

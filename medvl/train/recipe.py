@@ -102,7 +102,8 @@ def zero_shot_run(
 
     def prepare(recipe: ZeroShotRecipe) -> "Run":
         """Create the model, the loaders and the evaluator."""
-        run, prompts = pretraining(recipe), recipe.prompts
+        run = pretraining(recipe)
+        prompts = recipe.prompts
         return (
             run
             if prompts is None
@@ -257,7 +258,8 @@ def fused_classification(recipe: str, settings: ClassifierRecipe, apply: ApplyPo
     from medvl.train.run import Run
 
     names = ("modalities", "head", "target", "head_lr_mult")
-    labels, choices = settings.data.names(), {name: getattr(settings, name) for name in names}
+    labels = settings.data.names()
+    choices = {name: getattr(settings, name) for name in names}
     with seeded(settings.train.seed):
         if settings.init_from is None:
             fusion = create_model(

@@ -53,7 +53,8 @@ def find_recipe(name: str) -> Path:
             message = f"{path} is not a file; give a recipe by name (medvl recipes list) or a file"
             raise ConfigError(message, "not_found", field="recipe")
         return path
-    recipes, stem = packaged_files("recipes", ".py"), name.replace("-", "_")
+    recipes = packaged_files("recipes", ".py")
+    stem = name.replace("-", "_")
     if stem in recipes:
         return recipes[stem]
     fitting = sorted((one.count("_"), one) for one in recipes if one.startswith(f"{stem}_"))

@@ -62,7 +62,8 @@ def share_sections(found: Measurements) -> list[Section]:
     sections: list[Section] = []
     for group in dict.fromkeys(row.group for row in found.rows):
         rows = [row for row in found.rows if row.group == group and row.weights == "trained"]
-        name, strips = group_name(found, group), []
+        name = group_name(found, group)
+        strips = []
         lines: list[list[Cell | str]] = []
         for title in found.columns:
             of_system: dict[str, list[SystemRow]] = {}
@@ -112,7 +113,8 @@ def label_sections(found: Measurements) -> list[Section]:
     probes = {name: titles for name, titles in _probes(found).items() if len(titles) > 1}
     sections: list[Section] = []
     for group, rows in found.groups().items():
-        name, strips = group_name(found, group), []
+        name = group_name(found, group)
+        strips = []
         for probe, titles in probes.items():
             curves = {}
             for row in rows:
@@ -157,7 +159,8 @@ def cost_section(
     found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]
 ) -> Pictures | None:
     """Return quality beside training time for each column; None without costs."""
-    name, strips = group_name(found, group), []
+    name = group_name(found, group)
+    strips = []
     for title in found.columns:
         points = {}
         for row in rows:

@@ -93,7 +93,8 @@ class Measurements:
         """Return title -> reason of the columns of the file that no result of their task has a
         row for.
         """
-        config, found = self.plan.config, {}
+        config = self.plan.config
+        found = {}
         own = {command.name: command.columns for command in config.commands}
         for task, columns in (*own.items(), *config.columns.items()):
             names = frozenset().union(*(row.results.get(task, frozenset()) for row in self.rows))
@@ -142,7 +143,12 @@ def _row(
     runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[str, tuple[Column, ...]]
 ) -> SystemRow:
     first = runs[0]
-    metrics, refused, failed, waiting, seconds, names = {}, {}, set(), set(), 0.0, {}
+    metrics = {}
+    refused = {}
+    failed = set()
+    waiting = set()
+    seconds = 0.0
+    names = {}
     for task in first.tasks:
         folders = [store.evaluation(run, weights, task) for run in runs]
         found = [read_evaluation(folder) for folder in folders]
@@ -190,7 +196,11 @@ def _row(
 
 def _measured(done: Sequence[tuple[Path, Results]], column: Column) -> Measured | None:
     """Return a column's metric over the seeds that have it."""
-    values, errors, resampled, ends, over = [], [], [], [], set()
+    values = []
+    errors = []
+    resampled = []
+    ends = []
+    over = set()
     for folder, results in done:
         row = _find(results, column)
         if row is not None and not math.isnan(row.value):

@@ -14,7 +14,9 @@ FAMILIES = {
     "records": "masked-record model",
     "report": "report generator",
 }
-_DASH, FAILED, _WAITING = "–", "failed", "to do"
+_DASH = "–"
+FAILED = "failed"
+_WAITING = "to do"
 _APART = (
     "the systems have other test items or other references, or predictions that give no "
     "resamples, and are compared as "

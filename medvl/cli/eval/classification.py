@@ -106,7 +106,8 @@ def classify(shared: EvalOptions, label: MeanOptions, *, valid: Path | None = No
     from medvl.eval.core.open import open_source
     from medvl.models import LabelModel
 
-    checkpoint, advice = shared.checkpoint, "train a classifier on it with recipes/linear_probe.py"
+    checkpoint = shared.checkpoint
+    advice = "train a classifier on it with recipes/linear_probe.py"
     output = shared.folder(checkpoint, "classify")
     model, source, read = open_evaluation(shared, LabelModel, advice, text=True)
     folder = output.settle(manifest=source.fingerprint)
@@ -166,10 +167,8 @@ def zero_shot(
 
     task = "zero_shot" if len(checkpoint) == 1 else "zero_shot_ensemble"
     output = shared.folder(checkpoint[0], task, hashed=len(checkpoint) == 1)
-    prompt_set, source = (
-        None if prompts is None else load_prompts(prompts),
-        open_source(data, checkpoint),
-    )
+    prompt_set = None if prompts is None else load_prompts(prompts)
+    source = open_source(data, checkpoint)
     if prompt_set is not None:
         # errors of prompts and data come before the models are loaded
         evaluate.common_classes(prompt_set.for_labels(source.label_names, labels), source)
@@ -285,7 +284,8 @@ def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEn
     from medvl.eval.core.open import load_model, open_source, resolve_device
     from medvl.eval.probing.features import ProbedEncoder
 
-    checkpoint, encoder = options.checkpoint, options.encoder
+    checkpoint = options.checkpoint
+    encoder = options.encoder
     if checkpoint is not None and encoder is None:
         open_source(
             test, [checkpoint]

@@ -333,11 +333,13 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
     from medvl.eval.retrieval.rerank import ShortlistModel, reranked_retrieval
     from medvl.models import DualEncoder, FusionModel, RetrievalModel
 
-    checkpoint, resamples = shared.checkpoint, shared.resamples
+    checkpoint = shared.checkpoint
+    resamples = shared.resamples
     output = shared.folder(rerank or checkpoint, "retrieval")
     advice = "give the checkpoint of a dual-encoder, and --rerank"
     model, source, read = open_evaluation(shared, DualEncoder, advice, text=True)
-    loader, folder = read(source), output.settle(manifest=source.fingerprint)
+    loader = read(source)
+    folder = output.settle(manifest=source.fingerprint)
     if rerank is None:
         result = image_text_retrieval(
             model, loader, resamples=resamples, checkpoint=checkpoint, examples=_EXAMPLES
@@ -412,7 +414,8 @@ def class_retrieval(
     model, source, read = open_evaluation(
         shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True
     )
-    resamples, checkpoint = shared.resamples, shared.checkpoint
+    resamples = shared.resamples
+    checkpoint = shared.checkpoint
     if fixed is None:
         folder = output.settle(manifest=source.fingerprint)
         result = by_class.image_retrieval(

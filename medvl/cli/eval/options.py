@@ -104,7 +104,9 @@ class OutputFolder:
         *,
         replace: bool,
     ) -> None:
-        self.path, self._model, self._replace = path, dict(model or {}), replace
+        self.path = path
+        self._model = dict(model or {})
+        self._replace = replace
         self._check(path)
 
     def settle(self, **data: str | None) -> SettledFolder:

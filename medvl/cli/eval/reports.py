@@ -154,10 +154,8 @@ def generation(
         checkpoints=models.checkpoints(),
     )
     loaded, details = _models(models, opened[0], shared.device)
-    path, hashes = (
-        shared.out or images.generated[0].with_name(f"{images.generated[0].name}-eval"),
-        _hashes(models),
-    )
+    path = shared.out or images.generated[0].with_name(f"{images.generated[0].name}-eval")
+    hashes = _hashes(models)
     evaluated = {
         "generator": lambda: opened[0].generation.generator,
         "checkpoint": lambda: hashes["checkpoint"],
@@ -194,10 +192,8 @@ def _models(
     if options.features is not None and options.encoder is not None:
         raise ConfigError("give --features or --encoder, not both", "conflict", field="features")
     model = load_model(options.classifier, device)
-    encoder, features = (
-        ProbedEncoder.from_model(model, name=f"{model.name} ({options.classifier})"),
-        None,
-    )
+    encoder = ProbedEncoder.from_model(model, name=f"{model.name} ({options.classifier})")
+    features = None
     if options.features is not None:
         other = load_model(options.features, device)
         features = ProbedEncoder.from_model(other, name=f"{other.name} ({options.features})")

@@ -176,7 +176,8 @@ def text(
     from medvl.eval.text_tasks.evaluate import complete_tasks, evaluate_text_tasks
     from medvl.eval.text_tasks.page import write_text_page
 
-    options, names = tuning.settings(resamples), task
+    options = tuning.settings(resamples)
+    names = task
     if task == ("all",):
         complete, left_out = complete_tasks(data, options)
         names = tuple(complete)
@@ -259,7 +260,8 @@ def vqa(
     from medvl.eval.vqa.predictions import question_data, questions_beside
     from medvl.eval.vqa.protocol import get_protocol
 
-    rules, shards = get_protocol(protocol), open_source(data)
+    rules = get_protocol(protocol)
+    shards = open_source(data)
     if (checkpoint is None) == (predictions is None):
         raise ConfigError(
             "give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint"

@@ -195,7 +195,8 @@ def _compare_folders(folder: Path, against: Path) -> None:
             print(f"  {pair.key} {pair.other} {pair.distance}")
         for reason, count in sorted(overlap.not_compared.items()):
             print(f"  {count} images not compared: {reason}")
-        images, patients = images + len(overlap.images), patients + len(shared or ())
+        images = images + len(overlap.images)
+        patients = patients + len(shared or ())
     if images or patients:
         message = (
             f"{folder} and {against} share {images} pairs of images and {patients} "

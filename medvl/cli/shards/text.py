@@ -94,7 +94,8 @@ def concepts(
     from medvl.data.knowledge.graph import read_definitions, read_knowledge
 
     shared = ConversionOptions(run=run, options=ShardOptions(samples_per_shard=samples_per_shard))
-    deid, graph = shared.deidentifier(), read_knowledge(knowledge)
+    deid = shared.deidentifier()
+    graph = read_knowledge(knowledge)
     definitions = {} if umls is None else read_definitions(umls, graph.identifiers)
     plan = corpus.plan(
         graph, deid, definitions=definitions, name=name, fractions=split_fractions(splits)
@@ -161,7 +162,8 @@ def vocab(
             reports += 1
             yield from of_study
 
-    texts, options = texts_of(shards), {"min_frequency": min_frequency, "max_tokens": max_tokens}
+    texts = texts_of(shards)
+    options = {"min_frequency": min_frequency, "max_tokens": max_tokens}
     if kind == "wordpiece":
         tokenizer = train_wordpiece(texts, vocab_size=size, **options)
     else:

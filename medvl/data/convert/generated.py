@@ -54,7 +54,9 @@ def plan(
     check_name(split, "split")
     images = GeneratedImages.open(root)
     patients = _patients(images, deid, sources)
-    rows, records, trained_on = RowCounts(), Records(), images.train_manifests()
+    rows = RowCounts()
+    records = Records()
+    trained_on = images.train_manifests()
     for number, row in enumerate(rows.reading(images.rows)):
         images.pixels(number)  # raises where they are not those that were generated
         patient = (

@@ -74,7 +74,9 @@ class LocalEngine:
         # Spawn, not fork: codecs and progress bars start threads, and forking a threaded process
         # may deadlock.
         context = multiprocessing.get_context("spawn")
-        counter, stop, started = context.Value("q", 0), context.Event(), context.Event()
+        counter = context.Value("q", 0)
+        stop = context.Event()
+        started = context.Event()
         pool = ProcessPoolExecutor(
             self.workers,
             mp_context=context,
@@ -127,7 +129,8 @@ _stop: "Event | None" = None
 
 def _start_worker(counter: "Synchronized[int]", stop: "Event", started: "Event") -> None:
     global _counter, _stop
-    _counter, _stop = counter, stop
+    _counter = counter
+    _stop = stop
     started.set()
     cv2.setNumThreads(0)  # one process per core already
     limit_memory(WORKER_BYTES)
@@ -375,7 +378,8 @@ def _check_rows(rows: RowCounts, run: ShardRun) -> None:
     """Raise BudgetError where the plan skipped more rows, of the whole corpus, than the budget
     allows.
     """
-    skipped, budget = rows.skipped.total(), _budget(run, rows.read)
+    skipped = rows.skipped.total()
+    budget = _budget(run, rows.read)
     if skipped > budget:
         state = f"{skipped} of {rows.read} {rows.unit} cannot be used ({listed(rows.skipped)})"
         advice = "repair them, or raise --max-skipped, and run again"

@@ -60,9 +60,13 @@ class ShardPlan:
     """
 
     def __init__(self, plan: Plan, samples_per_shard: int) -> None:
-        self.corpus, self.label_names = plan.corpus, plan.label_names
-        self.rows, self.warnings, self.generators = plan.rows, plan.warnings, plan.generators
-        self._records, self.folders = plan.records, plan.allowed_folders()
+        self.corpus = plan.corpus
+        self.label_names = plan.label_names
+        self.rows = plan.rows
+        self.warnings = plan.warnings
+        self.generators = plan.generators
+        self._records = plan.records
+        self.folders = plan.allowed_folders()
         self.shards = tuple(
             PlannedShard(
                 shard_name(plan.corpus, split, number),
@@ -113,14 +117,17 @@ def order_by_key(plan: Plan) -> dict[str, np.ndarray]:
         detail = listed(plan.rows.left_out) or "empty table"
         raise CorpusError(f"{plan.corpus}: no image is left to convert ({detail})", "empty")
     numbers: dict[str, int] = {}
-    splits, keys, patients = array("i"), _TextColumn(), _TextColumn()
+    splits = array("i")
+    keys = _TextColumn()
+    patients = _TextColumn()
     for record in plan.records:
         sample = record.sample
         check_sample(sample)
         splits.append(numbers.setdefault(sample.split, len(numbers)))
         keys.append(sample.key)
         patients.append(sample.patient)
-    split_N, key_N = np.frombuffer(splits, np.intc), keys.values()
+    split_N = np.frombuffer(splits, np.intc)
+    key_N = keys.values()
     order_N = np.argsort(key_N, kind="stable")
     repeated_N = key_N[order_N[1:]] == key_N[order_N[:-1]]
     if repeated_N.any():
@@ -139,7 +146,8 @@ def _check_patients(
     patient_N: np.ndarray, split_N: np.ndarray, names: Sequence[str], corpus: str
 ) -> None:
     order_N = np.argsort(patient_N, kind="stable")
-    patient_N, split_N = patient_N[order_N], split_N[order_N]
+    patient_N = patient_N[order_N]
+    split_N = split_N[order_N]
     leaked_N = (patient_N[1:] == patient_N[:-1]) & (split_N[1:] != split_N[:-1])
     if leaked_N.any():
         shared_N = np.isin(patient_N, patient_N[1:][leaked_N])

@@ -42,7 +42,8 @@ class RayEngine:
     """
 
     def __init__(self, address: str | None, workers: int | None) -> None:
-        self.address, self.workers = address or os.environ.get("RAY_ADDRESS"), workers
+        self.address = address or os.environ.get("RAY_ADDRESS")
+        self.workers = workers
 
     def run(self, tasks: Iterable[ShardTask]) -> Progress:
         """Build shards, as `Engine.run`.

@@ -62,7 +62,8 @@ class ShardNote:
         note.
         """
         note = cls(**parse_json(data))
-        note.excluded, note.warnings = Counter(note.excluded), Counter(note.warnings)
+        note.excluded = Counter(note.excluded)
+        note.warnings = Counter(note.warnings)
         note.skipped = [
             SkippedImage(key, why, text, tuple(files)) for key, why, text, files in note.skipped
         ]
@@ -70,7 +71,9 @@ class ShardNote:
 
     def complete(self, shard: Shard) -> "ShardNote":
         """Add the entry of the written tar. Returns the note."""
-        self.samples, self.size, self.sha256 = shard.samples, shard.bytes, shard.sha256
+        self.samples = shard.samples
+        self.size = shard.bytes
+        self.sha256 = shard.sha256
         self.index_sha256 = shard.index_sha256
         self.patients = sorted(set(self.patients))
         return self
@@ -236,7 +239,9 @@ def write_shard(folder: Path, name: str, samples: Iterable[EncodedSample]) -> Sh
 
 
 def _write_members(writer: TarWriter, samples: Iterable[EncodedSample]) -> Index:
-    keys, suffixes, places = [], [], []
+    keys = []
+    suffixes = []
+    places = []
     for sample in samples:
         keys.append(sample.key)
         suffixes.append(sample.suffix)

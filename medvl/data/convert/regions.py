@@ -36,7 +36,8 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.storage.location import require_local
 from medvl.errors import BudgetError, ConfigError, ImageError, ShardError
 
-_PROGRESS, _PLAN = ".progress", "plan.json"
+_PROGRESS = ".progress"
+_PLAN = "plan.json"
 _PACKAGES = ("numpy", "torch", "torchvision")
 
 
@@ -190,7 +191,8 @@ class _Run:
 
     def check_budget(self, shards: Sequence[RegionShard]) -> None:
         """Raise BudgetError where more images than allowed could not be read."""
-        limit, samples = self.options.max_skipped, len(self.source)
+        limit = self.options.max_skipped
+        samples = len(self.source)
         skipped = [reason for shard in shards for _, reason in shard.skipped]
         if len(skipped) > int(limit if limit >= 1 else limit * samples):
             message = (
@@ -219,7 +221,8 @@ class _Run:
     def _write(self, shard: Shard, tar: Path, first: int) -> RegionShard:
         keys = [self.source.key(first + row) for row in range(shard.samples)]
         place_N2 = np.zeros((shard.samples, 2), np.int64)
-        skipped, regions = [], 0
+        skipped = []
+        regions = 0
         with new_tar(tar) as writer:
             for rows, found in self._detect(first, shard.samples):
                 for row, each in zip(rows, found, strict=True):

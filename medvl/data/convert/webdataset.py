@@ -32,7 +32,8 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     Raises ConfigError, ShardError, StorageError and CorpusError as
     `medvl.data.corpora.webdataset_tars.plan`.
     """
-    tars, fields = expand_tars([pattern]), fields or TarFields()
+    tars = expand_tars([pattern])
+    fields = fields or TarFields()
     check_tars(tars)
     sizes = [(str(tar), tar.stat().st_size) for tar in tars]
     names = [fields.image, fields.text, fields.key_end]

@@ -144,7 +144,8 @@ def plan(
     invalid.
     """
     check_name(name, "name")
-    table, where = Path(table), dict(where or {})
+    table = Path(table)
+    where = dict(where or {})
     root = Path(image_root) if image_root is not None else table.parent
     folders = InputFolders.of(root, follow_links=follow_links)
     _check_root(table, root, columns)
@@ -158,12 +159,14 @@ def plan(
     # The table is read twice, for its labels and for its rows, because it may not fit in memory.
     valid = (row for _, row in _read_rows(table, required) if not isinstance(row, CorpusError))
     labels = _collect_labels(filter(is_selected, valid), columns, table)
-    real, warnings = Path(os.path.realpath(root)), Counter[str]()
+    real = Path(os.path.realpath(root))
+    warnings = Counter[str]()
     reader = _RowReader(
         table, real, columns, deid, name, fractions, parse_reports, labels, warnings, keep_imageless
     )
     rows = RowCounts("rows" if columns.image_column is None else IMAGES)
-    records, checks = Records(), RowChecks(table)
+    records = Records()
+    checks = RowChecks(table)
     for number, row in rows.reading(_read_rows(table, required)):
         try:
             if isinstance(row, CorpusError):

@@ -89,9 +89,14 @@ class _Reader:
         held_out: HeldOutTexts | None,
         fractions: Mapping[str, float],
     ) -> None:
-        self.deid, self.name, self.options, self.fractions = deid, name, options, fractions
-        self.held_out, self.rows = held_out, RowCounts("documents")
-        self._ids, self._texts = HashSet(), HashSet()
+        self.deid = deid
+        self.name = name
+        self.options = options
+        self.fractions = fractions
+        self.held_out = held_out
+        self.rows = RowCounts("documents")
+        self._ids = HashSet()
+        self._texts = HashSet()
 
     def samples(self, document: Document) -> Iterator[Sample]:
         """Yield the blocks of a document that is kept."""
@@ -143,7 +148,8 @@ def cut(text: str, block_words: int) -> list[str]:
     places = [match.span() for match in _NOT_SPACE.finditer(text)]
     if not block_words or len(places) <= block_words:
         return [text]
-    blocks, start = [], 0
+    blocks = []
+    start = 0
     while start < len(places):
         rest = len(places) - start
         target = -(-rest // -(-rest // block_words))

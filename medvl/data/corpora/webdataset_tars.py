@@ -98,19 +98,20 @@ class _Reader:
         group: str | None,
         fractions: Mapping[str, float],
     ) -> None:
-        self.deid, self.unpacked, self.name, self.fields, self.group = (
-            deid,
-            unpacked,
-            name,
-            fields,
-            group,
-        )
+        self.deid = deid
+        self.unpacked = unpacked
+        self.name = name
+        self.fields = fields
+        self.group = group
         self.fractions = fractions
-        self.rows, self.counts, self.warnings = RowCounts("samples"), TarCounts(), Counter[str]()
+        self.rows = RowCounts("samples")
+        self.counts = TarCounts()
+        self.warnings = Counter[str]()
 
     def samples(self, tar: Location) -> Iterator[Sample]:
         """Yield the samples of a tar, with their images unpacked."""
-        before, found = self.counts.samples, 0
+        before = self.counts.samples
+        found = 0
         for members in read_tar(tar, self.fields, self.group, counts=self.counts):
             found += 1
             sample = self._sample(tar.name, members)

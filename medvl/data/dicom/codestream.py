@@ -23,7 +23,10 @@ _MAX_JPEG_SEGMENTS = 10_000
 _JPEG_MARKER = re.compile(
     rb"\xff[\x01-\xcf\xd8-\xfe]"
 )  # in compressed data, 0xFF is followed by 0x00 or a restart
-_BASELINE, _EXTENDED, _LOSSLESS, _JPEG_LS = 0xC0, 0xC1, 0xC3, 0xF7
+_BASELINE = 0xC0
+_EXTENDED = 0xC1
+_LOSSLESS = 0xC3
+_JPEG_LS = 0xF7
 _FRAME_STARTS = (
     *range(0xC0, 0xC4),
     *range(0xC5, 0xC8),
@@ -33,7 +36,9 @@ _FRAME_STARTS = (
 )
 _PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
 _FEW_MARKERS = 16
-_START_OF_SCAN, _COMMENT, _APPLICATION = 0xDA, 0xFE, range(0xE0, 0xF0)
+_START_OF_SCAN = 0xDA
+_COMMENT = 0xFE
+_APPLICATION = range(0xE0, 0xF0)
 _COLOR_MARKS = {0xE0: (b"JFIF\0", 18), 0xEE: (b"Adobe", 16)}  # with their least length
 _WITHOUT_LENGTH = (0x00, 0x01, *range(0xD0, 0xDA))
 
@@ -128,7 +133,8 @@ def count_scans(data: bytes) -> tuple[int, str]:
         np.count_nonzero((byte_N[:-1] == 0xFF) & (byte_N[1:] != 0)) <= _FEW_MARKERS
     ):  # all markers, as in most files
         return 0, ""
-    offset, scans = 2, 0
+    offset = 2
+    scans = 0
     for _ in range(_MAX_JPEG_SEGMENTS):
         match = _JPEG_MARKER.search(data, offset)
         if match is None or match[0] == b"\xff\xd9":
@@ -219,7 +225,8 @@ def _smallest_block(frame: bytes, offset: int) -> int:
     """Return the samples per code block in the default coding style (COD) of the main header."""
     while offset + 12 <= len(frame) and frame[offset] == 0xFF and frame[offset + 1] != 0x90:
         if frame[offset + 1] == 0x52:
-            width, height = (frame[offset + 10] & 0xF) + 2, (frame[offset + 11] & 0xF) + 2
+            width = (frame[offset + 10] & 0xF) + 2
+            height = (frame[offset + 11] & 0xF) + 2
             return 1 << (width + height)
         offset += 2 + max(int.from_bytes(frame[offset + 2 : offset + 4], "big"), 2)
     raise DicomError("the header of the JPEG 2000 codestream is damaged", "malformed")

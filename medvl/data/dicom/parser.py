@@ -1,12 +1,9 @@
-"""DICOM file structure, parsed within limits and without reading elements that could identify a
-patient.
+"""DICOM file structure, parsed within limits; elements that could identify a patient stay unread.
 
 pydicom reads a whole header before it can be checked: it inflates deflated files without a limit,
 keeps every element, recurses as deep as sequences nest, and quotes header values in its warnings.
-Therefore the elements are walked here: most are skipped, and the locations of those in `Tag` are
-kept and read on demand. The pixels are decoded by pydicom and its plugins
-(`medvl.data.dicom.pixels`).
-
+Therefore the elements are walked here: most are skipped, and those in `Tag` are read on demand.
+The pixels are decoded by pydicom and its plugins (`medvl.data.dicom.pixels`).
 Encodings: DICOM PS3.5 chapter 7 and annex A; files: PS3.10 chapter 7.
 """
 
@@ -137,16 +134,22 @@ class Tag(enum.IntEnum):
     SIGNED = 0x00280103
     PADDING = 0x00280120
     PADDING_LIMIT = 0x00280121
-    FLOAT_PADDING, DOUBLE_PADDING = 0x00280122, 0x00280123
-    FLOAT_PADDING_LIMIT, DOUBLE_PADDING_LIMIT = 0x00280124, 0x00280125
+    FLOAT_PADDING = 0x00280122
+    DOUBLE_PADDING = 0x00280123
+    FLOAT_PADDING_LIMIT = 0x00280124
+    DOUBLE_PADDING_LIMIT = 0x00280125
     WINDOW_CENTER = 0x00281050
     WINDOW_WIDTH = 0x00281051
     INTERCEPT = 0x00281052
     SLOPE = 0x00281053
     WINDOW_FUNCTION = 0x00281056
     RED_DESCRIPTOR = 0x00281101
-    RED_PALETTE, GREEN_PALETTE, BLUE_PALETTE = 0x00281201, 0x00281202, 0x00281203
-    RED_SEGMENTS, GREEN_SEGMENTS, BLUE_SEGMENTS = 0x00281221, 0x00281222, 0x00281223
+    RED_PALETTE = 0x00281201
+    GREEN_PALETTE = 0x00281202
+    BLUE_PALETTE = 0x00281203
+    RED_SEGMENTS = 0x00281221
+    GREEN_SEGMENTS = 0x00281222
+    BLUE_SEGMENTS = 0x00281223
     MODALITY_LUT = 0x00283000
     LUT_DESCRIPTOR = 0x00283002
     LUT_DATA = 0x00283006
@@ -156,7 +159,8 @@ class Tag(enum.IntEnum):
     SHAPE = 0x20500020
     SHARED_GROUPS = 0x52009229
     FRAME_GROUPS = 0x52009230
-    FRAME_OFFSETS, FRAME_LENGTHS = 0x7FE00001, 0x7FE00002
+    FRAME_OFFSETS = 0x7FE00001
+    FRAME_LENGTHS = 0x7FE00002
 
 
 _KNOWN_TAGS = frozenset(Tag)
@@ -175,15 +179,19 @@ _USUAL_VRS = {
 }
 """VRs of the numbers that are no 16-bit words."""
 UNDEFINED = 0xFFFFFFFF
-_ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
+_ITEM = 0xFFFEE000
+_ITEM_END = 0xFFFEE00D
+_SEQUENCE_END = 0xFFFEE0DD
 _PIXELS = {
     0x7FE00010: "PixelData",
     0x7FE00008: "FloatPixelData",
     0x7FE00009: "DoubleFloatPixelData",
 }
 
-IMPLICIT_LITTLE, EXPLICIT_LITTLE = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
-DEFLATED, EXPLICIT_BIG = "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"
+IMPLICIT_LITTLE = "1.2.840.10008.1.2"
+EXPLICIT_LITTLE = "1.2.840.10008.1.2.1"
+DEFLATED = "1.2.840.10008.1.2.1.99"
+EXPLICIT_BIG = "1.2.840.10008.1.2.2"
 
 _LONG_VRS = frozenset(
     (b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV")
@@ -454,7 +462,8 @@ def _read_transfer_syntax(stream: BoundedStream) -> str | None:
     """Read the transfer syntax and skip the file meta information (group 2, explicit little
     endian).
     """
-    start, syntax = stream.tell(), None
+    start = stream.tell()
+    syntax = None
     while len(head := stream.read(8)) == 8 and head[:2] == b"\x02\0":
         stream.seek(start)
         tag, location = _read_header(stream, Encoding(implicit=False, little=True))
@@ -476,7 +485,8 @@ def _inflate(stream: BoundedStream) -> BoundedStream:
     """
     limit = stream.limits.inflated_bytes
     stream.limit_reads(limit)  # deflated data are at most a few bytes longer than inflated data
-    inflater, inflated = zlib.decompressobj(-zlib.MAX_WBITS), io.BytesIO()
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    inflated = io.BytesIO()
     while not inflater.eof:
         packed = inflater.unconsumed_tail or stream.read(1 << 16)
         if not packed:
@@ -527,7 +537,8 @@ def _read_header(stream: BoundedStream, encoding: Encoding) -> tuple[int, Locati
     """Read a tag and the location of its value, and move to the value."""
     head = stream.read_exactly(8)
     group, element = struct.unpack(f"{encoding.endian}HH", head[:4])
-    tag, vr = group << 16 | element, head[4:6]
+    tag = group << 16 | element
+    vr = head[4:6]
     # Some writers use implicit VR within sequences, so the VR is checked too.
     if encoding.implicit or group == 0xFFFE or not (vr.isalpha() and vr.isupper()):
         return tag, Location("", stream.tell(), struct.unpack(f"{encoding.endian}L", head[4:])[0])

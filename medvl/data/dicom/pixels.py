@@ -95,7 +95,8 @@ class PixelLayout:
             )
         keyword, location = file.pixels
         elements = file.elements
-        rows, columns = elements.word(Tag.ROWS), elements.word(Tag.COLUMNS)
+        rows = elements.word(Tag.ROWS)
+        columns = elements.word(Tag.COLUMNS)
         allocated = elements.word(Tag.BITS_ALLOCATED)
         if not rows or not columns or not allocated:
             tag = Tag.ROWS if not rows else Tag.COLUMNS if not columns else Tag.BITS_ALLOCATED
@@ -248,7 +249,8 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
     if file.pixels is None:
         raise DicomError("the file has no pixel data", "no_pixels")
     _, location = file.pixels
-    syntax, photometric = file.transfer_syntax, layout.photometric
+    syntax = file.transfer_syntax
+    photometric = layout.photometric
     if syntax in _NATIVE:
         samples = _decode_native(file, layout, location, index)
     elif layout.is_float:
@@ -271,7 +273,8 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
         return Frame(samples, space, exact)
     shift = 0 if exact else _unused_bits_below(samples, layout)
     if samples.itemsize > 2 and not exact:
-        samples, shift = _without_unused_bits(samples, layout, shift), 0
+        samples = _without_unused_bits(samples, layout, shift)
+        shift = 0
     _check_sign(samples, layout, shift)
     return Frame(samples, space, exact, shift)
 
@@ -283,7 +286,8 @@ def _unused_bits_below(samples: np.ndarray, layout: PixelLayout) -> int:
     upper end of the word; others have a wrong number there, which most viewers ignore. The samples
     show which of the two it is. Raises DicomError where they do not.
     """
-    stored, allocated = layout.bits_stored, layout.bits_allocated
+    stored = layout.bits_stored
+    allocated = layout.bits_allocated
     if layout.high_bit == stored - 1 or stored == allocated == layout.high_bit:
         return 0
     bits = int(
@@ -489,8 +493,10 @@ def _check_codestream(header: Codestream, layout: PixelLayout) -> None:
 
 def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> bytes:
     """Read the bytes of a compressed frame."""
-    stream, limits = file.stream, file.stream.limits
-    offsets, lengths = file.elements.raw(Tag.FRAME_OFFSETS), file.elements.raw(Tag.FRAME_LENGTHS)
+    stream = file.stream
+    limits = file.stream.limits
+    offsets = file.elements.raw(Tag.FRAME_OFFSETS)
+    lengths = file.elements.raw(Tag.FRAME_LENGTHS)
     tables = (offsets, lengths) if offsets and lengths else None
     stream.limit_reads(limits.encoded_bytes + 4 * limits.frames + 8 * limits.elements)
     stream.seek(location.offset + 4)

@@ -206,7 +206,8 @@ def _read(
     file: DicomFile, bits: int, frame: int | None, window: tuple[float, float] | None = None
 ) -> DicomImage:
     layout, index = _layout(file, frame)
-    header, display = _header(file, layout), Display.from_elements(file.elements, layout, index)
+    header = _header(file, layout)
+    display = Display.from_elements(file.elements, layout, index)
     if window is not None:
         display = dataclasses.replace(display, voi=Window(*window, "LINEAR_EXACT"))
     pixels_HW, shading = render(decode_frame(file, layout, index), display, layout, bits)

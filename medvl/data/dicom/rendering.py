@@ -27,7 +27,10 @@ is more than lead markers, burned-in text and dead pixels cover, and less than a
 """
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # BT.601, as JPEG and OpenCV have it
-_VALUES, _LINE, _REPEAT = 0, 1, 2  # kinds of segments of a palette
+# kinds of segments of a palette
+_VALUES = 0
+_LINE = 1
+_REPEAT = 2
 _FUNCTIONS = {"LINEAR": "LINEAR", "LINEAREXACT": "LINEAR_EXACT", "SIGMOID": "SIGMOID"}
 _BLOCK = 1 << 20
 _SAMPLE = 1 << 20
@@ -103,7 +106,8 @@ class Display:
     @classmethod
     def from_elements(cls, elements: Elements, layout: PixelLayout, frame: int) -> "Display":
         """Read the transformations of one frame. Raises DicomError when a table is damaged."""
-        values, voi = elements, elements
+        values = elements
+        voi = elements
         groups = [elements.item(Tag.FRAME_GROUPS, frame), elements.item(Tag.SHARED_GROUPS)]
         for group in filter(None, groups):
             values = values if values is not elements else group.item(Tag.FRAME_VALUES) or elements
@@ -181,8 +185,10 @@ def _modality(
     if item is not None:
         table = _read_table(item, stored)
         return table, (float(table.entries.min()), float(table.entries.max()))
-    slope, intercept = elements.number(Tag.SLOPE), elements.number(Tag.INTERCEPT)
-    slope, intercept = (1.0 if slope is None else slope), (intercept or 0.0)
+    slope = elements.number(Tag.SLOPE)
+    intercept = elements.number(Tag.INTERCEPT)
+    slope = 1.0 if slope is None else slope
+    intercept = intercept or 0.0
     if not slope:
         raise damaged(Tag.SLOPE, "is 0")
     if (slope, intercept) == (1, 0):
@@ -369,14 +375,16 @@ def linear_values(frame: Frame, display: Display, layout: PixelLayout) -> Linear
     if isinstance(shade, Window):
         return LinearValues(values_HW, shade.center, shade.width, display.inverted)
     if isinstance(shade, Table):
-        low, high = float(shade.first), float(shade.first + len(shade.entries) - 1)
+        low = float(shade.first)
+        high = float(shade.first + len(shade.entries) - 1)
     else:
         sample = values_HW.ravel()[:: max(1, values_HW.size // _SAMPLE)]
         sample = sample[np.isfinite(sample)]
         chosen = (
             shade if isinstance(shade, Range) else _percentile_range(sample, np.ones(sample.shape))
         )
-        low, high = chosen.low, chosen.high
+        low = chosen.low
+        high = chosen.high
     return LinearValues(values_HW, (low + high) / 2, max(high - low, 1e-6), display.inverted)
 
 
@@ -420,7 +428,8 @@ def _render_wide(
 
 def _render_color(frame: Frame, layout: PixelLayout, top: int) -> np.ndarray:
     """Render colour as luma; windows do not apply to colour (PS3.3 C.11.2)."""
-    samples, white = _codes(frame.samples), (1 << layout.bits_stored) - 1
+    samples = _codes(frame.samples)
+    white = (1 << layout.bits_stored) - 1
     if frame.space == "luma":
         grey_HW = samples
     elif samples.itemsize <= 2:

@@ -33,9 +33,12 @@ holds an image twice.
 _USUAL_SCANS = 16
 _MAX_CHUNKS = 1 << 17
 _MAX_SIDE = 1 << 20
-_ORIENTATION, _SHORT, _LONG = 0x0112, 3, 4
+_ORIENTATION = 0x0112
+_SHORT = 3
+_LONG = 4
 _DEPTHS = (8, 10, 12, 14, 16)
-_JPEG_START, _PNG_START = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+_JPEG_START = b"\xff\xd8\xff"
+_PNG_START = b"\x89PNG\r\n\x1a\n"
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 _HEADER_FIELDS = ((20, 24), (16, 20), (24, 25), (25, 26))  # height, width, bits and kind of samples
 _GREY = (0, 4)  # kinds of a PNG's samples without colour

@@ -31,7 +31,9 @@ from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import decode_image
 from medvl.errors import ConfigError, CorpusError, ImageError
 
-GENERATION, IMAGES, TRAIN_MANIFESTS = "generation.json", "images.jsonl", "train_manifests.json"
+GENERATION = "generation.json"
+IMAGES = "images.jsonl"
+TRAIN_MANIFESTS = "train_manifests.json"
 GENERATED_VERSION = 1
 """Version of these folders; folders of another version are refused."""
 
@@ -121,7 +123,8 @@ class GeneratedImages:
         (code "truncated").
         """
         folder = Path(folder)
-        generation, rows = _read_generation(folder), _read_rows(folder)
+        generation = _read_generation(folder)
+        rows = _read_rows(folder)
         ordered = tuple(rows[number] for number in sorted(rows) if number < generation.images)
         if len(ordered) != generation.images or len(rows) != len(ordered):
             message = (
@@ -186,7 +189,9 @@ class GeneratedImagesWriter:
     def __init__(
         self, folder: Path | str, generation: Generation, train_manifests: Sequence[Any] = ()
     ) -> None:
-        self._folder, self._generation, self._manifests = Path(folder), generation, train_manifests
+        self._folder = Path(folder)
+        self._generation = generation
+        self._manifests = train_manifests
         self._lock = RunLock(self._folder, error=CorpusError, field="out")
 
     def __enter__(self) -> Self:

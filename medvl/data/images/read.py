@@ -25,7 +25,8 @@ from medvl.data.privacy import has_burned_in_text
 from medvl.errors import DicomError, ImageError
 
 _MAX_FILE_BYTES = 1 << 30
-_MIN_SIDE, _MAX_ASPECT = 16, 50
+_MIN_SIDE = 16
+_MAX_ASPECT = 50
 
 
 def read_pixels(
@@ -221,7 +222,8 @@ def _from_array(array: np.ndarray) -> np.ndarray:
     """
     pixels = array
     if pixels.ndim == 3:
-        first, last = pixels.shape[0] in (1, 3), pixels.shape[2] in (1, 3)
+        first = pixels.shape[0] in (1, 3)
+        last = pixels.shape[2] in (1, 3)
         pixels = pixels.transpose(1, 2, 0) if first and not last else pixels
         pixels = pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3) or not pixels.size:

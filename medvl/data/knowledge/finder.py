@@ -67,14 +67,18 @@ class EntityFinder:
     """
 
     def __init__(self, hash_N: np.ndarray, entity_N: np.ndarray, longest: int) -> None:
-        self.hash_N, self.entity_N, self.longest = hash_N, entity_N, longest
+        self.hash_N = hash_N
+        self.entity_N = entity_N
+        self.longest = longest
 
     @classmethod
     def of(cls, names: Iterable[tuple[str, int]]) -> Self:
         """Return the finder of (name, entity) pairs, read once. Of equal names the first one is
         kept.
         """
-        hashes, entities, longest = array("Q"), array("q"), 0
+        hashes = array("Q")
+        entities = array("q")
+        longest = 0
         for name, entity in names:
             words = name_words(name)
             if words:
@@ -93,7 +97,8 @@ class EntityFinder:
         if not spans or not len(self):
             return []
         length_W, entity_W = self._longest_names([text[start:end] for start, end in spans])
-        mentions, free = [], 0
+        mentions = []
+        free = 0
         for word in np.flatnonzero(length_W).tolist():
             if word >= free:
                 free = word + int(length_W[word])
@@ -104,7 +109,8 @@ class EntityFinder:
         """Return for each word the length in words of the longest name that starts there, or 0,
         and its entity.
         """
-        length_W, entity_W = np.zeros(len(words), np.int64), np.zeros(len(words), np.int64)
+        length_W = np.zeros(len(words), np.int64)
+        entity_W = np.zeros(len(words), np.int64)
         windows = _windows(words, self.longest)
         place_Q = np.searchsorted(self.hash_N, np.concatenate(windows)).clip(max=len(self) - 1)
         known_Q = self.hash_N[place_Q] == np.concatenate(windows)
@@ -174,11 +180,14 @@ class EntityLinker:
     """
 
     def __init__(self, finder: FindsEntities, tokenizer: Tokenizer, most: int = 24) -> None:
-        self.finder, self.tokenizer, self.most = finder, tokenizer, most
+        self.finder = finder
+        self.tokenizer = tokenizer
+        self.most = most
 
     def __call__(self, ids_BT: Tensor, mask_BT: Tensor) -> LinkedEntities:
         """Return the entities of a batch, on the CPU."""
-        lengths, spelling = mask_BT.sum(dim=1).tolist(), self.tokenizer.token_texts
+        lengths = mask_BT.sum(dim=1).tolist()
+        spelling = self.tokenizer.token_texts
         rows = [
             self._link([spelling[number] for number in ids[:length]])
             for ids, length in zip(ids_BT.tolist(), lengths, strict=True)

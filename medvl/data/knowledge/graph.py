@@ -32,7 +32,9 @@ from medvl.common.untrusted import ANYWHERE, parse_json
 from medvl.data.knowledge.finder import EntityFinder, name_words
 from medvl.errors import CorpusError
 
-ENTITIES, TRIPLES, MANIFEST = "entities.tsv", "triples.tsv", "knowledge.json"
+ENTITIES = "entities.tsv"
+TRIPLES = "triples.tsv"
+MANIFEST = "knowledge.json"
 _FORMAT = 1
 
 
@@ -230,7 +232,10 @@ class TransEConfig:
 # their names, and while texts are counted 16 bytes for each name of the release (about 100 MB for
 # all English names).
 
-_CONCEPTS, _RELATIONS, _TYPES, _DEFINITIONS = "MRCONSO.RRF", "MRREL.RRF", "MRSTY.RRF", "MRDEF.RRF"
+_CONCEPTS = "MRCONSO.RRF"
+_RELATIONS = "MRREL.RRF"
+_TYPES = "MRSTY.RRF"
+_DEFINITIONS = "MRDEF.RRF"
 _COLUMNS = {_CONCEPTS: 18, _RELATIONS: 16, _TYPES: 6, _DEFINITIONS: 8}
 """File -> number of columns."""
 _CUI = re.compile(r"C\d{7}")
@@ -297,7 +302,8 @@ def read_definitions(
 
     Of the options, sources and `suppressible` apply. Raises CorpusError as `read_umls` does.
     """
-    release, wanted = _Release(_meta(Path(folder)), options or UMLSOptions()), set(identifiers)
+    release = _Release(_meta(Path(folder)), options or UMLSOptions())
+    wanted = set(identifiers)
     found: dict[str, dict[str, None]] = {}
     for row in release.rows(_DEFINITIONS):
         text = " ".join(row[5].split())
@@ -310,7 +316,8 @@ class _Release:
     """The files of a release, and the options of reading them."""
 
     def __init__(self, meta: Path, options: UMLSOptions) -> None:
-        self.meta, self.options = meta, options
+        self.meta = meta
+        self.options = options
         self.typed = self._typed() if options.semantic_types else None
         chosen = {
             name: getattr(options, name) for name in ("sources", "semantic_types", "relations")
@@ -345,7 +352,8 @@ class _Release:
         """Return the names of relations and the distinct triples of CUIs (N, 3) among the kept
         concepts.
         """
-        wanted, numbers = set(self.options.relations), dict[str, int]()
+        wanted = set(self.options.relations)
+        numbers = dict[str, int]()
         values = array("q")
         for row in self.rows(_RELATIONS):
             relation = row[7] or (row[3] if wanted else "")
@@ -355,7 +363,8 @@ class _Release:
                 or not self.selects(row[10], row[14])
             ):
                 continue
-            tail, head = _number(row[0]), _number(row[4])
+            tail = _number(row[0])
+            head = _number(row[4])
             if head != tail and kept[head] and kept[tail]:
                 values.extend((head, numbers.setdefault(relation, len(numbers)), tail))
         triples_N3 = np.unique(np.frombuffer(values, np.int64).reshape(-1, 3), axis=0)
@@ -383,7 +392,8 @@ class _Release:
         for row in self.rows(_CONCEPTS):
             if row[1] != self.options.language or not self.selects(row[11], row[16]):
                 continue
-            cui, name = _number(row[0]), " ".join(row[14].split())
+            cui = _number(row[0])
+            name = " ".join(row[14].split())
             if name and (self.typed is None or self.typed[cui]):
                 yield cui, name, (row[2], row[4], row[6]) == ("P", "PF", "Y")
 
@@ -393,7 +403,8 @@ class _Release:
         return of_source and (self.options.suppressible or suppress in ("N", ""))
 
     def _typed(self) -> bytearray:
-        flags, wanted = bytearray(_CUIS), set(self.options.semantic_types)
+        flags = bytearray(_CUIS)
+        wanted = set(self.options.semantic_types)
         for row in self.rows(_TYPES):
             if row[1] in wanted:
                 flags[_number(row[0])] = 1
@@ -403,7 +414,8 @@ class _Release:
         """Yield the columns of a file's rows. Raises CorpusError naming the line that is not one
         of this file.
         """
-        path, columns = self.meta / name, _COLUMNS[name]
+        path = self.meta / name
+        columns = _COLUMNS[name]
         try:
             file = ANYWHERE.open(path, CorpusError)
         except FileNotFoundError:

@@ -37,7 +37,8 @@ class TransE(nn.Module):
 
     def __init__(self, entities: int, relations: int, dim: int) -> None:
         super().__init__()
-        self.entities, self.relations = nn.Embedding(entities, dim), nn.Embedding(relations, dim)
+        self.entities = nn.Embedding(entities, dim)
+        self.relations = nn.Embedding(relations, dim)
         nn.init.xavier_uniform_(self.entities.weight)
         nn.init.xavier_uniform_(self.relations.weight)
 
@@ -180,7 +181,8 @@ class _Known:
     """Set of the known triples, and the sampling of negatives that are not among them."""
 
     def __init__(self, triples_N3: np.ndarray, entities: int, relations: int) -> None:
-        self._entities, self._relations = entities, relations
+        self._entities = entities
+        self._relations = relations
         triples = torch.from_numpy(triples_N3)
         self._keys = self._key(triples).sort().values
         tails_of_head, heads_of_tail = (self._mean_count(triples[:, [side, 1]]) for side in (0, 2))

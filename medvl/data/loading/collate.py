@@ -49,7 +49,8 @@ def pad_rows(arrays: Sequence[np.ndarray | None], *, as_stored: bool = False) ->
     In float32, or with `as_stored` in the widest type of the arrays.
     """
     given = [array for array in arrays if array is not None]
-    rows, columns = max(map(len, given), default=0), given[0].shape[1] if given else 0
+    rows = max(map(len, given), default=0)
+    columns = given[0].shape[1] if given else 0
     dtype = np.result_type(*given) if given and as_stored else np.dtype(np.float32)
     padded = np.zeros((len(arrays), rows, columns), dtype)
     for row, array in enumerate(arrays):
@@ -120,10 +121,8 @@ class SkipBudget:
     def __init__(self, where: str, max_skipped: float, samples: int) -> None:
         self.reasons: Counter[str] = Counter()
         self._unreadable: dict[str, str] = {}  # reason by key
-        self._where, self._budget = (
-            where,
-            int(max_skipped if max_skipped >= 1 else max_skipped * samples),
-        )
+        self._where = where
+        self._budget = int(max_skipped if max_skipped >= 1 else max_skipped * samples)
 
     def add(self, skipped: Sequence[SkippedSample]) -> None:
         """Count skipped samples, and log each unreadable one once. Raises BudgetError with more
@@ -250,8 +249,11 @@ class ItemMaker:
         inputs: Inputs | None = None,
         targets: TargetMaker | None = None,
     ) -> None:
-        self.image, self.text, self.targets = image, text, targets
-        self.label_names, self.seed = tuple(label_names), seed
+        self.image = image
+        self.text = text
+        self.targets = targets
+        self.label_names = tuple(label_names)
+        self.seed = seed
         self.inputs = inputs or Inputs()
         if self.inputs.mirrored_text and getattr(image, "flip", "off") == "plain":
             message = (
@@ -326,7 +328,8 @@ class ItemMaker:
         return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
 
     def _built(self, sample: Sample | None = None) -> BuiltTransform:
-        image, name = self.image, ""
+        image = self.image
+        name = ""
         if self._for_texts is not None:
             image = self._for_texts(() if sample is None else texts_and_names(sample))
             name = "" if image is self.image else repr(image)
@@ -426,7 +429,9 @@ class Collate:
     def __init__(
         self, tokenizer: Tokenize, inputs: Inputs | None = None, targets: TargetMaker | None = None
     ) -> None:
-        self.tokenizer, self.inputs, self.targets = tokenizer, inputs or Inputs(), targets
+        self.tokenizer = tokenizer
+        self.inputs = inputs or Inputs()
+        self.targets = targets
         if self.inputs.sentences and not isinstance(tokenizer, Tokenizer):
             raise ConfigError(
                 "sentences need a Tokenizer; give one", "wrong_type", field="tokenizer"
@@ -476,7 +481,8 @@ class Collate:
             augmentation_BVK=stack_samples(list(parameters.values())),
         )
         if mirrored:
-            batch.mirrored_ids_BT, batch.mirrored_mask_BT = ids_BT[rows:], mask_BT[rows:]
+            batch.mirrored_ids_BT = ids_BT[rows:]
+            batch.mirrored_mask_BT = mask_BT[rows:]
             batch.has_mirror_B = torch.tensor(
                 [text != mirror for text, mirror in zip(texts, mirrored, strict=True)]
             )
@@ -495,10 +501,8 @@ class Collate:
             [None if each is None else getattr(each, name) for each in regions]
             for name in ("boxes_P4", "features_PD")
         )
-        batch.regions_BPD, batch.region_boxes_BP4 = (
-            pad_rows(features, as_stored=True),
-            pad_rows(boxes),
-        )
+        batch.regions_BPD = pad_rows(features, as_stored=True)
+        batch.region_boxes_BP4 = pad_rows(boxes)
         if self.inputs.region_classes:
             batch.region_classes_BPK = pad_rows(
                 [None if each is None else each.classes_PK for each in regions]

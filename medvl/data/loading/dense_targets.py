@@ -82,7 +82,8 @@ def boxes_of(sample: Sample, labels: Sequence[str], size: tuple[int, int]) -> ND
     Raises CorpusError when the annotations are malformed.
     """
     height, width = published_size(sample)
-    down, across = size[0] / height, size[1] / width
+    down = size[0] / height
+    across = size[1] / width
     try:
         rows = [
             (*(float(entry[side]) for side in _SIDES), labels.index(entry["label"]))
@@ -195,7 +196,8 @@ class DenseTargets:
         A box in a turned image is the smallest one around the turned box.
         """
         height, width = published_size(sample)
-        view, size = self.transform.box(height, width), self.transform.size
+        view = self.transform.box(height, width)
+        size = self.transform.size
         boxes_N5 = boxes_of(sample, self.labels, (height, width))
         scale = size / np.array([view.width, view.height] * 2)
         boxes_N5[:, :4] = (boxes_N5[:, :4] - [view.left, view.top] * 2) * scale

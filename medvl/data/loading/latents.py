@@ -50,7 +50,8 @@ class LatentCache:
     label_names: Sequence[str] = ()
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.fingerprint = folder, folder.name
+        self.folder = folder
+        self.fingerprint = folder.name
         try:
             self.keys: list[str] = json.loads((folder / "keys.json").read_text())
             self.arrays: dict[str, Any] = {

@@ -62,8 +62,12 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         keep_imageless: bool = True,
         draws_views: bool = False,
     ) -> None:
-        self.source, self.maker, self.color, self.image_keys = source, maker, color, image_keys
-        self.keep_imageless, self._draws_views = keep_imageless, draws_views
+        self.source = source
+        self.maker = maker
+        self.color = color
+        self.image_keys = image_keys
+        self.keep_imageless = keep_imageless
+        self._draws_views = draws_views
         self._prior_N = prior_positions(source) if maker.inputs.prior_image else None
         if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
             message = (
@@ -225,7 +229,8 @@ class Loader:
         timeout: float,
     ) -> None:
         self.source = source
-        self.samples, self.collate = samples, collate
+        self.samples = samples
+        self.collate = collate
         self.global_batch = sampler.global_batch
         self._sampler = sampler
         self._skips = SkipBudget(
@@ -299,7 +304,8 @@ class Loader:
                 f"expected a position within {self.steps_per_epoch} batches per epoch, got {got}"
             )
             raise ConfigError(message, "out_of_range", field="batch")
-        self._sampler.epoch, self._sampler.batch = int(state["epoch"]), int(state["batch"])
+        self._sampler.epoch = int(state["epoch"])
+        self._sampler.batch = int(state["batch"])
 
     def _identity(self) -> dict[str, Any]:
         return {

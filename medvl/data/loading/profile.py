@@ -40,7 +40,9 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
 
     Unreadable samples are left out. Raises ImageError when no sample can be read.
     """
-    samples, spent, count = loader.samples, np.zeros(len(STAGES)), 0
+    samples = loader.samples
+    spent = np.zeros(len(STAGES))
+    count = 0
     positions = (
         np.random.default_rng(seed).integers(len(loader.source), size=(batches, batch)).tolist()
     )
@@ -51,7 +53,8 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
             try:
                 _read(samples, position)
                 first = clock.lap()
-                sample, stored = samples.source.sample(position), _read(samples, position)
+                sample = samples.source.sample(position)
+                stored = _read(samples, position)
                 second = clock.lap()
                 image = _views(samples.maker, sample, stored)
                 augmented = clock.lap()
@@ -92,5 +95,6 @@ class _Stopwatch:
     def lap(self) -> float:
         """Return the seconds since the last lap, or since creation."""
         now = perf_counter()
-        seconds, self._last = now - self._last, now
+        seconds = now - self._last
+        self._last = now
         return seconds

@@ -19,13 +19,11 @@ class BatchSampler(abc.ABC):
     together = 1
 
     def __init__(self, count: int, global_batch: int, seed: int, rank: int, world: int) -> None:
-        self.count, self.global_batch, self.seed, self.rank, self.world = (
-            count,
-            global_batch,
-            seed,
-            rank,
-            world,
-        )
+        self.count = count
+        self.global_batch = global_batch
+        self.seed = seed
+        self.rank = rank
+        self.world = world
         self.epoch = 0
         self.batch = 0
 
@@ -62,7 +60,8 @@ class TrainSampler(BatchSampler):
         together: int = 1,
     ) -> None:
         super().__init__(count, global_batch, seed, rank, world)
-        self.images_N, self.together = images_N, together
+        self.images_N = images_N
+        self.together = together
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the positions of all samples in the order of an epoch."""
@@ -83,7 +82,8 @@ class TrainSampler(BatchSampler):
         return np.stack([np.full_like(order_N, epoch), order_N], axis=1)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        passes_N2, local = self.passes(self.epoch), self.global_batch // self.world
+        passes_N2 = self.passes(self.epoch)
+        local = self.global_batch // self.world
         for batch in range(self.batch, len(self)):
             start = batch * self.global_batch + self.rank * local
             yield [
@@ -123,7 +123,8 @@ class MixedSampler(TrainSampler):
         """Return (N, 2) int64: the number of the pass and the position of each draw of an epoch,
         in order.
         """
-        parts, start = [], 0
+        parts = []
+        start = 0
         for part, (count, draws) in enumerate(zip(self.counts, self.draws, strict=True)):
             draw_N = np.arange(epoch * draws, (epoch + 1) * draws)
             for number in np.unique(draw_N // count).tolist():

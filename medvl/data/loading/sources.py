@@ -161,10 +161,8 @@ class SourceView:
     def __init__(
         self, source: Source, content: bytes, label_names: Sequence[str] | None = None
     ) -> None:
-        self.source, self.label_names = (
-            source,
-            tuple(source.label_names if label_names is None else label_names),
-        )
+        self.source = source
+        self.label_names = tuple(source.label_names if label_names is None else label_names)
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self.folder = getattr(source, "folder", "the files")  # for messages
         self.region_manifest = region_manifest_of(source)
@@ -204,7 +202,6 @@ class Subset(SourceView):
         return len(self.positions)
 
     def source_position(self, position: int) -> int:
-        """See the base class."""
         return int(self.positions[position])
 
 
@@ -230,7 +227,8 @@ class LabelPolicyView(SourceView):
 
     def sample(self, position: int) -> Sample:
         """Return the sample at `position` with its mapped labels."""
-        sample, columns = self.source.sample(position), self.source.label_names
+        sample = self.source.sample(position)
+        columns = self.source.label_names
         table_1L = np.array([[sample.labels.get(name, np.nan) for name in columns]])
         row = dict(zip(columns, self.settle(table_1L, columns)[0].tolist(), strict=True))
         kept = {
@@ -307,7 +305,8 @@ def select_samples(
     """
     if not views and text is None:
         return source
-    wanted, rng = {view.upper() for view in views}, np.random.default_rng(0)
+    wanted = {view.upper() for view in views}
+    rng = np.random.default_rng(0)
     kept = []
     for position in range(len(source)):
         sample = source.sample(position)
@@ -430,7 +429,7 @@ class UnpairedSource(SourceView):
         )
 
     def source_position(self, position: int) -> int:
-        """See the base class. Raises ImageError, `no_image`, for a text alone."""
+        """Raises ImageError, `no_image`, for a text alone."""
         if self._kinds[position] == _TEXT:
             raise ImageError(
                 f"{self.folder}: sample {position} has no image: it was separated", "no_image"
@@ -477,10 +476,8 @@ class ConcatSource:
             )
         self.manifest = _merge([source.manifest for source in self.sources])
         self.label_names = self.manifest.label_names
-        self.counts, self.weights = (
-            tuple(map(len, self.sources)),
-            None if weights is None else tuple(weights),
-        )
+        self.counts = tuple(map(len, self.sources))
+        self.weights = None if weights is None else tuple(weights)
         if self.weights is not None:
             _check_weights(self.weights, len(self.sources))
             fingerprints.append(f"weights {self.weights}")

@@ -153,8 +153,11 @@ class QuestionSource:
         vocabulary: Sequence[str],
         normalize: Callable[[str], str],
     ) -> None:
-        self.source, self.split, self.normalize = source, split, normalize
-        self.label_names, self.region_manifest = tuple(vocabulary), source.region_manifest
+        self.source = source
+        self.split = split
+        self.normalize = normalize
+        self.label_names = tuple(vocabulary)
+        self.region_manifest = source.region_manifest
         self._known = frozenset(vocabulary)
         self.questions = questions_in_split(source, split)
         self.image_keys = tuple(source.key(position) for position, _ in self.questions)

@@ -43,12 +43,10 @@ class SequenceDataset(Dataset[Any]):
     def __init__(
         self, source: Source, sequences: SequenceMaker, seed: int, sections: Sequence[str] = ()
     ) -> None:
-        self.source, self.sequences, self.seed, self.sections = (
-            source,
-            sequences,
-            seed,
-            tuple(sections),
-        )
+        self.source = source
+        self.sequences = sequences
+        self.seed = seed
+        self.sections = tuple(sections)
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, position = place

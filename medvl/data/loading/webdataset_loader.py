@@ -70,10 +70,15 @@ class _BatchStream(IterableDataset[Result]):
         buffer: int,
         color: bool,
     ) -> None:
-        self.tars, self.fields, self.maker = tuple(tars), fields, maker
+        self.tars = tuple(tars)
+        self.fields = fields
+        self.maker = maker
         self.collate = Collate(tokenizer, maker.inputs)
-        self.local_batch, self.rank, self.world = local_batch, rank, world
-        self.buffer, self.color = buffer, color
+        self.local_batch = local_batch
+        self.rank = rank
+        self.world = world
+        self.buffer = buffer
+        self.color = color
         self.epoch = 0
 
     def __iter__(self) -> Iterator[Result]:
@@ -124,7 +129,8 @@ class _BatchStream(IterableDataset[Result]):
         )
 
     def _shuffle(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        rng, buffer = self._rng("buffer"), list[Mapping[str, Any]]()
+        rng = self._rng("buffer")
+        buffer = list[Mapping[str, Any]]()
         for sample in samples:
             if len(buffer) < self.buffer:
                 buffer.append(sample)
@@ -176,7 +182,8 @@ class WebdatasetLoader:
         self.global_batch = stream.local_batch * stream.world
         self.steps_per_epoch = samples // self.global_batch
         self.samples_per_epoch = samples
-        self._stream, self._workers = stream, workers
+        self._stream = stream
+        self._workers = workers
         self._batch = 0
         self._skips = SkipBudget(describe_tars(stream.tars), max_skipped, samples)
 
@@ -228,7 +235,8 @@ class WebdatasetLoader:
         is of another run.
         """
         check_identity(state, self._identity())
-        self._stream.epoch, self._batch = int(state["epoch"]), int(state["batch"])
+        self._stream.epoch = int(state["epoch"])
+        self._batch = int(state["batch"])
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -277,7 +285,8 @@ def open_webdataset_loader(
         ShardError: a tar does not exist; while iterating, when one is damaged.
     """
     rank, world = check_ranks(rank, world, train=True)
-    found, wanted = expand_tars(tars), inputs or Inputs()
+    found = expand_tars(tars)
+    wanted = inputs or Inputs()
     for field in ("prior_image", "other_view", "drawn_view", "regions", "labels"):
         if getattr(wanted, field):
             message = (

@@ -294,7 +294,8 @@ def _is_common(heading: Heading, plain: str) -> bool:
 
 
 def _is_common_within(match: re.Match[str]) -> bool:
-    label, before = match["label"], match["before"]
+    label = match["label"]
+    before = match["before"]
     if _ONLY_MARK.fullmatch(match.string, 0, match.start("label")):
         return False  # "2. FINDINGS:"
     plain = plain_heading(label)

@@ -375,7 +375,8 @@ def _described(plain: str) -> str | None:
     if len(words) == 1 and words[0] in ("comment", "comments", "narrative"):
         return None
     if any(map(_IMPRESSION.fullmatch, words)):
-        section, words = "impression", [word for word in words if not _FINDINGS.fullmatch(word)]
+        section = "impression"
+        words = [word for word in words if not _FINDINGS.fullmatch(word)]
     elif any(map(_FINDINGS.fullmatch, words)):
         section = "findings"
     else:

@@ -71,10 +71,8 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = (
 _RARE = re.compile(r"[^ -~]|[*\[]|  |\A | \Z|\((?:[-+ x]|e?s)\)|[-+] *(?:[,;.]|\Z)|n't|non-")
 """What a sentence contains that has something to rewrite; most have nothing."""
 
-_EMPTY, _TICK = (
-    "\\[[ _]?\\]|\\( \\)|[\u2610\u25a1\u25fb\u2b1c\u274f\u2717\u2718\u274c]",
-    "\\[[xv*\u2713\u2714]\\]|\\(x\\)|[\u2611\u2612\u2713\u2714\u25a0\u25fc\u2705]\ufe0f?",
-)
+_EMPTY = "\\[[ _]?\\]|\\( \\)|[\u2610\u25a1\u25fb\u2b1c\u274f\u2717\u2718\u274c]"
+_TICK = "\\[[xv*\u2713\u2714]\\]|\\(x\\)|[\u2611\u2612\u2713\u2714\u25a0\u25fc\u2705]\ufe0f?"
 _BOX = re.compile(
     rf"(?P<empty>{_EMPTY}|(?P<minus>\(-\)(?!ve)))|(?P<tick>{_TICK}|(?P<plus>\(\+\)(?!ve)))"
 )
@@ -173,7 +171,8 @@ def _without_boxes(text: str, boxes: Sequence[re.Match[str]]) -> Iterator[_Edit]
     """Yield the edits that write out boxes; nothing where it is open which words they are for
     ("the [ ] lobe").
     """
-    before, behind = text[: boxes[0].start()], text[boxes[-1].end() :]
+    before = text[: boxes[0].start()]
+    behind = text[boxes[-1].end() :]
     if (
         not _NO_WORDS.fullmatch(before)
         and re.search(r"[:=]\s*$", before)

@@ -207,10 +207,8 @@ class _Cues:
 
     def __init__(self, cues: Iterable[Cue], stops: Iterable[int]) -> None:
         self._cues = sorted(cues, key=lambda cue: cue.start)
-        self._starts, self._ends = (
-            [cue.start for cue in self._cues],
-            [cue.end for cue in self._cues],
-        )
+        self._starts = [cue.start for cue in self._cues]
+        self._ends = [cue.end for cue in self._cues]
         self._stops = sorted(stops)
 
     def before(self, position: int) -> Cue | None:
@@ -269,10 +267,8 @@ class Scopes:
         before = [cue for cue in cues if cue.side == "before"]
         self._doubts = _Cues((cue for cue in before if cue.value == UNCERTAIN), clauses.ends)
         self._negations = _Cues((cue for cue in before if cue.value != UNCERTAIN), scope_ends)
-        after, ends = (
-            [cue for cue in cues if cue.side == "after"],
-            [*clauses.ends, *clauses.loose_commas],
-        )
+        after = [cue for cue in cues if cue.side == "after"]
+        ends = [*clauses.ends, *clauses.loose_commas]
         self._doubts_after = _Cues(
             (cue for cue in after if cue.value == UNCERTAIN), [*ends, *explained]
         )
@@ -427,20 +423,26 @@ def _split_pieces(sentence: str) -> Iterator[_Piece]:
         _NEGATION,
         _NEGATIVE_OF,
     )
-    start, separator, position = 0, "end", 0
+    start = 0
+    separator = "end"
+    position = 0
     for match in itertools.chain(_SEPARATOR.finditer(sentence), (None,)):
         text = sentence[start : match.start() if match else None]
         yield _Piece(separator, position, text, *(test.search(text) is not None for test in tests))
         if match:
-            start, separator, position = match.end(), match.lastgroup or "end", match.start()
+            start = match.end()
+            separator = match.lastgroup or "end"
+            position = match.start()
 
 
 def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
     pieces = list(_split_pieces(_without_parentheses(sentence, phrases)))
     # From the end: whether a piece is in a list that goes on with "or", or with "or" or "and".
-    in_or_list, in_list = [False] * len(pieces), [False] * len(pieces)
+    in_or_list = [False] * len(pieces)
+    in_list = [False] * len(pieces)
     for index in range(len(pieces) - 2, -1, -1):
-        piece, following = pieces[index], pieces[index + 1]
+        piece = pieces[index]
+        following = pieces[index + 1]
         goes_on = (
             following.separator == "comma" and not piece.has_predicate and not following.is_negated
         )
@@ -452,11 +454,9 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
         )
 
     clauses = _Clauses()
-    predicate, negated, negative_of = (
-        pieces[0].has_predicate,
-        pieces[0].is_negated,
-        pieces[0].is_negative_of,
-    )
+    predicate = pieces[0].has_predicate
+    negated = pieces[0].is_negated
+    negative_of = pieces[0].is_negative_of
     after_or = False
     for index, piece in enumerate(pieces[1:], start=1):
         is_joint = piece.separator in ("and", "comma")
@@ -483,11 +483,10 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
                 clauses.loose_commas.append(piece.position)
         if is_joint or ends:
             clauses.joints.append(piece.position)
-        predicate, negated = predicate or piece.has_predicate, negated or piece.is_negated
-        negative_of, after_or = (
-            negative_of or piece.is_negative_of,
-            after_or or piece.separator in ("or", "slash"),
-        )
+        predicate = predicate or piece.has_predicate
+        negated = negated or piece.is_negated
+        negative_of = negative_of or piece.is_negative_of
+        after_or = after_or or piece.separator in ("or", "slash")
     return clauses
 
 

@@ -205,14 +205,16 @@ def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
     """Yield (is an addendum, lines), split at rules and at the titles FINAL REPORT and FINAL
     ADDENDUM.
     """
-    is_addendum, lines = False, list[str]()
+    is_addendum = False
+    lines = list[str]()
     for line in divide_lines(text):
         title = _TITLE.fullmatch(line)
         if title is None and not _RULE.fullmatch(line):
             lines.append(line)
             continue
         yield is_addendum or _opens_addendum(lines), lines
-        is_addendum, lines = bool(title and title["kind"] == "ADDENDUM"), []
+        is_addendum = bool(title and title["kind"] == "ADDENDUM")
+        lines = []
     yield is_addendum or _opens_addendum(lines), lines
 
 

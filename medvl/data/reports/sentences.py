@@ -459,7 +459,8 @@ def join_texts(texts: Iterable[str], separator: str = " ") -> str:
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
     """Return (start, end) in characters of the sentences of `split_sentences` within the text."""
-    spans, start = [], 0
+    spans = []
+    start = 0
     for sentence in split_sentences(text):
         place = re.compile(r"\s+".join(map(re.escape, sentence.split()))).search(text, start)
         if place is not None:
@@ -470,7 +471,9 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
 
 def _split_block(text: str) -> list[str]:
     """Split text with single blanks into sentences."""
-    pieces, start, leader = [], 0, _leader_end(text)
+    pieces = []
+    start = 0
+    leader = _leader_end(text)
     for stop in _STOP.finditer(text):
         word = (
             text[max(start, stop.start() - _LONGEST_WORD) : stop.start()]
@@ -484,7 +487,8 @@ def _split_block(text: str) -> list[str]:
         else:
             continue
         pieces.append(text[start:end])
-        start, leader = end, _leader_end(text, end)
+        start = end
+        leader = _leader_end(text, end)
     return [*pieces, text[start:]]
 
 
@@ -503,7 +507,8 @@ def _ends_sentence(text: str, leader: int, stop: re.Match[str], word: str) -> bo
         return _lacks_space(word, after)
     if stop[0][0] in "!?" or (len(word) > _LONGEST_SHORT and "." not in word):
         return True
-    lower, following = word.lower(), after[1:2]
+    lower = word.lower()
+    following = after[1:2]
     if _BEFORE_NAMES.fullmatch(lower) or _is_initial(text, stop, word):
         return False
     if lower in ("no", "nos") and following.isdigit():

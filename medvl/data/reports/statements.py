@@ -187,7 +187,8 @@ def read_statements(path: Path) -> Mapping[str, tuple[str, ...]]:
     """
     found: dict[str, tuple[str, ...]] = {}
     for where, row in read_json_objects(path, ConfigError, ("study", "statements"), field="file"):
-        study, texts = row["study"], row["statements"]
+        study = row["study"]
+        texts = row["statements"]
         if not (
             isinstance(study, str)
             and isinstance(texts, list)
@@ -369,7 +370,8 @@ def mention_values(
     text = single_marks(text)
     sentences = sentence_spans(text)
     for first, behind in sentence_runs([text[start:end] for start, end in sentences]):
-        start, end = sentences[first][0], sentences[behind - 1][1]
+        start = sentences[first][0]
+        end = sentences[behind - 1][1]
         places = range(bisect_left(starts, start), bisect_left(starts, end))
         inside = {place: mentions[place] for place in places if mentions[place][1] <= end}
         if inside:

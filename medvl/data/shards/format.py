@@ -361,7 +361,8 @@ class Index:
             if not lines or lines[0] != _INDEX_HEADER or len(lines) % 2 == 0:
                 raise ValueError("header or number of lines")
             rows = [line.split("\t") for line in lines[1:]]
-            images, metas = rows[0::2], rows[1::2]
+            images = rows[0::2]
+            metas = rows[1::2]
             for image, meta in zip(images, metas, strict=True):
                 if (
                     image[0] != meta[0]

@@ -31,7 +31,8 @@ from medvl.data.storage.location import Location, locate
 from medvl.data.storage.tars import FolderFiles, open_tars
 from medvl.errors import ConfigError, ShardError
 
-REGIONS, REGION_MANIFEST = "regions", "regions.json"
+REGIONS = "regions"
+REGION_MANIFEST = "regions.json"
 NO_REGIONS = "no_regions"
 """Reason for leaving out a sample whose image the detector could not read."""
 _VERSION = 1

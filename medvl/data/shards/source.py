@@ -194,7 +194,8 @@ class ShardSource:
         span = None
         if self.is_remote and index.suffixes[row] != NO_IMAGE:
             members_22 = np.stack([index.image[row], index.meta[row]])
-            start, end = int(members_22[:, 0].min()), int(members_22.sum(axis=1).max())
+            start = int(members_22[:, 0].min())
+            end = int(members_22.sum(axis=1).max())
             span = (
                 (start, end - start)
                 if end - start <= members_22[:, 1].sum() + _NEIGHBOURS

@@ -96,7 +96,8 @@ def _upload_split(folder: Path, target: RemotePath, progress: bool) -> Upload:
     ]
     last = [folder / MANIFEST]
     for name in list_regions(folder):
-        regions, place = folder / REGIONS / name, target / REGIONS / name
+        regions = folder / REGIONS / name
+        place = target / REGIONS / name
         files += [
             _File(regions / (shard.name + suffix), place / (shard.name + suffix), digest)
             for shard in RegionManifest.read(regions).shards

@@ -98,7 +98,9 @@ def _check_region_shard(folder: Path, shard: RegionShard, manifest: RegionManife
     rows = {
         f"{key}.{REGION_SUFFIX}": place_N2[row] for row, key in enumerate(keys) if place_N2[row, 1]
     }
-    images, regions, problems = len(rows), 0, []
+    images = len(rows)
+    regions = 0
+    problems = []
     with tar.open("rb") as file:
         for member in read_members(file, "the tar"):
             place = rows.pop(member.name, None)
@@ -144,12 +146,12 @@ def _check_region_shard(folder: Path, shard: RegionShard, manifest: RegionManife
 SAME = 16
 """Maximum number of differing bits, of 255, for two images to count as the same."""
 
-_SIDE, _FREQUENCIES = 64, 16
-_REGION_SIDE, _DARK, _BRUSH = (
-    256,
-    24,
-    5,
-)  # size for the search of the bright region; thinner strokes are writing
+_SIDE = 64
+_FREQUENCIES = 16
+# size for the search of the bright region; thinner strokes are writing
+_REGION_SIDE = 256
+_DARK = 24
+_BRUSH = 5
 _BLOCK = 4096
 
 
@@ -161,7 +163,8 @@ def perceptual_hash(image_HW: np.ndarray) -> np.ndarray | None:
     frequencies of its cosine transform (without the mean) is above their median. Size, aspect
     ratio, compression, brightness and contrast hardly change the hash.
     """
-    whole, region = _signs(image_HW), _signs(_bright_region(image_HW))
+    whole = _signs(image_HW)
+    region = _signs(_bright_region(image_HW))
     return None if whole is None or region is None else np.stack([whole, region])
 
 
@@ -187,7 +190,9 @@ class SharedImage:
 
 def hash_images(source: ShardSource, *, progress: bool = False) -> HashedImages:
     """Hash every image of a folder on all cores. Raises ShardError when a shard is damaged."""
-    keys, hashes, not_hashed = [], [], Counter[str]()
+    keys = []
+    hashes = []
+    not_hashed = Counter[str]()
     with ThreadPoolExecutor(
         os.cpu_count() or 1
     ) as pool:  # decoding, resizing and the transform release the GIL

@@ -81,7 +81,9 @@ class Cache:
     """
 
     def __init__(self, folder: Path | str, limit: int, *, protected: float = PROTECTED) -> None:
-        self.folder, self.limit, self.protected = Path(folder), limit, protected
+        self.folder = Path(folder)
+        self.limit = limit
+        self.protected = protected
         self._touched: dict[str, float] = {}
         self._is_private = False
 
@@ -102,7 +104,8 @@ class Cache:
         """Return the path of a file, and note its use; None if the cache does not have it, or
         has other bytes there.
         """
-        path, now = self._path(sha256), time.time()
+        path = self._path(sha256)
+        now = time.time()
         if path.is_symlink() or not path.is_file() or not self._usable():
             return None
         if now - self._touched.get(sha256, 0.0) > _TOUCH:
@@ -307,7 +310,8 @@ class Cache:
     def _fill(
         self, partial: Path, sha256: str, size: int, fetch: Callable[[], Iterable[bytes]], name: str
     ) -> None:
-        written, content = 0, hashlib.sha256()
+        written = 0
+        content = hashlib.sha256()
         with partial.open("r+b") as file:
             for block in fetch():
                 written += len(block)

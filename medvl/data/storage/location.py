@@ -190,7 +190,8 @@ def locate(location: str | Path | RemotePath) -> Location:
             message = f"expected a folder or an address of {expected}, got one of {scheme}://"
             raise ConfigError(message, "unsupported", field="address")
         return Path(location)
-    scheme, rest = match[1], text[match.end() :]
+    scheme = match[1]
+    rest = text[match.end() :]
     has_user = scheme in ("http", "https") and "@" in rest.partition("/")[0]
     if has_user or _FORBIDDEN.search(rest):
         advice = (
@@ -216,7 +217,9 @@ class _BlockStream(io.RawIOBase):
     """A remote file read from its start in blocks, each repeated on its own when it fails."""
 
     def __init__(self, path: RemotePath) -> None:
-        self._path, self._size, self._offset = path, path.stat().st_size, 0
+        self._path = path
+        self._size = path.stat().st_size
+        self._offset = 0
 
     def readable(self) -> bool:
         return True

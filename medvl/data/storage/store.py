@@ -44,16 +44,21 @@ THREADS = 16
 """Concurrent requests of one process."""
 RETRIES = 8
 """Repetitions of a failed request; the variable MEDVL_REMOTE_RETRIES sets another number."""
-FIRST_PAUSE, MAX_PAUSE = 0.5, 20.0
+FIRST_PAUSE = 0.5
+MAX_PAUSE = 20.0
 """Pauses between repetitions in seconds: the first, doubled each time, and the longest. With 8
 repetitions, a request outlasts a failure of about a minute.
 """
 _WHOLE = 2**30  # bytes that a file of unknown size is given time for
 _CONNECT = 10.0  # seconds to connect
-_SILENCE, _LEAST_RATE = 30.0, 64 * 2**10  # a request may take 30 seconds and one for every 64 KiB
+# a request may take 30 seconds and one for every 64 KiB
+_SILENCE = 30.0
+_LEAST_RATE = 64 * 2**10
 
 Kind = Literal["missing", "denied", "refused", "network"]
-_DENIED_STATUS, _MISSING_STATUS, _REPEAT_STATUS = (401, 403, 407), (404, 410), (408, 416, 425, 429)
+_DENIED_STATUS = (401, 403, 407)
+_MISSING_STATUS = (404, 410)
+_REPEAT_STATUS = (408, 416, 425, 429)
 _REFUSED_ERRNO = (
     errno.EINVAL,
     errno.ENOSYS,
@@ -341,11 +346,9 @@ def _repeat(url: str, request: Callable[[Any, str], T]) -> T:
         except (StorageError, ConfigError):
             raise
         except Exception as error:
-            kind, described, is_short = (
-                _kind_of(error),
-                _describe(error),
-                isinstance(error, _ShortError),
-            )
+            kind = _kind_of(error)
+            described = _describe(error)
+            is_short = isinstance(error, _ShortError)
         if kind == "missing":
             raise FileNotFoundError(errno.ENOENT, "does not exist in the store", url)
         if kind in ("denied", "refused"):

@@ -80,13 +80,13 @@ class _MappedTar:
             os.close(self.descriptor)
 
 
-_RECENT, _DENSE = 64, 24
+_RECENT = 64
+_DENSE = 24
 """A shard that got 24 of the last 64 reads is read one sample after another."""
 _KEPT_BYTES = 256 * 2**20
-_CHECK, _PAUSE = (
-    15.0,
-    60.0,
-)  # seconds between notes of a file's use; between attempts to add to a full cache
+# seconds between notes of a file's use; between attempts to add to a full cache
+_CHECK = 15.0
+_PAUSE = 60.0
 
 
 class TarEntry(Protocol):
@@ -147,7 +147,8 @@ class RemoteTars:
     """
 
     def __init__(self, tars: Sequence[RemoteTar], cache: Cache) -> None:
-        self.tars, self.cache = tuple(tars), cache
+        self.tars = tuple(tars)
+        self.cache = cache
         self.paths = tuple(tar.path for tar in tars)
         self._state: _State | None = None
 
@@ -273,7 +274,8 @@ class _State:
             if number not in self.queued:
                 self.queued.add(number)
                 self.waiting.put(number)
-            is_first, self._has_thread = not self._has_thread, True
+            is_first = not self._has_thread
+            self._has_thread = True
             return is_first
 
     def part(self, number: int, start: int) -> bytes | None:
@@ -301,7 +303,8 @@ class FolderFiles:
     """Sizes and contents of the files of a folder. A remote folder is listed once."""
 
     def __init__(self, folder: Location, cache: Cache | None = None) -> None:
-        self.folder, self.cache = folder, cache
+        self.folder = folder
+        self.cache = cache
         self._sizes = folder.sizes() if isinstance(folder, RemotePath) else {}
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -21,10 +21,14 @@ from medvl.data.storage.store import map_threads
 from medvl.errors import ConfigError, ShardError
 
 _MAX_TARS = 1_000_000
-_MAX_MEMBER_BYTES, _MAX_EXTENDED_BYTES = 256 * 2**20, 2**20
-_BLOCK, _PLAIN, _EXTENDED = 512, b"\x00057", b"xgLK"
+_MAX_MEMBER_BYTES = 256 * 2**20
+_MAX_EXTENDED_BYTES = 2**20
+_BLOCK = 512
+_PLAIN = b"\x00057"
+_EXTENDED = b"xgLK"
 """Types of members: files and folders; extended headers."""
-_SHOWN, _MAX_SUFFIXES = 8, 1000
+_SHOWN = 8
+_MAX_SUFFIXES = 1000
 _HIDDEN = "hidden or without a suffix"
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 
@@ -55,7 +59,8 @@ class TarFields:
         names without a dot.
         """
         folder, slash, file = name.rpartition("/")
-        first, last = file.find("."), file.rfind(".")
+        first = file.find(".")
+        last = file.rfind(".")
         if first < 1:
             return None, ""
         end = first if self.key_end == "first-dot" else last
@@ -225,7 +230,8 @@ def _group(
                 raise ShardError(f"{where}: {state}; {advice}", "conflict", field="key")
             seen.add(hash(key))
             counts.samples += 1
-            sample, unread = {"__key__": key}, []
+            sample = {"__key__": key}
+            unread = []
         if suffix not in suffixes:
             counts.unread[suffix if len(counts.unread) < _MAX_SUFFIXES else "..."] += 1
             unread.append(suffix)
@@ -280,11 +286,11 @@ class _CheckedStream:
     """Stream of a tar file that checks every header before tarfile sees it."""
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
-        self._stream, self._where = stream, where
-        self._content, self._header = (
-            0,
-            b"",
-        )  # bytes until the next header; the part of it that was seen
+        self._stream = stream
+        self._where = where
+        # bytes until the next header; the part of it that was seen
+        self._content = 0
+        self._header = b""
         self._extended: bytearray | None = None
         self._ended = False
 
@@ -322,7 +328,8 @@ class _CheckedStream:
         if not self._header.strip(b"\0"):
             self._ended = True
             return
-        kind, digits = self._header[156:157], self._header[124:136].strip(b"\0 ")
+        kind = self._header[156:157]
+        digits = self._header[124:136].strip(b"\0 ")
         if not re.fullmatch(rb"[0-7]{1,12}", digits):
             raise self._refused(
                 "its header is damaged, or it is compressed: unpack it first", "malformed"

@@ -120,7 +120,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             plain = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
             lines = io.TextIOWrapper(plain, encoding="utf-8")
             while line := lines.readline(_LINE_LIMIT):
-                number, characters = number + 1, characters + len(line)
+                number = number + 1
+                characters = characters + len(line)
                 if characters > releases.MAX_FILE_BYTES:
                     limit = f"expected at most {releases.MAX_FILE_BYTES} characters"
                     raise CorpusError(
@@ -155,7 +156,8 @@ def _tagged(task: TextTask, row: Mapping[str, Any]) -> TextExample:
 
 
 def _related(task: TextTask, row: Mapping[str, Any]) -> TextExample:
-    key, label = str(row["id"]), str(row["label"])
+    key = str(row["id"])
+    label = str(row["label"])
     document = str(row.get("doc") or key)
     if "text" in row:
         (a, b), (c, d) = row["e1"], row["e2"]

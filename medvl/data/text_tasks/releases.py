@@ -148,7 +148,8 @@ def read_conll(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
 
 def read_jnlpba(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read Genia4ERtask2.iob2 and Genia4EReval2.iob2, or tables as `read_conll`."""
-    training, test = folder / "Genia4ERtask2.iob2", folder / "Genia4EReval2.iob2"
+    training = folder / "Genia4ERtask2.iob2"
+    test = folder / "Genia4EReval2.iob2"
     if not training.is_file():
         return read_conll(folder, task)
     lines = read_lines(training, folder)
@@ -166,7 +167,8 @@ def _sentences(
     examples: list[TextExample] = []
     words: list[str] = []
     tags: list[str] = []
-    document, documents = "", 0
+    document = ""
+    documents = 0
 
     def close() -> None:
         if words:
@@ -448,7 +450,9 @@ def _scored_pairs(
     split: Split, path: Path, folder: Path, gold: Sequence[tuple[str, list[str]]] | None
 ) -> list[TextExample]:
     rows = list(read_rows(path, folder))
-    a, b, score = 0, 1, 2
+    a = 0
+    b = 1
+    score = 2
     if rows and "score" in rows[0][1]:
         (place, header), *rows = rows
         names = ("sentence1", "sentence2") if "sentence1" in header else ("sent1", "sent2")

@@ -254,7 +254,8 @@ def relation_text(
     Raises CorpusError where a set has dummies only and another form is requested, or spans exceed
     the text.
     """
-    text, spans = example.texts[0], example.spans
+    text = example.texts[0]
+    spans = example.spans
     if spans is None:
         if form != "dummies":
             message = f"{task.name} has texts with dummies only; it cannot be read as {form!r}"

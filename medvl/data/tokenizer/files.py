@@ -38,7 +38,9 @@ from medvl.data.tokenizer.cleaning import (
 from medvl.data.tokenizer.limits import CLIP_WORDS, backend_errors, check_ids, check_tokenizer_file
 from medvl.errors import ConfigError, WeightsError
 
-MODEL_FILE, CONFIG_FILE, VOCABULARY_FILE = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
+MODEL_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+VOCABULARY_FILE = "vocab.txt"
 _BPE_FILES = ("vocab.json", "merges.txt")
 _LARGEST_FILE = 100 * 2**20
 _LARGEST_LENGTH = 1_000_000  # transformers writes a larger number for "no limit"
@@ -50,7 +52,8 @@ Cleaning = Literal["clip", "canonical", "report", "r2gen", "words", "albef"]
 (`report_cleaning`), or as the released code of R2Gen, of CARZero, or of ALBEF, M2I2 and MUMC
 (`published_cleaning`).
 """
-_CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
+_CLIP_START = "<start_of_text>"
+_CLIP_END = "<end_of_text>"
 _CLIP_MERGES = 49152 - 256 - 2
 
 _SPECIAL = {
@@ -147,7 +150,8 @@ def _read(
     if backend is None:
         expected = f"{MODEL_FILE}, {VOCABULARY_FILE} or {' and '.join(_BPE_FILES)}"
         raise ConfigError(f"{where} has no tokenizer: expected {expected}", "not_found")
-    longest, cleaning = config.get("model_max_length"), config.get("medvl_text")
+    longest = config.get("model_max_length")
+    cleaning = config.get("medvl_text")
     if cleaning not in (None, *get_args(Cleaning)):
         message = (
             f"{where}: medvl_text must be one of {', '.join(get_args(Cleaning))}, got {cleaning!r}"

@@ -76,7 +76,9 @@ _KINDS: Mapping[str, set[str]] = {
 _MODELS = {"BPE", "Unigram", "WordLevel", "WordPiece"}
 _MAX_GROWTH = 64
 """Largest factor by which the steps of a tokenizer may lengthen a text."""
-_MAX_STEPS, _MAX_TEMPLATE, _MAX_WORD = 64, 64, 10_000
+_MAX_STEPS = 64
+_MAX_TEMPLATE = 64
+_MAX_WORD = 10_000
 _MAX_EXPRESSION = 2000
 _MAX_CHARSMAP = 1 << 20
 _LONG_REPEAT = 10
@@ -120,7 +122,8 @@ def check_tokenizer_file(content: Any, text: str, where: str) -> None:
         where,
         unique=False,
     )
-    growth, expressions = 1.0, []
+    growth = 1.0
+    expressions = []
     for part, kinds in _KINDS.items():
         steps = list(_steps(content.get(part), part, where))
         for step in steps:
@@ -267,7 +270,8 @@ def _growth(step: Mapping[str, Any], part: str) -> float:
     if step["type"] == "Prepend":
         return float(max(1, len(str(step.get("prepend", "")))))
     if step["type"] == "Replace":
-        pattern, content = step.get("pattern") or {}, len(str(step.get("content", "")))
+        pattern = step.get("pattern") or {}
+        content = len(str(step.get("content", "")))
         if isinstance(pattern, dict) and "String" in pattern:
             return max(1.0, content / max(1, len(str(pattern["String"]))))
         return 1.0 + content  # an expression may match between all characters
@@ -347,7 +351,8 @@ def _is_ambiguous(expression: str) -> bool:
     r"""Return whether an expression repeats a group that itself repeats or has alternatives, or
     refers back to one.
     """
-    groups, position = [False], 0
+    groups = [False]
+    position = 0
     while position < len(expression):
         character = expression[position]
         if character == "\\":

@@ -121,7 +121,8 @@ def row_mask(rows: Sequence[Sequence[int]]) -> Tensor:
 
 DEFAULT_TOKENS = 512
 """Maximum length where neither the caller nor the tokenizer's files set one."""
-_END, _UNKNOWN = "<end>", "<unk>"
+_END = "<end>"
+_UNKNOWN = "<unk>"
 _SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -148,7 +149,8 @@ class Tokenizer:
         self._backend = loaded.backend
         self._backend.no_padding()
         self._backend.enable_truncation(longest)
-        self.max_tokens, self.source = longest, loaded.source
+        self.max_tokens = longest
+        self.source = loaded.source
         self.vocab_size = max(self._backend.get_vocab().values(), default=0) + 1
         ids = {
             role: None if token is None else self._id(token)
@@ -486,7 +488,8 @@ def load_tokenizer(
     elif Path(source).is_dir():
         loaded = files.read_local_tokenizer(Path(source), lowercase)
     elif revision is not None:
-        loaded, revision = files.read_hub_tokenizer(str(source), revision, lowercase), None
+        loaded = files.read_hub_tokenizer(str(source), revision, lowercase)
+        revision = None
     else:
         message = (
             f"{source} is not a folder; for a hub repository also give its revision, a "

@@ -15,7 +15,9 @@ from torch import Tensor
 from medvl.data.tokenizer.files import byte_characters
 from medvl.data.tokenizer.wordpiece_trainer import CONTINUED
 
-_BYTE_SPACE, _SENTENCE_SPACE, _END = "Ġ", "▁", "</w>"
+_BYTE_SPACE = "Ġ"
+_SENTENCE_SPACE = "▁"
+_END = "</w>"
 _LINE_BREAKS = "ĉĊċČč"
 """Tab, line feed and similar characters in byte-level BPE."""
 _LETTER, _DIGIT, _OTHER, _BREAK, _JOINS = range(5)
@@ -61,7 +63,8 @@ class WordBoundaries:
             starts_BT[:, 1:] |= _look_up(self._ends_V, ids_BT)[:, :-1]
         if self._kinds_V2 is not None:
             kinds_BT2 = _look_up(self._kinds_V2, ids_BT)
-            before_BT, after_BT = kinds_BT2[:, :-1, 1], kinds_BT2[:, 1:, 0]
+            before_BT = kinds_BT2[:, :-1, 1]
+            after_BT = kinds_BT2[:, 1:, 0]
             starts_BT[:, 1:] |= (before_BT != after_BT) & (before_BT != _JOINS)
         starts_BT[:, 0] = True
         return starts_BT & ~special_BT & mask_BT

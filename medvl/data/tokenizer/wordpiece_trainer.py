@@ -118,7 +118,8 @@ class _Merger:
         pieces, count = self.words[index]
         first, second = pair
         merged: list[str] = []
-        position, last = 0, len(pieces) - 1
+        position = 0
+        last = len(pieces) - 1
         while position <= last:
             if pieces[position] == first and position < last and pieces[position + 1] == second:
                 merged.append(piece)
@@ -191,10 +192,8 @@ def count_words(
 
 def _split(chunks: Mapping[str, int], lowercase: bool) -> dict[str, int]:
     """Return the frequencies of words from chunks and their counts; each chunk is split once."""
-    normalizer, splitter = (
-        normalizers.BertNormalizer(lowercase=lowercase),
-        pre_tokenizers.BertPreTokenizer(),
-    )
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    splitter = pre_tokenizers.BertPreTokenizer()
     words: collections.Counter[str] = collections.Counter()
     for chunk, frequency in chunks.items():
         for part in chunk.split(MASKED_OUT):

@@ -130,7 +130,8 @@ def _warp(image_BCHW: Tensor, inverse_B6: Tensor) -> Tensor:
     x_W = torch.arange(width, dtype=torch.float32, device=image_BCHW.device)
     y_H1 = torch.arange(height, dtype=torch.float32, device=image_BCHW.device)[:, None]
     xx, xy, x, yx, yy, y = inverse_B6[:, :, None, None].unbind(dim=1)
-    across_BHW, down_BHW = xx * x_W + xy * y_H1 + x, yx * x_W + yy * y_H1 + y
+    across_BHW = xx * x_W + xy * y_H1 + x
+    down_BHW = yx * x_W + yy * y_H1 + y
     grid_BHW2 = torch.stack(
         [(2 * across_BHW + 1) / width - 1, (2 * down_BHW + 1) / height - 1], dim=3
     )
@@ -168,7 +169,8 @@ def _blur(image_BCHW: Tensor, half_BR: Tensor) -> Tensor:
         return image_BCHW
     half_RB111 = half_BR.T[:, :, None, None, None]
     for dim, padding in ((3, (radius, radius, 0, 0)), (2, (0, 0, radius, radius))):
-        size, padded = image_BCHW.shape[dim], F.pad(image_BCHW, padding, mode="reflect")
+        size = image_BCHW.shape[dim]
+        padded = F.pad(image_BCHW, padding, mode="reflect")
         image_BCHW = padded.narrow(dim, radius, size) * half_RB111[0]
         for offset in range(1, radius + 1):
             both_BCHW = padded.narrow(dim, radius - offset, size) + padded.narrow(

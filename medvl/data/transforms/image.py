@@ -80,7 +80,8 @@ def to_square(image: np.ndarray, least: int = 0) -> np.ndarray:
     """
     height, width = image.shape[:2]
     side = max(height, width, least)
-    down, across = side - height, side - width
+    down = side - height
+    across = side - width
     sides = down // 2, down - down // 2, across // 2, across - across // 2
     return cv2.copyMakeBorder(image, *sides, cv2.BORDER_CONSTANT, value=(0, 0, 0))
 
@@ -266,8 +267,11 @@ class EvalTransform:
         full = self.size + 2 * self.margin
         first = self.stored_size or full
         scaled_height, scaled_width, top, left = self._placement(height, width, first)
-        down, across = height / scaled_height, width / scaled_width  # image pixels per output pixel
-        margin, size = self.margin * first / full, self.size * first / full
+        # image pixels per output pixel
+        down = height / scaled_height
+        across = width / scaled_width
+        margin = self.margin * first / full
+        size = self.size * first / full
         return Box((margin - top) * down, (margin - left) * across, size * down, size * across)
 
     def _apply(self, image: np.ndarray, rng: np.random.Generator) -> Transformed:
@@ -302,7 +306,8 @@ class EvalTransform:
             return size, size, 0, 0
         if self.fit == "crop":  # rounded as by torchvision's Resize and CenterCrop
             side = min(height, width)
-            scaled_height, scaled_width = size * height // side, size * width // side
+            scaled_height = size * height // side
+            scaled_width = size * width // side
             return (
                 scaled_height,
                 scaled_width,
@@ -311,7 +316,8 @@ class EvalTransform:
             )
         if self.pad_first:  # a square of `side`, with the image in its middle
             side = max(height, width, size)
-            top, left = (side - height) // 2 * size / side, (side - width) // 2 * size / side
+            top = (side - height) // 2 * size / side
+            left = (side - width) // 2 * size / side
             return height * size / side, width * size / side, top, left
         side = max(
             height, width
@@ -340,17 +346,14 @@ class OriginalTransform(EvalTransform):
 
     @property
     def trained_color(self) -> bool | None:
-        """See the base class."""
         return self.color
 
     def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
-        """See the base class."""
         from medvl.data.images.read import read_image
 
         return read_image(image, color=self.color, frame=frame)
 
     def _square_of(self, pixels: np.ndarray) -> np.ndarray:
-        """See the base class."""
         if min(pixels.shape[:2]) > self.short_side:
             stored = encode_stored(pixels, self.short_side, self.image_format, self.quality)
             pixels = decode_image(stored, color=self.color)

@@ -17,7 +17,8 @@ from medvl.errors import ConfigError
 
 IGNORED = -100
 """Label of tokens that are not masked, which `medvl.losses.mlm` ignores."""
-_MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1
+_MASK_SHARE = 0.8
+_RANDOM_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,13 +95,12 @@ class TextMasking:
         if tokenizer.mask_id is None:
             message = f"{tokenizer.source} has no mask token: use a WordPiece or RoBERTa vocabulary"
             raise ConfigError(message, "unsupported")
-        self.rate, self.whole_words, self.mask_end, self.longest_span = (
-            rate,
-            whole_words,
-            mask_end,
-            longest_span,
-        )
-        self._tokenizer, self.mask_id = tokenizer, tokenizer.mask_id
+        self.rate = rate
+        self.whole_words = whole_words
+        self.mask_end = mask_end
+        self.longest_span = longest_span
+        self._tokenizer = tokenizer
+        self.mask_id = tokenizer.mask_id
         roles = (
             tokenizer.pad_id,
             tokenizer.cls_id,

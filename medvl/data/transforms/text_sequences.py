@@ -82,7 +82,9 @@ class TextSequences:
         max_tokens: int | None = None,
         short_probability: float = 0.0,
     ) -> None:
-        self.tokenizer, self.masking, self.pairs = tokenizer, masking, pairs
+        self.tokenizer = tokenizer
+        self.masking = masking
+        self.pairs = pairs
         self.max_tokens = min(max_tokens or tokenizer.max_tokens, tokenizer.max_tokens)
         self.short_probability = short_probability
         if pairs != "none" and not tokenizer.has_pairs:
@@ -102,17 +104,22 @@ class TextSequences:
             room = int(rng.integers(2, room + 1))
         begin, end = _window(len(ids), starts, room, rng)
         if self.pairs == "none" or end - begin < 2:
-            first, second, pair = ids[begin:end], [], IGNORED
+            first = ids[begin:end]
+            second = []
+            pair = IGNORED
         else:
             middle = _middle(begin, end, starts, rng)
-            first, second, pair = ids[begin:middle], ids[middle:end], int(rng.random() < 0.5)
+            first = ids[begin:middle]
+            second = ids[middle:end]
+            pair = int(rng.random() < 0.5)
             if pair and self.pairs == "order":
                 first, second = second, first
             elif pair:
                 other_ids, other_starts = self._encode(other())
                 place = _window(len(other_ids), other_starts, room - len(first), rng)
                 second = other_ids[slice(*place)]
-        cls_id, sep_id = self.tokenizer.cls_id, self.tokenizer.sep_id
+        cls_id = self.tokenizer.cls_id
+        sep_id = self.tokenizer.sep_id
         row = [cls_id, *first, sep_id, *([*second, sep_id] if second else [])]
         types = [0] * (len(first) + 2) + [1] * (len(row) - len(first) - 2)
         uniform_3T = rng.random((3, len(row)), dtype=np.float32)
@@ -120,10 +127,8 @@ class TextSequences:
 
     def collate(self, rows: Sequence[TextSequence]) -> TextBatch:
         """Return the batch of some sequences, padded to the longest."""
-        ids_BT, mask_BT = (
-            pad_rows([row.ids for row in rows], self.tokenizer.pad_id),
-            row_mask([row.ids for row in rows]),
-        )
+        ids_BT = pad_rows([row.ids for row in rows], self.tokenizer.pad_id)
+        mask_BT = row_mask([row.ids for row in rows])
         uniform_3BT = torch.zeros(3, *ids_BT.shape)
         for number, row in enumerate(rows):
             uniform_3BT[:, number, : len(row.ids)] = torch.from_numpy(row.uniform_3T)
@@ -212,7 +217,8 @@ class ConceptPairs:
                 f"ALBERT vocabulary"
             )
             raise ConfigError(message, "unsupported", field="tokenizer")
-        self.tokenizer, self.max_tokens = tokenizer, min(max_tokens, tokenizer.max_tokens)
+        self.tokenizer = tokenizer
+        self.max_tokens = min(max_tokens, tokenizer.max_tokens)
 
     def __call__(
         self, key: str, document: str, text: str, other: Callable[[], str], rng: Any
@@ -234,7 +240,8 @@ class ConceptPairs:
         """Return the batch of some pairs: facts are its texts, names its second texts, concepts
         its studies.
         """
-        facts, names = [row.fact for row in rows], [row.name for row in rows]
+        facts = [row.fact for row in rows]
+        names = [row.name for row in rows]
         return Batch(
             keys=[row.key for row in rows],
             image_BCHW=torch.zeros(len(rows), 1, 0, 0, dtype=torch.uint8),

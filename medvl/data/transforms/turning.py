@@ -68,16 +68,19 @@ class LViTAugmentation:
     def build(self) -> BuiltTransform:
         """Return the function that loader workers call."""
         base = self.base().build()
-        first, last = 0 if self.flip != "off" else 1, 4 if self.turns else 1
+        first = 0 if self.flip != "off" else 1
+        last = 4 if self.turns else 1
 
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
             chance, other, reflection, angle = rng.random(4)
             square_HWC = base(image, rng).image_HWC
-            number, flipped = first, False
+            number = first
+            flipped = False
             turn_22 = np.eye(2, dtype=np.float32)
             if chance < 0.5 and first < last:
                 number = first + int(reflection * (last - first))
-                turn_22, flipped = _REFLECTIONS[number], number == 0
+                turn_22 = _REFLECTIONS[number]
+                flipped = number == 0
             elif other < 0.5:
                 turn_22 = _rotation((2 * angle - 1) * self.rotation)
             return Transformed(turn(square_HWC, turn_22), flipped, turn_22)
@@ -100,7 +103,8 @@ def turn(square_HWC: np.ndarray, turn_22: np.ndarray) -> np.ndarray:
 
 
 def _rotation(degrees: float) -> np.ndarray:
-    cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    cosine = math.cos(math.radians(degrees))
+    sine = math.sin(math.radians(degrees))
     return np.array([[cosine, -sine], [sine, cosine]], np.float32)
 
 

@@ -64,7 +64,8 @@ class PatchSelection(nn.Module):
 
     def forward(self, tokens_BTD: Tensor) -> Tensor:
         """Map (B, N + P, D) to (B, N + K, D)."""
-        prefix_BND, patches_BPD = tokens_BTD[:, : self.prefix], tokens_BTD[:, self.prefix :]
+        prefix_BND = tokens_BTD[:, : self.prefix]
+        patches_BPD = tokens_BTD[:, self.prefix :]
         if self.recorded is not None:
             self.recorded.append(patches_BPD)
         if self.replace_BKD is not None:
@@ -250,7 +251,8 @@ class PatchConv2d(nn.Conv2d):
     def multiply(self, image_BCHW: Tensor) -> Tensor:
         """Return the product of the patches and the weight, (B, D, H', W')."""
         height, width = self.kernel_size
-        rows, columns = image_BCHW.shape[2] // height, image_BCHW.shape[3] // width
+        rows = image_BCHW.shape[2] // height
+        columns = image_BCHW.shape[3] // width
         whole_BCHW = image_BCHW[:, :, : rows * height, : columns * width]
         patches = whole_BCHW.unflatten(3, (columns, width)).unflatten(2, (rows, height))
         patches_BPK = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

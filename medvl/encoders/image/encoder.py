@@ -272,16 +272,16 @@ class ImageEncoder(Encoder):
 
     def _check_size(self, image_BCHW: Tensor) -> None:
         """Raise ConfigError ("mismatch") if the backbone does not accept images of this size."""
-        size, patch = (image_BCHW.shape[2], image_BCHW.shape[3]), self._adapter.patch_size
+        size = (image_BCHW.shape[2], image_BCHW.shape[3])
+        patch = self._adapter.patch_size
         if self._adapter.fixed_size:
-            fits, expected = size == self.image_size, f"of {self.image_size} pixels"
+            fits = size == self.image_size
+            expected = f"of {self.image_size} pixels"
             advice = "create the encoder with this image_size"
         else:
             fits = size[0] % patch[0] == 0 and size[1] % patch[1] == 0
-            expected, advice = (
-                f"whose sides are multiples of {patch} pixels",
-                "create it with dynamic_img_pad=True",
-            )
+            expected = f"whose sides are multiples of {patch} pixels"
+            advice = "create it with dynamic_img_pad=True"
         if not fits:
             message = f"{self.name} expects images {expected}, got {size}: resize them, or {advice}"
             raise ConfigError(message, "mismatch", field="image_size")
@@ -427,7 +427,8 @@ class ImageEncoder(Encoder):
             finally:
                 for hook in hooks:
                     hook.remove()
-            width, patches = features.pooled_BD.shape[1], features.patches_BPD
+            width = features.pooled_BD.shape[1]
+            patches = features.patches_BPD
             _MEASURED[key] = _Measured(width, patches.shape[2], features.grid, 2 in values)
         return _MEASURED[key]
 

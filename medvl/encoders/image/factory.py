@@ -98,7 +98,8 @@ def create_image_encoder(
     library, model, preset = _resolve(name)
     if name == _PIXELHOP and not arguments and not isinstance(pretrained, bool):
         arguments = pixelhop_arguments(pretrained)
-        mean, std = arguments.pop("mean"), arguments.pop("std")
+        mean = arguments.pop("mean")
+        std = arguments.pop("std")
     if projection and library != "open_clip":
         raise ConfigError(
             f"{name} has no projection: use an open_clip encoder", "unsupported", field="projection"
@@ -241,7 +242,8 @@ def _load(
     """
     published = preset.weights if preset else None
     if pretrained is True and preset is None and vision.url is not None:
-        source, tensors = vision.url, read_url(vision.url)
+        source = vision.url
+        tensors = read_url(vision.url)
     else:
         note = preset.note if preset else vision.note
         source, tensors = read_source(options.name, pretrained, published, note)
@@ -277,6 +279,7 @@ def _count_fitting(keys: Sequence[str], vision: VisionBackbone) -> int:
     """Return how many keys are those of the model: alone, in medvl's file, or in that of a whole
     open_clip model.
     """
-    names, heads = vision.net.state_dict().keys(), tuple(vision.ignored_heads)
+    names = vision.net.state_dict().keys()
+    heads = tuple(vision.ignored_heads)
     bare = [key.partition(".")[2] if key.startswith(_ROOTS) else key for key in keys]
     return sum(name in names or key.startswith(heads) for key, name in zip(keys, bare, strict=True))

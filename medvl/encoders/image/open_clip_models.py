@@ -74,7 +74,8 @@ class ClipTransformerAdapter(VisionAdapter):
         """Interpolate the position embeddings of the patches; the class token keeps its own."""
         grid = (size[0] // net.patch_size[0], size[1] // net.patch_size[1])
         net.positional_embedding = _resample(net.positional_embedding, net.grid_size, grid)
-        net.image_size, net.grid_size = size, grid
+        net.image_size = size
+        net.grid_size = grid
 
 
 class ClipResNetAdapter(VisionAdapter):
@@ -102,7 +103,8 @@ class ClipResNetAdapter(VisionAdapter):
 
     def resize(self, net: Any, size: Size) -> None:
         """Interpolate the position embeddings of the attention pooling."""
-        pool, grid = net.attnpool, (size[0] // 32, size[1] // 32)
+        pool = net.attnpool
+        grid = (size[0] // 32, size[1] // 32)
         side = round((pool.positional_embedding.shape[0] - 1) ** 0.5)
         pool.positional_embedding = _resample(pool.positional_embedding, (side, side), grid)
 
@@ -115,7 +117,8 @@ class ClipTimmAdapter(VisionAdapter):
 
     def __init__(self, net: Any, projection: bool) -> None:
         self.trunk = TimmAdapter(net.trunk)
-        self.fixed_size, self.patch_size = self.trunk.fixed_size, self.trunk.patch_size
+        self.fixed_size = self.trunk.fixed_size
+        self.patch_size = self.trunk.patch_size
         self.keep = f"trunk.{self.trunk.keep}" if self.trunk.keep else None
         self.projection = projection
         if not projection:

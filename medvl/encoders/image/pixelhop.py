@@ -117,7 +117,8 @@ class PixelHop(nn.Module):
             raise ValueError(
                 "expected an odd window, tokens up to the number of nodes, token_dim up to cells^2"
             )
-        self.intermediate, self.cells = tuple(intermediate), cells
+        self.intermediate = tuple(intermediate)
+        self.cells = cells
         self.units = nn.ModuleList(SaabUnit(count, window) for count in nodes)
         self.register_buffer("node_Q", torch.arange(tokens))
         self.register_buffer("mean_QG", torch.zeros(tokens, cells**2))
@@ -156,7 +157,7 @@ class PixelHopAdapter(VisionAdapter):
     fixed_size = True
 
     def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
-        """See the base class; there is one level."""
+        """There is one level."""
         check_level(level, 1, "pixelhop")
         tokens_BQD = net(image_BCHW)
         return VisionOutput(tokens_BQD.flatten(1), None, tokens_BQD, None)

@@ -41,10 +41,8 @@ class SixStageResNet(nn.Module):
         super().__init__()
         from torchvision.models.resnet import BasicBlock
 
-        self.conv1, self.bn1 = (
-            nn.Conv2d(3, channels[0], 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels[0]),
-        )
+        self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels[0])
         self.stages = [f"layer{number}" for number in range(1, len(channels) + 1)]
         width = channels[0]
         for stage, planes, depth in zip(self.stages, channels, layers, strict=True):
@@ -63,7 +61,8 @@ class SixStageResNet(nn.Module):
 
     def forward(self, image_BCHW: Tensor) -> list[Tensor]:
         """Return the map (B, D, H, W) of each stage."""
-        map_BDHW, maps = F.relu(self.bn1(self.conv1(image_BCHW)), inplace=True), []
+        map_BDHW = F.relu(self.bn1(self.conv1(image_BCHW)), inplace=True)
+        maps = []
         for stage in self.stages:
             map_BDHW = self.get_submodule(stage)(map_BDHW)
             maps.append(map_BDHW)
@@ -161,7 +160,7 @@ class RawPatchesAdapter(VisionAdapter):
     keep = "patch_drop"
 
     def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
-        """See the base class; there is one level."""
+        """There is one level."""
         check_level(level, 1, "patches")
         patches_BPD = net(image_BCHW)
         grid = (image_BCHW.shape[2] // net.side, image_BCHW.shape[3] // net.side)

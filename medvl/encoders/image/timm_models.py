@@ -74,7 +74,6 @@ class TimmAdapter(VisionAdapter):
         )
 
     def embed(self, net: Any, image_BCHW: Tensor) -> Tensor:
-        """See the base class."""
         if not is_vision_transformer(net):
             return super().embed(net, image_BCHW)
         tokens_BTD: Tensor = net.norm_pre(
@@ -85,7 +84,6 @@ class TimmAdapter(VisionAdapter):
     def encode_tokens(
         self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor | None
     ) -> Sequence[Tensor]:
-        """See the base class."""
         if not is_vision_transformer(net):
             return super().encode_tokens(net, hidden_BTD, attend_BQT)
         states = [hidden_BTD]
@@ -227,7 +225,8 @@ def _class_attention(attention: Any, tokens_BTD: Tensor) -> Tensor:
     """Return (B, T) float32: the attention from the first token, averaged over heads, without
     dropout.
     """
-    width, qkv = attention.attn_dim, attention.qkv
+    width = attention.attn_dim
+    qkv = attention.qkv
     query_B1hd, key_BThd = (
         norm(
             F.linear(

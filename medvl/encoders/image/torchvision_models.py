@@ -17,7 +17,9 @@ from medvl.encoders.image.adapter import (
 )
 from medvl.errors import ConfigError
 
-_PATCHES, _POOLED, _LEVEL = "patches", "pooled", "level"
+_PATCHES = "patches"
+_POOLED = "pooled"
+_LEVEL = "level"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +73,8 @@ class TorchvisionAdapter(VisionAdapter):
     def __init__(
         self, family: Family, levels: Sequence[str], transformer_grid: Size | None
     ) -> None:
-        self.family, self.levels = family, levels
+        self.family = family
+        self.levels = levels
         self.transformer_grid = transformer_grid
         self.fixed_size = transformer_grid is not None
 

@@ -110,7 +110,6 @@ class CausalAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """See the base class."""
         is_causal = is_causal or (query.is_cuda and attn_mask is not None)
         return super().forward(
             query,
@@ -332,7 +331,8 @@ class AlbertAdapter(BertAdapter):
         return group_by_depth([name for name, _ in net.named_parameters()], groups)
 
     def _layers_in_order(self, net: Any) -> Sequence[nn.Module]:
-        total, groups = net.config.num_hidden_layers, net.encoder.albert_layer_groups
+        total = net.config.num_hidden_layers
+        groups = net.encoder.albert_layer_groups
         return [groups[index * len(groups) // total] for index in range(total)]
 
     def _last_attention(self, net: Any) -> Any:

@@ -70,13 +70,17 @@ class TextEncoder(Encoder):
         super().__init__(options.name, language.net, language.adapter)
         self.projection = language.projection
         self._adapter = language.adapter
-        self.vocab_size, self.pad_id = language.vocab_size, language.pad_id
-        self.max_tokens, self.num_layers = language.max_tokens, language.num_layers
+        self.vocab_size = language.vocab_size
+        self.pad_id = language.pad_id
+        self.max_tokens = language.max_tokens
+        self.num_layers = language.num_layers
         self.token_dim = language.width
         self.feature_dim = (
             language.width if language.projection is None else language.projected_width
         )
-        self.layers, self.reduce, self.pool = tuple(options.layers), options.reduce, options.pool
+        self.layers = tuple(options.layers)
+        self.reduce = options.reduce
+        self.pool = options.pool
         states = self.num_layers + 1
         if not all(-states <= layer < states for layer in self.layers):
             accepted = f"0 (embeddings) to {self.num_layers}, or -1 to -{states} from the end"
@@ -154,7 +158,8 @@ class TextEncoder(Encoder):
             )
             combined_BTD = packing.unpack(self._combine_layers(states)[0])
         else:
-            packing, states = None, self.encode(hidden_BTD, mask_BT)
+            packing = None
+            states = self.encode(hidden_BTD, mask_BT)
             combined_BTD = self._combine_layers(states)
         attention_BT = None
         if output_attention:

@@ -144,7 +144,8 @@ def _attend_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    start, longest = packing.offsets_B1, packing.mask_BT.shape[1]
+    start = packing.offsets_B1
+    longest = packing.mask_BT.shape[1]
     attended = varlen_attn(
         query_Rhd, key_Rhd, value_Rhd, start, start, longest, longest, scale=scaling
     )

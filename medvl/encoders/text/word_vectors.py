@@ -88,14 +88,17 @@ def _read_format(file: BinaryIO, path: Path) -> _Format:
     """Detect the format and set the file's position to the first word."""
     fields = _read_line(file, path).split()
     if len(fields) == 2 and all(field.isdigit() for field in fields):
-        words, dimension = int(fields[0]), int(fields[1])
+        words = int(fields[0])
+        dimension = int(fields[1])
         start = file.tell()
         beginning = file.read(_MAX_WORD_BYTES)
         file.seek(start)
         after_word = beginning.partition(b" ")[2][: 4 * min(dimension, 64)]
         binary = any(byte not in b"0123456789+-.eE \t\r\nnaif" for byte in after_word)
     else:
-        words, dimension, binary = None, len(fields) - 1, False
+        words = None
+        dimension = len(fields) - 1
+        binary = False
         file.seek(0)
     if not 1 <= dimension <= _MAX_DIMENSION or (words is not None and words > _MAX_WORDS):
         raise WeightsError(

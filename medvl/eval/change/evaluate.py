@@ -92,7 +92,8 @@ def cross_validated_scores(
     y_NK = class_NLC.reshape(len(truth_NL), -1)
     scores_NK = np.zeros_like(y_NK)
     for fold in range(folds):
-        test_N, valid_N = fold_N == fold, fold_N == (fold + 1) % folds
+        test_N = fold_N == fold
+        valid_N = fold_N == (fold + 1) % folds
         train_N = ~(test_N | valid_N)
         standardize = Standardizer.fit(vector_ND[train_N])
         train_x, valid_x, test_x = (
@@ -183,7 +184,8 @@ def _are_templates(value: object) -> bool:
     )
 
 
-PROTOCOL, PROTOCOL_VERSION = "change", 1
+PROTOCOL = "change"
+PROTOCOL_VERSION = 1
 Scorer = Callable[[Batch], torch.Tensor]
 
 
@@ -396,7 +398,9 @@ def _encode(
     """Return (N, K) on the CPU and keys of the labelled images, how many lack a prior image, and
     unreadable images.
     """
-    batches, keys, without_prior = FullPass(loader), list[str](), 0
+    batches = FullPass(loader)
+    keys = list[str]()
+    without_prior = 0
     parts: list[torch.Tensor] = []
     device = next(model.parameters()).device
     with evaluating(model):

@@ -170,7 +170,8 @@ def _pair(
     pixels: Pixels,
     prior_pixels: Pixels,
 ) -> Iterator[Picture]:
-    finding, position = result.findings[column], result.positions[row]
+    finding = result.findings[column]
+    position = result.positions[row]
     answer = f"predicted {CHANGES[predicted]}" if predicted >= 0 else "a tie"
     lines = (finding, f"label {CHANGES[result.truth_NL[row, column]]}", answer)
     yield Picture(

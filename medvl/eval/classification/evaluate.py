@@ -41,7 +41,8 @@ from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, top1_me
 from medvl.models.base import HasModules, evaluating
 from medvl.schema import Batch
 
-PROTOCOL, PROTOCOL_VERSION = "classification", 1
+PROTOCOL = "classification"
+PROTOCOL_VERSION = 1
 
 
 class ClassifierModel(HasModules, Protocol):
@@ -194,12 +195,14 @@ class ClassifyEval:
     """
 
     def __init__(self, loader: Loader, *, policy: LabelPolicy | None = None) -> None:
-        self.loader, self.policy = loader, policy or LabelPolicy()
+        self.loader = loader
+        self.policy = policy or LabelPolicy()
 
     def __call__(self, model: ClassifierModel) -> dict[str, float]:
         """Return the metrics of the current model. Raises `EvaluationError` as `classify` does."""
         images = score_labels(model, self.loader, self.policy)
-        aurocs, groups = scoring.ranking_groups(images)[0], _accuracy_groups(model, images)
+        aurocs = scoring.ranking_groups(images)[0]
+        groups = _accuracy_groups(model, images)
         rows = measure([aurocs, *groups], len(images.samples), resamples=0)
         return {_name(row): row.value for row in rows if not np.isnan(row.value)}
 

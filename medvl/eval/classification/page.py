@@ -113,7 +113,8 @@ def facts(
     result: ClassificationResult, header: PageHeader, extra: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
     """Return the facts of `extra` and those common to all classifiers, for `Page.facts`."""
-    config, details = result.results.config, result.results.details
+    config = result.results.config
+    details = result.results.details
     policy = ", ".join(
         f"{rule.replace('_', ' ')}: {choice.replace('_', ' ')}"
         for rule, choice in config["policy"].items()
@@ -154,7 +155,8 @@ def _targets(result: ClassificationResult, metric: str) -> dict[str, str]:
 
 
 def _findings_table(result: ClassificationResult) -> tables.Table:
-    rows, counts = _rows(result), result.results.details["labels"]
+    rows = _rows(result)
+    counts = result.results.details["labels"]
     targets = _targets(result, "auroc")
     lines: list[list[tables.Cell | str]] = []
     for target, label in targets.items():
@@ -236,7 +238,8 @@ def _decisions(result: ClassificationResult) -> list[tables.Table]:
 
 
 def _curve(result: ClassificationResult, index: int) -> RocCurve | None:
-    images, config = result.images, result.results.config
+    images = result.images
+    config = result.results.config
     return roc_curve(
         images.scores_NL[:, index],
         images.labels_NL[:, index],
@@ -250,7 +253,8 @@ def _overlay(result: ClassificationResult, curves: Mapping[str, RocCurve]) -> ht
     rows = _rows(result)
     order = sorted(curves, key=lambda name: -rows["auroc", name, ""].value)
     named = {f"{name}  {rows['auroc', name, ''].value:.3f}": curves[name] for name in order}
-    best, worst = order[0], order[-1]
+    best = order[0]
+    worst = order[-1]
     picture = html.plot_picture(
         plots.roc_overlay("roc-all", named),
         alternative=f"ROC curves of {len(order)} findings in one square. Highest: {best}, AUROC "
@@ -287,8 +291,10 @@ def _plots(result: ClassificationResult, curves: Mapping[str, RocCurve]) -> html
 
 
 def _plots_of(result: ClassificationResult, index: int, curve: RocCurve) -> list[html.Picture]:
-    images, name = result.images, result.images.names[index]
-    scores_N, labels_N = images.scores_NL[:, index], images.labels_NL[:, index]
+    images = result.images
+    name = result.images.names[index]
+    scores_N = images.scores_NL[:, index]
+    labels_N = images.labels_NL[:, index]
     threshold = (result.thresholds or {}).get(name)
     at_tenth = float(np.interp(0.1, curve.false_positive_rate, curve.true_positive_rate))
     positive, negative = (float(np.median(scores_N[labels_N == label])) for label in (1, 0))
@@ -314,7 +320,8 @@ def _plots_of(result: ClassificationResult, index: int, curve: RocCurve) -> list
     ]
     if result.gives_probabilities:
         bins = calibration_bins(scores_N, labels_N)
-        predicted, observed = float(bins.probability_Q[-1]), float(bins.observed_Q[-1])
+        predicted = float(bins.probability_Q[-1])
+        observed = float(bins.observed_Q[-1])
         pictures.append(
             html.plot_picture(
                 plots.calibration_plot(f"calibration-{html.slug(name)}", bins),
@@ -382,13 +389,16 @@ def _gaps(result: ClassificationResult) -> list[tables.Table]:
 
 
 def _gallery(result: ClassificationResult, pixels: html.Pixels, examples: int) -> html.Pictures:
-    images, strips = result.images, []
+    images = result.images
+    strips = []
     for index, name in enumerate(images.names):
         if name not in images.evaluable:
             continue
-        scores_N, labels_N = images.scores_NL[:, index], images.labels_NL[:, index]
+        scores_N = images.scores_NL[:, index]
+        labels_N = images.labels_NL[:, index]
         order = np.argsort(-scores_N, kind="stable")
-        positive, negative = order[labels_N[order] == 1], order[labels_N[order] == 0]
+        positive = order[labels_N[order] == 1]
+        negative = order[labels_N[order] == 0]
         kinds = {
             "highest scores, positive": positive[:examples],
             "highest scores, negative": negative[:examples],
@@ -417,7 +427,8 @@ def _gallery(result: ClassificationResult, pixels: html.Pixels, examples: int) -
 def _thumbnail(
     result: ClassificationResult, row: int, label: int, pixels: html.Pixels, kind: str
 ) -> html.Picture | None:
-    sample, images = result.images.samples[row], result.images
+    sample = result.images.samples[row]
+    images = result.images
     try:
         image = pixels(images.positions[row])
     except (MedvlError, OSError):

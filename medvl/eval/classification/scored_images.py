@@ -120,12 +120,14 @@ class LabelPolicy:
                 f"expected one column for each of {len(names)} names, got shape {table_NL.shape}"
             )
             raise EvaluationError(message, "mismatch", field="labels")
-        missing_NL, uncertain_NL = np.isnan(table_NL), table_NL == UNCERTAIN
+        missing_NL = np.isnan(table_NL)
+        uncertain_NL = table_NL == UNCERTAIN
         if not (missing_NL | uncertain_NL | (table_NL == POSITIVE) | (table_NL == NEGATIVE)).all():
             message = "expected labels of 1, 0, -1 (uncertain) or NaN (missing)"
             raise EvaluationError(message, "out_of_range", field="labels")
 
-        resolved_NL, contradictions = table_NL.copy(), 0
+        resolved_NL = table_NL.copy()
+        contradictions = 0
         known = named_as(names, FINDINGS)
         if NO_FINDING in known:
             contradictions = _imply_no_finding(

@@ -348,7 +348,8 @@ def _paired(
     columns = [[items.rows.index(name) for name in common] for items in (first, other)]
 
     def statistic(counts_NR: Array) -> Array:
-        of_first, of_other = first.statistic(counts_NR), other.statistic(counts_NR)
+        of_first = first.statistic(counts_NR)
+        of_other = other.statistic(counts_NR)
         return np.asarray(of_other[:, columns[1]] - of_first[:, columns[0]])
 
     estimate = bootstrap(

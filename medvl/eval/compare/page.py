@@ -176,7 +176,8 @@ def _sections(comparison: Comparison, prefix: str) -> Iterator[Section]:
     and variants.
     """
     rows = _rows(comparison)
-    whole, parts = [row for row in rows if not row.subgroup], [row for row in rows if row.subgroup]
+    whole = [row for row in rows if not row.subgroup]
+    parts = [row for row in rows if row.subgroup]
     yield from _difference_plots(comparison, whole, parts, prefix)
     if comparison.curves:
         yield _roc_curves(comparison, prefix)
@@ -249,7 +250,8 @@ def _table(
     *,
     full_names: bool = False,
 ) -> Table:
-    runs, parts = range(len(comparison.runs)), any(row.subgroup for row in rows)
+    runs = range(len(comparison.runs))
+    parts = any(row.subgroup for row in rows)
     paired = [n for n in runs[1:] if any(row.name in comparison.differences[n - 1] for row in rows)]
     lines: list[Sequence[Cell | str]] = []
     for row in rows:
@@ -267,7 +269,8 @@ def _table(
         lines.append(
             [name, *([row.subgroup] if parts else []), *values, *differences, f"{row.n:,}"]
         )
-    first, shift = comparison.runs[0].name, int(parts)
+    first = comparison.runs[0].name
+    shift = int(parts)
     return Table(
         title=title[:1].upper() + title[1:],
         columns=[
@@ -312,9 +315,11 @@ def _difference_plots(
 def _difference_plot(
     comparison: Comparison, rows: Sequence[MetricRow], title: str, prefix: str
 ) -> Pictures:
-    first, others = comparison.runs[0].name, comparison.runs[1:]
+    first = comparison.runs[0].name
+    others = comparison.runs[1:]
     metric = _metric(rows[0].metric)
-    systems, summaries = [], []
+    systems = []
+    summaries = []
     for number, run in enumerate(others):
         found = [
             comparison.differences[number].get(row.name) or MetricRow(metric=metric, target="")
@@ -325,7 +330,8 @@ def _difference_plot(
         systems.append(
             plots.Series(name=run.name, value_K=value_K, low_K=low_K, high_K=high_K, color=color)
         )
-        higher, lower = int((low_K > 0).sum()), int((high_K < 0).sum())
+        higher = int((low_K > 0).sum())
+        lower = int((high_K < 0).sum())
         summaries.append(
             f"{run.name} is higher in {higher} and lower in {lower} of {len(rows)} rows, by "
             f"intervals without 0"

@@ -237,7 +237,8 @@ def _detection(lines: Lines, results: Results) -> list[MetricGroup]:
     scores.
     """
     order_N = np.argsort([line["position"] for line in lines])
-    labels, convention = results.config["labels"], dict(results.config["convention"])
+    labels = results.config["labels"]
+    convention = dict(results.config["convention"])
     convention.pop("name")
     thresholds = results.details["thresholds"]
     known = None if thresholds is None else {label: _number(thresholds[label]) for label in labels}
@@ -278,7 +279,8 @@ def _hidden_words(lines: Lines, results: Results) -> list[MetricGroup]:
 
 def _class_precision(lines: Lines, results: Results) -> list[MetricGroup]:
     """Return the precision at each k of the classes, in each direction."""
-    names, groups = list(results.details["chance"]), []
+    names = list(results.details["chance"])
+    groups = []
     for direction in dict.fromkeys(line["direction"] for line in lines):
         rows_Q = np.array([row for row, line in enumerate(lines) if line["direction"] == direction])
         for k in results.config["ks"]:
@@ -294,7 +296,8 @@ def _generated(lines: Lines, results: Results) -> list[MetricGroup]:
     """Return the AUROC of the prompted findings and the share of possible copies, for each
     folder of images.
     """
-    names, groups = list(lines[0]["logits"]), []
+    names = list(lines[0]["logits"])
+    groups = []
     stated_NL, logits_NL = (_table(lines, field, names) for field in ("stated", "logits"))
     near_NK = np.array([[space in line["too_near"] for space in SPACES] for line in lines])
     set_N = np.array([line["set"] for line in lines])
@@ -315,7 +318,8 @@ def _text_tasks(lines: Lines, results: Results) -> list[MetricGroup]:
     groups = []
     for name in dict.fromkeys(line["task"] for line in lines):
         rows_N = np.array([row for row, line in enumerate(lines) if line["task"] == name])
-        task, truth = TASKS[name], [_tuple(lines[row]["label"]) for row in rows_N]
+        task = TASKS[name]
+        truth = [_tuple(lines[row]["label"]) for row in rows_N]
         by_seed = zip(*(lines[row]["predictions"] for row in rows_N), strict=True)
         metrics = [
             summed_metric(task, truth, [_tuple(value) for value in of_seed]) for of_seed in by_seed
@@ -438,7 +442,8 @@ def read_items(folder: Path, results: Results) -> Items | None:
     Raises EvaluationError if the lines are malformed, an item is repeated, or the values differ
     from the results.
     """
-    path, reader = folder / "predictions.jsonl", READERS.get(results.protocol)
+    path = folder / "predictions.jsonl"
+    reader = READERS.get(results.protocol)
     if reader is None or not path.is_file():
         return None
     try:
@@ -453,7 +458,8 @@ def read_items(folder: Path, results: Results) -> Items | None:
             ((tuple(line[field] for field in reader.item), line) for line in lines),
             key=lambda pair: pair[0],
         )
-        names, lines = tuple(name for name, _ in named), [line for _, line in named]
+        names = tuple(name for name, _ in named)
+        lines = [line for _, line in named]
         fields = [field for field in (reader.group, reader.earlier_group) if field is not None]
         unit = next((field for field in fields if all(field in line for line in lines)), None)
         groups = None if unit is None else tuple(line[unit] for line in lines)

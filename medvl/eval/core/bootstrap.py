@@ -302,7 +302,8 @@ def roc_curve(
     positive_NR = (labels_N[order] == 1).astype(np.float64)[:, None]
     ends = np.flatnonzero(np.append(np.diff(scores_N[order]) != 0, True))
     false_1, true_1 = _rates(positive_NR, 1 - positive_NR, ends)
-    grid_G, unknown_G = np.linspace(0, 1, grid_points), np.full(grid_points, np.nan)
+    grid_G = np.linspace(0, 1, grid_points)
+    unknown_G = np.full(grid_points, np.nan)
     if resamples == 0 or count_units(len(scores_N), groups) < 2:
         return RocCurve(false_1[:, 0], true_1[:, 0], grid_G, unknown_G, unknown_G)
     if len(ends) > _MAX_THRESHOLDS:
@@ -351,7 +352,8 @@ def calibration_bins(probability_N: Array, labels_N: Array, bins: int = 10) -> C
     bins may be fewer.
     """
     known = ~np.isnan(labels_N)
-    probability, positive = probability_N[known], labels_N[known]
+    probability = probability_N[known]
+    positive = labels_N[known]
     inner_edges = np.unique(np.quantile(probability, np.linspace(0, 1, bins + 1)[1:-1]))
     bin_of_N = np.searchsorted(inner_edges, probability, side="right")
     count = np.bincount(bin_of_N).astype(np.float64)

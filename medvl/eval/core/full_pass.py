@@ -131,7 +131,8 @@ class FullPass:
         if self._world == 1:
             return [_on_cpu(function(batch)) for batch in self]
         loader: Any = self._loader  # `medvl.data.Loader` has more than the interface
-        before, own = Counter(self._loader.skipped), []
+        before = Counter(self._loader.skipped)
+        own = []
         for batch in loader:
             number = loader.last_batch * self._world + self._rank
             own.append(_pack(number, batch.keys, _on_cpu(function(batch))))
@@ -152,7 +153,8 @@ class FullPass:
         return [gathered[number][1] for number in sorted(gathered)]
 
     def _check(self, expected: int) -> None:
-        yielded, skipped = len(self.keys), sum(self.unreadable.values())
+        yielded = len(self.keys)
+        skipped = sum(self.unreadable.values())
         duplicates = yielded - len(set(self.keys))
         if duplicates:
             message = (

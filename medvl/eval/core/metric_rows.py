@@ -256,7 +256,8 @@ def top1_metrics(scores_NL: Array, labels_NL: Array) -> MetricGroup:
     ]
 
     def statistic(counts_NR: Array) -> Array:
-        drawn_RL, right_RL = counts_NR.T @ class_NL, counts_NR.T @ right_NL
+        drawn_RL = counts_NR.T @ class_NL
+        right_RL = counts_NR.T @ right_NL
         within_RL = np.where(drawn_RL > 0, right_RL / np.maximum(drawn_RL, 1), np.nan)
         total_R = drawn_RL.sum(axis=1)
         accuracy_R = np.where(total_R > 0, right_RL.sum(axis=1) / np.maximum(total_R, 1), np.nan)
@@ -272,7 +273,8 @@ def undefined_metrics(rows: Sequence[MetricRow]) -> MetricGroup:
 
 def label_row(metric: str, target: str, labels_N: Array, subgroup: str = "") -> MetricRow:
     """Return a row with the sizes of one label column (1, 0 or NaN)."""
-    known, positive = int((~np.isnan(labels_N)).sum()), int((labels_N == 1).sum())
+    known = int((~np.isnan(labels_N)).sum())
+    positive = int((labels_N == 1).sum())
     return MetricRow(metric=metric, target=target, subgroup=subgroup, n=known, n_positive=positive)
 
 
@@ -400,7 +402,8 @@ def _gap_metric(
         group: float(statistic(np.ones((len(scores_NL), 1)))[0])
         for group, statistic in groups.items()
     }
-    best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
+    best = max(values, key=values.__getitem__)
+    worst = min(values, key=values.__getitem__)
     both_NL = np.concatenate(
         [labels_by_group[best][:, columns], labels_by_group[worst][:, columns]]
     )

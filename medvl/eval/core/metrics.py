@@ -75,10 +75,12 @@ class RankedColumn:
 
     def __init__(self, scores_N: Array, labels_N: Array) -> None:
         self.n = len(scores_N)
-        positives, negatives = np.flatnonzero(labels_N == 1), np.flatnonzero(labels_N == 0)
+        positives = np.flatnonzero(labels_N == 1)
+        negatives = np.flatnonzero(labels_N == 0)
         self.positives = positives[np.argsort(scores_N[positives], kind="stable")]
         self.negatives = negatives[np.argsort(scores_N[negatives], kind="stable")]
-        positive_scores, negative_scores = scores_N[self.positives], scores_N[self.negatives]
+        positive_scores = scores_N[self.positives]
+        negative_scores = scores_N[self.negatives]
         self._positives_below = np.searchsorted(positive_scores, positive_scores, side="left")
         self._negatives_below = np.searchsorted(negative_scores, positive_scores, side="left")
         self._negatives_through = np.searchsorted(negative_scores, positive_scores, side="right")
@@ -125,7 +127,8 @@ class DecisionColumn:
     """`DECISION_METRICS` of one label, computed from the four confusion counts."""
 
     def __init__(self, predicted_N: NDArray[np.bool_], labels_N: Array) -> None:
-        positive, negative = labels_N == 1, labels_N == 0
+        positive = labels_N == 1
+        negative = labels_N == 0
         cells = (
             predicted_N & positive,
             predicted_N & negative,
@@ -148,7 +151,8 @@ def confusion_metrics(tp: ArrayLike, fp: ArrayLike, fn: ArrayLike, tn: ArrayLike
     tp_R, fp_R, fn_R, tn_R = (
         np.atleast_1d(np.asarray(cell, dtype=np.float64)) for cell in (tp, fp, fn, tn)
     )
-    positives_R, negatives_R = tp_R + fn_R, fp_R + tn_R
+    positives_R = tp_R + fn_R
+    negatives_R = fp_R + tn_R
     sensitivity_R = _divide(tp_R, positives_R)
     specificity_R = _divide(tn_R, negatives_R)
     f1_R = _divide(2 * tp_R, 2 * tp_R + fp_R + fn_R)
@@ -173,7 +177,8 @@ class ProbabilityColumn:
 
     def __init__(self, probability_N: Array, labels_N: Array, bins: int = ECE_BINS) -> None:
         known = ~np.isnan(labels_N)
-        probability, positive = np.where(known, probability_N, 0.0), np.where(known, labels_N, 0.0)
+        probability = np.where(known, probability_N, 0.0)
+        positive = np.where(known, labels_N, 0.0)
         if ((probability < 0) | (probability > 1)).any():
             raise EvaluationError(
                 "expected probabilities in [0, 1] for calibration", "out_of_range", field="scores"
@@ -209,14 +214,17 @@ def choose_threshold(
     scores_NL, labels_NL = check_scores(
         np.atleast_2d(as_array(scores)).T, np.atleast_2d(as_array(labels)).T
     )
-    scores_N, labels_N = scores_NL[:, 0], labels_NL[:, 0]
+    scores_N = scores_NL[:, 0]
+    labels_N = labels_NL[:, 0]
     known = ~np.isnan(labels_N)
     order = np.argsort(-scores_N[known], kind="stable")
-    scores_N, positive_N = scores_N[known][order], labels_N[known][order] == 1
+    scores_N = scores_N[known][order]
+    positive_N = labels_N[known][order] == 1
     if positive_N.all() or not positive_N.any():
         return float("nan")
     last_of_tie = np.flatnonzero(np.append(np.diff(scores_N) != 0, True))
-    tp, fp = np.cumsum(positive_N)[last_of_tie], np.cumsum(~positive_N)[last_of_tie]
+    tp = np.cumsum(positive_N)[last_of_tie]
+    fp = np.cumsum(~positive_N)[last_of_tie]
     values_RK = confusion_metrics(tp, fp, positive_N.sum() - tp, (~positive_N).sum() - fp)
     best = int(np.argmax(values_RK[:, DECISION_METRICS.index(metrics[rule])]))
     highest = float(scores_N[last_of_tie[best]])

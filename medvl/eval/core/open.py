@@ -66,7 +66,8 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
         if not isinstance(model, DualEncoder):
             raise unsupported_model(checkpoint, model, "give the checkpoint of a dual-encoder")
         models.append(model)
-        first, color = models[0].transform, model.transform.trained_color
+        first = models[0].transform
+        color = model.transform.trained_color
         if model.transform != first or bool(color) != bool(first.trained_color):
             message = (
                 f"{checkpoint} and {checkpoints[0]} have different image transforms; "

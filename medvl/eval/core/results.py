@@ -155,7 +155,8 @@ def check_replaceable(folder: Path, inputs: Mapping[str, str | None]) -> None:
         return
     earlier = read_results(path).inputs
     for name in _MODEL_INPUTS:
-        known, new = earlier.get(name), inputs.get(name)
+        known = earlier.get(name)
+        new = inputs.get(name)
         if known is not None and known != new:
             message = (
                 f"{path} holds results of another {name} ({_short(known)}) than this evaluation "
@@ -175,7 +176,8 @@ def folder_for_data(folder: Path, inputs: Mapping[str, str | None]) -> Path:
     path = folder / "results.json"
     earlier = read_results(path).inputs if path.is_file() else {}
     for name in _DATA_INPUTS:
-        known, new = earlier.get(name), inputs.get(name)
+        known = earlier.get(name)
+        new = inputs.get(name)
         if known is not None and new is not None and known != new:
             return folder.with_name(f"{folder.name}-{new[:8]}")
     return folder
@@ -314,7 +316,8 @@ def _join(columns: Sequence[Sequence[str]], leading: int) -> str:
 
 EVALUATIONS = "eval"
 """Folder of the evaluations of a checkpoint or a run."""
-_CHECKPOINTS, _STEP = "checkpoints", re.compile(r"step-\d+")
+_CHECKPOINTS = "checkpoints"
+_STEP = re.compile(r"step-\d+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,7 +53,8 @@ from medvl.eval.dense.metrics import (
 )
 from medvl.schema import Batch
 
-PROTOCOL, PROTOCOL_VERSION = "detection", 1
+PROTOCOL = "detection"
+PROTOCOL_VERSION = 1
 
 
 class DetectorModel(DenseModel, Protocol):

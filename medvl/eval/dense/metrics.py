@@ -151,10 +151,8 @@ def box_overlap(first_4: Array, second_4: Array, edge_pixels: float = 0.0) -> Ar
 
     `edge_pixels` is added to every width and height.
     """
-    low, high = (
-        np.maximum(first_4[..., :2], second_4[..., :2]),
-        np.minimum(first_4[..., 2:], second_4[..., 2:]),
-    )
+    low = np.maximum(first_4[..., :2], second_4[..., :2])
+    high = np.minimum(first_4[..., 2:], second_4[..., 2:])
     shared = (high - low + edge_pixels).clip(0).prod(axis=-1)
     areas = [
         (boxes[..., 2:] - boxes[..., :2] + edge_pixels).clip(0).prod(axis=-1)
@@ -177,7 +175,8 @@ def match_boxes(
     most = min(max(len(image.scores_D) for image in images), convention.most or sys.maxsize)
     widest = max(len(image.truth_G4) for image in images)
     scores_ND = np.full((len(images), most), -np.inf)
-    boxes_ND4, truth_NG4 = np.zeros((len(images), most, 4)), np.full((len(images), widest, 4), _FAR)
+    boxes_ND4 = np.zeros((len(images), most, 4))
+    truth_NG4 = np.full((len(images), widest, 4), _FAR)
     for row, image in enumerate(images):
         order = np.argsort(-image.scores_D, kind="stable")[:most]
         scores_ND[row, : len(order)] = image.scores_D[order]
@@ -441,7 +440,8 @@ def mask_areas(
         np.bincount(reached, minlength=bins)[::-1].cumsum()[::-1][1:].astype(np.float64)
         for reached in (reached_P, reached_P[truth_HW.ravel()])
     )
-    truth, pixels = float(truth_HW.sum()), float(truth_HW.size)
+    truth = float(truth_HW.sum())
+    pixels = float(truth_HW.size)
     return MaskAreas(intersection_T[None], predicted_T[None], np.array([truth]), np.array([pixels]))
 
 
@@ -464,11 +464,13 @@ def pixel_auroc(map_HW: NDArray[np.floating], truth_HW: NDArray[np.generic]) -> 
     of either kind. The mask is as for `mask_areas`.
     """
     truth_HW = _as_mask(truth_HW)
-    positive, pixels = int(truth_HW.sum()), truth_HW.size
+    positive = int(truth_HW.sum())
+    pixels = truth_HW.size
     if positive in (0, pixels):
         return float("nan")
     value_HW = np.where(np.isnan(map_HW), -np.inf, map_HW)
-    inside_P, outside_P = np.sort(value_HW[truth_HW]), np.sort(value_HW[~truth_HW])
+    inside_P = np.sort(value_HW[truth_HW])
+    outside_P = np.sort(value_HW[~truth_HW])
     below_P, through_P = (
         np.searchsorted(outside_P, inside_P, side=side) for side in ("left", "right")
     )

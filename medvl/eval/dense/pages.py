@@ -29,7 +29,8 @@ from medvl.eval.html.tables import Cell, Table, metric_cell
 
 SIDE = 384
 """Longer side of a picture, in pixels."""
-TRUTH_COLOR, PREDICTION_COLOR = (34, 211, 238), (251, 146, 60)
+TRUTH_COLOR = (34, 211, 238)
+PREDICTION_COLOR = (251, 146, 60)
 LIMITS = (
     "A research evaluation, not for clinical use: a small decoder on an encoder that was not "
     "trained for this task, so "
@@ -97,10 +98,8 @@ def dense_facts(
     results: Results, header: PageHeader, extra: Sequence[tuple[str, str]]
 ) -> list[tuple[str, str]]:
     """Return the header's facts: `extra`, and how many images were left out."""
-    not_annotated, unreadable = (
-        results.details["not_annotated"],
-        sum(results.details["unreadable"].values()),
-    )
+    not_annotated = results.details["not_annotated"]
+    unreadable = sum(results.details["unreadable"].values())
     left_out = ("Left out", f"{not_annotated:,} images without annotation, {unreadable} unreadable")
     return header_facts(results, header, units="patients", extra=[*extra, left_out])
 
@@ -254,7 +253,8 @@ def draw_boxes(
     import cv2
 
     drawn_HWC = resize_to_picture(pixels)
-    down, across = drawn_HWC.shape[0] / size[0], drawn_HWC.shape[1] / size[1]
+    down = drawn_HWC.shape[0] / size[0]
+    across = drawn_HWC.shape[1] / size[1]
     for boxes, color in ((truth, TRUTH_COLOR), (predicted, PREDICTION_COLOR)):
         for left, top, right, bottom in boxes:
             corners = (
@@ -294,7 +294,8 @@ def write_segmentation_page(
 
     `result` is from `mask_segmentation`; images with kept maps are shown.
     """
-    details, config = result.results.details, result.results.config
+    details = result.results.details
+    config = result.results.config
     thresholds = [
         f"{label}: probability {one.threshold:g}, empty below {one.min_share:.2%} of the image"
         for label, one in result.thresholds.items()
@@ -384,7 +385,8 @@ def _segmentation(
     pixels: NDArray[np.uint8],
 ) -> Picture:
     assert image.map_LHW is not None
-    label, dice = result.labels[index], result.dice_NL[row, index]
+    label = result.labels[index]
+    dice = result.dice_NL[row, index]
     predicted_HW = result.thresholds[label](image.map_LHW[index])
     truth_HW = mask_at(image.sample, label, predicted_HW.shape)
     lines = [

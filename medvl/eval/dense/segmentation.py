@@ -45,7 +45,8 @@ from medvl.eval.dense.annotated_images import (
 from medvl.eval.dense.metrics import THRESHOLDS, EmptyRule, MaskAreas, MaskThreshold, dice
 from medvl.schema import Batch
 
-PROTOCOL, PROTOCOL_VERSION = "segmentation", 2
+PROTOCOL = "segmentation"
+PROTOCOL_VERSION = 2
 _DEFAULT_THRESHOLD = MaskThreshold(threshold=0.5, min_share=0.0)
 _STORED_SIDE = 384
 _TRAINING_SIDE = 256
@@ -148,10 +149,8 @@ def mask_segmentation(
             finite.
         SplitError: test and validation images share patients.
     """
-    inputs, labels = (
-        input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader),
-        model.config.labels,
-    )
+    inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
+    labels = model.config.labels
     images, counts = segment_images(model, loader, side, _sample_keys(loader, keep_maps, seed))
     thresholds = dict.fromkeys(labels, _DEFAULT_THRESHOLD)
     if valid_loader is not None:
@@ -205,7 +204,8 @@ def segment_images(
     def evaluate(batch: Batch, images: Sequence[AnnotatedImage]) -> Iterator[SegmentedImage]:
         sizes = [_limit_side(published_size(image.sample), side) for image in images]
         for image, tensor, size in zip(images, model.maps(batch, sizes), sizes, strict=True):
-            map_LHW, stride = tensor.cpu().numpy(), -(-max(size) // _STORED_SIDE)
+            map_LHW = tensor.cpu().numpy()
+            stride = -(-max(size) // _STORED_SIDE)
             pairs = [
                 (map_HW, mask_at(image.sample, label, size))
                 for label, map_HW in zip(labels, map_LHW, strict=True)
@@ -376,7 +376,8 @@ class SegmentationEval:
     """
 
     def __init__(self, loader: Loader, *, empty: EmptyRule = "one_if_both_empty") -> None:
-        self.loader, self.empty = loader, empty
+        self.loader = loader
+        self.empty = empty
 
     def __call__(self, model: SegmenterModel) -> dict[str, float]:
         """Return the metrics, means over labels, without intervals. Raises `EvaluationError`."""

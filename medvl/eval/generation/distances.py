@@ -292,7 +292,8 @@ class NearestImages:
     """
 
     def __init__(self, query_QD: Tensor, neighbours: int) -> None:
-        self._query_QD, self._seen = query_QD.float(), 0
+        self._query_QD = query_QD.float()
+        self._seen = 0
         self._squared_Q = self._query_QD.double().square().sum(dim=1)
         self.neighbours = neighbours
         self._distance_QK = torch.empty(len(query_QD), 0, dtype=torch.float64)

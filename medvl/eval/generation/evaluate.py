@@ -198,11 +198,9 @@ class GenerationResult:
         """Return the features of the distances, and the distance of real images from other real
         ones.
         """
-        config, inputs, dim = (
-            self.results.config,
-            self.results.inputs,
-            self.results.details["feature_dim"],
-        )
+        config = self.results.config
+        inputs = self.results.inputs
+        dim = self.results.details["feature_dim"]
         halves = next(
             row
             for row in self.results.rows
@@ -220,14 +218,14 @@ class GenerationResult:
         """Yield one line per generated image: its prompt's key and findings, scores, the nearest
         training images.
         """
-        policy, names = LabelPolicy(**self.results.config["policy"]), self.classifier.names
+        policy = LabelPolicy(**self.results.config["policy"])
+        names = self.classifier.names
         for images in self.generated:
             stated_NL = stated_labels(images, names, policy).tolist()
-            logits_NL, near = (
-                self.classifier.logits(images.scored.x_ND),
-                self.memorisation.too_near(images.name),
-            )
-            nearest, aligned = self.memorisation.sets[images.name], self.aligned.get(images.name)
+            logits_NL = self.classifier.logits(images.scored.x_ND)
+            near = self.memorisation.too_near(images.name)
+            nearest = self.memorisation.sets[images.name]
+            aligned = self.aligned.get(images.name)
             for row, position in enumerate(images.scored.positions):
                 source = images.source.images.rows[position]
                 yield {
@@ -250,7 +248,8 @@ class GenerationResult:
                 }
 
 
-PROTOCOL, PROTOCOL_VERSION = "image_generation", 2
+PROTOCOL = "image_generation"
+PROTOCOL_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,13 +329,16 @@ def evaluate_generation(
         EvaluationError: too few images, or no finding can be evaluated.
         SplitError: patients of the sets are not disjoint.
     """
-    options, loading = options or GenerationOptions(), loading or LoaderOptions()
-    encoder, patients = models.features or models.judge, _all_patients(real)
+    options = options or GenerationOptions()
+    loading = loading or LoaderOptions()
+    encoder = models.features or models.judge
+    patients = _all_patients(real)
     train, valid = (loading.features(models.judge, source) for source in (real.train, real.valid))
     classifier = models.classifier or fit_classifier(train, valid, options.policy)
     sets = _read_sets(folders, reconstructed, real, patients, models, loading, options.conventions)
     aligned = _align(sets, models.aligner, loading)
-    features, size = loading.features(encoder, real.all_train), options.pixel_size
+    features = loading.features(encoder, real.all_train)
+    size = options.pixel_size
     found = search_copies(
         sets.generated, sets.tested, real.all_train, features, loading, pixel_size=size
     )
@@ -380,7 +382,8 @@ def _read_sets(
 ) -> ImageSets:
     encoder = models.features or models.judge
     read = functools.partial(read_set, classifier=models.judge, encoder=encoder, options=loading)
-    tested, names = read("real test images", real.test), _names(folders)
+    tested = read("real test images", real.test)
+    names = _names(folders)
     source = functools.partial(GeneratedSource, patients=patients, conventions=conventions)
     generated = [read(name, source(each)) for name, each in zip(names, folders, strict=True)]
     return ImageSets(
@@ -441,7 +444,9 @@ def _finding_rows(
 
 def _fidelity_rows(sets: ImageSets, options: GenerationOptions) -> list[MetricRow]:
     """Return distances from the real test images, and the diversity."""
-    compared, tested, resampling = sets.not_real, sets.tested, options.resampling
+    compared = sets.not_real
+    tested = sets.tested
+    resampling = options.resampling
     diverse = [*sets.generated, *([] if sets.real is None else [sets.real])]
     return [
         *distance_rows(compared, tested, options.fidelity),
@@ -502,7 +507,8 @@ def _details(
     found: Memorisation,
     options: GenerationOptions,
 ) -> dict[str, Any]:
-    generated, tested = sets.generated, sets.tested
+    generated = sets.generated
+    tested = sets.tested
     main = generated[0].source.images
     shards = {
         shard["sha256"]

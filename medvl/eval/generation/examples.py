@@ -20,7 +20,8 @@ def prompt_examples(result: GenerationResult, examples: int) -> Cards:
     """Return cards of images whose prompts assert findings, best and worst of their findings by
     the classifier.
     """
-    main, names = result.main, result.classifier.names
+    main = result.main
+    names = result.classifier.names
     logits_NL = result.classifier.logits(main.scored.x_ND)
     rank_NL = logits_NL.argsort(axis=0).argsort(axis=0) / max(len(logits_NL) - 1, 1)
     asserted_NL = np.stack([main.labels_NL[:, FINDINGS.index(name)] == 1 for name in names], axis=1)
@@ -65,7 +66,8 @@ def _distinct(images: ImageSet, order: Any) -> list[int]:
 
 
 def _prompt_card(result: GenerationResult, row: int, rank_NL: Any, asserted_NL: Any) -> Card:
-    main, names = result.main, result.classifier.names
+    main = result.main
+    names = result.classifier.names
     pictures = []
     for images, label in ((result.sets.real, "real"), (result.sets.rebuilt, RECONSTRUCTED)):
         place = None if images is None else _place_of(result, images, row)
@@ -132,7 +134,8 @@ def nearest_examples(result: GenerationResult, examples: int) -> Cards:
 
 
 def _nearest_card(result: GenerationResult, row: int, space: str) -> Card:
-    nearest, main = result.memorisation.sets[result.main.name], result.main
+    nearest = result.memorisation.sets[result.main.name]
+    main = result.main
     near = result.memorisation.too_near(main.name)
     pictures = [_picture(main, row, "generated")]
     for name in (space, "features" if space == "pixels" else "pixels"):

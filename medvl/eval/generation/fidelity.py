@@ -28,8 +28,10 @@ from medvl.eval.generation.inputs import ImageSet
 # Shape letters: P pairs, H, W pixels, D feature dim.
 
 _WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)
-_WINDOW, _SIGMA = 11, 1.5
-_C1, _C2 = 0.01**2, 0.03**2
+_WINDOW = 11
+_SIGMA = 1.5
+_C1 = 0.01**2
+_C2 = 0.03**2
 
 
 def ms_ssim(x_PHW: Tensor, y_PHW: Tensor) -> Tensor:
@@ -51,29 +53,27 @@ def ms_ssim(x_PHW: Tensor, y_PHW: Tensor) -> Tensor:
         raise EvaluationError(message, "mismatch", field="images")
     weights = torch.tensor(_WEIGHTS[: int(math.log2(side / _WINDOW)) + 1], dtype=torch.float64)
     weights = weights / weights.sum()
-    x, y, result_P = (
-        x_PHW.double()[:, None],
-        y_PHW.double()[:, None],
-        torch.ones(len(x_PHW), dtype=torch.float64),
-    )
+    x = x_PHW.double()[:, None]
+    y = y_PHW.double()[:, None]
+    result_P = torch.ones(len(x_PHW), dtype=torch.float64)
     for scale, weight in enumerate(weights):
         luminance, contrast = _ssim_terms(x, y)
         term_P = (
             (luminance * contrast if scale == len(weights) - 1 else contrast).flatten(1).mean(dim=1)
         )
         result_P = result_P * term_P.clamp(min=0) ** weight
-        x, y = F.avg_pool2d(x, 2), F.avg_pool2d(y, 2)
+        x = F.avg_pool2d(x, 2)
+        y = F.avg_pool2d(y, 2)
     return result_P
 
 
 def _ssim_terms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maps of luminance, and of contrast and structure, of images (P, 1, H, W)."""
-    mean_x, mean_y = _blur(x), _blur(y)
-    var_x, var_y, cov = (
-        _blur(x * x) - mean_x**2,
-        _blur(y * y) - mean_y**2,
-        _blur(x * y) - mean_x * mean_y,
-    )
+    mean_x = _blur(x)
+    mean_y = _blur(y)
+    var_x = _blur(x * x) - mean_x**2
+    var_y = _blur(y * y) - mean_y**2
+    cov = _blur(x * y) - mean_x * mean_y
     luminance = (2 * mean_x * mean_y + _C1) / (mean_x**2 + mean_y**2 + _C1)
     return luminance, (2 * cov + _C2) / (var_x + var_y + _C2)
 

@@ -229,10 +229,8 @@ def prompted_findings(
     Means are over the findings with both classes in `like`, the labels of the generated images, so
     that those of generated and real images compare. Rows have the name of the set as subgroup.
     """
-    labels_NL, logits_NL = (
-        stated_labels(images, classifier.names, policy),
-        classifier.logits(images.scored.x_ND),
-    )
+    labels_NL = stated_labels(images, classifier.names, policy)
+    logits_NL = classifier.logits(images.scored.x_ND)
     group = findings_metrics(logits_NL, labels_NL, classifier.names, like=like, name=images.name)
     return resampling.measure([group], images.patients)
 
@@ -257,14 +255,10 @@ def shuffled_findings(
     The interval holds 95 % of the permutations: the values of images that are unrelated to their
     prompts.
     """
-    labels_NL, logits_NL = (
-        stated_labels(images, classifier.names, policy),
-        classifier.logits(images.scored.x_ND),
-    )
-    means, keys = (
-        means_over(classifier.names, labels_NL),
-        [sample.extra["prompt_key"] for sample in _samples(images)],
-    )
+    labels_NL = stated_labels(images, classifier.names, policy)
+    logits_NL = classifier.logits(images.scored.x_ND)
+    means = means_over(classifier.names, labels_NL)
+    keys = [sample.extra["prompt_key"] for sample in _samples(images)]
     of_key = {key: row for row, key in reversed(list(enumerate(keys)))}
     distinct = list(of_key)
     values = []
@@ -373,9 +367,11 @@ def side_scores(
     """Return (len(rows), L): logits of the patient's left half, doubled, minus those of the
     right half, doubled.
     """
-    transform, rng = encoder.transform.build(), np.random.default_rng(0)
+    transform = encoder.transform.build()
+    rng = np.random.default_rng(0)
     color = color_for(images.source, encoder.transform)
-    device, parts = next(encoder.module.parameters()).device, []
+    device = next(encoder.module.parameters()).device
+    parts = []
     with evaluating(encoder.module):
         for start in range(0, len(rows), _BATCH):
             chosen = [images.scored.positions[row] for row in rows[start : start + _BATCH].tolist()]
@@ -490,7 +486,9 @@ def align(
     loader = open_for_evaluation(
         images.source, model.transform, batch=loading.batch, workers=loading.workers
     )
-    device, keys, parts = next(model.parameters()).device, list[str](), []
+    device = next(model.parameters()).device
+    keys = list[str]()
+    parts = []
     with evaluating(model):
         texts = embed_texts(model, list(prompts))
         for batch in loader:
@@ -504,10 +502,8 @@ def align(
     column_of = {prompt: column for column, prompt in enumerate(prompts)}
     own = np.array([column_of[prompt] for prompt in images.prompts])
     own_N = similarity_NM[np.arange(len(own)), own]
-    above_N, ties_N = (
-        (similarity_NM > own_N[:, None]).sum(axis=1),
-        (similarity_NM == own_N[:, None]).sum(axis=1) - 1,
-    )
+    above_N = (similarity_NM > own_N[:, None]).sum(axis=1)
+    ties_N = (similarity_NM == own_N[:, None]).sum(axis=1) - 1
     others = len(prompts) - 1
     other_N = (
         (similarity_NM.sum(axis=1) - own_N) / others if others else np.full(len(own_N), np.nan)

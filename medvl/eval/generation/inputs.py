@@ -82,7 +82,8 @@ class GeneratedSource(FileSource):
             for number, (_, patient) in enumerate(rows)
         ]
         super().__init__(samples, FINDINGS)
-        self.images, self.folder = images, images.folder
+        self.images = images
+        self.folder = images.folder
 
     @property
     def prompts(self) -> list[str]:
@@ -125,7 +126,9 @@ class PixelBatches:
     """
 
     def __init__(self, source: Any, size: int, options: LoaderOptions) -> None:
-        self._source, self._size, self._options = source, size, options
+        self._source = source
+        self._size = size
+        self._options = options
         self.positions: list[int] = []
 
     def __iter__(self) -> Any:
@@ -193,13 +196,15 @@ class RealData:
         generation = folders[0].generation
         chosen_fit: Fit = fit or generation.config.get("fit", "crop")
         framed = functools.partial(FramedSource, size=generation.image_size, fit=chosen_fit)
-        tested, sources = open_source(test, checkpoints), [open_source(folder) for folder in train]
+        tested = open_source(test, checkpoints)
+        sources = [open_source(folder) for folder in train]
         all_train = sources[0] if len(sources) == 1 else ConcatSource(sources)
         check_against(all_train.manifest, tested.manifest)
         if valid is None:
             trained, validated = _hold_out(all_train)
         else:
-            trained, validated = all_train, open_source(valid)
+            trained = all_train
+            validated = open_source(valid)
             check_against(validated.manifest, tested.manifest)
             check_against(all_train.manifest, validated.manifest)
         for images in folders:
@@ -330,7 +335,8 @@ def real_of_prompts(generated: ImageSet, real: ImageSet) -> ImageSet | None:
     None where no prompt is the text of one of the real images.
     """
     place = {sample.key: row for row, sample in enumerate(real.scored.samples)}
-    rows, found = [], {}
+    rows = []
+    found = {}
     for row, position in enumerate(generated.scored.positions):
         key = generated.source.images.rows[position].source_key
         if key in place and key not in found:

@@ -129,7 +129,8 @@ def memorisation_rows(
     "too_near" is 0.01 for real test images by definition; "nearer_than_all" is the share that is
     nearer than every real test image.
     """
-    nearest, near = found.sets[images.name], found.too_near(images.name)
+    nearest = found.sets[images.name]
+    near = found.too_near(images.name)
     least = [nearest.distance[space] < found.real.distance[space].min() for space in SPACES]
     groups: list[MetricGroup] = [
         too_near_metrics(np.stack([near[space] for space in SPACES], axis=1), images.name),
@@ -209,7 +210,8 @@ def _pixels(images: ImageSet, options: LoaderOptions, size: int) -> Tensor:
 def _nearest(
     spaces: Mapping[str, NearestImages], places: Mapping[str, NDArray[np.int64]], rows: slice
 ) -> Nearest:
-    distance, position = {}, {}
+    distance = {}
+    position = {}
     for name, search in spaces.items():
         distance_QK = search.distance_QK[rows]
         distance[name] = distance_QK[:, 0]

@@ -68,7 +68,8 @@ def _cell(
 
 def summary_table(result: GenerationResult) -> Table:
     """Return the means of all sets."""
-    names, mean = [*compared_sets(result), "shuffled prompts"], mean_target(result)
+    names = [*compared_sets(result), "shuffled prompts"]
+    mean = mean_target(result)
     targets = {
         "auroc": mean,
         "negation_auroc": mean_target(result, "negation_auroc"),
@@ -415,7 +416,9 @@ def _headlines(result: GenerationResult) -> list[tuple[str, str, str]]:
 
 
 def _facts(result: GenerationResult, header: PageHeader) -> list[tuple[str, str]]:
-    config, details, inputs = result.results.config, result.results.details, result.results.inputs
+    config = result.results.config
+    details = result.results.details
+    inputs = result.results.inputs
     main = details["generation"][result.main.name]
     classifier = details["classifier"]
     auroc = np.mean(list(classifier["auroc_on_test"].values()) or [np.nan])
@@ -446,7 +449,8 @@ def _facts(result: GenerationResult, header: PageHeader) -> list[tuple[str, str]
 
 
 def _warnings(result: GenerationResult) -> list[str]:
-    details, found = result.results.details, describe_copies(result.results.rows)
+    details = result.results.details
+    found = describe_copies(result.results.rows)
     if details["generator_training_unknown"]:
         found.append(
             "The folder does not name the generator's training data: whether all of it was "
@@ -469,7 +473,8 @@ def _sweep(result: GenerationResult) -> list[Section]:
         return []
     order = sorted(result.generated, key=lambda images: _guidance(images))
     guidance_K = np.array([_guidance(images) for images in order])
-    mean, negated = mean_target(result), mean_target(result, "negation_auroc")
+    mean = mean_target(result)
+    negated = mean_target(result, "negation_auroc")
     kinds = (
         (
             "AUROC of findings",

@@ -20,7 +20,10 @@ from medvl.eval.generation.findings import Resampling, findings_of, labels_of, m
 from medvl.eval.probing.evaluate import choose_probe, suffix
 from medvl.eval.probing.features import FeatureTable, Standardizer
 
-REAL, BOTH, SYNTHETIC, GAIN = "real", "real and synthetic", "synthetic", "both minus real"
+REAL = "real"
+BOTH = "real and synthetic"
+SYNTHETIC = "synthetic"
+GAIN = "both minus real"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +76,10 @@ def use_rows(
                 f"images; generate them from"
             )
             raise SplitError(f"{message} training texts", "leak", field="synthetic_train")
-    names, standardize = findings_of(train, policy), Standardizer.fit(train.x_ND)
-    x, y = {}, {}
+    names = findings_of(train, policy)
+    standardize = Standardizer.fit(train.x_ND)
+    x = {}
+    y = {}
     for key, table in {
         "train": train,
         "synthetic": synthetic,
@@ -89,7 +94,8 @@ def use_rows(
 
     groups = []
     for fraction in options.fractions:
-        real, both = [], []
+        real = []
+        both = []
         for seed in range(options.seeds if fraction < 1 else 1):
             drawn = label_fraction(train.patients, fraction, seed)
             real.append(scores(x["train"][drawn], y["train"][drawn]))

@@ -121,7 +121,8 @@ def grounding_protocol(
     return _PROTOCOLS[name]
 
 
-PROTOCOL, PROTOCOL_VERSION = "grounding", 1
+PROTOCOL = "grounding"
+PROTOCOL_VERSION = 1
 
 _ASPECT = 0.02
 """Accepted relative difference between the aspect ratios of the stored and the published image
@@ -212,7 +213,8 @@ def phrase_grounding(
             give every sample once, or settings and protocol conflict.
     """
     settings = grounding_protocol(protocol, maps=maps, rules=rules, smoothing=smoothing)
-    rules, kind = settings.rules, choose_maps(model, settings.maps)
+    rules = settings.rules
+    kind = choose_maps(model, settings.maps)
     if kind == "attention" and settings.smoothing:
         message = "smoothing applies to similarity maps: use maps='similarity' or smoothing=0"
         raise EvaluationError(message, "conflict", field="smoothing")
@@ -303,7 +305,9 @@ class _Grounding:
         """Yield every item of a batch with its map. The model encodes an image once for each of
         its phrases.
         """
-        rows, queries, sizes = [], list[_Query](), []
+        rows = []
+        queries = list[_Query]()
+        sizes = []
         for row, key in enumerate(batch.keys):
             if of_image := self.queries.get(key):
                 rows += [row] * len(of_image)
@@ -359,7 +363,8 @@ def _stored_size(loader: Loader, position: int, sample: Sample) -> tuple[int, in
 def stored_boxes(phrase: Phrase, sample: Sample, size: tuple[int, int]) -> list[Box]:
     """Return the boxes of a phrase in pixels of the stored image of `size` (height, width)."""
     published = published_size(sample)
-    down, across = size[0] / published[0], size[1] / published[1]
+    down = size[0] / published[0]
+    across = size[1] / published[1]
     scales = {"y": down, "x": across, "height": down, "width": across}
     return [
         Box(*(float(str(box[name])) * scale for name, scale in scales.items()))

@@ -286,7 +286,8 @@ def map_metrics(
         )
         raise EvaluationError(message, "mismatch")
     if rules.unseen == "drop":
-        value_P, inside_P = map_HW[seen_HW].astype(np.float64), inside_HW[seen_HW]
+        value_P = map_HW[seen_HW].astype(np.float64)
+        inside_P = inside_HW[seen_HW]
     else:
         value_P = np.where(seen_HW, map_HW, map_HW[seen_HW].min()).ravel().astype(np.float64)
         inside_P = inside_HW.ravel()
@@ -321,13 +322,15 @@ def region_mask(boxes: Sequence[Box], height: int, width: int) -> NDArray[np.boo
     """
     inside_HW = np.zeros((height, width), np.bool_)
     for box in boxes:
-        rows, columns = _span(box.top, box.height, height), _span(box.left, box.width, width)
+        rows = _span(box.top, box.height, height)
+        columns = _span(box.left, box.width, width)
         inside_HW[rows, columns] = True
     return inside_HW
 
 
 def _span(start: float, length: float, pixels: int) -> slice:
-    first, last = _first_center(start), _first_center(start + length)
+    first = _first_center(start)
+    last = _first_center(start + length)
     if last <= first:
         first = int(start + length / 2)
         last = first + 1
@@ -345,7 +348,8 @@ def _contrast(value_P: NDArray[np.float64], inside_P: NDArray[np.bool_]) -> floa
         return float("nan")  # the boxes cover the image: there is no outside
     if value_P.min() == value_P.max():
         return 0.0  # the two means differ by rounding
-    within, without = value_P[inside_P], value_P[~inside_P]
+    within = value_P[inside_P]
+    without = value_P[~inside_P]
     difference = within.mean() - without.mean()
     noise = max(np.sqrt(within.var() + without.var()), _MIN_NOISE * abs(difference))
     return float(difference / noise) if noise > 0 else 0.0
@@ -358,7 +362,8 @@ def _pointing(value_P: NDArray[np.float64], inside_P: NDArray[np.bool_]) -> floa
 
 def _above(value_P: NDArray[np.float64], rules: MapRules) -> list[NDArray[np.bool_]]:
     """Return, for each threshold, which pixels are at or above it."""
-    lowest, highest = value_P.min(), value_P.max()
+    lowest = value_P.min()
+    highest = value_P.max()
     if rules.scale == "none":
         return [value_P >= threshold for threshold in rules.thresholds]
     if highest == lowest:

@@ -47,7 +47,8 @@ def write_grounding_page(
 
     `result` is from `phrase_grounding`; items with kept maps are shown.
     """
-    results, details = result.results, result.results.details
+    results = result.results
+    details = result.results.details
     sections: list[html.Section] = [_table(result), _thresholds(result)]
     if pixels is not None and result.maps:
         sections.append(_pictures(result, pixels))
@@ -69,7 +70,8 @@ def write_grounding_page(
 
 
 def _facts(result: GroundingResult) -> list[tuple[str, str]]:
-    config, details = result.results.config, result.results.details
+    config = result.results.config
+    details = result.results.details
     maps = {
         "attention": "attention of the phrase's words, averaged",
         "similarity": "cosine of the phrase with each patch",
@@ -206,7 +208,8 @@ def _picture(
 def _place(map_HW: NDArray[np.floating]) -> str:
     """Return the position of a map's maximum in words, for screen readers."""
     row, column = np.unravel_index(np.nanargmax(map_HW), map_HW.shape)
-    down, across = row / map_HW.shape[0], column / map_HW.shape[1]
+    down = row / map_HW.shape[0]
+    across = column / map_HW.shape[1]
     return f"highest {across:.0%} from the left and {down:.0%} from the top"
 
 

@@ -346,7 +346,8 @@ def _folded(sections: Sequence[Section]) -> list[bool]:
     """Return which sections are folded: those that do not fit into the first screens, and never
     the summary.
     """
-    left, folded = float(_OPEN_PIXELS), []
+    left = float(_OPEN_PIXELS)
+    folded = []
     for number, section in enumerate(sections):
         height = _height(section)
         folded.append(number > 0 and height > left)

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-POSITIVE_COLOR, NEGATIVE_COLOR, LINE_COLOR, GREY = "#c2410c", "#64748b", "#1d4ed8", "#94a3b8"
+POSITIVE_COLOR = "#c2410c"
+NEGATIVE_COLOR = "#64748b"
+LINE_COLOR = "#1d4ed8"
+GREY = "#94a3b8"
 LINE_COLORS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#be185d", "#a16207")
 _ROUNDING = 1e-12  # scores within this share of each other are equal but for rounding
-_INCHES, _DPI = (2.9, 2.5), 200  # the resolution is that of images within a plot
+# the resolution is that of images within a plot
+_INCHES = (2.9, 2.5)
+_DPI = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,9 +171,11 @@ def _bin_edges(values_N: Array, bins: int = 24) -> list[float]:
     """Return the edges of bins over all values; values that differ by rounding only share one,
     as equal ones do.
     """
-    low, high = float(values_N.min()), float(values_N.max())
+    low = float(values_N.min())
+    high = float(values_N.max())
     if high - low <= _ROUNDING * max(abs(low), abs(high)):
-        low, high = low - 0.5, high + 0.5
+        low = low - 0.5
+        high = high + 0.5
     return np.linspace(low, high, bins + 1).tolist()
 
 
@@ -301,7 +308,8 @@ def points_plot(
     """Plot named sets of points (N, 2) in their colors; `axis_names` label the two axes."""
     figure, axes = _canvas()
     for side, points_N2 in points.items():
-        label, color = f"{side} ({len(points_N2):,})", colors[side]
+        label = f"{side} ({len(points_N2):,})"
+        color = colors[side]
         axes.scatter(
             points_N2[:, 0],
             points_N2[:, 1],

@@ -132,13 +132,15 @@ def _axis(cells: Sequence[Cell]) -> tuple[float, float] | None:
     if not numbers:
         return None
     numbers += [cell.reference for cell in cells if cell.reference is not None]
-    low, high = min(numbers), max(numbers)
+    low = min(numbers)
+    high = max(numbers)
     margin = _MARGIN * (high - low or 1)
     step = next(
         (step for step in _STEPS if (high - low) / step <= 10),
         10.0 ** math.ceil(math.log10(high - low or 1)),
     )
-    start, end = math.floor((low - margin) / step) * step, math.ceil((high + margin) / step) * step
+    start = math.floor((low - margin) / step) * step
+    end = math.ceil((high + margin) / step) * step
     return max(start, 0.0) if low >= 0 else start, min(end, 1.0) if high <= 1 else end
 
 

@@ -54,7 +54,8 @@ from medvl.eval.html.page import Page, Pixels, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.probing.features import FeatureTable, LinearProbe, Standardizer, fit_path
 
-PROTOCOL, PROTOCOL_VERSION = "linear_probe", 1
+PROTOCOL = "linear_probe"
+PROTOCOL_VERSION = 1
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 
@@ -287,7 +288,8 @@ def _with_scores(
     run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages]
 ) -> tuple[ScoredImages, ScoredImages]:
     on_valid_NL = run.probe.probability_NL(data.valid_x_ND)
-    test, valid = scored["test"], scored["valid"]
+    test = scored["test"]
+    valid = scored["valid"]
     return dataclasses.replace(test, scores_NL=run.scores_NL), dataclasses.replace(
         valid, scores_NL=on_valid_NL
     )
@@ -389,7 +391,8 @@ def _headline(result: ProbeResult, fraction: float) -> tuple[str, str, str]:
 
 
 def _probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
-    config, details = result.results.config, result.results.details
+    config = result.results.config
+    details = result.results.details
     penalties = ", ".join(f"{value:g}" for value in config["penalties"])
     runs = f"{config['seeds']} per fraction below 100%, nested samples of patients"
     return [

@@ -296,16 +296,15 @@ def fit_logistic(
         start: initial solution, such as that for a larger penalty.
         tolerance: largest gradient entry at convergence.
     """
-    known_NL, target_NL = (
-        torch.from_numpy(~np.isnan(y_NL)).double(),
-        torch.from_numpy(np.nan_to_num(y_NL)),
-    )
+    known_NL = torch.from_numpy(~np.isnan(y_NL)).double()
+    target_NL = torch.from_numpy(np.nan_to_num(y_NL))
     both_L = torch.from_numpy((y_NL == 1).any(axis=0) & (y_NL == 0).any(axis=0)).double()
     weight_NL = both_L * known_NL / known_NL.sum(dim=0).clamp(min=1)
     weight_LD = torch.zeros(y_NL.shape[1], x_ND.shape[1], dtype=torch.float64)
     bias_L = torch.zeros(y_NL.shape[1], dtype=torch.float64)
     if start is not None:
-        weight_LD, bias_L = start.weight_LD.clone(), start.bias_L.clone()
+        weight_LD = start.weight_LD.clone()
+        bias_L = start.bias_L.clone()
     parameters = [weight_LD.requires_grad_(), bias_L.requires_grad_()]
     optimizer = torch.optim.LBFGS(
         parameters,
@@ -344,7 +343,8 @@ def comparable_probabilities(probe: LinearProbe, x_ND: Tensor, y_NL: Array) -> A
         x_ND: standardised features.
         y_NL: labels that the probe was fitted to.
     """
-    positive_L, negative_L = (y_NL == 1).any(axis=0), (y_NL == 0).any(axis=0)
+    positive_L = (y_NL == 1).any(axis=0)
+    negative_L = (y_NL == 0).any(axis=0)
     return np.where(
         positive_L == negative_L, probe.probability_NL(x_ND), positive_L.astype(np.float64)
     )

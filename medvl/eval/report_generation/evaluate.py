@@ -62,7 +62,8 @@ REFERENCE = "reference, against labels"
 """Subgroup of the rows that compare the labeler's reading of the references with the labels of
 the images.
 """
-PROTOCOL, PROTOCOL_VERSION = "report_generation", 3
+PROTOCOL = "report_generation"
+PROTOCOL_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +189,8 @@ def evaluate_reports(
     Raises EvaluationError if there is no report, a reference is empty, other decodings have other
     images, or the conventions are unknown.
     """
-    others, rules = dict(others or {}), conventions_named(conventions, error=EvaluationError)
+    others = dict(others or {})
+    rules = conventions_named(conventions, error=EvaluationError)
     if not reports:
         raise EvaluationError(
             "expected reports, got none: use samples with reference texts", "empty"
@@ -267,7 +269,8 @@ def _other_patients(patients: Sequence[str]) -> list[int] | None:
     """
     if len(set(patients)) < 2:
         return None
-    count, others = len(patients), []
+    count = len(patients)
+    others = []
     for index, patient in enumerate(patients):
         steps = range(count // 2, count // 2 + count)
         others.append(
@@ -361,14 +364,16 @@ def read_reports(
     for where, row in read_json_objects(
         path, EvaluationError, {"key": object, **texts}, field="predictions"
     ):
-        key, generated = str(row["key"]), row["generated"]
+        key = str(row["key"])
+        generated = row["generated"]
         if references is None:
             subgroups = row.get("subgroups") or {}
             if not isinstance(subgroups, dict):
                 raise EvaluationError(
                     f"{where}: subgroups must be an object", "wrong_type", field="subgroups"
                 )
-            patient, reference = str(row.get("patient", key)), row["reference"]
+            patient = str(row.get("patient", key))
+            reference = row["reference"]
         elif key in references:
             patient, reference, subgroups = references[key]
         else:

@@ -195,5 +195,6 @@ def _with_relations(report: Annotation) -> set[Any]:
 
 
 def _f1(generated: Iterable[Any], reference: Iterable[Any]) -> float:
-    ours, theirs = set(generated), set(reference)
+    ours = set(generated)
+    theirs = set(reference)
     return 2 * len(ours & theirs) / (len(ours) + len(theirs)) if ours and theirs else 0.0

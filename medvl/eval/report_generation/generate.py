@@ -169,7 +169,8 @@ def decode_texts(
     output = model.write_reports(batch.to(next(model.parameters()).device), decoding=decoding)
     rows = zip(output.ids_BT.cpu(), output.mask_BT.cpu(), strict=True)
     texts = [tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
-    samples, ended = len(texts) // len(batch), output.ended_B.tolist()
+    samples = len(texts) // len(batch)
+    ended = output.ended_B.tolist()
     starts = range(0, len(texts), samples)
     chosen = [
         start + mbr_select(texts[start : start + samples], conventions=conventions)
@@ -218,7 +219,9 @@ class ReportEval:
         sections: Sequence[str] = REPORT_SECTIONS,
         decoding: Decoding | None = None,
     ) -> None:
-        self.loader, self.sections, self.decoding = loader, sections, decoding
+        self.loader = loader
+        self.sections = sections
+        self.decoding = decoding
 
     def __call__(self, model: ReportWriter) -> Mapping[str, float]:
         """Return report/corpus_bleu_4, report/mean_rouge_l, report/f1_micro and report/f1_macro."""

@@ -61,7 +61,8 @@ from medvl.schema import COMPETITION_FINDINGS, FINDINGS, POSITIVE, UNCERTAIN
 # only.
 
 ORDERS = 4
-_SIGMA, _SCALE = 6.0, 10.0
+_SIGMA = 6.0
+_SCALE = 10.0
 
 Ngrams = Counter[tuple[str, ...]]
 
@@ -78,9 +79,11 @@ class Cider:
 
     def scores(self, generated: Sequence[str], reference: Sequence[str]) -> tuple[float, float]:
         """Return (CIDEr, CIDEr-D) of one report."""
-        plain, clipped = 0.0, 0.0
+        plain = 0.0
+        clipped = 0.0
         for ours, theirs in zip(_ngrams(generated), _ngrams(reference), strict=True):
-            weights, others = self._weights(ours), self._weights(theirs)
+            weights = self._weights(ours)
+            others = self._weights(theirs)
             norms = math.hypot(*weights.values()) * math.hypot(*others.values())
             if norms:
                 shared = weights.keys() & others.keys()
@@ -176,7 +179,8 @@ def report_scores(
     generated: Sequence[str], reference: Sequence[str], cider: Cider
 ) -> tuple[float, ...]:
     """Return `MEANS` of one report, given as words; `cider` is of all references."""
-    common, lengths = common_subsequence(generated, reference), (len(generated), len(reference))
+    common = common_subsequence(generated, reference)
+    lengths = (len(generated), len(reference))
     rouge = _f_measure(common, *lengths, 1.0), _f_measure(common, *lengths, 1.2)
     plain, clipped = cider.scores(generated, reference)
     return *rouge, _meteor(generated, reference), clipped, plain
@@ -203,11 +207,10 @@ def bleu_metrics(
     ]
 
     def statistic(counts_NR: Array) -> Array:
-        matches_RK, total_RK = counts_NR.T @ matches_NK, counts_NR.T @ total_NK
-        generated_R1, reference_R1 = (
-            counts_NR.T @ generated_N[:, None],
-            counts_NR.T @ reference_N[:, None],
-        )
+        matches_RK = counts_NR.T @ matches_NK
+        total_RK = counts_NR.T @ total_NK
+        generated_R1 = counts_NR.T @ generated_N[:, None]
+        reference_R1 = counts_NR.T @ reference_N[:, None]
         with np.errstate(divide="ignore"):
             log_precision_RK = np.log(
                 matches_RK / np.maximum(total_RK, 1)
@@ -245,7 +248,8 @@ def common_subsequence(generated: Sequence[str], reference: Sequence[str]) -> in
 def _f_measure(common: int, generated: int, reference: int, beta: float) -> float:
     if not common:
         return 0.0
-    precision, recall = common / generated, common / reference
+    precision = common / generated
+    recall = common / reference
     return (1 + beta**2) * precision * recall / (recall + beta**2 * precision)
 
 
@@ -309,10 +313,8 @@ def clinical_metrics(
     """Return `METRICS` of each finding, micro and macro; `n_positive` counts positives of the
     references.
     """
-    both_NL, sum_NL = (
-        (generated_NL & reference_NL).astype(float),
-        generated_NL.astype(float) + reference_NL,
-    )
+    both_NL = (generated_NL & reference_NL).astype(float)
+    sum_NL = generated_NL.astype(float) + reference_NL
     positives_L = reference_NL.sum(axis=0)
     members = [[FINDINGS.index(name) for name in names] for names in _SETS.values()]
     sizes = dict(zip(FINDINGS, positives_L.tolist(), strict=True))
@@ -349,6 +351,7 @@ def _metrics(both: Array, generated: Array, reference: Array, total: Array) -> A
     """Return precision, recall and F1 in a new last axis; `total` is the sum of `generated` and
     `reference`.
     """
-    precision, recall = both / np.maximum(generated, 1), both / np.maximum(reference, 1)
+    precision = both / np.maximum(generated, 1)
+    recall = both / np.maximum(reference, 1)
     values = np.stack([precision, recall, 2 * both / np.maximum(total, 1)], -1)
     return np.where(total[..., None] > 0, values, np.nan)

@@ -53,8 +53,10 @@ from medvl.eval.retrieval.similarity import Similarity, encode_images, take
 from medvl.models.base import evaluating
 from medvl.schema import Embeddings, Sample
 
-LIST_PROTOCOL, LIST_VERSION = "class_retrieval", 2
-FOLDER_PROTOCOL, FOLDER_VERSION = "image_retrieval", 1
+LIST_PROTOCOL = "class_retrieval"
+LIST_VERSION = 2
+FOLDER_PROTOCOL = "image_retrieval"
+FOLDER_VERSION = 1
 KS = (5, 10, 50)
 _CHUNK = 256
 
@@ -138,7 +140,8 @@ def precision_at(
     precision = {}
     for k in ks:
         edge_Q1 = nearest_QK[:, k - 1 : k]
-        above_QN, at_QN = (similarity_QN > edge_Q1).float(), (similarity_QN == edge_Q1).float()
+        above_QN = (similarity_QN > edge_Q1).float()
+        at_QN = (similarity_QN == edge_Q1).float()
         room_Q1 = k - above_QN.sum(dim=1, keepdim=True)
         others_QL = at_QN @ (1 - relevant_NL)
         precision[k] = (above_QN @ relevant_NL + (room_Q1 - others_QL).clamp(min=0)) / k
@@ -307,7 +310,8 @@ def _image_queries(
     position: Mapping[str, int],
     ks: Sequence[int],
 ) -> Queries:
-    candidates, classes = retrieval_list.candidates, retrieval_list.classes
+    candidates = retrieval_list.candidates
+    classes = retrieval_list.classes
     queries = retrieval_list.image_queries or candidates
     key_N, key_Q = (np.array([key for key, _ in items]) for items in (candidates, queries))
     precision = _precisions(
@@ -328,11 +332,9 @@ def _text_queries(
     position: Mapping[str, int],
     ks: Sequence[int],
 ) -> Iterator[Queries]:
-    candidates, queries, classes = (
-        retrieval_list.candidates,
-        retrieval_list.text_queries,
-        retrieval_list.classes,
-    )
+    candidates = retrieval_list.candidates
+    queries = retrieval_list.text_queries
+    classes = retrieval_list.classes
     if queries:
         texts = embed_texts(model, [text for text, _ in queries])
         similarity_NQ = Similarity(model, _select(images, candidates, position), texts).matrix()
@@ -396,10 +398,8 @@ def _precisions(
     """Return precision by cosine, in chunks of queries; `excluded` gives those to exclude for a
     chunk.
     """
-    query_QE, candidate_NE = (
-        F.normalize(query_QE.float(), dim=1),
-        F.normalize(candidate_NE.float(), dim=1),
-    )
+    query_QE = F.normalize(query_QE.float(), dim=1)
+    candidate_NE = F.normalize(candidate_NE.float(), dim=1)
     relevant = torch.from_numpy(relevant_NL).float()
     parts: dict[int, list[Tensor]] = {k: [] for k in ks}
     for start in range(0, len(query_QE), _CHUNK):

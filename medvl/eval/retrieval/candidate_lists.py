@@ -203,7 +203,8 @@ def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
 
     Raises CorpusError if a table is missing or differs from the published one.
     """
-    images, texts = root / "image-retrieval", root / "text-retrieval"
+    images = root / "image-retrieval"
+    texts = root / "text-retrieval"
     candidates = [
         (
             chexpert.image_key(row["Path"], deid),

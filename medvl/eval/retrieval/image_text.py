@@ -123,7 +123,8 @@ def sample_examples(
     rng = np.random.default_rng(seed)
     text_K = torch.from_numpy(rng.permutation(len(names))[: 4 * queries])
     image_K = torch.stack([(text_of_N == text).nonzero()[0, 0] for text in text_K])
-    text_Q, image_Q = text_K[:queries], image_K[:queries]
+    text_Q = text_K[:queries]
+    image_Q = image_K[:queries]
 
     similarity_QM = Similarity(model, take(images, image_Q), texts).matrix()
     similarity_QN = Similarity(model, images, take(texts, text_Q)).matrix().T
@@ -160,7 +161,8 @@ def principal_plane(x_ND: Array) -> tuple[Array, tuple[float, float]]:
         direction_KD * np.sign(direction_KD[np.arange(len(direction_KD)), largest_K])[:, None]
     )
     variance_K = size_K**2 / max(float((size_K**2).sum()), np.finfo(np.float64).tiny)
-    plane_ND, shares = centered_ND @ direction_KD[:2].T, [*variance_K[:2].tolist(), 0.0]
+    plane_ND = centered_ND @ direction_KD[:2].T
+    shares = [*variance_K[:2].tolist(), 0.0]
     if plane_ND.shape[1] < 2:
         plane_ND = np.concatenate([plane_ND, np.zeros((len(plane_ND), 1))], axis=1)
     return plane_ND, (shares[0], shares[1])
@@ -175,7 +177,8 @@ def _nearest(query_Q: torch.Tensor, similarity_QN: torch.Tensor) -> tuple[Neares
     )
 
 
-PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 3
+PROTOCOL = "image_text_retrieval"
+PROTOCOL_VERSION = 3
 
 Ranks = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(image_rank_N, text_rank_M), from 1."""
@@ -271,11 +274,13 @@ def image_text_retrieval(
             distinct texts, or a similarity is not finite.
     """
     check_ks(ks)
-    inputs, batches = input_hashes(checkpoint, manifest=loader), FullPass(loader)
+    inputs = input_hashes(checkpoint, manifest=loader)
+    batches = FullPass(loader)
     with evaluating(model):
         images, keys, texts = encode_images(model, batches, autocast)
         gallery = Gallery.from_texts(keys, texts, batches.unreadable, loader.source)
-        images, texts_M = take(images, gallery.index_N), embed_texts(model, gallery.texts)
+        images = take(images, gallery.index_N)
+        texts_M = embed_texts(model, gallery.texts)
         similarity = Similarity(model, images, texts_M)
         ranks = _ranks(similarity, gallery.text_of_N)
         gains = _gains(similarity, gallery, loader)
@@ -400,7 +405,8 @@ def retrieval_ranks(
 
 
 def _ranks(similarity: Similarity, text_of_N: torch.Tensor) -> Ranks:
-    image_rank_N, positive_N = torch.empty_like(text_of_N), torch.empty(len(text_of_N))
+    image_rank_N = torch.empty_like(text_of_N)
+    positive_N = torch.empty(len(text_of_N))
     for start, similarity_BM in similarity:
         chunk = slice(start, start + len(similarity_BM))
         positive_B1 = similarity_BM.gather(1, text_of_N[chunk, None])
@@ -423,7 +429,8 @@ def _gains(
     similarity: Similarity, gallery: Gallery, loader: Loader
 ) -> tuple[LabelGains, LabelGains] | None:
     """Return the gains of both directions; None for data without labels."""
-    names, samples = loader.source.label_names, samples_by_key(loader.source)
+    names = loader.source.label_names
+    samples = samples_by_key(loader.source)
     if not names:
         return None
     labels = [samples[key][1].labels for key in gallery.keys]
@@ -490,7 +497,8 @@ def rank_groups(rank_Q: NDArray[np.int64], ks: Sequence[int], target: str) -> li
 
 def chance_recalls(gallery: Gallery, ks: Sequence[int]) -> dict[str, float]:
     """Return the expected recall of a random order, by metric and direction."""
-    images, texts = len(gallery.keys), len(gallery.texts)
+    images = len(gallery.keys)
+    texts = len(gallery.texts)
     positives_M = np.bincount(gallery.text_of_N.numpy(), minlength=texts)
     chance = {}
     for k in ks:
@@ -512,7 +520,9 @@ class RetrievalEval:
     def __init__(
         self, loader: Loader, *, ks: Sequence[int] = (1, 5, 10), autocast: torch.dtype | None = None
     ) -> None:
-        self.loader, self.ks, self.autocast = loader, ks, autocast
+        self.loader = loader
+        self.ks = ks
+        self.autocast = autocast
 
     def __call__(self, model: Model) -> dict[str, float]:
         """Return the metrics of the model. Raises `EvaluationError` as `image_text_retrieval`

@@ -191,7 +191,8 @@ def _image_cards(
     full = max(1.0, *(value for query in examples.image_queries for value in query.similarities))
 
     def card(query: NearestCandidates) -> html.Card:
-        own, rank = int(examples.text_of_N[query.query]), int(result.image_rank_N[query.query])
+        own = int(examples.text_of_N[query.query])
+        rank = int(result.image_rank_N[query.query])
         choices = [
             html.Choice(text=examples.texts[text], score=value, right=text == own, full=full)
             for text, value in zip(query.candidates, query.similarities, strict=True)

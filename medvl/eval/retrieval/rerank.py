@@ -40,7 +40,8 @@ from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.parts.encoder import Tokens, stack
 from medvl.schema import Batch, Embeddings
 
-PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 3
+PROTOCOL = "image_text_retrieval_reranked"
+PROTOCOL_VERSION = 3
 
 _TEXTS = 256  # texts encoded at a time
 _PAIRS = 128  # pairs fused at a time
@@ -248,10 +249,8 @@ def match_scores(
     """
     scores = []
     for image_B, text_B in zip(image_Q.split(_PAIRS), text_Q.split(_PAIRS), strict=True):
-        text, image = (
-            _rows(encoded.text, text_B, model.device),
-            _rows(encoded.image, image_B, model.device),
-        )
+        text = _rows(encoded.text, text_B, model.device)
+        image = _rows(encoded.image, image_B, model.device)
         with torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None):
             pooled_BD = model.fuse(text, image).pooled_BD
         logits_B2 = model.itm_head(pooled_BD.float())
@@ -285,7 +284,8 @@ def encode_images_with_text(
 
     White space in texts is collapsed. Raises EvaluationError if no image has a text.
     """
-    parts, texts = [], list[str]()
+    parts = []
+    texts = list[str]()
     for batch in batches:
         batch_texts = normalized_texts(batch)
         texts += batch_texts

@@ -69,7 +69,9 @@ class Similarity:
     """similarity_NM as an iterable over blocks of rows, which can be iterated several times."""
 
     def __init__(self, model: SupportsSimilarity, images: Embeddings, texts: Embeddings) -> None:
-        self.model, self.images, self.texts = model, images, texts
+        self.model = model
+        self.images = images
+        self.texts = texts
         self.shape = len(images), len(texts)
         cached = self.shape[0] * self.shape[1] <= _CACHED_ELEMENTS
         self._blocks = list(self._compute()) if cached else None
@@ -105,9 +107,11 @@ def paired_similarity(
     model: DualEncoder, images: Embeddings, texts: Embeddings, image_Q: Tensor, text_Q: Tensor
 ) -> Tensor:
     """Return the similarity (Q,) of pairs of indices, float32 on the CPU."""
-    device, parts = texts.global_NE.device, []
+    device = texts.global_NE.device
+    parts = []
     for image_B, text_B in zip(image_Q.split(_PAIRS), text_Q.split(_PAIRS), strict=True):
-        rows, columns = _to(take(images, image_B), device), take(texts, text_B.to(device))
+        rows = _to(take(images, image_B), device)
+        columns = take(texts, text_B.to(device))
         parts.append(model.pair_similarity(rows, columns).float().cpu())
     similarity_Q = torch.cat(parts)
     if not similarity_Q.isfinite().all():
@@ -119,7 +123,8 @@ def paired_similarity(
 
 def take(embeddings: Embeddings, index: slice | Tensor) -> Embeddings:
     """Return the embeddings at an index or slice."""
-    local, mask = embeddings.local_NPE, embeddings.mask_NP
+    local = embeddings.local_NPE
+    mask = embeddings.mask_NP
     return Embeddings(
         embeddings.global_NE[index],
         None if local is None else local[index],
@@ -128,7 +133,8 @@ def take(embeddings: Embeddings, index: slice | Tensor) -> Embeddings:
 
 
 def _to(embeddings: Embeddings, device: torch.device) -> Embeddings:
-    local, mask = embeddings.local_NPE, embeddings.mask_NP
+    local = embeddings.local_NPE
+    mask = embeddings.mask_NP
     return Embeddings(
         embeddings.global_NE.to(device),
         None if local is None else local.to(device),
@@ -177,10 +183,12 @@ def label_gains(
         text_of_N: index of each image's text.
         ks: ranks at which gains are summed.
     """
-    texts, most = similarity.shape[1], max(ks)
+    texts = similarity.shape[1]
+    most = max(ks)
     texts_ML = np.zeros((texts, images_NL.shape[1]), np.bool_)
     np.logical_or.at(texts_ML, text_of_N, images_NL)
-    found_MK, ideal_MK = np.zeros((2, texts, 0)), np.zeros((texts, 0))
+    found_MK = np.zeros((2, texts, 0))
+    ideal_MK = np.zeros((texts, 0))
     sum_M = np.zeros(texts)
     of_images = []
     for start, similarity_BM in similarity:

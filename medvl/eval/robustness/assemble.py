@@ -97,8 +97,10 @@ def prompt_metrics(kind: str, values: Mapping[str, Value], n: int, items: int) -
     rows = [row("auroc", name) for name in values]
     if len(values) < 2:
         return MetricGroup(rows, table)
-    names, once_K = list(values), table(np.ones((items, 1)))[0]
-    best, worst = int(np.argmax(once_K)), int(np.argmin(once_K))
+    names = list(values)
+    once_K = table(np.ones((items, 1)))[0]
+    best = int(np.argmax(once_K))
+    worst = int(np.argmin(once_K))
     rows += [
         row("auroc_gap", f"{names[best]} - {names[worst]}"),
         row("auroc_sd", f"{len(names)} sets"),
@@ -139,7 +141,8 @@ def negation_metrics(statements_NL2: Array, labels_NL: Array, names: Sequence[st
     ]
 
     def statistic(counts_NR: Array) -> Array:
-        present_RL, absent_RL = present.statistic(counts_NR), absent.statistic(counts_NR)
+        present_RL = present.statistic(counts_NR)
+        absent_RL = absent.statistic(counts_NR)
         both_RL = (present_RL + absent_RL) / 2
         means = [
             mean_over_labels(values_RL, all_L)[:, None]
@@ -156,7 +159,8 @@ def outside_metrics(name: str, inside_N: Array, outside_N: Array) -> MetricGroup
 
     An item may have both values, of an image and of a version of it; NaN: it has none.
     """
-    scores, labels = np.concatenate([inside_N, outside_N]), np.repeat([1.0, 0.0], len(inside_N))
+    scores = np.concatenate([inside_N, outside_N])
+    labels = np.repeat([1.0, 0.0], len(inside_N))
     column = RankedColumn(np.nan_to_num(scores), np.where(np.isnan(scores), np.nan, labels))
     means = mean_metrics("confidence", outside_N[:, None], ["all"], subgroup=name)
     row = MetricRow(metric="ood_auroc", target="all", subgroup=name, n=means.rows[0].n)
@@ -275,11 +279,10 @@ def _padded(values: Array, items: int) -> Array:
 
 
 def _ranking(kept: _Kept) -> Iterator[MetricGroup]:
-    findings_TL, names = kept.value("findings"), [kept.names[index] for index in kept.evaluable]
-    scores_TL, labels_TL = (
-        np.nan_to_num(findings_TL)[:, kept.evaluable],
-        kept.labels_TL[:, kept.evaluable],
-    )
+    findings_TL = kept.value("findings")
+    names = [kept.names[index] for index in kept.evaluable]
+    scores_TL = np.nan_to_num(findings_TL)[:, kept.evaluable]
+    labels_TL = kept.labels_TL[:, kept.evaluable]
     yield ranking_metrics("auroc", scores_TL, labels_TL, names, means={"macro": names})
     if kept.scores.of_versions:
         findings_NVL = kept.scores.of_versions["findings"]
@@ -314,7 +317,8 @@ def _prompts(kept: _Kept) -> Iterator[MetricGroup]:
     sets = kept.scores.scorer.prompt_sets
     if not sets:
         return
-    prompts_TKL, named = kept.value("prompts"), kept.scores.scorer.named_sets
+    prompts_TKL = kept.value("prompts")
+    named = kept.scores.scorer.named_sets
     for kind, numbers in (("prompts", range(named)), ("paraphrases", range(named, len(sets)))):
         values = {sets[number]: kept.macro(prompts_TKL[:, number]) for number in numbers}
         if values:
@@ -327,7 +331,8 @@ def _subgroups(
     """Return the metrics of subgroups of the data, and of the sites on the findings that all
     sites have.
     """
-    scores, clean = kept.scores, kept.scores.clean
+    scores = kept.scores
+    clean = kept.scores.clean
     names = [kept.names[index] for index in kept.evaluable]
     masks = {
         attribute: {
@@ -335,12 +340,11 @@ def _subgroups(
         }
         for attribute, groups in subgroup_masks([*map(subgroups_of, clean.samples)]).items()
     }
-    findings_TL, labels_TL = (
-        kept.value("findings")[:, kept.evaluable],
-        kept.labels_TL[:, kept.evaluable],
-    )
+    findings_TL = kept.value("findings")[:, kept.evaluable]
+    labels_TL = kept.labels_TL[:, kept.evaluable]
     if scores.sites:
-        findings_TL, labels_TL = findings_TL.copy(), labels_TL.copy()
+        findings_TL = findings_TL.copy()
+        labels_TL = labels_TL.copy()
         masks["site"] = {DATA: np.arange(kept.items) < len(clean.samples)}
         start = len(clean.samples)
         for site, (columns, images) in scores.sites.items():
@@ -378,7 +382,8 @@ def _texts(kept: _Kept) -> Iterator[MetricGroup]:
     for name, column in (("above_other", _OTHER), ("above_mirror", _MIRROR)):
         yield mean_metrics(name, _above(texts_T3, column)[:, None], ["all"])
     if kept.scores.of_versions:
-        pairs_NV2, clean_T = kept.scores.of_versions["own_and_other"], _above(texts_T3, _OTHER)
+        pairs_NV2 = kept.scores.of_versions["own_and_other"]
+        clean_T = _above(texts_T3, _OTHER)
         values = {
             version: share(_above(_padded(pairs_NV2[:, number], kept.items), _OTHER))
             for number, version in enumerate(kept.scores.versions)
@@ -396,7 +401,8 @@ def _above(texts_TK: Array, column: int) -> Array:
 
 
 def _outside(kept: _Kept) -> Iterator[MetricGroup]:
-    inside_T, start = kept.value("confidence"), len(kept.scores.clean.samples)
+    inside_T = kept.value("confidence")
+    start = len(kept.scores.clean.samples)
     yield mean_metrics("confidence", inside_T[:, None], ["all"], subgroup=_CLEAN)
     for name, confidence_N in kept.scores.made_up.items():
         yield outside_metrics(name, inside_T, _padded(confidence_N, kept.items))

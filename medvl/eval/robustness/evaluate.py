@@ -69,7 +69,8 @@ from medvl.eval.zero_shot_classification.calibration import Calibration
 from medvl.eval.zero_shot_classification.prompts import PromptSet, default_prompts, load_prompts
 from medvl.models.base import System, evaluating
 
-PROTOCOL, PROTOCOL_VERSION = "robustness", 3
+PROTOCOL = "robustness"
+PROTOCOL_VERSION = 3
 MORE_PROMPTS = ("chexpert_pairs", "chexzero_template")
 """Prompt sets that are tested behind the model's own, where none are named."""
 
@@ -118,7 +119,8 @@ class RobustnessResult:
 
         Values are findings, confidence, statements and texts.
         """
-        clean, names = self.scores.clean, self.scores.scorer.names
+        clean = self.scores.clean
+        names = self.scores.scorer.names
         values = {name: value.tolist() for name, value in clean.values.items() if name != "prompts"}
         for row, sample in enumerate(clean.samples):
             line = {name: column[row] for name, column in values.items()}
@@ -168,7 +170,9 @@ def evaluate_robustness(
     another checkpoint. Raises SplitError if the probe was fitted to patients of the data or the
     sites.
     """
-    settings, sites, outside = settings or RobustnessSettings(), sites or {}, outside or {}
+    settings = settings or RobustnessSettings()
+    sites = sites or {}
+    outside = outside or {}
     named = prompts or (default_prompts(model), *MORE_PROMPTS)
     sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in named]
     weights = None if checkpoint is None else checkpoint_sha256(checkpoint)

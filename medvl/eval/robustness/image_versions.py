@@ -58,7 +58,8 @@ def _contrast(image: np.ndarray, strength: int, rng: np.random.Generator) -> np.
 def _crop(image: np.ndarray, strength: int, rng: np.random.Generator) -> np.ndarray:
     share = (0.95, 0.88, 0.8, 0.7, 0.6)[strength]
     height, width = (max(1, round(share * side)) for side in image.shape[:2])
-    top, left = rng.integers(image.shape[0] - height + 1), rng.integers(image.shape[1] - width + 1)
+    top = rng.integers(image.shape[0] - height + 1)
+    left = rng.integers(image.shape[1] - width + 1)
     return np.ascontiguousarray(image[top : top + height, left : left + width])
 
 
@@ -72,16 +73,16 @@ def _rotation(image: np.ndarray, strength: int, rng: np.random.Generator) -> np.
 def _marks(image: np.ndarray, strength: int, rng: np.random.Generator) -> np.ndarray:
     marked, (height, width) = image.copy(), image.shape[:2]
     size = min(height, width) * (0.05, 0.06, 0.075, 0.09, 0.11)[strength]  # of a letter
-    scale, weight = (
-        size / 22,
-        max(1, round(size / 7)),
-    )  # cv2's letters are 22 pixels high at scale 1
+    # cv2's letters are 22 pixels high at scale 1
+    scale = size / 22
+    weight = max(1, round(size / 7))
     for _ in range((1, 2, 4, 7, 11)[strength]):
         letters = "".join(
             rng.choice(list("ABCDEFHKLMNPRSTUWX0123456789:/"), int(rng.integers(1, 8)))
         )
         (across, down), _ = cv2.getTextSize(letters, cv2.FONT_HERSHEY_SIMPLEX, scale, weight)
-        x, y = rng.uniform(0, max(1, width - across)), rng.uniform(down, max(down + 1, height))
+        x = rng.uniform(0, max(1, width - across))
+        y = rng.uniform(down, max(down + 1, height))
         color = (255,) * (1 if image.ndim == 2 else image.shape[2])
         origin = (round(x), round(y))
         cv2.putText(
@@ -207,7 +208,9 @@ class VersionSource(SourceView):
     ) -> None:
         content = [str(source.fingerprint), str(seed), *map(str, versions)]
         super().__init__(source, "\n".join(content).encode())
-        self.versions, self.seed, self.texts = tuple(versions), seed, texts
+        self.versions = tuple(versions)
+        self.seed = seed
+        self.texts = texts
         self._last: tuple[tuple[int, bool | None], str, np.ndarray] | None = None
 
     def __len__(self) -> int:

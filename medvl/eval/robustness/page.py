@@ -281,11 +281,13 @@ def _others(rows: _Rows, result: RobustnessResult) -> Table | None:
 
 
 def _pictures(result: RobustnessResult, pixels: Pixels, examples: int) -> Iterator[Pictures]:
-    clean, seed = result.scores.clean, result.results.config["seed"]
+    clean = result.scores.clean
+    seed = result.results.config["seed"]
     names = dict.fromkeys(version.name for version in result.scores.versions)
     for number in range(examples):
         at = number * len(clean.keys) // examples
-        image, key = pixels(clean.positions[at]), clean.keys[at]
+        image = pixels(clean.positions[at])
+        key = clean.keys[at]
         strips = [Strip(title="Clean", pictures=[_picture(image, "clean image")])]
         for name in names:
             versions = [Version(name, strength) for strength in range(1, STRENGTHS + 1)]

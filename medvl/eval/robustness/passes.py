@@ -58,7 +58,8 @@ def score_images(
 
     Images are encoded once. Raises EvaluationError if images are missing or a value is not finite.
     """
-    by_key, batches = samples_by_key(loader.source), FullPass(loader)
+    by_key = samples_by_key(loader.source)
+    batches = FullPass(loader)
     functions: dict[str, Callable[[Any, Batch], Tensor]] = {
         "findings": lambda images, batch: scorer.findings(images),
         "prompts": lambda images, batch: scorer.prompts(images),
@@ -134,7 +135,8 @@ def own_texts(source: Source) -> tuple[Items, TextRows]:
     Raises EvaluationError if no image has a text, or if there are no two texts of different
     patients.
     """
-    whole, nothing = WholeText(), np.random.default_rng(0)
+    whole = WholeText()
+    nothing = np.random.default_rng(0)
     samples = [sample for _, sample in samples_by_key(source).values()]
     texts = [one_line(whole(sample.sections, nothing)) for sample in samples]
     items = choose_texts(texts, [sample.patient for sample in samples])
@@ -178,7 +180,8 @@ def score_everything(
     Raises EvaluationError if the data has neither findings of the model nor texts to compare, or as
     `score_images`.
     """
-    left_out, texts = {}, None
+    left_out = {}
+    texts = None
     if region_manifest_of(source) is not None:
         left_out["corruptions"], versions = (
             "the model reads precomputed regions in place of pixels",

@@ -122,7 +122,8 @@ class ClassifierScorer(Scorer):
     confidence_is = "largest probability of a finding"
 
     def __init__(self, model: LabelModel, labels: Sequence[str]) -> None:
-        self.model, self.reads_text = model, model.tokenizer is not None
+        self.model = model
+        self.reads_text = model.tokenizer is not None
         self.classes = tuple(model.config.labels)
         labels = self.label_names(labels)
         findings = [name for name in model.config.labels if name != NO_FINDING]
@@ -136,11 +137,9 @@ class ClassifierScorer(Scorer):
         return probability_BL[:, self._findings].double().cpu()
 
     def confidence(self, images: Tensor, statement_BS: Tensor | None = None) -> Tensor:
-        """See the base class."""
         return images.amax(dim=1)
 
     def findings(self, images: Tensor) -> Tensor:
-        """See the base class."""
         return images[:, self._columns]
 
 
@@ -155,7 +154,8 @@ class ProbeScorer(Scorer):
     ) -> None:
         self.classes = probe.names
         labels = self.label_names(labels)
-        self.probe, self.names = probe, tuple(name for name in probe.names if name in labels)
+        self.probe = probe
+        self.names = tuple(name for name in probe.names if name in labels)
         self._autocast = autocast
         self._columns = [probe.names.index(name) for name in self.names]
 
@@ -166,11 +166,9 @@ class ProbeScorer(Scorer):
             return self.probe.probabilities(batch)
 
     def confidence(self, images: Tensor, statement_BS: Tensor | None = None) -> Tensor:
-        """See the base class."""
         return images.amax(dim=1)
 
     def findings(self, images: Tensor) -> Tensor:
-        """See the base class."""
         return images[:, self._columns]
 
 
@@ -209,7 +207,9 @@ class DualScorer(Scorer):
         names = [
             name for name in prompts[0].classes if lacking.get(name) == () and name != NO_FINDING
         ]
-        self.model, self.names, self._autocast = model, tuple(names), autocast
+        self.model = model
+        self.names = tuple(names)
+        self._autocast = autocast
         self.statements = statements(names or FINDINGS)
         self._statements = embed_texts(model, _in_turn(self.statements))
         self._texts = self._statements
@@ -225,27 +225,21 @@ class DualScorer(Scorer):
         return encode_batch(self.model, batch, self.model.device, self._autocast)
 
     def confidence(self, images: Embeddings, statement_BS: Tensor | None = None) -> Tensor:
-        """See the base class."""
         return (self.statement_scores(images) if statement_BS is None else statement_BS).amax(dim=1)
 
     def findings(self, images: Embeddings) -> Tensor:
-        """See the base class."""
         return self._scorers[0](images)
 
     def prompts(self, images: Embeddings) -> Tensor:
-        """See the base class."""
         return torch.stack([scorer(images) for scorer in self._scorers], dim=1)
 
     def statement_scores(self, images: Embeddings) -> Tensor:
-        """See the base class."""
         return self.model.similarity(images, self._statements).double().cpu()
 
     def set_texts(self, texts: Sequence[str]) -> None:
-        """See the base class."""
         self._texts = embed_texts(self.model, texts)
 
     def text_scores(self, images: Embeddings, image_Q: Tensor, text_Q: Tensor) -> Tensor:
-        """See the base class."""
         return paired_similarity(self.model, images, self._texts, image_Q, text_Q).double()
 
 
@@ -262,7 +256,8 @@ class FusionScorer(Scorer):
         self, model: FusionModel, names: Sequence[str], autocast: torch.dtype | None
     ) -> None:
         check_matching(model)
-        self.model, self._autocast = model, autocast
+        self.model = model
+        self._autocast = autocast
         self.statements = statements(names or FINDINGS)
         self._statements = encode_texts(model, _in_turn(self.statements))
         self._texts = self._statements
@@ -276,12 +271,11 @@ class FusionScorer(Scorer):
             return self.model.image_tokens(self.model.image_input_of(batch), batch.has_image_B)
 
     def confidence(self, images: Tokens, statement_BS: Tensor | None = None) -> Tensor:
-        """See the base class."""
         return (self.statement_scores(images) if statement_BS is None else statement_BS).amax(dim=1)
 
     def statement_scores(self, images: Tokens) -> Tensor:
-        """See the base class."""
-        count, sentences = len(images.states_BND), len(self._statements.states_BND)
+        count = len(images.states_BND)
+        sentences = len(self._statements.states_BND)
         image_BS = torch.arange(count)[:, None].expand(count, sentences)
         text_BS = torch.arange(sentences)[None].expand(count, sentences)
         return self._scores(images, self._statements, image_BS.flatten(), text_BS.flatten()).view(
@@ -289,11 +283,9 @@ class FusionScorer(Scorer):
         )
 
     def set_texts(self, texts: Sequence[str]) -> None:
-        """See the base class."""
         self._texts = encode_texts(self.model, texts)
 
     def text_scores(self, images: Tokens, image_Q: Tensor, text_Q: Tensor) -> Tensor:
-        """See the base class."""
         return self._scores(images, self._texts, image_Q, text_Q)
 
     def _scores(self, images: Tokens, texts: Tokens, image_Q: Tensor, text_Q: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ from medvl.eval.text_tasks.metrics import (
 from medvl.models.downstream.retrieval import TextPool
 from medvl.models.weights import find_checkpoint
 
-PROTOCOL, PROTOCOL_VERSION = "text_tasks", 2
+PROTOCOL = "text_tasks"
+PROTOCOL_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,7 +106,8 @@ class EncodedTask:
         return Batch(rows, ids_BT, row_mask(ids), types_BT, mention_BST, self._target(rows))
 
     def _target(self, rows: list[int]) -> Tensor:
-        labels, index = [self.examples[row].label for row in rows], self.task.labels.index
+        labels = [self.examples[row].label for row in rows]
+        index = self.task.labels.index
         if self.tags is not None:
             return pad_rows([self.tags[row] for row in rows], IGNORED)
         if self.task.kind == "similarity":
@@ -141,10 +142,8 @@ def encode_task(
     places: list[list[tuple[int, int]]] = []
     marks: list[list[list[int]]] = []
     cut = 0
-    tagging, pairs = (
-        task.kind in ("entities", "words"),
-        len(examples[0].texts) == 2 if examples else False,
-    )
+    tagging = task.kind in ("entities", "words")
+    pairs = len(examples[0].texts) == 2 if examples else False
     for example in examples:
         if tagging:
             encoded = tokenizer.given_words([example.texts])
@@ -185,7 +184,9 @@ def encode_task(
     )
 
 
-_WARMUP, _CLIP_NORM, _WEIGHT_DECAY = 0.1, 1.0, 0.01
+_WARMUP = 0.1
+_CLIP_NORM = 1.0
+_WEIGHT_DECAY = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,7 +114,8 @@ def _mean(metrics: Sequence[Summed], counts_NR: Array) -> Array:
 
 
 def _entity_counts(truth: object, guess: object) -> tuple[int, int, int]:
-    true, found = entity_spans(_tags(truth)), entity_spans(_tags(guess))
+    true = entity_spans(_tags(truth))
+    found = entity_spans(_tags(guess))
     return len(true & found), len(found - true), len(true - found)
 
 
@@ -123,7 +124,8 @@ def _tags(value: object) -> tuple[str, ...]:
 
 
 def _set_counts(truth: object, guess: object) -> tuple[int, int, int]:
-    true, found = set(_tags(truth)), set(_tags(guess))
+    true = set(_tags(truth))
+    found = set(_tags(guess))
     return len(true & found), len(found - true), len(true - found)
 
 
@@ -137,7 +139,8 @@ def _class_counts(classes: Sequence[str], pairs: Sequence[tuple[object, object]]
         found_W = np.array(guess if isinstance(guess, tuple) else [guess], dtype=object)
         row: list[int] = []
         for name in classes:
-            is_true_W, is_found_W = true_W == name, found_W == name
+            is_true_W = true_W == name
+            is_found_W = found_W == name
             row += [
                 int((is_true_W & is_found_W).sum()),
                 int((~is_true_W & is_found_W).sum()),
@@ -159,7 +162,8 @@ def _moments(values_N2: Array) -> Array:
 
 def _pearson(totals_RK: Array) -> Array:
     n_R, x_R, y_R, xx_R, yy_R, xy_R = totals_RK.T
-    x_spread_R, y_spread_R = n_R * xx_R - x_R**2, n_R * yy_R - y_R**2
+    x_spread_R = n_R * xx_R - x_R**2
+    y_spread_R = n_R * yy_R - y_R**2
     # relative limits: scores may be of any scale
     varies_R = (x_spread_R > _CONSTANT * n_R * xx_R) & (y_spread_R > _CONSTANT * n_R * yy_R)
     roots_R = np.sqrt(np.where(varies_R, x_spread_R, 1)) * np.sqrt(
@@ -299,7 +303,8 @@ def _scores(
 # * "word overlap": the words that two sentences share, as a part of all of theirs.
 
 _WORD = re.compile(r"\w+|[@$]\w+[$]?")
-_VOCABULARY, _PENALTY = 2000, 1e-3
+_VOCABULARY = 2000
+_PENALTY = 1e-3
 
 
 def baselines(
@@ -349,7 +354,8 @@ def _dictionary(train: Sequence[TextExample], test: Sequence[TextExample]) -> Pr
 def _matched(
     words: tuple[str, ...], mentions: set[tuple[str, ...]], longest: int
 ) -> tuple[str, ...]:
-    tags, place = ["O"] * len(words), 0
+    tags = ["O"] * len(words)
+    place = 0
     while place < len(words):
         lengths = range(min(longest, len(words) - place), 0, -1)
         length = next((n for n in lengths if words[place : place + n] in mentions), 0)
@@ -371,7 +377,8 @@ def _frequent_tags(train: Sequence[TextExample], test: Sequence[TextExample]) ->
 
 
 def _overlap(first: str, second: str) -> float:
-    a, b = set(words_of(first)), set(words_of(second))
+    a = set(words_of(first))
+    b = set(words_of(second))
     return len(a & b) / max(len(a | b), 1)
 
 

@@ -48,7 +48,8 @@ def write_text_page(
         examples: mistakes shown for each task; 0 for none, such as for texts that may not be
             shared.
     """
-    results, tasks = result.results, list(result.runs)
+    results = result.results
+    tasks = list(result.runs)
     seeds = " or ".join(map(str, sorted({len(run.metrics) for run in result.runs.values()})))
     headlines = [
         headline(f"{name}, {_NAMES[TASKS[name].metric]}", _main_row(result, name))

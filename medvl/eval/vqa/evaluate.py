@@ -43,7 +43,9 @@ from medvl.eval.vqa.protocol import (
 
 MODEL = "model"
 """Name of the evaluated predictions among the baselines."""
-ACCURACY, GAIN, CEILING = "accuracy", "gain_over_question_only", "ceiling"
+ACCURACY = "accuracy"
+GAIN = "gain_over_question_only"
+CEILING = "ceiling"
 TYPES = ("overall", "closed", "open")
 """Targets of the rows over all questions, and over those of each answer type."""
 
@@ -86,7 +88,8 @@ class VQAResult:
         """Return one JSON object per question, with the answers and credits of the model and
         question-only baseline.
         """
-        lines, closed_N = [], _closed_questions(self.data, self.systems.get(MODEL), self.protocol)
+        lines = []
+        closed_N = _closed_questions(self.data, self.systems.get(MODEL), self.protocol)
         for index, question in enumerate(self.data.questions):
             line: dict[str, Any] = {**question.as_json(), "patient": self.data.groups[index]}
             groups = self.data.subgroups[index] if self.data.subgroups else {}

@@ -178,7 +178,8 @@ def choose_examples(
 
     Question types alternate, so that rare ones are shown. An answer with full credit is correct.
     """
-    questions, credit_N = result.data.questions, result.credits[MODEL]
+    questions = result.data.questions
+    credit_N = result.credits[MODEL]
     order = np.random.default_rng(seed).permutation(len(questions))
     chosen: dict[tuple[bool, str], list[int]] = {}
     for correct in (True, False):
@@ -228,7 +229,8 @@ def _card(
 ) -> Card:
     question = result.data.questions[index]
     prediction = result.systems[MODEL].get(question.id)
-    credit, choices = functools.partial(result.protocol.credit, question=question), []
+    credit = functools.partial(result.protocol.credit, question=question)
+    choices = []
     if prediction is not None:
         right = credit(prediction.answer) >= 1
         choices.append(Choice(text=prediction.answer, score=_probability(prediction), right=right))

@@ -111,7 +111,8 @@ def _shown(result: VQAResult) -> str:
 
 
 def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
-    rows, shown = _rows(result), _shown(result)
+    rows = _rows(result)
+    shown = _shown(result)
     names = [
         (f"{_NAMES[shown]}, {target}", (ACCURACY, target, subgroup_of(shown))) for target in TYPES
     ]
@@ -124,14 +125,17 @@ def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
 
 
 def _facts(result: VQAResult, header: PageHeader) -> list[tuple[str, str]]:
-    config, inputs, details = result.results.config, result.results.inputs, result.results.details
+    config = result.results.config
+    inputs = result.results.inputs
+    details = result.results.details
     rules = config["rules"]
     source = next((key for key in ("checkpoint", "predictions") if inputs.get(key)), None)
     vocabulary = "none: answers are generated"
     if config["vocabulary_size"] is not None:
         text = f"{config['vocabulary_size']} of {details['vocabulary_of']}"
         vocabulary = hashed(text, inputs.get("vocabulary"))
-    not_predicted, phrasing = details["not_predicted"], ", ".join(rules["phrasing"] or ())
+    not_predicted = details["not_predicted"]
+    phrasing = ", ".join(rules["phrasing"] or ())
     facts = {
         **({source.capitalize(): hashed(header.model, inputs[source])} if source else {}),
         "Protocol": f"{rules['name']}, version {rules['version']}",
@@ -199,7 +203,9 @@ def _groups(result: VQAResult) -> list[str]:
 
 
 def _group_table(result: VQAResult) -> list[Table]:
-    rows, groups, shown = _rows(result), _groups(result), _shown(result)
+    rows = _rows(result)
+    groups = _groups(result)
+    shown = _shown(result)
     if not groups:
         return []
     others = [system for system in result.systems if system != shown]
@@ -222,7 +228,8 @@ def _group_table(result: VQAResult) -> list[Table]:
 
 
 def _plot(result: VQAResult) -> list[Pictures]:
-    rows, groups = _rows(result), [group for group in _groups(result) if group.startswith("kind: ")]
+    rows = _rows(result)
+    groups = [group for group in _groups(result) if group.startswith("kind: ")]
     if not groups:
         return []
 

@@ -52,7 +52,8 @@ def read_predictions(path: str | Path) -> dict[str, Prediction]:
     predictions: dict[str, Prediction] = {}
     fields = {"id": object, "answer": str}
     for where, row in read_json_objects(Path(path), EvaluationError, fields, field="predictions"):
-        name, score = str(row["id"]), row.get("score")
+        name = str(row["id"])
+        score = row.get("score")
         if name in predictions:
             raise EvaluationError(
                 f"{where}: question {name} has a second answer", "conflict", field="id"
@@ -119,9 +120,11 @@ class VQAData:
         questions: list[Question] = []
         groups: list[str] = []
         subgroups: list[Mapping[str, str]] = []
-        name, split_id = "", "official"
+        name = ""
+        split_id = "official"
         for sample in samples:
-            name, split_id = sample.corpus, str(sample.extra.get("split_id", split_id))
+            name = sample.corpus
+            split_id = str(sample.extra.get("split_id", split_id))
             of_sample = questions_of(sample)
             questions += of_sample
             groups += [sample.patient] * len(of_sample)
@@ -205,7 +208,8 @@ def read_answer_vocabulary(folder: Path | str, protocol: str = PROTOCOL) -> Answ
     Raises ShardError if a folder is damaged, and EvaluationError if a split of the protocol is in
     no folder, or the protocol has no vocabulary.
     """
-    rules, source = get_protocol(protocol), ShardSource(folder)
+    rules = get_protocol(protocol)
+    source = ShardSource(folder)
     data = question_data([source])
     missing = set(rules.vocabulary) - {question.split for question in data.questions}
     if source.manifest.split == MIXED:
@@ -311,7 +315,8 @@ class AnswerEval:
     """
 
     def __init__(self, loader: QuestionLoader, protocol: str = PROTOCOL) -> None:
-        self.loader, self.protocol = loader, get_protocol(protocol)
+        self.loader = loader
+        self.protocol = get_protocol(protocol)
         check_answer_types(self.protocol)
 
     def __call__(self, model: AnswerModel) -> Mapping[str, float]:

@@ -208,7 +208,8 @@ class VQAProtocol:
         """Return the credit of an answer, 0 to 1; 0 for a question whose reference answer is
         empty.
         """
-        normalized, accepted = self.normalize(answer), self.accepted(question)
+        normalized = self.normalize(answer)
+        accepted = self.accepted(question)
         if self.match == "llava_med" and accepted:
             return _llava_med(normalized, min(accepted), question.answer_type)
         if self.match == "part_of":
@@ -231,8 +232,10 @@ def _llava_med(answer: str, right: str, answer_type: str) -> float:
     """
     if answer_type == "closed":
         return float(("yes" in answer or "no" in answer) and right in answer)
-    given, wanted = answer.split(), right.split()
-    found, missed = sum(word in wanted for word in given), sum(word not in given for word in wanted)
+    given = answer.split()
+    wanted = right.split()
+    found = sum(word in wanted for word in given)
+    missed = sum(word not in given for word in wanted)
     return found / (found + missed)
 
 

@@ -71,7 +71,8 @@ class FindingCalibration:
     @property
     def reason(self) -> str:
         """Why a fit that is worse is not used."""
-        before, after = self.brier_before, self.brier_after
+        before = self.brier_before
+        after = self.brier_after
         return (
             f"its Brier score on patients outside of the fit would go from {before:.3f} to "
             f"{after:.3f}"
@@ -178,7 +179,8 @@ def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[
         images.names, images.scores_NL.T, images.labels_NL.T, strict=True
     ):
         known_N = ~np.isnan(label_N)
-        logit_N, positive_N = _logit(score_N[known_N]), label_N[known_N] == 1
+        logit_N = _logit(score_N[known_N])
+        positive_N = label_N[known_N] == 1
         if min(positive_N.sum(), (~positive_N).sum()) < _FEWEST:
             left_out[name] = (
                 f"{_NEEDS}{_FEWEST} positive and {_FEWEST} negative images, has "
@@ -196,7 +198,8 @@ def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[
             left_out[name] = "higher scores do not mean that the finding is likelier"
             continue
         held_out_N = _held_out(logit_N, positive_N, patients[known_N])
-        before, after = _quality(score_N[known_N], positive_N), _quality(held_out_N, positive_N)
+        before = _quality(score_N[known_N], positive_N)
+        after = _quality(held_out_N, positive_N)
         fitted = FindingCalibration(
             slope=slope,
             intercept=intercept,
@@ -221,9 +224,11 @@ def fit_platt(logit_N: Array, positive_N: np.ndarray, iterations: int = 100) -> 
     Targets are those of Platt (1999): (P + 1) / (P + 2) for the P positives and 1 / (M + 2) for the
     M negatives, so that the fit is finite where the classes do not overlap.
     """
-    positives, negatives = positive_N.sum(), (~positive_N).sum()
+    positives = positive_N.sum()
+    negatives = (~positive_N).sum()
     target_N = np.where(positive_N, (positives + 1) / (positives + 2), 1 / (negatives + 2))
-    center, spread = logit_N.mean(), logit_N.std() or 1.0
+    center = logit_N.mean()
+    spread = logit_N.std() or 1.0
     design_N2 = np.stack([(logit_N - center) / spread, np.ones(len(logit_N))], axis=1)
     weight_2 = np.array([0.0, _logit(np.array([target_N.mean()]))[0]])
     loss = _log_loss(design_N2 @ weight_2, target_N)
@@ -240,7 +245,8 @@ def fit_platt(logit_N: Array, positive_N: np.ndarray, iterations: int = 100) -> 
             rate /= 2
         if loss - new < 1e-12 * len(target_N):
             break
-        weight_2, loss = weight_2 - rate * step_2, new
+        weight_2 = weight_2 - rate * step_2
+        loss = new
     return float(weight_2[0] / spread), float(weight_2[1] - weight_2[0] * center / spread)
 
 

@@ -53,7 +53,8 @@ from medvl.eval.zero_shot_classification.prompts import (
 )
 from medvl.eval.zero_shot_classification.scores import predict
 
-PROTOCOL, PROTOCOL_VERSION = "zero_shot", 1
+PROTOCOL = "zero_shot"
+PROTOCOL_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +209,8 @@ def common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     """
     names = tuple(prompts.labels_of(source.label_names))
     if not names:
-        classes, labels = ", ".join(prompts.classes), ", ".join(source.label_names) or "none"
+        classes = ", ".join(prompts.classes)
+        labels = ", ".join(source.label_names) or "none"
         message = (
             f"expected a label of the data for a class of the prompts {prompts.name!r} "
             f"({classes}), got {labels}"
@@ -270,7 +272,8 @@ class ZeroShotEval:
         policy: LabelPolicy | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.loader, self.autocast = loader, autocast
+        self.loader = loader
+        self.autocast = autocast
         prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
         self.prompts = prompts.for_labels(loader.source.label_names)
         self.policy = policy or LabelPolicy()
@@ -322,7 +325,8 @@ def write_zero_shot_page(
 
 
 def _prompt_facts(result: ZeroShotResult) -> list[tuple[str, str]]:
-    prompts, results = result.prompts, result.results
+    prompts = result.prompts
+    results = result.results
     return [
         (
             "Prompts",

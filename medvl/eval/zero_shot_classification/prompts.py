@@ -145,7 +145,8 @@ class PromptSet:
         if unknown:
             message = f"the data have no label {', '.join(unknown)}: {nearest(unknown[0], names)}"
             raise EvaluationError(message, "unknown_name", field="labels")
-        others, more = self.other_classes, {}
+        others = self.other_classes
+        more = {}
         if others is not None:
             more = {
                 name: others.filled(spoken_name(name))
@@ -232,10 +233,8 @@ def _parse(data: Any, where: str, sha256: str) -> PromptSet:
             "fields",
         )
     data = _OPTIONAL | data
-    unknown, missing = (
-        sorted(data.keys() - types.keys()),
-        [field for field in types if field not in data],
-    )
+    unknown = sorted(data.keys() - types.keys())
+    missing = [field for field in types if field not in data]
     if unknown or missing:
         detail = "; ".join(f"{kind} {', '.join(map(repr, fields))}"
                            for kind, fields in (("unknown", unknown), ("missing",

@@ -125,7 +125,8 @@ class _MemberScorer:
     def __init__(
         self, model: Model, prompt_sets: Sequence[PromptSet], autocast: torch.dtype | None
     ) -> None:
-        self._model, self._autocast = model, autocast
+        self._model = model
+        self._autocast = autocast
         self._device = next(model.parameters()).device
         self._scorers = [PromptScorer(model, prompts) for prompts in prompt_sets]
 

@@ -173,7 +173,8 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
     model.eval()
     with new_folder(Path(out)) as folder, torch.no_grad():
         if _is_plain_clip_model(model):
-            differences, left_out = _write_clip(model, folder), {}
+            differences = _write_clip(model, folder)
+            left_out = {}
             if model.tokenizer is not None:
                 model.tokenizer.save(folder)
             usage = (
@@ -185,10 +186,8 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
             if model.tokenizer is not None:
                 model.tokenizer.save(folder / "text_encoder")
             heads = write_heads(model, folder, {"image": image, "text": text})
-            differences, left_out = (
-                {**image_differences, **text_differences, **heads},
-                _left_out(model, bool(heads)),
-            )
+            differences = {**image_differences, **text_differences, **heads}
+            left_out = _left_out(model, bool(heads))
             usage = _usage({"image": image, "text": text}, bool(heads))
         write_card(folder, model, usage=usage, left_out=left_out, library="transformers")
     return Exported(folder=Path(out), differences=differences, left_out=left_out)
@@ -295,7 +294,8 @@ def _write_image(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float],
             shutil.rmtree(folder, ignore_errors=True)
     save_encoder(encoder, folder)
     pixels = random_pixels(encoder)
-    actual, expected = load_encoder(folder)(pixels), encoder(pixels)
+    actual = load_encoder(folder)(pixels)
+    expected = encoder(pixels)
     return {
         "image vector": difference("the image vector", actual.pooled_BD, expected.pooled_BD)
     }, None
@@ -328,7 +328,8 @@ def _write_timm(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float], 
     wrapper.save_pretrained(folder)
     reloaded = transformers.AutoModel.from_pretrained(folder).eval()
     pixels = random_pixels(encoder)
-    actual, expected = reloaded(pixels).last_hidden_state, net.forward_features(pixels)
+    actual = reloaded(pixels).last_hidden_state
+    expected = net.forward_features(pixels)
     return {"image features": difference("the image features", actual, expected)}, {}
 
 
@@ -346,7 +347,8 @@ def _write_image_class(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, f
     arguments = _no_pooler(net)
     reloaded = transformers.AutoModel.from_pretrained(folder, **arguments).eval()
     pixels = random_pixels(encoder)
-    states, features = reloaded(pixels).last_hidden_state, encoder(pixels)
+    states = reloaded(pixels).last_hidden_state
+    features = encoder(pixels)
     if states.ndim == 4:
         states = states.flatten(2).transpose(1, 2)
     if (
@@ -438,7 +440,8 @@ def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
     if not isinstance(net, transformers.PreTrainedModel):
         if not _is_plain_clip(net, "TextTransformer"):
             save_encoder(encoder, folder)
-            actual, wanted = load_encoder(folder)(ids, mask), encoder(ids, mask)
+            actual = load_encoder(folder)(ids, mask)
+            wanted = encoder(ids, mask)
             return {
                 "text vector": difference("the text vector", actual.pooled_BD, wanted.pooled_BD)
             }, None
@@ -494,7 +497,8 @@ def _is_plain_clip_model(model: TwoTowers) -> bool:
 def _write_clip(model: Any, folder: Path) -> dict[str, float]:
     import transformers
 
-    tokenizer, encoder = model.tokenizer, model.text_encoder
+    tokenizer = model.tokenizer
+    encoder = model.text_encoder
     end_id = encoder.vocab_size - 1 if tokenizer is None else tokenizer.sep_id
     config = transformers.CLIPConfig(
         vision_config=_clip_vision_fields(model.image_encoder),
@@ -512,7 +516,8 @@ def _write_clip(model: Any, folder: Path) -> dict[str, float]:
     _load_tensors(net, model.state_dict(), table, model.name)
     net.save_pretrained(folder)
     reloaded = transformers.AutoModel.from_pretrained(folder).eval()
-    pixels, ids = random_pixels(model.image_encoder), random_ids(encoder, end_id)
+    pixels = random_pixels(model.image_encoder)
+    ids = random_ids(encoder, end_id)
     mask = torch.ones_like(ids, dtype=torch.bool)
     output = reloaded(input_ids=ids, attention_mask=mask.long(), pixel_values=pixels)
     return {

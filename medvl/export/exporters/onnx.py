@@ -102,10 +102,8 @@ def export_onnx(model: System, out: Path | str) -> Exported:
     )
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
-    batch, tokens = (
-        torch.export.Dim("batch"),
-        torch.export.Dim("tokens", max=model.text_encoder.max_tokens),
-    )
+    batch = torch.export.Dim("batch")
+    tokens = torch.export.Dim("tokens", max=model.text_encoder.max_tokens)
     with new_folder(Path(out)) as folder, torch.no_grad():
         differences = {
             **_write(

@@ -25,11 +25,9 @@ from medvl.export.exporters.common import (
 from medvl.models.base import System
 from medvl.models.dual_encoders.clip import CLIP
 
-_CONFIG, _WEIGHTS, _TEXT_FOLDER = (
-    "open_clip_config.json",
-    "open_clip_model.safetensors",
-    "text_encoder",
-)
+_CONFIG = "open_clip_config.json"
+_WEIGHTS = "open_clip_model.safetensors"
+_TEXT_FOLDER = "text_encoder"
 _RESIZE = {"crop": "shortest", "pad": "longest", "squash": "squash"}
 _BERT_POOLS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
 _CLIP_IDS = 49408
@@ -78,7 +76,8 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
         raise ConfigError(message, "unsupported", field="model")
     out = Path(out)
     model.eval()
-    vision, text = _vision(model), _text(model)
+    vision = _vision(model)
+    text = _text(model)
     flags = {tower.quick_gelu for tower in (vision, text)} - {None}
     if len(flags) > 1:
         message = "only one encoder has CLIP's quick GELU: open_clip has a single setting for both"

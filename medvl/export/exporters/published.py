@@ -21,7 +21,8 @@ from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import add_copies, to_published
 from medvl.models.base import System, TwoTowers
 
-IMAGE_FILE, TEXT_FILE = "image_model.pt", "text_model.pt"
+IMAGE_FILE = "image_model.pt"
+TEXT_FILE = "text_model.pt"
 _FILES: Mapping[str, tuple[str, ...]] = {
     "biovil": (IMAGE_FILE, TEXT_FILE),
     "biovil_t": (IMAGE_FILE, TEXT_FILE),
@@ -31,9 +32,12 @@ _FILES: Mapping[str, tuple[str, ...]] = {
 }
 """System -> files of a complete model."""
 _IMAGE_KEYS = ("encoder.", "projector.")
-_CLASSIFIER, _MISSING = "encoder.encoder.fc", "encoder.missing_previous_emb"
-_LAST, _CLASSES = "encoder.encoder.layer4.", 1000
-_BERT, _SWIN = "text_model.model.", "vision_model.model.encoder.layers"
+_CLASSIFIER = "encoder.encoder.fc"
+_MISSING = "encoder.missing_previous_emb"
+_LAST = "encoder.encoder.layer4."
+_CLASSES = 1000
+_BERT = "text_model.model."
+_SWIN = "vision_model.model.encoder.layers"
 
 
 def export_published(model: System, out: Path | str) -> Exported:
@@ -117,7 +121,8 @@ def _without_token_types(model: System, importer: Importer) -> dict[str, Tensor]
     """
     tensors = dict(model.state_dict())
     for zero in importer.zeros:
-        types_VD, positions = tensors.pop(zero.name), zero.name.replace("token_type", "position")
+        types_VD = tensors.pop(zero.name)
+        positions = zero.name.replace("token_type", "position")
         tensors[positions] = tensors[positions] + types_VD[:1]
     return tensors
 
@@ -159,7 +164,8 @@ def _compare(model: Any, importer: Importer, files: Sequence[Path]) -> dict[str,
     again: Any = import_checkpoint(
         importer.name, files[0], **second, tokenizer=model.tokenizer
     ).model
-    size, generator = model.config.image_size, torch.Generator().manual_seed(0)
+    size = model.config.image_size
+    generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(2, model.image_encoder.in_channels, size, size, generator=generator)
     ids_BT = random_ids(model.text_encoder, None)
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-SETTINGS, HEADS = "zero_shot.json", "heads.safetensors"
+SETTINGS = "zero_shot.json"
+HEADS = "heads.safetensors"
 LAYERS = {layer.__name__: layer for layer in (nn.Linear, nn.LayerNorm, nn.ReLU, nn.GELU)}
 
 
@@ -36,7 +37,8 @@ class DualEncoder(nn.Module):
         from transformers import AutoTokenizer
 
         self.settings: Mapping[str, Any] = json.loads((folder / SETTINGS).read_text())
-        self.encoders, self.heads = nn.ModuleDict(), nn.ModuleDict()
+        self.encoders = nn.ModuleDict()
+        self.heads = nn.ModuleDict()
         for side in ("image", "text"):
             self.encoders[side] = _load_encoder(
                 folder / f"{side}_encoder", self.settings[side]["arguments"]
@@ -64,7 +66,8 @@ class DualEncoder(nn.Module):
                 "max_length": self.settings["max_tokens"],
             }
             tokens = self.tokenizer(list(texts), return_tensors="pt", **limits)
-            texts, mask_BT = tokens["input_ids"], tokens["attention_mask"]
+            texts = tokens["input_ids"]
+            mask_BT = tokens["attention_mask"]
         assert mask_BT is not None, "token ids need their mask"
         if self.settings["text"]["pool"] == "medvl":
             pooled_BD = self.encoders["text"](texts, mask_BT.bool()).pooled_BD

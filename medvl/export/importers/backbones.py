@@ -10,7 +10,8 @@ from torch import Tensor
 
 from medvl.export.importers.key_map import KeyRule, counter, drop, fixed, keep, same
 
-IMAGE, TEXT = "image_encoder.backbone.", "text_encoder.backbone."
+IMAGE = "image_encoder.backbone."
+TEXT = "text_encoder.backbone."
 TEXT_PROJECTION = "text_encoder.projection."
 _POOLER = "BERT's pooler, which the system does not use"
 
@@ -26,7 +27,8 @@ def window_index(tensor: Tensor) -> Tensor:
     """
     side = round(len(tensor) ** 0.5) if tensor.ndim == 2 else 0
     row_P, column_P = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-    row_P, column_P = row_P.flatten(), column_P.flatten()
+    row_P = row_P.flatten()
+    column_P = column_P.flatten()
     down_PP = row_P[:, None] - row_P + side - 1
     across_PP = column_P[:, None] - column_P + side - 1
     return down_PP * (2 * side - 1) + across_PP
@@ -130,7 +132,8 @@ def hugging_face_swin(source: str) -> list[KeyRule]:
     timm fuses query, key and value into one matrix, and downsamples at the start of a stage instead
     of the end of the previous one.
     """
-    block, target = f"{source}encoder.layers.*.blocks.*", f"{IMAGE}layers.*.blocks.*"
+    block = f"{source}encoder.layers.*.blocks.*"
+    target = f"{IMAGE}layers.*.blocks.*"
     return [
         keep(f"{source}embeddings.patch_embeddings.projection.*", f"{IMAGE}patch_embed.proj.*"),
         keep(f"{source}embeddings.norm.*", f"{IMAGE}patch_embed.norm.*"),
@@ -161,13 +164,15 @@ def hugging_face_swin(source: str) -> list[KeyRule]:
 
 def hugging_face_resnet(source: str) -> list[KeyRule]:
     """Return the rules of transformers' `ResNetModel`."""
-    stage, target = f"{source}encoder.stages.", f"{IMAGE}layer"
+    stage = f"{source}encoder.stages."
+    target = f"{IMAGE}layer"
     rules = [
         keep(f"{source}embedder.embedder.convolution.*", f"{IMAGE}conv1.*"),
         keep(f"{source}embedder.embedder.normalization.*", f"{IMAGE}bn1.*"),
     ]
     for index in range(4):
-        old, new = f"{stage}{index}.layers.*", f"{target}{index + 1}.*"
+        old = f"{stage}{index}.layers.*"
+        new = f"{target}{index + 1}.*"
         rules += [
             keep(f"{old}.shortcut.convolution.*", f"{new}.downsample.0.*"),
             keep(f"{old}.shortcut.normalization.*", f"{new}.downsample.1.*"),
@@ -210,7 +215,8 @@ def hugging_face_clip_text(source: str) -> list[KeyRule]:
 
 def _hugging_face_clip_blocks(source: str, encoder: str) -> list[KeyRule]:
     """Return the rules of CLIP's blocks; open_clip fuses query, key and value into one matrix."""
-    block, target = f"{source}encoder.layers.*", f"{encoder}transformer.resblocks.*"
+    block = f"{source}encoder.layers.*"
+    target = f"{encoder}transformer.resblocks.*"
     return [
         *(
             keep(

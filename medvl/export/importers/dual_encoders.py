@@ -120,7 +120,8 @@ def open_clip_importer(model: str) -> Importer:
         message = f"open_clip has no model {model!r}: did you mean {', '.join(near) or 'another'}?"
         raise ConfigError(message, "unknown_name", field="system")
     text = fields.get("text_cfg", {})
-    name, size = f"open_clip:{model}", fields["vision_cfg"].get("image_size", 224)
+    name = f"open_clip:{model}"
+    size = fields["vision_cfg"].get("image_size", 224)
 
     def system(shapes: Shapes) -> CLIPConfig:
         config = SigLIPConfig if "logit_bias" in shapes else CLIPConfig
@@ -420,7 +421,8 @@ def _settings(shapes: Shapes) -> dict[str, Any]:
 
 def _pooler() -> list[KeyRule]:
     """Return the rules of the pooler over an image and its prior image."""
-    source, target = "encoder.vit_pooler.blocks.*", "pooler.blocks.*"
+    source = "encoder.vit_pooler.blocks.*"
+    target = "pooler.blocks.*"
     qkv = (
         keep(f"{source}.attn.proj_{name}.weight", f"{target}.attn.qkv.weight", part=(index, 3))
         for index, name in enumerate("qkv")

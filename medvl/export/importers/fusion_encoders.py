@@ -374,7 +374,8 @@ _VISUALBERT = Importer(
     ),
     system=_visualbert,
 )
-_REGIONS, _BOTH = "lxmert.encoder.r_layers.*", "lxmert.encoder.x_layers.*"
+_REGIONS = "lxmert.encoder.r_layers.*"
+_BOTH = "lxmert.encoder.x_layers.*"
 _CROSS = {"lang": "text", "visn": "image"}
 _LXMERT = Importer(
     name="lxmert",
@@ -451,8 +452,10 @@ IMPORTERS = (_M3AE, _METER, _MEDVILL, _PTUNIFIER, _VISUALBERT, _LXMERT, _VILT)
 
 # Key table of ALBEF's pretraining checkpoints, with its moving average.
 
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_TEXT_LAYERS, _LAYERS = 6, 12
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_TEXT_LAYERS = 6
+_LAYERS = 12
 _TEACHER = "momentum.module."
 
 
@@ -464,7 +467,8 @@ def _towers(suffix: str, target: str) -> list[KeyRule]:
         target: start of the names in medvl.
     """
     text = f"text_encoder{suffix}"
-    bert, words = f"{text}.bert", f"{text}.cls.predictions"
+    bert = f"{text}.bert"
+    words = f"{text}.cls.predictions"
     image = [
         keep(rule.source, f"{target}{rule.target}")
         for rule in vision_transformer(f"visual_encoder{suffix}.")

@@ -109,7 +109,9 @@ def matching_importers(keys: Sequence[str]) -> list[str]:
 
 
 _LOG = logging.getLogger(__name__)
-REPORT, ENCODER, WEIGHTS = "import.json", "encoder.json", "model.safetensors"
+REPORT = "import.json"
+ENCODER = "encoder.json"
+WEIGHTS = "model.safetensors"
 _FORMAT = 1
 _SHOWN = 5
 
@@ -188,7 +190,8 @@ def import_checkpoint(
             first differences. "conflict": it has several sets of weights. "nonfinite": a value is
             NaN or infinite.
     """
-    importer, path = find_importer(system), file_in_folder(Path(file))
+    importer = find_importer(system)
+    path = file_in_folder(Path(file))
     _check_files(importer, text_file, entities)
     files = [path] if text_file is None else [path, file_in_folder(Path(text_file))]
     chosen = [weights, None][: len(files)]
@@ -424,7 +427,8 @@ def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
     path = Path(folder) / ENCODER
     try:
         description = parse_json(path.read_bytes())
-        kind, arguments = description["kind"], dict(description["arguments"])
+        kind = description["kind"]
+        arguments = dict(description["arguments"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = (
             f"{path} cannot be read ({type(error).__name__}): give a folder written by "

@@ -44,7 +44,8 @@ class Encoders(nn.Module):
         self, image_encoder: ImageEncoder | None, text_encoder: TextEncoder | None
     ) -> None:
         super().__init__()
-        self.image_encoder, self.text_encoder = image_encoder, text_encoder
+        self.image_encoder = image_encoder
+        self.text_encoder = text_encoder
 
 
 def build_encoders(shapes: Shapes, image: Options | None, text: Options | None) -> Encoders:
@@ -116,7 +117,8 @@ def encoder_fields(shapes: Shapes, image: Options, text: Options) -> dict[str, A
     """Return the fields of a system's config that describe its two encoders, without
     projections, which it sets.
     """
-    image_options, text_options = image_arguments(shapes, image), text_arguments(shapes, text)
+    image_options = image_arguments(shapes, image)
+    text_options = text_arguments(shapes, text)
     image_options.pop("projection", None)
     sized = {"image_size": image_options.pop("image_size")} if "image_size" in image_options else {}
     return {
@@ -221,7 +223,8 @@ def _resnet(shapes: Shapes) -> dict[str, Any]:
 def _vision_transformer(shapes: Shapes) -> dict[str, Any]:
     width, _, patch, _ = shapes["patch_embed.proj.weight"]
     side = round((shapes["pos_embed"][1] - 1) ** 0.5) * patch
-    depth, inside = count(shapes, "blocks."), shapes["blocks.0.mlp.fc1.weight"][0]
+    depth = count(shapes, "blocks.")
+    inside = shapes["blocks.0.mlp.fc1.weight"][0]
     fields = {
         "patch_size": patch,
         "embed_dim": width,

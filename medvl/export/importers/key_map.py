@@ -26,7 +26,8 @@ Change = Literal[
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
-_TOLERANCE, _TOLERANCE_BFLOAT16 = 2e-3, 2e-2
+_TOLERANCE = 2e-3
+_TOLERANCE_BFLOAT16 = 2e-2
 """Of the values of a fixed tensor: float32 sines of a position in the thousands differ by 1e-3
 between machines.
 """
@@ -319,7 +320,8 @@ def _compare_copy(
     if rule.copy_of is None:
         return []
     original = _fill(rule.copy_of, stars)
-    other, tensor = tensors.get(original), tensors[key]
+    other = tensors.get(original)
+    tensor = tensors[key]
     if other is None:
         return [f"missing {original}, which {key} is a copy of"]
     equal = tensor.shape == other.shape and (tensor.is_meta or torch.equal(tensor, other))

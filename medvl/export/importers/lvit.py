@@ -44,7 +44,8 @@ def _level(number: int) -> list[KeyRule]:
     """Return the rules of a level, 0 being the finest."""
     one = number + 1
     down, up = (f"{side}{number or ''}" for side in ("downVit", "upVit"))
-    convolution, attention = f"{_NET}up.{number}", f"up{one}.pixModule"
+    convolution = f"{_NET}up.{number}"
+    attention = f"up{one}.pixModule"
     return [
         *(
             rule

@@ -126,10 +126,8 @@ def _mavl(shapes: Shapes) -> MAVLConfig:
 
 
 def _kad(shapes: Shapes) -> KADConfig:
-    image, text = (
-        image_arguments(shapes, {"image_size": 512}),
-        text_arguments(shapes, {"name": "pubmedbert"}),
-    )
+    image = image_arguments(shapes, {"image_size": 512})
+    text = text_arguments(shapes, {"name": "pubmedbert"})
     width = shapes["image_head.0.weight"][
         1
     ]  # of the third stage, at 224 pixels, or of the last one
@@ -252,7 +250,8 @@ IMPORTERS = (_MEDKLIP, _MAVL, _KAD)
 # Key tables of systems that compare statements with the patches of an image: RadZero and CARZero.
 
 _RADZERO_LOSS = "loss_fns.RadZeroLoss."
-_PIXELS, _PATCH = RadZeroConfig.image_size, 14
+_PIXELS = RadZeroConfig.image_size
+_PATCH = 14
 
 
 def _at_radzero_size(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -263,7 +262,8 @@ def _at_radzero_size(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     table_1TD = tensors.get(name)
     if table_1TD is None or table_1TD.ndim != 3:
         return {}
-    old, new = round(max(table_1TD.shape[1] - 1, 0) ** 0.5), _PIXELS // _PATCH
+    old = round(max(table_1TD.shape[1] - 1, 0) ** 0.5)
+    new = _PIXELS // _PATCH
     if old == new or 1 + old**2 != table_1TD.shape[1]:
         return {}
     return {name: resize_positions(table_1TD.float(), (old, old), (new, new))}

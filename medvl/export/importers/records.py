@@ -40,7 +40,8 @@ from medvl.models.fusion_encoders.parts.knowledge import GraphSizes
 
 _LAYERS = 6
 _MAX_BYTES = 1 << 28
-_GRAPH, _TEXT_LAYERS = "align_head.graph.", "multi_modal_language_layers"
+_GRAPH = "align_head.graph."
+_TEXT_LAYERS = "multi_modal_language_layers"
 _EDGES = f"{_GRAPH}edges_2M"
 
 
@@ -67,7 +68,8 @@ def with_own_edges(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises WeightsError for edges of entities that are not there.
     """
-    edges_2M, vectors = tensors.get(_EDGES), tensors.get(f"{_GRAPH}vectors")
+    edges_2M = tensors.get(_EDGES)
+    vectors = tensors.get(f"{_GRAPH}vectors")
     if edges_2M is None or vectors is None or edges_2M.ndim != 2 or len(edges_2M) != 2:
         return {}
     if not edges_2M.is_meta:
@@ -138,7 +140,9 @@ def _graph_attention(source: str, target: str) -> list[KeyRule]:
 
 def _entity_layers() -> list[KeyRule]:
     """Return the rules of the entities' stream; parts that no later layer reads are dropped."""
-    last, layer, entities = _LAYERS - 1, f"{_TEXT_LAYERS}.*", "fusion.text_layers.*.entities"
+    last = _LAYERS - 1
+    layer = f"{_TEXT_LAYERS}.*"
+    entities = "fusion.text_layers.*.entities"
     feed_forward = "knowledge_intermediate", "knowledge_output"
     unread = (
         "knowledge_attention",
@@ -213,7 +217,8 @@ _BERT = "bert_encoder.model."
 
 
 def _mrm(shapes: Shapes) -> MRMConfig:
-    fields, values = bert_fields(shapes, "bert"), shapes["mim_head.pixels.weight"][0]
+    fields = bert_fields(shapes, "bert")
+    values = shapes["mim_head.pixels.weight"][0]
     patch = fields["image_arguments"].get("patch_size", 16)
     return MRMConfig(
         **fields,

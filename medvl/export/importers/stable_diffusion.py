@@ -65,7 +65,8 @@ def load_stable_diffusion(folder: Path | str, **settings: Any) -> RoentGen:
         ConfigError: diffusers is not installed, or a setting is out of range.
     """
     folder = Path(folder)
-    unet, vae = _config(folder / "unet" / "config.json"), _config(folder / "vae" / "config.json")
+    unet = _config(folder / "unet" / "config.json")
+    vae = _config(folder / "vae" / "config.json")
     text = _config(folder / "text_encoder" / "config.json")
     scheduler = _config(folder / "scheduler" / "scheduler_config.json")
     with _described(folder):

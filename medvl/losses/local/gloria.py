@@ -28,15 +28,19 @@ from medvl.losses.precision import full_precision, fused_if_possible, shapes
 
 WordPool = Literal["sum", "mean", "max"]
 
-_CHUNK_BYTES, _GPU_CHUNK_BYTES, _CHUNK_TENSORS = 2**30, 2**31, 8
+_CHUNK_BYTES = 2**30
+_GPU_CHUNK_BYTES = 2**31
+_CHUNK_TENSORS = 8
 """Memory of one chunk, on a CPU and on a GPU, and how many tensors of N * P * Q numbers forward and
 backward hold at once.
 """
-_MULTIPLE, _GPU_MULTIPLE = 1, 8
+_MULTIPLE = 1
+_GPU_MULTIPLE = 8
 """Regions and words are padded to multiples of it. With 361 regions and 97 words, an H200's
 products take 2.6 times as long as with multiples of 8.
 """
-_KEPT_BYTES, _KEPT_TENSORS = 2**31, 4
+_KEPT_BYTES = 2**31
+_KEPT_TENSORS = 4
 """Memory that all chunks may keep for the backward pass before they are recomputed, and their
 tensors per chunk.
 """
@@ -105,7 +109,8 @@ def gloria_contrast(
         raise ValueError(f"temp3 must be above 0, got {temp3}")
     if similarity_BB.ndim != 2 or similarity_BB.shape[0] != similarity_BB.shape[1]:
         raise ValueError(f"expected similarities (B, B), got {tuple(similarity_BB.shape)}")
-    logits_BB, has_words_B = temp3 * similarity_BB.float(), has_words_B.bool()
+    logits_BB = temp3 * similarity_BB.float()
+    has_words_B = has_words_B.bool()
     row_B = torch.arange(len(logits_BB), device=logits_BB.device)
     target_B = row_B.masked_fill(~has_words_B, -100)
     # Not minus infinity: without any pair left, the softmax would be NaN.
@@ -149,7 +154,8 @@ def gloria_similarity(
     _check(regions_NPE, words_MWE, word_mask_MW, temp1, temp2, pool)
     word_mask_MW = word_mask_MW.bool()
     if not word_mask_MW.shape[1]:  # one padding word
-        words_MWE, word_mask_MW = F.pad(words_MWE, (0, 0, 0, 1)), F.pad(word_mask_MW, (0, 1))
+        words_MWE = F.pad(words_MWE, (0, 0, 0, 1))
+        word_mask_MW = F.pad(word_mask_MW, (0, 1))
     place_W = torch.arange(1, word_mask_MW.shape[1] + 1, device=word_mask_MW.device)
     length_M = (word_mask_MW * place_W).amax(dim=1)
     order_M = length_M.argsort(descending=True)

@@ -44,7 +44,8 @@ def statement_contrast(
         raise ValueError(
             f"logits and positives must both be (N, M), got {shapes(logits_NM, positive_NM)}"
         )
-    logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
+    logits_NM = logits_NM.float()
+    positive_NM = positive_NM.bool()
     # Not minus infinity: a column without negatives has no gradient, and no NaN.
     negative_NM = logits_NM.masked_fill(positive_NM, torch.finfo(torch.float32).min)
 

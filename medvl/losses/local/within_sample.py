@@ -69,7 +69,8 @@ def within_sample_nce(
     with full_precision(a_BNE):
         logits_BNN = _unit(a_BNE, mask_BN) @ _unit(b_BNE, mask_BN).transpose(1, 2) / temperature
         if positives_NN is None:
-            own_BN, counted_BN = logits_BNN.diagonal(dim1=1, dim2=2), mask_BN
+            own_BN = logits_BNN.diagonal(dim1=1, dim2=2)
+            counted_BN = mask_BN
         else:
             share_BNN = positives_NN.detach().float() * mask_BN[:, None]
             total_BN1 = share_BNN.sum(dim=2, keepdim=True)
@@ -242,10 +243,8 @@ def word_patch_alignment(
         got = shapes(text_BME, image_BNE, text_pad_BM, image_pad_BN)
         raise ValueError(f"expected (B, M, E), (B, N, E), bool (B, M) and bool (B, N), got {got}")
     with full_precision(text_BME):
-        text_BME, image_BNE = (
-            _unit_states(text_BME, text_pad_BM),
-            _unit_states(image_BNE, image_pad_BN),
-        )
+        text_BME = _unit_states(text_BME, text_pad_BM)
+        image_BNE = _unit_states(image_BNE, image_pad_BN)
         pad_BNM = image_pad_BN[:, :, None] | text_pad_BM[:, None, :]
         cost_BNM = (1 - image_BNE @ text_BME.transpose(1, 2)).masked_fill(pad_BNM, 0.0)
         plan_BNM = _ipot(cost_BNM.detach(), pad_BNM, beta, iterations)
@@ -265,14 +264,14 @@ def _unit_states(states_BTE: Tensor, pad_BT: Tensor) -> Tensor:
 def _ipot(cost_BNM: Tensor, pad_BNM: Tensor, beta: float, iterations: int) -> Tensor:
     kernel_BNM = (-cost_BNM / beta).exp().masked_fill(pad_BNM, 0.0)
     real_BNM = ~pad_BNM
-    real_BN, real_BM = (
-        real_BNM.any(dim=2),
-        real_BNM.any(dim=1),
-    )  # none in a sample that lacks words or patches
+    # none in a sample that lacks words or patches
+    real_BN = real_BNM.any(dim=2)
+    real_BM = real_BNM.any(dim=1)
     share_BN, share_BM = (
         real / real.sum(dim=1, keepdim=True).clamp(min=1) for real in (real_BN, real_BM)
     )
-    plan_BNM, scale_BM = real_BNM.float(), share_BM
+    plan_BNM = real_BNM.float()
+    scale_BM = share_BM
     for _ in range(iterations):
         moved_BNM = kernel_BNM * plan_BNM
         scale_BN = share_BN / _or_one((moved_BNM @ scale_BM[:, :, None]).squeeze(2), real_BN)

@@ -88,7 +88,8 @@ def same_pairs(*groups_B: Tensor, rows: slice = slice(None)) -> Tensor:
     return functools.reduce(torch.logical_or, same)
 
 
-_CPU_BLOCK_BYTES, _GPU_BLOCK_BYTES = 2**24, 2**29
+_CPU_BLOCK_BYTES = 2**24
+_GPU_BLOCK_BYTES = 2**29
 """Memory of one block of logits: a few blocks fit into a CPU's caches; a GPU is faster with
 large products.
 """
@@ -188,10 +189,8 @@ class _PositiveLogits:
 
     def __init__(self, image_BE: Tensor, groups: Sequence[Tensor]) -> None:
         self._groups = groups
-        self._row_B, self._column_B = (
-            image_BE.new_zeros(len(image_BE)),
-            image_BE.new_zeros(len(image_BE)),
-        )
+        self._row_B = image_BE.new_zeros(len(image_BE))
+        self._column_B = image_BE.new_zeros(len(image_BE))
         self._count_B = image_BE.new_ones(len(image_BE))
 
     def add(self, logits_RB: Tensor, block: slice) -> None:
@@ -217,7 +216,9 @@ class _Products:
     """Products of a block of rows, their operands rounded to a dtype, summed in float32."""
 
     def __init__(self, image_BE: Tensor, text_BE: Tensor, dtype: torch.dtype) -> None:
-        self._image_BE, self._text_BE, self.dtype = image_BE.to(dtype), text_BE.to(dtype), dtype
+        self._image_BE = image_BE.to(dtype)
+        self._text_BE = text_BE.to(dtype)
+        self.dtype = dtype
 
     def logits(self, block: slice) -> Tensor:
         """(R, B) float32."""
@@ -288,9 +289,11 @@ class _InfoNCE(torch.autograd.Function):
         rows: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        batch, products = len(image_BE), _Products(image_BE, text_BE, dtype)
+        batch = len(image_BE)
+        products = _Products(image_BE, text_BE, dtype)
         gather = fused_if_possible(_gather, image_BE)
-        row_lse_B, own = image_BE.new_empty(batch), _PositiveLogits(image_BE, groups)
+        row_lse_B = image_BE.new_empty(batch)
+        own = _PositiveLogits(image_BE, groups)
         column_lse_B = image_BE.new_full((batch,), -torch.inf)
         for block in _blocks(batch, rows):
             logits_RB = products.logits(block)
@@ -299,11 +302,11 @@ class _InfoNCE(torch.autograd.Function):
             del logits_RB  # or it would be kept until the next block is there
         row_own_B, column_own_B, count_B = own.means()
         ctx.save_for_backward(image_BE, text_BE, row_lse_B, column_lse_B, count_B, *groups)
-        ctx.image_weight, ctx.rows, ctx.dtype = image_weight, rows, dtype
-        image_to_text, text_to_image = (
-            (row_lse_B - row_own_B).mean(),
-            (column_lse_B - column_own_B).mean(),
-        )
+        ctx.image_weight = image_weight
+        ctx.rows = rows
+        ctx.dtype = dtype
+        image_to_text = (row_lse_B - row_own_B).mean()
+        text_to_image = (column_lse_B - column_own_B).mean()
         return image_weight * image_to_text + (1 - image_weight) * text_to_image
 
     @staticmethod
@@ -315,11 +318,10 @@ class _InfoNCE(torch.autograd.Function):
         text_grad_BE = torch.zeros_like(text_BE) if wants_text else None
         # The weight of a direction goes into its log-sum-exp: exp(x - lse + ln w) is w times the
         # softmax.
-        row_B, column_B = row_lse_B - _log(weight), column_lse_B - _log(1 - weight)
-        products, softmaxes = (
-            _Products(image_BE, text_BE, ctx.dtype),
-            fused_if_possible(_softmaxes, image_BE),
-        )
+        row_B = row_lse_B - _log(weight)
+        column_B = column_lse_B - _log(1 - weight)
+        products = _Products(image_BE, text_BE, ctx.dtype)
+        softmaxes = fused_if_possible(_softmaxes, image_BE)
         with full_precision(image_BE):
             for block in _blocks(len(image_BE), ctx.rows):
                 logits_RB = products.logits(block)
@@ -359,7 +361,8 @@ class _PairwiseSigmoid(torch.autograd.Function):
         dtype: torch.dtype,
         needs_gradient: bool,
     ) -> Tensor:
-        total, bias_grad = image_BE.new_zeros(()), torch.zeros_like(bias)
+        total = image_BE.new_zeros(())
+        bias_grad = torch.zeros_like(bias)
         wants_image, wants_text, _ = (
             needs_gradient and wanted for wanted in ctx.needs_input_grad[:3]
         )
@@ -374,7 +377,8 @@ class _PairwiseSigmoid(torch.autograd.Function):
             slope_RB = _negate_positives(signed_RB.sigmoid_(), groups, block)
             bias_grad += slope_RB.sum()
             products.add_gradients(slope_RB.to(dtype), block, image_grad_BE, text_grad_BE)
-        ctx.grads, ctx.batch = (image_grad_BE, text_grad_BE, bias_grad), len(image_BE)
+        ctx.grads = (image_grad_BE, text_grad_BE, bias_grad)
+        ctx.batch = len(image_BE)
         return total / ctx.batch
 
     @staticmethod

@@ -96,10 +96,8 @@ def siglip(
     Returns a scalar. Raises ValueError on unequal shapes, or a scale or bias of several numbers.
     """
     _check_pairs(image_BE, text_BE, groups)
-    logit_scale, logit_bias = (
-        one_number("logit_scale", logit_scale),
-        one_number("logit_bias", logit_bias),
-    )
+    logit_scale = one_number("logit_scale", logit_scale)
+    logit_bias = one_number("logit_bias", logit_bias)
     products = product_dtype(image_BE)
     with full_precision(image_BE):
         scaled_BE = logit_scale * image_BE.float()
@@ -187,7 +185,8 @@ def multi_positive(
             f"expected logits (..., N, M) and positives (N, M), got "
             f"{shapes(logits_NM, positive_NM)}"
         )
-    logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
+    logits_NM = logits_NM.float()
+    positive_NM = positive_NM.bool()
     if ignored_NM is not None:
         logits_NM = logits_NM.masked_fill(
             ignored_NM.bool() & ~positive_NM, torch.finfo(torch.float32).min
@@ -223,7 +222,8 @@ def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None 
             f"expected logits (..., N, M) and positives (N, M), got "
             f"{shapes(logits_NM, positive_NM)}"
         )
-    logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
+    logits_NM = logits_NM.float()
+    positive_NM = positive_NM.bool()
     rows = torch.tensor(len(positive_NM), device=logits_NM.device)
     if ignored_NM is not None:
         ignored_NM = ignored_NM.bool() & ~positive_NM
@@ -267,6 +267,7 @@ def label_similarity(
             labels.detach().float().nan_to_num(0.0) for labels in (image_labels_NL, text_labels_ML)
         )
         if kind == "cosine":
-            image_NL, text_ML = F.normalize(image_NL, dim=1), F.normalize(text_ML, dim=1)
+            image_NL = F.normalize(image_NL, dim=1)
+            text_ML = F.normalize(text_ML, dim=1)
         similarity_NM = image_NL @ text_ML.T
         return similarity_NM.clamp(-1.0, 1.0) if kind == "clamp" else similarity_NM

@@ -57,7 +57,8 @@ def itc(
     temperature = one_number("temperature", temperature)
     if isinstance(temperature, int | float) and temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    batch, count = len(image_BE), len(image_keys_NE)
+    batch = len(image_BE)
+    count = len(image_keys_NE)
     _check_shapes(image_BE, text_BE, image_keys_NE, text_keys_NE)
     if positive_BN is not None and positive_BN.shape != (batch, count):
         raise ValueError(f"positive_BN must be ({batch}, {count}), got {tuple(positive_BN.shape)}")
@@ -215,7 +216,8 @@ def _check_shapes(
     image_BE: Tensor, text_BE: Tensor, image_keys_NE: Tensor, text_keys_NE: Tensor
 ) -> None:
     shapes = [tuple(tensor.shape) for tensor in (image_BE, text_BE, image_keys_NE, text_keys_NE)]
-    pairs, keys = shapes[0], shapes[2]
+    pairs = shapes[0]
+    keys = shapes[2]
     if (
         len(pairs) != 2
         or shapes[1] != pairs

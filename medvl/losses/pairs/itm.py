@@ -88,7 +88,8 @@ def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
     Raises ValueError unless `same_BB` is square.
     """
     allowed_BB = _allowed(same_BB)
-    device, batch = allowed_BB.device, len(allowed_BB)
+    device = allowed_BB.device
+    batch = len(allowed_BB)
     possible_B = allowed_BB.any(dim=1)
     order_B = torch.rand(batch, generator=generator, device=generator.device).to(device)
     rank_B = (
@@ -132,7 +133,8 @@ def hard_pairs(
         _floored(similarity_BB.T, floor), allowed_BB.T, generator
     )  # false image of text j, from column j
     text_B = _draw(_floored(similarity_BB, floor), allowed_BB, generator)
-    to_images_B, to_texts_B = allowed_BB.any(dim=0), allowed_BB.any(dim=1)
+    to_images_B = allowed_BB.any(dim=0)
+    to_texts_B = allowed_BB.any(dim=1)
     image_N = torch.cat([row_B, image_B[to_images_B], row_B[to_texts_B]])
     text_N = torch.cat([row_B, row_B[to_images_B], text_B[to_texts_B]])
     return MatchingPairs(

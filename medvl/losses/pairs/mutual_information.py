@@ -35,7 +35,8 @@ _LOWEST = torch.finfo(torch.float32).min
 """Score of entries excluded from a log-sum-exp; minus infinity would give NaN gradients if all
 are excluded.
 """
-_CHUNK_BYTES, _CPU_CHUNK_BYTES = 2**28, 2**22
+_CHUNK_BYTES = 2**28
+_CPU_CHUNK_BYTES = 2**22
 """Memory of a critic's hidden values at a time; on a CPU they stay in its caches."""
 _KEPT_BYTES = 2**30
 """Memory of hidden values above which they are recomputed in the backward pass."""
@@ -70,7 +71,8 @@ def dv_bound(positive_P: Tensor, negative_N: Tensor, mask_N: Tensor | None = Non
             [positive_P.float().sum(), count, log_sum, mask_N.sum().to(log_sum.dtype)]
         )
         positive_R, count_R, log_sum_R, others_R = gather(parts[None]).unbind(dim=1)
-        positives, negatives = count_R.sum(), others_R.sum()
+        positives = count_R.sum()
+        negatives = others_R.sum()
         log_mean = log_sum_R.logsumexp(dim=0) - negatives.clamp(min=1).log()
         bound = positive_R.sum() / positives.clamp(min=1) - log_mean
         return torch.where((positives > 0) & (negatives > 0), bound, 0.0)
@@ -154,7 +156,8 @@ class SeparableCritic(nn.Module):
 
     def __init__(self, image_dim: int, text_dim: int, hidden: Sequence[int] = (1024, 512)) -> None:
         super().__init__()
-        self.dims, self.hidden = (image_dim, text_dim), tuple(hidden)
+        self.dims = (image_dim, text_dim)
+        self.hidden = tuple(hidden)
         self.first = nn.Linear(image_dim + text_dim, hidden[0])
         layers: list[nn.Module] = [nn.ReLU(inplace=True)]
         for width, following in itertools.pairwise(hidden):

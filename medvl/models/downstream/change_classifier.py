@@ -65,7 +65,8 @@ class ChangeClassifier(System):
         for name, child in dual_encoder.named_children():
             if name.startswith(("text", "word")):
                 child.requires_grad_(False)
-        size, channels = self.transform.size, dual_encoder.image_encoder.in_channels
+        size = self.transform.size
+        channels = dual_encoder.image_encoder.in_channels
         blank_1CHW = torch.zeros(
             1, channels, size, size, dtype=torch.uint8, device=dual_encoder.device
         )
@@ -79,7 +80,6 @@ class ChangeClassifier(System):
     def build(
         cls, config: ChangeClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None
     ) -> Self:
-        """See the base class."""
         if tokenizer is not None:
             message = "change_classifier does not read text; leave tokenizer out"
             raise ConfigError(message, "unsupported", field="tokenizer")
@@ -116,7 +116,8 @@ class ChangeClassifier(System):
 
         Raises ConfigError for a batch without prior images, unless `config.use_prior` is False.
         """
-        prior_BCHW, has_prior_B = batch.prior_BCHW, batch.has_prior_B
+        prior_BCHW = batch.prior_BCHW
+        has_prior_B = batch.has_prior_B
         if self.config.use_prior and (prior_BCHW is None or has_prior_B is None):
             message = "expected Batch.prior_BCHW: open the loader with the model's inputs"
             raise ConfigError(message, "missing", field="prior_BCHW")
@@ -163,7 +164,8 @@ class ChangeClassifier(System):
         has_prior_B = has_prior_B.to(image_BCHW.device)
         if isinstance(model, SupportsPriors):
             return model.embed_with_prior(image_BCHW, prior_BCHW, has_prior_B).global_NE
-        count, row_K = len(image_BCHW), has_prior_B.nonzero().squeeze(1)
+        count = len(image_BCHW)
+        row_K = has_prior_B.nonzero().squeeze(1)
         both_NE = model.encode_image(
             torch.cat([image_BCHW, prior_BCHW[row_K]])
         )  # one pass, and one batch norm

@@ -110,7 +110,6 @@ class Classifier(LabelModel):
     def build(
         cls, config: ClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None
     ) -> Self:
-        """See the base class."""
         if tokenizer is not None:
             raise ConfigError(
                 "classifier does not read text; leave tokenizer out",

@@ -146,7 +146,6 @@ class DenseModel(System):
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         if tokenizer is not None and not cls.reads_text:
             raise ConfigError(
                 f"{cls.name} does not read text; leave tokenizer out",
@@ -270,7 +269,8 @@ def create_dense(
 def _rebuild(encoder: ImageEncoder, arguments: dict[str, Any]) -> ImageEncoder:
     """Create an encoder with other arguments and the same weights."""
     other = create_image_encoder(pretrained=False, **arguments)
-    new, old = other.state_dict(), encoder.state_dict()
+    new = other.state_dict()
+    old = encoder.state_dict()
     if {name: tensor.shape for name, tensor in new.items()} != {
         name: tensor.shape for name, tensor in old.items()
     }:
@@ -350,7 +350,8 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     old, new = (each.grid(*each.image_size) for each in encoders if isinstance(each, ImageEncoder))
     if model.numbers_cells and old != new:
         raise _unsupported(f"positions of cells in {model.name} belong", model, size)
-    tensors, expected = model.state_dict(), other.state_dict()
+    tensors = model.state_dict()
+    expected = other.state_dict()
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             is_of_pixels = name.startswith("mim_head.pixels.")

@@ -116,7 +116,9 @@ class Detector(DenseModel):
 
     def targets(self, boxes_BN5: Tensor) -> Targets:
         """Assign boxes (B, N, 5), in pixels of the input, to cells; rows of NaN are padding."""
-        low_BN2, high_BN2, label_BN = boxes_BN5[:, :, :2], boxes_BN5[:, :, 2:4], boxes_BN5[:, :, 4]
+        low_BN2 = boxes_BN5[:, :, :2]
+        high_BN2 = boxes_BN5[:, :, 2:4]
+        label_BN = boxes_BN5[:, :, 4]
         inner_BPN = self.inner_cells(boxes_BN5)
         number_L = torch.arange(len(self.config.labels), device=boxes_BN5.device)
         has_label_BNL = label_BN[:, :, None] == number_L
@@ -136,7 +138,8 @@ class Detector(DenseModel):
         a cell, so that every box has a cell.
         """
         center_P2, cell_2 = self._centers(boxes_BN5.device)
-        low_BN2, high_BN2 = boxes_BN5[:, :, :2], boxes_BN5[:, :, 2:4]
+        low_BN2 = boxes_BN5[:, :, :2]
+        high_BN2 = boxes_BN5[:, :, 2:4]
         reach_BN2 = torch.maximum((high_BN2 - low_BN2) * self.config.inner_share, cell_2) / 2
         apart_BPN2 = (center_P2[:, None] - ((low_BN2 + high_BN2) / 2)[:, None]).abs()
         return (apart_BPN2 <= reach_BN2[:, None]).all(dim=3)
@@ -175,7 +178,8 @@ class Detector(DenseModel):
         ]
         kept_BLK5 = torch.stack(kept, dim=1)
         places = kept_BLK5.new_tensor([_scale_and_shift(self.transform, size) for size in sizes])
-        scale_B, shift_B = places[:, None, None, :4], places[:, None, None, 4:]
+        scale_B = places[:, None, None, :4]
+        shift_B = places[:, None, None, 4:]
         return list(torch.cat([kept_BLK5[..., :4] * scale_B + shift_B, kept_BLK5[..., 4:]], dim=3))
 
     def _centers(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -197,7 +201,8 @@ def _scale_and_shift(transform: EvalTransform, size: tuple[int, int]) -> tuple[f
     size.
     """
     visible = transform.box(*size)
-    across, down = visible.width / transform.size, visible.height / transform.size
+    across = visible.width / transform.size
+    down = visible.height / transform.size
     return across, down, across, down, visible.left, visible.top, visible.left, visible.top
 
 

@@ -91,7 +91,6 @@ class FusionTask(System):
     def build(
         cls, config: FusionTaskConfig, *, pretrained: bool, tokenizer: Tokenizer | None
     ) -> Self:
-        """See the base class."""
         settings = dict(config.settings)
         if config.vocab_size is not None:
             settings["vocab_size"] = config.vocab_size
@@ -268,7 +267,8 @@ class FusedClassifier(FusionTask, LabelModel):
 
     def __init__(self, config: FusedClassifierConfig, fusion_model: FusionModel) -> None:
         super().__init__(config, fusion_model)
-        width, labels = fusion_model.pooled_dim, len(config.labels)
+        width = fusion_model.pooled_dim
+        labels = len(config.labels)
         self.label_head = nn.Sequential(nn.Linear(width, labels))
         if config.head == "mlp":
             norm = nn.LayerNorm(2 * width, eps=LAYER_NORM_EPS)

@@ -33,7 +33,8 @@ from medvl.schema import Batch, Losses
 
 PATCHES = (16, 8, 4, 2)
 """Side of a token in pixels of each level, so that all levels have the same tokens."""
-_HEADS, _DROPOUT = 8, 0.1
+_HEADS = 8
+_DROPOUT = 0.1
 
 
 class ConvBlock(nn.Sequential):
@@ -223,9 +224,12 @@ class Block(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        enter, leave = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
+        enter = nn.Linear(dim, 4 * dim)
+        leave = nn.Linear(4 * dim, dim)
         for layer in (enter, leave):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.normal_(layer.bias, std=1e-6)
@@ -337,12 +341,11 @@ class PseudoLabels(nn.Module):
             turned(each, turn_B22.mT)
             for each in (prob_BLHW.float(), torch.ones_like(prob_BLHW[:, :1], dtype=torch.float32))
         )
-        number_N, upright_NLHW, seen_NLHW = (
-            gather(number_B),
-            gather(upright_BLHW),
-            gather(seen_BLHW),
-        )
-        old_NLHW, known_N = self.map_MLHW[number_N].float(), self.known_M[number_N]
+        number_N = gather(number_B)
+        upright_NLHW = gather(upright_BLHW)
+        seen_NLHW = gather(seen_BLHW)
+        old_NLHW = self.map_MLHW[number_N].float()
+        known_N = self.known_M[number_N]
         beta_N = torch.where(known_N, self.beta, 0.0)[:, None, None, None]
         new_NLHW = beta_N * old_NLHW + (1 - beta_N) * upright_NLHW
         new_NLHW = torch.where(seen_NLHW > 0.999, new_NLHW, old_NLHW)
@@ -500,7 +503,8 @@ class LViT(MaskModel):
             transform=EvalTransform(size=config.image_size, fit="squash"),
             tokenizer=tokenizer,
         )
-        size, labels = config.image_size, len(config.labels)
+        size = config.image_size
+        labels = len(config.labels)
         self.grid = (size, size)
         self.text_encoder = text_encoder
         if text_encoder is not None and config.frozen_text:
@@ -525,7 +529,6 @@ class LViT(MaskModel):
 
     @classmethod
     def build(cls, config: LViTConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         if not config.reads_text:
             return cls(config, None, None)
         if tokenizer is None:
@@ -542,11 +545,9 @@ class LViT(MaskModel):
         )
 
     def before_step(self, step: int) -> None:
-        """See the base class."""
         self._step = step
 
     def mask_logits(self, batch: Batch) -> Tensor:
-        """See the base class."""
         return self._predict(batch)[0]
 
     def forward(self, batch: Batch) -> Losses:
@@ -554,10 +555,12 @@ class LViT(MaskModel):
         assert isinstance(batch, DenseBatch)
         assert batch.masks_BLhw is not None
         logits_BLHW, text_BD = self._predict(batch)
-        prob_BLHW, mask_BLHW = logits_BLHW.float().sigmoid(), (batch.masks_BLhw > 127).float()
+        prob_BLHW = logits_BLHW.float().sigmoid()
+        mask_BLHW = (batch.masks_BLhw > 127).float()
         if self.pseudo_labels is None or batch.unlabelled_B is None or not self.training:
             return Losses.sum(lvit=losses.lvit(prob_BLHW, mask_BLHW))
-        labelled_B, started = batch.unlabelled_B < 0, self._step >= self.config.labelled_steps
+        labelled_B = batch.unlabelled_B < 0
+        started = self._step >= self.config.labelled_steps
         used_B = labelled_B | started
         if started:
             mask_BLHW = self.pseudo_labels.fill(

@@ -41,7 +41,6 @@ class RetrievalConfig(FusionTaskConfig):
 
     @property
     def effective_head_lr_mult(self) -> float:
-        """See the base class."""
         return 5.0 if self.head_lr_mult is None else self.head_lr_mult
 
 
@@ -107,7 +106,8 @@ class RetrievalModel(FusionTask):
         """Return the fusion-encoder with this head in place of its ITM head, for evaluators; it
         is not copied.
         """
-        self.fusion_model.itm_head, self.fusion_model.can_match = RankAsMatch(self.rank_head), True
+        self.fusion_model.itm_head = RankAsMatch(self.rank_head)
+        self.fusion_model.can_match = True
         return self.fusion_model
 
 
@@ -194,7 +194,8 @@ class TextHead(nn.Module):
         self, encoder: TextEncoder, outputs: int, pool: TextPool = "first", dropout: float = 0.1
     ) -> None:
         super().__init__()
-        self.encoder, self.pool = encoder, pool
+        self.encoder = encoder
+        self.pool = pool
         mentions = 2 if pool in ("mentions", "starts") else 1
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(mentions * encoder.token_dim, outputs)

@@ -68,7 +68,6 @@ class Segmenter(DenseModel, MaskModel):
 
     @staticmethod
     def make_decoder(config: Any, patch_dim: int) -> nn.Module:
-        """See the base class."""
         return (
             PatchGrid()
             if config.decoder == "linear"

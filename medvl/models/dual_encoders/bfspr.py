@@ -68,7 +68,6 @@ class BFSPR(SentenceDualEncoder):
 
     @classmethod
     def encoder_arguments(cls, config: BFSPRConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class."""
         return {}, {"pool": "mean"}
 
     @classmethod
@@ -83,7 +82,7 @@ class BFSPR(SentenceDualEncoder):
         }
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class. Raises ConfigError for batches without the second view that the
+        """Raises ConfigError for batches without the second view that the
         loss needs.
         """
         pairs = super().embed_pairs(batch)
@@ -100,13 +99,13 @@ class BFSPR(SentenceDualEncoder):
         )
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. A rank compares its own images with the sentences of all ranks."""
-        texts, scale, config = gather_side(pairs.texts), 1 / self.config.temperature, self.config
+        """A rank compares its own images with the sentences of all ranks."""
+        texts = gather_side(pairs.texts)
+        scale = 1 / self.config.temperature
+        config = self.config
         groups = [gather(group_B) for group_B in pairs.groups]
-        image_NE, similarity_NN = (
-            gather(pairs.images.global_NE),
-            gather(self.sentence_similarity(pairs.images, texts)),
-        )
+        image_NE = gather(pairs.images.global_NE)
+        similarity_NN = gather(self.sentence_similarity(pairs.images, texts))
         has_sentences_N = local_features(texts)[1].any(dim=1)
         sentence = torch.stack(gloria_contrast(similarity_NN, has_sentences_N, scale)).mean()
         terms = {

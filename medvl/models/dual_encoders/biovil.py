@@ -202,7 +202,7 @@ class BioViL(TextTaskEncoder):
 
     @classmethod
     def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class. Pixels stay in 0..1."""
+        """Pixels stay in 0..1."""
         return {"mean": 0.0, "std": 1.0}, {
             "pool": "cls",
             "projection": text_has_projection(config.text_encoder),
@@ -212,7 +212,7 @@ class BioViL(TextTaskEncoder):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """See the base class. A text encoder without a projection gets one as CXR-BERT's."""
+        """A text encoder without a projection gets one as CXR-BERT's."""
         own = text_encoder.projection is not None
         size = text_encoder.feature_dim if own else config.projection_dim
         return {
@@ -223,12 +223,10 @@ class BioViL(TextTaskEncoder):
 
     @classmethod
     def make_transform(cls, config: Any) -> EvalTransform:
-        """See the base class."""
         transform: EvalTransform = config.transform(margin=config.margin)
         return transform
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """See the base class."""
         return self.embed_regions(image_BCHW).mean(dim=1)
 
     def embed_regions(self, image_BCHW: Tensor) -> Tensor:
@@ -242,7 +240,6 @@ class BioViL(TextTaskEncoder):
         return self.embed_regions(batch.image_BCHW)
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class."""
         features = self.text_encoder(batch.ids_BT, batch.mask_BT)
         regions_BPE = self.batch_regions(batch)
         images = Embeddings(F.normalize(regions_BPE.mean(dim=1), dim=-1))
@@ -260,8 +257,8 @@ class BioViL(TextTaskEncoder):
         return Pairs(images=images, texts=texts, others=self.text_sides(batch))
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class."""
-        every, config = pairs.gather(local=False), self.config
+        every = pairs.gather(local=False)
+        config = self.config
         whole = losses.convirt(
             every.images.global_NE, every.texts.global_NE, config.temperature, 0.5
         )

@@ -21,7 +21,8 @@ from medvl.schema import Batch, Embeddings, Inputs
 # Images with their prior images: the protocol of systems that read both, and the pooling of
 # BioViL-T.
 
-_POSITION_EPS, _PERIODS = 1e-6, 10_000.0
+_POSITION_EPS = 1e-6
+_PERIODS = 10_000.0
 
 
 @runtime_checkable
@@ -167,7 +168,8 @@ class BioViLT(BioViL):
         self, config: Any, *args: Any, pooler: TemporalPooler, patch_head: nn.Module, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.pooler, self.patch_head = pooler, patch_head
+        self.pooler = pooler
+        self.patch_head = patch_head
         self.missing_prior = nn.Parameter(torch.empty(config.pooler_dim))
         nn.init.trunc_normal_(self.missing_prior, std=0.02)
         self.inputs = Inputs(second_text=config.rsm_weight > 0, prior_image=True)
@@ -176,9 +178,9 @@ class BioViLT(BioViL):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """See the base class."""
         heads = super().make_heads(config, image_encoder, text_encoder)
-        dim, size = config.pooler_dim, heads["image_head"].outer.out_features
+        dim = config.pooler_dim
+        size = heads["image_head"].outer.out_features
         grid = image_encoder.grid(config.image_size, config.image_size)
         return {
             **heads,
@@ -190,7 +192,7 @@ class BioViLT(BioViL):
     def encode_image(
         self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, *, normalize: bool = True
     ) -> Tensor:
-        """See the base class; of images alone or with a prior image each, of the same size.
+        """Of images alone or with a prior image each, of the same size.
 
         Raises ConfigError for prior images of another shape, and for images with them of another
         size than configured.
@@ -242,7 +244,7 @@ class BioViLT(BioViL):
         )
 
     def batch_regions(self, batch: Batch) -> Tensor:
-        """See the base class. Raises ConfigError for a batch without prior images."""
+        """Raises ConfigError for a batch without prior images."""
         if batch.prior_BCHW is None:
             message = "expected Batch.prior_BCHW: open the loader with the model's inputs"
             raise ConfigError(message, "missing", field="prior_BCHW")

@@ -80,13 +80,14 @@ class CARZero(PaddedWords):
         self, config: Any, *args: Any, decoder: QueryDecoder, score: nn.Module, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.decoder, self.score = decoder, score
+        self.decoder = decoder
+        self.score = score
 
     @classmethod
     def make_heads(
         cls, config: LocalDualConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
-        """See the base class. Encoders as wide as the shared space have no heads, as published."""
+        """Encoders as wide as the shared space have no heads, as published."""
         assert isinstance(config, CARZeroConfig)
         heads = super().make_heads(config, image_encoder, text_encoder)
         for name, width in (
@@ -127,7 +128,7 @@ class CARZero(PaddedWords):
         ) / 2
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. A rank keeps the regions and words of its own pairs, and gathers
+        """A rank keeps the regions and words of its own pairs, and gathers
         scores.
         """
         every = pairs.gather(local=False)
@@ -146,19 +147,20 @@ class CARZero(PaddedWords):
         return Losses.sum(**terms)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
-        """See the base class: the decoder's attention with words as queries, averaged over heads
+        """The decoder's attention with words as queries, averaged over heads
         and layers.
         """
         _, attention_BWP = self.decoder.with_attention(words_BWE, regions_BPE)
         return attention_BWP.float().masked_fill(~mask_BW[:, :, None], 0.0)
 
     def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
-        """See the base class: equal shares."""
+        """Equal shares."""
         return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """See the base class: the decoder's attention of each text's vector."""
-        images, texts_BE = self.embed_images(image_BCHW), self.embed_texts(texts).global_NE
+        """The decoder's attention of each text's vector."""
+        images = self.embed_images(image_BCHW)
+        texts_BE = self.embed_texts(texts).global_NE
         memory_BKE, mask_BK = with_global(images.global_NE, *local_features(images))
         return self.decoder.with_attention(unnormalized(texts_BE)[:, None], memory_BKE, mask_BK)[1][
             :, 0, 1:

@@ -86,7 +86,6 @@ class CLIP(LearnedScale):
 
     @classmethod
     def build(cls, config: CLIPConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         encoders = create_clip_encoders(config, pretrained, tokenizer)
         transform = config.transform(stored_size=config.stored_size)
         heads = create_heads(config, *encoders)
@@ -113,7 +112,6 @@ class CLIP(LearnedScale):
             self.logit_scale.copy_(tensors["logit_scale"].reshape(()))
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class."""
         return Losses.sum(contrastive=self.contrast(*gather_global(pairs)))
 
     def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:

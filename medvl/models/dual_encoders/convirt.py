@@ -64,14 +64,12 @@ class ConVIRT(BertDualEncoder):
     def encoder_arguments(
         cls, config: ConVIRTConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class."""
         return {}, {"pool": config.text_pool}
 
     @classmethod
     def make_heads(
         cls, config: ConVIRTConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
-        """See the base class."""
         return {
             "image_head": projection_head(
                 image_encoder.feature_dim, config.projection_dim, config.hidden_dim
@@ -82,9 +80,9 @@ class ConVIRT(BertDualEncoder):
         }
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class."""
         image_NE, text_NE, groups = gather_global(pairs)
-        temperature, weight = self.config.temperature, self.config.image_weight
+        temperature = self.config.temperature
+        weight = self.config.image_weight
         return Losses.sum(
             contrastive=losses.convirt(image_NE, text_NE, temperature, weight, groups=groups)
         )

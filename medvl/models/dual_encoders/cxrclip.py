@@ -77,7 +77,7 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
     def encoder_arguments(
         cls, config: CXRCLIPConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class. A text's vector is its last token, [SEP]; pixels of a Swin have a
+        """A text's vector is its last token, [SEP]; pixels of a Swin have a
         mean and deviation of 0.5, as published.
         """
         pixels = {"mean": 0.5, "std": 0.5} if "swin" in config.image_encoder else {}
@@ -87,7 +87,6 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
     def make_heads(
         cls, config: CXRCLIPConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
-        """See the base class."""
         first = config.image_pool == "first"
         image_width = image_encoder.patch_dim if first else image_encoder.feature_dim
         return {
@@ -96,7 +95,6 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
         }
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """See the base class."""
         features = self.image_encoder(image_BCHW)
         vector_BD = (
             features.pooled_BD
@@ -107,12 +105,10 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
         return projected_BE.float()
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class. Raises ConfigError for a batch without second views and texts."""
-        second_BCHW, ids_BT, mask_BT = (
-            batch.second_image_BCHW,
-            batch.second_ids_BT,
-            batch.second_mask_BT,
-        )
+        """Raises ConfigError for a batch without second views and texts."""
+        second_BCHW = batch.second_image_BCHW
+        ids_BT = batch.second_ids_BT
+        mask_BT = batch.second_mask_BT
         if second_BCHW is None or ids_BT is None or mask_BT is None:
             message = (
                 "expected a second image and text of each sample: open the loader with "
@@ -124,7 +120,8 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
             second_BCHW = torch.where(
                 batch.has_other_view_B[:, None, None, None], batch.other_view_BCHW, second_BCHW
             )
-        pairs, second_BE = super().embed_pairs(batch), self.encode_text(ids_BT, mask_BT)
+        pairs = super().embed_pairs(batch)
+        second_BE = self.encode_text(ids_BT, mask_BT)
         if batch.has_second_text_B is not None:
             second_BE = torch.where(
                 batch.has_second_text_B[:, None], second_BE, pairs.texts.global_NE
@@ -136,8 +133,9 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
         return dataclasses.replace(pairs, others=others)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class."""
-        every, scale, config = pairs.gather(), self.scale(), self.config
+        every = pairs.gather()
+        scale = self.scale()
+        config = self.config
         images = every.images.global_NE, every.others["second image"].global_NE
         texts = every.texts.global_NE, every.others["second text"].global_NE
 

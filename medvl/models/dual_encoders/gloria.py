@@ -79,10 +79,11 @@ class GLoRIA(LocalDualEncoder):
     Config = GLoRIAConfig
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. A rank compares its own images with the texts of all ranks:
+        """A rank compares its own images with the texts of all ranks:
         regions are not gathered.
         """
-        texts, config = gather_side(pairs.texts), self.config
+        texts = gather_side(pairs.texts)
+        config = self.config
         local = local_contrast(
             pairs.images, texts, config.temp1, config.temp2, config.temp3, config.word_pool
         )
@@ -160,7 +161,6 @@ class GLoRIA(LocalDualEncoder):
         )
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
-        """See the base class."""
         return gloria_attention(regions_BPE, words_BWE, mask_BW, self.config.temp1)
 
     def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:

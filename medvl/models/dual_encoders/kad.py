@@ -78,11 +78,11 @@ class KAD(QueryEncoder):
 
     @classmethod
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
-        """See the base class: names."""
+        """Names."""
         return [(config.descriptions.get(name, spoken_name(name)),) for name in config.entities]
 
     def query_text(self, text: str) -> str:
-        """See the base class: of a statement "There is X." the name, because entities are asked
+        """Of a statement "There is X." the name, because entities are asked
         by their names.
         """
         return stated_name(text)
@@ -91,8 +91,9 @@ class KAD(QueryEncoder):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """See the base class. `text_head` is BERT's pooler and the published head behind it."""
-        width, middle = config.projection_dim, text_encoder.feature_dim
+        """`text_head` is BERT's pooler and the published head behind it."""
+        width = config.projection_dim
+        middle = text_encoder.feature_dim
         return {
             **super().make_heads(config, image_encoder, text_encoder),
             "text_head": knowledge_head(middle, width),
@@ -101,7 +102,7 @@ class KAD(QueryEncoder):
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
     ) -> Mapping[str, tuple[Tensor, float]]:
-        """See the base class. Samples without an image or a text are left out."""
+        """Samples without an image or a text are left out."""
         report_BD = self.text_head(self.unnormalized_text(batch.ids_BT, batch.mask_BT))
         complete_K = complete_rows(batch)
         image_NE, report_NE = (
@@ -123,7 +124,7 @@ class KAD(QueryEncoder):
         }
 
     def presence_loss(self, states_BQD: Tensor, labels_BL: Tensor) -> Tensor:
-        """See the base class. Rows without any label are left out also where unmentioned
+        """Rows without any label are left out also where unmentioned
         entities are absent.
         """
         if self.config.unmentioned == "absent":

@@ -79,12 +79,9 @@ class LoVT(LocalSentenceEncoder):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
-        """See the base class."""
-        image, text, sizes = (
-            image_encoder.patch_dim,
-            text_encoder.token_dim,
-            (config.projection_dim, config.hidden_dim),
-        )
+        image = image_encoder.patch_dim
+        text = text_encoder.token_dim
+        sizes = (config.projection_dim, config.hidden_dim)
         heads = {"image_head": image, "region_head": image, "text_head": text, "word_head": text}
         return {
             **{
@@ -97,15 +94,18 @@ class LoVT(LocalSentenceEncoder):
         }
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. Regions and sentences stay on their rank: they are not compared
+        """Regions and sentences stay on their rank: they are not compared
         with other samples.
         """
-        config, images, texts = self.config, pairs.images, pairs.texts
+        config = self.config
+        images = pairs.images
+        texts = pairs.texts
         (regions_BPE, _), (sentences_BSE, mask_BS) = local_features(images), local_features(texts)
         for_sentences_BSE, for_regions_BPE = self.cross_attention(
             sentences_BSE, regions_BPE, mask_BS
         )
-        image_NE, text_NE = gather(images.global_NE), gather(texts.global_NE)
+        image_NE = gather(images.global_NE)
+        text_NE = gather(texts.global_NE)
         terms = {
             "global": (
                 losses.convirt(image_NE, text_NE, config.temperature, config.image_weight),
@@ -133,15 +133,14 @@ class LoVT(LocalSentenceEncoder):
         items_BNE, mask_BN = local_features(side)
         if self.config.local_temperature is None:
             return losses.local_alignment(items_BNE, attended_BNE, mask_BN, side.weight_NP)
-        nce, rest = (
-            losses.within_sample_nce,
-            (mask_BN, side.weight_NP, positives_NN, self.config.local_temperature),
-        )
+        nce = losses.within_sample_nce
+        rest = (mask_BN, side.weight_NP, positives_NN, self.config.local_temperature)
         return nce(items_BNE, attended_BNE, *rest) + nce(attended_BNE, items_BNE, *rest)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
-        """See the base class; words are sentences."""
-        key, scale = self.cross_attention.key, self.cross_attention.scale
+        """Words are sentences."""
+        key = self.cross_attention.key
+        scale = self.cross_attention.scale
         return (
             attention_weights(key(words_BWE), key(regions_BPE), scale=scale) * mask_BW[:, :, None]
         )

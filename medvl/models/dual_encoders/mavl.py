@@ -94,7 +94,7 @@ class MAVL(MedKLIP):
 
     @classmethod
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
-        """See the base class: the definition and the aspects."""
+        """The definition and the aspects."""
         known = {name: describe_aspects(name) for name in config.entities}
         firsts = {name: config.descriptions.get(name, known[name][0]) for name in known}
         return [(firsts[name], *config.aspects.get(name, known[name][1:])) for name in known]
@@ -103,11 +103,8 @@ class MAVL(MedKLIP):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """See the base class."""
-        heads, width = (
-            super().make_heads(config, image_encoder, text_encoder),
-            config.projection_dim,
-        )
+        heads = super().make_heads(config, image_encoder, text_encoder)
+        width = config.projection_dim
         dim = image_encoder.patch_dim
         cells = math.prod(image_encoder.grid(config.image_size, config.image_size))
         pool = PositionedPool(dim, cells, config.pool_heads, width)
@@ -116,12 +113,11 @@ class MAVL(MedKLIP):
         return {**heads, "image_head": nn.Sequential(*layers), "pool": pool}
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """See the base class: the encoder's grid pooled by attention, without the projection."""
+        """The encoder's grid pooled by attention, without the projection."""
         pooled_BD: Tensor = self.pool(self.image_encoder(image_BCHW).patches_BPD)
         return pooled_BD.float()
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
-        """See the base class."""
         patches_BPD = self.image_encoder(image_BCHW).patches_BPD
         return Embeddings(
             F.normalize(self.pool(patches_BPD).float(), dim=-1), self.image_head(patches_BPD)
@@ -130,8 +126,8 @@ class MAVL(MedKLIP):
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
     ) -> Mapping[str, tuple[Tensor, float]]:
-        """See the base class."""
-        image_NE, labels_NL = gather(images.global_NE), gather(labels_BL)
+        image_NE = gather(images.global_NE)
+        labels_NL = gather(labels_BL)
         query_LAE = F.normalize(self.text_head(self.queries()).float(), dim=-1).unflatten(
             0, (-1, self.aspects)
         )

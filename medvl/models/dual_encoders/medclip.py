@@ -83,7 +83,6 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     def encoder_arguments(
         cls, config: MedCLIPConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class."""
         return {"mean": config.pixel_mean, "std": config.pixel_std}, {
             "layers": config.text_layers,
             "pool": "mean",
@@ -93,14 +92,13 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     def make_heads(
         cls, config: MedCLIPConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
-        """See the base class."""
         return {
             "image_head": nn.Linear(image_encoder.feature_dim, config.projection_dim, bias=False),
             "text_head": nn.Linear(text_encoder.feature_dim, config.projection_dim, bias=False),
         }
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class. Every side has the rows that exist; placeholders are not encoded."""
+        """Every side has the rows that exist; placeholders are not encoded."""
         texts = {
             "texts": self._embed(batch.has_text_B, self.embed_ids, batch.ids_BT, batch.mask_BT)
         }
@@ -118,10 +116,12 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         return Pairs(images=images, texts=texts.pop("texts"), others=texts)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class."""
         pairs = pairs.gather()
         assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
-        images, scale, kind, terms = pairs.images, self.scale(), self.config.label_similarity, []
+        images = pairs.images
+        scale = self.scale()
+        kind = self.config.label_similarity
+        terms = []
         sides = (pairs.texts, *pairs.others.values())
         label_BL = (
             (pairs.labels_BL == POSITIVE).float() if kind == "cosine" else pairs.labels_BL

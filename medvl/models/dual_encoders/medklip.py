@@ -67,14 +67,15 @@ class MedKLIP(QueryEncoder):
         self, config: MedKLIPConfig, *args: Any, places: QueryBook, place: nn.Module, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.places, self.place = places, place.requires_grad_(config.place_weight > 0)
+        self.places = places
+        self.place = place.requires_grad_(config.place_weight > 0)
         self.inputs = Inputs(labels=True, positions=config.place_weight > 0)
 
     @classmethod
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """See the base class. `place` maps the states of an entity's queries to the text
+        """`place` maps the states of an entity's queries to the text
         encoder's space.
         """
         sentences = [
@@ -93,7 +94,7 @@ class MedKLIP(QueryEncoder):
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
     ) -> Mapping[str, tuple[Tensor, float]]:
-        """See the base class: the place of each present entity against others, by products with
+        """The place of each present entity against others, by products with
         their vectors.
         """
         if not self.config.place_weight:

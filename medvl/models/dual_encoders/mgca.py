@@ -98,7 +98,6 @@ class MGCA(LocalDualEncoder):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """See the base class."""
         inputs = {"image": image_encoder.feature_dim, "region": image_encoder.patch_dim}
         inputs |= {"text": text_encoder.feature_dim, "word": text_encoder.token_dim}
         sizes = config.projection_dim, config.hidden_dim
@@ -118,7 +117,7 @@ class MGCA(LocalDualEncoder):
         self.prototype_layer.weight.copy_(F.normalize(self.prototype_layer.weight, dim=1))
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. Words and regions are compared within their pair, and not
+        """Words and regions are compared within their pair, and not
         gathered.
         """
         config, weight_KE, (image_NE, text_NE, _) = (
@@ -165,7 +164,6 @@ class MGCA(LocalDualEncoder):
         )
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
-        """See the base class."""
         weight_BWP = attention_weights(
             words_BWE, regions_BPE, scale=1 / self.config.local_temperature
         )

@@ -79,8 +79,11 @@ class MutualInfo(SentenceDualEncoder):
 
     def __init__(self, config: MutualInfoConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        image, text, local = self.image_encoder, self.text_encoder, config.local_weight > 0
-        self.inputs, self.embeds_regions = Inputs(sentences=local), local
+        image = self.image_encoder
+        text = self.text_encoder
+        local = config.local_weight > 0
+        self.inputs = Inputs(sentences=local)
+        self.embeds_regions = local
         self.critic = SeparableCritic(image.feature_dim, text.feature_dim, config.critic_hidden)
         self.local_critic = (
             SeparableCritic(image.patch_dim, text.token_dim, config.critic_hidden)
@@ -92,7 +95,6 @@ class MutualInfo(SentenceDualEncoder):
     def encoder_arguments(
         cls, config: MutualInfoConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class."""
         return {"in_channels": config.image_channels, "patch_level": config.patch_level}, {
             "pool": config.text_pool
         }
@@ -115,8 +117,9 @@ class MutualInfo(SentenceDualEncoder):
         return [*encoders.parameter_groups(others, lr, 0.0), *text]
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. A rank scores its own images with the texts of all ranks."""
-        scores, sides = self._scores(pairs.images, gather_side(pairs.texts)), negatives(pairs)
+        """A rank scores its own images with the texts of all ranks."""
+        scores = self._scores(pairs.images, gather_side(pairs.texts))
+        sides = negatives(pairs)
         terms = {
             name: (-information_bound(each, *sides, self.config.bound), weight)
             for name, each, weight in scores

@@ -66,18 +66,18 @@ class TokenLayers(BertDualEncoder):
         self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.layers, self.norm = layers, norm
+        self.layers = layers
+        self.norm = norm
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         model = super().build(config, pretrained=pretrained, tokenizer=tokenizer)
         if config.frozen_image:
             freeze_layers(model.image_encoder, "all")
         return model
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """See the base class: the class token behind the trained layers."""
+        """The class token behind the trained layers."""
         return self._tokens(self.image_encoder(image_BCHW))[:, 0]
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
@@ -141,12 +141,15 @@ def embed_statements(batch: Batch, embed: Callable[[Tensor, Tensor], Embeddings]
     encoder has run, so that DDP gets its gradients. Waits for the device. Raises ConfigError for a
     batch without `statement_ids_BST`.
     """
-    ids_BST, mask_BST = batch.statement_ids_BST, batch.statement_mask_BST
+    ids_BST = batch.statement_ids_BST
+    mask_BST = batch.statement_mask_BST
     if ids_BST is None or mask_BST is None:
         message = "expected Batch.statement_ids_BST: open the loader with inputs=model.inputs"
         raise ConfigError(message, "missing", field="statement_ids_BST")
     real_BS = mask_BST.any(dim=2)
-    pair_N, ids_NT, mask_NT = real_BS.nonzero()[:, 0], ids_BST[real_BS], mask_BST[real_BS]
+    pair_N = real_BS.nonzero()[:, 0]
+    ids_NT = ids_BST[real_BS]
+    mask_NT = mask_BST[real_BS]
     if not len(pair_N):
         embedded = embed(ids_BST[:1, 0], mask_BST[:1, 0])
         return dataclasses.replace(_rows(embedded, pair_N), pair_N=pair_N, group_N=pair_N)
@@ -167,7 +170,8 @@ def distinct_statements(
         images: number of images of all ranks.
         merge: make equal statements one column, which is a positive of all their images.
     """
-    pair_N, group_N = statements.pair_N, statements.group_N
+    pair_N = statements.pair_N
+    group_N = statements.group_N
     assert pair_N is not None, "embed_statements numbers samples"
     assert group_N is not None, "embed_statements numbers texts"
     first_U, column_N = first_of_equal(
@@ -236,17 +240,17 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
     def encoder_arguments(
         cls, config: RadZeroConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class."""
         return {}, {"pool": "mean"}
 
     @classmethod
     def make_heads(
         cls, config: RadZeroConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
-        """See the base class. Raises ConfigError for an image encoder whose vector is not as
+        """Raises ConfigError for an image encoder whose vector is not as
         wide as its patches.
         """
-        width, text_width = image_encoder.patch_dim, text_encoder.feature_dim
+        width = image_encoder.patch_dim
+        text_width = text_encoder.feature_dim
         return {
             "image_head": nn.Identity(),
             "text_head": nn.Identity() if text_width == width else nn.Linear(text_width, width),
@@ -257,7 +261,7 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
     def unnormalized_text(
         self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
     ) -> Tensor:
-        """See the base class. The norm is the one of the image's tokens."""
+        """The norm is the one of the image's tokens."""
         normed_BE: Tensor = self.norm(super().unnormalized_text(texts, mask_BT))
         return normed_BE.float()
 
@@ -267,13 +271,13 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
         return patch_cosine(local_features(image)[0], text.global_NE, self.logit_scale.exp())
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class."""
         images = self.embed_features(self.image_features(batch))
         return Pairs(texts=embed_statements(batch, self.embed_ids), images=images)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class. A rank compares its own images with the statements of all ranks."""
-        every, scale = pairs.gather(local=False), self.scale()
+        """A rank compares its own images with the statements of all ranks."""
+        every = pairs.gather(local=False)
+        scale = self.scale()
         texts_UE, positive_NU = distinct_statements(
             every.texts, len(every), merge=self.config.equal_are_positives
         )
@@ -284,11 +288,12 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
         )
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """See the base class: the scaled cosine of every patch, the log-odds of published masks.
+        """The scaled cosine of every patch, the log-odds of published masks.
 
         Published code takes the sigmoid behind the interpolation, and for masks alone
         (`medvl.eval.zero_shot_masks` with scale "sigmoid"): high log-odds have a sigmoid of 1, in
         which the maximum is lost.
         """
-        patches_BPE, text_BE = self.embed_regions(image_BCHW), self.embed_texts(texts).global_NE
+        patches_BPE = self.embed_regions(image_BCHW)
+        text_BE = self.embed_texts(texts).global_NE
         return self.logit_scale.exp() * (patches_BPE @ text_BE[:, :, None]).squeeze(2)

@@ -99,7 +99,6 @@ class UMRL(SentenceMeanEncoder):
 
     @classmethod
     def encoder_arguments(cls, config: UMRLConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class."""
         static = {
             "pretrained": False,
             "vocab_size": config.vocab_size or 30_522,
@@ -121,10 +120,8 @@ class UMRL(SentenceMeanEncoder):
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Return mapped vectors, not normalised, and which pairs are known."""
-        image_BE, text_BE = (
-            self.image_head(self.image_features(batch).pooled_BD).float(),
-            self.map_texts(batch),
-        )
+        image_BE = self.image_head(self.image_features(batch).pooled_BD).float()
+        text_BE = self.map_texts(batch)
         known_B1 = in_share(batch.studies or batch.keys, self.config.paired_share)[:, None].to(
             image_BE
         )
@@ -135,8 +132,9 @@ class UMRL(SentenceMeanEncoder):
         )
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """See the base class."""
-        config, image_BE, text_BE = self.config, pairs.images.global_NE, pairs.texts.global_NE
+        config = self.config
+        image_BE = pairs.images.global_NE
+        text_BE = pairs.texts.global_NE
         terms: dict[str, tuple[Tensor, float]] = {}
         with full_precision(image_BE):
             if config.alignment_weight:
@@ -188,7 +186,8 @@ def fit_tfidf(
             f"{encoder.pool}"
         )
         raise ConfigError(message, "unsupported", field="text_encoder")
-    count, found_V = 0, torch.zeros(encoder.vocab_size, dtype=torch.float64)
+    count = 0
+    found_V = torch.zeros(encoder.vocab_size, dtype=torch.float64)
     for texts in _chunks(read_texts()):
         found_V += (_shares(tokenizer, texts, encoder.vocab_size) > 0).sum(dim=0)
         count += len(texts)
@@ -201,7 +200,8 @@ def fit_tfidf(
         )
         raise ConfigError(message, "empty", field="text_arguments")
     idf_K = ((1 + count) / (1 + found_V[term_K])).log()
-    product_KK, mean_K = idf_K.new_zeros(len(term_K), len(term_K)), torch.zeros_like(idf_K)
+    product_KK = idf_K.new_zeros(len(term_K), len(term_K))
+    mean_K = torch.zeros_like(idf_K)
     for texts in _chunks(read_texts()):
         tfidf_BK = _shares(tokenizer, texts, encoder.vocab_size)[:, term_K] * idf_K
         product_KK += tfidf_BK.T @ tfidf_BK

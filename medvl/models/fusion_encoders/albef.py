@@ -136,9 +136,12 @@ class Towers(nn.Module):
         mlm_head: WordHead,
     ) -> None:
         super().__init__()
-        self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        self.image_head, self.text_head = image_head, text_head
-        self.fusion, self.mlm_head = fusion, mlm_head
+        self.image_encoder = image_encoder
+        self.text_encoder = text_encoder
+        self.image_head = image_head
+        self.text_head = text_head
+        self.fusion = fusion
+        self.mlm_head = mlm_head
 
     def image_tokens(
         self, image: Tensor, has_image_B: Tensor | None, keep_BK: Tensor | None
@@ -201,7 +204,8 @@ class Towers(nn.Module):
             torch.cat([batch.ids_BT, words.ids_BT]), batch.mask_BT.repeat(2, 1), twice_2B
         )
         row_B = torch.arange(len(batch), device=words.ids_BT.device)
-        text, masked = both.rows(row_B), both.rows(row_B + len(batch))
+        text = both.rows(row_B)
+        masked = both.rows(row_B + len(batch))
         return _Pass(
             image=image,
             text=text,
@@ -229,11 +233,9 @@ class ContrastHead(nn.Module):
         queue, and add to it.
         """
         names_B = name_ids(batch.keys if batch.studies is None else batch.studies).to(row_K.device)
-        image_NE, text_NE, names_N = (
-            gather(teacher.image_KE),
-            gather(teacher.text_KE),
-            gather(names_B[row_K]),
-        )
+        image_NE = gather(teacher.image_KE)
+        text_NE = gather(teacher.text_KE)
+        names_N = gather(names_B[row_K])
         if not self.training:
             return Keys(image_NE, text_NE, names_N[:, None] == names_N)
         keys = self.queue.keys(image_NE, text_NE, names_N)
@@ -244,7 +246,8 @@ class ContrastHead(nn.Module):
         """Contrast the images of all ranks with the keys' texts, and the texts with the keys'
         images.
         """
-        keys, pairs = encoded.keys, (encoded.image_GE, encoded.text_GE)
+        keys = encoded.keys
+        pairs = (encoded.image_GE, encoded.text_GE)
         return losses.itc(
             *pairs, keys.image_NE, keys.text_NE, self.temperature, encoded.alpha, keys.positive_BN
         )
@@ -253,7 +256,8 @@ class ContrastHead(nn.Module):
         """Contrast the images of all ranks with the keys' images, and the texts with the keys'
         texts.
         """
-        keys, pairs = encoded.keys, (encoded.image_GE, encoded.text_GE)
+        keys = encoded.keys
+        pairs = (encoded.image_GE, encoded.text_GE)
         return losses.unimodal_itc(
             *pairs, keys.image_NE, keys.text_NE, self.temperature, keys.positive_BN
         )
@@ -320,25 +324,20 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         )
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
-        """See the base class."""
         return self.towers.image_tokens(image, has_image_B, None)
 
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """See the base class."""
         return self.towers.text_tokens(ids_BT, mask_BT, has_text_B)
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class."""
         return self.towers.fuse(text, image)
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class."""
         return self.towers.cross_attention(text, image).cells(image, leading=1)
 
     def score_words(self, states_ND: Tensor) -> Tensor:
-        """See the base class."""
         return self.towers.score_words(states_ND)
 
     def answer_memory(self, fused: Fused) -> Tokens:
@@ -370,10 +369,8 @@ class AlignedFusionModel(FusionModel, DualEncoder):
     def _random_patches(self, batch: Batch) -> Tensor | None:
         if not (self.training and self.config.mask_ratio):
             return None
-        patches, generator = (
-            math.prod(self.image_encoder.grid(*batch.image_BCHW.shape[2:])),
-            torch.default_generator,
-        )
+        patches = math.prod(self.image_encoder.grid(*batch.image_BCHW.shape[2:]))
+        generator = torch.default_generator
         device = batch.image_BCHW.device
         return mask_patches(len(batch), patches, self.config.mask_ratio, generator, device).kept_BK
 
@@ -390,7 +387,8 @@ class AlignedFusionModel(FusionModel, DualEncoder):
                 "step; call it in your loop"
             )
             raise ConfigError(message, "missing", field="before_step")
-        words, row_K = corruption.of(self.mlm), complete_rows(batch)
+        words = corruption.of(self.mlm)
+        row_K = complete_rows(batch)
         model = self.towers.run(batch, words, row_K, self.kept_patches(batch, corruption))
         average: Any = self.momentum.module
         with torch.no_grad():
@@ -437,7 +435,8 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         Cross-attention is copied if images are as wide as words. Raises ConfigError if the decoder
         has more layers than the fusion-encoder, or layers of other sizes.
         """
-        sizes, config = decoder.sizes, self.config
+        sizes = decoder.sizes
+        config = self.config
         if sizes.layers > config.layers or (sizes.heads, sizes.intermediate) != (
             config.heads,
             config.intermediate,
@@ -507,7 +506,6 @@ class ALBEF(AlignedFusionModel):
 
     @classmethod
     def build(cls, config: ALBEFConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         image_encoder, text_encoder = create_pixel_encoders(config, cls.name, pretrained=pretrained)
         transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         model = cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
@@ -515,7 +513,7 @@ class ALBEF(AlignedFusionModel):
         return model
 
     def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
-        """See the base class; the fusion-encoder starts from the upper half of the text's BERT."""
+        """The fusion-encoder starts from the upper half of the text's BERT."""
         super().load_encoders(image, text)
         self._init_fusion(text)
 

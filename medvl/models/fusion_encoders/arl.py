@@ -165,7 +165,7 @@ class ARL(M3AE):
 
     @classmethod
     def build(cls, config: ARLConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class. Raises as `read_graph` too."""
+        """Raises as `read_graph` too."""
         if config.graph is not None or config.knowledge is None:
             return super().build(config, pretrained=pretrained, tokenizer=tokenizer)
         sizes, tensors = read_graph(config.knowledge, config.entity_width)
@@ -177,7 +177,6 @@ class ARL(M3AE):
         return model
 
     def make_fusion(self, config: Any) -> FusionEncoder:
-        """See the base class."""
         return KnowledgeStream(Sizes.of(config, config.width), config)
 
     def score_entities(self, image: Tokens, text: Tokens) -> tuple[Tensor, Tensor]:
@@ -188,25 +187,24 @@ class ARL(M3AE):
         return self.align_head(image_BPD[:, 0], text_BTD[:, 0])
 
     def predict(self, batch: Batch, corruption: Corruption) -> dict[str, Any]:
-        """See the base class; the graph is encoded once."""
+        """The graph is encoded once."""
         with self.align_head.graph.once():
             return super().predict(batch, corruption)
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """See the base class."""
-        linked, targets = self.link(batch), batch.image_entity_BN
+        linked = self.link(batch)
+        targets = batch.image_entity_BN
         targets = linked.entity_BN if targets is None else targets
         return super().encode(
             dataclasses.replace(batch, **linked._asdict(), image_entity_BN=targets), corruption
         )
 
     def mask_words(self, batch: Batch) -> MaskedWords:
-        """See the base class."""
         span_BT = self.link(batch).mention_BT if self.config.whole_entities else None
         return sample_masked_words(batch, self.masking, span_BT)
 
     def masked_and_unmasked(self, batch: Batch, words: MaskedWords) -> tuple[Tokens, Tokens]:
-        """See the base class; entities with a masked word are left out of the masked texts."""
+        """Entities with a masked word are left out of the masked texts."""
         whole = self.link(batch)
         kept = without_masked(whole, words.labels_BT != IGNORED)
         twice = LinkedEntities(*(torch.cat(pair) for pair in zip(kept, whole, strict=True)))
@@ -221,14 +219,13 @@ class ARL(M3AE):
         return LinkedEntities(batch.entity_BN, batch.mention_BT)
 
     def texts_of(self, batch: Batch) -> Tokens:
-        """See the base class."""
         text = super().text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
         return self.align_head.attach(text, self.link(batch), batch.has_text_B)
 
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """See the base class; the entities are found in the ids."""
+        """The entities are found in the ids."""
         text = super().text_tokens(ids_BT, mask_BT, has_text_B)
         return self.align_head.attach(
             text, find_entities(self.inputs, self.tokenizer, ids_BT, mask_BT), has_text_B

@@ -65,8 +65,10 @@ class CrossLayer(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.cross_attention = Attention(sizes)
-        self.text_attention, self.text_feed_forward = Attention(sizes), FeedForward(sizes)
-        self.image_attention, self.image_feed_forward = Attention(sizes), FeedForward(sizes)
+        self.text_attention = Attention(sizes)
+        self.text_feed_forward = FeedForward(sizes)
+        self.image_attention = Attention(sizes)
+        self.image_feed_forward = FeedForward(sizes)
 
     def forward(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tokens]:
         """Return both after the layer."""
@@ -92,7 +94,8 @@ class LXMERT(RegionModel):
     """
 
     Config = LXMERTConfig
-    zeros, replaced = 0.8, 0.1
+    zeros = 0.8
+    replaced = 0.1
 
     def __init__(self, config: LXMERTConfig, *encoders: Any, **parts: Unpack[Parts]) -> None:
         super().__init__(config, *encoders, **parts)
@@ -139,18 +142,16 @@ class LXMERT(RegionModel):
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """See the base class; of a sample without a text, CLS remains."""
+        """Of a sample without a text, CLS remains."""
         features = self.text_encoder(ids_BT, keep_first(mask_BT, has_text_B))
         return Tokens(features.tokens_BTD, features.mask_BT)
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class."""
         for layer in self.cross_layers:
             text, image = layer(text, image)
         return Fused(text, image, self.pooler(text.states_BND))
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class."""
         *below, last = self.cross_layers
         for layer in below:
             text, image = layer(text, image)
@@ -162,16 +163,13 @@ class LXMERT(RegionModel):
         return AttentionMaps(maps_BTP[:, 0], maps_BTP).cells(image, leading=0)
 
     def unread_by_pooled(self) -> Sequence[nn.Module]:
-        """See the base class."""
         last: Any = self.cross_layers[-1]
         return last.image_attention, last.image_feed_forward
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """See the base class; both sides are masked in the pass that matches them."""
-        regions, mask = (
-            self.read_regions(self.image_input_of(batch), batch.has_image_B),
-            self.mask_of(corruption),
-        )
+        """Both sides are masked in the pass that matches them."""
+        regions = self.read_regions(self.image_input_of(batch), batch.has_image_B)
+        mask = self.mask_of(corruption)
         assert mask is not None
         encoded, fused, image_B = self.fuse_together(
             batch, corruption, self.embed_regions(regions, mask)

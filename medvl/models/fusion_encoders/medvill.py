@@ -37,7 +37,8 @@ from medvl.schema import Batch
 # P cells of the grid, T text tokens including CLS and SEP, S all tokens, R rows that are written;
 # the other letters as in `medvl.schema`.
 
-IMAGE, TEXT = 0, 1
+IMAGE = 0
+TEXT = 1
 """BERT's token types."""
 _LEADING = 2
 """Tokens of the image block that come from the text's ids: CLS, and the SEP that closes the
@@ -73,7 +74,7 @@ class JointBERT(BertStream):
         return self.embed_texts(ids_BT, text_ends(ids_BT, mask_BT), mask_BT, has_text_B)
 
     def masked_text_tokens(self, batch: Batch, masked_ids_BT: Tensor) -> Tokens:
-        """See the base class; the tokens around the image block are not masked."""
+        """The tokens around the image block are not masked."""
         return self.embed_texts(
             masked_ids_BT, text_ends(batch.ids_BT, batch.mask_BT), batch.mask_BT, batch.has_text_B
         )
@@ -92,7 +93,8 @@ class JointBERT(BertStream):
             position_ids=position_B2,
             token_type_ids=torch.full_like(leading_B2, IMAGE),
         )
-        words_BT, real_BT = ids_BT[:, 1:], mask_BT[:, 1:]
+        words_BT = ids_BT[:, 1:]
+        real_BT = mask_BT[:, 1:]
         words_BTD = self.text_encoder.embed(
             words_BT, real_BT, token_type_ids=torch.full_like(words_BT, TEXT)
         )
@@ -103,16 +105,16 @@ class JointBERT(BertStream):
         )
 
     def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor | None]:
-        """See the base class; the image block comes first."""
+        """The image block comes first."""
         block = image_block(text, image)
         words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
         share = self.config.seq2seq_share if self.training else 0.0
         return join(block, words), stream_mask(self.config.attention, words, block, share)
 
     def fused(self, encoded: Tokens, texts: int) -> Fused:
-        """See the base class."""
         block = encoded.states_BND.shape[1] - texts + _LEADING
-        text, image = encoded.part(slice(block, None)), encoded.part(slice(0, block))
+        text = encoded.part(slice(block, None))
+        image = encoded.part(slice(0, block))
         pooled_BD = self.pooler(image.states_BND)
         if self.config.attention == "non_cross":
             last_B = (text.real_BN().sum(dim=1) - 1).clamp(min=0)
@@ -121,13 +123,13 @@ class JointBERT(BertStream):
         return Fused(text, image, pooled_BD)
 
     def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
-        """See the base class."""
         block = weights_BSS.shape[1] - texts + _LEADING
         return torch.cat([weights_BSS[:, :1], weights_BSS[:, block:]], dim=1)[:, :, 1 : block - 1]
 
     def word_states(self, fused: Fused, position_N: Tensor, width: int) -> Tensor:
-        """See the base class; `Fused.text` is without CLS."""
-        row_N, column_N = position_N // width, position_N % width
+        """`Fused.text` is without CLS."""
+        row_N = position_N // width
+        column_N = position_N % width
         return fused.text.states_BND[row_N, column_N - 1]
 
     @torch.no_grad()
@@ -203,7 +205,9 @@ class MaskWriter:
     def __init__(self, model: JointBERT, block: Tokens, mask_id: int) -> None:
         from transformers import DynamicCache
 
-        self._model, self._block, self._mask_id = model, block, mask_id
+        self._model = model
+        self._block = block
+        self._mask_id = mask_id
         self._cache = DynamicCache()
         self._image_mask_RI = block.real_BN()
         self._written = 0
@@ -253,7 +257,8 @@ def text_ends(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 def image_block(text: Tokens, image: Tokens) -> Tokens:
     """Put the image tokens between the two leading tokens of `JointBERT.text_tokens`."""
-    leading_B2D, real_B2 = text.states_BND[:, :_LEADING], text.real_BN()[:, :_LEADING]
+    leading_B2D = text.states_BND[:, :_LEADING]
+    real_B2 = text.real_BN()[:, :_LEADING]
     return Tokens(
         torch.cat([leading_B2D[:, :1], image.states_BND, leading_B2D[:, 1:]], dim=1),
         torch.cat([real_B2[:, :1], image.real_BN(), real_B2[:, 1:]], dim=1),
@@ -356,7 +361,6 @@ class MedViLL(JointBERT):
 
     @classmethod
     def build(cls, config: MedViLLConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         image_encoder, text_encoder = create_pixel_encoders(
             config, "medvill", pretrained=pretrained
         )
@@ -365,7 +369,7 @@ class MedViLL(JointBERT):
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     def for_reading(self) -> Self:
-        """See the base class: attention becomes bidirectional and training reads all cells, as
+        """Attention becomes bidirectional and training reads all cells, as
         in the released code.
         """
         encoder: Any = self.image_encoder

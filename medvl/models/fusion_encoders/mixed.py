@@ -89,7 +89,7 @@ class MixedModel(DualStreamModel):
     image_encoder: ImageEncoder
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """See the base class; all images are masked."""
+        """All images are masked."""
         return self.encode_apart(
             batch, corruption, self.masked_image_tokens(batch, corruption.of(self.mim))
         )
@@ -103,7 +103,8 @@ class MixedModel(DualStreamModel):
         cells_BPD = image.states_BND[:, 1:]
         if cells_BPD.shape[1] == 0:  # no sample has an image
             return image
-        token, positions_PD = self.mim_head.mask_token, self.image_input.positions
+        token = self.mim_head.mask_token
+        positions_PD = self.image_input.positions
         hidden = token if positions_PD is None else token + positions_PD
         cells_BPD = torch.where(masked_BP[:, :, None], hidden.to(cells_BPD.dtype), cells_BPD)
         return Tokens(torch.cat([image.states_BND[:, :1], cells_BPD], dim=1), image.mask_BN)

@@ -88,7 +88,8 @@ class MaskedPixels(TwoTowers):
         if not image_encoder.can_drop_patches:
             message = f"{image_encoder.name} cannot drop patches: take a vision Transformer"
             raise ConfigError(message, "unsupported", field="image_encoder")
-        patches, scale = Patches.of(image_encoder), config.target_scale
+        patches = Patches.of(image_encoder)
+        scale = config.target_scale
         targets = dataclasses.replace(
             patches, side=patches.side * scale, values=patches.values * scale**2
         )
@@ -107,7 +108,8 @@ class MaskedPixels(TwoTowers):
                 f"{message}: set the size of data.image", "mismatch", field="image_size"
             )
         pixels_BCHW = self.image_encoder.normalize(batch.image_BCHW)
-        count, ratio = math.prod(self.mim_head.patches.grid), self.config.mask_ratio
+        count = math.prod(self.mim_head.patches.grid)
+        ratio = self.config.mask_ratio
         return pixels_BCHW, mask_patches(
             len(batch), count, ratio, torch.default_generator, batch.image_BCHW.device
         )
@@ -175,10 +177,8 @@ class WeightedContrast(nn.Module):
         self, image_dim: int, text_dim: int, cells: int, config: RecordContrastConfig
     ) -> None:
         super().__init__()
-        self.image_head, self.text_head = (
-            nn.Linear(image_dim, image_dim),
-            nn.Linear(text_dim, image_dim),
-        )
+        self.image_head = nn.Linear(image_dim, image_dim)
+        self.text_head = nn.Linear(text_dim, image_dim)
         self.place = nn.Linear(cells, 1)
         nn.init.zeros_(self.place.weight)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.contrast_scale)))
@@ -319,7 +319,8 @@ class RecordWords:
     def __init__(self, model: System, config: RecordWordsConfig) -> None:
         self.masking = text_masking(model, rate=config.mlm_probability, whole_words=True)
         assert model.tokenizer is not None, "checked by text_masking"
-        self.rate, self.negation_weight = config.mlm_probability, config.negation_weight
+        self.rate = config.mlm_probability
+        self.negation_weight = config.negation_weight
         self.entities = None
         if config.entities_first:
             finder = EntityFinder.of((name, number) for number, name in enumerate(config.entities))
@@ -330,7 +331,8 @@ class RecordWords:
 
     def __call__(self, batch: Batch) -> RecordMask:
         """Mask words of the samples that have an image and a text."""
-        ids_BT, usable_BT = batch.ids_BT, torch.zeros_like(batch.mask_BT)
+        ids_BT = batch.ids_BT
+        usable_BT = torch.zeros_like(batch.mask_BT)
         row_K = complete_rows(batch)
         usable_BT[row_K] = batch.mask_BT[row_K]
         uniform_3BT = torch.rand(3, *ids_BT.shape).to(ids_BT.device)
@@ -422,7 +424,8 @@ class RecordWordModel(TwoTowers):
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
-        width, table_width = text_encoder.token_dim, self._word_table().shape[1]
+        width = text_encoder.token_dim
+        table_width = self._word_table().shape[1]
         self.word_head = WordHead(
             width, text_encoder.vocab_size, tied=True, table_width=table_width
         )
@@ -537,7 +540,7 @@ class MRM(MaskedPixels, RecordWordModel):
 
     @classmethod
     def build(cls, config: MRMConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class. `pretrained` loads weights of the image encoder only."""
+        """`pretrained` loads weights of the image encoder only."""
         statistics = {"mean": config.pixel_mean, "std": config.pixel_std}
         encoders = create_encoders(
             config,

@@ -47,7 +47,7 @@ class PixelBERT(BertStream):
     Config = PixelBERTConfig
 
     def embed_image(self, features: ImageFeatures) -> Tensor:
-        """See the base class; training samples `config.image_tokens` cells of each image."""
+        """Training samples `config.image_tokens` cells of each image."""
         assert features.patches_BPD is not None
         cells_BPD = sample_tokens(
             features.patches_BPD, self.config.image_tokens if self.training else None

@@ -111,8 +111,9 @@ class PTUnifier(DualStreamModel):
         self.objectives = (*self.objectives, ImageTextContrast(config.itc_weight, self.contrast))
 
     def encode(self, batch: Batch, corruption: Corruption) -> AlignedEncoded:
-        """See the base class; masked texts without an image are predicted from prompts."""
-        words, row_K = corruption.of(self.mlm), complete_rows(batch)
+        """Masked texts without an image are predicted from prompts."""
+        words = corruption.of(self.mlm)
+        row_K = complete_rows(batch)
         image, image_query_BD = self.images_with_queries(batch)
         masked_query_BD = mean_words(self.text_encoder, words.ids_BT, batch.mask_BT)
         shown = fill(
@@ -135,7 +136,8 @@ class PTUnifier(DualStreamModel):
 
     def contrast(self, encoded: AlignedEncoded) -> Tensor:
         """Contrast the complete samples of all ranks with each other."""
-        image_GE, text_GE = gather(encoded.image_KE), gather(encoded.text_KE)
+        image_GE = gather(encoded.image_KE)
+        text_GE = gather(encoded.text_KE)
         return (
             losses.clip(image_GE, text_GE, 1 / self.config.temperature)
             if len(image_GE)
@@ -143,11 +145,13 @@ class PTUnifier(DualStreamModel):
         )
 
     def features(self, batch: Batch) -> Fused:
-        """See the base class; prompts replace a missing image or text."""
+        """Prompts replace a missing image or text."""
         image, image_query_BD = self.images_with_queries(batch)
-        has_image_B, has_text_B = batch.has_image_B, batch.has_text_B
+        has_image_B = batch.has_image_B
+        has_text_B = batch.has_text_B
         if batch.image_of_B is not None:
-            image, image_query_BD = image.rows(batch.image_of_B), image_query_BD[batch.image_of_B]
+            image = image.rows(batch.image_of_B)
+            image_query_BD = image_query_BD[batch.image_of_B]
             has_image_B = None if has_image_B is None else has_image_B[batch.image_of_B]
         text = self.text_tokens(batch.ids_BT, batch.mask_BT, has_text_B)
         text_query_BD = mean_words(self.text_encoder, batch.ids_BT, batch.mask_BT)
@@ -184,5 +188,6 @@ class PTUnifier(DualStreamModel):
         tokenizer.
         """
         tokenizer = self.require_tokenizer("an image without a text")
-        prompts_MKD, ends = self.text_prompts(image_query_MD), (tokenizer.cls_id, tokenizer.sep_id)
+        prompts_MKD = self.text_prompts(image_query_MD)
+        ends = (tokenizer.cls_id, tokenizer.sep_id)
         return Tokens(self.text_input(encode_between(self.text_encoder, prompts_MKD, *ends)), None)

@@ -102,7 +102,7 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
     def image_tokens(
         self, image: Tensor, has_image_B: Tensor | None = None, keep_BK: Tensor | None = None
     ) -> Tokens:
-        """See the base class; with `keep_BK`, only these patches are encoded (`encode_visible`)."""
+        """With `keep_BK`, only these patches are encoded (`encode_visible`)."""
         return encode_present(has_image_B, self.config.width, self._encode_images, image, keep_BK)
 
     def _encode_images(self, image: Tensor, keep_BK: Tensor | None) -> Tokens:
@@ -116,7 +116,6 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """See the base class."""
         return encode_present(has_text_B, self.config.width, self._encode_texts, ids_BT, mask_BT)
 
     def _encode_texts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tokens:
@@ -124,12 +123,10 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
         return Tokens(self.text_input(features.tokens_BTD), features.mask_BT)
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class."""
         fused: Fused = self.fusion(text, image)
         return fused
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class."""
         return self.fusion.cross_attention(text, image).cells(image, leading=1)
 
 
@@ -141,7 +138,6 @@ class DualStreamModel(StreamModel):
     fusion: DualStream
 
     def make_fusion(self, config: StreamConfig) -> FusionEncoder:
-        """See the base class."""
         return DualStream(Sizes.of(config, config.width))
 
 
@@ -154,7 +150,6 @@ class SingleStreamModel(StreamModel):
     def make_image_input(
         self, config: SingleStreamConfig, image_encoder: ImageSource
     ) -> ImageInput:
-        """See the base class."""
         return ImageInput(
             image_encoder,
             config.width,
@@ -163,5 +158,4 @@ class SingleStreamModel(StreamModel):
         )
 
     def make_fusion(self, config: SingleStreamConfig) -> FusionEncoder:
-        """See the base class."""
         return SingleStream(Sizes.of(config, config.width), config.attention, config.seq2seq_share)

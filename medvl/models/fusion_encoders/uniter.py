@@ -90,7 +90,6 @@ class UNITER(RegionModel, BertStream):
     def make_image_input(
         self, config: UNITERConfig, image_encoder: ImageSource, width: int
     ) -> RegionInput:
-        """See the base class."""
         return RegionInput(image_encoder, 7, width)
 
     def score_features(self, states_ND: Tensor) -> Tensor:
@@ -107,14 +106,13 @@ class UNITER(RegionModel, BertStream):
 
     @property
     def step_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
-        """See the base class; alignment belongs to matching."""
+        """Alignment belongs to matching."""
         if self._task is None or not self.training:
             return self.objectives
         names = {self._task, "wpa"} if self._task == "itm" else {self._task}
         return tuple(objective for objective in self.objectives if objective.name in names)
 
     def embed_regions(self, regions: Tokens, mask: RegionMask | None = None) -> Tokens:
-        """See the base class."""
         backbone: Any = self.text_encoder.backbone
         states_BPD = (
             self.image_input(regions.states_BND, mask, self.mrfr_head.mask_vector)
@@ -123,5 +121,4 @@ class UNITER(RegionModel, BertStream):
         return Tokens(backbone.embeddings.dropout(self.image_norm(states_BPD)), regions.mask_BN)
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """See the base class."""
         return self.encode_tasks(batch, corruption)

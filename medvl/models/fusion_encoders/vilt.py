@@ -61,11 +61,9 @@ class ViLT(JointStream):
 
     def __init__(self, config: ViLTConfig, *encoders: Any, **parts: Unpack[Parts]) -> None:
         super().__init__(config, *encoders, **parts)
-        image, width, layers = (
-            self.image_encoder,
-            self.text_encoder.token_dim,
-            self.text_encoder.num_layers,
-        )
+        image = self.image_encoder
+        width = self.text_encoder.token_dim
+        layers = self.text_encoder.num_layers
         if not getattr(image, "has_attention", False) or (image.patch_dim, 0) != (width, layers):
             message = (
                 "expected a ViT of timm, and text_arguments with its width as hidden_size "
@@ -81,7 +79,6 @@ class ViLT(JointStream):
 
     @classmethod
     def build(cls, config: ViLTConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         model = super().build(config, pretrained=False, tokenizer=tokenizer)
         model.load_encoders(pretrained, text=False)
         return model
@@ -98,16 +95,13 @@ class ViLT(JointStream):
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """See the base class."""
         tokens = super().text_tokens(ids_BT, mask_BT, has_text_B)
         return Tokens(tokens.states_BND + self.modality.weight[0], tokens.mask_BN)
 
     def encode_sequence(self, sequence: Tokens, mask_BQS: Tensor | None) -> Sequence[Tensor]:
-        """See the base class."""
         return self.image_encoder.encode_tokens(sequence.states_BND, sequence.mask_BN)
 
     def last_attention(self, below_BSD: Tensor, mask_BQS: Tensor | None) -> Tensor:
-        """See the base class."""
         backbone: Any = self.image_encoder.backbone
         last = backbone.blocks[-1]
         query_BSD, key_BSD, _ = last.attn.qkv(last.norm1(below_BSD)).chunk(3, dim=-1)

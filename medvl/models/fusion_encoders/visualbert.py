@@ -58,14 +58,11 @@ class VisualBERT(BertStream):
         super().__init__(config, image_encoder, text_encoder, **parts)
         self.numbers_cells = config.image_positions
         words: Any = self._word_embeddings()
-        self.image_types, self.image_positions = (
-            nn.Embedding(*words[0].shape),
-            nn.Embedding(*words[1].shape),
-        )
+        self.image_types = nn.Embedding(*words[0].shape)
+        self.image_positions = nn.Embedding(*words[1].shape)
         self._copy_embeddings()
 
     def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
-        """See the base class."""
         super().load_encoders(image, text)
         self._copy_embeddings()
 
@@ -83,7 +80,6 @@ class VisualBERT(BertStream):
             table.weight.copy_(words)
 
     def embed_image(self, features: ImageFeatures) -> Tensor:
-        """See the base class."""
         states_BPD: Tensor = self.image_input(features.patches_BPD)
         place_P = (
             torch.arange(states_BPD.shape[1], device=states_BPD.device)
@@ -95,5 +91,4 @@ class VisualBERT(BertStream):
         )
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """See the base class."""
         return self.encode_together(batch, corruption)

@@ -173,7 +173,9 @@ class NoiseSchedule(nn.Module):
     ("scaled linear").
     """
 
-    STEPS, BETA_START, BETA_END = 1000, 0.00085, 0.012
+    STEPS = 1000
+    BETA_START = 0.00085
+    BETA_END = 0.012
     signal_S: Tensor
     """float32: share of the signal's variance at each step, the product of 1 - beta."""
 
@@ -251,7 +253,7 @@ class Autoencoder(System):
     def build(
         cls, config: AutoencoderConfig, *, pretrained: bool, tokenizer: Tokenizer | None
     ) -> Self:
-        """See the base class; weights of Stable Diffusion come with
+        """Weights of Stable Diffusion come with
         `medvl.export.load_stable_diffusion`.
         """
         transform = EvalTransform(size=config.image_size, fit=config.fit)

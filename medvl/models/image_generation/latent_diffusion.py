@@ -100,7 +100,8 @@ class LatentDiffusionConfig(SystemConfig):
         check_within(self, "[0, 1)", "caption_dropout", "ema_decay")
         check_within(self, "(0, inf)", "latent_scale", "text_lr_mult", "min_snr")
         check_within(self, "[3, inf)", "max_tokens")
-        size, halvings = self.image_size // self.autoencoder.reduction, len(self.unet.channels) - 1
+        size = self.image_size // self.autoencoder.reduction
+        halvings = len(self.unet.channels) - 1
         if size % 2**halvings:
             message = (
                 f"latents of {size} x {size} cannot be halved {halvings} times by the "
@@ -134,7 +135,8 @@ class LatentDiffusion(System):
     def __init__(self, config: Any, text_encoder: TextEncoder, **parts: Unpack[Parts]) -> None:
         super().__init__(config, **parts)
         self.autoencoder: Any = config.autoencoder.build(config.image_size).requires_grad_(False)
-        sizes, latent_size = config.unet, config.image_size // config.autoencoder.reduction
+        sizes = config.unet
+        latent_size = config.image_size // config.autoencoder.reduction
         self.unet: Any = sizes.build(config.autoencoder.latent_channels, latent_size)
         if config.gradient_checkpointing:
             self.unet.enable_gradient_checkpointing()
@@ -154,7 +156,7 @@ class LatentDiffusion(System):
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class; `pretrained` applies to the text encoder.
+        """`pretrained` applies to the text encoder.
 
         Weights of Stable Diffusion come with `medvl.export.load_stable_diffusion`.
         """
@@ -188,16 +190,16 @@ class LatentDiffusion(System):
         """Return the loss of a training batch; a `LatentBatch` has latents, and text states of a
         frozen encoder.
         """
-        moments_BCHW, states_BTD = (
-            getattr(batch, "moments_BCHW", None),
-            getattr(batch, "states_BTD", None),
-        )
-        ids_BT, mask_BT = batch.ids_BT, batch.mask_BT
+        moments_BCHW = getattr(batch, "moments_BCHW", None)
+        states_BTD = getattr(batch, "states_BTD", None)
+        ids_BT = batch.ids_BT
+        mask_BT = batch.mask_BT
         if moments_BCHW is None:
             row_K = complete_rows(batch)
             if not len(row_K):
                 return Losses.sum(denoising=zero_loss(self))
-            ids_BT, mask_BT = ids_BT[row_K], mask_BT[row_K]
+            ids_BT = ids_BT[row_K]
+            mask_BT = mask_BT[row_K]
             moments_BCHW = self.encode_moments(batch.image_BCHW[row_K])
         latent_BZHW = self._sample(moments_BCHW) * self.latent_scale
         states_BTD, mask_BT = self._drop_captions(ids_BT, mask_BT, states_BTD)
@@ -307,10 +309,8 @@ class LatentDiffusion(System):
         drop_B1 = torch.rand(len(ids_BT), 1, device=ids_BT.device) < self.config.caption_dropout
         empty_1T, real_1T = self.empty_text()
         if states_BTD is None:
-            ids_BT, mask_BT = (
-                _replace(ids_BT, empty_1T, drop_B1),
-                _replace(mask_BT, real_1T, drop_B1),
-            )
+            ids_BT = _replace(ids_BT, empty_1T, drop_B1)
+            mask_BT = _replace(mask_BT, real_1T, drop_B1)
             return self.encode_text(ids_BT, mask_BT)
         empty_1TD, real_1T = self.encode_text(empty_1T, real_1T)
         states_BTD = _replace(states_BTD, empty_1TD.to(states_BTD.dtype), drop_B1[:, :, None])
@@ -440,7 +440,8 @@ def create_latent_diffusion(
 
 def _same_text(config: LatentDiffusionConfig, start: Path | str) -> bool:
     """Return whether the text encoder of a checkpoint is the one that a configuration names."""
-    theirs, ours = described_model(start)["settings"], to_dict(config)
+    theirs = described_model(start)["settings"]
+    ours = to_dict(config)
     return config.text_weights is None and all(
         theirs.get(name) == ours[name] for name in ("text_encoder", "text_arguments")
     )

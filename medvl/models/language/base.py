@@ -169,7 +169,8 @@ class LanguageModel(System):
         self, config: Any, text_encoder: TextEncoder, word_head: WordHead, **parts: Unpack[Parts]
     ) -> None:
         super().__init__(config, **parts)
-        self.text_encoder, self.word_head = text_encoder, word_head
+        self.text_encoder = text_encoder
+        self.word_head = word_head
         self.pooler: nn.Linear | None = None
         self.pair_head: nn.Linear | None = None
         if config.pairs != "none":
@@ -181,7 +182,6 @@ class LanguageModel(System):
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         arguments: dict[str, Any] = {**config.text_arguments, "vocab_size": config.vocab_size}
         if config.attention_dropout is not None:
             arguments["attention_probs_dropout_prob"] = config.attention_dropout
@@ -259,7 +259,8 @@ class LanguageModel(System):
         batch are sums over.
         """
         batch = check_text_batch(batch)
-        masked, pairs = self.mask(batch).labels_BT != IGNORED, batch.pair_B != IGNORED
+        masked = self.mask(batch).labels_BT != IGNORED
+        pairs = batch.pair_B != IGNORED
         return torch.stack([masked.sum(), pairs.sum()]).float()
 
     def forward(self, batch: Batch) -> Losses:

@@ -65,12 +65,12 @@ class KEBERT(System):
         self, config: Any, text_encoder: TextEncoder, text_head: nn.Module, **parts: Any
     ) -> None:
         super().__init__(config, **parts)
-        self.text_encoder, self.text_head = text_encoder, text_head
+        self.text_encoder = text_encoder
+        self.text_head = text_head
         self.logit_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         arguments = {**config.text_arguments, "vocab_size": config.vocab_size}
         encoder = create_text_encoder(
             config.text_encoder, pretrained=pretrained, pool="cls", **arguments
@@ -155,6 +155,7 @@ def _ranks(score_NC: Tensor, column_N: Tensor) -> Tensor:
     is last.
     """
     own_N1 = score_NC.gather(1, column_N[:, None])
-    higher_N, equal_N = (score_NC > own_N1).sum(dim=1), (score_NC == own_N1).sum(dim=1)
+    higher_N = (score_NC > own_N1).sum(dim=1)
+    equal_N = (score_NC == own_N1).sum(dim=1)
     last_N = torch.full((len(score_NC),), float(score_NC.shape[1]))
     return torch.where(own_N1[:, 0].isnan(), last_N, 1 + higher_N + (equal_N - 1) / 2)

@@ -53,13 +53,18 @@ class ReportGenerator(System):
 
     def forward(self, batch: Batch) -> Losses:
         """Return the loss of a training batch."""
-        image, other, has_other_B = batch.image_BCHW, batch.other_view_BCHW, batch.has_other_view_B
-        ids_BT, mask_BT = batch.ids_BT, batch.mask_BT
+        image = batch.image_BCHW
+        other = batch.other_view_BCHW
+        has_other_B = batch.has_other_view_B
+        ids_BT = batch.ids_BT
+        mask_BT = batch.mask_BT
         if batch.has_image_B is not None or batch.has_text_B is not None:
             row_K = complete_rows(batch)
             if not len(row_K):
                 return Losses.sum(words=zero_loss(self))
-            image, ids_BT, mask_BT = image[row_K], ids_BT[row_K], mask_BT[row_K]
+            image = image[row_K]
+            ids_BT = ids_BT[row_K]
+            mask_BT = mask_BT[row_K]
             other, has_other_B = (
                 None if each is None else each[row_K] for each in (other, has_other_B)
             )
@@ -115,8 +120,10 @@ class ReportGenerator(System):
 # queries, P image tokens, T new tokens, W tokens written before, K = W + T, M memory slots, D
 # width.
 
-_EPS, _SMALLEST_VARIANCE = 1e-6, 1e-12
-_PERIODS, _INITIAL_BIAS = 10_000.0, 0.1
+_EPS = 1e-6
+_SMALLEST_VARIANCE = 1e-12
+_PERIODS = 10_000.0
+_INITIAL_BIAS = 0.1
 
 
 def standardize(states: Tensor) -> Tensor:
@@ -135,7 +142,8 @@ class Norm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, states: Tensor) -> Tensor:
         """Return a tensor of the same shape."""
@@ -149,7 +157,8 @@ class ConditionalNorm(nn.Module):
 
     def __init__(self, width: int, slots: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
         self.weight_change, self.bias_change = (
             nn.Sequential(nn.Linear(slots * width, width), nn.ReLU(), nn.Linear(width, width))
             for _ in range(2)
@@ -161,10 +170,8 @@ class ConditionalNorm(nn.Module):
     def forward(self, states_RTD: Tensor, memory_RTMD: Tensor) -> Tensor:
         """(R, T, D), from the memory after each token."""
         flat = memory_RTMD.flatten(2)
-        weight_RTD, bias_RTD = (
-            self.weight + self.weight_change(flat),
-            self.bias + self.bias_change(flat),
-        )
+        weight_RTD = self.weight + self.weight_change(flat)
+        bias_RTD = self.bias + self.bias_change(flat)
         return weight_RTD * standardize(states_RTD) + bias_RTD
 
 
@@ -173,7 +180,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def keys_values(self, context_BND: Tensor) -> KeysValues:
@@ -202,10 +210,8 @@ class FeedForward(nn.Sequential):
     """Linear, ReLU, dropout, linear."""
 
     def __init__(self, sizes: Sizes) -> None:
-        inner, outer = (
-            nn.Linear(sizes.width, sizes.intermediate),
-            nn.Linear(sizes.intermediate, sizes.width),
-        )
+        inner = nn.Linear(sizes.width, sizes.intermediate)
+        outer = nn.Linear(sizes.intermediate, sizes.width)
         super().__init__(inner, nn.ReLU(), nn.Dropout(sizes.dropout), outer)
 
 
@@ -238,7 +244,8 @@ class ImageLayers(nn.Module):
 
     def forward(self, tokens: Tokens) -> Tokens:
         """Return encoded tokens; padding is not attended to."""
-        states_BND, mask_B1N = tokens.states_BND, padding_mask(tokens.mask_BN)
+        states_BND = tokens.states_BND
+        mask_B1N = padding_mask(tokens.mask_BN)
         for layer in self.layers:
             states_BND = layer(states_BND, mask_B1N)
         return Tokens(self.norm(states_BND), tokens.mask_BN)

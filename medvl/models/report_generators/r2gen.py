@@ -53,10 +53,8 @@ class RelationalMemory(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
         )
-        self.token_gates, self.memory_gates = (
-            nn.Linear(width, 2 * width),
-            nn.Linear(width, 2 * width),
-        )
+        self.token_gates = nn.Linear(width, 2 * width)
+        self.memory_gates = nn.Linear(width, 2 * width)
 
     def start(self, samples: int) -> Tensor:
         """(B, M, D): the memory before the first token: an identity matrix, padded with zeros."""
@@ -147,7 +145,9 @@ class MemoryWriter:
     def __init__(
         self, decoder: MemoryDecoder, word_head: nn.Linear, image: Tokens, first_id: int
     ) -> None:
-        self._decoder, self._word_head, self._first_id = decoder, word_head, first_id
+        self._decoder = decoder
+        self._word_head = word_head
+        self._first_id = first_id
         self._state = decoder.read(image)
 
     def first(self) -> Tensor:
@@ -247,7 +247,7 @@ class R2Gen(ReportGenerator):
 
     @classmethod
     def build(cls, config: R2GenConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class. Raises ConfigError without a vocabulary."""
+        """Raises ConfigError without a vocabulary."""
         if config.vocab_size is None and tokenizer is None:
             message = (
                 "r2gen needs a vocabulary; use create_model(..., tokenizer=FOLDER), of "
@@ -271,7 +271,6 @@ class R2Gen(ReportGenerator):
     def image_tokens(
         self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None
     ) -> Tokens:
-        """See the base class."""
         tokens = self._cells(image)
         if self.config.views == 2 and other is not None:
             second = encode_present(has_other_B, self.config.width, self._cells, other)
@@ -286,12 +285,10 @@ class R2Gen(ReportGenerator):
         return Tokens(F.dropout(cells_BPD, self.config.cell_dropout, self.training), None)
 
     def score_next(self, ids_BT: Tensor, image: Tokens) -> Tensor:
-        """See the base class."""
         scores_BTV: Tensor = self.word_head(self.decoder(ids_BT, self.decoder.read(image))[0])
         return scores_BTV
 
     def writer(self, image: Tokens, first_id: int) -> MemoryWriter:
-        """See the base class."""
         return MemoryWriter(self.decoder, self.word_head, image, first_id)
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:

@@ -21,16 +21,14 @@ from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.seeds import generator
 
 _STREAM = 94
-_BLANK_SHARE, _DUPLICATED_SHARE, _CHART_SHARE = (
-    0.02,
-    0.01,
-    0.08,
-)  # of captions, of lines, of articles
+# of captions, of lines, of articles
+_BLANK_SHARE = 0.02
+_DUPLICATED_SHARE = 0.01
+_CHART_SHARE = 0.08
 _SLICE_SHARE = 0.6  # of studies
-_MISSING, _EMPTY = (
-    (100, 77),
-    (200, 133),
-)  # (period, remainder) of article numbers: below the budget of a conversion
+# (period, remainder) of article numbers: below the budget of a conversion
+_MISSING = (100, 77)
+_EMPTY = (200, 133)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,12 @@ chest and of images.
 
 import dataclasses
 
-ANATOMY, DISEASE, SIGN, DEVICE, PROCEDURE, PLACE = "T023", "T047", "T033", "T074", "T060", "T082"
+ANATOMY = "T023"
+DISEASE = "T047"
+SIGN = "T033"
+DEVICE = "T074"
+PROCEDURE = "T060"
+PLACE = "T082"
 """Semantic types of UMLS: body part, disease, finding, medical device, diagnostic procedure,
 spatial concept.
 """

@@ -103,7 +103,8 @@ def _with_opacity(text: str, mentions: dict[str, int], value: int) -> dict[str, 
 
 def template_form(finding: Finding) -> str:
     """Return the form of a finding in `lexicon.PRESENT` and in tables with the same forms."""
-    first, count = finding.parts[0], len(finding.parts)
+    first = finding.parts[0]
+    count = len(finding.parts)
     if finding.label == "Pleural Effusion":
         return "both" if finding.side == "bilateral" else "one"
     if finding.label == "Pneumothorax":
@@ -313,7 +314,8 @@ def _negative_sentences(
     """Return sentences that negate some absent findings; each true sentence is used with
     probability `share`.
     """
-    sentences, covered = [], set(excluded)
+    sentences = []
+    covered = set(excluded)
     if study.labels["Lung Opacity"]:
         covered.add("Pneumonia")  # the cause of an opacity remains open
     negations = list(lexicon.ABSENT.items())

@@ -170,10 +170,15 @@ def _write_ms_cxr_patient(root: Path, patient: Patient, options: Options) -> Pat
 # their shapes.
 
 SPLITS = ("train", "dev")
-RECTANGLE, ELLIPSE, POLYGON = 0, 1, 2
+RECTANGLE = 0
+ELLIPSE = 1
+POLYGON = 2
 """Types of shapes in the tables."""
-_SHARE, _MAX_OBJECTS = 0.5, 3
-_MIN_RADIUS, _MAX_RADIUS = 0.02, 0.05  # of the short side
+_SHARE = 0.5
+_MAX_OBJECTS = 3
+# of the short side
+_MIN_RADIUS = 0.02
+_MAX_RADIUS = 0.05
 _METAL = 0.97  # brightness
 _OBJECT_CXR_STREAM = 94
 

@@ -19,10 +19,9 @@ from medvl.phantom.rendering.scene import WHITE
 from medvl.phantom.seeds import generator
 
 _STREAM = 96
-_DIGITAL, _COMPUTED = (
-    UID("1.2.840.10008.5.1.4.1.1.1.1"),
-    UID("1.2.840.10008.5.1.4.1.1.1"),
-)  # DX for presentation, CR
+# DX for presentation, CR
+_DIGITAL = UID("1.2.840.10008.5.1.4.1.1.1.1")
+_COMPUTED = UID("1.2.840.10008.5.1.4.1.1.1")
 _SYNTAXES = {
     uid.ExplicitVRLittleEndian: 0.62, uid.ImplicitVRLittleEndian: 0.08, uid.RLELossless: 0.10,
     uid.JPEG2000Lossless: 0.10, uid.JPEGLSLossless: 0.10,
@@ -114,7 +113,8 @@ def dicom_bytes(patient: Patient, study: Study, view: View, image_HW: NDArray[np
     encoding = encoding_of(view)
     rng = generator(*view.key, _STREAM + 1)
     meta = FileMetaDataset()
-    implicit, explicit = uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian
+    implicit = uid.ImplicitVRLittleEndian
+    explicit = uid.ExplicitVRLittleEndian
     meta.TransferSyntaxUID = implicit if encoding.syntax == implicit else explicit
     dataset = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
     _describe(dataset, patient, study, view, rng)
@@ -143,10 +143,8 @@ def _describe(
         _DIGITAL if digital else _COMPUTED
     )
     dataset.SOPInstanceUID = dataset.file_meta.MediaStorageSOPInstanceUID = _uid(view.dicom_id)
-    dataset.StudyInstanceUID, dataset.SeriesInstanceUID = (
-        _uid(f"{study.study_id:x}"),
-        _uid(f"{study.study_id:x}01"),
-    )
+    dataset.StudyInstanceUID = _uid(f"{study.study_id:x}")
+    dataset.SeriesInstanceUID = _uid(f"{study.study_id:x}01")
     dataset.Modality = "DX" if digital else "CR"
     dataset.PatientName = f"{surname}^{given}"
     dataset.PatientID = f"PHANTOM-{patient.subject_id}"
@@ -170,7 +168,9 @@ def _describe(
 
 def _code(value: str, meaning: str) -> Dataset:
     item = Dataset()
-    item.CodeValue, item.CodingSchemeDesignator, item.CodeMeaning = value, "SCT", meaning
+    item.CodeValue = value
+    item.CodingSchemeDesignator = "SCT"
+    item.CodeMeaning = meaning
     return item
 
 
@@ -187,12 +187,18 @@ def _add_pixels(
     span = encoding.high - encoding.low
     stored = np.rint(encoding.low + span * brightness_HW ** (1 / encoding.gamma)).astype("<u2")
     height, width = image_HW.shape
-    dataset.Rows, dataset.Columns = height, width
-    dataset.SamplesPerPixel, dataset.PixelRepresentation = 1, 0
-    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit = 16, 12, 11
+    dataset.Rows = height
+    dataset.Columns = width
+    dataset.SamplesPerPixel = 1
+    dataset.PixelRepresentation = 0
+    dataset.BitsAllocated = 16
+    dataset.BitsStored = 12
+    dataset.HighBit = 11
     dataset.PhotometricInterpretation = "MONOCHROME1" if encoding.inverted else "MONOCHROME2"
     dataset.PresentationLUTShape = "INVERSE" if encoding.inverted else "IDENTITY"
-    dataset.RescaleIntercept, dataset.RescaleSlope, dataset.RescaleType = 0, 1, "US"
+    dataset.RescaleIntercept = 0
+    dataset.RescaleSlope = 1
+    dataset.RescaleType = "US"
     spacing = round(10 * view.camera.field / min(height, width), 4)  # millimetres
     dataset.ImagerPixelSpacing = [spacing, spacing]
     dataset.PixelData = stored.tobytes()
@@ -200,9 +206,11 @@ def _add_pixels(
     if encoding.table:
         curve = np.rint(WHITE * (np.arange(span + 1) / span) ** encoding.gamma).astype(int)
         item = Dataset()
-        item.LUTDescriptor, item.LUTExplanation = [span + 1, encoding.low, 12], "NORMAL"
+        item.LUTDescriptor = [span + 1, encoding.low, 12]
+        item.LUTExplanation = "NORMAL"
         item.LUTData = curve.tolist()
         item["LUTDescriptor"].VR = item["LUTData"].VR = "US"
         dataset.VOILUTSequence = [item]
     else:  # DICOM's linear function maps [c - w/2, c + w/2 - 1]
-        dataset.WindowCenter, dataset.WindowWidth = (encoding.low + encoding.high + 1) / 2, span + 1
+        dataset.WindowCenter = (encoding.low + encoding.high + 1) / 2
+        dataset.WindowWidth = span + 1

@@ -37,7 +37,10 @@ def _chart(number: int, size: int) -> NDArray[np.uint16]:
     """Draw a curve in a frame, as a 12-bit image."""
     chart_HW = np.full((max(16, 3 * size // 4), size), 255, np.uint8)
     height, width = chart_HW.shape
-    left, right, top, bottom = width // 8, width - width // 16, height // 10, height - height // 6
+    left = width // 8
+    right = width - width // 16
+    top = height // 10
+    bottom = height - height // 6
     cv2.rectangle(chart_HW, (left, top), (right, bottom), 0, max(1, size // 200))
     x = np.linspace(left, right, 24)
     y = (top + bottom) / 2 + 0.3 * (bottom - top) * np.sin(np.arange(24) * (0.4 + 0.1 * number))
@@ -86,7 +89,8 @@ def write_medicat(
 def _write_medicat_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     rng = generator(*patient.studies[0].key, _STREAM)
     pdf_hash = rng.bytes(20).hex()
-    status, doi = pick(rng, ["gold", "bronze"]), f"10.0/phantom.{patient.subject_id}"
+    status = pick(rng, ["gold", "bronze"])
+    doi = f"10.0/phantom.{patient.subject_id}"
     access = {
         "is_oa": True,
         "oa_status": status,

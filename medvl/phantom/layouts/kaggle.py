@@ -79,16 +79,18 @@ def plain_dicom(name: str, study: Study, view: View, size: int) -> bytes:
     dataset = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
     dataset.SOPClassUID = meta.MediaStorageSOPClassUID = _SECONDARY_CAPTURE
     dataset.SOPInstanceUID = meta.MediaStorageSOPInstanceUID = uid(view)
-    dataset.Modality, dataset.BodyPartExamined, dataset.ViewPosition = (
-        "CR",
-        "CHEST",
-        view_position(view),
-    )
+    dataset.Modality = "CR"
+    dataset.BodyPartExamined = "CHEST"
+    dataset.ViewPosition = view_position(view)
     dataset.PatientID = dataset.PatientName = name
-    dataset.PatientSex, dataset.PatientAge = study.sex, f"{study.age:03d}Y"
+    dataset.PatientSex = study.sex
+    dataset.PatientAge = f"{study.age:03d}Y"
     dataset.Rows, dataset.Columns = image_HW.shape
-    dataset.SamplesPerPixel, dataset.PixelRepresentation = 1, 0
-    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit = 8, 8, 7
+    dataset.SamplesPerPixel = 1
+    dataset.PixelRepresentation = 0
+    dataset.BitsAllocated = 8
+    dataset.BitsStored = 8
+    dataset.HighBit = 7
     dataset.PhotometricInterpretation = "MONOCHROME2"
     dataset.PixelData = image_HW.tobytes()
     dataset["PixelData"].VR = "OB"
@@ -99,8 +101,10 @@ def plain_dicom(name: str, study: Study, view: View, size: int) -> bytes:
 
 # The phantom corpus in the layout of the RSNA Pneumonia Detection Challenge (2018), stage 2.
 
-RSNA_IMAGES, RSNA_MAPPING = "stage_2_train_images", "pneumonia-challenge-dataset-mappings_2018.json"
-LABELS, CLASSES = "stage_2_train_labels.csv", "stage_2_detailed_class_info.csv"
+RSNA_IMAGES = "stage_2_train_images"
+RSNA_MAPPING = "pneumonia-challenge-dataset-mappings_2018.json"
+LABELS = "stage_2_train_labels.csv"
+CLASSES = "stage_2_detailed_class_info.csv"
 BOXED_LABELS = ("Consolidation", "Pneumonia")
 """Findings with boxes: pneumonia-like opacities."""
 _COLUMNS = {
@@ -136,7 +140,8 @@ def write_rsna(
 
 def _write_rsna_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     tables: dict[str, list[list[object]]] = {LABELS: [], CLASSES: []}
-    mapping, truth = [], []
+    mapping = []
+    truth = []
     for number, (study, view) in enumerate(square_frontal_views(patient)):
         name = _image_id(view)
         path = Path(RSNA_IMAGES, f"{name}.dcm")
@@ -170,7 +175,8 @@ def _image_id(view: View) -> str:
 
 # The phantom corpus in the layout of SIIM-ACR Pneumothorax Segmentation (2019), stage 2.
 
-SIIM_TABLE, SIIM_IMAGES = "stage_2_train.csv", "dicom-images-train"
+SIIM_TABLE = "stage_2_train.csv"
+SIIM_IMAGES = "dicom-images-train"
 LABEL = "Pneumothorax"
 _NEGATIVE_SHARE = 0.25
 """Share of studies without a pneumothorax that are kept; 20% of the images then have one, as in

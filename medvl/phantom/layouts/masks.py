@@ -86,10 +86,8 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRow
         extra = sample_distractors(view, mask_HW, options.distractors)
         shown = dataclasses.replace(view, findings=(*view.findings, *extra))
         file = f"{image_uid_hex(view)}.png"
-        image, mask = (
-            Path(f"{name}_Folder", "img", file),
-            Path(f"{name}_Folder", "labelcol", f"mask_{file}"),
-        )
+        image = Path(f"{name}_Folder", "img", file)
+        mask = Path(f"{name}_Folder", "labelcol", f"mask_{file}")
         if not (root / mask).exists():
             write_file(root / image, encode_png(draw(shown, options.size)))
             write_file(
@@ -134,7 +132,8 @@ def sample_distractors(view: View, mask_HW: NDArray[np.bool_], count: int) -> tu
         if each.label in INFECTIONS
         for part in each.parts
     ]
-    named, taken_HW = set(named_zones(view, mask_HW)), mask_HW
+    named = set(named_zones(view, mask_HW))
+    taken_HW = mask_HW
     chosen: list[Finding] = []
     for _ in range(count * _TRIES):
         label, part = infected[rng.integers(len(infected))]

@@ -39,7 +39,8 @@ _METADATA = "mimic-cxr-2.0.0-metadata.csv.gz"
 _SPLIT = "mimic-cxr-2.0.0-split.csv.gz"
 _CHEXPERT = "mimic-cxr-2.0.0-chexpert.csv.gz"
 _NEGBIO = "mimic-cxr-2.0.0-negbio.csv.gz"
-_RECORDS, _STUDIES = "cxr-record-list.csv.gz", "cxr-study-list.csv.gz"
+_RECORDS = "cxr-record-list.csv.gz"
+_STUDIES = "cxr-study-list.csv.gz"
 _TABLES = {
     _METADATA: (
         "dicom_id",
@@ -281,7 +282,8 @@ def _term(finding: Finding) -> str:
 
 
 def _write_openi_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    study, uid = patient.studies[0], patient.index + 1
+    study = patient.studies[0]
+    uid = patient.index + 1
     rows: list[list[object]] = []
     truth = []
     for number, view in enumerate(study.views, start=1):

@@ -80,7 +80,8 @@ def workbook_bytes(header: Sequence[str], rows: Iterable[Sequence[object]]) -> b
 
 GENERATOR_VERSION = 1
 """Incremented with every change of the output for a seed."""
-OPTIONS_FILE, TRUTH_FILE = "phantom.json", "phantom_truth.jsonl.gz"
+OPTIONS_FILE = "phantom.json"
+TRUTH_FILE = "phantom_truth.jsonl.gz"
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _LEFT_OUT_AT_0 = ("site", "distractors")
 """Options that `phantom.json` has only where they change the content."""
@@ -113,11 +114,14 @@ class Options:
     def __post_init__(self) -> None:
         expected = ""
         if not 1 <= self.patients <= MAX_PATIENTS:
-            field, expected = "patients", f"in [1, {MAX_PATIENTS}]"
+            field = "patients"
+            expected = f"in [1, {MAX_PATIENTS}]"
         elif not 32 <= self.size <= 4096:
-            field, expected = "size", "in [32, 4096] pixels"
+            field = "size"
+            expected = "in [32, 4096] pixels"
         elif len(self.split) != 3 or min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6:
-            field, expected = "split", "three shares that add up to 1"
+            field = "split"
+            expected = "three shares that add up to 1"
         else:
             field = next(
                 (name for name in ("seed", "site", "distractors") if getattr(self, name) < 0), ""

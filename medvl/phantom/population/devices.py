@@ -35,7 +35,9 @@ class Device:
 
 def frontal_device(chest: Chest, part: Part) -> Device:
     """Return the frontal projection of a device."""
-    side, shift, width = sign(part.side), chest.shift, chest.half_width
+    side = sign(part.side)
+    shift = chest.shift
+    width = chest.half_width
     if part.kind == "endotracheal tube":
         tip = -6.0 + 3.0 * part.t
         line = spline(
@@ -99,8 +101,10 @@ def _central_line(chest: Chest, part: Part) -> Points:
 
 
 def _pacemaker(chest: Chest, part: Part) -> Device:
-    side, shift = sign(part.side), chest.shift
-    x, y = side * 0.70 * chest.half_width, -6.3
+    side = sign(part.side)
+    shift = chest.shift
+    x = side * 0.70 * chest.half_width
+    y = -6.3
     heart = 2 * chest.half_width * chest.heart_ratio
     vein = [
         [side * 3.4, -8.9],
@@ -136,7 +140,9 @@ def _pacemaker(chest: Chest, part: Part) -> Device:
 
 def lateral_device(chest: Chest, part: Part) -> Device:
     """Return the lateral projection of a device."""
-    lung, front, floor = LateralLung(chest), -chest.depth / 2, chest.dome_left
+    lung = LateralLung(chest)
+    front = -chest.depth / 2
+    floor = chest.dome_left
     if part.kind == "endotracheal tube":
         airway = trachea(chest)
         line = airway[airway[:, 1] < -6.0 + 3.0 * part.t]

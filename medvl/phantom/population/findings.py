@@ -102,7 +102,8 @@ def _atelectasis(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
         )
     parts = []
     for side, share in _two_sided(rng, _sides(rng, 0.28, 0.34), extent):
-        t, s = rng.uniform(0.72, 0.84), rng.uniform(0.4, 0.6)
+        t = rng.uniform(0.72, 0.84)
+        s = rng.uniform(0.4, 0.6)
         parts.append(
             Part(
                 kind="bands",
@@ -205,7 +206,8 @@ def _fracture(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
                 seed=_seed(rng),
             ),
         )
-    first, count = int(rng.integers(3, 7)), 1 + int(extent * 3)
+    first = int(rng.integers(3, 7))
+    count = 1 + int(extent * 3)
     s = rng.uniform(0.62, 0.84)
     parts = []
     for rib in range(first, first + count):

@@ -117,7 +117,9 @@ class FrontalLung:
     """
 
     def __init__(self, chest: Chest, side: str) -> None:
-        self.chest, self.side, self.sign = chest, side, sign(side)
+        self.chest = chest
+        self.side = side
+        self.sign = sign(side)
         self.top = chest.apex
         self.bottom = chest.dome(side) + chest.angle_drop
 
@@ -133,7 +135,8 @@ class FrontalLung:
 
     def diaphragm(self) -> Points:
         """Return the dome from the costophrenic angle to the midline, (N, 2)."""
-        width, dome = self.chest.half_width, self.chest.dome(self.side)
+        width = self.chest.half_width
+        dome = self.chest.dome(self.side)
         rise = _DOME_OUTER * self.chest.angle_drop + _DOME_INNER
         return np.stack([self.sign * 0.97 * width * _DOME, dome + rise], axis=-1)
 
@@ -149,7 +152,8 @@ class FrontalLung:
 def heart_outline(chest: Chest) -> Points:
     """Return the outline of the heart with the root of the great vessels, (N, 2)."""
     width = 2 * chest.half_width * chest.heart_ratio
-    right, left = width * chest.heart_right, width * (1 - chest.heart_right)
+    right = width * chest.heart_right
+    left = width * (1 - chest.heart_right)
     floor = max(chest.dome_right, chest.dome_left) + 0.9
     top = 0.3 - 9.0 * max(0.0, chest.heart_ratio - 0.5)  # an enlarged heart is also taller
     height = floor - top
@@ -168,7 +172,8 @@ def heart_outline(chest: Chest) -> Points:
 
 def mediastinum_outline(chest: Chest) -> Points:
     """Return the outline of the mediastinum above the heart, with the aortic knob, (N, 2)."""
-    m, knob = chest.mediastinum, chest.knob
+    m = chest.mediastinum
+    knob = chest.knob
     control = np.array([
         [-0.75 * m, -17.0], [-0.80 * m, -11.0], [-0.98 * m, -7.0], [-1.00 * m, -2.0], [-1.00 * m,
         2.5], [0.0, 5.0], [1.05 * m, 3.0], [1.12 * m, 0.8], [0.92 * m, -0.9],
@@ -226,7 +231,9 @@ def anterior_ribs(chest: Chest, side: str) -> Points:
 
 def clavicle(chest: Chest, side: str) -> Points:
     """Return the clavicle as a line from the sternum to the shoulder, (N, 2)."""
-    s, tilt, reach = sign(side), chest.clavicle_tilt, chest.half_width
+    s = sign(side)
+    tilt = chest.clavicle_tilt
+    reach = chest.half_width
     control = [
         [1.6, -7.6],
         [4.2, -8.6],
@@ -316,7 +323,8 @@ def _deform(chest: Chest, finding: Finding) -> Chest:
             chest, heart_ratio=ratio, heart_right=chest.heart_right + 0.02 * extent
         )
     if finding.label == "Enlarged Cardiomediastinum":
-        width_factor, knob = 1.22 + 0.55 * extent, 1.15 + 0.55 * extent
+        width_factor = 1.22 + 0.55 * extent
+        knob = 1.15 + 0.55 * extent
         return dataclasses.replace(
             chest, mediastinum=chest.mediastinum * width_factor, knob=chest.knob * knob
         )

@@ -17,7 +17,8 @@ class LateralLung:
 
     def __init__(self, chest: Chest, side: str = "right") -> None:
         self.chest = chest
-        self.front, self.back = -chest.depth / 2, chest.depth / 2 + 3.6
+        self.front = -chest.depth / 2
+        self.back = chest.depth / 2 + 3.6
         self.top = chest.apex + 0.6
         self.dome = chest.dome(side)
         self.bottom = self.dome + 1.25 * chest.angle_drop
@@ -40,7 +41,8 @@ class LateralLung:
     def point(self, d: float | Points, t: float | Points) -> Points:
         """Convert lung coordinates to centimetres (..., 2)."""
         levels, ahead, behind = self._reach
-        front, back = np.interp(t, levels, ahead), np.interp(t, levels, behind)
+        front = np.interp(t, levels, ahead)
+        back = np.interp(t, levels, behind)
         points = np.empty((*np.broadcast_shapes(np.shape(d), np.shape(t)), 2))
         points[..., 0] = front + d * (back - front)
         points[..., 1] = self.top + np.multiply(t, self.bottom - self.top)
@@ -128,7 +130,8 @@ def lateral_ribs(chest: Chest) -> Points:
     """Return ten ribs of one side, from the spine forwards and down, (10, N, 2)."""
     lung = LateralLung(chest)
     start = -11.5 + chest.rib_pitch * np.arange(10)
-    back, length = lung.back + 0.2, np.linspace(9.0, 17.0, 10)[:, None]
+    back = lung.back + 0.2
+    length = np.linspace(9.0, 17.0, 10)[:, None]
     fractions = np.array([0.0, 0.12, 0.4, 0.75, 1.0])
     x = back - fractions * length
     x[:, 0] -= 1.0

@@ -53,7 +53,8 @@ class Slice:
 def sample_slice(key: tuple[int, ...]) -> Slice:
     """Return the slice of a `key` (a seed first)."""
     rng = generator(*key)
-    organ, modality = str(rng.choice(ORGANS)), str(rng.choice(MODALITIES))
+    organ = str(rng.choice(ORGANS))
+    modality = str(rng.choice(MODALITIES))
     side = str(rng.choice(["right", "left"]))
     count = int(rng.choice([0, 1, 2, 3], p=[0.4, 0.24, 0.2, 0.16]))
     diameter = float(rng.choice(_DIAMETERS)) * (0.5 if organ == "head" else 1.0)

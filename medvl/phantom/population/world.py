@@ -111,7 +111,8 @@ def at_site(
         noise=exposure.noise * float(rng.uniform(1.5, 3)),
         black=exposure.black + float(rng.uniform(0.02, 0.1)),
     )
-    x, y = float(rng.choice((0.04, 0.8))), float(rng.uniform(0.9, 0.96))
+    x = float(rng.choice((0.04, 0.8)))
+    y = float(rng.uniform(0.9, 0.96))
     return changed, (*markers, Marker(text=f"H{site}", x=x, y=y, height=0.9))
 
 
@@ -197,7 +198,8 @@ class World:
     """
 
     def __init__(self, seed: int = 0, site: int = 0) -> None:
-        self.seed, self.site = seed, site
+        self.seed = seed
+        self.site = site
         self._offset = int(generator(seed).integers(10**7))
 
     def patient(self, index: int) -> Patient:

@@ -17,7 +17,8 @@ from medvl.phantom.seeds import generator
 
 _STREAM = 97
 _CAPTION = 18  # pixels below each image
-_YELLOW, _WHITE = (0, 220, 255), (235, 235, 235)
+_YELLOW = (0, 220, 255)
+_WHITE = (235, 235, 235)
 
 
 def contact_sheet(
@@ -79,11 +80,13 @@ def _captioned_view(view: View, caption: str, tile: int, mark: bool) -> NDArray[
     """
     image_HW = (draw(view, tile) >> 4).astype(np.uint8)
     canvas = np.zeros((tile + _CAPTION, tile, 3), np.uint8)
-    top, left = (tile - image_HW.shape[0]) // 2, (tile - image_HW.shape[1]) // 2
+    top = (tile - image_HW.shape[0]) // 2
+    left = (tile - image_HW.shape[1]) // 2
     canvas[top : top + image_HW.shape[0], left : left + image_HW.shape[1]] = image_HW[..., None]
     if mark:
         for box in boxes(view, tile):
-            x, y = left + box.x, top + box.y
+            x = left + box.x
+            y = top + box.y
             cv2.rectangle(canvas, (x, y), (x + box.width - 1, y + box.height - 1), _YELLOW)
     places = "; ".join(
         dict.fromkeys(part.zone or part.kind for f in view.findings for part in f.parts)

@@ -98,7 +98,8 @@ def draw(view: View, size: int = 512) -> NDArray[np.uint16]:
     shape_HW = view.camera.shape(size)
     factor = max(1.0, _MIN_PIXELS_PER_CM * view.camera.field / min(shape_HW))
     surface = Surface(view.camera, (round(shape_HW[0] * factor), round(shape_HW[1] * factor)))
-    chest, rng = view.chest, generator(*view.key)
+    chest = view.chest
+    rng = generator(*view.key)
     if view.lateral:
         scene = lateral_scene(chest, surface, rng)
     else:

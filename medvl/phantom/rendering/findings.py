@@ -165,7 +165,8 @@ def wedge(lung: Lung, part: Part) -> list[Points]:
 
 def butterfly(lung: Lung, part: Part) -> list[Points]:
     """Return perihilar oedema of one lung."""
-    wide, tall = 0.30 + 0.30 * part.extent, 0.20 + 0.17 * part.extent
+    wide = 0.30 + 0.30 * part.extent
+    tall = 0.20 + 0.17 * part.extent
     angle = np.linspace(0, 2 * np.pi, 14, endpoint=False)
     middle = 0.24 if isinstance(lung, FrontalLung) else 0.5
     control = lung.point(middle + wide * np.cos(angle), 0.53 + tall * np.sin(angle))
@@ -262,7 +263,8 @@ def draw_findings(scene: Scene, chest: Chest, lateral: bool, findings: Iterable[
     """Draw every part of every finding once; findings may share parts."""
     for part in dict.fromkeys(part for finding in findings for part in finding.parts):
         if part.kind in FINDING_KINDS:
-            kind, lung = FINDING_KINDS[part.kind], make_lung(chest, lateral, part.side)
+            kind = FINDING_KINDS[part.kind]
+            lung = make_lung(chest, lateral, part.side)
             kind.draw(scene, lung, part, kind.outlines(lung, part))
         elif part.kind in DEVICES:
             draw_device(scene, (lateral_device if lateral else frontal_device)(chest, part))

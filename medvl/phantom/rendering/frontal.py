@@ -47,7 +47,8 @@ def grow_tree(
     start = np.array(root) + rng.normal(0, 0.25, (trunks, 2))
     generations = []
     for fractions in _FRACTIONS:
-        count, points = len(angle), len(fractions) + 1
+        count = len(angle)
+        points = len(fractions) + 1
         lengths = length * rng.uniform(0.75, 1.25, count)
         bend = rng.normal(0, 0.22, count)
         heading = angle[:, None] + bend[:, None] * fractions
@@ -60,7 +61,8 @@ def grow_tree(
         generations.append(Branches(width, lines))
         angle = (heading[:, -1:] + np.radians(rng.uniform(9, 34, (count, 2))) * [-1, 1]).ravel()
         start = np.repeat(lines[:, -1], 2, axis=0)
-        length, width = 0.82 * length, 0.66 * width
+        length = 0.82 * length
+        width = 0.66 * width
     return generations
 
 
@@ -129,7 +131,8 @@ def _soft_tissue(scene: Scene, chest: Chest, arms: float) -> None:
 
 
 def _heart(scene: Scene, chest: Chest) -> None:
-    surface, coarse = scene.surface, scene.coarse
+    surface = scene.surface
+    coarse = scene.coarse
     heart = anatomy.heart_outline(chest)
     scene.soft += 0.26 * coarse.soft([heart], 1.2)
     organs = surface.fill([anatomy.mediastinum_outline(chest)], 190)
@@ -150,9 +153,11 @@ def _heart(scene: Scene, chest: Chest) -> None:
 
 def _bones(scene: Scene, chest: Chest, broken: FracturedBones) -> None:
     surface = scene.surface
-    front, rear = surface.blank(), surface.blank()
+    front = surface.blank()
+    rear = surface.blank()
     for side in SIDES:
-        ribs, near = anatomy.posterior_ribs(chest, side), anatomy.anterior_ribs(chest, side)
+        ribs = anatomy.posterior_ribs(chest, side)
+        near = anatomy.anterior_ribs(chest, side)
         intact = ribs[[(side, i) not in broken for i in range(len(ribs))]]
         pieces = [
             line
@@ -169,10 +174,8 @@ def _bones(scene: Scene, chest: Chest, broken: FracturedBones) -> None:
     scene.add(rear, 0.16)
     girdle = surface.blank()
     for side in SIDES:
-        blade, collar = (
-            anatomy.scapula(chest, side),
-            broken.get((side, -1), (anatomy.clavicle(chest, side),)),
-        )
+        blade = anatomy.scapula(chest, side)
+        collar = broken.get((side, -1), (anatomy.clavicle(chest, side),))
         surface.fill([blade], 40, girdle)
         surface.stroke([np.concatenate([blade, blade[:1]])], 0.35, 85, girdle)
         head = np.array([sign(side) * 1.20 * (chest.half_width + chest.wall), -9.3])

@@ -69,7 +69,8 @@ def _outlines(view: View, label: str, part: Part) -> list[Points]:
     """Return closed outlines (N, 2) in centimetres; none if the part is invisible in this
     projection.
     """
-    chest, lateral = view.chest, view.lateral
+    chest = view.chest
+    lateral = view.lateral
     if part.kind in FINDING_KINDS:
         return FINDING_KINDS[part.kind].outlines(make_lung(chest, lateral, part.side), part)
     if part.kind in DEVICES:

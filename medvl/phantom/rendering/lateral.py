@@ -46,8 +46,10 @@ def _soft_tissue(scene: Scene, chest: Chest) -> None:
 
 
 def _heart(scene: Scene, chest: Chest) -> None:
-    surface, coarse = scene.surface, scene.coarse
-    heart, vessels = anatomy.lateral_heart(chest), anatomy.great_vessels(chest)
+    surface = scene.surface
+    coarse = scene.coarse
+    heart = anatomy.lateral_heart(chest)
+    vessels = anatomy.great_vessels(chest)
     scene.soft += 0.16 * coarse.soft([heart], 1.6) + 0.16 * coarse.soft([vessels], 0.7)
     organs = surface.fill([vessels], 68)
     surface.fill([heart], 255, organs)

@@ -58,7 +58,8 @@ def random_crop(
     becomes `zoom` pixels.
     """
     height, width = (min(_SIDE, max(2, round(side / zoom))) for side in shape_HW)
-    top, left = int(rng.random() * (_SIDE - height + 1)), int(rng.random() * (_SIDE - width + 1))
+    top = int(rng.random() * (_SIDE - height + 1))
+    left = int(rng.random() * (_SIDE - width + 1))
     crop = field_HW[top : top + height, left : left + width]
     return (
         crop
@@ -67,7 +68,8 @@ def random_crop(
     )
 
 
-_SOLID, _BRONCHI = 0.80, 0.12
+_SOLID = 0.80
+_BRONCHI = 0.12
 """Optical depth of these canvases at 255."""
 _DETAIL = 0.55
 """Share of the air that fine structure at 255 replaces."""
@@ -77,7 +79,8 @@ class Scene:
     """Layers of a chest, to be summed with `depth`."""
 
     def __init__(self, surface: Surface, lungs: Sequence[Points]) -> None:
-        self.surface, self.coarse = surface, surface.coarse
+        self.surface = surface
+        self.coarse = surface.coarse
         self.lung: Canvas = surface.fill(lungs)
         """Visibility of the lungs, 0 to 255."""
         self.air: Image = 0.50 + 0.17 * self.coarse.soft(lungs, 1.3)
@@ -144,7 +147,8 @@ class Scene:
     def depth(self, rng: np.random.Generator) -> Image:
         """Return the total optical depth (H, W), not negative; `rng` selects the lung texture."""
         surface = self.surface
-        total, inside = surface.enlarge(self.soft), surface.enlarge(self.air)
+        total = surface.enlarge(self.soft)
+        inside = surface.enlarge(self.air)
         detail = self.detail
         if self.blurred_vessels > 0.2:
             detail = surface.blur(detail, 0.22 * self.blurred_vessels)

@@ -54,7 +54,8 @@ def seconds_each(
     The device is synchronised at the start and the end only, so that calls overlap as in a run.
     """
     synchronize(device)
-    started, calls = time.perf_counter(), 0
+    started = time.perf_counter()
+    calls = 0
     while calls < least or time.perf_counter() - started < seconds:
         function(calls)
         calls += 1
@@ -82,13 +83,13 @@ def matmul_flops(device: torch.device, precision: Precision, seconds: float = 1.
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
     with precision.autocast():
-        left, right = (
-            (left @ right).mul(1 / size),
-            right,
-        )  # converts to the dtype of products in the run
+        # converts to the dtype of products in the run
+        left = (left @ right).mul(1 / size)
+        right = right
         right = right.to(left.dtype)
         out = left @ right
-        best, until = float("inf"), time.perf_counter() + seconds
+        best = float("inf")
+        until = time.perf_counter() + seconds
         while time.perf_counter() < until or best == float("inf"):
             best = min(best, seconds_of(lambda: torch.mm(left, right, out=out), device))
     return 2 * size**3 / best
@@ -241,9 +242,13 @@ def _temporary_folder(run_dir: Path) -> Iterator[Path]:
 
 
 def _measure(training: Training, run: Run, workers: int, seconds: float) -> Examination:
-    stream, device, config = training.state.stream, training.state.ranks.device, training.config
+    stream = training.state.stream
+    device = training.state.ranks.device
+    config = training.config
     numbers = itertools.count()
-    side, stream.side = stream.side, None  # no prefetching while the parts are measured one by one
+    # no prefetching while the parts are measured one by one
+    side = stream.side
+    stream.side = None
     started = time.perf_counter()
     updates = [list(stream.take(next(numbers)))]
     first_batch = (time.perf_counter() - started) / len(updates[0])
@@ -254,7 +259,8 @@ def _measure(training: Training, run: Run, workers: int, seconds: float) -> Exam
     loader_rate = measure_loader(training, numbers, prefetched, seconds)
     stream.side = side
     rate, wait_share = measure_run(training, numbers, seconds)
-    loader, on_gpu = run.data.train, device.type == "cuda"
+    loader = run.data.train
+    on_gpu = device.type == "cuda"
     return Examination(
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
         precision=training.state.precision.kind,
@@ -283,7 +289,8 @@ def _measure_step(
     training: Training, updates: Sequence[list[Batch]], seconds: float
 ) -> dict[str, float]:
     """Measure the step alone on batches that are on the device, and the time to copy them there."""
-    device, precision = training.state.ranks.device, training.state.precision
+    device = training.state.ranks.device
+    precision = training.state.precision
     placed = [[training.step.place(batch) for batch in batches] for batches in updates]
     flops = flops_per_sample(training.state.model.whole, placed[0][0], precision)
     if device.type == "cuda":
@@ -314,7 +321,8 @@ def measure_loader(
     """Return pairs per second of the loader alone, after its prefetched updates are consumed."""
     for _ in range(prefetched):
         _ = list(training.state.stream.take(next(numbers)))
-    pairs, started = 0, time.perf_counter()
+    pairs = 0
+    started = time.perf_counter()
     while not pairs or time.perf_counter() - started < seconds:
         pairs += sum(map(len, training.state.stream.take(next(numbers))))
     return pairs / (time.perf_counter() - started)
@@ -324,7 +332,8 @@ def measure_run(training: Training, numbers: Iterator[int], seconds: float) -> t
     """Return pairs per second of the run, and the fraction of time that it waited for the
     loader.
     """
-    stream, device = training.state.stream, training.state.ranks.device
+    stream = training.state.stream
+    device = training.state.ranks.device
 
     def update() -> int:
         number = next(numbers)
@@ -333,7 +342,9 @@ def measure_run(training: Training, numbers: Iterator[int], seconds: float) -> t
     for _ in range(_WARM_UP):
         update()
     synchronize(device)
-    pairs, started, waited = 0, time.perf_counter(), stream.wait_seconds
+    pairs = 0
+    started = time.perf_counter()
+    waited = stream.wait_seconds
     while not pairs or time.perf_counter() - started < seconds:
         pairs += update()
     synchronize(device)

@@ -119,7 +119,8 @@ def check_nodes(
 
 def _all_reduce_seconds(ranks: RankInfo, numbers: int) -> float:
     """Return the median time of an all-reduce of float32 numbers on the device."""
-    values, seconds = torch.ones(numbers, device=ranks.device), []
+    values = torch.ones(numbers, device=ranks.device)
+    seconds = []
     for _ in range(_ROUNDS if numbers == 1 else 5):
         _synchronize(ranks)
         started = time.perf_counter()

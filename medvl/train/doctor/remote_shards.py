@@ -12,7 +12,8 @@ from medvl.data.storage.location import Location, RemotePath, locate
 from medvl.data.storage.store import THREADS, map_threads, sends_ranges, stream
 from medvl.errors import ConfigError
 
-_SAMPLES, _WARM_UP = 64, 2
+_SAMPLES = 64
+_WARM_UP = 2
 _MEGABYTE = 1e6
 
 

@@ -42,7 +42,8 @@ _log = logging.getLogger(__name__)
 FORMAT = 2
 """Version of `train_state/`; another one is refused."""
 STATE = "train_state/state.json"
-OPTIMIZER, OPTIMIZER_PARTS = "train_state/optimizer.safetensors", "train_state/optimizer"
+OPTIMIZER = "train_state/optimizer.safetensors"
+OPTIMIZER_PARTS = "train_state/optimizer"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -148,7 +149,9 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, keep_last: int, run: Mapping[str, Any]) -> None:
         self.folder = run_dir / "checkpoints"
-        self._run_dir, self._keep_last, self._run = run_dir, keep_last, run
+        self._run_dir = run_dir
+        self._keep_last = keep_last
+        self._run = run
         self.failures = 0
         """Number of failed saves and clean-ups."""
 
@@ -254,7 +257,8 @@ class Checkpoints:
         `best` is not changed.
         """
         folders.point(self._run_dir / "last", last)
-        best, link = self.at(best_step), self._run_dir / "best"
+        best = self.at(best_step)
+        link = self._run_dir / "best"
         if best is not None:
             folders.point(link, best)
         elif link.is_symlink() and not link.exists():
@@ -345,7 +349,8 @@ def save_parts(
 
     Raises on all ranks where one of them fails; existing checkpoints are not changed.
     """
-    ranks, folder = model.ranks, checkpoints.folder / f"step-{state['step']:08d}"
+    ranks = model.ranks
+    folder = checkpoints.folder / f"step-{state['step']:08d}"
     with contextlib.ExitStack() as stack:  # on rank 0 it removes the new folder after an error
 
         def begin() -> str:

@@ -40,7 +40,8 @@ class LossSpikeDetector:
     spike itself.
     """
 
-    WINDOW, FEWEST = 64, 16
+    WINDOW = 64
+    FEWEST = 16
     """Number of recent losses, and the fewest that make a comparison."""
 
     def __init__(self, factor: float, losses: Iterable[float] = ()) -> None:
@@ -165,10 +166,8 @@ def _out_of_memory(ranks: RankInfo, config: TrainConfig) -> TrainingError:
 def _device_memory(device: torch.device) -> str:
     if device.type != "cuda":
         return "the CPU"
-    peak, total = (
-        torch.cuda.max_memory_allocated(device),
-        torch.cuda.get_device_properties(device).total_memory,
-    )
+    peak = torch.cuda.max_memory_allocated(device)
+    total = torch.cuda.get_device_properties(device).total_memory
     return f"{device} (peak {peak / 2**30:.1f} of {total / 2**30:.1f} GiB)"
 
 

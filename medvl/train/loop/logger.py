@@ -311,7 +311,8 @@ class LossMeter:
         values = torch.cat([torch.stack(rows).mean(dim=0), result.grad_norm.double().reshape(1)])
         names = ["loss", *(f"loss/{name}" for name in result.losses[0].terms), "grad_norm"]
         if self._sums is None or not self._names:
-            self._names, self._sums = names, torch.zeros_like(values)
+            self._names = names
+            self._sums = torch.zeros_like(values)
         if names != self._names:
             raise TrainingError(
                 f"the model must return the same loss terms in each step, got {names} after "
@@ -326,8 +327,10 @@ class LossMeter:
         Collective call.
         """
         parts = self._ranks.exchange(self._local())
-        names, steps = parts[0]["names"], sum(part["steps"] for part in parts)
-        self._sums, self._steps = None, 0
+        names = parts[0]["names"]
+        steps = sum(part["steps"] for part in parts)
+        self._sums = None
+        self._steps = 0
         if not steps:
             return {}
         return {
@@ -343,7 +346,8 @@ class LossMeter:
         if len(parts) != self._ranks.size:
             return
         own = parts[self._ranks.rank]
-        self._names, self._steps = list(own["names"]), own["steps"]
+        self._names = list(own["names"])
+        self._steps = own["steps"]
         self._sums = (
             torch.tensor(own["sums"], dtype=torch.float64, device=self._ranks.device)
             if own["steps"]
@@ -412,7 +416,9 @@ class BestTracker:
             self.best is None or (value < self.best if self.mode == "min" else value > self.best)
         )
         if better:
-            self.best, self.best_step, self.bad = value, step, 0
+            self.best = value
+            self.best_step = step
+            self.bad = 0
         else:
             self.bad += 1
         return better
@@ -428,4 +434,6 @@ class BestTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.best, self.best_step, self.bad = state["value"], state["step"], state["bad"]
+        self.best = state["value"]
+        self.best_step = state["step"]
+        self.bad = state["bad"]

@@ -237,7 +237,8 @@ def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> di
     only where the learning rate depends on it, and validation only where it controls the learning
     rate.
     """
-    settings, train = getattr(model, "config", None), run["train"]
+    settings = getattr(model, "config", None)
+    train = run["train"]
     described: dict[str, Any] = {
         "model": {
             "name": getattr(model, "name", type(model).__name__),

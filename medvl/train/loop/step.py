@@ -74,13 +74,14 @@ class Step:
         grad_cache: int | None = None,
         spikes: LossSpikeDetector | None = None,
     ) -> None:
-        self.model, self.optimizer, self.precision = model, optimizer, precision
-        self._spikes, self._seed = spikes, seed
-        self._clip_norm, self._clip_value, self._channels_last = (
-            clip_norm,
-            clip_value,
-            channels_last,
-        )
+        self.model = model
+        self.optimizer = optimizer
+        self.precision = precision
+        self._spikes = spikes
+        self._seed = seed
+        self._clip_norm = clip_norm
+        self._clip_value = clip_value
+        self._channels_last = channels_last
         self._parameters = trainable(optimizer)
         self._cache = (
             None if grad_cache is None else GradCache(model.trained, grad_cache, precision)
@@ -98,7 +99,8 @@ class Step:
         """
         self._buffers.save()
         self.model.before_step(step)
-        losses, keys = [], []
+        losses = []
+        keys = []
         for micro, batch in enumerate(self._with_counts(batches, count)):
             self.model.check(batch)
             losses.append(self._accumulate(step, micro, batch, count))
@@ -113,7 +115,8 @@ class Step:
         device_decides = self._device_decides()
         finite = self._update_first(grad_norm) if device_decides else bool(grad_norm.isfinite())
         spike = finite and self._spikes is not None and self._spikes.observe(self._mean(losses))
-        updated, scale_search = finite and not spike, False
+        updated = finite and not spike
+        scale_search = False
         if updated:
             if not device_decides:
                 self.precision.step(self.optimizer)

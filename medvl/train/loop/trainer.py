@@ -181,7 +181,8 @@ class Training:
         evals: Sequence[Evaluator] = (),
         run: Mapping[str, Any] | None = None,
     ) -> None:
-        self._valid_loader, self._evals = valid_loader, evals
+        self._valid_loader = valid_loader
+        self._evals = evals
         versions = {"torch": str(torch.__version__), "python": platform.python_version()}
         described = {
             **(run or {}),
@@ -225,7 +226,8 @@ class Training:
             run={name: value for name, value in described.items() if name != "train_manifest"}
             | {"model": self.state.identity["model"]},
         )
-        self._first_step, self._learns = self.state.step, False
+        self._first_step = self.state.step
+        self._learns = False
         self._rollback = RollbackPolicy(self.state, config, self.logger, self._checkpoints)
         self.speed = SpeedMeter(ranks)
 
@@ -311,7 +313,8 @@ class Training:
 
     def _save_whole(self, values: Mapping[str, Any], must: bool) -> bool:
         """Gather the state of all ranks and save it on rank 0; return whether it was saved."""
-        state, checkpoints = self.state, self._checkpoints
+        state = self.state
+        checkpoints = self._checkpoints
         state.model.gather()
         tensors = state.optimizer_tensors()
 
@@ -385,8 +388,10 @@ class Training:
 
     def _update(self) -> bool:
         """Make and count one update; return whether the weights were rolled back."""
-        state, step = self.state, self.state.step
-        batches, count = state.stream.take(step), state.stream.micro_batches(step)
+        state = self.state
+        step = self.state.step
+        batches = state.stream.take(step)
+        count = state.stream.micro_batches(step)
         result = self.step(step, state.rate.at(step), batches, count)
         state.step += 1
         self.logger.advance()
@@ -410,7 +415,8 @@ class Training:
         """
         if self._learns:
             return
-        state, done = self.state, self.state.step - self._first_step
+        state = self.state
+        done = self.state.step - self._first_step
         losses = torch.stack([loss.total for loss in result.losses])
         self._learns = state.ranks.any(bool(losses.any()) or bool(result.grad_norm))
         is_early = done < min(state.stream.steps_per_epoch, _MAX_EMPTY_UPDATES)
@@ -495,7 +501,8 @@ def _warn_of_short_run(
     """Warn of settings for a longer run: a warm-up that takes much of this one, and validation
     only at its end.
     """
-    warmup, every = optim.schedule.warmup_steps, config.validate_every
+    warmup = optim.schedule.warmup_steps
+    every = config.validate_every
     if warmup > total_steps * _LONG_WARMUP:
         _log.warning(
             "the learning rate rises during %d of %d steps, and reaches %.1e: "
@@ -525,10 +532,8 @@ def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validat
         raise ConfigError(
             f"{message}; open it with TrainConfig.micro_batch", "mismatch", field="global_batch"
         )
-    plateau, early_stop = (
-        isinstance(optim.schedule, Plateau),
-        config.early_stop_patience is not None,
-    )
+    plateau = isinstance(optim.schedule, Plateau)
+    early_stop = config.early_stop_patience is not None
     for field, needed in (("schedule", plateau), ("early_stop_patience", early_stop)):
         if needed and not validates:
             message = (

@@ -122,19 +122,18 @@ class RollbackPolicy:
     def __init__(
         self, state: TrainState, config: TrainConfig, logger: RunLogger, checkpoints: Checkpoints
     ) -> None:
-        self._state, self._config, self._logger, self._checkpoints = (
-            state,
-            config,
-            logger,
-            checkpoints,
-        )
+        self._state = state
+        self._config = config
+        self._logger = logger
+        self._checkpoints = checkpoints
 
     def __call__(self, result: StepResult, step: int) -> bool:
         """Count the skipped update number `step`; return whether the weights were rolled back.
 
         Raises TrainingError where the budget is exceeded.
         """
-        state, budget = self._state, self._config.nonfinite_budget
+        state = self._state
+        budget = self._config.nonfinite_budget
         state.skipped += 1
         state.streak += 1
         shown = self._log_samples(result, step)

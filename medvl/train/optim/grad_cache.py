@@ -49,7 +49,9 @@ class GradCache:
                 "unsupported",
                 field="grad_cache",
             )
-        self._model, self._part, self._precision = model, part, precision
+        self._model = model
+        self._part = part
+        self._precision = precision
         self._buffers = BufferGuard(model)
 
     def __call__(self, batch: Batch, count: int, seed_part: Callable[[int], None]) -> Losses:

@@ -51,8 +51,11 @@ class LearningRate:
         mode: Literal["min", "max"] = "min",
         steps_per_epoch: int = 1,
     ) -> None:
-        self._lr, self._schedule, self._mode = optim.lr, optim.schedule, mode
-        self.total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
+        self._lr = optim.lr
+        self._schedule = optim.schedule
+        self._mode = mode
+        self.total_steps = total_steps
+        self._steps_per_epoch = steps_per_epoch
         self.plateaus = 0
         """Times that `Plateau` has lowered the rate."""
         self.best: float | None = None
@@ -95,12 +98,14 @@ class LearningRate:
         if not isinstance(self._schedule, Plateau):
             return False
         if math.isfinite(value) and (self.best is None or self._improves(value, self.best)):
-            self.best, self.bad = value, 0
+            self.best = value
+            self.bad = 0
             return False
         self.bad += 1
         if self.bad <= self._schedule.patience:
             return False
-        self.plateaus, self.bad = self.plateaus + 1, 0
+        self.plateaus = self.plateaus + 1
+        self.bad = 0
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +114,9 @@ class LearningRate:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.plateaus, self.best, self.bad = state["plateaus"], state["best"], state["bad"]
+        self.plateaus = state["plateaus"]
+        self.best = state["best"]
+        self.bad = state["bad"]
 
     def _after_warmup(self, progress: float) -> float:
         """Return the rate at a fraction of the way from the end of the warm-up to the end of the
@@ -155,7 +162,8 @@ class Precision:
                 "slower"
             )
             kind = "fp32"
-        self.kind, self.device = kind, device
+        self.kind = kind
+        self.device = device
         self.scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
 
     @contextlib.contextmanager
@@ -282,10 +290,8 @@ class Lamb(torch.optim.Optimizer):
             state["exp_avg"] / (1 - beta1**step) / denominator + group["weight_decay"] * parameter
         )
         if parameter.ndim > 1:
-            weight_norm, update_norm = (
-                torch.linalg.vector_norm(parameter),
-                torch.linalg.vector_norm(update),
-            )
+            weight_norm = torch.linalg.vector_norm(parameter)
+            update_norm = torch.linalg.vector_norm(update)
             ratio = weight_norm / update_norm
             update *= torch.where(
                 (weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio)

@@ -86,7 +86,8 @@ class RankInfo:
         Raises the function's error on the ranks that have one, and TrainingError with the first one
         on the others.
         """
-        value, error = None, None
+        value = None
+        error = None
         try:
             value = function()
         except Exception as caught:  # raised again below, after the other ranks were informed
@@ -232,10 +233,8 @@ def machine_settings(
     """
     threads_before = torch.get_num_threads()
     algorithms_before = torch.are_deterministic_algorithms_enabled()
-    matmul_before, benchmark_before = (
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.benchmark,
-    )
+    matmul_before = torch.get_float32_matmul_precision()
+    benchmark_before = torch.backends.cudnn.benchmark
     try:
         if ranks.device.type == "cuda":
             torch.backends.cudnn.benchmark = not deterministic
@@ -277,7 +276,8 @@ def idle_cores() -> int:
     """
     if not Path("/proc/stat").is_file():
         return cpu_cores()
-    start, idle_before = time.perf_counter(), _idle_seconds()
+    start = time.perf_counter()
+    idle_before = _idle_seconds()
     time.sleep(0.25)
     idle = (_idle_seconds() - idle_before) / (time.perf_counter() - start)
     return max(0, min(cpu_cores(), round(idle)))
@@ -335,7 +335,8 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device, channels_last: bool) -> None:
-        self._device, self._channels_last = device, channels_last
+        self._device = device
+        self._channels_last = channels_last
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, batch: Batch) -> Batch:
@@ -420,7 +421,8 @@ class BatchStream:
         """Time spent waiting for batches so far; with a side stream, the device may work during
         that time.
         """
-        self._accumulate, self.side = accumulate, side
+        self._accumulate = accumulate
+        self.side = side
         self._iterator: Iterator[Batch] | None = None
         self._prefetched: Batch | None = None
         self._position: dict[str, Any] = {}
@@ -443,7 +445,8 @@ class BatchStream:
         """
         first = step % self.steps_per_epoch * self._accumulate
         for number in range(first, first + self.micro_batches(step)):
-            batch, self._prefetched = self._prefetched, None
+            batch = self._prefetched
+            self._prefetched = None
             if batch is None:
                 batch = self._next(at_start=number == 0)
             elif self.side is not None:

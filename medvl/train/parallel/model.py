@@ -50,7 +50,9 @@ class ParallelModel(abc.ABC):
     sharded = False
 
     def __init__(self, whole: nn.Module, trained: nn.Module, ranks: RankInfo) -> None:
-        self.whole, self.trained, self.ranks = whole, trained, ranks
+        self.whole = whole
+        self.trained = trained
+        self.ranks = ranks
         self.ddp: DistributedDataParallel | None = None
 
     def leave_group(self) -> None:
@@ -437,7 +439,8 @@ def _copy_to_shard(whole: nn.Module, device: torch.device) -> tuple[nn.Module, l
     The other parameters share memory with `whole` until they are sharded, so that nothing is held
     twice.
     """
-    copies, scalars = {}, []
+    copies = {}
+    scalars = []
     for parameter in whole.parameters():
         data = (
             parameter.detach().contiguous()
@@ -529,7 +532,8 @@ def empty_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
         dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items()
     ):
         assert isinstance(entry, dcp.TensorStorageMetadata)
-        parameter, dtype = parameters.get(parameter_name(name)), entry.properties.dtype
+        parameter = parameters.get(parameter_name(name))
+        dtype = entry.properties.dtype
         if isinstance(parameter, DTensor) and parameter.shape == entry.size:
             state[name] = torch.empty_like(parameter.detach(), dtype=dtype)
         else:

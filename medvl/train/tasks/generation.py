@@ -205,7 +205,8 @@ def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:
 @torch.no_grad()
 def _encode(data: GenerationDataConfig, source: Any, model: Any, folder: Path) -> None:
     """Write the files of a cache (`medvl.data.loading.latents`), computed on the model's device."""
-    device, training = model.device, model.training
+    device = model.device
+    training = model.training
     model.eval()
     loader = open_valid(
         data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer
@@ -265,7 +266,8 @@ def _measure_scale(data: GenerationDataConfig, source: Any, model: Any) -> None:
     loader = open_valid(
         data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer
     )
-    moments, count = [], 0
+    moments = []
+    count = 0
     for batch in loader:
         moments.append(model.encode_moments(batch.image_BCHW))
         count += len(batch)

@@ -154,7 +154,8 @@ def _training_images(data: ClassificationDataConfig, transform: EvalTransform) -
     """Return the transform of the training images. Raises ConfigError for one that does not fit
     the model's.
     """
-    augmentation, pads = data.image, transform.fit == "pad"
+    augmentation = data.image
+    pads = transform.fit == "pad"
     if augmentation is None and not data.augment:
         return transform
     if augmentation is None:

@@ -52,12 +52,15 @@ def plan(
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     shares = split_training(validate_share)
-    rows, records, tested = RowCounts(), Records(), set[str]()
+    rows = RowCounts()
+    records = Records()
+    tested = set[str]()
     for folder in ("test", "train"):
         path = root / f"{folder}.json"
         for row in rows.reading(read_rows(path, ("file_name", "syms", "boxes"), allowed)):
             name, number = _read_name(row, path)
-            patient, boxes = deid.patient(number), _read_boxes(row, path)
+            patient = deid.patient(number)
+            boxes = _read_boxes(row, path)
             if folder == "test":
                 tested.add(patient)
             elif patient in tested:
@@ -91,7 +94,8 @@ def _read_name(row: Mapping[str, Any], path: Path) -> tuple[str, str]:
 
 
 def _read_boxes(row: Mapping[str, Any], path: Path) -> list[Box]:
-    names, corners = row["syms"], row["boxes"]
+    names = row["syms"]
+    corners = row["boxes"]
     if not isinstance(names, list) or not isinstance(corners, list) or len(names) != len(corners):
         raise malformed(path, "expected lists of the same length for syms and boxes", "boxes")
     boxes = []

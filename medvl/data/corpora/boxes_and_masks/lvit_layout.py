@@ -79,7 +79,9 @@ def plan(
     check_choice(name, tuple(COUNTS), "name")
     check_choice(patients, get_args(Literal["image", "file"]), "patients")
     allowed = InputFolders.of(root, follow_links=follow_links)
-    records, rows, warnings = Records(), RowCounts(), Counter[str]()
+    records = Records()
+    rows = RowCounts()
+    warnings = Counter[str]()
     for folder in _folders(root):
         for split, image, mask, text in rows.reading(_images(folder, allowed, warnings)):
             if mask is None:

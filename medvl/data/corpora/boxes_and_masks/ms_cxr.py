@@ -88,7 +88,8 @@ def plan(
         table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS, allowed
     ):
         by_image.setdefault(row["path"], []).append(row)
-    counts, records = RowCounts(), Records()
+    counts = RowCounts()
+    records = Records()
     suffix: str | None = None
     for name, rows in counts.reading(by_image.items()):
         match = _PATH.fullmatch(name)
@@ -121,7 +122,8 @@ def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> 
     """
     boxes: dict[tuple[str, str], list[Box]] = {}
     for row in rows:
-        label, text = row["category_name"], " ".join(row["label_text"].split())
+        label = row["category_name"]
+        text = " ".join(row["label_text"].split())
         if label not in LABELS or not text:
             field = "category_name" if text else "label_text"
             raise malformed(table, f"expected a text and one of {', '.join(LABELS)}", field)
@@ -135,7 +137,8 @@ def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> 
 def _image_size(rows: list[dict[str, str]], table: Path) -> tuple[int, int]:
     """Return (width, height) of an image. Raises CorpusError when its rows disagree."""
     sizes = {(row["image_width"], row["image_height"]) for row in rows}
-    width, height = rows[0]["image_width"], rows[0]["image_height"]
+    width = rows[0]["image_width"]
+    height = rows[0]["image_height"]
     if len(sizes) != 1 or not (width.isdecimal() and height.isdecimal()):
         raise malformed(
             table, "expected whole numbers, the same in all rows of an image", "image_width"

@@ -25,7 +25,9 @@ LABELS = (LABEL,)
 SHAPES = {"0": "rectangle", "1": "ellipse", "2": "polygon"}
 """Type of an annotation in the tables -> shape."""
 
-_CORNERS, _MIN_POLYGON = 4, 6  # numbers
+# numbers
+_CORNERS = 4
+_MIN_POLYGON = 6
 _IMAGE = re.compile(r"\w[\w-]{0,100}\.jpg")
 
 
@@ -48,7 +50,9 @@ def plan(
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     shares = split_training(validate_share)
-    rows, records, warnings = RowCounts(), Records(), Counter[str]()
+    rows = RowCounts()
+    records = Records()
+    warnings = Counter[str]()
     for folder in ("train", "dev"):
         table = root / f"{folder}.csv"
         for row in rows.reading(read_table(table, ("annotation",), allowed)):
@@ -60,7 +64,8 @@ def plan(
                     "image_name",
                 )
             image = f"{folder}/{name}"
-            patient, shapes = deid.patient(image), _read_shapes(row["annotation"], table)
+            patient = deid.patient(image)
+            shapes = _read_shapes(row["annotation"], table)
             boxes = [box for shape in shapes if (box := _box(shape, table))]
             warnings["empty_shape"] += len(shapes) - len(boxes)
             sample = Sample(
@@ -109,7 +114,8 @@ def _read_shapes(text: str, table: Path) -> list[tuple[str, tuple[float, ...]]]:
 
 def _box(shape: tuple[str, tuple[float, ...]], table: Path) -> Box | None:
     """Return the bounding box of a shape, or None where it has no area."""
-    x, y = shape[1][::2], shape[1][1::2]
+    x = shape[1][::2]
+    y = shape[1][1::2]
     if min(x) == max(x) or min(y) == max(y):
         return None
     return read_corners(LABEL, (min(x), min(y), max(x), max(y)), None, table)

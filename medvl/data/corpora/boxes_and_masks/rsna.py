@@ -32,10 +32,8 @@ _MAPPING = "pneumonia-challenge-dataset-mappings_2018.json"
 _IMAGES = "stage_2_train_images"
 _SIZE = (1024, 1024)
 _CLASSES = ("Normal", "No Lung Opacity / Not Normal", "Lung Opacity")
-_ID, _NIH = (
-    re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
-    re.compile(r"(\d{8})_\d{3}\.png"),
-)
+_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_NIH = re.compile(r"(\d{8})_\d{3}\.png")
 _BOX = ("x", "y", "width", "height")
 
 
@@ -69,7 +67,8 @@ def plan(
     classes = _read_classes(find_file(root, "stage_2_detailed_class_info.csv"), allowed)
     boxes = _read_boxes(find_file(root, "stage_2_train_labels.csv"), classes, allowed)
     patient_of = _read_mapping(root / _MAPPING, allowed) if patients == "mapping" else {}
-    rows, records = RowCounts(), Records()
+    rows = RowCounts()
+    records = Records()
     for image, image_boxes in rows.reading(boxes.items()):
         if patients == "mapping" and image not in patient_of:
             raise CorpusError(
@@ -99,7 +98,8 @@ def _read_classes(table: Path, allowed: InputFolders) -> dict[str, str]:
     """Read image -> one of the three classes; the table has one row per box."""
     classes: dict[str, str] = {}
     for row in read_table(table, ("patientId", "class"), allowed):
-        image, name = row["patientId"], row["class"]
+        image = row["patientId"]
+        name = row["class"]
         if (
             not _ID.fullmatch(image)
             or name not in _CLASSES
@@ -118,7 +118,8 @@ def _read_boxes(
     """Read image -> boxes, an empty list for images without pneumonia."""
     boxes: dict[str, list[Box]] = {}
     for row in read_table(table, ("patientId", *_BOX, "Target"), allowed):
-        image, target = row["patientId"], row["Target"]
+        image = row["patientId"]
+        target = row["Target"]
         if target not in ("0", "1") or (classes.get(image) == "Lung Opacity") != (target == "1"):
             raise malformed(
                 table,

@@ -52,7 +52,8 @@ def plan(
     warnings = Counter[str]()
     masks = _read_masks(find_file(root, *_TABLES), warnings, allowed)
     files = {path.stem: path for path in sorted(root.rglob("*.dcm"), reverse=True)}
-    rows, records = RowCounts(), Records()
+    rows = RowCounts()
+    records = Records()
     for image, runs in rows.reading(masks.items()):
         patient = deid.patient(image)
         regions = {"masks": [{"label": "Pneumothorax", "runs": text} for text in runs]}

@@ -87,7 +87,8 @@ def plan(
         raise ConfigError(
             f"agreement must be 1 to {_READERS}, got {agreement}", "out_of_range", field="agreement"
         )
-    rows, records = RowCounts(), Records()
+    rows = RowCounts()
+    records = Records()
     for folder in ("train", "test"):
         votes = _read_votes(root / "annotations" / f"image_labels_{folder}.csv", folder, allowed)
         drawn = _read_boxes(
@@ -95,7 +96,8 @@ def plan(
         )
         suffix: str | None = None
         for image, named in rows.reading(votes.items()):
-            patient, file = deid.patient(image), root / folder / f"{image}.dicom"
+            patient = deid.patient(image)
+            file = root / folder / f"{image}.dicom"
             suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
             labels = _labels(named, agreement if folder == "train" else 1)
             readers = [
@@ -167,7 +169,8 @@ def _read_boxes(
     boxes: dict[str, dict[str, list[Box]]] = {}
     known = set(images)
     for row in read_table(table, (*_columns(folder), "class_name", *_CORNERS), allowed):
-        image, label = _image(row, table), _name(row["class_name"])
+        image = _image(row, table)
+        label = _name(row["class_name"])
         if image not in known:
             raise CorpusError(
                 f"{table} has an image that the table of labels lacks: download both again",

@@ -27,7 +27,10 @@ RUN = 12
 _WORD = re.compile(r"\w+")
 _FACTOR = 0x9E3779B97F4A7C15
 _POWERS_R = np.array([pow(_FACTOR, power, 2**64) for power in range(RUN)], np.uint64)
-_JSON_LINES, _JSON, _XML, _TEXTS = (".jsonl", ".ndjson"), (".json",), (".xml",), (".txt", ".tokens")
+_JSON_LINES = (".jsonl", ".ndjson")
+_JSON = (".json",)
+_XML = (".xml",)
+_TEXTS = (".txt", ".tokens")
 _TABLES = (".tsv", ".csv", ".conll", ".iob", ".iob2")
 _MERGE = 1 << 18
 
@@ -211,7 +214,8 @@ def _strings(value: Any) -> Iterator[str]:
 _CHUNK = 1 << 20
 _LONGEST_ARTICLE = 1 << 24
 _ARTICLE_START = re.compile(r"<PubmedArticle[\s>]")
-_ARTICLE_END, _FILE_END = "</PubmedArticle>", "</PubmedArticleSet>"
+_ARTICLE_END = "</PubmedArticle>"
+_FILE_END = "</PubmedArticleSet>"
 
 Layout = Literal["lines", "paragraphs"]
 """Layout of plain text files: "lines" has one document per line; "paragraphs" has one sentence per

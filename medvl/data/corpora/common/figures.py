@@ -94,7 +94,8 @@ def apply_split_rule(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
     owner: dict[str, str] = {}
     shared: set[str] = set()
     for record in plan.records:
-        split, article = record.sample.split, record.sample.patient
+        split = record.sample.split
+        article = record.sample.patient
         first = owner.setdefault(article, split)
         if first != split:
             shared.add(article)

@@ -59,7 +59,8 @@ class Records(Sequence[Record]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = range(len(self))[index]  # resolves negative indices, or raises IndexError
-        start, end = self._ends[number], self._ends[number + 1]
+        start = self._ends[number]
+        end = self._ends[number + 1]
         if end > self._flushed:
             with _storage_errors():
                 self._file.flush()
@@ -89,7 +90,8 @@ def _to_json(record: Record) -> bytes:
     values = {
         name: value for name in _FIELDS if (value := getattr(record.sample, name)) not in (None, {})
     }
-    image, report = record.sample.image, record.report
+    image = record.sample.image
+    report = record.report
     paths = [None if path is None else str(path) for path in (image, report)]
     masks = {label: str(path) for label, path in record.masks.items()}
     return json.dumps([values, *paths, masks], separators=(",", ":")).encode()

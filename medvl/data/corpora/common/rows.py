@@ -110,12 +110,10 @@ class RowChecks:
 
     def __init__(self, table: Path) -> None:
         self._table = table
-        self._rows, self._images, self._patients, self._splits = (
-            array("q"),
-            array("Q"),
-            array("Q"),
-            array("i"),
-        )
+        self._rows = array("q")
+        self._images = array("Q")
+        self._patients = array("Q")
+        self._splits = array("i")
         self._split_numbers: dict[str, int] = {}
 
     def add(self, row: int, sample: Sample) -> None:
@@ -129,7 +127,8 @@ class RowChecks:
         """Raise CorpusError for images in two rows, SplitError for patients in two splits."""
         if not self._rows:
             return
-        row_N, split_N = np.frombuffer(self._rows, np.int64), np.frombuffer(self._splits, np.intc)
+        row_N = np.frombuffer(self._rows, np.int64)
+        split_N = np.frombuffer(self._splits, np.intc)
         names = list(self._split_numbers)
         one_P, other_P = _equal_pairs(self._images)
         if len(one_P):
@@ -146,7 +145,8 @@ class RowChecks:
         one_P, other_P = _equal_pairs(self._patients)
         leaked_P = split_N[one_P] != split_N[other_P]
         if leaked_P.any():
-            one_P, other_P = one_P[leaked_P], other_P[leaked_P]
+            one_P = one_P[leaked_P]
+            other_P = other_P[leaked_P]
             pairs = (
                 f"rows {row_N[one]} ({names[split_N[one]]}) and {row_N[other]} "
                 f"({names[split_N[other]]})"
@@ -174,7 +174,8 @@ def _equal_pairs(values: "array[int]") -> tuple[np.ndarray, np.ndarray]:
     value_N = np.frombuffer(values, np.uint64)
     order_N = np.argsort(value_N, kind="stable")
     equal_N = value_N[order_N[1:]] == value_N[order_N[:-1]]
-    one_P, other_P = order_N[:-1][equal_N], order_N[1:][equal_N]
+    one_P = order_N[:-1][equal_N]
+    other_P = order_N[1:][equal_N]
     order_P = np.argsort(one_P)
     return one_P[order_P], other_P[order_P]
 

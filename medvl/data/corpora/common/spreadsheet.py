@@ -20,7 +20,8 @@ from medvl.errors import CorpusError
 
 MAX_UNPACKED_BYTES = 1 << 26
 """Largest accepted unpacked workbook; LViT's tables have under 2 MB."""
-MAX_ROWS, MAX_COLUMNS = 1 << 20, 256
+MAX_ROWS = 1 << 20
+MAX_COLUMNS = 256
 """Rows of the largest sheet that spreadsheets write; columns that are read."""
 FREE_CELLS = 1 << 17
 """Cells with content that any workbook may have: two seconds of reading. A larger one may have one
@@ -113,7 +114,8 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[dict[int, str]]:
     book: Any = openpyxl.load_workbook(file, read_only=True, data_only=True, keep_links=False)
     sheet = book.worksheets[0]
     sheet.reset_dimensions()  # the file states them, and may be wrong
-    cells, most = 0, _most_cells(file)
+    cells = 0
+    most = _most_cells(file)
     for row in sheet.iter_rows(max_row=MAX_ROWS, max_col=MAX_COLUMNS, values_only=True):
         if row.count(None) < len(
             row

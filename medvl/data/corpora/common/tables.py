@@ -35,7 +35,8 @@ MAX_LINE_CHARACTERS = 1 << 24
 
 MAX_COLUMNS = 1 << 14
 """Largest accepted number of columns of a CSV table, that of spreadsheets."""
-MAX_RATIO, FREE_BYTES = 100, 1 << 24
+MAX_RATIO = 100
+FREE_BYTES = 1 << 24
 """A gzip file or workbook may unpack to `MAX_RATIO` times its size and `FREE_BYTES`; tables
 reach a ratio of 40.
 """
@@ -124,7 +125,8 @@ class Plan:
         """Yield the samples one by one, with their reports read. Raises ReportError when a
         report cannot be read.
         """
-        warnings, folders = Counter[str](), self.allowed_folders()
+        warnings = Counter[str]()
+        folders = self.allowed_folders()
         for record in self.records:
             yield read_record(record, warnings, folders)
 
@@ -207,7 +209,9 @@ def number_table_rows(
     In place of a row with another number of fields than the header, yields the error that
     `read_table` raises.
     """
-    required, line, number = tuple(required), 1, 0
+    required = tuple(required)
+    line = 1
+    number = 0
     lines = _RowLines(path, folders)
     try:
         first = next((text for text in lines if text.strip()), "")
@@ -257,8 +261,10 @@ class _RowLines:
     """Lines of a CSV table; raises CorpusError where a row of several lines becomes too long."""
 
     def __init__(self, path: Path, folders: InputFolders) -> None:
-        self._path, self._lines = path, read_lines(path, folders)
-        self.number, self.size = 0, 0
+        self._path = path
+        self._lines = read_lines(path, folders)
+        self.number = 0
+        self.size = 0
         """Lines read, and characters since the reader set it to 0 at the end of a row."""
 
     def __iter__(self) -> Iterator[str]:
@@ -403,7 +409,8 @@ class _Unpacked(io.RawIOBase):
     """Content of a gzip file, up to multiples of its size in bytes and lines."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._content = path, gzip.GzipFile(fileobj=file)
+        self._path = path
+        self._content = gzip.GzipFile(fileobj=file)
         size = os.fstat(file.fileno()).st_size
         self._left = FREE_BYTES + MAX_RATIO * size
         self._most_lines = self._lines_left = max(FREE_LINES, size // 2)

@@ -71,7 +71,9 @@ def plan(
             f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow", "not_found"
         )
     private_folder(unpacked)
-    rows, warnings, records = RowCounts(), Counter[str](), Records()
+    rows = RowCounts()
+    warnings = Counter[str]()
+    records = Records()
     for path, found in files.items():
         for number, row in rows.reading(_rows(path, allowed)):
             sample = _sample(
@@ -92,7 +94,8 @@ def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str,
     try:
         with allowed.open(path, CorpusError) as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-            file, number = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)), 0
+            file = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped))
+            number = 0
             if "questions" in file.schema.names:
                 message = (
                     f"{path} has questions; convert the original: medvl shards vqa-rad, "
@@ -130,7 +133,9 @@ def _sample(
     deid: Deidentifier,
     warnings: Counter[str],
 ) -> Sample:
-    image, texts, name = row["image"], row["caption"], row["image_id"]
+    image = row["image"]
+    texts = row["caption"]
+    name = row["image_id"]
     if not isinstance(image, bytes) or not isinstance(name, str) or not isinstance(texts, list):
         raise malformed(
             where, "expected bytes as image, a list of texts as caption and a text as image_id"

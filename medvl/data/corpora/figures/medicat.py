@@ -25,10 +25,9 @@ _TABLE = "s2_full_figures_oa_nonroco_combined_medical_top4_public.jsonl"
 _TABLES = (_TABLE, f"{_TABLE}.gz", "sample.jsonl")
 _FIELDS = ("pdf_hash", "fig_uri", "s2_caption", "radiology")
 _SUBCAPTIONS = "subcaptions_public.jsonl"
-_HASH, _URI = (
-    re.compile(r"[0-9a-f]{40}"),
-    re.compile(r"[\w .()+-]{1,120}\.(?:png|jpg)"),
-)  # used as file names
+# used as file names
+_HASH = re.compile(r"[0-9a-f]{40}")
+_URI = re.compile(r"[\w .()+-]{1,120}\.(?:png|jpg)")
 
 
 def plan(
@@ -59,11 +58,13 @@ def plan(
     check_fractions(fractions)
     table = find_file(root, *_TABLES)
     compound = _read_compound(root / _SUBCAPTIONS, allowed)
-    rows, warnings = RowCounts(), Counter[str]()
+    rows = RowCounts()
+    warnings = Counter[str]()
     seen: set[tuple[str, str]] = set()
     records = Records()
     for number, row in rows.reading(read_json_lines(table, _FIELDS, allowed)):
-        article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
+        article = _text(row, "pdf_hash")
+        file = _text(row, "fig_uri")
         if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
             raise malformed(
                 f"{table}, line {number}", "expected a hash and a file name in fig_uri", "fig_uri"

@@ -58,12 +58,13 @@ def plan(
     allowed = InputFolders.of(root, follow_links=follow_links)
     find_file(root, "train.csv")
     classes = tuple(sorted({row[level].strip() for _, row in _rows(root, allowed)}))
-    records, warnings, rows, keys = Records(), Counter[str](), RowCounts(), set[str]()
+    records = Records()
+    warnings = Counter[str]()
+    rows = RowCounts()
+    keys = set[str]()
     for split, row in rows.reading(_rows(root, allowed)):
-        figure, methods = (
-            row["figure_file"].strip(),
-            {name: row[name].strip() for name in get_args(Level)},
-        )
+        figure = row["figure_file"].strip()
+        methods = {name: row[name].strip() for name in get_args(Level)}
         key = deid.image(f"{split} {figure} {row['caption']} {list(methods.values())}")
         if key in keys:
             rows.exclude("duplicate")

@@ -30,8 +30,11 @@ from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
-NAME, NAME_OTHERS, NAME_V2 = "roco", "roco-non-radiology", "rocov2"
-SPLITS, SPLITS_V2 = ("train", "validation", "test"), ("train", "valid", "test")
+NAME = "roco"
+NAME_OTHERS = "roco-non-radiology"
+NAME_V2 = "rocov2"
+SPLITS = ("train", "validation", "test")
+SPLITS_V2 = ("train", "valid", "test")
 COUNTS: Mapping[str, Mapping[str, int]] = {
     name: {"images": count}
     for name, count in ((NAME, 81_807), (NAME_OTHERS, 6_118), (NAME_V2, 79_789))
@@ -76,7 +79,9 @@ def plan(
     `splits` is "official" and an article is in two splits; ConfigError when an option is unknown,
     or not supported by ROCOv2.
     """
-    root, rows, warnings = Path(root), RowCounts(), Counter[str]()
+    root = Path(root)
+    rows = RowCounts()
+    warnings = Counter[str]()
     allowed = InputFolders.of(
         root, *([references] if references else []), follow_links=follow_links
     )
@@ -251,7 +256,8 @@ def _read_licences_v2(path: Path, allowed: InputFolders) -> dict[str, _Source]:
     sources = {}
     for row in read_table(path, ("ID",), allowed):
         text = " ".join(value for column, value in row.items() if column != "ID")
-        article, licence = _ARTICLE.search(text), _LICENCE.search(text)
+        article = _ARTICLE.search(text)
+        licence = _LICENCE.search(text)
         if article is not None:
             sources[row["ID"]] = _Source(article=article[0], licence=licence[0] if licence else "")
     return sources

@@ -62,7 +62,8 @@ def plan(
         raise CorpusError(
             f"{root} lacks train.csv, valid.csv or test.csv: is it the release's root?", "not_found"
         )
-    rows, records = RowCounts(), Records()
+    rows = RowCounts()
+    records = Records()
     for name in splits:
         table = root / f"{name}.csv"
         columns = _TEST_COLUMNS if name == "test" else _COLUMNS

@@ -19,7 +19,9 @@ NAME = "covidx"
 COUNTS: Mapping[str, int] = {"images": 84_818}
 """Images of COVIDx CXR-4, which `medvl verify --full` compares with."""
 
-_COVID, _OTHER, _NORMAL = "COVID-19", "Other Pneumonia", "Normal"
+_COVID = "COVID-19"
+_OTHER = "Other Pneumonia"
+_NORMAL = "Normal"
 _CLASSES: Mapping[str, Mapping[str, int]] = {
     "positive": {_COVID: 1},
     "negative": {_COVID: 0},
@@ -71,7 +73,8 @@ def plan(
         raise CorpusError(
             f"{root} lacks {lists['train'].name} or {lists['test'].name}: {hint}", "not_found"
         )
-    rows, records = RowCounts(), Records()
+    rows = RowCounts()
+    records = Records()
     names: dict[str, None] = {}
     present = {split: path for split, path in lists.items() if path.is_file()}
     for split, path in present.items():

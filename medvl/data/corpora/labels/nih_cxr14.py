@@ -67,7 +67,9 @@ def plan(
     official = _read_lists(root, allowed)
     boxes = _read_boxes(root / "BBox_List_2017.csv", allowed)
     folders = _image_folders(root)
-    rows, warnings, records = RowCounts(), Counter[str](), Records()
+    rows = RowCounts()
+    warnings = Counter[str]()
+    records = Records()
     for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
         name = row["Image Index"]
         match = _IMAGE.fullmatch(name)

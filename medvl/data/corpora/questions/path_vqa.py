@@ -44,7 +44,8 @@ def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
-    rows, warnings = RowCounts("questions"), Counter[str]()
+    rows = RowCounts("questions")
+    warnings = Counter[str]()
     questions: dict[tuple[str, str, str], tuple[str, Question]] = {}
     images: dict[str, Path] = {}
     for split, part in _PARTS.items():

@@ -55,8 +55,10 @@ def plan(
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(language, LANGUAGES, "language")
-    rows, warnings = RowCounts("questions"), Counter[str]()
-    questions, extra = [], {}
+    rows = RowCounts("questions")
+    warnings = Counter[str]()
+    questions = []
+    extra = {}
     for split, names in _FILES.items():
         path = find_file(root, *names)
         for row in rows.reading(vqa.read_rows(path, _FIELDS, allowed)):

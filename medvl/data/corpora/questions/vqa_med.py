@@ -53,7 +53,8 @@ def plan(
     allowed = InputFolders.of(root, follow_links=follow_links)
     for kept in categories:
         check_choice(kept, CATEGORIES, "categories")
-    counts, warnings = RowCounts("questions"), Counter[str]()
+    counts = RowCounts("questions")
+    warnings = Counter[str]()
     questions: list[tuple[str, Question]] = []
     images: dict[str, Path] = {}
     for split in _FOLDERS:

@@ -31,7 +31,9 @@ IMAGE_DISJOINT: Mapping[str, float] = {"train": 0.7, "validate": 0.1, "test": 0.
 on every machine.
 """
 
-_PUBLIC, _TRAIN, _TEST = "VQA_RAD Dataset Public.json", "trainset.json", "testset.json"
+_PUBLIC = "VQA_RAD Dataset Public.json"
+_TRAIN = "trainset.json"
+_TEST = "testset.json"
 _FOLDERS = ("VQA_RAD Image Folder", "images")
 _FIELDS = (
     "qid",
@@ -69,7 +71,8 @@ def plan(
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(split, SPLITS, "split")
-    rows, warnings = RowCounts("questions"), Counter[str]()
+    rows = RowCounts("questions")
+    warnings = Counter[str]()
     folder = next((root / name for name in _FOLDERS if (root / name).is_dir()), None)
     if folder is None:
         raise CorpusError(
@@ -90,7 +93,8 @@ def plan(
 
 def _question_files(root: Path) -> list[tuple[Path, str | None]]:
     """Return the question files with their splits; None where each row has its own."""
-    public, parts = root / _PUBLIC, [(root / _TRAIN, "train"), (root / _TEST, "test")]
+    public = root / _PUBLIC
+    parts = [(root / _TRAIN, "train"), (root / _TEST, "test")]
     present = [path for path, _ in parts if path.is_file()]
     if public.is_file() and present:
         raise CorpusError(
@@ -110,7 +114,8 @@ def _question(
 ) -> Question:
     answer_type = vqa.parse_answer_type(row["answer_type"], path)
     phrasing = vqa.clean_text(row["phrase_type"])
-    text, answer = vqa.clean_text(row["question"]), vqa.clean_text(row["answer"])
+    text = vqa.clean_text(row["question"])
+    answer = vqa.clean_text(row["answer"])
     kinds = _kinds(row["question_type"])
     warnings.update(
         qid_text=isinstance(row["qid"], str),

@@ -64,7 +64,9 @@ def plan(
         root, home, *([patients.parent] if patients else []), follow_links=follow_links
     )
     known = {} if patients is None else _patients(patients, allowed)
-    rows, warnings, records = RowCounts(), Counter[str](), Records()
+    rows = RowCounts()
+    warnings = Counter[str]()
+    records = Records()
     for name, split in _SPLITS.items():
         path = root / name
         if not path.is_file():

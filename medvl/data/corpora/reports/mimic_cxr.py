@@ -61,17 +61,18 @@ def plan(
     _check_folders(root, reports)
     if split is not None:
         check_choice(split, SPLITS, "split")
-    labels, splits = _read_labels(root, labeler, allowed), _read_splits(root, allowed)
-    table, rows, warnings, records = (
-        _table(root, "metadata"),
-        RowCounts(),
-        Counter[str](),
-        Records(),
-    )
+    labels = _read_labels(root, labeler, allowed)
+    splits = _read_splits(root, allowed)
+    table = _table(root, "metadata")
+    rows = RowCounts()
+    warnings = Counter[str]()
+    records = Records()
     orders = _read_orders(table, allowed)
     suffix: str | None = None
     for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
-        dicom_id, subject, study = row["dicom_id"], row["subject_id"], row["study_id"]
+        dicom_id = row["dicom_id"]
+        subject = row["subject_id"]
+        study = row["study_id"]
         if dicom_id not in splits:
             rows.exclude("not_in_split_table")
             continue
@@ -149,7 +150,8 @@ def _read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
     """
     times: defaultdict[str, dict[str, tuple[int, float, str]]] = defaultdict(dict)
     for row in tables.read_table(table, _COLUMNS, allowed):
-        date, time = row.get("StudyDate", ""), row.get("StudyTime", "") or "0"
+        date = row.get("StudyDate", "")
+        time = row.get("StudyTime", "") or "0"
         if date.isdecimal() and time.replace(".", "", 1).isdecimal():
             times[row["subject_id"]].setdefault(
                 row["study_id"], (int(date), float(time), row["study_id"])

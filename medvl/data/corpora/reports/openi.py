@@ -107,7 +107,8 @@ def _report(root: ElementTree.Element) -> OpeniReport:
     sections: dict[str, str] = {}
     empty = []
     for element in root.iter("AbstractText"):
-        name, text = element.get("Label", "").lower(), _text(element)
+        name = element.get("Label", "").lower()
+        text = _text(element)
         if text:
             sections[name] = join_texts([sections.get(name, ""), text])
         else:
@@ -282,7 +283,9 @@ def plan(
             f"views need {root / _PROJECTIONS}: see the data card", "not_found", field="views"
         )
     files = {_image_id(path.name): path for path in images.iterdir()} if images.is_dir() else {}
-    rows, warnings, records = RowCounts(), Counter[str](), Records()
+    rows = RowCounts()
+    warnings = Counter[str]()
+    records = Records()
     for report in iter_openi_reports(_find_reports(root), folders=allowed):
         warnings["report_without_image"] += not report.images
         warnings["no_findings_or_impression"] += (

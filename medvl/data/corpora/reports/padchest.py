@@ -109,7 +109,10 @@ def plan(
         )
     )
     orders = _orders(read_rows())
-    rows, warnings, records, folders = RowCounts(), Counter[str](), Records(), dict[str, Path]()
+    rows = RowCounts()
+    warnings = Counter[str]()
+    records = Records()
+    folders = dict[str, Path]()
     for row in rows.reading(read_rows()):
         reason = exclusion(row)
         if reason is not None:
@@ -121,7 +124,8 @@ def plan(
         sample = _sample(row, table, deid, label_names, text)
         warnings["no_labels"] += not sample.labels
         warnings["unknown_projection"] += sample.view is None
-        split, image = hash_split(sample.patient, fractions), folders[name] / row["ImageID"]
+        split = hash_split(sample.patient, fractions)
+        image = folders[name] / row["ImageID"]
         order = orders.get(row["StudyID"])
         records.append(Record(dataclasses.replace(sample, split=split, image=image, order=order)))
         rows.kept += 1
@@ -145,7 +149,8 @@ def _sample(
     row: Mapping[str, str], table: Path, deid: Deidentifier, names: Sequence[str], text: Text
 ) -> Sample:
     """Return the sample of a row, without image, split and order."""
-    present, sentences = _labels(row, table), _sentences(row, table)
+    present = _labels(row, table)
+    sentences = _sentences(row, table)
     return Sample(
         key=deid.image(row["ImageID"]),
         corpus=NAME,
@@ -236,5 +241,6 @@ def _names(cell: str) -> list[str]:
 
 def _age(row: Mapping[str, str]) -> int | None:
     """Return the difference of the years of study and birth."""
-    taken, born = row["StudyDate_DICOM"][:4], row["PatientBirth"].partition(".")[0]
+    taken = row["StudyDate_DICOM"][:4]
+    born = row["PatientBirth"].partition(".")[0]
     return cap_age(int(taken) - int(born)) if taken.isdecimal() and born.isdecimal() else None

@@ -47,7 +47,9 @@ def plan(
     images = Path(os.path.realpath(root / "images" if images is None else images))
     allowed = InputFolders.of(root, images, follow_links=follow_links)
     path = root / "annotation.json"
-    rows, warnings, records = RowCounts(), Counter[str](), Records()
+    rows = RowCounts()
+    warnings = Counter[str]()
+    records = Records()
     for split, entries in _read(path, allowed).items():
         if split not in _SPLITS or not isinstance(entries, list):
             raise malformed(path, f"expected lists {', '.join(_SPLITS)}, got {split!r:.40}")
@@ -78,7 +80,9 @@ def _samples(
     entry: Any, where: str, split: str, deid: Deidentifier, images: Path, warnings: Counter[str]
 ) -> list[Sample]:
     fields = entry if isinstance(entry, dict) else {}
-    name, report, paths = fields.get("id"), fields.get("report"), fields.get("image_path")
+    name = fields.get("id")
+    report = fields.get("report")
+    paths = fields.get("image_path")
     if (
         not isinstance(name, str)
         or not isinstance(report, str)

@@ -69,7 +69,9 @@ class GridRegions:
             raise ConfigError(
                 f"{message}: leave all_tokens unset", "unsupported", field="all_tokens"
             )
-        self.name, self.transform, self.all_tokens = name, transform, all_tokens
+        self.name = name
+        self.transform = transform
+        self.all_tokens = all_tokens
         self.color = transform.trained_color
         self.encoder = encoder.eval().requires_grad_(False)
         self.width = encoder.patch_dim
@@ -114,7 +116,8 @@ def grid_settings(
     return {**settings, "all_tokens": True} if all_tokens else settings
 
 
-_GRID, _TORCHVISION = "grid:", "fasterrcnn_"
+_GRID = "grid:"
+_TORCHVISION = "fasterrcnn_"
 
 
 def create_region_detector(
@@ -153,7 +156,8 @@ def create_region_detector(
             conflict.
         CheckpointError, WeightsError: the weights cannot be read, or do not fit.
     """
-    folder, selection = Path(name), selection or RegionSelection()
+    folder = Path(name)
+    selection = selection or RegionSelection()
     if fit is not None and not name.startswith(_GRID):
         raise ConfigError(
             f"fit is a setting of {_GRID}ENCODER; leave it out", "conflict", field="fit"

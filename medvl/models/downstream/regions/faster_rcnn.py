@@ -65,7 +65,9 @@ class FasterRCNNRegions:
         class_names: Sequence[str] | None,
         device: str,
     ) -> None:
-        self.name, self.selection, self._device = name, selection, device
+        self.name = name
+        self.selection = selection
+        self._device = device
         self.net = _create(name, tensors).eval().requires_grad_(False).to(device)
         self.net.rpn.filter_proposals = (
             self._filter_proposals
@@ -143,13 +145,12 @@ class FasterRCNNRegions:
             torch.tensor(anchors, device=boxes_BN4.device)
         )
         top_BN = rpn._get_top_n_idx(objectness_BN, anchors)
-        boxes, scores = [], []
+        boxes = []
+        scores = []
         for row, size in enumerate(sizes):
             top_N = top_BN[row]
-            boxes_N4, scores_N = (
-                clip_boxes_to_image(boxes_BN4[row, top_N], size),
-                objectness_BN[row, top_N].sigmoid(),
-            )
+            boxes_N4 = clip_boxes_to_image(boxes_BN4[row, top_N], size)
+            scores_N = objectness_BN[row, top_N].sigmoid()
             large_N = remove_small_boxes(boxes_N4, rpn.min_size)
             large_N = large_N[scores_N[large_N] >= rpn.score_thresh]
             kept = suppress(
@@ -218,7 +219,9 @@ class DetectorRegions:
     color: bool | None
 
     def __init__(self, model: Detector, selection: RegionSelection, name: str) -> None:
-        self.name, self.selection, self.transform = name, selection, model.transform
+        self.name = name
+        self.selection = selection
+        self.transform = model.transform
         self.color = model.transform.trained_color
         self.model = model.eval().requires_grad_(False)
         self.width = model.image_encoder.patch_dim
@@ -252,11 +255,13 @@ class DetectorRegions:
         boxes_P4 = torch.maximum(boxes_P4, edges_4[[0, 1, 0, 1]]).minimum(edges_4[[2, 3, 2, 3]])
         seen_P = (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(dim=1)
         if seen_P.any():
-            boxes_P4, scores_PL = boxes_P4[seen_P], scores_PL[seen_P]
+            boxes_P4 = boxes_P4[seen_P]
+            scores_PL = scores_PL[seen_P]
         chosen = self.selection.choose(
             boxes_P4[:, None].expand(-1, scores_PL.shape[1], -1), scores_PL
         )
-        boxes_P4, scores_PL = boxes_P4[chosen], scores_PL[chosen]
+        boxes_P4 = boxes_P4[chosen]
+        scores_PL = scores_PL[chosen]
         return Regions(
             pool_boxes(map_Dhw, boxes_P4 / self.transform.size).cpu().numpy(),
             in_original(boxes_P4.cpu().numpy(), self.transform, image.size),

@@ -50,7 +50,8 @@ class RegionSelection:
         """
         classes = scores_PK.shape[1]
         top = scores_PK.flatten().topk(min(_CANDIDATES, scores_PK.numel()))
-        region, label = top.indices // classes, top.indices % classes
+        region = top.indices // classes
+        label = top.indices % classes
         kept = suppress(boxes_PK4[region, label], top.values, label, self.nms_iou_threshold)
         confidence_P = scores_PK.amax(dim=1) - 1  # of regions that are suppressed: below all others
         confidence_P = confidence_P.scatter_reduce(0, region[kept], top.values[kept], "amax")
@@ -79,7 +80,8 @@ def suppress(boxes_N4: Tensor, scores_N: Tensor, group_N: Tensor, iou_threshold:
     overlaps_NN = (
         (box_iou(boxes_N4[order_N], boxes_N4[order_N]) > iou_threshold) & same_NN
     ).numpy()
-    removed_N, best = np.zeros(len(order_N), bool), []
+    removed_N = np.zeros(len(order_N), bool)
+    best = []
     for row in range(len(order_N)):
         if not removed_N[row]:
             best.append(row)
@@ -107,9 +109,12 @@ def visible_part(
     top, right, bottom.
     """
     (height, width), seen = size, transform.box(*size)
-    across, down = transform.size / seen.width, transform.size / seen.height
-    left, top = max(0.0, -seen.left * across), max(0.0, -seen.top * down)
-    right, bottom = (width - seen.left) * across, (height - seen.top) * down
+    across = transform.size / seen.width
+    down = transform.size / seen.height
+    left = max(0.0, -seen.left * across)
+    top = max(0.0, -seen.top * down)
+    right = (width - seen.left) * across
+    bottom = (height - seen.top) * down
     return left, top, min(right, float(transform.size)), min(bottom, float(transform.size))
 
 

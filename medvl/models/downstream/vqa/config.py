@@ -86,7 +86,6 @@ class VQAConfig(FusionTaskConfig):
 
     @property
     def effective_head_lr_mult(self) -> float:
-        """See the base class."""
         if self.head_lr_mult is not None:
             return self.head_lr_mult
         return 50.0 if self.head == "classifier" else 1.0

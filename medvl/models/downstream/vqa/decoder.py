@@ -49,7 +49,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.attention, self.cross_attention = Attention(sizes), Attention(sizes)
+        self.attention = Attention(sizes)
+        self.cross_attention = Attention(sizes)
         self.feed_forward = FeedForward(sizes)
 
     def read(self, states_BCD: Tensor) -> KeysValues:
@@ -144,7 +145,9 @@ class AnswerWriter:
     """A `NextToken` of an `AnswerDecoder`, for `medvl.models.text_decoding.search`."""
 
     def __init__(self, decoder: AnswerDecoder, memory: Memory, first_id: int) -> None:
-        self._decoder, self._memory, self._first_id = decoder, memory, first_id
+        self._decoder = decoder
+        self._memory = memory
+        self._first_id = first_id
         self._place = 0
 
     def first(self) -> Tensor:

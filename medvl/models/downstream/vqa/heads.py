@@ -133,7 +133,8 @@ class DecoderHead(nn.Module):
 
     def __init__(self, config: VQAConfig, model: FusionModel) -> None:
         super().__init__()
-        self.config, self.tokenizer = config, model.require_tokenizer(f"head {config.head!r}")
+        self.config = config
+        self.tokenizer = model.require_tokenizer(f"head {config.head!r}")
         ids_VT, mask_VT = self.tokenizer.for_answers()(config.answers)
         length_V = mask_VT.sum(dim=1).clamp(max=config.decoder.max_tokens)
         if length_V.min() < 3:
@@ -174,7 +175,9 @@ class DecoderHead(nn.Module):
         row_N, answer_N = (target_BV > 0).nonzero().unbind(dim=1)
         mask_NT = self._mask(answer_N)
         ids_NT = self.ids_VT[answer_N, : mask_NT.shape[1]]
-        given_NT, next_NT, real_NT = ids_NT[:, :-1], ids_NT[:, 1:], mask_NT[:, 1:]
+        given_NT = ids_NT[:, :-1]
+        next_NT = ids_NT[:, 1:]
+        real_NT = mask_NT[:, 1:]
         place_T = torch.arange(given_NT.shape[1], device=ids_NT.device)
         memory = self.decoder.read(self._read_states(fused).rows(row_N))
         states_NTD, _ = self.decoder(given_NT, place_T, memory, (place_T <= place_T[:, None])[None])
@@ -189,7 +192,8 @@ class DecoderHead(nn.Module):
         their number. With `config.decoder.first_word` "twice" the first word counts twice (ALBEF's
         `rank_answer`).
         """
-        decoder, settings = self.decoder, self.config.decoder
+        decoder = self.decoder
+        settings = self.config.decoder
         memory = decoder.read(self._read_states(fused))
         first_B1 = self.ids_VT[:1, :1].expand(len(fused.pooled_BD), 1)
         states_B1D, memory = decoder(first_B1, first_B1.new_zeros(1), memory)
@@ -220,7 +224,8 @@ class DecoderHead(nn.Module):
         """Decode answers: the answer of the vocabulary with the same tokens if there is one,
         else the text.
         """
-        tokenizer, settings = self.tokenizer, self.config.decoder
+        tokenizer = self.tokenizer
+        settings = self.config.decoder
         special = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id)
         generated = search(
             AnswerWriter(
@@ -245,13 +250,15 @@ class DecoderHead(nn.Module):
         """
         mask_BKT = self._mask(chosen_BK)
         ids_BKT = self.ids_VT[chosen_BK][:, :, : mask_BKT.shape[2]]
-        given_BS, next_BS = ids_BKT[:, :, 1:-1].flatten(1), ids_BKT[:, :, 2:].flatten(1)
+        given_BS = ids_BKT[:, :, 1:-1].flatten(1)
+        next_BS = ids_BKT[:, :, 2:].flatten(1)
         real_BS = mask_BKT[:, :, 2:].flatten(1)
         most = int(real_BS.sum(dim=1).max())
         order_BN = (~real_BS).sort(dim=1, stable=True).indices[:, :most]
         real_BN = real_BS.gather(1, order_BN)
         steps = mask_BKT.shape[2] - 2
-        answer_BN, place_BN = order_BN // steps, order_BN % steps + 1
+        answer_BN = order_BN // steps
+        place_BN = order_BN % steps + 1
         seen_BNN = (answer_BN[:, :, None] == answer_BN[:, None]) & (
             place_BN[:, None] <= place_BN[:, :, None]
         )
@@ -259,7 +266,8 @@ class DecoderHead(nn.Module):
         states_BND, _ = self.decoder(
             given_BS.gather(1, order_BN), place_BN, memory, torch.cat([start_BN1, seen_BNN], dim=2)
         )
-        states_ND, next_N = states_BND[real_BN], next_BS.gather(1, order_BN)[real_BN]
+        states_ND = states_BND[real_BN]
+        next_N = next_BS.gather(1, order_BN)[real_BN]
         pairs = zip(states_ND.split(_WORDS_AT_ONCE), next_N.split(_WORDS_AT_ONCE), strict=True)
         log_N = torch.cat(
             [word_log_probability(self.decoder.score_words(states), ids) for states, ids in pairs]

@@ -27,7 +27,8 @@ class Answerer(nn.Module):
 
     def __init__(self, fusion_model: FusionModel, answer_head: DecoderHead) -> None:
         super().__init__()
-        self.fusion_model, self.answer_head = fusion_model, answer_head
+        self.fusion_model = fusion_model
+        self.answer_head = answer_head
 
 
 @register_system("vqa")
@@ -88,11 +89,9 @@ class VQA(FusionTask):
         Raises ConfigError in training mode if `before_step` was never called for the moving
         average.
         """
-        fused, target_BV, head = (
-            self.fusion_model.features(batch),
-            batch.labels_BL.nan_to_num(0.0),
-            self.answer_head,
-        )
+        fused = self.fusion_model.features(batch)
+        target_BV = batch.labels_BL.nan_to_num(0.0)
+        head = self.answer_head
         if self.momentum is None or not self.training or not isinstance(head, DecoderHead):
             return Losses.sum(answers=head.loss(fused, target_BV))
         steps = int(self.momentum.n_averaged)

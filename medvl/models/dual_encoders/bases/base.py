@@ -117,7 +117,8 @@ class DualEncoder(TwoTowers):
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
-        self.image_head, self.text_head = image_head, text_head
+        self.image_head = image_head
+        self.text_head = text_head
         self.patch_dropout: float = getattr(config, "patch_dropout", 0.0)
         if self.patch_dropout and not image_encoder.can_drop_patches:
             message = (
@@ -282,7 +283,8 @@ class ContrastiveEncoder(DualEncoder):
             if len(row_K) < 2:
                 statistics = freeze_batch_norm_statistics(self)
             if len(row_K):
-                batch, row_K = batch.rows(row_K.tolist()), None
+                batch = batch.rows(row_K.tolist())
+                row_K = None
         with statistics:
             pairs = self.embed_pairs(batch)
         groups = groups_of(batch, getattr(self.config, "positives", "own"))
@@ -396,11 +398,10 @@ def create_heads(
     """Create a head for each encoder without a projection, into the space of the other, or of
     `projection_dim`.
     """
-    image_has, text_has = (
-        image_has_projection(config.image_encoder),
-        text_has_projection(config.text_encoder),
-    )
-    image_dim, text_dim = image_encoder.feature_dim, text_encoder.feature_dim
+    image_has = image_has_projection(config.image_encoder)
+    text_has = text_has_projection(config.text_encoder)
+    image_dim = image_encoder.feature_dim
+    text_dim = text_encoder.feature_dim
     if image_has and text_has and image_dim != text_dim:
         message = (
             f"projections of {image_dim} and {text_dim} dimensions: take encoders of one "
@@ -497,7 +498,6 @@ class BertDualEncoder(ContrastiveEncoder):
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         image, text = cls.encoder_arguments(config)
         if config.attention_dropout is not None:
             text = {**text, "attention_probs_dropout_prob": config.attention_dropout}

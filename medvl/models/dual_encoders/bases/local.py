@@ -65,7 +65,8 @@ class TextMaps(DualEncoder):
 
 # Scores of all pairs of two sides by a network that reads both, in exact chunks (CARZero).
 
-_CHUNK_BYTES, _CHUNK_TENSORS = 2**29, 4
+_CHUNK_BYTES = 2**29
+_CHUNK_TENSORS = 4
 """Memory of the network's widest states for one chunk of queries, and how many of them it holds
 at once.
 """
@@ -233,13 +234,13 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         self, config: Any, *args: Any, region_head: nn.Module, word_head: nn.Module, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.region_head, self.word_head = region_head, word_head
+        self.region_head = region_head
+        self.word_head = word_head
 
     @classmethod
     def encoder_arguments(
         cls, config: LocalDualConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class."""
         image = {
             "image_size": config.encoder_size or config.image_size,
             "stretch": config.encoder_size is not None,
@@ -264,7 +265,6 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
 
     @classmethod
     def make_transform(cls, config: LocalDualConfig) -> EvalTransform:
-        """See the base class."""
         return config.transform(margin=config.margin)
 
     @abc.abstractmethod
@@ -282,7 +282,6 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         """
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """See the base class."""
         return self._pooled_images(image_BCHW)[0]
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
@@ -331,7 +330,8 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         if features.attention_BT is not None:
             weight_BW = sum_by_slot(features.attention_BT[:, :, None], slot_BT, width)[0].squeeze(2)
         if not self.config.text_token:  # before the head, whose batch norm is over words
-            words_BWD, mask_BW = words_BWD[:, 1:], mask_BW[:, 1:]
+            words_BWD = words_BWD[:, 1:]
+            mask_BW = mask_BW[:, 1:]
             weight_BW = None if weight_BW is None else weight_BW[:, 1:]
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
         return Embeddings(
@@ -339,7 +339,7 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         )
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """See the base class: the attention of each text's words, weighted by `weigh_words`.
+        """The attention of each text's words, weighted by `weigh_words`.
 
         The text's first token takes part in the attention and is not shown. Over the grid of
         regions a map sums to 1, and to 0 for a text without words.
@@ -408,7 +408,8 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
 
 def local_features(embeddings: Embeddings) -> tuple[Tensor, Tensor]:
     """Return (local_NPE, mask_NP). Raises ConfigError for embeddings without regions or words."""
-    local_NPE, mask_NP = embeddings.local_NPE, embeddings.mask_NP
+    local_NPE = embeddings.local_NPE
+    mask_NP = embeddings.mask_NP
     if local_NPE is None:
         message = (
             "embeddings without regions or words: use this model's embed_images and embed_texts"
@@ -472,7 +473,6 @@ class PaddedWords(LocalDualEncoder):
     """
 
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
-        """See the base class."""
         if not self.config.padded_memory:
             return super().embed_ids(ids_BT, mask_BT)
         texts = self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT, last_token=True))

@@ -203,7 +203,8 @@ class QueryDecoder(nn.Module):
         mask_BK = mask_of(memory_BKD, mask_BK)
         memory_BKD = memory_BKD.masked_fill(~mask_BK[:, :, None], 0.0)
         if self.shared_norm:
-            query_BQD, memory_BKD = self.norm(query_BQD), self.norm(memory_BKD)
+            query_BQD = self.norm(query_BQD)
+            memory_BKD = self.norm(memory_BKD)
         weights = []
         for layer in self.layers:
             query_BQD, weight_BQK = layer(query_BQD, memory_BKD, mask_BK, reads_QQ, attention)
@@ -224,7 +225,8 @@ class _Layer(nn.TransformerDecoderLayer):
         """Return the states (B, Q, D) and, if wanted, the attention (B, Q, K)."""
         x_BQD, memory_BKD, mask_BK, reads_QQ, attention = inputs
         if hasattr(self, "self_attn"):
-            normed_BQD, bias_QQ = self.norm1(x_BQD), None if reads_QQ is None else reads_QQ.log()
+            normed_BQD = self.norm1(x_BQD)
+            bias_QQ = None if reads_QQ is None else reads_QQ.log()
             of_queries = self.self_attn(
                 normed_BQD, normed_BQD, normed_BQD, need_weights=False, attn_mask=bias_QQ
             )
@@ -311,7 +313,9 @@ class QueryEncoder(TextMaps):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.book, self.decoder, self.presence = book, decoder, presence
+        self.book = book
+        self.decoder = decoder
+        self.presence = presence
         self.inputs = Inputs(labels=True)
         sentences = self.sentences_of(config)
         rows = list(enumerate(zip(config.entities, sentences, strict=True)))
@@ -330,7 +334,6 @@ class QueryEncoder(TextMaps):
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         image, text = cls.encoder_arguments(config)
         image_encoder, text_encoder = create_encoders(
             config,
@@ -354,7 +357,8 @@ class QueryEncoder(TextMaps):
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
         """Return the modules behind the encoders, by name of the constructor's argument."""
-        width, sentences = config.projection_dim, cls.sentences_of(config)
+        width = config.projection_dim
+        sentences = cls.sentences_of(config)
         heads: dict[str, Any] = {
             "decoder": QueryDecoder(width, config, shared_norm=cls.shared_norm),
             "image_head": projection_head(image_encoder.patch_dim, width),
@@ -368,7 +372,7 @@ class QueryEncoder(TextMaps):
         return heads
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """See the base class: the mean of the projected grid."""
+        """The mean of the projected grid."""
         return self._project_grid(image_BCHW).mean(dim=1).float()
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
@@ -438,7 +442,8 @@ class QueryEncoder(TextMaps):
         `unnormalized_text`. Each of the latter attends to the book and itself. Its aspects are
         equal, so one query counts as A.
         """
-        parts, reads_QQ = [self.queries()[None]], None
+        parts = [self.queries()[None]]
+        reads_QQ = None
         book = parts[0].shape[1]
         if more_BMD is not None:
             parts.append(more_BMD.unflatten(2, (self.aspects, -1))[:, :, 0])
@@ -464,8 +469,10 @@ class QueryEncoder(TextMaps):
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the log-odds that the entity of each text is present; not a cosine."""
         image, text = self.embedded(images, texts)
-        grid_NPD, row_M = self._grid_of(image), self._rows(text.global_NE)
-        odds_NQ, further_MD = self._odds(self.ask(grid_NPD)[0]), text.global_NE[row_M < 0]
+        grid_NPD = self._grid_of(image)
+        row_M = self._rows(text.global_NE)
+        odds_NQ = self._odds(self.ask(grid_NPD)[0])
+        further_MD = text.global_NE[row_M < 0]
         parts = further_MD.split(_QUERIES) if len(further_MD) else ()
         further = [
             self._odds(self.ask(grid_NPD, part_MD[None])[0])[:, -len(part_MD) :]
@@ -475,12 +482,12 @@ class QueryEncoder(TextMaps):
         return torch.cat([odds_NQ, *further], dim=1)[:, torch.where(row_M < 0, place_M, row_M)]
 
     def pair_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
-        """See the base class: one pass of the decoder."""
+        """One pass of the decoder."""
         odds_N, _ = self._ask_pairs(self._grid_of(images), texts.global_NE)
         return odds_N
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """See the base class: the attention of each text's queries (`ask`)."""
+        """The attention of each text's queries (`ask`)."""
         _, attention_BP = self._ask_pairs(
             self._grid_of(self.embed_images(image_BCHW)), self.embed_texts(texts).global_NE
         )

@@ -127,7 +127,7 @@ class SentenceTexts(ContrastiveEncoder):
         return ids_BT, mask_BT, sentence_BT.to(ids_BT.device)
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class. Raises ConfigError for a batch without the sentences of its
+        """Raises ConfigError for a batch without the sentences of its
         tokens.
         """
         self._require_sentences(batch)
@@ -173,7 +173,6 @@ class SentenceMeanEncoder(SentenceTexts, BertDualEncoder):
     def unnormalized_text(
         self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
     ) -> Tensor:
-        """See the base class."""
         if isinstance(texts, Tensor):
             return self.map_ids(*self.tokenize(texts, mask_BT))
         return self.map_ids(*self.tokenize_sentences(texts))
@@ -181,7 +180,6 @@ class SentenceMeanEncoder(SentenceTexts, BertDualEncoder):
     def embed_ids(
         self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
     ) -> Embeddings:
-        """See the base class."""
         return Embeddings(F.normalize(self.map_ids(ids_BT, mask_BT, sentence_BT), dim=-1))
 
 
@@ -209,7 +207,6 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
     def embed_ids(
         self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
     ) -> Embeddings:
-        """See the base class."""
         if not self.inputs.sentences:
             return Embeddings(
                 self._project(self.text_head, self.text_encoder(ids_BT, mask_BT).pooled_BD)
@@ -288,17 +285,16 @@ class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.region_pool, self.sentence_pool = region_pool, sentence_pool
+        self.region_pool = region_pool
+        self.sentence_pool = sentence_pool
 
     def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
-        """See the base class."""
         pooled_BD, weight_BP = self.region_pool(features.patches_BPD)
         return pooled_BD, weight_BP.detach()
 
     def unnormalized_text(
         self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
     ) -> Tensor:
-        """See the base class."""
         if not isinstance(texts, Tensor):
             return self._pooled_texts(*self.tokenize_sentences(texts))[0]
         ids_BT, mask_BT = self.tokenize(texts, mask_BT)
@@ -307,7 +303,6 @@ class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
     def embed_ids(
         self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
     ) -> Embeddings:
-        """See the base class."""
         report_BE, sentences_BSD, mask_BS, weight_BS = self._pooled_texts(
             ids_BT, mask_BT, sentence_BT
         )
@@ -315,7 +310,7 @@ class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
         return Embeddings(F.normalize(report_BE, dim=-1), local_BSE, mask_BS, weight_BS.detach())
 
     def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
-        """See the base class; `slot_BT` has the number of each token's sentence."""
+        """`slot_BT` has the number of each token's sentence."""
         return self.embed_ids(ids_BT, mask_BT, slot_BT)
 
     def _pooled_texts(

@@ -106,12 +106,14 @@ class CrossAttention(nn.Module):
 
         Masks are True on real items; None: all are.
         """
-        mask_a_BN, mask_b_BM = mask_of(a_BND, mask_a_BN), mask_of(b_BMD, mask_b_BM)
+        mask_a_BN = mask_of(a_BND, mask_a_BN)
+        mask_b_BM = mask_of(b_BMD, mask_b_BM)
         a_BND, b_BMD = (
             x_BND.masked_fill(~mask_BN[:, :, None], 0.0)
             for x_BND, mask_BN in ((a_BND, mask_a_BN), (b_BMD, mask_b_BM))
         )
-        key_a_BND, key_b_BMD = self.key(a_BND), self.key(b_BMD)
+        key_a_BND = self.key(a_BND)
+        key_b_BMD = self.key(b_BMD)
         for_a_BND = attend(key_a_BND, key_b_BMD, mask_b_BM, self.scale, value_BKD=self.value(b_BMD))
         for_b_BMD = attend(key_b_BMD, key_a_BND, mask_a_BN, self.scale, value_BKD=self.value(a_BND))
         return self.norm(self.out(for_a_BND), mask_a_BN), self.norm(self.out(for_b_BMD), mask_b_BM)

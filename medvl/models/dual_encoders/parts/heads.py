@@ -72,7 +72,8 @@ class MaskedBatchNorm(nn.BatchNorm1d):
             assert self.running_mean is not None
             assert self.running_var is not None
             items_BND = x_BND.float().masked_fill(~real_BN1, 0.0)
-            mean_D, variance_D = self.running_mean.float(), self.running_var.float()
+            mean_D = self.running_mean.float()
+            variance_D = self.running_var.float()
             if self.training:
                 dims = tuple(range(x_BND.ndim - 1))
                 count = self._total(real_BN1.sum(dim=dims).float())
@@ -142,10 +143,8 @@ class BatchNormHead(nn.Module):
         synchronize: bool = False,
     ) -> None:
         super().__init__()
-        self.inner, self.outer = (
-            nn.Linear(in_features, hidden, bias=inner_bias),
-            nn.Linear(hidden, out_features),
-        )
+        self.inner = nn.Linear(in_features, hidden, bias=inner_bias)
+        self.outer = nn.Linear(hidden, out_features)
         if fan_out_init:
             init_fan_out(self.inner, "relu")
             init_fan_out(self.outer, "linear")

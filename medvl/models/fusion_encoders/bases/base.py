@@ -447,7 +447,8 @@ class MaskedMatchingModel(FusionModel):
         """Create the heads and the objectives; with `tied`, words are scored by the table of
         word embeddings.
         """
-        self.fused_dim, self.pooled_dim = fused_dim, pooled_dim
+        self.fused_dim = fused_dim
+        self.pooled_dim = pooled_dim
         self.mlm_head = WordHead(fused_dim, self.text_encoder.vocab_size, tied=tied)
         self.itm_head = nn.Linear(pooled_dim, 2)
         init_weights(self.itm_head)
@@ -457,7 +458,6 @@ class MaskedMatchingModel(FusionModel):
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
         image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
         transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
@@ -469,7 +469,6 @@ class MaskedMatchingModel(FusionModel):
         return sample_pairs(batch)
 
     def score_words(self, states_ND: Tensor) -> Tensor:
-        """See the base class."""
         backbone: Any = self.text_encoder.backbone
         table_VD = backbone.get_input_embeddings().weight if self.mlm_head.words is None else None
         scores_NV: Tensor = self.mlm_head(states_ND, table_VD)
@@ -479,7 +478,8 @@ class MaskedMatchingModel(FusionModel):
         """(N, D): fused states at positions of the flattened (B * `width`) token ids; none may
         be the first.
         """
-        row_N, column_N = position_N // width, position_N % width
+        row_N = position_N // width
+        column_N = position_N % width
         return fused.text.states_BND[row_N, column_N]
 
     def masked_text_tokens(self, batch: Batch, masked_ids_BT: Tensor) -> Tokens:
@@ -487,7 +487,6 @@ class MaskedMatchingModel(FusionModel):
         return self.text_tokens(masked_ids_BT, batch.mask_BT, batch.has_text_B)
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """See the base class."""
         return self.encode_apart(batch, corruption)
 
     def encode_apart(
@@ -503,7 +502,8 @@ class MaskedMatchingModel(FusionModel):
         `image` are the encoded images, if they exist already; `own_image` the images of masked
         texts, if they differ.
         """
-        words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
+        words = corruption.of(self.mlm)
+        pairs = corruption.of(self.itm)
         image = image or self.image_tokens(self.image_input_of(batch), batch.has_image_B)
         masked, text = self.masked_and_unmasked(batch, words)
         own, sampled = self.fuse_all(
@@ -538,7 +538,8 @@ class MaskedMatchingModel(FusionModel):
         row_B = image_B = torch.arange(len(batch), device=batch.ids_BT.device)
         if self.itm in self.objectives:
             pairs = corruption.of(self.itm)
-            image_B, row_B = row_B.index_copy(0, pairs.text_N, pairs.image_N), pairs.text_N
+            image_B = row_B.index_copy(0, pairs.text_N, pairs.image_N)
+            row_B = pairs.text_N
         fused = self.fuse(text, image.rows(image_B))
         encoded = Encoded(
             batch=batch,

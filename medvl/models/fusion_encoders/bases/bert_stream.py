@@ -38,7 +38,7 @@ class JointStream(MaskedMatchingModel):
     image_prefix: int = 0
 
     def make_heads(self, fused_dim: int, pooled_dim: int, *, tied: bool = False) -> None:
-        """See the base class; also creates the pooler."""
+        """Also creates the pooler."""
         self.pooler = Pooler(fused_dim)
         init_weights(self.pooler)
         super().make_heads(fused_dim, pooled_dim, tied=tied)
@@ -56,18 +56,16 @@ class JointStream(MaskedMatchingModel):
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """See the base class; of a sample without a text, CLS remains."""
+        """Of a sample without a text, CLS remains."""
         states_BTD = self.text_encoder.embed(ids_BT, mask_BT)
         return Tokens(states_BTD, keep_first(mask_BT, has_text_B))
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class."""
         sequence, mask_BQS = self.sequence(text, image)
         states_BSD = self.encode_sequence(sequence, mask_BQS)[-1]
         return self.fused(Tokens(states_BSD, sequence.mask_BN), text.states_BND.shape[1])
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class."""
         sequence, mask_BQS = self.sequence(text, image)
         weights_BHSS = self.last_attention(self.encode_sequence(sequence, mask_BQS)[-2], mask_BQS)
         maps_BTP = self.text_to_image(weights_BHSS.mean(dim=1), text.states_BND.shape[1])
@@ -84,7 +82,8 @@ class JointStream(MaskedMatchingModel):
         """Return the parts of the encoded sequence; `texts` is the number of tokens of
         `text_tokens`.
         """
-        text, image = encoded.part(slice(0, texts)), encoded.part(slice(texts, None))
+        text = encoded.part(slice(0, texts))
+        image = encoded.part(slice(texts, None))
         return Fused(text, image, self.pooler(encoded.states_BND))
 
     def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
@@ -147,7 +146,7 @@ class BertStream(JointStream):
         return embedded_BPD
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
-        """See the base class; a sample without an image has padding only."""
+        """A sample without an image has padding only."""
         tokens = encode_present(has_image_B, self.fused_dim, self._encode_images, image)
         if has_image_B is None:
             return tokens
@@ -161,12 +160,10 @@ class BertStream(JointStream):
         return Tokens(states_BPD, source.real(image) if isinstance(source, RegionEncoder) else None)
 
     def encode_sequence(self, sequence: Tokens, mask_BQS: Tensor | None) -> Sequence[Tensor]:
-        """See the base class."""
         assert mask_BQS is not None, "texts have a padding mask"
         return self.text_encoder.encode(sequence.states_BND, mask_BQS)
 
     def last_attention(self, below_BSD: Tensor, mask_BQS: Tensor | None) -> Tensor:
-        """See the base class."""
         backbone: Any = self.text_encoder.backbone
         last = backbone.encoder.layer[-1].attention.self
         return attention_weights(

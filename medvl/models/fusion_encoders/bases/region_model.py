@@ -91,10 +91,8 @@ class RegionInput(nn.Module):
             raise ConfigError(message, "mismatch", field="image_encoder")
         self.numbers: BoxCode = numbers
         self.features = source.patch_dim - (numbers if isinstance(source, RegionEncoder) else 0)
-        self.project, self.project_boxes = (
-            nn.Linear(self.features, width),
-            nn.Linear(numbers, width),
-        )
+        self.project = nn.Linear(self.features, width)
+        self.project_boxes = nn.Linear(numbers, width)
         self.norm, self.norm_boxes = (nn.LayerNorm(width, eps=LAYER_NORM_EPS) for _ in range(2))
 
     def read(self, source: ImageSource, image: Tensor, has_image_B: Tensor | None) -> Tokens:
@@ -155,10 +153,8 @@ def grid_boxes(height: int, width: int) -> Tensor:
     """(P, 4): relative boxes (left, top, right, bottom) of the cells of a grid, in row-major
     order.
     """
-    row_P, column_P = (
-        torch.arange(height).repeat_interleave(width),
-        torch.arange(width).repeat(height),
-    )
+    row_P = torch.arange(height).repeat_interleave(width)
+    column_P = torch.arange(width).repeat(height)
     places = (column_P / width, row_P / height, (column_P + 1) / width, (row_P + 1) / height)
     return torch.stack(places, dim=1)
 
@@ -189,7 +185,8 @@ class RegionObjective(Objective[Encoded, RegionMask, RegionPredictions]):
         head: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(weight)
-        self.sample_mask, self.head = sample_mask, head
+        self.sample_mask = sample_mask
+        self.head = head
 
     def corrupt(self, batch: Batch) -> RegionMask:
         """Sample masked regions of every image."""
@@ -312,7 +309,6 @@ class RegionModel(MaskedMatchingModel):
         return self.image_input.read(self.image_encoder, image, has_image_B)
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
-        """See the base class."""
         return self.embed_regions(self.read_regions(image, has_image_B))
 
     def sample_mask(self, batch: Batch) -> RegionMask:
@@ -341,10 +337,8 @@ class RegionModel(MaskedMatchingModel):
         words, pairs = (corruption.parts.get(name) for name in (self.mlm.name, self.itm.name))
         mask = self.mask_of(corruption)
         regions = self.read_regions(self.image_input_of(batch), batch.has_image_B)
-        image, text = (
-            self.embed_regions(regions),
-            self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B),
-        )
+        image = self.embed_regions(regions)
+        text = self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
         passes: dict[str, tuple[Tokens, Tokens]] = {}
         if words is not None:
             passes["words"] = (self.masked_text_tokens(batch, words.ids_BT), image)
@@ -353,7 +347,8 @@ class RegionModel(MaskedMatchingModel):
         if mask is not None:
             passes["regions"] = (text, self.embed_regions(regions, mask))
         fused = dict(zip(passes, self.fuse_all(*passes.values()), strict=True))
-        none_0D, width = text.states_BND[:0, 0], batch.ids_BT.shape[1]
+        none_0D = text.states_BND[:0, 0]
+        width = batch.ids_BT.shape[1]
         return Encoded(
             batch=batch,
             image=image,
@@ -380,14 +375,16 @@ class RegionModel(MaskedMatchingModel):
         """Return the fused states of masked regions and the truth; `image_B` is the image of
         each row of `fused`.
         """
-        states_BPD, classes_BPK = fused.image.states_BND, batch.region_classes_BPK
+        states_BPD = fused.image.states_BND
+        classes_BPK = batch.region_classes_BPK
         truth_BPD = regions.states_BND[:, :, : self.image_input.features].detach()
         masked_BP = mask.masked_BP
         if masked_BP.shape != truth_BPD.shape[:2]:  # no sample has an image
             none_0K = None if classes_BPK is None else classes_BPK[:0, 0]
             return MaskedRegions(states_BPD[:0, 0], truth_BPD[:0, 0], none_0K)
         if image_B is not None:
-            masked_BP, truth_BPD = masked_BP[image_B], truth_BPD[image_B]
+            masked_BP = masked_BP[image_B]
+            truth_BPD = truth_BPD[image_B]
             classes_BPK = None if classes_BPK is None else classes_BPK[image_B]
         classes_NK = None if classes_BPK is None else classes_BPK[masked_BP]
         return MaskedRegions(states_BPD[masked_BP], truth_BPD[masked_BP], classes_NK)
@@ -414,7 +411,8 @@ class TiedRegionHead(nn.Module):
 
     def __init__(self, width: int, values: int) -> None:
         super().__init__()
-        self.dense, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.dense = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.bias = nn.Parameter(torch.zeros(values))
         self.mask_vector = nn.Parameter(torch.empty(values).normal_(std=INIT_STD))
         init_weights(self)

@@ -167,17 +167,20 @@ class WordPatchAlignment(Objective[Encoded, None, TransportedPairs]):
 
     def __init__(self, weight: float, *, text_ends: bool, image_prefix: int = 0) -> None:
         super().__init__(weight)
-        self.text_ends, self.image_prefix = text_ends, image_prefix
+        self.text_ends = text_ends
+        self.image_prefix = image_prefix
 
     def corrupt(self, batch: Batch) -> None:
         """Sample nothing: the pairs belong to image-text matching."""
 
     def predict(self, encoded: Encoded, corruption: None) -> TransportedPairs:
         """Return the distances of the sampled pairs."""
-        pairs, matched_M = encoded.pairs, encoded.matched_M
+        pairs = encoded.pairs
+        matched_M = encoded.matched_M
         assert pairs is not None, "the model fuses whole texts for matching"
         assert matched_M is not None
-        real_MT, real_MP = pairs.text.real_BN(), pairs.image.real_BN()
+        real_MT = pairs.text.real_BN()
+        real_MP = pairs.image.real_BN()
         if not self.text_ends:
             place_T = torch.arange(real_MT.shape[1], device=real_MT.device)
             real_MT = (place_T > 0) & (place_T < real_MT.sum(dim=1, keepdim=True) - 1)
@@ -251,7 +254,8 @@ class WordObjective(Objective[E, MaskedWords, P]):
         score_words: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(weight)
-        self.mask_words, self.score_words = mask_words, score_words
+        self.mask_words = mask_words
+        self.score_words = score_words
 
     def corrupt(self, batch: Batch) -> MaskedWords:
         """Mask words of every text."""

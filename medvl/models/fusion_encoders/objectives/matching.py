@@ -32,7 +32,8 @@ class ImageTextMatching(Objective[Encoded, MatchingPairs, Tensor]):
         head: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(weight)
-        self.sample_pairs, self.head = sample_pairs, head
+        self.sample_pairs = sample_pairs
+        self.head = head
 
     def corrupt(self, batch: Batch) -> MatchingPairs:
         """Sample matching and wrong pairs of the complete samples."""
@@ -75,7 +76,8 @@ class HardNegativeMatching(Objective[ContrastiveEncoded, None, MatchedPairs]):
         match: Callable[[Tokens, Tokens], Tensor],
     ) -> None:
         super().__init__(weight)
-        self.sample_pairs, self.match = sample_pairs, match
+        self.sample_pairs = sample_pairs
+        self.match = match
 
     def corrupt(self, batch: Batch) -> None:
         """Sample nothing before the batch is encoded."""
@@ -132,11 +134,9 @@ class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
 
     def corrupt(self, batch: Batch) -> MirroredTexts:
         """Return the loader's mirrored texts. Raises ConfigError for a batch without them."""
-        ids_BT, mask_BT, counted_B = (
-            batch.mirrored_ids_BT,
-            batch.mirrored_mask_BT,
-            batch.has_mirror_B,
-        )
+        ids_BT = batch.mirrored_ids_BT
+        mask_BT = batch.mirrored_mask_BT
+        counted_B = batch.has_mirror_B
         if ids_BT is None or mask_BT is None or counted_B is None:
             message = "mirror_weight needs batches with mirrored texts (Inputs.mirrored_text)"
             raise ConfigError(message, "missing", field="mirrored_ids_BT")
@@ -147,10 +147,8 @@ class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
     def predict(self, encoded: Encoded, corruption: MirroredTexts) -> Tensor:
         """(2 B, 2): logits of the texts, then of their mirrors, each with its own image."""
         batch = encoded.batch
-        ids_MT, mask_MT = (
-            torch.cat([batch.ids_BT, corruption.ids_BT]),
-            torch.cat([batch.mask_BT, corruption.mask_BT]),
-        )
+        ids_MT = torch.cat([batch.ids_BT, corruption.ids_BT])
+        mask_MT = torch.cat([batch.mask_BT, corruption.mask_BT])
         twice_M = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
         text = self.model.text_tokens(ids_MT, mask_MT, twice_M)
         return self.model.match(text, encoded.image.beside(encoded.image))

@@ -68,7 +68,9 @@ class MaskedImageModeling(Objective[Encoded, PatchMask, PatchPredictions]):
         self, weight: float, model: PatchModel, ratio: float, *, standardized: bool = True
     ) -> None:
         super().__init__(weight)
-        self.model, self.ratio, self.standardized = model, ratio, standardized
+        self.model = model
+        self.ratio = ratio
+        self.standardized = standardized
 
     def corrupt(self, batch: Batch) -> PatchMask:
         """Sample the removed patches of every image."""
@@ -91,7 +93,9 @@ class MaskedImageModeling(Objective[Encoded, PatchMask, PatchPredictions]):
             patches = PatchMask(
                 *(getattr(patches, field.name)[index_K] for field in dataclasses.fields(patches))
             )
-            image, text, image_BCHW = image.rows(index_K), text.rows(index_K), image_BCHW[index_K]
+            image = image.rows(index_K)
+            text = text.rows(index_K)
+            image_BCHW = image_BCHW[index_K]
         true_BPC = patchify(
             self.model.image_encoder.normalize(image_BCHW), self.model.mim_head.patches.side
         )
@@ -137,7 +141,9 @@ class MultiScaleMaskedImageModeling(Objective[Encoded, Tensor, list[PatchPredict
         self, weight: float, model: MultiScaleModel, ratio: float, scales: Sequence[int]
     ) -> None:
         super().__init__(weight)
-        self.model, self.ratio, self.scales = model, ratio, tuple(scales)
+        self.model = model
+        self.ratio = ratio
+        self.scales = tuple(scales)
         grid = model.patches.grid
         if not self.scales or any(
             scale < 1 or grid[0] % scale or grid[1] % scale for scale in self.scales
@@ -147,7 +153,8 @@ class MultiScaleMaskedImageModeling(Objective[Encoded, Tensor, list[PatchPredict
 
     def corrupt(self, batch: Batch) -> Tensor:
         """(B, P) bool: sample a scale for each image, and mask blocks of it."""
-        generator, device = torch.default_generator, batch.image_BCHW.device
+        generator = torch.default_generator
+        device = batch.image_BCHW.device
         return mask_blocks(
             len(batch), self.model.patches.grid, self.scales, self.ratio, generator
         ).to(device)
@@ -155,15 +162,17 @@ class MultiScaleMaskedImageModeling(Objective[Encoded, Tensor, list[PatchPredict
     def predict(self, encoded: Encoded, corruption: Tensor) -> list[PatchPredictions]:
         """Regenerate all blocks of each scale, for the samples that have an image."""
         assert encoded.own is not None
-        batch, image, masked_BP = encoded.batch, encoded.own.image, corruption
-        image_BCHW, grid, side = batch.image_BCHW, self.model.patches.grid, self.model.patches.side
+        batch = encoded.batch
+        image = encoded.own.image
+        masked_BP = corruption
+        image_BCHW = batch.image_BCHW
+        grid = self.model.patches.grid
+        side = self.model.patches.side
         if batch.has_image_B is not None:
             index_K = batch.has_image_B.nonzero().squeeze(1)
-            image, image_BCHW, masked_BP = (
-                image.rows(index_K),
-                image_BCHW[index_K],
-                masked_BP[index_K],
-            )
+            image = image.rows(index_K)
+            image_BCHW = image_BCHW[index_K]
+            masked_BP = masked_BP[index_K]
         pixels_BCHW = self.model.image_encoder.normalize(image_BCHW)
         if len(image_BCHW) == 0:
             blank_BPC = pixels_BCHW.new_zeros(0, 0, self.model.patches.values)

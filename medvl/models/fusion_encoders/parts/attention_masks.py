@@ -42,7 +42,8 @@ def attention_mask(
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
-    images, texts = image_mask_BI.shape[1], text_mask_BT.shape[1]
+    images = image_mask_BI.shape[1]
+    texts = text_mask_BT.shape[1]
     place_S = torch.arange(images + texts, device=image_mask_BI.device)
     is_text_S = place_S >= images
     earlier_SS = place_S[None, :] <= place_S[:, None]

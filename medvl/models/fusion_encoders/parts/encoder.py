@@ -24,7 +24,8 @@ from medvl.models.fusion_encoders.parts.transformer import (
 if TYPE_CHECKING:
     from medvl.encoders.text.packing import Packing
 
-_TEXT, _IMAGE = 0, 1
+_TEXT = 0
+_IMAGE = 1
 """Rows of the modality embedding."""
 
 
@@ -228,7 +229,8 @@ class DualStream(FusionEncoder):
             text_layers or (CoAttentionLayer(sizes) for _ in range(sizes.layers))
         )
         self.image_layers = nn.ModuleList(CoAttentionLayer(sizes) for _ in range(sizes.layers))
-        self.text_pooler, self.image_pooler = Pooler(sizes.width), Pooler(sizes.width)
+        self.text_pooler = Pooler(sizes.width)
+        self.image_pooler = Pooler(sizes.width)
         self._packing: type[Packing] | None = None
         init_weights(self)
 
@@ -249,7 +251,7 @@ class DualStream(FusionEncoder):
         return self._packing.from_mask(keep_first(text.mask_BN, None))
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class; a pair's vector is the concatenation of the text's and the
+        """A pair's vector is the concatenation of the text's and the
         image's.
         """
         text, image = self.streams(text, image, len(self.text_layers))
@@ -259,7 +261,7 @@ class DualStream(FusionEncoder):
         return Fused(text, image, pooled_BD)
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class; of the two pooled tokens, the text's is used."""
+        """Of the two pooled tokens, the text's is used."""
         text, image = self.streams(text, image, len(self.text_layers) - 1)
         last: Any = self.text_layers[-1]
         weights_BTP = last.cross_weights(
@@ -270,9 +272,11 @@ class DualStream(FusionEncoder):
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
         """Return both streams after the first `depth` layers; layers above are not computed."""
         text_BTD, image_BPD = self.mark(text, image)
-        packing, mask_BT = self.packing_of(text), text.mask_BN
+        packing = self.packing_of(text)
+        mask_BT = text.mask_BN
         if packing is not None:
-            text_BTD, mask_BT = packing.pack(text_BTD), packing.mask_BT
+            text_BTD = packing.pack(text_BTD)
+            mask_BT = packing.mask_BT
         for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[
             :depth
         ]:
@@ -301,7 +305,7 @@ class SingleStream(FusionEncoder):
         init_weights(self)
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class; the vector of a pair is the first image token's, which attends to the
+        """The vector of a pair is the first image token's, which attends to the
         text under every mask but seq2seq and non_cross.
         """
         states_BSD, _ = self.stream(text, image, len(self.layers))
@@ -313,7 +317,7 @@ class SingleStream(FusionEncoder):
         )
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class; the pooled token is the first image token."""
+        """The pooled token is the first image token."""
         states_BSD, mask_BSS = self.stream(text, image, len(self.layers) - 1)
         last: Any = self.layers[-1]
         weights_BSS = last.attention.weights(states_BSD, states_BSD, mask_BSS).mean(dim=1)
@@ -345,7 +349,8 @@ def stream_mask(
     """
     if attention == "bidirectional" and text.mask_BN is None and image.mask_BN is None:
         return None
-    text_mask_BT, image_mask_BP = text.real_BN(), image.real_BN()
+    text_mask_BT = text.real_BN()
+    image_mask_BP = image.real_BN()
     seq2seq_B = None
     if attention == "mixed":
         seq2seq_B = torch.rand(len(text_mask_BT), device=text_mask_BT.device) < seq2seq_share

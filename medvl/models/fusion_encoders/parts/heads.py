@@ -98,10 +98,8 @@ class PixelDecoder(nn.Module):
         from timm.layers import QuickGELU
         from timm.models.vision_transformer import Block
 
-        width, act_layer = (
-            config.decoder_width,
-            QuickGELU if activation == "quick_gelu" else nn.GELU,
-        )
+        width = config.decoder_width
+        act_layer = QuickGELU if activation == "quick_gelu" else nn.GELU
         norm_layer: Any = functools.partial(
             nn.LayerNorm, eps=1e-5 if activation == "quick_gelu" else 1e-6
         )
@@ -122,7 +120,8 @@ class PixelDecoder(nn.Module):
             )
             for _ in range(config.decoder_layers)
         )
-        self.norm, self.pixels = norm_layer(width), nn.Linear(width, patches.values)
+        self.norm = norm_layer(width)
+        self.pixels = nn.Linear(width, patches.values)
         init_weights(self)
 
     def forward(self, states_BND: Tensor, patches: PatchMask) -> Tensor:

@@ -77,7 +77,8 @@ class ImageInput(nn.Module):
         first: FirstToken = "pooled",
     ) -> None:
         super().__init__()
-        self.sampled, self.first = sampled, first
+        self.sampled = sampled
+        self.first = first
         self.project = nn.Linear(source.patch_dim, width)
         same = first != "pooled" or source.feature_dim == source.patch_dim
         self.project_pooled = None if same else nn.Linear(source.feature_dim, width)
@@ -120,7 +121,8 @@ class ImageInput(nn.Module):
                     "the image encoder has no local features", "unsupported", field="image_encoder"
                 )
             return Tokens(first_B1D, None)
-        cells_BPD, count = features.patches_BPD, features.patches_BPD.shape[1]
+        cells_BPD = features.patches_BPD
+        count = features.patches_BPD.shape[1]
         if keep_BK is None and self.positions is not None and count != len(self.positions):
             message = (
                 f"expected images of image_size, with {len(self.positions)} regions; got "

@@ -97,7 +97,8 @@ def read_graph(folder: str, width: int) -> tuple[GraphSizes, dict[str, Tensor]]:
     `load_embeddings`.
     """
     graph = read_knowledge(folder)
-    vectors_VD, finder = load_embeddings(graph, folder), graph.finder()
+    vectors_VD = load_embeddings(graph, folder)
+    finder = graph.finder()
     if vectors_VD.shape[1] != width:
         message = (
             f"expected entity_width {vectors_VD.shape[1]} as in {folder}, got {width}; "
@@ -134,7 +135,8 @@ class GraphAttention(nn.Module):
 
     def __init__(self, in_dim: int, head_dim: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
         self.project = nn.Linear(in_dim, heads * head_dim, bias=False)
         self.source = nn.Parameter(torch.empty(heads, head_dim))
         self.target = nn.Parameter(torch.empty(heads, head_dim))
@@ -194,13 +196,12 @@ class EntityGraph(nn.Module):
                 "knowledge build` and `train`"
             )
             raise ConfigError(message, "missing", field="knowledge")
-        sizes, width, head_dim, heads = (
-            config.graph,
-            config.entity_width,
-            config.graph_head_width,
-            config.graph_heads,
-        )
-        self.sizes, self.dropout = sizes, config.graph_dropout
+        sizes = config.graph
+        width = config.entity_width
+        head_dim = config.graph_head_width
+        heads = config.graph_heads
+        self.sizes = sizes
+        self.dropout = config.graph_dropout
         self.vectors = nn.Parameter(nn.init.xavier_uniform_(torch.empty(sizes.entities, width)))
         self.norm = nn.LayerNorm(width)
         self.first = GraphAttention(width, head_dim, heads, self.dropout)
@@ -324,8 +325,10 @@ class EntityLayer(nn.Module):
 
     def __init__(self, sizes: Sizes, width: int, *, feeds: bool) -> None:
         super().__init__()
-        self.attention, self.cross_attention = Attention(sizes), Attention(sizes)
-        self.from_image, self.to_text = nn.Linear(width, sizes.width), nn.Linear(sizes.width, width)
+        self.attention = Attention(sizes)
+        self.cross_attention = Attention(sizes)
+        self.from_image = nn.Linear(width, sizes.width)
+        self.to_text = nn.Linear(sizes.width, width)
         self.feed_forward = FeedForward(sizes) if feeds else None
 
     def forward(
@@ -353,11 +356,11 @@ class KnowledgeLayer(nn.Module):
 
     def __init__(self, sizes: Sizes, entities: EntityLayer | None) -> None:
         super().__init__()
-        self.text, self.entities, self.dropout = CoAttentionLayer(sizes), entities, sizes.dropout
-        self.merge, self.merge_norm = (
-            nn.Linear(sizes.width, sizes.width),
-            nn.LayerNorm(sizes.width, LAYER_NORM_EPS),
-        )
+        self.text = CoAttentionLayer(sizes)
+        self.entities = entities
+        self.dropout = sizes.dropout
+        self.merge = nn.Linear(sizes.width, sizes.width)
+        self.merge_norm = nn.LayerNorm(sizes.width, LAYER_NORM_EPS)
 
     def forward(
         self,
@@ -379,7 +382,8 @@ class KnowledgeLayer(nn.Module):
         if self.entities is not None:
             added_BTD, states_BND = self.entities(entities, image_BPD, image_mask_BP)
             added_BTD = added_BTD if packing is None else packing.pack(added_BTD)
-            known_BTD, entities = crossed_BTD + added_BTD, entities._replace(states_BND=states_BND)
+            known_BTD = crossed_BTD + added_BTD
+            entities = entities._replace(states_BND=states_BND)
         merged_BTD = F.dropout(self.merge(known_BTD), self.dropout, self.training)
         words_BTD: Tensor = self.text.feed_forward(self.merge_norm(merged_BTD + crossed_BTD))
         return words_BTD, entities
@@ -429,15 +433,16 @@ class KnowledgeStream(DualStream):
         )
 
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
-        """See the base class."""
         if text.entities is None:
             raise ValueError(
                 "expected texts with entities: encode them with the model's text_tokens"
             )
         entities, (text_BTD, image_BPD) = text.entities, self.mark(text, image)
-        packing, mask_BT = self.packing_of(text), text.mask_BN
+        packing = self.packing_of(text)
+        mask_BT = text.mask_BN
         if packing is not None:
-            text_BTD, mask_BT = packing.pack(text_BTD), packing.mask_BT
+            text_BTD = packing.pack(text_BTD)
+            mask_BT = packing.mask_BT
         for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[
             :depth
         ]:

@@ -48,7 +48,8 @@ def attention_weights(
     """(B, heads, Q, K): softmax of scaled products over the keys that the mask allows, as in
     `Attention`.
     """
-    query_BHQD, key_BHKD = split_heads(query_BQD, heads), split_heads(key_BKD, heads)
+    query_BHQD = split_heads(query_BQD, heads)
+    key_BHKD = split_heads(key_BKD, heads)
     scores_BHQK = query_BHQD @ key_BHKD.transpose(2, 3) / query_BHQD.shape[-1] ** 0.5
     if mask_BQK is not None:
         scores_BHQK = scores_BHQK.masked_fill(~open_empty_rows(mask_BQK)[:, None], float("-inf"))
@@ -67,10 +68,13 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
         super().__init__()
-        self.heads, self.dropout = sizes.heads, sizes.dropout
+        self.heads = sizes.heads
+        self.dropout = sizes.dropout
         context = context_width or sizes.width
-        self.query, self.key = nn.Linear(sizes.width, sizes.width), nn.Linear(context, sizes.width)
-        self.value, self.out = nn.Linear(context, sizes.width), nn.Linear(sizes.width, sizes.width)
+        self.query = nn.Linear(sizes.width, sizes.width)
+        self.key = nn.Linear(context, sizes.width)
+        self.value = nn.Linear(context, sizes.width)
+        self.out = nn.Linear(sizes.width, sizes.width)
         self.norm = nn.LayerNorm(sizes.width, eps=LAYER_NORM_EPS)
 
     def forward(
@@ -138,10 +142,8 @@ class FeedForward(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.dropout = sizes.dropout
-        self.inner, self.outer = (
-            nn.Linear(sizes.width, sizes.intermediate),
-            nn.Linear(sizes.intermediate, sizes.width),
-        )
+        self.inner = nn.Linear(sizes.width, sizes.intermediate)
+        self.outer = nn.Linear(sizes.intermediate, sizes.width)
         self.norm = nn.LayerNorm(sizes.width, eps=LAYER_NORM_EPS)
 
     def forward(self, states_BND: Tensor) -> Tensor:
@@ -158,7 +160,8 @@ class SelfAttentionLayer(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(sizes), FeedForward(sizes)
+        self.attention = Attention(sizes)
+        self.feed_forward = FeedForward(sizes)
 
     def forward(self, states_BND: Tensor, mask_BNN: Tensor | None) -> Tensor:
         """(B, N, D) to the same shape; the mask as in `Attention`."""
@@ -173,7 +176,8 @@ class CoAttentionLayer(nn.Module):
 
     def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
         super().__init__()
-        self.attention, self.cross_attention = Attention(sizes), Attention(sizes, context_width)
+        self.attention = Attention(sizes)
+        self.cross_attention = Attention(sizes, context_width)
         self.feed_forward = FeedForward(sizes)
 
     def forward(
