@@ -49,6 +49,7 @@ from medvl.eval.zero_shot_classification.evaluate import common_classes
 from medvl.eval.zero_shot_classification.prompts import default_prompts
 from medvl.models import (
     KAD,
+    MAVL,
     MRM,
     DualEncoder,
     FusionModel,
@@ -131,7 +132,7 @@ def run_command(trained: "Trained", name: str, out: Path) -> None:
 
 
 _MEAN = ("macro_competition", "macro")
-_QUERY_SYSTEMS = (MedKLIP, KAD)
+_QUERY_SYSTEMS = (MedKLIP, KAD, MAVL)
 """Systems whose patches and texts have no common space: their maps are the decoder's attention."""
 _ALONE = subgroup_of(QUESTION_ONLY)
 

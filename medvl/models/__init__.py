@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         System as System,
         SystemConfig as SystemConfig,
         TowersConfig as TowersConfig,
-        TwoTowers as TwoTowers,
     )
     from medvl.models.checkpoint import (
         load as load,
@@ -70,8 +69,6 @@ if TYPE_CHECKING:
     from medvl.models.downstream.vqa.model import VQA as VQA, create_vqa as create_vqa
     from medvl.models.dual_encoders.bases.base import (
         BertDualConfig as BertDualConfig,
-        BertDualEncoder as BertDualEncoder,
-        ContrastiveEncoder as ContrastiveEncoder,
         DualEncoder as DualEncoder,
         DualEncoderConfig as DualEncoderConfig,
         projection_head as projection_head,
@@ -89,8 +86,6 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.biovil import (
         BioViL as BioViL,
         BioViLConfig as BioViLConfig,
-        TextTaskConfig as TextTaskConfig,
-        TextTaskEncoder as TextTaskEncoder,
     )
     from medvl.models.dual_encoders.biovil_t import (
         BioViLT as BioViLT,

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Protocol, Self, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,10 @@ class TowersConfig(ImageConfig):
     """
 
 
+TOWERS: tuple[str, ...] = ("image_encoder", "text_encoder")
+"""Names of both encoders in every system that has them (`System.shared_encoders`)."""
+
+
 class Parts(TypedDict):
     """Arguments that constructors of systems pass to the base class: the attributes of `System`
     with these names.
@@ -83,6 +87,8 @@ class System(nn.Module, abc.ABC):
     """Base of everything that `create_model` creates and a checkpoint holds.
 
     Attributes:
+        image_encoder, text_encoder: of systems that have them; the same names everywhere, so that
+            the encoders of a checkpoint can start another system (`medvl.models.load_towers`).
         config: settings, sufficient to build the system again.
         transform: preparation of an image for inference.
         tokenizer: None in a model that takes token ids only.
@@ -108,10 +114,23 @@ class System(nn.Module, abc.ABC):
     inputs: Inputs = Inputs()
     """Optional parts of a batch that `forward` needs; loaders of a training run make them."""
 
+    image_encoder: nn.Module
+    text_encoder: Any
+
     def __init__(
-        self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None
+        self,
+        config: Any,
+        image_encoder: nn.Module | None = None,
+        text_encoder: TextEncoder | None = None,
+        *,
+        transform: EvalTransform,
+        tokenizer: Tokenizer | None,
     ) -> None:
         super().__init__()
+        if image_encoder is not None:
+            self.image_encoder = image_encoder
+        if text_encoder is not None:
+            self.text_encoder = text_encoder
         self.config = config
         self.transform = transform
         self.tokenizer = tokenizer
@@ -231,27 +250,9 @@ class System(nn.Module, abc.ABC):
         return self.tokenizer
 
 
-class TwoTowers(System):
-    """Base of pretrained systems: an image encoder and a text encoder.
-
-    Attributes:
-        image_encoder, text_encoder: the same classes under the same names in every system, so that
-            the towers of one system's checkpoint can initialise another system
-            (`medvl.models.load_towers`).
-    """
-
-    shared_encoders: ClassVar[tuple[str, ...]] = ("image_encoder", "text_encoder")
-
-    def __init__(
-        self,
-        config: Any,
-        image_encoder: nn.Module,
-        text_encoder: TextEncoder,
-        **parts: Unpack[Parts],
-    ) -> None:
-        super().__init__(config, **parts)
-        self.image_encoder = image_encoder
-        self.text_encoder = text_encoder
+def has_towers(model: System) -> bool:
+    """Return whether a model has both an image encoder and a text encoder to share."""
+    return {*TOWERS} <= {*model.shared_encoders}
 
 
 def list_of_texts(texts: Sequence[str]) -> list[str]:

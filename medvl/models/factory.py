@@ -19,7 +19,7 @@ from medvl.encoders.pretrained import hub_address, split_set
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
 from medvl.encoders.text.factory import without_folder
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models.base import System, SystemConfig, TwoTowers
+from medvl.models.base import System, SystemConfig, has_towers
 from medvl.models.checkpoint import described_model, load, save, warm_start
 from medvl.models.registry import system
 from medvl.models.weights import (
@@ -186,7 +186,7 @@ def _from_own_weights(model: System, pretrained: bool) -> System:
     any.
     """
     config: Any = model.config
-    published = pretrained and isinstance(model, TwoTowers)
+    published = pretrained and has_towers(model)
     own_image, own_text = (getattr(config, f"{part}_weights", None) for part in ("image", "text"))
     model.load_encoders(
         own_image or (pretrained and hasattr(config, "image_weights")), own_text or published

@@ -7,6 +7,7 @@ h, w cells of the grid; H, W pixels of the image; K maps.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,32 @@ def on_originals(
         return list(on_image(map_Bhw, Box(0.0, 0.0, height, width), height, width))
     sizes = zip(map_Bhw, original_sizes, strict=True)
     return [on_image(map_hw[None], transform.box(*size), *size)[0] for map_hw, size in sizes]
+
+
+@torch.no_grad()
+def maps_of_cells(
+    model: Any,
+    image_BCHW: Tensor,
+    texts: Sequence[str],
+    original_sizes: Sequence[tuple[int, int]] | None = None,
+) -> list[Tensor]:
+    """Return the heat map of each text in its image: one (H, W) float32 per pair, in original
+    pixels.
+
+    It is the method `attention_maps` of systems with `cell_maps(image_BCHW, texts)`, which returns
+    (B, P), the value of each cell of image i for text i. Pixels that `transform` cut off are NaN.
+    Call it in eval mode.
+
+    Args:
+        model: the system.
+        image_BCHW: images from `transform`.
+        texts: one text for each image.
+        original_sizes: (height, width) of the images before `transform`; None gives maps over
+            the model's input.
+    """
+    grid = model.image_encoder.grid(*image_BCHW.shape[2:])
+    map_Bhw = model.cell_maps(image_BCHW, texts).float().unflatten(1, grid)
+    return on_originals(map_Bhw, model.transform, image_BCHW, original_sizes)
 
 
 def _weights(pixels: int, start: float, length: float, cells: int, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 A system registers itself when its module is imported:
 
     @register_system("convirt")
-    class ConVIRT(ContrastiveEncoder):
+    class ConVIRT(DualEncoder):
         Config = ConVIRTConfig
         ...
 

@@ -9,7 +9,7 @@ import torch
 import medvl
 from helpers import gloria_ranks
 from medvl.data.transforms.mlm_masking import IGNORED, MaskedText
-from medvl.models import ContrastiveEncoder
+from medvl.models import DualEncoder
 from medvl.schema import Batch
 
 VIT = {"layers": 1, "width": 64, "patch_size": 16}
@@ -35,25 +35,25 @@ LOCAL = ("gloria", "mgca", "carzero")
 """Systems with words, which need a tokenizer."""
 
 
-def clip(**settings: Any) -> ContrastiveEncoder:
+def clip(**settings: Any) -> DualEncoder:
     """No batch norm; dropout in the text encoder, in train mode."""
     torch.manual_seed(0)
     return medvl.create_model("clip", **{**TOWERS, **settings})
 
 
-def siglip() -> ContrastiveEncoder:
+def siglip() -> DualEncoder:
     torch.manual_seed(0)
     return medvl.create_model("siglip", **TOWERS, positives="text")
 
 
-def convirt(**settings: Any) -> ContrastiveEncoder:
+def convirt(**settings: Any) -> DualEncoder:
     """Batch norm in the image encoder."""
     torch.manual_seed(0)
     text = {"text_encoder": "tiny_bert", "vocab_size": 40}
     return medvl.create_model("convirt", **{**CONVIRT, **text, **settings})
 
 
-def medclip(**settings: Any) -> ContrastiveEncoder:
+def medclip(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     tiny = {
         "text_encoder": "tiny_bert",
@@ -64,11 +64,11 @@ def medclip(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("medclip", **{**tiny, "projection_dim": 16, **settings})
 
 
-def gloria() -> ContrastiveEncoder:
+def gloria() -> DualEncoder:
     return gloria_ranks.tiny_model(gloria_ranks.tiny_tokenizer())
 
 
-def mgca(**settings: Any) -> ContrastiveEncoder:
+def mgca(**settings: Any) -> DualEncoder:
     """Batch norm in the image encoder and in all heads."""
     torch.manual_seed(0)
     towers = {
@@ -89,7 +89,7 @@ def mgca(**settings: Any) -> ContrastiveEncoder:
     )
 
 
-def lovt(name: str = "lovt") -> ContrastiveEncoder:
+def lovt(name: str = "lovt") -> DualEncoder:
     """Batch norm in the image encoder, the heads and the attention between sentences and
     regions.
     """
@@ -97,7 +97,7 @@ def lovt(name: str = "lovt") -> ContrastiveEncoder:
     return medvl.create_model(name, **CONVIRT, **BERT, **GRID, hidden_dim=24)
 
 
-def mutual_info(**settings: Any) -> ContrastiveEncoder:
+def mutual_info(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "critic_hidden": (24, 16)}
     return medvl.create_model("mutual_info", **{**sizes, **BERT, **settings})
@@ -117,7 +117,7 @@ class EverySecondWord:
         return MaskedText(ids_BT.masked_fill(masked_BT, 4), ids_BT.masked_fill(~masked_BT, IGNORED))
 
 
-def biovil(**settings: Any) -> ContrastiveEncoder:
+def biovil(**settings: Any) -> DualEncoder:
     """All losses, with temperatures at which each of them counts."""
     torch.manual_seed(0)
     sizes = {
@@ -135,12 +135,12 @@ def biovil(**settings: Any) -> ContrastiveEncoder:
     return model
 
 
-def bfspr(**settings: Any) -> ContrastiveEncoder:
+def bfspr(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     return medvl.create_model("bfspr", **{**CONVIRT, **BERT, **settings})
 
 
-def umrl(**settings: Any) -> ContrastiveEncoder:
+def umrl(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     sizes = {
         "image_encoder": "resnet_tiny",
@@ -153,7 +153,7 @@ def umrl(**settings: Any) -> ContrastiveEncoder:
     )
 
 
-def biovil_t(**settings: Any) -> ContrastiveEncoder:
+def biovil_t(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     sizes = {
         "image_encoder": "resnet_tiny",
@@ -168,7 +168,7 @@ def biovil_t(**settings: Any) -> ContrastiveEncoder:
     return model
 
 
-def radzero(**settings: Any) -> ContrastiveEncoder:
+def radzero(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "frozen_image": False, **BERT}
     return medvl.create_model("radzero", **{**sizes, **settings})
@@ -183,7 +183,7 @@ def stored_tokens(image_BCHW: torch.Tensor) -> torch.Tensor:
     return torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
 
 
-def carzero(**settings: Any) -> ContrastiveEncoder:
+def carzero(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     towers = {
         "image_encoder": "resnet_tiny",
@@ -203,12 +203,12 @@ def carzero(**settings: Any) -> ContrastiveEncoder:
     )
 
 
-def cxrclip(**settings: Any) -> ContrastiveEncoder:
+def cxrclip(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     return medvl.create_model("cxrclip", **{**TOWERS, **settings})
 
 
-SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
+SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
     "convirt": lambda: convirt(positives="either"),

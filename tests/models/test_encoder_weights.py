@@ -18,7 +18,7 @@ from medvl.cli.eval.classification import EncoderOptions, _open_encoder
 from medvl.encoders import create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.models import VQA, Detector, create_classifier, create_dense, factory, load, save
-from medvl.models.base import TwoTowers
+from medvl.models.base import System, has_towers
 from medvl.train.recipe_files import choose
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -78,7 +78,7 @@ def test_each_tower_starts_from_its_own_file(name: str, tmp_path: Path) -> None:
     file, image_state = image_file(tmp_path)
     settings = {**SYSTEMS[name], "vocab_size": tokenizer.vocab_size}
     model = medvl.create_model(name, **settings, image_weights=str(file))
-    assert isinstance(model, TwoTowers)
+    assert has_towers(model)
     assert same(model.image_encoder, image_state)
     assert model.image_encoder.mean == (0.4, 0.4, 0.4)
     assert model.image_encoder.std == (0.2, 0.2, 0.2)
@@ -86,7 +86,7 @@ def test_each_tower_starts_from_its_own_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     folder, text_state = text_folder(tmp_path / "text", layers=4 if name == "albef" else 2)
     both = medvl.create_model(name, **settings, image_weights=str(file), text_weights=str(folder))
-    assert isinstance(both, TwoTowers)
+    assert has_towers(both)
     assert same(both.image_encoder, image_state)
     assert same(both.text_encoder, text_state)
     assert both.tokenizer is not None
@@ -205,7 +205,7 @@ def test_text_weights_on_the_hub_bring_their_tokenizer(monkeypatch: pytest.Monke
         return tiny_tokenizer()
 
     monkeypatch.setattr(factory, "load_tokenizer", fetched)
-    monkeypatch.setattr(TwoTowers, "load_encoders", lambda *_: None)
+    monkeypatch.setattr(System, "load_encoders", lambda *_: None)
     settings = {**DUAL, "text_arguments": {"num_hidden_layers": 1}, "frozen_text_layers": 0}
     commit = "d5892b39a4adaed74b92212a44081509db72f87b"
     model = medvl.create_model(

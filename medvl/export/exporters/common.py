@@ -20,7 +20,7 @@ from medvl.encoders.text.adapters import CxrBertHead, MatrixHead
 from medvl.encoders.text.factory import text_encoder_fields
 from medvl.errors import CheckpointError, ConfigError
 from medvl.export.exporters import zero_shot
-from medvl.models.base import System, TwoTowers
+from medvl.models.base import System, has_towers
 from medvl.models.dual_encoders.bases.base import DualEncoder
 
 TOLERANCE = 1e-3
@@ -43,11 +43,11 @@ class Exported:
     """Part of the model -> why the format cannot hold it."""
 
 
-def require_encoders(model: System) -> tuple[TwoTowers, ImageEncoder]:
+def require_encoders(model: System) -> tuple[System, ImageEncoder]:
     """Return the model and its image encoder. Raises ConfigError unless it reads pixels and has
     a text encoder.
     """
-    if isinstance(model, TwoTowers) and isinstance(model.image_encoder, ImageEncoder):
+    if has_towers(model) and isinstance(model.image_encoder, ImageEncoder):
         return model, model.image_encoder
     message = (
         f"{model.name} does not have an image and a text encoder: export the system that "
@@ -140,11 +140,11 @@ def write_card(
             encoder.
     """
     if inputs is None:
-        inputs = [f"Pixels: {_normalized_pixels(model)}"] if isinstance(model, TwoTowers) else []
+        inputs = [f"Pixels: {_normalized_pixels(model)}"] if has_towers(model) else []
     missing = [f"- {part}: {why}" for part, why in left_out.items()] or ["- nothing"]
     names = (getattr(model.config, f"{side}_encoder", None) for side in ("image", "text"))
     encoders = [name for name in names if name is not None]
-    multimodal = isinstance(model, TwoTowers)
+    multimodal = has_towers(model)
     tags = "medical-imaging, vision-language" if multimodal else "biomedical, fill-mask"
     lines = [
         "---",
@@ -196,7 +196,7 @@ _TEXTS = ("Large left pleural effusion.", "No pneumothorax.")
 
 
 def write_heads(
-    model: TwoTowers, folder: Path, arguments: Mapping[str, Mapping[str, Any] | None]
+    model: System, folder: Path, arguments: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, float]:
     """Write heads, settings and loader beside the encoders; return the differences of the loader's
     embeddings.
@@ -249,7 +249,7 @@ def write_heads(
     return {}
 
 
-def _compares_vectors(model: TwoTowers) -> bool:
+def _compares_vectors(model: System) -> bool:
     names = ("encode_image", "encode_text", "similarity")
     kind = type(model)
     return isinstance(model, DualEncoder) and all(

@@ -45,7 +45,7 @@ from medvl.export.importers.language import (
     ROBERTA_WORDS,
     backbone_rules,
 )
-from medvl.models.base import System, TwoTowers
+from medvl.models.base import System
 from medvl.models.dual_encoders.clip import CLIP
 from medvl.models.language.base import LanguageModel
 from medvl.models.language.kebert import KEBERT
@@ -483,7 +483,7 @@ def _is_plain_clip(net: Any, kind: str) -> bool:
     )
 
 
-def _is_plain_clip_model(model: TwoTowers) -> bool:
+def _is_plain_clip_model(model: System) -> bool:
     return (
         isinstance(model, CLIP)
         and not hasattr(model, "logit_bias")

@@ -19,7 +19,7 @@ from medvl.export.importers.dual_encoders import MEDCLIP_RESNET_HEAD
 from medvl.export.importers.import_checkpoint import find_importer, import_checkpoint
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import add_copies, to_published
-from medvl.models.base import System, TwoTowers
+from medvl.models.base import System, has_towers
 
 IMAGE_FILE = "image_model.pt"
 TEXT_FILE = "text_model.pt"
@@ -57,7 +57,7 @@ def export_published(model: System, out: Path | str) -> Exported:
         ConfigError: the model is another system.
         CheckpointError, WeightsError: the outputs differ, or the authors' code has no such encoder.
     """
-    if model.name not in _FILES or not isinstance(model, TwoTowers):
+    if model.name not in _FILES or not has_towers(model):
         message = (
             f"{model.name} has no layout of published files: this export takes {', '.join(_FILES)}"
         )

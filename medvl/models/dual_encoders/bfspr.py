@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from medvl import losses
 from medvl.common.config_io import check_choice, check_within
-from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.local.gloria import gloria_contrast
@@ -69,17 +68,6 @@ class BFSPR(SentenceDualEncoder):
     @classmethod
     def encoder_arguments(cls, config: BFSPRConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         return {}, {"pool": "mean"}
-
-    @classmethod
-    def make_heads(
-        cls, config: BFSPRConfig, image: ImageEncoder, text: TextEncoder
-    ) -> dict[str, nn.Module]:
-        """Return linear heads; texts and sentences share one."""
-        width = config.projection_dim
-        return {
-            "image_head": nn.Linear(image.feature_dim, width, bias=False),
-            "text_head": nn.Linear(text.feature_dim, width, bias=False),
-        }
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Raises ConfigError for batches without the second view that the

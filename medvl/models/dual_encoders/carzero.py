@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder, TextEncoder
@@ -16,8 +17,7 @@ from medvl.losses.pairs.blockwise import same_pairs
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.local import (
     LocalDualConfig,
-    PaddedWords,
-    PaddedWordsConfig,
+    LocalDualEncoder,
     local_features,
     pair_scores,
     score_head,
@@ -31,7 +31,7 @@ from medvl.schema import Embeddings, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CARZeroConfig(QueryDecoderConfig, PaddedWordsConfig):
+class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
     """Settings of the paper and the released code.
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a
@@ -53,6 +53,10 @@ class CARZeroConfig(QueryDecoderConfig, PaddedWordsConfig):
     """Hidden widths of the head that makes a score of a query; none: one linear layer, the
     paper's variant.
     """
+    padded_memory: bool = False
+    """Let images read [SEP] and the padding of texts up to `max_tokens`, as the released code does:
+    set for imported models, whose scores depend on it.
+    """
     positives: Positives = "text"
     """"own", as published, makes "There is no pleural effusion." of one study a negative of
     another one.
@@ -64,7 +68,7 @@ class CARZeroConfig(QueryDecoderConfig, PaddedWordsConfig):
 
 
 @register_system("carzero")
-class CARZero(PaddedWords):
+class CARZero(LocalDualEncoder):
     """A decoder reads the regions of an image for a statement, and the words of a statement for an
     image (section 3).
 
@@ -102,6 +106,16 @@ class CARZero(PaddedWords):
             score := score_head(config.projection_dim, config.head_dims, config.dropout)
         )
         return {**heads, "decoder": decoder, "score": score}
+
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
+        if not self.config.padded_memory:
+            return super().embed_ids(ids_BT, mask_BT)
+        texts = self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT, last_token=True))
+        words_NWE, _ = local_features(texts)
+        padded_NWE = F.pad(words_NWE, (0, 0, 0, self.config.max_tokens - words_NWE.shape[1]))
+        return Embeddings(
+            texts.global_NE, padded_NWE, torch.ones_like(padded_NWE[..., 0], dtype=torch.bool)
+        )
 
     def score_pairs(self, memory: Embeddings, query_ME: Tensor, chunk: int | None = None) -> Tensor:
         """Return (N, M) float32: the score of each query with the vector and the local features of

@@ -7,21 +7,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.encoders.pretrained import check_values
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.encoders.image.factory import image_has_projection
+from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
+from medvl.encoders.pretrained import (
+    CLIP_SCALARS,
+    KeyMap,
+    Pretrained,
+    check_values,
+    fitting_keys,
+    load_strictly,
+    read_source,
+)
+from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.dual_encoders.bases.base import (
-    LearnedScale,
+    DualEncoder,
     Positives,
     ScaleConfig,
-    create_clip_encoders,
-    create_heads,
-    load_text_head,
-    read_whole_model,
+    create_encoders,
 )
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.registry import register_system
@@ -75,7 +84,7 @@ class CLIPConfig(ScaleConfig):
 
 
 @register_system("clip")
-class CLIP(LearnedScale):
+class CLIP(DualEncoder):
     """Symmetric InfoNCE with a learned temperature (section 2.3, figure 3).
 
     Attributes:
@@ -83,6 +92,7 @@ class CLIP(LearnedScale):
     """
 
     Config = CLIPConfig
+    learns_scale = True
 
     @classmethod
     def build(cls, config: CLIPConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -117,3 +127,101 @@ class CLIP(LearnedScale):
     def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
         """Return the loss of pairs of unit vectors, a scalar."""
         return losses.clip(image_NE, text_NE, self.scale(), groups=groups)
+
+
+# Encoders and heads of a CLIP-like model, from any library, with open_clip's rules for
+# projections and weights.
+#
+# Tensors of an open_clip state dict and their places in the model:
+#
+#     visual.*                        image_encoder.backbone.*, projection included
+#     transformer.*, ln_final.* ...   text_encoder.backbone.* (also with the prefix `text.`)
+#     text_projection                 text_encoder.projection.matrix; of a linear layer .weight
+#     and .bias
+#     text.transformer.* (a BERT)     text_encoder.backbone.*
+#     text.proj.*                     text_head.*; text_encoder.projection.* where the preset has
+#     it (BiomedCLIP)
+#     logit_scale, logit_bias         the same; the bias is SigLIP's
+
+
+def create_clip_encoders(
+    config: Any, pretrained: bool, tokenizer: Tokenizer | None
+) -> tuple[ImageEncoder, TextEncoder]:
+    """Create both encoders from a `CLIPConfig`, with their own projections where they have one."""
+    source: Pretrained = (config.weights or True) if pretrained else False
+    image: dict[str, Any] = {
+        "pretrained": source,
+        "image_size": config.image_size,
+        "projection": image_has_projection(config.image_encoder),
+        "mean": config.image_mean,
+        "std": config.image_std,
+    }
+    text: dict[str, Any] = {
+        "pretrained": source,
+        "vocab_size": config.vocab_size,
+        "pad_id": None if tokenizer is None else tokenizer.pad_id,  # SigLIP attends to padding
+        "pool": config.text_pool,
+        "projection": text_has_projection(config.text_encoder),
+    }
+    return create_encoders(config, image, text)
+
+
+def create_heads(
+    config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+) -> tuple[nn.Module, nn.Module]:
+    """Create a head for each encoder without a projection, into the space of the other, or of
+    `projection_dim`.
+    """
+    image_has = image_has_projection(config.image_encoder)
+    text_has = text_has_projection(config.text_encoder)
+    image_dim = image_encoder.feature_dim
+    text_dim = text_encoder.feature_dim
+    if image_has and text_has and image_dim != text_dim:
+        message = (
+            f"projections of {image_dim} and {text_dim} dimensions: take encoders of one "
+            f"model, or set embed_dim"
+        )
+        raise ConfigError(message, "mismatch", field="text_encoder")
+    shared = image_dim if image_has else text_dim if text_has else config.projection_dim
+    image_head = nn.Identity() if image_has else nn.Linear(image_dim, shared, bias=False)
+    if text_has:
+        return image_head, nn.Identity()
+    if config.text_head == "linear":
+        return image_head, nn.Linear(text_dim, shared, bias=False)
+    middle = (text_dim + shared) // 2
+    layers = (
+        nn.Linear(text_dim, middle, bias=False),
+        nn.GELU(),
+        nn.Linear(middle, shared, bias=False),
+    )
+    return image_head, nn.Sequential(*layers)
+
+
+def load_text_head(head: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Load open_clip's head of a Hugging Face encoder. Raises WeightsError naming `source` where
+    it does not fit.
+    """
+    if not isinstance(head, nn.Identity):
+        own = {key: tensor for key, tensor in tensors.items() if key.startswith("text.proj.")}
+        load_strictly(head, own, KeyMap(layouts=[[("text.proj.", "")]]), source)
+
+
+def read_whole_model(config: Any) -> tuple[str, dict[str, Tensor]] | None:
+    """Return the source, for messages, and the tensors of the one file with the pretrained weights
+    of the whole model.
+
+    None where each encoder has its own.
+    """
+    if config.weights is not None:
+        source, tensors = read_source(config.image_encoder, config.weights, None)
+    else:
+        presets: Any = (
+            IMAGE_PRESETS.get(config.image_encoder),
+            TEXT_PRESETS.get(config.text_encoder),
+        )
+        published = {None if preset is None else preset.weights for preset in presets}
+        weights = published.pop()
+        if published or weights is None:
+            return None
+        source, tensors = read_source(config.image_encoder, True, weights)
+    return source, fitting_keys(tensors, lambda keys: sum(key in CLIP_SCALARS for key in keys))

@@ -13,7 +13,7 @@ from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.models.dual_encoders.bases.base import (
     BertDualConfig,
-    BertDualEncoder,
+    DualEncoder,
     Positives,
     projection_head,
 )
@@ -53,7 +53,7 @@ class ConVIRTConfig(BertDualConfig):
 
 
 @register_system("convirt")
-class ConVIRT(BertDualEncoder):
+class ConVIRT(DualEncoder):
     """Bidirectional InfoNCE of an image and one sentence of its report (section 2.2, equations 2
     to 4).
     """

@@ -15,8 +15,7 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.dual_encoders.bases.base import (
     BertDualConfig,
-    BertDualEncoder,
-    LearnedScale,
+    DualEncoder,
     Positives,
     ScaleConfig,
 )
@@ -56,7 +55,7 @@ class CXRCLIPConfig(BertDualConfig, ScaleConfig):
 
 
 @register_system("cxrclip")
-class CXRCLIP(LearnedScale, BertDualEncoder):
+class CXRCLIP(DualEncoder):
     """Mean InfoNCE of each view with each text, of the views, and of the texts (section 2.3), with
     one learned scale.
 
@@ -66,6 +65,7 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
     """
 
     Config = CXRCLIPConfig
+    learns_scale = True
 
     def __init__(self, config: CXRCLIPConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -3,17 +3,25 @@ ECCV 2022).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
-from medvl.models.dual_encoders.bases.local import LocalDualConfig, local_features
+from medvl.models.dual_encoders.bases.local import (
+    LocalDualConfig,
+    LocalDualEncoder,
+    local_features,
+    most_slots,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.bases.sentences import LocalSentenceEncoder
+from medvl.models.dual_encoders.bases.sentences import pool_sentences, whole_if_none
 from medvl.models.dual_encoders.parts.attention import (
     AttentionPool,
     CrossAttention,
@@ -21,7 +29,7 @@ from medvl.models.dual_encoders.parts.attention import (
 )
 from medvl.models.dual_encoders.parts.heads import BatchNormHead
 from medvl.models.registry import register_system
-from medvl.schema import Embeddings, Losses
+from medvl.schema import Embeddings, ImageFeatures, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,18 +67,37 @@ class LoVTConfig(LocalDualConfig):
 
 
 @register_system("lovt")
-class LoVT(LocalSentenceEncoder):
+class LoVT(LocalDualEncoder):
     """Local contrast of each region or sentence with its attended vector of the other side
     (sections 3.2 to 3.5).
+
+    A sentence takes the place of a word: the maximum over its tokens, without the first and the
+    last token of the text. Images and reports are pooled from their regions and sentences, whose
+    weights are `Embeddings.weight_NP`, without gradient. Token ids without the numbers of their
+    sentences, and texts without a sentence, are one sentence: a prompt needs no full stop.
+    `text_pool` and `text_token` of the configuration have no meaning.
+
+    Attributes:
+        region_pool, sentence_pool: map (B, N, D) and its mask to (B, D) and weights (B, N).
+        word_head: maps sentences to the shared space.
     """
 
     Config = LoVTConfig
+    inputs = Inputs(sentences=True)
     near_PP: Tensor  # shares of all regions among the positives of each
 
     def __init__(
-        self, config: Any, *args: Any, cross_attention: CrossAttention, **kwargs: Any
+        self,
+        config: Any,
+        *args: Any,
+        region_pool: nn.Module,
+        sentence_pool: nn.Module,
+        cross_attention: CrossAttention,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
+        self.region_pool = region_pool
+        self.sentence_pool = sentence_pool
         self.cross_attention = cross_attention
         grid = self.image_encoder.grid(config.image_size, config.image_size)
         self.register_buffer("near_PP", losses.grid_positives(*grid), persistent=False)
@@ -92,6 +119,53 @@ class LoVT(LocalSentenceEncoder):
             "sentence_pool": AttentionPool(text, config.pool_heads),
             "cross_attention": CrossAttention(config.projection_dim),
         }
+
+    def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
+        pooled_BD, weight_BP = self.region_pool(features.patches_BPD)
+        return pooled_BD, weight_BP.detach()
+
+    def unnormalized_text(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(texts, Tensor):
+            tokens: tuple[Tensor, ...] = self.tokenize(texts, mask_BT)
+        else:
+            tokens = self.tokenize_inputs(texts)
+        return self._pooled_texts(*tokens)[0]
+
+    def embed_ids(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
+    ) -> Embeddings:
+        report_BE, sentences_BSD, mask_BS, weight_BS = self._pooled_texts(
+            ids_BT, mask_BT, sentence_BT
+        )
+        local_BSE = self._project(self.word_head, sentences_BSD, mask_BS)
+        return Embeddings(F.normalize(report_BE, dim=-1), local_BSE, mask_BS, weight_BS.detach())
+
+    def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
+        """`slot_BT` has the number of each token's sentence."""
+        return self.embed_ids(ids_BT, mask_BT, slot_BT)
+
+    def _pooled_texts(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (B, E) float32, not normalised, and sentences_BSD, mask_BS and weight_BS."""
+        sentence_BT = torch.full_like(ids_BT, -1) if sentence_BT is None else sentence_BT
+        sentence_BT = whole_if_none(sentence_BT, mask_BT)
+        width = most_slots(sentence_BT)  # before the encoder, because it waits for the device
+        sentences_BSD, mask_BS = pool_sentences(
+            self.text_encoder(ids_BT, mask_BT).tokens_BTD, sentence_BT, width
+        )
+        report_BD, weight_BS = self.sentence_pool(sentences_BSD, mask_BS)
+        return self.text_head(report_BD).float(), sentences_BSD, mask_BS, weight_BS
+
+    def without_first_token(self, texts: Embeddings) -> Embeddings:
+        """Return the texts as they are: sentences do not include the text's first token."""
+        return texts
+
+    def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
+        """Return equal shares of all sentences."""
+        return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """Regions and sentences stay on their rank: they are not compared

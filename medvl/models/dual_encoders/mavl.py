@@ -15,10 +15,11 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.pairs.contrastive import multi_hot, multi_positive
-from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
+from medvl.models.dual_encoders.bases.queries import QueryBook, QueryEncoder
+from medvl.models.dual_encoders.medklip import MedKLIPConfig, place_heads, place_terms
 from medvl.models.dual_encoders.parts.attention import PositionedPool
 from medvl.models.registry import register_system
-from medvl.schema import Batch, Embeddings
+from medvl.schema import Batch, Embeddings, Inputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class MAVLConfig(MedKLIPConfig):
 
 
 @register_system("mavl")
-class MAVL(MedKLIP):
+class MAVL(QueryEncoder):
     """MedKLIP's losses on eight queries per entity, and a contrast of images with each aspect of
     their entities.
 
@@ -85,10 +86,20 @@ class MAVL(MedKLIP):
     weights_version = (
         3  # version 1: another width of the grid's projection; 2: another sentence of a place
     )
-    linear_heads = ()
 
-    def __init__(self, config: MAVLConfig, *args: Any, pool: nn.Module, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: MAVLConfig,
+        *args: Any,
+        places: QueryBook,
+        place: nn.Module,
+        pool: nn.Module,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config, *args, **kwargs)
+        self.places = places
+        self.place = place.requires_grad_(config.place_weight > 0)
+        self.inputs = Inputs(labels=True, positions=config.place_weight > 0)
         self.pool = pool
         self.logit_scale = nn.Parameter(torch.full((self.aspects,), -math.log(config.temperature)))
 
@@ -104,6 +115,9 @@ class MAVL(MedKLIP):
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
         heads = super().make_heads(config, image_encoder, text_encoder)
+        aspects = len(cls.sentences_of(config)[0])
+        heads |= place_heads(config, text_encoder.feature_dim, aspects)
+        config.init_modules(heads["text_head"])
         width = config.projection_dim
         dim = image_encoder.patch_dim
         cells = math.prod(image_encoder.grid(config.image_size, config.image_size))
@@ -141,5 +155,5 @@ class MAVL(MedKLIP):
             silent_NL = labels_NL.isnan().all(dim=1, keepdim=True).expand_as(labels_NL)
         loss = multi_hot if self.config.contrast_targets == "multi_hot" else multi_positive
         contrast = loss(logits_ANL, labels_NL == 1, silent_NL)
-        terms = super().more_terms(batch, images, states_BQD, labels_BL)
+        terms = place_terms(self, batch, states_BQD, labels_BL)
         return {**terms, "contrast": (contrast, self.config.contrast_weight)}

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from medvl.common.config_io import check_choice, check_within
-from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
+from medvl.encoders import freeze_batch_norm_statistics
 from medvl.losses.pairs.contrastive import LabelSimilarity, label_similarity, soft_targets
 from medvl.models.dual_encoders.bases.base import (
     BertDualConfig,
-    BertDualEncoder,
-    LearnedScale,
+    DualEncoder,
     ScaleConfig,
 )
 from medvl.models.dual_encoders.bases.pairs import Pairs
@@ -59,7 +58,7 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
 
 
 @register_system("medclip")
-class MedCLIP(LearnedScale, BertDualEncoder):
+class MedCLIP(DualEncoder):
     """Semantic matching: all images of the global batch against all its texts (section 3.3,
     equations 3 to 6).
 
@@ -73,6 +72,7 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     """
 
     Config = MedCLIPConfig
+    learns_scale = True
     needs_pairs = False
 
     def __init__(self, config: MedCLIPConfig, *args: Any, **kwargs: Any) -> None:
@@ -86,15 +86,6 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         return {"mean": config.pixel_mean, "std": config.pixel_std}, {
             "layers": config.text_layers,
             "pool": "mean",
-        }
-
-    @classmethod
-    def make_heads(
-        cls, config: MedCLIPConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
-    ) -> dict[str, nn.Module]:
-        return {
-            "image_head": nn.Linear(image_encoder.feature_dim, config.projection_dim, bias=False),
-            "text_head": nn.Linear(text_encoder.feature_dim, config.projection_dim, bias=False),
         }
 
     def embed_pairs(self, batch: Batch) -> Pairs:

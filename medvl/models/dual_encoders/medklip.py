@@ -4,7 +4,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,10 +58,6 @@ class MedKLIP(QueryEncoder):
 
     Config = MedKLIPConfig
     weights_version = 2  # the sentence of the place "both sides" was another one
-    linear_heads: ClassVar[tuple[str, ...]] = ("image_head", "place")
-    """Heads with the decoder's initial weights; MAVL has convolutions in their place, with those
-    of torch.
-    """
 
     def __init__(
         self, config: MedKLIPConfig, *args: Any, places: QueryBook, place: nn.Module, **kwargs: Any
@@ -75,54 +71,64 @@ class MedKLIP(QueryEncoder):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """`place` maps the states of an entity's queries to the text
-        encoder's space.
-        """
-        sentences = [
-            f"It is located {'on' if name == 'both sides' else 'at the'} {name}." for name in PLACES
-        ]
-        heads = {
-            **super().make_heads(config, image_encoder, text_encoder),
-            "places": QueryBook(sentences, text_encoder.feature_dim),
-            "place": nn.Linear(
-                config.projection_dim * len(cls.sentences_of(config)[0]), text_encoder.feature_dim
-            ),
-        }
-        config.init_modules(heads["text_head"], *(heads[name] for name in cls.linear_heads))
+        heads = super().make_heads(config, image_encoder, text_encoder)
+        heads |= place_heads(config, text_encoder.feature_dim, aspects=1)
+        config.init_modules(*(heads[name] for name in ("text_head", "image_head", "place")))
         return heads
 
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
     ) -> Mapping[str, tuple[Tensor, float]]:
-        """The place of each present entity against others, by products with
-        their vectors.
-        """
-        if not self.config.place_weight:
-            return {}
-        if batch.position_BL is None:
-            message = "expected Batch.position_BL: open the loader with inputs=model.inputs"
-            raise ConfigError(message, "missing", field="position_BL")
-        self.places.fill(self.sentence_vectors)
-        counted_BL = (labels_BL == 1) & (batch.position_BL >= 0)
-        target_N = batch.position_BL.clamp(min=0).flatten()
-        with full_precision(states_BQD):
-            logits_NP = (self.place(states_BQD.float()) @ self.places.vectors_QD.float().T).flatten(
-                0, 1
-            )
-        entropy_N = F.cross_entropy(
-            self._with_negatives(logits_NP, target_N), target_N, reduction="none"
-        )
-        return {
-            "place": (mean_over_ranks(entropy_N, counted_BL.flatten()), self.config.place_weight)
-        }
+        return place_terms(self, batch, states_BQD, labels_BL)
 
-    def _with_negatives(self, logits_NP: Tensor, target_N: Tensor) -> Tensor:
-        """Return the logits of the true place and of those that are drawn; others are lowest."""
-        count = self.config.negative_places
-        if count is None:
-            return logits_NP
-        draw_NP = torch.rand_like(logits_NP).scatter(1, target_N[:, None], 2.0)
-        kept_NP = torch.zeros_like(logits_NP, dtype=torch.bool).scatter(
-            1, draw_NP.topk(count + 1).indices, value=True
-        )
-        return logits_NP.masked_fill(~kept_NP, torch.finfo(torch.float32).min)
+
+# Places of entities, for MedKLIP and MAVL.
+
+
+def place_heads(config: MedKLIPConfig, text_dim: int, aspects: int) -> dict[str, nn.Module]:
+    """Return `places`, the vectors of the places' sentences, and `place`, which maps the states of
+    an entity's queries to the text encoder's space.
+    """
+    sentences = [
+        f"It is located {'on' if name == 'both sides' else 'at the'} {name}." for name in PLACES
+    ]
+    return {
+        "places": QueryBook(sentences, text_dim),
+        "place": nn.Linear(config.projection_dim * aspects, text_dim),
+    }
+
+
+def place_terms(
+    model: Any, batch: Batch, states_BQD: Tensor, labels_BL: Tensor
+) -> dict[str, tuple[Tensor, float]]:
+    """Return the loss of the place of each present entity against others, by products with their
+    vectors, and its weight; nothing at weight 0.
+
+    Raises ConfigError for a batch without places.
+    """
+    config = model.config
+    if not config.place_weight:
+        return {}
+    if batch.position_BL is None:
+        message = "expected Batch.position_BL: open the loader with inputs=model.inputs"
+        raise ConfigError(message, "missing", field="position_BL")
+    model.places.fill(model.sentence_vectors)
+    counted_BL = (labels_BL == 1) & (batch.position_BL >= 0)
+    target_N = batch.position_BL.clamp(min=0).flatten()
+    with full_precision(states_BQD):
+        places_PD = model.places.vectors_QD.float()
+        logits_NP = (model.place(states_BQD.float()) @ places_PD.T).flatten(0, 1)
+    logits_NP = _with_negatives(logits_NP, target_N, config.negative_places)
+    entropy_N = F.cross_entropy(logits_NP, target_N, reduction="none")
+    return {"place": (mean_over_ranks(entropy_N, counted_BL.flatten()), config.place_weight)}
+
+
+def _with_negatives(logits_NP: Tensor, target_N: Tensor, count: int | None) -> Tensor:
+    """Return the logits of the true place and of `count` that are drawn; others are lowest."""
+    if count is None:
+        return logits_NP
+    draw_NP = torch.rand_like(logits_NP).scatter(1, target_N[:, None], 2.0)
+    kept_NP = torch.zeros_like(logits_NP, dtype=torch.bool).scatter(
+        1, draw_NP.topk(count + 1).indices, value=True
+    )
+    return logits_NP.masked_fill(~kept_NP, torch.finfo(torch.float32).min)

@@ -20,87 +20,14 @@ from medvl.losses.local.statements import patch_cosine, statement_contrast
 from medvl.losses.pairs.blockwise import text_ids
 from medvl.models.dual_encoders.bases.base import (
     BertDualConfig,
-    BertDualEncoder,
-    LearnedScale,
+    DualEncoder,
     ScaleConfig,
 )
-from medvl.models.dual_encoders.bases.local import TextMaps, local_features
+from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.heatmaps import maps_of_cells
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs, Losses
-
-# Base of dual-encoders with trained Transformer layers above an image encoder that may be frozen
-# (RadZero).
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenLayersConfig(BertDualConfig):
-    """Settings of layers above an image encoder, which are as wide as its patches; so is the
-    shared space.
-    """
-
-    trained_layers: int = 2
-    """Transformer layers above the image encoder."""
-    layer_norm_eps: float = 1e-5
-    """Epsilon of the norms of these layers; DINOv2's, and that of the released RadZero, is 1e-6."""
-    frozen_image: bool = True
-    """Do not train the image encoder."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_within(self, "[0, inf)", "trained_layers")
-        check_within(self, "(0, inf)", "layer_norm_eps")
-
-
-class TokenLayers(BertDualEncoder):
-    """A dual-encoder whose images are their class token (or the encoder's vector) and patches
-    behind trained layers.
-
-    Attributes:
-        layers, norm: the layers (`token_layers`), and the norm behind them.
-    """
-
-    reads_features = True
-
-    def __init__(
-        self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any
-    ) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.layers = layers
-        self.norm = norm
-
-    @classmethod
-    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        model = super().build(config, pretrained=pretrained, tokenizer=tokenizer)
-        if config.frozen_image:
-            freeze_layers(model.image_encoder, "all")
-        return model
-
-    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """The class token behind the trained layers."""
-        return self._tokens(self.image_encoder(image_BCHW))[:, 0]
-
-    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
-        """Return images as `similarity` takes them; `local_NPE` has the class token (or mean)
-        and the patches.
-        """
-        return self.embed_features(self.image_encoder(image_BCHW))
-
-    def embed_features(self, features: ImageFeatures) -> Embeddings:
-        """Return images as `embed_images` does, from the output of the image encoder."""
-        tokens_BKD = F.normalize(self._tokens(features), dim=2)
-        return Embeddings(tokens_BKD[:, 0], tokens_BKD)
-
-    def embed_regions(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, P, E): the patches, in the space of texts."""
-        return local_features(self.embed_images(image_BCHW))[0][:, 1:]
-
-    def _tokens(self, features: ImageFeatures) -> Tensor:
-        """Return (B, 1 + P, D) float32, not normalised."""
-        assert features.patches_BPD is not None, "token_layers requires patches"
-        tokens_BKD = torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
-        normed_BKD: Tensor = self.norm(self.layers(tokens_BKD))
-        return normed_BKD.float()
 
 
 def token_layers(encoder: ImageEncoder, count: int, eps: float = 1e-5) -> nn.Sequential:
@@ -202,7 +129,7 @@ def _rows(side: Embeddings, index_N: Tensor) -> Embeddings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RadZeroConfig(TokenLayersConfig, ScaleConfig):
+class RadZeroConfig(BertDualConfig, ScaleConfig):
     """Settings of the paper and the released code, with RAD-DINO, which the paper reports as its
     best start.
 
@@ -210,6 +137,12 @@ class RadZeroConfig(TokenLayersConfig, ScaleConfig):
     of another width gets a linear layer, which the published one of 768 does not need.
     """
 
+    trained_layers: int = 2
+    """Transformer layers above the image encoder, as wide as its patches."""
+    layer_norm_eps: float = 1e-5
+    """Epsilon of the norms of these layers; DINOv2's, and that of the released RadZero, is 1e-6."""
+    frozen_image: bool = True
+    """Do not train the image encoder."""
     image_encoder: str = "rad_dino"
     text_encoder: str = "mpnet"
     image_size: int = 518
@@ -220,21 +153,46 @@ class RadZeroConfig(TokenLayersConfig, ScaleConfig):
     sentences repeat.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "[0, inf)", "trained_layers")
+        check_within(self, "(0, inf)", "layer_norm_eps")
+
 
 @register_system("radzero")
-class RadZero(TextMaps, TokenLayers, LearnedScale):
+class RadZero(DualEncoder):
     """Each statement against the mean of an image's tokens that it attends to (VL-CABS, section
     3.2).
 
     The loss is the mean of the contrast of a statement over images and of an image over statements,
     as in the released code; the paper has their sum. The released code takes exponentials without a
     log-sum-exp, so that hard pairs have no gradient and a scale above 88 overflows; here they do
-    not.
+    not. Images are their class token (or the encoder's vector) and patches behind trained layers.
+
+    Attributes:
+        layers, norm: the layers (`token_layers`), and the norm behind them.
     """
 
     Config = RadZeroConfig
     inputs = Inputs(statements=True)
+    learns_scale = True
+    reads_features = True
     zero_shot_prompts = "statements"
+    attention_maps = maps_of_cells
+
+    def __init__(
+        self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.layers = layers
+        self.norm = norm
+
+    @classmethod
+    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        model = super().build(config, pretrained=pretrained, tokenizer=tokenizer)
+        if config.frozen_image:
+            freeze_layers(model.image_encoder, "all")
+        return model
 
     @classmethod
     def encoder_arguments(
@@ -257,6 +215,32 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
             "layers": token_layers(image_encoder, config.trained_layers, config.layer_norm_eps),
             "norm": nn.LayerNorm(width),
         }
+
+    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
+        """The class token behind the trained layers."""
+        return self._tokens(self.image_encoder(image_BCHW))[:, 0]
+
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
+        """Return images as `similarity` takes them; `local_NPE` has the class token (or mean)
+        and the patches.
+        """
+        return self.embed_features(self.image_encoder(image_BCHW))
+
+    def embed_features(self, features: ImageFeatures) -> Embeddings:
+        """Return images as `embed_images` does, from the output of the image encoder."""
+        tokens_BKD = F.normalize(self._tokens(features), dim=2)
+        return Embeddings(tokens_BKD[:, 0], tokens_BKD)
+
+    def embed_regions(self, image_BCHW: Tensor) -> Tensor:
+        """Return (B, P, E): the patches, in the space of texts."""
+        return local_features(self.embed_images(image_BCHW))[0][:, 1:]
+
+    def _tokens(self, features: ImageFeatures) -> Tensor:
+        """Return (B, 1 + P, D) float32, not normalised."""
+        assert features.patches_BPD is not None, "token_layers requires patches"
+        tokens_BKD = torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
+        normed_BKD: Tensor = self.norm(self.layers(tokens_BKD))
+        return normed_BKD.float()
 
     def unnormalized_text(
         self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None

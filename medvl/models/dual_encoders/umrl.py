@@ -4,7 +4,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,9 +20,9 @@ from medvl.losses.gather import mean_over_ranks
 from medvl.losses.pairs.blockwise import in_share
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
-from medvl.models.dual_encoders.bases.base import BertDualConfig
+from medvl.models.dual_encoders.bases.base import BertDualConfig, DualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.bases.sentences import SentenceMeanEncoder
+from medvl.models.dual_encoders.bases.sentences import mean_of_sentences
 from medvl.models.dual_encoders.parts.heads import move_to_orthogonal
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
@@ -77,7 +77,7 @@ class UMRLConfig(BertDualConfig):
 
 
 @register_system("umrl")
-class UMRL(SentenceMeanEncoder):
+class UMRL(DualEncoder):
     """EA, Adv and EA+Adv. Both encoders are frozen and in eval mode; they are run anew in every
     step, but for images whose features are stored.
     """
@@ -118,10 +118,33 @@ class UMRL(SentenceMeanEncoder):
             nn.init.orthogonal_(head.weight)
         return {"image_head": heads[0], "text_head": heads[1]}
 
+    def map_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Tensor:
+        """Return (B, E) float32: texts behind `text_head`, not normalised."""
+        features = self.text_encoder(ids_BT, mask_BT)
+        vector_BD = features.pooled_BD
+        if self.inputs.sentences:
+            vector_BD = mean_of_sentences(features.tokens_BTD, sentence_BT, mask_BT)
+        projected_BE: Tensor = self.text_head(vector_BD)
+        return projected_BE.float()
+
+    def unnormalized_text(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(texts, Tensor):
+            tokens: tuple[Tensor, ...] = self.tokenize(texts, mask_BT)
+        else:
+            tokens = self.tokenize_inputs(texts)
+        return self.map_ids(*tokens)
+
+    def embed_ids(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
+    ) -> Embeddings:
+        return Embeddings(F.normalize(self.map_ids(ids_BT, mask_BT, sentence_BT), dim=-1))
+
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Return mapped vectors, not normalised, and which pairs are known."""
         image_BE = self.image_head(self.image_features(batch).pooled_BD).float()
-        text_BE = self.map_texts(batch)
+        text_BE = self.map_ids(*self.text_inputs(batch))
         known_B1 = in_share(batch.studies or batch.keys, self.config.paired_share)[:, None].to(
             image_BE
         )

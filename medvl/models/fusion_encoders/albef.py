@@ -276,6 +276,8 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         itc_head: the learned temperature and the queue.
     """
 
+    compares_pairs = False
+
     def __init__(
         self,
         config: AlignedFusionConfig,

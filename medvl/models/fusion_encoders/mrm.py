@@ -29,11 +29,11 @@ from medvl.losses.masked import (
 )
 from medvl.losses.precision import full_precision
 from medvl.models.base import (
+    TOWERS,
     EncoderArguments,
     Parts,
     System,
     TowersConfig,
-    TwoTowers,
     WordHead,
     complete_rows,
     text_masking,
@@ -42,9 +42,6 @@ from medvl.models.dual_encoders.bases.base import create_encoders
 from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.models.registry import register_system
 from medvl.schema import Batch, ImageFeatures, Losses
-
-# Base of systems that see a few patches of an image and reconstruct the others, of a larger image
-# (MRM).
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,77 +63,6 @@ class MaskedPixelsConfig(PixelDecoderConfig, TowersConfig):
         self.check_decoder()
         check_within(self, "(0, 1)", "mask_ratio")
         check_within(self, "[1, inf)", "target_scale")
-
-
-class MaskedPixels(TwoTowers):
-    """An image encoder of a few visible patches, and a decoder of the pixels of the others.
-
-    Attributes:
-        mim_head: pixels of all patches at `target_scale` times the encoder's resolution.
-    """
-
-    image_encoder: ImageEncoder
-
-    def __init__(
-        self,
-        config: Any,
-        image_encoder: ImageEncoder,
-        text_encoder: TextEncoder,
-        **parts: Unpack[Parts],
-    ) -> None:
-        super().__init__(config, image_encoder, text_encoder, **parts)
-        if not image_encoder.can_drop_patches:
-            message = f"{image_encoder.name} cannot drop patches: take a vision Transformer"
-            raise ConfigError(message, "unsupported", field="image_encoder")
-        patches = Patches.of(image_encoder)
-        scale = config.target_scale
-        targets = dataclasses.replace(
-            patches, side=patches.side * scale, values=patches.values * scale**2
-        )
-        self.mim_head = PixelDecoder(image_encoder.patch_dim, targets, config, "gelu")
-
-    def mask_images(self, batch: Batch) -> tuple[Tensor, PatchMask]:
-        """Return the normalised pixels (B, C, H, W) of a batch, and the visible patches of each
-        image.
-
-        Raises ConfigError for images of another size than `image_size * target_scale`.
-        """
-        side = self.config.image_size * self.config.target_scale
-        if batch.image_BCHW.shape[2:] != (side, side):
-            message = f"expected images of {side} x {side}, got {tuple(batch.image_BCHW.shape[2:])}"
-            raise ConfigError(
-                f"{message}: set the size of data.image", "mismatch", field="image_size"
-            )
-        pixels_BCHW = self.image_encoder.normalize(batch.image_BCHW)
-        count = math.prod(self.mim_head.patches.grid)
-        ratio = self.config.mask_ratio
-        return pixels_BCHW, mask_patches(
-            len(batch), count, ratio, torch.default_generator, batch.image_BCHW.device
-        )
-
-    def encode_visible(self, pixels_BCHW: Tensor, patches: PatchMask) -> ImageFeatures:
-        """Return the features of the kept patches of normalised pixels, at the encoder's
-        resolution.
-        """
-        size = (self.config.image_size, self.config.image_size)
-        if self.config.target_scale > 1:
-            pixels_BCHW = F.interpolate(
-                pixels_BCHW, size=size, mode="bicubic", antialias=self.config.shrink_antialias
-            )
-        features: ImageFeatures = self.image_encoder(pixels_BCHW, patches.kept_BK, normalized=True)
-        return features
-
-    def pixel_loss(
-        self, pixels_BCHW: Tensor, states_BND: Tensor, patches: PatchMask, batch: Batch
-    ) -> Tensor:
-        """Return the mean squared error of the removed patches, in units of each patch's own
-        deviation.
-        """
-        target_BPC = standardize(patchify(pixels_BCHW, self.mim_head.patches.side))
-        masked_BP = patches.masked_BP
-        if batch.has_image_B is not None:
-            masked_BP = masked_BP & batch.has_image_B[:, None]
-        return losses.mim(self.mim_head(states_BND, patches), target_BPC, masked_BP)
 
 
 # Contrast of masked images and reports, weighted by what is visible (MaCo, Huang et al., arXiv
@@ -396,78 +322,6 @@ def _near_first(order_BT: Tensor, mention_BT: Tensor) -> Tensor:
     return share_BT.masked_fill(~selectable_BT, torch.inf)
 
 
-# Base of systems that predict masked words of a report from its other words and a few patches of
-# its image (MRM).
-
-
-class RecordWordModel(TwoTowers):
-    """An image encoder and a text encoder whose masked words read the image; settings are a
-    `RecordWordsConfig`.
-
-    The mean of the visible patches is added to the words, so that words that the text does not
-    determine are read from the image. Without `mlm_weight`, what only words need is frozen.
-
-    Attributes:
-        word_head: maps states of the text encoder to its vocabulary, with its table of word
-            embeddings.
-        image_to_words: maps patches to the width of words.
-        fusion: attention of words to patches, with `text_fusion` "attention".
-    """
-
-    image_encoder: ImageEncoder
-
-    def __init__(
-        self,
-        config: Any,
-        image_encoder: ImageEncoder,
-        text_encoder: TextEncoder,
-        **parts: Unpack[Parts],
-    ) -> None:
-        super().__init__(config, image_encoder, text_encoder, **parts)
-        width = text_encoder.token_dim
-        table_width = self._word_table().shape[1]
-        self.word_head = WordHead(
-            width, text_encoder.vocab_size, tied=True, table_width=table_width
-        )
-        self.image_to_words = nn.Linear(image_encoder.patch_dim, width)
-        self.fusion: nn.MultiheadAttention | None = None
-        if config.text_fusion == "attention":
-            self.fusion = nn.MultiheadAttention(width, max(1, width // 64), batch_first=True)
-        if not config.mlm_weight:
-            for part in filter(None, (self.word_head, self.image_to_words, self.fusion)):
-                part.requires_grad_(False)
-
-    @functools.cached_property
-    def words(self) -> RecordWords:
-        """Masking of reports. Raises ConfigError without a tokenizer or a mask token."""
-        return RecordWords(self, self.config)
-
-    def word_loss(self, visible_BKD: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy of the masked words of samples with an image and a report,
-        weighted by word.
-        """
-        masked = self.words(batch)
-        image_BKD = self.image_to_words(visible_BKD)
-        hidden_BTD = self.text_encoder.embed(masked.ids_BT, batch.mask_BT)
-        if self.fusion is not None:
-            hidden_BTD = (
-                hidden_BTD + self.fusion(hidden_BTD, image_BKD, image_BKD, need_weights=False)[0]
-            )
-        hidden_BTD = hidden_BTD + image_BKD.mean(dim=1, keepdim=True)
-        states_BTD = self.text_encoder.features(hidden_BTD, batch.mask_BT).tokens_BTD
-        states_ND = states_BTD.flatten(0, 1)[masked.position_N]
-        logits_NV = self.word_head(states_ND, self._word_table())
-        entropy_N = F.cross_entropy(logits_NV.float(), masked.target_N, reduction="none")
-        return (entropy_N * masked.weight_N).sum() / masked.weight_N.sum().clamp(
-            min=torch.finfo(torch.float32).tiny
-        )
-
-    def _word_table(self) -> Tensor:
-        backbone: Any = self.text_encoder.backbone
-        table_VD: Tensor = backbone.get_input_embeddings().weight
-        return table_VD
-
-
 _BERT = {
     "hidden_size": 384,
     "num_hidden_layers": 6,
@@ -511,7 +365,7 @@ class MRMConfig(MaskedPixelsConfig, RecordWordsConfig, RecordContrastConfig):
 
 
 @register_system("mrm")
-class MRM(MaskedPixels, RecordWordModel):
+class MRM(System):
     """Pixels of removed patches, at twice the encoder's resolution, and masked words of the report.
 
     The loss of words is over masked words alone: the released code counts padding and visible words
@@ -519,9 +373,22 @@ class MRM(MaskedPixels, RecordWordModel):
     the released code draws those of all linear layers as MAE (Xavier, uniform). The image encoder's
     positions, which stay sines and cosines in MAE and MRM, are trained. Samples without a report
     have pixels only. Encoders start other systems with `init_from` or `load_towers`.
+
+    The mean of the visible patches is added to the words, so that words that the text does not
+    determine are read from the image. Without `mlm_weight`, what only words need is frozen.
+
+    Attributes:
+        word_head: maps states of the text encoder to its vocabulary, with its table of word
+            embeddings.
+        image_to_words: maps patches to the width of words.
+        fusion: attention of words to patches, with `text_fusion` "attention".
+        mim_head: pixels of all patches at `target_scale` times the encoder's resolution.
     """
 
     Config = MRMConfig
+    shared_encoders = TOWERS
+    image_encoder: ImageEncoder
+    text_encoder: TextEncoder
 
     def __init__(
         self,
@@ -531,6 +398,27 @@ class MRM(MaskedPixels, RecordWordModel):
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
+        width = text_encoder.token_dim
+        table_width = self._word_table().shape[1]
+        self.word_head = WordHead(
+            width, text_encoder.vocab_size, tied=True, table_width=table_width
+        )
+        self.image_to_words = nn.Linear(image_encoder.patch_dim, width)
+        self.fusion: nn.MultiheadAttention | None = None
+        if config.text_fusion == "attention":
+            self.fusion = nn.MultiheadAttention(width, max(1, width // 64), batch_first=True)
+        if not config.mlm_weight:
+            for part in filter(None, (self.word_head, self.image_to_words, self.fusion)):
+                part.requires_grad_(False)
+        if not image_encoder.can_drop_patches:
+            message = f"{image_encoder.name} cannot drop patches: take a vision Transformer"
+            raise ConfigError(message, "unsupported", field="image_encoder")
+        patches = Patches.of(image_encoder)
+        scale = config.target_scale
+        targets = dataclasses.replace(
+            patches, side=patches.side * scale, values=patches.values * scale**2
+        )
+        self.mim_head = PixelDecoder(image_encoder.patch_dim, targets, config, "gelu")
         self.contrast: WeightedContrast | None = None
         if config.contrast_weight:
             cells = math.prod(self.mim_head.patches.grid)
@@ -574,3 +462,76 @@ class MRM(MaskedPixels, RecordWordModel):
             contrast = self.contrast(visible_BKD, text.pooled_BD, ~patches.masked_BP, row_K)
             terms["contrast"] = contrast, self.config.contrast_weight
         return Losses.weighted(**terms)
+
+    def mask_images(self, batch: Batch) -> tuple[Tensor, PatchMask]:
+        """Return the normalised pixels (B, C, H, W) of a batch, and the visible patches of each
+        image.
+
+        Raises ConfigError for images of another size than `image_size * target_scale`.
+        """
+        side = self.config.image_size * self.config.target_scale
+        if batch.image_BCHW.shape[2:] != (side, side):
+            message = f"expected images of {side} x {side}, got {tuple(batch.image_BCHW.shape[2:])}"
+            raise ConfigError(
+                f"{message}: set the size of data.image", "mismatch", field="image_size"
+            )
+        pixels_BCHW = self.image_encoder.normalize(batch.image_BCHW)
+        count = math.prod(self.mim_head.patches.grid)
+        ratio = self.config.mask_ratio
+        return pixels_BCHW, mask_patches(
+            len(batch), count, ratio, torch.default_generator, batch.image_BCHW.device
+        )
+
+    def encode_visible(self, pixels_BCHW: Tensor, patches: PatchMask) -> ImageFeatures:
+        """Return the features of the kept patches of normalised pixels, at the encoder's
+        resolution.
+        """
+        size = (self.config.image_size, self.config.image_size)
+        if self.config.target_scale > 1:
+            pixels_BCHW = F.interpolate(
+                pixels_BCHW, size=size, mode="bicubic", antialias=self.config.shrink_antialias
+            )
+        features: ImageFeatures = self.image_encoder(pixels_BCHW, patches.kept_BK, normalized=True)
+        return features
+
+    def pixel_loss(
+        self, pixels_BCHW: Tensor, states_BND: Tensor, patches: PatchMask, batch: Batch
+    ) -> Tensor:
+        """Return the mean squared error of the removed patches, in units of each patch's own
+        deviation.
+        """
+        target_BPC = standardize(patchify(pixels_BCHW, self.mim_head.patches.side))
+        masked_BP = patches.masked_BP
+        if batch.has_image_B is not None:
+            masked_BP = masked_BP & batch.has_image_B[:, None]
+        return losses.mim(self.mim_head(states_BND, patches), target_BPC, masked_BP)
+
+    @functools.cached_property
+    def words(self) -> RecordWords:
+        """Masking of reports. Raises ConfigError without a tokenizer or a mask token."""
+        return RecordWords(self, self.config)
+
+    def word_loss(self, visible_BKD: Tensor, batch: Batch) -> Tensor:
+        """Return the cross-entropy of the masked words of samples with an image and a report,
+        weighted by word.
+        """
+        masked = self.words(batch)
+        image_BKD = self.image_to_words(visible_BKD)
+        hidden_BTD = self.text_encoder.embed(masked.ids_BT, batch.mask_BT)
+        if self.fusion is not None:
+            hidden_BTD = (
+                hidden_BTD + self.fusion(hidden_BTD, image_BKD, image_BKD, need_weights=False)[0]
+            )
+        hidden_BTD = hidden_BTD + image_BKD.mean(dim=1, keepdim=True)
+        states_BTD = self.text_encoder.features(hidden_BTD, batch.mask_BT).tokens_BTD
+        states_ND = states_BTD.flatten(0, 1)[masked.position_N]
+        logits_NV = self.word_head(states_ND, self._word_table())
+        entropy_N = F.cross_entropy(logits_NV.float(), masked.target_N, reduction="none")
+        return (entropy_N * masked.weight_N).sum() / masked.weight_N.sum().clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
+
+    def _word_table(self) -> Tensor:
+        backbone: Any = self.text_encoder.backbone
+        table_VD: Tensor = backbone.get_input_embeddings().weight
+        return table_VD

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
+from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance.guards import BufferGuard, propagate_nonfinite
@@ -40,7 +40,7 @@ class GradCache:
     """
 
     def __init__(self, model: nn.Module, part: int, precision: Precision) -> None:
-        if not isinstance(model, ContrastiveEncoder):
+        if not (isinstance(model, DualEncoder) and model.compares_pairs):
             raise ConfigError(
                 "grad_cache needs a contrastive dual-encoder, whose loss depends on the "
                 "embeddings only (ConVIRT, "

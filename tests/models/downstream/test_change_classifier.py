@@ -25,7 +25,7 @@ from medvl.models import (
     load,
     save,
 )
-from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
+from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.phantom import write_ms_cxr_t
 from medvl.schema import CHANGES, Batch
 from medvl.train import ChangeDataConfig, OptimConfig, TrainConfig, open_change, train
@@ -37,7 +37,7 @@ LABELS_BL = torch.tensor(
 BATCH: Batch = dataclasses.replace(make_batch("biovil_t"), has_image_B=None, labels_BL=LABELS_BL)
 
 
-def classifier(model: ContrastiveEncoder, tmp_path: Path, **options: Any) -> ChangeClassifier:
+def classifier(model: DualEncoder, tmp_path: Path, **options: Any) -> ChangeClassifier:
     save(model, tmp_path)
     made = create_change_classifier(tmp_path, FINDINGS, **options)
     torch.nn.init.normal_(made.change_head.weight, generator=torch.Generator().manual_seed(1))

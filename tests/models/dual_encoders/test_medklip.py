@@ -24,6 +24,7 @@ from medvl.errors import CheckpointError, ConfigError
 from medvl.models import MedKLIP
 from medvl.models.dual_encoders.bases import queries
 from medvl.models.dual_encoders.bases.queries import QueryDecoder, QueryDecoderConfig
+from medvl.models.dual_encoders.medklip import _with_negatives
 from medvl.schema import Batch, Inputs, Sample
 from medvl.train.fault_tolerance.guards import BufferGuard
 
@@ -137,9 +138,8 @@ def test_checkpoints_with_other_sentences_of_places_are_refused(tmp_path: Path) 
 
 
 def test_the_true_place_is_compared_with_seven_others() -> None:
-    model = medklip()
     logits_NP, target_N = torch.randn(50, len(PLACES)), torch.arange(50) % len(PLACES)
-    chosen_NP = model._with_negatives(logits_NP, target_N) > -1e30
+    chosen_NP = _with_negatives(logits_NP, target_N, 7) > -1e30
     assert chosen_NP.sum(dim=1).tolist() == [8] * 50
     assert chosen_NP.gather(1, target_N[:, None]).all()
     assert chosen_NP.any(dim=0).all()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import medvl
 from medvl.errors import ConfigError
-from medvl.models import ContrastiveEncoder
+from medvl.models import DualEncoder
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.prepare import prepare
@@ -40,7 +40,7 @@ depend on values.
 """
 
 
-def clip(**settings: Any) -> ContrastiveEncoder:
+def clip(**settings: Any) -> DualEncoder:
     torch.manual_seed(0)
     text = {"text_encoder": "tiny_bert", "text_arguments": TEXT, "vocab_size": 40}
     return medvl.create_model("clip", **{**TOWERS, **text, **settings})
@@ -193,7 +193,7 @@ def test_compiled_model_is_compiled_once_for_texts_of_one_width(
     assert counts[0] == counts[1] == counts[2] <= graphs
 
 
-def kept_patches(model: ContrastiveEncoder) -> list[Tensor]:
+def kept_patches(model: DualEncoder) -> list[Tensor]:
     """What the vision Transformer is told to keep, of each forward pass from now on."""
     seen: list[Tensor] = []
     model.image_encoder.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))

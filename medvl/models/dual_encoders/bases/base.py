@@ -2,7 +2,6 @@
 space.
 """
 
-import abc
 import contextlib
 import dataclasses
 import math
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.config_io import check_choice, check_within
+from medvl.data.reports.sentences import sentence_spans
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.encoders import (
@@ -24,22 +24,18 @@ from medvl.encoders import (
     freeze_batch_norm_statistics,
     freeze_layers,
 )
-from medvl.encoders.image.factory import image_has_projection
-from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
-from medvl.encoders.pretrained import (
-    CLIP_SCALARS,
-    KeyMap,
-    Pretrained,
-    fitting_keys,
-    load_strictly,
-    read_source,
-)
-from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
 from medvl.losses.masked import mask_patches
 from medvl.losses.pairs.blockwise import name_ids, text_ids
-from medvl.models.base import Parts, TowersConfig, TwoTowers, complete_rows
+from medvl.models.base import (
+    TOWERS,
+    Parts,
+    System,
+    TowersConfig,
+    complete_rows,
+    list_of_texts,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
@@ -89,11 +85,21 @@ class DualEncoderConfig(TowersConfig):
         )
 
 
-class DualEncoder(TwoTowers):
+class DualEncoder(System):
     """Two encoders with a projection head each; a system adds its loss, and its similarity unless
     it is the cosine.
 
+    Most systems implement `compare_pairs`, a loss that depends on a batch through its embeddings
+    only, and `embed_pairs` if they embed more than images and texts. The two are separate so that
+    the trainer can encode a large batch part by part (`medvl.train.TrainConfig.grad_cache`). Other
+    systems set `compares_pairs` to False and implement `forward`.
+
     Attributes:
+        compares_pairs: whether the loss is `compare_pairs`.
+        needs_pairs: leave out rows that lack an image or a text. A system that sets it to False
+            gives each side of `embed_pairs` the rows that have it (`Embeddings.pair_N`).
+        learns_scale: whether the temperature is learned, with the settings of `ScaleConfig`.
+        logit_scale: logarithm of the inverse temperature, where it is learned.
         patch_dropout: share of each image's patches that training drops, where the configuration
             has one.
         reads_features: whether training batches may have the stored output of the frozen image
@@ -103,9 +109,15 @@ class DualEncoder(TwoTowers):
             reports.
     """
 
+    shared_encoders = TOWERS
+    compares_pairs: ClassVar[bool] = True
+    needs_pairs: ClassVar[bool] = True
+    learns_scale: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
     zero_shot_prompts: ClassVar[str] = "chexpert_ensemble"
     image_encoder: ImageEncoder
+    text_encoder: TextEncoder
+    logit_scale: nn.Parameter
 
     def __init__(
         self,
@@ -119,6 +131,8 @@ class DualEncoder(TwoTowers):
         super().__init__(config, image_encoder, text_encoder, **parts)
         self.image_head = image_head
         self.text_head = text_head
+        if self.learns_scale:
+            self.logit_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
         self.patch_dropout: float = getattr(config, "patch_dropout", 0.0)
         if self.patch_dropout and not image_encoder.can_drop_patches:
             message = (
@@ -126,6 +140,49 @@ class DualEncoder(TwoTowers):
                 f"patch_dropout 0"
             )
             raise ConfigError(message, "conflict", field="patch_dropout")
+
+    @classmethod
+    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        image, text = cls.encoder_arguments(config)
+        dropout = getattr(config, "attention_dropout", None)
+        if dropout is not None:
+            text = {**text, "attention_probs_dropout_prob": dropout}
+        encoders = create_encoders(
+            config,
+            {"pretrained": pretrained, "image_size": config.image_size, **image},
+            {"pretrained": pretrained, "vocab_size": config.vocab_size, **text},
+        )
+        frozen = getattr(config, "frozen_text_layers", 0)
+        freeze_layers(encoders[1], frozen, eval_mode=False)
+        heads: dict[str, Any] = {**cls.make_heads(config, *encoders)}
+        return cls(
+            config, *encoders, **heads, transform=cls.make_transform(config), tokenizer=tokenizer
+        )
+
+    @classmethod
+    def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system
+        sets.
+        """
+        return {}, {}
+
+    @classmethod
+    def make_heads(
+        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, Any]:
+        """Return the modules behind the encoders, by name of the constructor's argument:
+        image_head, text_head, ...; by default linear maps without a bias.
+        """
+        return {
+            "image_head": nn.Linear(image_encoder.feature_dim, config.projection_dim, bias=False),
+            "text_head": nn.Linear(text_encoder.feature_dim, config.projection_dim, bias=False),
+        }
+
+    @classmethod
+    def make_transform(cls, config: Any) -> EvalTransform:
+        """Return the preparation of an image for inference."""
+        transform: EvalTransform = config.transform()
+        return transform
 
     def encode_image(self, image_BCHW: Tensor, *, normalize: bool = True) -> Tensor:
         """Return (B, E), float32, from uint8 pixels or from normalised floats; L2-normalised unless
@@ -194,7 +251,32 @@ class DualEncoder(TwoTowers):
 
     def embed_texts(self, texts: Sequence[str]) -> Embeddings:
         """Return texts as `similarity` takes them. Raises ConfigError without a tokenizer."""
-        return self.embed_ids(*self.tokenize(texts))
+        return self.embed_ids(*self.tokenize_inputs(texts))
+
+    def tokenize_inputs(self, texts: Sequence[str]) -> tuple[Tensor, ...]:
+        """Return ids_BT and mask_BT of strings, and sentence_BT, the number of each token's
+        sentence, where the system needs sentences (`Inputs.sentences`).
+        """
+        texts = list_of_texts(texts)
+        ids_BT, mask_BT = self.tokenize(texts)
+        if not self.inputs.sentences or self.tokenizer is None:
+            return ids_BT, mask_BT
+        sentence_BT = self.tokenizer.sentence_ids(texts, [sentence_spans(text) for text in texts])
+        return ids_BT, mask_BT, sentence_BT.to(ids_BT.device)
+
+    def text_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return `tokenize_inputs` of the texts of a batch. Raises ConfigError for a batch without
+        the sentences of its tokens, where the system needs them.
+        """
+        if not self.inputs.sentences:
+            return batch.ids_BT, batch.mask_BT
+        if batch.sentence_BT is None:
+            message = (
+                f"{self.name} needs the sentence of each token: open the loader with "
+                f"inputs=model.inputs"
+            )
+            raise ConfigError(message, "missing", field="sentence_BT")
+        return batch.ids_BT, batch.mask_BT, batch.sentence_BT
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the similarity of every image with every text; by default the cosine.
@@ -237,28 +319,11 @@ class DualEncoder(TwoTowers):
             len(image_BCHW), height * width, self.patch_dropout, generator, device
         ).kept_BK
 
-
-class ContrastiveEncoder(DualEncoder):
-    """A dual-encoder whose loss depends on a batch through its embeddings only.
-
-    A system implements `compare_pairs`, and `embed_pairs` where it embeds more than images and
-    texts. The two are separate so that the trainer can encode a large batch part by part
-    (`medvl.train.TrainConfig.grad_cache`).
-    """
-
-    needs_pairs: ClassVar[bool] = True
-    """Leave out rows that lack an image or a text. A system that sets it to False gives each side
-    of `embed_pairs` the rows that have it (`Embeddings.pair_N`).
-    """
-
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Return the embeddings of all rows of a batch, or of a part of it."""
-        texts = self.embed_ids(
-            batch.ids_BT, batch.mask_BT
-        )  # first: packing the texts waits for the device
+        texts = self.embed_ids(*self.text_inputs(batch))  # first: packing waits for the device
         return Pairs(images=self.embed_images(batch.image_BCHW), texts=texts)
 
-    @abc.abstractmethod
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """Return the losses of the global batch; `pairs` are the pairs of this rank, which may have
         none.
@@ -266,6 +331,7 @@ class ContrastiveEncoder(DualEncoder):
         At least one rank has a pair. Gather other ranks' embeddings with
         `medvl.losses.gather.gather` or `Pairs.gather`.
         """
+        raise NotImplementedError(f"{type(self).__name__} needs compare_pairs or forward")
 
     @final
     def encode_pairs(self, batch: Batch) -> Pairs:
@@ -309,6 +375,24 @@ class ContrastiveEncoder(DualEncoder):
         """
         return self.pair_losses(self.encode_pairs(batch))
 
+    def scale(self) -> Tensor:
+        """Return the factor of cosines, a scalar; in training, limit the parameter first."""
+        if self.training:
+            self.clamp_scale()
+        return self.logit_scale.exp()
+
+    def clamp_scale(self) -> None:
+        """Limit the scale to its bounds in place: beyond a clamp in the loss, the scale would
+        have no gradient.
+        """
+        least, most = (
+            None if bound is None else math.log(bound)
+            for bound in (self.config.min_scale, self.config.max_scale)
+        )
+        if least is not None or most is not None:
+            with torch.no_grad():
+                self.logit_scale.clamp_(min=least, max=most)
+
 
 def groups_of(batch: Batch, positives: Positives) -> tuple[Tensor, ...]:
     """Return the groups by which rows are positives of each other, (B,) int64 each, with equal
@@ -339,21 +423,6 @@ def projection_head(
     )
 
 
-# Encoders and heads of a CLIP-like model, from any library, with open_clip's rules for
-# projections and weights.
-#
-# Tensors of an open_clip state dict and their places in the model:
-#
-#     visual.*                        image_encoder.backbone.*, projection included
-#     transformer.*, ln_final.* ...   text_encoder.backbone.* (also with the prefix `text.`)
-#     text_projection                 text_encoder.projection.matrix; of a linear layer .weight
-#     and .bias
-#     text.transformer.* (a BERT)     text_encoder.backbone.*
-#     text.proj.*                     text_head.*; text_encoder.projection.* where the preset has
-#     it (BiomedCLIP)
-#     logit_scale, logit_bias         the same; the bias is SigLIP's
-
-
 def create_encoders(
     config: Any, image: Mapping[str, Any], text: Mapping[str, Any]
 ) -> tuple[ImageEncoder, TextEncoder]:
@@ -370,89 +439,6 @@ def create_encoders(
     )
 
 
-def create_clip_encoders(
-    config: Any, pretrained: bool, tokenizer: Tokenizer | None
-) -> tuple[ImageEncoder, TextEncoder]:
-    """Create both encoders from a `CLIPConfig`, with their own projections where they have one."""
-    source: Pretrained = (config.weights or True) if pretrained else False
-    image: dict[str, Any] = {
-        "pretrained": source,
-        "image_size": config.image_size,
-        "projection": image_has_projection(config.image_encoder),
-        "mean": config.image_mean,
-        "std": config.image_std,
-    }
-    text: dict[str, Any] = {
-        "pretrained": source,
-        "vocab_size": config.vocab_size,
-        "pad_id": None if tokenizer is None else tokenizer.pad_id,  # SigLIP attends to padding
-        "pool": config.text_pool,
-        "projection": text_has_projection(config.text_encoder),
-    }
-    return create_encoders(config, image, text)
-
-
-def create_heads(
-    config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
-) -> tuple[nn.Module, nn.Module]:
-    """Create a head for each encoder without a projection, into the space of the other, or of
-    `projection_dim`.
-    """
-    image_has = image_has_projection(config.image_encoder)
-    text_has = text_has_projection(config.text_encoder)
-    image_dim = image_encoder.feature_dim
-    text_dim = text_encoder.feature_dim
-    if image_has and text_has and image_dim != text_dim:
-        message = (
-            f"projections of {image_dim} and {text_dim} dimensions: take encoders of one "
-            f"model, or set embed_dim"
-        )
-        raise ConfigError(message, "mismatch", field="text_encoder")
-    shared = image_dim if image_has else text_dim if text_has else config.projection_dim
-    image_head = nn.Identity() if image_has else nn.Linear(image_dim, shared, bias=False)
-    if text_has:
-        return image_head, nn.Identity()
-    if config.text_head == "linear":
-        return image_head, nn.Linear(text_dim, shared, bias=False)
-    middle = (text_dim + shared) // 2
-    layers = (
-        nn.Linear(text_dim, middle, bias=False),
-        nn.GELU(),
-        nn.Linear(middle, shared, bias=False),
-    )
-    return image_head, nn.Sequential(*layers)
-
-
-def load_text_head(head: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Load open_clip's head of a Hugging Face encoder. Raises WeightsError naming `source` where
-    it does not fit.
-    """
-    if not isinstance(head, nn.Identity):
-        own = {key: tensor for key, tensor in tensors.items() if key.startswith("text.proj.")}
-        load_strictly(head, own, KeyMap(layouts=[[("text.proj.", "")]]), source)
-
-
-def read_whole_model(config: Any) -> tuple[str, dict[str, Tensor]] | None:
-    """Return the source, for messages, and the tensors of the one file with the pretrained weights
-    of the whole model.
-
-    None where each encoder has its own.
-    """
-    if config.weights is not None:
-        source, tensors = read_source(config.image_encoder, config.weights, None)
-    else:
-        presets: Any = (
-            IMAGE_PRESETS.get(config.image_encoder),
-            TEXT_PRESETS.get(config.text_encoder),
-        )
-        published = {None if preset is None else preset.weights for preset in presets}
-        weights = published.pop()
-        if published or weights is None:
-            return None
-        source, tensors = read_source(config.image_encoder, True, weights)
-    return source, fitting_keys(tensors, lambda keys: sum(key in CLIP_SCALARS for key in keys))
-
-
 def _merged(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return an encoder's arguments with those of the configuration. Raises ConfigError where
     both set the same one.
@@ -466,10 +452,6 @@ def _merged(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, A
             field=field,
         )
     return {**settings, **arguments}
-
-
-# Base of dual-encoders with a BERT-like text encoder: how they are built from their
-# configuration.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -489,50 +471,6 @@ class BertDualConfig(DualEncoderConfig):
         super().__post_init__()
         check_within(self, "[0, inf)", "frozen_text_layers")
         check_within(self, "[0, 1)", "attention_dropout")
-
-
-class BertDualEncoder(ContrastiveEncoder):
-    """A contrastive dual-encoder that implements `make_heads`, and `encoder_arguments` where it
-    needs others.
-    """
-
-    @classmethod
-    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        image, text = cls.encoder_arguments(config)
-        if config.attention_dropout is not None:
-            text = {**text, "attention_probs_dropout_prob": config.attention_dropout}
-        encoders = create_encoders(
-            config,
-            {"pretrained": pretrained, "image_size": config.image_size, **image},
-            {"pretrained": pretrained, "vocab_size": config.vocab_size, **text},
-        )
-        freeze_layers(encoders[1], config.frozen_text_layers, eval_mode=False)
-        heads: dict[str, Any] = {**cls.make_heads(config, *encoders)}
-        return cls(
-            config, *encoders, **heads, transform=cls.make_transform(config), tokenizer=tokenizer
-        )
-
-    @classmethod
-    def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system
-        sets.
-        """
-        return {}, {}
-
-    @classmethod
-    @abc.abstractmethod
-    def make_heads(
-        cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
-    ) -> dict[str, nn.Module]:
-        """Return the modules behind the encoders, by name of the constructor's argument:
-        image_head, text_head, ...
-        """
-
-    @classmethod
-    def make_transform(cls, config: Any) -> EvalTransform:
-        """Return the preparation of an image for inference."""
-        transform: EvalTransform = config.transform()
-        return transform
 
 
 # The learned temperature that CLIP and its successors share.
@@ -556,34 +494,3 @@ class ScaleConfig(DualEncoderConfig):
         check_within(self, "(0, inf)", "temperature")
         check_within(self, f"(0, {1 / self.temperature}]", "min_scale")
         check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
-
-
-class LearnedScale(ContrastiveEncoder):
-    """A contrastive system whose temperature is learned, from `config.temperature` up to
-    `config.max_scale`.
-
-    Attributes:
-        logit_scale: logarithm of the inverse temperature.
-    """
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.logit_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
-
-    def scale(self) -> Tensor:
-        """Return the factor of cosines, a scalar; in training, limit the parameter first."""
-        if self.training:
-            self.clamp_scale()
-        return self.logit_scale.exp()
-
-    def clamp_scale(self) -> None:
-        """Limit the scale to its bounds in place: beyond a clamp in the loss, the scale would
-        have no gradient.
-        """
-        least, most = (
-            None if bound is None else math.log(bound)
-            for bound in (self.config.min_scale, self.config.max_scale)
-        )
-        if least is not None or most is not None:
-            with torch.no_grad():
-                self.logit_scale.clamp_(min=least, max=most)

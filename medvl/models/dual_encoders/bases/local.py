@@ -19,49 +19,10 @@ from medvl.losses.gather import gather
 from medvl.losses.local.gloria import WordPool, gloria_contrast, gloria_similarity
 from medvl.losses.local.statements import in_chunks
 from medvl.losses.precision import full_precision
-from medvl.models.dual_encoders.bases.base import BertDualConfig, BertDualEncoder, DualEncoder
+from medvl.models.dual_encoders.bases.base import BertDualConfig, DualEncoder
 from medvl.models.dual_encoders.parts.heads import BatchNormHead
-from medvl.models.heatmaps import on_originals
+from medvl.models.heatmaps import maps_of_cells
 from medvl.schema import Embeddings, ImageFeatures
-
-# Base of dual-encoders with a heat map of their own for a text in an image.
-
-
-class TextMaps(DualEncoder):
-    """A dual-encoder that implements `cell_maps`, and `map_grid` where its cells are not the
-    image encoder's.
-    """
-
-    @abc.abstractmethod
-    def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """Return (B, P): the value of each cell of image i for text i."""
-
-    def map_grid(self, image_BCHW: Tensor) -> tuple[int, int]:
-        """Return (h, w) of the cells."""
-        height, width = image_BCHW.shape[2:]
-        return self.image_encoder.grid(height, width)
-
-    @torch.no_grad()
-    def attention_maps(
-        self,
-        image_BCHW: Tensor,
-        texts: Sequence[str],
-        original_sizes: Sequence[tuple[int, int]] | None = None,
-    ) -> list[Tensor]:
-        """Return the heat map of each text in its image (`cell_maps`): one (H, W) float32 per pair,
-        in original pixels.
-
-        Pixels that `transform` cut off are NaN. Call it in eval mode.
-
-        Args:
-            image_BCHW: images from `transform`.
-            texts: one text for each image.
-            original_sizes: (height, width) of the images before `transform`; None gives maps over
-                the model's input.
-        """
-        map_Bhw = self.cell_maps(image_BCHW, texts).float().unflatten(1, self.map_grid(image_BCHW))
-        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
-
 
 # Scores of all pairs of two sides by a network that reads both, in exact chunks (CARZero).
 
@@ -211,7 +172,7 @@ class LocalDualConfig(BertDualConfig):
         check_within(self, "(0, inf)", "pixel_std", "local_feature_norm", "text_layers")
 
 
-class LocalDualEncoder(TextMaps, BertDualEncoder):
+class LocalDualEncoder(DualEncoder):
     """A dual-encoder whose images have regions and whose texts have words, in the shared space.
 
     Regions come from a stage of the image encoder. A text is the combination of its encoder's last
@@ -229,6 +190,7 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
     """
 
     weighs_words: ClassVar[bool] = False
+    attention_maps = maps_of_cells
 
     def __init__(
         self, config: Any, *args: Any, region_head: nn.Module, word_head: nn.Module, **kwargs: Any
@@ -359,7 +321,7 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         images.
         """
         _, mask_BW, _, attention_BWP = self._attended(image_BCHW, texts)
-        return attention_BWP.unflatten(2, self.map_grid(image_BCHW)), mask_BW
+        return attention_BWP.unflatten(2, self.image_encoder.grid(*image_BCHW.shape[2:])), mask_BW
 
     def without_first_token(self, texts: Embeddings) -> Embeddings:
         """Return texts with their words only, without the text's first token."""
@@ -384,10 +346,6 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
             regions_BPE,
             attention_BWP[:, attention_BWP.shape[1] - words_BWE.shape[1] :],
         )
-
-    def map_grid(self, image_BCHW: Tensor) -> tuple[int, int]:
-        """Return (h, w) of the regions."""
-        return self.image_encoder.grid(*image_BCHW.shape[2:])
 
     def _project(
         self, head: nn.Module, features_NPD: Tensor, mask_NP: Tensor | None = None
@@ -452,32 +410,3 @@ def _linear_unless_equal(in_features: int, out_features: int) -> nn.Module:
         if in_features == out_features
         else nn.Linear(in_features, out_features, bias=False)
     )
-
-
-# Words of a text with its padding, as the released code of CARZero reads them.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PaddedWordsConfig(LocalDualConfig):
-    """Settings of a dual-encoder that may read the padding of its texts."""
-
-    padded_memory: bool = False
-    """Let images read [SEP] and the padding of texts up to `max_tokens`, as the released code does:
-    set for imported models, whose scores depend on it.
-    """
-
-
-class PaddedWords(LocalDualEncoder):
-    """A dual-encoder whose texts have [SEP] and, up to `max_tokens`, zeros among their words
-    (`padded_memory`).
-    """
-
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
-        if not self.config.padded_memory:
-            return super().embed_ids(ids_BT, mask_BT)
-        texts = self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT, last_token=True))
-        words_NWE, _ = local_features(texts)
-        padded_NWE = F.pad(words_NWE, (0, 0, 0, self.config.max_tokens - words_NWE.shape[1]))
-        return Embeddings(
-            texts.global_NE, padded_NWE, torch.ones_like(padded_NWE[..., 0], dtype=torch.bool)
-        )

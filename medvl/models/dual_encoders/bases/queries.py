@@ -21,13 +21,9 @@ from medvl.errors import CheckpointError, ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.precision import full_precision
 from medvl.models.base import list_of_texts
-from medvl.models.dual_encoders.bases.base import (
-    DualEncoderConfig,
-    create_encoders,
-    projection_head,
-)
-from medvl.models.dual_encoders.bases.local import TextMaps
+from medvl.models.dual_encoders.bases.base import DualEncoder, DualEncoderConfig, projection_head
 from medvl.models.dual_encoders.parts.heads import mask_of
+from medvl.models.heatmaps import maps_of_cells
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 # Books of queries: vectors of fixed sentences, encoded once by a frozen text encoder and saved
@@ -277,7 +273,7 @@ class QueryConfig(QueryDecoderConfig, DualEncoderConfig):
         self.check_decoder()
 
 
-class QueryEncoder(TextMaps):
+class QueryEncoder(DualEncoder):
     """Base of systems whose frozen text encoder turns each entity into a query; a decoder over the
     image's grid predicts which entities are present.
 
@@ -299,7 +295,9 @@ class QueryEncoder(TextMaps):
             the mean over all.
     """
 
-    zero_shot_prompts: ClassVar[str] = "statements"
+    compares_pairs = False
+    zero_shot_prompts = "statements"
+    attention_maps = maps_of_cells
     shared_norm: ClassVar[bool] = False
     last_layer_maps: ClassVar[bool] = False
 
@@ -334,29 +332,18 @@ class QueryEncoder(TextMaps):
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        image, text = cls.encoder_arguments(config)
-        image_encoder, text_encoder = create_encoders(
-            config,
-            {"pretrained": pretrained, "image_size": config.image_size, **image},
-            {"pretrained": pretrained, "vocab_size": config.vocab_size, **text},
-        )
-        freeze_layers(text_encoder, "all")
-        heads = cls.make_heads(config, image_encoder, text_encoder)
-        parts: Any = {"transform": config.transform(), "tokenizer": tokenizer}
-        return cls(config, image_encoder, text_encoder, **heads, **parts)
+        model = super().build(config, pretrained=pretrained, tokenizer=tokenizer)
+        freeze_layers(model.text_encoder, "all")
+        return model
 
     @classmethod
     def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system
-        sets.
-        """
         return {}, {"pool": "cls"}
 
     @classmethod
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """Return the modules behind the encoders, by name of the constructor's argument."""
         width = config.projection_dim
         sentences = cls.sentences_of(config)
         heads: dict[str, Any] = {

@@ -1,27 +1,17 @@
-"""Bases of dual-encoders that compare the sentences of a text with an image."""
+"""Vectors of the sentences of a text, and the base of dual-encoders that have them."""
 
-import abc
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.config_io import check_choice
-from medvl.data.reports.sentences import sentence_spans
-from medvl.errors import ConfigError
-from medvl.models.base import list_of_texts
-from medvl.models.dual_encoders.bases.base import BertDualEncoder, ContrastiveEncoder
-from medvl.models.dual_encoders.bases.local import (
-    LocalDualEncoder,
-    local_features,
-    most_slots,
-    sum_by_slot,
-)
-from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.base import DualEncoder
+from medvl.models.dual_encoders.bases.local import local_features, most_slots, sum_by_slot
 from medvl.models.heatmaps import on_originals
-from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs
+from medvl.schema import Embeddings
 
 # Sentence features from the features of their tokens.
 #
@@ -96,95 +86,9 @@ def whole_if_none(sentence_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.where((sentence_BT >= 0).any(dim=1, keepdim=True), sentence_BT, whole_BT)
 
 
-class SentenceTexts(ContrastiveEncoder):
+class SentenceDualEncoder(DualEncoder):
     """A dual-encoder whose texts have sentences in `Embeddings.local_NPE`, if it declares
-    `Inputs(sentences=True)`.
-    """
-
-    @abc.abstractmethod
-    def embed_ids(
-        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
-    ) -> Embeddings:
-        """Return texts as `similarity` takes them; without `sentence_BT`, a whole text is its
-        only sentence.
-        """
-
-    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
-        """Return texts as `similarity` takes them, with their sentences. Raises ConfigError
-        without a tokenizer.
-        """
-        return self.embed_ids(*self.tokenize_sentences(texts))
-
-    def tokenize_sentences(self, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (ids_BT, mask_BT, sentence_BT) of strings; None where the system needs no
-        sentences.
-        """
-        texts = list_of_texts(texts)
-        ids_BT, mask_BT = self.tokenize(texts)
-        if not self.inputs.sentences or self.tokenizer is None:
-            return ids_BT, mask_BT, None
-        sentence_BT = self.tokenizer.sentence_ids(texts, [sentence_spans(text) for text in texts])
-        return ids_BT, mask_BT, sentence_BT.to(ids_BT.device)
-
-    def embed_pairs(self, batch: Batch) -> Pairs:
-        """Raises ConfigError for a batch without the sentences of its
-        tokens.
-        """
-        self._require_sentences(batch)
-        texts = self.embed_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
-        return Pairs(images=self.embed_images(batch.image_BCHW), texts=texts)
-
-    def _require_sentences(self, batch: Batch) -> None:
-        """Raise ConfigError for a batch without the sentences of its tokens, where the system
-        needs them.
-        """
-        if self.inputs.sentences and batch.sentence_BT is None:
-            message = (
-                f"{self.name} needs the sentence of each token: open the loader with "
-                f"inputs=model.inputs"
-            )
-            raise ConfigError(message, "missing", field="sentence_BT")
-
-
-class SentenceMeanEncoder(SentenceTexts, BertDualEncoder):
-    """A dual-encoder whose texts are the mean of their sentences, if it declares
-    `Inputs(sentences=True)`.
-
-    A sentence is the mean of its tokens in the text. Other systems have the text encoder's pooled
-    vector.
-    """
-
-    def map_texts(self, batch: Batch) -> Tensor:
-        """Return `map_ids` of a batch. Raises ConfigError for a batch without the sentences of
-        its tokens.
-        """
-        self._require_sentences(batch)
-        return self.map_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
-
-    def map_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Tensor:
-        """Return (B, E) float32: texts behind `text_head`, not normalised."""
-        features = self.text_encoder(ids_BT, mask_BT)
-        vector_BD = features.pooled_BD
-        if self.inputs.sentences:
-            vector_BD = mean_of_sentences(features.tokens_BTD, sentence_BT, mask_BT)
-        projected_BE: Tensor = self.text_head(vector_BD)
-        return projected_BE.float()
-
-    def unnormalized_text(
-        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
-    ) -> Tensor:
-        if isinstance(texts, Tensor):
-            return self.map_ids(*self.tokenize(texts, mask_BT))
-        return self.map_ids(*self.tokenize_sentences(texts))
-
-    def embed_ids(
-        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
-    ) -> Embeddings:
-        return Embeddings(F.normalize(self.map_ids(ids_BT, mask_BT, sentence_BT), dim=-1))
-
-
-class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
-    """A dual-encoder whose sentences are pooled from the tokens of the whole text.
+    `Inputs(sentences=True)`. They are pooled from the tokens of the whole text.
 
     Attributes:
         sentence_pool: pooling of the tokens of a sentence.
@@ -207,6 +111,9 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
     def embed_ids(
         self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
     ) -> Embeddings:
+        """Return texts as `similarity` takes them; without `sentence_BT`, a whole text is its
+        only sentence.
+        """
         if not self.inputs.sentences:
             return Embeddings(
                 self._project(self.text_head, self.text_encoder(ids_BT, mask_BT).pooled_BD)
@@ -254,82 +161,3 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
         """Return vectors (..., E) in float32, L2-normalised if the system's are."""
         projected: Tensor = head(features).float()
         return F.normalize(projected, dim=-1) if self.normalized else projected
-
-
-# Base of dual-encoders that compare the sentences of a report with the regions of an image.
-
-
-class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
-    """A local dual-encoder whose texts have sentences in place of words.
-
-    A sentence is the maximum over its tokens, without the first and the last token of the text.
-    Images and reports are pooled from their regions and sentences, whose weights are
-    `Embeddings.weight_NP`, without gradient. Token ids without the numbers of their sentences, and
-    texts without a sentence, are one sentence: a prompt needs no full stop. `text_pool` and
-    `text_token` of the configuration have no meaning.
-
-    Attributes:
-        region_pool, sentence_pool: modules such as `AttentionPool`: map (B, N, D) and its mask to
-            (B, D) and weights (B, N).
-        word_head: maps sentences to the shared space.
-    """
-
-    inputs = Inputs(sentences=True)
-
-    def __init__(
-        self,
-        config: Any,
-        *args: Any,
-        region_pool: nn.Module,
-        sentence_pool: nn.Module,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.region_pool = region_pool
-        self.sentence_pool = sentence_pool
-
-    def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
-        pooled_BD, weight_BP = self.region_pool(features.patches_BPD)
-        return pooled_BD, weight_BP.detach()
-
-    def unnormalized_text(
-        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
-    ) -> Tensor:
-        if not isinstance(texts, Tensor):
-            return self._pooled_texts(*self.tokenize_sentences(texts))[0]
-        ids_BT, mask_BT = self.tokenize(texts, mask_BT)
-        return self._pooled_texts(ids_BT, mask_BT, None)[0]
-
-    def embed_ids(
-        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None
-    ) -> Embeddings:
-        report_BE, sentences_BSD, mask_BS, weight_BS = self._pooled_texts(
-            ids_BT, mask_BT, sentence_BT
-        )
-        local_BSE = self._project(self.word_head, sentences_BSD, mask_BS)
-        return Embeddings(F.normalize(report_BE, dim=-1), local_BSE, mask_BS, weight_BS.detach())
-
-    def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
-        """`slot_BT` has the number of each token's sentence."""
-        return self.embed_ids(ids_BT, mask_BT, slot_BT)
-
-    def _pooled_texts(
-        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (B, E) float32, not normalised, and sentences_BSD, mask_BS and weight_BS."""
-        sentence_BT = torch.full_like(ids_BT, -1) if sentence_BT is None else sentence_BT
-        sentence_BT = whole_if_none(sentence_BT, mask_BT)
-        width = most_slots(sentence_BT)  # before the encoder, because it waits for the device
-        sentences_BSD, mask_BS = pool_sentences(
-            self.text_encoder(ids_BT, mask_BT).tokens_BTD, sentence_BT, width
-        )
-        report_BD, weight_BS = self.sentence_pool(sentences_BSD, mask_BS)
-        return self.text_head(report_BD).float(), sentences_BSD, mask_BS, weight_BS
-
-    def without_first_token(self, texts: Embeddings) -> Embeddings:
-        """Return the texts as they are: sentences do not include the text's first token."""
-        return texts
-
-    def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
-        """Return equal shares of all sentences."""
-        return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)

@@ -27,9 +27,10 @@ from medvl.encoders.regions import BoxCode, RegionEncoder
 from medvl.errors import ConfigError
 from medvl.losses.pairs.itm import MatchingPairs
 from medvl.models.base import (
+    TOWERS,
     MaskedWords,
+    System,
     TowersConfig,
-    TwoTowers,
     WordHead,
     init_weights,
     sample_masked_words,
@@ -49,8 +50,6 @@ from medvl.models.fusion_encoders.parts.inputs import ImageSource, sample_pairs
 from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.schema import Batch, Losses
 
-_ENCODERS = ("image_encoder", "text_encoder")
-
 
 class DecoderLayers(Protocol):
     """The part of an answer decoder that a fusion-encoder can initialise."""
@@ -60,7 +59,7 @@ class DecoderLayers(Protocol):
     word_head: WordHead
 
 
-class FusionModel(TwoTowers):
+class FusionModel(System):
     """Encode each input once with `image_tokens` and `text_tokens`, keep the result, and `fuse` any
     pairs of them.
 
@@ -75,6 +74,8 @@ class FusionModel(TwoTowers):
         can_match: whether `itm_head` is trained, so that the scores of `match` are meaningful.
     """
 
+    shared_encoders = TOWERS
+    text_encoder: TextEncoder
     objectives: tuple[Objective[Any, Any, Any], ...]
     pooled_dim: int
     fused_dim: int
@@ -271,7 +272,7 @@ class FusionModel(TwoTowers):
         """
         groups: list[dict[str, Any]] = []
         for name, child in self.named_children():
-            rate = 1.0 if name in _ENCODERS else self.config.fusion_lr_mult
+            rate = 1.0 if name in TOWERS else self.config.fusion_lr_mult
             if name.endswith("head"):
                 rate = self.config.head_lr_mult
             groups += [
