@@ -28,10 +28,9 @@ from torch import Tensor
 
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval.core.full_pass import FullPass, Loader, input_hashes, samples_by_key
+from medvl.eval.core.full_pass import FullPass, Loader, embed_texts, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.open import embed_texts
 from medvl.eval.core.results import PageHeader, Results
 from medvl.eval.html.page import (
     Card,

@@ -203,7 +203,7 @@ def limited_protocol(config: ServeConfig) -> type[H11Protocol]:
     """
 
     class Limited(_LimitedProtocol):
-        limits = config
+        limits: ClassVar = config
         waiting: ClassVar = {}
         open_by_address: ClassVar = Counter()
 
@@ -215,10 +215,10 @@ class _LimitedProtocol(H11Protocol):
     one server.
     """
 
-    limits: ServeConfig
-    waiting: dict["_LimitedProtocol", None]
+    limits: ClassVar[ServeConfig]
+    waiting: ClassVar[dict["_LimitedProtocol", None]]
     """Connections without complete headers, the one that waits longest first."""
-    open_by_address: Counter[str]
+    open_by_address: ClassVar[Counter[str]]
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

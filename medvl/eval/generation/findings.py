@@ -23,6 +23,7 @@ from medvl.data.splits import check_disjoint
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.classification.scored_images import LabelPolicy
 from medvl.eval.core.bootstrap import bootstrap_auroc
+from medvl.eval.core.full_pass import concatenate, embed_texts, encode_batch
 from medvl.eval.core.metric_rows import (
     MetricGroup,
     MetricRow,
@@ -32,7 +33,7 @@ from medvl.eval.core.metric_rows import (
     ranking_metrics,
 )
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.open import concatenate, embed_texts, encode_batch, open_for_evaluation
+from medvl.eval.core.open import open_for_evaluation
 from medvl.eval.generation.inputs import ImageSet, LoaderOptions
 from medvl.eval.probing.evaluate import choose_probe
 from medvl.eval.probing.features import FeatureTable, LinearProbe, ProbedEncoder, Standardizer

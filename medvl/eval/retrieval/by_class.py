@@ -40,10 +40,16 @@ from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import EvaluationError
 from medvl.eval.classification.scored_images import LabelPolicy, image_counts
 from medvl.eval.core.bootstrap import defined_labels, mean_over_labels
-from medvl.eval.core.full_pass import FullPass, Loader, Model, input_hashes, samples_by_key
+from medvl.eval.core.full_pass import (
+    FullPass,
+    Loader,
+    Model,
+    embed_texts,
+    input_hashes,
+    samples_by_key,
+)
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.open import embed_texts
 from medvl.eval.core.results import PageHeader, Results
 from medvl.eval.html.page import Page, hashed, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell

@@ -34,6 +34,7 @@ from medvl.eval.core.full_pass import (
     Model,
     Source,
     SupportsSimilarity,
+    embed_texts,
     input_hashes,
     samples_by_key,
 )
@@ -46,7 +47,6 @@ from medvl.eval.core.metric_rows import (
     subgroups_of,
 )
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.open import embed_texts
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.similarity import (
     GAIN_KS,

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, Loader, Model, input_hashes
-from medvl.eval.core.open import embed_texts
+from medvl.eval.core.full_pass import FullPass, Loader, Model, embed_texts, input_hashes
 from medvl.eval.core.results import Results, checkpoint_sha256
 from medvl.eval.retrieval import image_text
 from medvl.eval.retrieval.image_text import Gallery, Ranks, RetrievalResult

@@ -12,9 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, Model, SupportsSimilarity, Values
+from medvl.eval.core.full_pass import (
+    FullPass,
+    Model,
+    SupportsSimilarity,
+    Values,
+    concatenate,
+    encode_batch,
+)
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.open import concatenate, encode_batch
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Batch, Embeddings
 

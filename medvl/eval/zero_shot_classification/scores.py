@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, Loader, Model, column
+from medvl.eval.core.full_pass import FullPass, Loader, Model, column, embed_texts, encode_batch
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.open import embed_texts, encode_batch
 from medvl.eval.zero_shot_classification.prompts import STANDARDIZED, PromptSet
 from medvl.models.base import evaluating
 from medvl.schema import Batch, Embeddings

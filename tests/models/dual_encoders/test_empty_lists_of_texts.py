@@ -9,7 +9,7 @@ from helpers.errors import raises
 
 import medvl
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval.core.open import embed_texts
+from medvl.eval.core.full_pass import embed_texts
 from medvl.models import DualEncoder
 
 TINY = {

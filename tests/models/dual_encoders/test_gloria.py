@@ -22,7 +22,7 @@ import medvl
 from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
-from medvl.eval.core.open import concatenate
+from medvl.eval.core.full_pass import concatenate
 from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.eval.zero_shot_classification.scores import PromptScorer
