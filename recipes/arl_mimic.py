@@ -86,12 +86,12 @@ MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDI
     medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
     medvl knowledge build --umls UMLS --out knowledge/umls \\
         --shards shards/roco-references/train shards/medicat-radiology/train shards/mimic-cxr/train
-    medvl knowledge train --folder knowledge/umls"""
+    medvl knowledge train --knowledge knowledge/umls"""
 PHANTOM = """medvl phantom quickstart
     medvl train convirt tiny
     medvl phantom umls --out quickstart/umls
     medvl knowledge build --umls quickstart/umls --out quickstart/knowledge
-    medvl knowledge train --folder quickstart/knowledge --dim 64 --epochs 100 --batches 4"""
+    medvl knowledge train --knowledge quickstart/knowledge --dim 64 --epochs 100 --batches 4"""
 prepare = pretraining_run("arl_mimic", MAKE_DATA, PHANTOM)
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """BERTHop on the findings of Open-i (Monajatipoor et al., arXiv 2108.04938, MICCAI 2022).
 
-    medvl fit-pixelhop shards/openi/train pixelhop
+    medvl fit-pixelhop --data shards/openi/train --out pixelhop
     torchrun recipes/berthop_openi.py --pixelhop pixelhop
     torchrun recipes/berthop_openi.py --pixelhop pixelhop --modalities image --data.fraction 0.1
     torchrun recipes/berthop_openi.py tiny  # the phantom, two CPU cores
@@ -85,11 +85,11 @@ tiny = BERTHopRecipe(
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """medvl shards openi --root OPENI --views FRONTAL --out shards/openi
-    medvl fit-pixelhop shards/openi/train pixelhop"""
+    medvl fit-pixelhop --data shards/openi/train --out pixelhop"""
 PHANTOM = """medvl phantom quickstart
     medvl phantom openi --out quickstart/openi --patients 1200 --size 160
     medvl shards openi --root quickstart/openi --out quickstart/openi-shards --views FRONTAL --short-side 160
-    medvl fit-pixelhop quickstart/openi-shards/train quickstart/pixelhop --image-size 112 --fit squash"""
+    medvl fit-pixelhop --data quickstart/openi-shards/train --out quickstart/pixelhop --image-size 112 --fit squash"""
 
 
 def with_pixelhop(recipe: BERTHopRecipe) -> BERTHopRecipe:

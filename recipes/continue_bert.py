@@ -3,7 +3,7 @@
     medvl shards text --sources notes.jsonl --out shards/notes --name notes
     torchrun --nproc-per-node 8 recipes/continue_bert.py
     torchrun recipes/continue_bert.py --init-from RUN/best  # from a run of recipes/pubmedbert.py
-    medvl vocab shards/notes/train vocab/notes --size 30522 --max-tokens 512
+    medvl vocab --data shards/notes/train --out vocab/notes --size 30522 --max-tokens 512
     torchrun --nproc-per-node 8 recipes/continue_bert.py new-words
     torchrun recipes/continue_bert.py tiny                  # reports of `medvl phantom quickstart`
 

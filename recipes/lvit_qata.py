@@ -109,7 +109,7 @@ MAKE_DATA = """Make the shards first:
 Without any data, on the phantom corpus:
     medvl phantom qata --out phantom-qata --patients 700 --size 160
     medvl shards qata --root phantom-qata --out quickstart/qata --short-side 112
-    medvl vocab quickstart/qata/train quickstart/qata-vocab
+    medvl vocab --data quickstart/qata/train --out quickstart/qata-vocab
     medvl train lvit tiny"""
 
 

@@ -108,7 +108,7 @@ PHANTOM = """medvl phantom roco --out quickstart/roco --patients 1500 --size 160
     medvl shards roco --root quickstart/roco --references quickstart/roco/roco_references \\
         --out quickstart/roco-shards --short-side 160
     medvl shards medicat --root quickstart/medicat --radiology-only --out quickstart/medicat-shards --short-side 160
-    medvl vocab quickstart/roco-shards/train quickstart/figure-vocab --size 2000
+    medvl vocab --data quickstart/roco-shards/train --out quickstart/figure-vocab --size 2000
     medvl train convirt tiny --train.epochs 5 --prompts None --data.train quickstart/roco-shards/train \\
         --data.extra-train quickstart/medicat-shards/train --data.valid quickstart/roco-shards/validation \\
         --data.tokenizer quickstart/figure-vocab --data.text.sections caption \\

@@ -11,7 +11,7 @@
 Preset `paper`: MAE's ViT-B/16, images of all views, of whose 448 pixels 224 are read, three
 quarters of the patches removed, half of the words masked, 200 epochs in batches of 256. Preset
 `ecamp`: 0.7 of the words masked, 120 epochs in batches of 8,192. Both warm up for 40 epochs.
-Vocabulary: `medvl vocab shards/mimic-cxr-all/train vocab/mrm --size 30000 --max-tokens 256`.
+Vocabulary: `medvl vocab --data shards/mimic-cxr-all/train --out vocab/mrm --size 30000 --max-tokens 256`.
 Differences: padding and visible words have no loss; mirrored images have mirrored texts, where the
 authors' keep their sides; 448 pixels are shrunk to 224 with antialiasing, where the authors have
 none (`--model.shrink-antialias False`). `ecamp` has no summaries by a language model, reconstructs
@@ -129,7 +129,7 @@ tiny = Recipe(
 
 PRESETS = {"paper": paper, "ecamp": ecamp, "maco": maco, "tiny": tiny}
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr-all
-    medvl vocab shards/mimic-cxr-all/train vocab/mrm --size 30000 --max-tokens 256"""
+    medvl vocab --data shards/mimic-cxr-all/train --out vocab/mrm --size 30000 --max-tokens 256"""
 prepare = pretraining_run("mrm_mimic", MAKE_DATA)
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """PubMedBERT: BERT from scratch on biomedical text (Gu et al., arXiv 2007.15779, ACM HEALTH 2021).
 
     medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed --min-words 128
-    medvl vocab shards/pubmed/train vocab/pubmed --size 30522 --max-tokens 512 torchrun
+    medvl vocab --data shards/pubmed/train --out vocab/pubmed --size 30522 --max-tokens 512 torchrun
     --nproc-per-node 8 recipes/pubmedbert.py torchrun recipes/pubmedbert.py tiny               #
     reports of `medvl phantom quickstart` torchrun recipes/pubmedbert.py tiny --data.train
     shards/mlm/train --data.valid shards/mlm/validate \\
@@ -112,7 +112,7 @@ PRESETS = {
 MAKE_DATA = (
     "medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed --min-words "
     "128\n"
-    "    medvl vocab shards/pubmed/train vocab/pubmed --size 30522 --max-tokens 512"
+    "    medvl vocab --data shards/pubmed/train --out vocab/pubmed --size 30522 --max-tokens 512"
 )
 prepare = text_run("pubmedbert", MAKE_DATA)
 

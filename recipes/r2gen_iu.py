@@ -1,7 +1,7 @@
 """R2Gen on IU X-ray or MIMIC-CXR (Chen et al., arXiv 2010.16056, EMNLP 2020): reports from images.
 
     medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256 medvl vocab
-    shards/iu-xray/train shards/iu-xray/words --kind words --min-frequency 3 torchrun
+    --data shards/iu-xray/train --out shards/iu-xray/words --kind words --min-frequency 3 torchrun
     recipes/r2gen_iu.py              # two views of each study torchrun recipes/r2gen_iu.py
     paper-mimic  # one image, of shards of the same kind torchrun recipes/r2gen_iu.py tiny         #
     phantom Open-i, two CPU cores; without its data it prints how torchrun recipes/r2gen_iu.py tiny
@@ -126,14 +126,14 @@ tiny = Recipe(
 )
 PRESETS = {"paper": paper, "paper-mimic": paper_mimic, "tiny": tiny}
 MAKE_DATA = """medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256
-    medvl vocab shards/iu-xray/train shards/iu-xray/words --kind words --min-frequency 3
+    medvl vocab --data shards/iu-xray/train --out shards/iu-xray/words --kind words --min-frequency 3
     medvl shards r2gen-annotation --root mimic_cxr --out shards/r2gen-mimic --short-side 256         # paper-mimic
-    medvl vocab shards/r2gen-mimic/train shards/r2gen-mimic/words --kind words --min-frequency 10    # paper-mimic"""
+    medvl vocab --data shards/r2gen-mimic/train --out shards/r2gen-mimic/words --kind words --min-frequency 10    # paper-mimic"""
 PHANTOM = """medvl phantom quickstart
     medvl train convirt tiny
     medvl phantom openi --out quickstart/openi --patients 1200 --size 160
     medvl shards openi --root quickstart/openi --out quickstart/openi-views --short-side 160
-    medvl vocab quickstart/openi-views/train quickstart/openi-words --kind words --min-frequency 3 --sections findings
+    medvl vocab --data quickstart/openi-views/train --out quickstart/openi-words --kind words --min-frequency 3 --sections findings
     medvl train r2gen tiny"""
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 recipes/radzero_mimic.py --data.train DIR/train --data.valid
     DIR/validate torchrun recipes/radzero_mimic.py --model.image-size 224 --data.image.size 224 ...
     # about a fifth of the work torchrun recipes/radzero_mimic.py --data.text.source file
-    --data.text.file STATEMENTS.jsonl ... medvl regions DIR/train grid:rad_dino --weights published
+    --data.text.file STATEMENTS.jsonl ... medvl regions --data DIR/train --detector grid:rad_dino --weights published
     --image-size 518 --fit crop --all-tokens --name rad-dino torchrun recipes/radzero_mimic.py
     --data.image-features rad-dino ...      # without running the frozen encoder torchrun
     recipes/radzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores

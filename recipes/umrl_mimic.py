@@ -89,7 +89,7 @@ tiny = Recipe(
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
-    medvl vocab shards/mimic-cxr/train shards/mimic-cxr/vocab"""
+    medvl vocab --data shards/mimic-cxr/train --out shards/mimic-cxr/vocab"""
 prepared = zero_shot_run("umrl_mimic", MAKE_DATA, ZeroShotEval)
 
 

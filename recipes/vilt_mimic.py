@@ -7,7 +7,7 @@
 
 Preset `paper`: one ViT-B/32 at 384 pixels over patches and 40 tokens; AdamW at 1e-4, 25,000 steps
 of 4,096 pairs, of which 2,500 warm up, then linear decay. Vocabulary: `medvl vocab
-shards/mimic-cxr-frontal/train vocab/mimic --size 30000 --max-tokens 40`. No commit of the ViT's
+--data shards/mimic-cxr-frontal/train --out vocab/mimic --size 30000 --max-tokens 40`. No commit of the ViT's
 weights is pinned; name one to start from: `--model.image-weights
 timm/vit_base_patch32_384.augreg_in21k_ft_in1k@COMMIT`. Images are not augmented, because texts name
 sides and intensities. They are square and shrunk by averaging areas, where the released code keeps
@@ -78,7 +78,7 @@ tiny = Recipe(
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr-frontal
-    medvl vocab shards/mimic-cxr-frontal/train vocab/mimic --size 30522 --max-tokens 40"""
+    medvl vocab --data shards/mimic-cxr-frontal/train --out vocab/mimic --size 30522 --max-tokens 40"""
 prepare = pretraining_run("vilt_mimic", MAKE_DATA)
 
 if __name__ == "__main__":

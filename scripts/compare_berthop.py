@@ -90,7 +90,9 @@ def make_data(folder: Path, shards: Path, pixelhop: Path, patients: int) -> None
     ]
     fit = [
         "fit-pixelhop",
+        "--data",
         str(shards / "train"),
+        "--out",
         str(pixelhop),
         "--image-size",
         "112",

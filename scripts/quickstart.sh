@@ -20,7 +20,7 @@ $bin/medvl shards mimic-cxr --root quickstart/mimic-cxr --out quickstart/shards 
 $bin/medvl verify quickstart/shards
 
 step "A vocabulary of its own text"
-$bin/medvl vocab quickstart/shards/train quickstart/vocab --size 4000
+$bin/medvl vocab --data quickstart/shards/train --out quickstart/vocab --size 4000
 
 step "ConVIRT"
 torchrun recipes/convirt_mimic.py tiny

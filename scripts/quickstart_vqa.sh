@@ -26,7 +26,7 @@ if [ "$start" = m3ae ]; then
     $bin/medvl shards roco --root quickstart/roco --references quickstart/roco/roco_references \
         --out quickstart/roco-shards --short-side 160
     $bin/medvl shards medicat --root quickstart/medicat --radiology-only --out quickstart/medicat-shards --short-side 160
-    $bin/medvl vocab quickstart/roco-shards/train quickstart/figure-vocab --size 2000
+    $bin/medvl vocab --data quickstart/roco-shards/train --out quickstart/figure-vocab --size 2000
 
     step "ConVIRT on the captions: it stands for the CLIP that M3AE starts from"
     torchrun recipes/convirt_mimic.py tiny --train.epochs 5 --prompts None \

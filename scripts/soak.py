@@ -88,7 +88,9 @@ class Bench:
             ],
             [
                 "vocab",
+                "--data",
                 f"{shards}/train",
+                "--out",
                 str(self.home / "vocab"),
                 "--size",
                 "400",

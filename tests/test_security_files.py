@@ -451,7 +451,9 @@ def test_folder_names_with_special_characters_work(
     cli.main(
         [
             "vocab",
+            "--data",
             str(home / "out" / "train"),
+            "--out",
             str(home / "vocab"),
             "--size",
             "60",

@@ -131,8 +131,8 @@ def _import_stable_diffusion(folder: Path, out: Path) -> str:
 
 
 def export_checkpoint(
-    checkpoint: tyro.conf.Positional[Path | None] = None,
     *,
+    checkpoint: Path | None = None,
     to: Literal["open_clip", "huggingface", "onnx", "published"] = "huggingface",
     out: Path | None = None,
     list_all: Annotated[bool, tyro.conf.arg(name="list")] = False,
@@ -150,7 +150,7 @@ def export_checkpoint(
     if checkpoint is None:
         if list_all:
             return "\n".join(f"{name:12} {text}" for name, text in _FORMATS.items())
-        message = "expected medvl export CHECKPOINT --to FORMAT, or medvl export --list"
+        message = "expected medvl export --checkpoint FOLDER --to FORMAT, or medvl export --list"
         raise ConfigError(message, "missing", field="checkpoint")
     from medvl.models import load
 

@@ -3,7 +3,7 @@ text to print.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -37,21 +37,21 @@ def build(
     graph = write_knowledge(read_umls(umls, options, _texts(shards) if shards else None), out)
     counts = f"{len(graph.identifiers)} entities with {sum(map(len, graph.names))} names"
     triples = f"{len(graph.triples_N3)} triples of {len(graph.relations)} relations"
-    return f"Wrote {out}: {counts}, {triples}. Next: medvl knowledge train --folder {out}"
+    return f"Wrote {out}: {counts}, {triples}. Next: medvl knowledge train --knowledge {out}"
 
 
-def train(folder: Path, config: Flat[TransEConfig], *, device: str = "cpu") -> str:
+def train(knowledge: Path, config: Flat[TransEConfig], *, device: str = "cpu") -> str:
     """Train embeddings of a knowledge graph's entities by TransE.
 
     Args:
-        folder: graph of `medvl knowledge build`, into which the embeddings are written.
+        knowledge: graph of `medvl knowledge build`, into whose folder the embeddings are written.
         config: settings; those of ARL by default.
         device: cpu or cuda.
     """
     from medvl.data.knowledge.graph import read_knowledge
     from medvl.data.knowledge.transe import save_embeddings, train_transe
 
-    graph = read_knowledge(folder)
+    graph = read_knowledge(knowledge)
 
     def report(epoch: int, loss: float) -> None:
         if sys.stderr.isatty() and (epoch + 1) % max(1, config.epochs // 100) == 0:
@@ -63,7 +63,7 @@ def train(folder: Path, config: Flat[TransEConfig], *, device: str = "cpu") -> s
             )
 
     model, links = train_transe(graph, config, device=device, report=report)
-    path = save_embeddings(model, graph, config, folder)
+    path = save_embeddings(model, graph, config, knowledge)
     if links is None:
         return f"Wrote {path}"
     scores = (
@@ -72,12 +72,12 @@ def train(folder: Path, config: Flat[TransEConfig], *, device: str = "cpu") -> s
     return f"Wrote {path}. {links.triples} held-out triples: {scores}"
 
 
-def find(folder: Path, text: str, *, conventions: ConventionsName = "chexpert") -> str:
+def find(knowledge: Path, text: str, *, conventions: ConventionsName = "chexpert") -> str:
     """List the entities that a text mentions, in its order, and whether they are positive, negative
     or uncertain.
 
     Args:
-        folder: graph of `medvl knowledge build`.
+        knowledge: graph of `medvl knowledge build`.
         text: a report or a sentence.
         conventions: what counts as positive and as uncertain.
     """
@@ -85,7 +85,7 @@ def find(folder: Path, text: str, *, conventions: ConventionsName = "chexpert") 
     from medvl.data.reports.labeler import conventions_named
     from medvl.data.reports.statements import mention_values
 
-    graph = read_knowledge(folder)
+    graph = read_knowledge(knowledge)
     mentions = graph.finder().find(text)
     values = mention_values(text, mentions, conventions_named(conventions))
     rows = [
@@ -149,3 +149,13 @@ def _texts(folders: tuple[Path, ...]) -> Iterator[str]:
 
     for folder in folders:
         yield from (text for sections in ShardSource(folder).texts_by_study() for text in sections)
+
+
+COMMANDS: dict[str, Callable[..., str]] = {
+    "build": build,
+    "train": train,
+    "find": find,
+    "radgraph": radgraph,
+    "statements": statements,
+}
+"""Name after `medvl knowledge` -> function."""

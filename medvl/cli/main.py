@@ -2,42 +2,27 @@
 commands.
 """
 
+import dataclasses
 import difflib
 import fnmatch
+import functools
+import importlib
+import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import tyro
 
 from medvl import __version__
-from medvl.cli import (
-    benchmark,
-    benchmark as compare,
-    import_export,
-    import_export as fit_pixelhop,
-    import_export as interpolate,
-    infer,
-    infer as generate,
-    infer as serve,
-    knowledge,
-    phantom,
-    phantom as quickstart,
-    recipes,
-    recipes as doctor,
-)
-from medvl.cli.eval import commands as evaluation
-from medvl.cli.shards import (
-    commands as conversion,
-    commands as upload,
-    commands as verify,
-    corpora,
-    regions,
-    text,
-)
+from medvl.cli.help import OVERVIEW, describe, family_help
+from medvl.common.console import console
 from medvl.errors import ERROR_CODES, ConfigError, MedvlError
+
+_log = logging.getLogger(__name__)
 
 
 def list_everything(
@@ -73,7 +58,9 @@ def list_everything(
 
         names = fnmatch.filter(list_benchmarks(), match)
     elif kind == "recipes":
-        names = recipes.recipes_with_numbers(match)
+        from medvl.cli.recipes import recipes_with_numbers
+
+        names = recipes_with_numbers(match)
     else:
         listers: dict[str, Callable[[str], list[str]]] = {
             "models": models.list_models,
@@ -93,47 +80,66 @@ def list_everything(
         print(name)
 
 
-_GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "phantom": {"quickstart": quickstart.quickstart, **phantom.COMMANDS},
-    "shards": conversion.COMMANDS,
-    "eval": evaluation.COMMANDS,
-    "knowledge": {
-        "build": knowledge.build,
-        "train": knowledge.train,
-        "find": knowledge.find,
-        "radgraph": knowledge.radgraph,
-        "statements": knowledge.statements,
-    },
-    "recipes": recipes.RECIPES,
-    "cards": recipes.CARDS,
+_FAMILIES: dict[str, str] = {
+    "phantom": "medvl.cli.phantom:FAMILY",
+    "shards": "medvl.cli.shards.commands:COMMANDS",
+    "eval": "medvl.cli.eval.commands:COMMANDS",
+    "knowledge": "medvl.cli.knowledge:COMMANDS",
+    "recipes": "medvl.cli.recipes:RECIPES",
+    "cards": "medvl.cli.recipes:CARDS",
 }
-_COMMANDS: dict[str, Callable[..., Any]] = {
-    "merge": corpora.merge,
-    "upload": upload.upload,
-    "vocab": text.vocab,
-    "fit-pixelhop": fit_pixelhop.fit_pixelhop,
-    "verify": verify.verify,
-    "regions": regions.regions,
-    "infer": infer.infer,
-    "generate": generate.generate,
-    "compare": compare.compare,
-    "benchmark": benchmark.benchmark,
-    "serve": serve.serve,
-    "import": import_export.import_published,
-    "export": import_export.export_checkpoint,
-    "consolidate": import_export.consolidate_checkpoint,
-    "interpolate": interpolate.interpolate,
-    "list": list_everything,
+"""Family -> module and table of its commands."""
+_COMMANDS: dict[str, str] = {
+    "merge": "medvl.cli.shards.corpora:merge",
+    "upload": "medvl.cli.shards.commands:upload",
+    "vocab": "medvl.cli.shards.text:vocab",
+    "fit-pixelhop": "medvl.cli.import_export:fit_pixelhop",
+    "verify": "medvl.cli.shards.commands:verify",
+    "regions": "medvl.cli.shards.regions:regions",
+    "infer": "medvl.cli.infer:infer",
+    "generate": "medvl.cli.infer:generate",
+    "compare": "medvl.cli.benchmark:compare",
+    "benchmark": "medvl.cli.benchmark:benchmark",
+    "serve": "medvl.cli.infer:serve",
+    "import": "medvl.cli.import_export:import_published",
+    "export": "medvl.cli.import_export:export_checkpoint",
+    "consolidate": "medvl.cli.import_export:consolidate_checkpoint",
+    "interpolate": "medvl.cli.import_export:interpolate",
+    "list": "medvl.cli.main:list_everything",
+    "completion": "medvl.cli.completion:completion",
 }
-_RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {
-    "train": recipes.train,
-    "doctor": doctor.doctor,
+"""Command -> module and function."""
+_RECIPE_COMMANDS: dict[str, str] = {
+    "train": "medvl.cli.recipes:train",
+    "doctor": "medvl.cli.recipes:doctor",
 }
 """Commands whose arguments are the command line of a recipe."""
-_WITH_FLAGS = {"infer", "generate"}
+_WITH_FLAGS = {
+    *("infer", "generate", "vocab", "fit-pixelhop", "regions", "consolidate", "export"),
+}
 """Commands whose required arguments are flags, unless marked as positional."""
+_FORMER_ARGUMENTS = {
+    "vocab": "--data FOLDER --out FOLDER",
+    "fit-pixelhop": "--data FOLDER --out FOLDER",
+    "regions": "--data FOLDER --detector NAME",
+    "consolidate": "--checkpoint FOLDER --out FOLDER",
+    "export": "--checkpoint FOLDER",
+}
+"""Command -> options that have replaced its arguments without a name."""
+_FORMER_OPTIONS = {
+    "knowledge train": {"--folder": "--knowledge", "--valid-share": "--validate-share"},
+    "knowledge find": {"--folder": "--knowledge"},
+    "eval probe": {"--random-encoder": "--random-weights"},
+    "eval text": {"--vocab": "--tokenizer"},
+    "doctor": {"--json": "--out"},
+}
+"""Command -> former name of an option -> its name."""
 _RESUMABLE = {"shards", "merge", "upload", "regions", "train", "infer", "benchmark", "generate"}
 """Commands that continue where they were interrupted."""
+_LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
+"""Options of every command -> the lowest level of log lines on stderr."""
+_WRITTEN = {"out", "salt_file", "staging", "cache"}
+"""Arguments that name what a command writes."""
 
 
 def commands() -> dict[str, Callable[..., Any]]:
@@ -141,11 +147,19 @@ def commands() -> dict[str, Callable[..., Any]]:
     order of the help.
     """
     grouped = {
-        f"{name} {sub}": function
-        for name, group in _GROUPS.items()
-        for sub, function in group.items()
+        f"{family} {name}": function
+        for family, address in _FAMILIES.items()
+        for name, function in _find(address).items()
     }
-    return grouped | _COMMANDS | _RECIPE_COMMANDS
+    return grouped | {
+        name: _find(address) for name, address in (_COMMANDS | _RECIPE_COMMANDS).items()
+    }
+
+
+def _find(address: str) -> Any:
+    """Import what `module:name` names."""
+    module, _, name = address.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -154,15 +168,22 @@ def main(arguments: list[str] | None = None) -> None:
     Bad input and system errors end it with status 1, Ctrl-C with status 130, each with a one-line
     message.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    given = sys.argv[1:] if arguments is None else arguments
+    arguments = [word for word in given if word not in _LEVELS]
+    levels = [_LEVELS[word] for word in given if word in _LEVELS]
+    if levels[-1:] == [logging.WARNING]:
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
-        output = _run(arguments[0] if arguments else "--help", arguments[1:])
+        with console(True, *levels[-1:]):
+            output = run_command(arguments[0] if arguments else "--help", arguments[1:])
         if output:
             print(output)
     except KeyboardInterrupt:
         resume = "; run the same command again to resume" if set(arguments[:1]) & _RESUMABLE else ""
         _fail(f"interrupted{resume}", status=130)
     except MedvlError as error:
+        if levels[-1:] == [logging.DEBUG]:
+            traceback.print_exception(error)
         unnamed = error.field is not None and error.field not in str(error)
         code = f" [{error.code}]" if ERROR_CODES in os.environ else ""
         _fail((f"{error.field}: {error}" if unnamed else str(error)) + code)
@@ -174,40 +195,112 @@ def main(arguments: list[str] | None = None) -> None:
         )
 
 
-def _run(command: str, arguments: list[str]) -> str | None:
+def run_command(command: str, arguments: list[str]) -> str | None:
     """Run a command. Returns the text to print."""
     if command in ("-h", "--help"):
-        return _usage()
+        return OVERVIEW
     if command == "--version":
         return f"medvl {__version__}"
-    if command in _GROUPS:
-        return _run_grouped(command, _GROUPS[command], arguments)
+    if command in _FAMILIES:
+        return _run_of_family(command, _find(_FAMILIES[command]), arguments)
     if command in _COMMANDS:
-        function = _COMMANDS[command]
-        if command not in _WITH_FLAGS:
-            function = tyro.conf.configure(tyro.conf.PositionalRequiredArgs)(function)
-        return tyro.cli(function, prog=f"medvl {command}", args=arguments)
+        return parse_and_run(command, _find(_COMMANDS[command]), arguments)
     if command in _RECIPE_COMMANDS:
-        return _RECIPE_COMMANDS[command](arguments)
+        _check_names(command, arguments)
+        output: str | None = _find(_RECIPE_COMMANDS[command])(arguments)
+        return output
     raise _unknown(command)
 
 
-def _run_grouped(
-    name: str, group: dict[str, Callable[..., Any]], arguments: list[str]
+def _run_of_family(
+    family: str, functions: dict[str, Callable[..., Any]], arguments: list[str]
 ) -> str | None:
-    """Run a command of a group. Its parser is its own, so that errors name `medvl GROUP COMMAND
-    --help`.
-    """
-    options = [tyro.conf.OmitArgPrefixes]
+    if arguments[:1] in (["-h"], ["--help"]):
+        return family_help(family, functions)
     if not arguments or arguments[0].startswith("-"):
-        return tyro.extras.subcommand_cli_from_dict(
-            group, prog=f"medvl {name}", args=arguments, config=options
-        )
-    command, *rest = arguments
-    if command not in group:
-        raise _unknown(f"{name} {command}")
-    with evaluation.joined_ranks(command) if name == "eval" else nullcontext():
-        return tyro.cli(group[command], prog=f"medvl {name} {command}", args=rest, config=options)
+        got = f", got {arguments[0]}" if arguments else ""
+        _fail(f"expected a command of medvl {family}{got}; {_see(family)}", status=2)
+    name, *rest = arguments
+    if name not in functions:
+        raise _unknown(f"{family} {name}")
+    if family != "eval":
+        return parse_and_run(f"{family} {name}", functions[name], rest)
+    from medvl.cli.eval.commands import joined_ranks
+
+    with joined_ranks(name):
+        return parse_and_run(f"{family} {name}", functions[name], rest)
+
+
+def parse_and_run(name: str, function: Callable[..., Any], arguments: list[str]) -> str | None:
+    """Call the function of a command with the values of its arguments.
+
+    Args:
+        name: full name of the command, such as `shards table`, which help and errors show.
+        function: function whose parameters are the options.
+        arguments: command line without the command.
+
+    Raises what the function raises; a wrong command line ends the process with status 2.
+    """
+    _check_names(name, arguments)
+    options: list[Any] = [tyro.conf.OmitArgPrefixes] if " " in name else []
+    if " " not in name and name not in _WITH_FLAGS:
+        options.append(tyro.conf.PositionalRequiredArgs)
+    return tyro.cli(
+        _announce(function),
+        prog=f"medvl {name}",
+        description=describe(name, function),
+        args=arguments,
+        config=options,
+    )
+
+
+def _check_names(name: str, arguments: list[str]) -> None:
+    """End the process, and name the option of today, for a former name of an option."""
+    first = arguments[0] if arguments else "-"
+    if name in _FORMER_ARGUMENTS and not first.startswith("-"):
+        wanted = _FORMER_ARGUMENTS[name]
+        _fail(f"expected {wanted}, got {first!r} without an option; {_see(name)}", status=2)
+    former = _FORMER_OPTIONS.get(name, {})
+    for option in (word.partition("=")[0] for word in arguments):
+        if option in former:
+            _fail(
+                f"expected {former[option]}, got its former name {option}; {_see(name)}", status=2
+            )
+
+
+def _see(name: str) -> str:
+    return f"see medvl {name} --help"
+
+
+def _announce(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, with a log line about the files and folders that it is about to open:
+    libraries and checkpoints take seconds to load.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        opened = dict.fromkeys(_opened((arguments, named)))
+        if opened and int(os.environ.get("RANK", 0)) == 0:
+            _log.info("opening %s", ", ".join(opened))
+        return function(*arguments, **named)
+
+    return call
+
+
+def _opened(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the existing paths, and the checkpoints, among the values of a command's options."""
+    if name in _WRITTEN:
+        return
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _opened(item, key)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _opened(item, name)
+    elif (isinstance(value, Path) and value.exists()) or (name == "checkpoint" and value):
+        yield str(value)
 
 
 def _unknown(name: str) -> ConfigError:
@@ -215,7 +308,7 @@ def _unknown(name: str) -> ConfigError:
     full_names = {known.rpartition(" ")[2]: known for known in commands()} | {
         known: known for known in commands()
     }
-    full_names |= {group: f"{group} --help" for group in _GROUPS}
+    full_names |= {group: f"{group} --help" for group in _FAMILIES}
     near = difflib.get_close_matches(name, full_names, n=1)
     advice = f"did you mean medvl {full_names[near[0]]}?" if near else "see medvl --help"
     return ConfigError(
@@ -226,18 +319,6 @@ def _unknown(name: str) -> ConfigError:
 def _fail(message: str, status: int = 1) -> NoReturn:
     print(f"medvl: {message}", file=sys.stderr)
     raise SystemExit(status) from None
-
-
-def _usage() -> str:
-    lines = [f"  {name:24} {_summary(function)}" for name, function in commands().items()]
-    closing = "Options: medvl COMMAND --help. Settings of a recipe: medvl train convirt tiny --help"
-    return "\n".join(
-        ["usage: medvl COMMAND ...", "       medvl --version", "", *lines, "", closing]
-    )
-
-
-def _summary(function: Callable[..., Any]) -> str:
-    return (function.__doc__ or "").strip().splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -272,3 +272,7 @@ def quickstart(out: Path = Path("quickstart"), options: ViewsOptions = _DEFAULTS
         text.vocab(of_shards / "train", out / "vocab", size=4000),
     ]
     return "\n".join([*made, "Next: medvl train convirt tiny"])
+
+
+FAMILY: dict[str, Callable[..., str]] = {"quickstart": quickstart, **COMMANDS}
+"""Name after `medvl phantom` -> function."""

@@ -19,7 +19,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from medvl.cli.help import example
 from medvl.common.config_io import nearest
+from medvl.common.console import LEVEL
 from medvl.common.files import write_atomic
 from medvl.data.storage.location import is_address
 from medvl.data.storage.webdataset_tars import is_tar_pattern
@@ -32,6 +34,8 @@ from medvl.train.recipe_files import (
     packaged_files,
     shown_as,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -56,8 +60,15 @@ def train(arguments: Sequence[str]) -> None:
             "OMP_NUM_THREADS", "1"
         )  # torchrun warns without; the trainer sets threads itself
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *launcher, str(path), *settings])
+        level = logging.getLevelName(logging.getLogger("medvl").getEffectiveLevel())
+        os.execve(
+            sys.executable,
+            [sys.executable, *launcher, str(path), *settings],
+            {**os.environ, LEVEL: level},
+        )
     sys.argv = [str(path), *settings]
+    if "--help" not in settings and "-h" not in settings:
+        _log.info("loading the recipe %s", path)
     with shown_as(f"medvl train {options.recipe}"):
         runpy.run_path(str(path), run_name="__main__")
 
@@ -69,10 +80,10 @@ def _train_parser(add_help: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="medvl train",
         usage="medvl train [--ranks N] RECIPE [PRESET] [settings of the recipe ...]",
-        description="Train a recipe: medvl train convirt tiny --optim.lr 3e-4. RECIPE [PRESET] "
-        "--help lists its "
+        description="Train a recipe. RECIPE [PRESET] --help lists its "
         "settings; medvl recipes list, all recipes. torchrun -m medvl train RECIPE ... trains "
         "on several machines.",
+        epilog=f"Example: {example('train')}",
         add_help=add_help,  # --help after the recipe is that of the recipe
         allow_abbrev=False,
     )
@@ -236,15 +247,16 @@ def doctor(arguments: Sequence[str]) -> str:
     ).parse_known_args(arguments)
     with shown_as(f"medvl doctor {options.recipe}"):
         recipe, settings = load_recipe(find_recipe(options.recipe), recipe_arguments)
+    _log.info("opening the data and creating the model of %s", options.recipe)
     run = recipe.prepare(settings)
     from medvl.train.doctor.examine import advice, describe, examine, limit
 
     logging.getLogger("medvl").setLevel(logging.WARNING)
     examination = examine(run, options.seconds)
-    if options.json is not None:
+    if options.out is not None:
         measured = {**dataclasses.asdict(examination), "mfu": examination.mfu}
         diagnosis = {"limit": limit(examination), "advice": advice(examination, settings)}
-        write_atomic(options.json, json.dumps(measured | diagnosis, indent=1) + "\n")
+        write_atomic(options.out, json.dumps(measured | diagnosis, indent=1) + "\n")
     described = describe(examination, settings)
     if is_address(settings.data.train) and not is_tar_pattern(settings.data.train):
         from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
@@ -268,20 +280,20 @@ def _shards(arguments: Sequence[str]) -> str:
     """Check remote shards from this machine. Returns the report."""
     parser = argparse.ArgumentParser(
         prog="medvl doctor shards",
-        usage="medvl doctor shards ADDRESS [--json FILE]",
+        usage="medvl doctor shards ADDRESS [--out FILE]",
         description="Check remote shards: access, latency, throughput, and the local cache.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "address", help="folder of shards in a store: s3://, gs://, az://, hf:// or https://"
     )
-    parser.add_argument("--json", type=Path, help="output file of the measurements")
+    parser.add_argument("--out", type=Path, help="output file of the measurements")
     options = parser.parse_args(arguments)
     from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
 
     found = check_remote_shards(options.address)
-    if options.json is not None:
-        write_atomic(options.json, json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+    if options.out is not None:
+        write_atomic(options.out, json.dumps(dataclasses.asdict(found), indent=1) + "\n")
     return describe_remote_shards(found)
 
 
@@ -292,7 +304,7 @@ def _nodes(arguments: Sequence[str]) -> str:
     parser = argparse.ArgumentParser(
         prog="medvl doctor nodes",
         usage="torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR] [--megabytes M] "
-        "[--json FILE]",
+        "[--out FILE]",
         description="Check several nodes before a run: rendezvous, all-reduce, versions, "
         "clocks, shared storage.",
         allow_abbrev=False,
@@ -303,7 +315,7 @@ def _nodes(arguments: Sequence[str]) -> str:
     parser.add_argument(
         "--megabytes", type=int, default=64, help="size of the measured all-reduce (default 64)"
     )
-    parser.add_argument("--json", type=Path, help="output file of the report")
+    parser.add_argument("--out", type=Path, help="output file of the report")
     options = parser.parse_args(arguments)
     from medvl.train.doctor.nodes import check_nodes
     from medvl.train.parallel.distributed import join
@@ -313,8 +325,8 @@ def _nodes(arguments: Sequence[str]) -> str:
         report = check_nodes(
             ranks, time.perf_counter() - started, options.storage, options.megabytes
         )
-        if ranks.is_main and options.json is not None:
-            write_atomic(options.json, json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+        if ranks.is_main and options.out is not None:
+            write_atomic(options.out, json.dumps(dataclasses.asdict(report), indent=1) + "\n")
         if report.problems and ranks.is_main:
             print(report)
         if report.problems:
@@ -331,11 +343,12 @@ def _parser(add_help: bool) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="medvl doctor",
-        usage="medvl doctor [--seconds S] [--json FILE] RECIPE [PRESET] [settings of the recipe "
+        usage="medvl doctor [--seconds S] [--out FILE] RECIPE [PRESET] [settings of the recipe "
         "...]\n"
         "       torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR]\n"
-        "       medvl doctor shards ADDRESS [--json FILE]",
+        "       medvl doctor shards ADDRESS [--out FILE]",
         description="Measure a recipe and find its bottleneck. RECIPE --help lists its settings.",
+        epilog=f"Example: {example('doctor')}",
         add_help=add_help,  # --help after the recipe is that of the recipe
         allow_abbrev=False,
     )
@@ -345,7 +358,7 @@ def _parser(add_help: bool) -> argparse.ArgumentParser:
         default=10.0,
         help="seconds of each of about six measurements (default 10)",
     )
-    parser.add_argument("--json", type=Path, help="output file of the measurements")
+    parser.add_argument("--out", type=Path, help="output file of the measurements")
     parser.add_argument(
         "recipe", help="name or file of the recipe, such as convirt or recipes/convirt_mimic.py"
     )

@@ -4,6 +4,8 @@ import ast
 import contextlib
 import contextvars
 import difflib
+import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +16,14 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import medvl
 from medvl.common.config_io import nearest
+from medvl.common.console import console
 from medvl.errors import ConfigError, MedvlError
 
 if TYPE_CHECKING:
     from medvl.train.run import Run
 
 
+_log = logging.getLogger(__name__)
 _PACKAGE = Path(medvl.__file__).parent
 _SHOWN = 6
 """Recipes that a message names at most."""
@@ -66,18 +70,23 @@ def find_recipe(name: str) -> Path:
 
 
 def _advice(stem: str, fitting: Sequence[str], recipes: Mapping[str, Path]) -> str:
-    """Return what to give in place of a name: recipes that begin with it, or whose name or
-    description contains it.
+    """Return what to give in place of a name: recipes that begin with it, that train a system of
+    this name, or whose name or description contains it.
 
     Only a word that is in none of them is taken for a misspelling.
     """
+    stem = stem.lower()
+    every = "medvl recipes list shows all"
+    trained = [] if fitting else _trained(stem, recipes)
+    if trained:
+        kin = [one for one in recipes if stem in one and one not in trained]
+        return f"recipes of this system and its kin: {', '.join([*trained, *kin])}; {every}"
     word = re.compile(rf"\b{re.escape(stem)}\b", re.IGNORECASE)
     about = [one for one, path in recipes.items() if stem in one or word.search(_docstring(path))]
     nearest = difflib.get_close_matches(
         stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1
     )
     found = list(fitting) or about or nearest
-    every = "medvl recipes list shows all"
     if not found:
         return every
     if found == about:
@@ -86,6 +95,34 @@ def _advice(stem: str, fitting: Sequence[str], recipes: Mapping[str, Path]) -> s
             f"{', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}; {every}"
         )
     return f"did you mean {' or '.join(found)}? {every}"
+
+
+def _trained(system: str, recipes: Mapping[str, Path]) -> list[str]:
+    """Return the recipes that name a class of a system, then those of systems that extend it.
+
+    Sources are read as text, because importing the systems takes seconds.
+    """
+    own: set[str] = set()
+    bases: dict[str, str] = {}
+    for path in (_PACKAGE / "models").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        classes = dict(re.findall(r"^class (\w+)(?:\((.*?)\))?:", source, re.MULTILINE))
+        bases |= classes
+        if f'@register_system("{system}")' in source:
+            name = system.replace("_", "")
+            own |= {one for one in classes if name in one.lower()} or set(classes)
+    kin = {one for one, parents in bases.items() if own & set(re.findall(r"\w+", parents))}
+    words = {one: _identifiers(path) for one, path in recipes.items()}
+    return [
+        *(one for one in recipes if own & words[one]),
+        *(one for one in recipes if kin & words[one] and not own & words[one]),
+    ]
+
+
+def _identifiers(path: Path) -> set[str]:
+    """Return the names in the code of a file."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def load_recipe_module(path: Path) -> ModuleType:
@@ -156,7 +193,11 @@ def launch(
     with status 130 and one line, both without a traceback.
     """
     try:
-        result = prepare(choose(presets, description=description)).train()
+        settings = choose(presets, description=description)
+        with console(int(os.environ.get("RANK", 0)) == 0):
+            _log.info("%s Opening its data and creating its model.", description)
+            run = prepare(settings)
+        result = run.train()
     except MedvlError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -54,11 +54,10 @@ def test_an_unknown_recipe_names_the_nearest(name: str, advice: str) -> None:
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        (
-            "clip",
-            ("cxrclip_mimic", "medclip_mimic", "chexzero_mimic"),
-        ),  # parts of names, and what a recipe trains
+        ("clip", ("siglip_mimic", "chexzero_mimic", "cxrclip_mimic", "medclip_mimic")),
         ("CLIP", ("chexzero_mimic",)),
+        ("segmenter", ("dense_transfer",)),
+        ("masked_text", ("continue_bert", "pubmedbert")),
         ("bert", ("berthop_openi", ", ...")),
         ("r2", ("r2gen_iu",)),
     ],
@@ -139,7 +138,7 @@ def test_train_starts_ranks_with_torchrun(
     path = tmp_path / "own.py"
     path.write_text(RECIPE)
     started: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(arguments))
+    monkeypatch.setattr(os, "execve", lambda program, arguments, env: started.append(arguments))
     monkeypatch.setattr(sys, "argv", ["medvl"])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("RANK", raising=False)

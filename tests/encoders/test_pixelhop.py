@@ -204,7 +204,9 @@ def test_command_fits_to_shards(tmp_path: Path, capsys: pytest.CaptureFixture[st
     cli.main(
         [
             "fit-pixelhop",
+            "--data",
             str(shards / "train"),
+            "--out",
             str(out),
             *options,
             "--workers",

@@ -396,14 +396,14 @@ def test_export_command_writes_a_folder_once(
 ) -> None:
     (tmp_path / "run").mkdir()
     checkpoint.save(chexzero(), tmp_path / "run")
-    cli.main(["export", str(tmp_path / "run"), "--to", "open_clip"])
+    cli.main(["export", "--checkpoint", str(tmp_path / "run"), "--to", "open_clip"])
     output = capsys.readouterr().out
     assert output.startswith(
         f"Wrote {tmp_path / 'run-open_clip'}\n  image embedding: maximum relative difference "
         f"from medvl "
     )
     with pytest.raises(SystemExit):
-        cli.main(["export", str(tmp_path / "run"), "--to", "open_clip"])
+        cli.main(["export", "--checkpoint", str(tmp_path / "run"), "--to", "open_clip"])
     assert "run-open_clip exists" in capsys.readouterr().err
 
 
@@ -412,7 +412,7 @@ def test_export_list_tells_what_a_checkpoint_can_become(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # ONNX takes long
     checkpoint.save(convirt(image_encoder="resnet_tiny"), tmp_path)
-    cli.main(["export", str(tmp_path), "--list"])
+    cli.main(["export", "--checkpoint", str(tmp_path), "--list"])
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["huggingface"].startswith("yes, ")
     assert "image embedding" in lines["huggingface"]

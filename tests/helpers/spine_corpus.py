@@ -73,7 +73,7 @@ class Spine:
             "shards": ["shards", "mimic-cxr", "--root", str(self.corpus), "--out", str(self.shards),
                        "--short-side", "48", "--samples-per-shard", "20", "--workers", "1"],
             "verify": ["verify", str(self.shards), "--decode"],
-            "vocab": ["vocab", str(self.shards / "train"), str(self.vocab), "--size", "400",
+            "vocab": ["vocab", "--data", str(self.shards / "train"), "--out", str(self.vocab), "--size", "400",
             "--min-frequency", "1"],
         }  # fmt: skip
 

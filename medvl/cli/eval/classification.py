@@ -208,7 +208,7 @@ class EncoderOptions:
 
     checkpoint: Path | None = None
     """folder of a checkpoint of any system with an image encoder"""
-    random_encoder: bool = False
+    random_weights: bool = False
     """reinitialise the encoder of the checkpoint, as a baseline without pretraining"""
     encoder: str | None = None
     """name of an image encoder with random weights, such as resnet50"""
@@ -255,8 +255,8 @@ def probe(
     from medvl.eval.probing.evaluate import linear_probe, write_probe_page
 
     probed = _open_encoder(image, test, shared.device)
-    task = "probe_random" if image.random_encoder else "probe"
-    output = shared.folder(image.checkpoint, task, hashed=not image.random_encoder)
+    task = "probe_random" if image.random_weights else "probe"
+    output = shared.folder(image.checkpoint, task, hashed=not image.random_weights)
     source = open_source(test)
     folder = output.settle(manifest=source.fingerprint)
     features = functools.partial(
@@ -292,9 +292,9 @@ def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEn
         )  # refuses test patients of its training data before the model is loaded
         model = load_model(checkpoint, device)
         return ProbedEncoder.from_model(
-            model, name=f"{model.name} ({checkpoint})", random=options.random_encoder
+            model, name=f"{model.name} ({checkpoint})", random=options.random_weights
         )
-    if encoder is not None and checkpoint is None and not options.random_encoder:
+    if encoder is not None and checkpoint is None and not options.random_weights:
         if options.pretrained and options.image_weights is not None:
             raise ConfigError(
                 "give --pretrained or --image-weights, not both", "conflict", field="image_weights"
@@ -308,7 +308,7 @@ def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEn
         probed.module.to(resolve_device(device))
         return probed
     message = (
-        "expected --checkpoint (with --random-encoder for the baseline) or --encoder; "
+        "expected --checkpoint (with --random-weights for the baseline) or --encoder; "
         "give exactly one"
     )
     raise ConfigError(message, "conflict", field="checkpoint")
@@ -317,7 +317,7 @@ def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEn
 def _hashes(options: EncoderOptions, probed: "ProbedEncoder") -> dict[str, str | None]:
     from medvl.eval.core.results import checkpoint_sha256
 
-    trained = None if options.random_encoder else options.checkpoint
+    trained = None if options.random_weights else options.checkpoint
     return {
         "checkpoint": None if trained is None else checkpoint_sha256(trained),
         "encoder": probed.sha256,

@@ -85,7 +85,7 @@ class TextEncoderOptions:
     """reinitialise the encoder of the checkpoint, as a baseline without pretraining"""
     encoder: str | None = None
     """name of a text encoder, or a folder in Hugging Face's layout"""
-    vocab: Path | None = None
+    tokenizer: Path | None = None
     """folder of the vocabulary of --encoder"""
     text_weights: str | None = None
     """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub; default
@@ -216,13 +216,15 @@ def _open_encoder(options: TextEncoderOptions, *, random: bool) -> "EvaluatedEnc
         raise ConfigError(message, "conflict", field="checkpoint")
     if options.checkpoint is not None:
         return encoder_of_checkpoint(options.checkpoint, random=random)
-    if options.encoder is None or options.vocab is None:
+    if options.encoder is None or options.tokenizer is None:
         raise ConfigError(
-            "--encoder needs --vocab, the folder of its vocabulary", "missing", field="vocab"
+            "--encoder needs --tokenizer, the folder of its vocabulary",
+            "missing",
+            field="tokenizer",
         )
     arguments: dict[str, Any] = dict(options.text_arguments)
     weights = None if random else options.text_weights
-    return encoder_by_name(options.encoder, options.vocab, weights, arguments)
+    return encoder_by_name(options.encoder, options.tokenizer, weights, arguments)
 
 
 # `medvl eval vqa`: visual question answering by a checkpoint, or by a file of predictions.

@@ -72,7 +72,7 @@ class DetectorOptions:
 
 
 def regions(
-    shards: Path,
+    data: Path,
     detector: str,
     options: Annotated[DetectorOptions, tyro.conf.arg(name="")] = DetectorOptions(),
     *,
@@ -90,12 +90,12 @@ def regions(
     (data.image-features NAME). The shards stay as they are. Run the same command again to resume.
 
     Args:
-        shards: folder of a split, or folder that contains all splits.
+        data: folder of a split, or folder that contains all splits.
         detector: fasterrcnn_resnet50_fpn or another Faster R-CNN of torchvision; grid:ENCODER for
             the cells of an image encoder; or folder of a checkpoint: the boxes of a detector, or
             the grid of another system's image encoder.
         options: weights of the detector and number of its regions.
-        name: name of the regions, a subfolder of SHARDS/regions; default: derived from the
+        name: name of the regions, a subfolder of DATA/regions; default: derived from the
             detector's name.
         batch: images that the detector reads at once.
         workers: threads that decode images.
@@ -111,7 +111,7 @@ def regions(
     )
     opened = options.create(detector)
     name = name or opened.name.replace(":", "-").replace("/", "-")
-    for folder in split_folders(shards):
+    for folder in split_folders(data):
         manifest = write_regions(
             ShardSource(folder), opened, name, run, progress=sys.stderr.isatty()
         )

@@ -121,7 +121,7 @@ def _read(
 
 
 def vocab(
-    shards: Path,
+    data: Path,
     out: Path,
     *,
     kind: Literal["wordpiece", "words", "r2gen"] = "wordpiece",
@@ -135,7 +135,7 @@ def vocab(
     """Train a vocabulary on the text of a folder of shards, and compare it with others.
 
     Args:
-        shards: folder with a manifest, usually the training split.
+        data: folder with a manifest, usually the training split.
         out: new output folder of the tokenizer; an equal tokenizer may be there already.
         kind: wordpiece; words, for models that write complete words (R2Gen); or r2gen, words
             cleaned as in its released code, which removes decimal points.
@@ -162,7 +162,7 @@ def vocab(
             reports += 1
             yield from of_study
 
-    texts = texts_of(shards)
+    texts = texts_of(data)
     options = {"min_frequency": min_frequency, "max_tokens": max_tokens}
     if kind == "wordpiece":
         tokenizer = train_wordpiece(texts, vocab_size=size, **options)
@@ -185,7 +185,7 @@ def vocab(
     wrote = f"Wrote {out}: {tokenizer.vocab_size} entries from {reports} texts"
     if not compare:
         return wrote
-    return f"{wrote}\n{_compare({str(out): tokenizer, **others}, texts_of(compare_on or shards))}"
+    return f"{wrote}\n{_compare({str(out): tokenizer, **others}, texts_of(compare_on or data))}"
 
 
 def _compare(tokenizers: "Mapping[str, Tokenizer]", texts: Iterable[str]) -> str:

@@ -210,7 +210,7 @@ class TransEConfig:
     batches: int = 100
     """batches of an epoch, or as many as there are triples"""
     lr: float = 1.0
-    valid_share: float = 0.0
+    validate_share: float = 0.0
     """share of the related pairs of entities that are held out and predicted; 0 trains on all,
     as published
     """
@@ -218,7 +218,7 @@ class TransEConfig:
 
     def __post_init__(self) -> None:
         check_within(self, "(0, inf)", "dim", "margin", "negatives", "epochs", "batches", "lr")
-        check_within(self, "[0, 1)", "valid_share")
+        check_within(self, "[0, 1)", "validate_share")
 
 
 # Knowledge graphs from a release of UMLS (https://uts.nlm.nih.gov), which needs a licence and is

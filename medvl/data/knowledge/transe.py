@@ -92,7 +92,7 @@ def train_transe(
         torch.manual_seed(config.seed)
         model = TransE(len(graph.identifiers), len(graph.relations), config.dim).to(device)
     known = _Known(graph.triples_N3, len(graph.identifiers), len(graph.relations))
-    held_N = held_out(graph.triples_N3, config.valid_share, config.seed)
+    held_N = held_out(graph.triples_N3, config.validate_share, config.seed)
     train_N3 = torch.from_numpy(graph.triples_N3[~held_N])
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
     size = -(-len(train_N3) // min(config.batches, len(train_N3)))
@@ -248,7 +248,7 @@ def load_embeddings(graph: KnowledgeGraph, folder: Path | str) -> Tensor:
     path = Path(folder) / EMBEDDINGS
     if not path.is_file():
         raise CorpusError(
-            f"{path} is missing: train them with `medvl knowledge train --folder {folder}`",
+            f"{path} is missing: train them with `medvl knowledge train --knowledge {folder}`",
             "not_found",
         )
     try:
@@ -262,7 +262,7 @@ def load_embeddings(graph: KnowledgeGraph, folder: Path | str) -> Tensor:
     ):
         message = (
             f"{path} belongs to another graph: train again with `medvl knowledge train "
-            f"--folder {folder}`"
+            f"--knowledge {folder}`"
         )
         raise CorpusError(message, "mismatch")
     if not entities_ED.isfinite().all():

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -225,32 +225,6 @@ def remove_records_after(path: Path, step: int) -> None:
             continue
         kept.append(line)
     write_atomic(path, "".join(kept))
-
-
-@contextlib.contextmanager
-def console(active: bool) -> Iterator[None]:
-    """Show medvl's log lines on stderr during a run, unless the caller has configured logging."""
-    logger = logging.getLogger("medvl")
-    if not active or logger.hasHandlers():
-        yield
-        return
-    handler = _TqdmHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-class _TqdmHandler(logging.Handler):
-    """Handler that writes log lines above the progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
 
 
 def _start_wandb(project: str, run_dir: Path, settings: Mapping[str, Any]) -> Any:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from medvl.common.config_io import nearest, to_dict
+from medvl.common.console import console
 from medvl.common.files import RunLock, refuse_links, wait_for
 from medvl.common.seeding import preserve_generators
 from medvl.errors import CheckpointError, ConfigError, TrainingError
@@ -35,7 +36,7 @@ from medvl.train.config import Interval, OptimConfig, Plateau, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
 from medvl.train.fault_tolerance.guards import StopSignals, freeze_existing_objects, with_advice
-from medvl.train.loop.logger import RunLogger, SpeedMeter, console
+from medvl.train.loop.logger import RunLogger, SpeedMeter
 from medvl.train.loop.prepare import parallelize
 from medvl.train.loop.state import TrainState, resume_path
 from medvl.train.loop.step import Step, StepResult

@@ -116,7 +116,8 @@ class DataLoaders:
 def _no_tokenizer(train: str | Path, folder: Any) -> str:
     """Return the message for a missing vocabulary beside shards that exist."""
     reason = f"no tokenizer.json in data.tokenizer {folder}"
-    return f"{reason}; make the vocabulary of the texts first:\n    medvl vocab {train} {folder}"
+    command = f"medvl vocab --data {train} --out {folder}"
+    return f"{reason}; make the vocabulary of the texts first:\n    {command}"
 
 
 def check_tokenizer(model: Any) -> None:

@@ -84,7 +84,7 @@ def test_probe_and_random_baseline_share_run_and_feature_cache(
     results = read_results(folder)
     assert results.row("auroc@100%", "Edema").value > 0.9
     assert results.inputs["checkpoint"] is not None
-    cli.main([*probe, "--fractions", "1.0", "--random-encoder"])
+    cli.main([*probe, "--fractions", "1.0", "--random-weights"])
     baseline = read_results(home / "run" / "best" / "eval" / "probe_random")
     assert baseline.inputs["checkpoint"] is None
     assert baseline.inputs["encoder"] != results.inputs["encoder"]
@@ -127,7 +127,7 @@ def test_probe_needs_exactly_one_of_checkpoint_and_encoder(
     for arguments in (
         [],
         [*checkpoint, "--encoder", "resnet_tiny"],
-        ["--encoder", "resnet_tiny", "--random-encoder"],
+        ["--encoder", "resnet_tiny", "--random-weights"],
     ):
         text = error_text(["eval", "probe", *splits(home), *arguments], capsys)
         assert "--checkpoint" in text

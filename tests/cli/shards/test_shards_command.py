@@ -245,7 +245,15 @@ def test_ctrl_c_ends_with_one_line_and_the_command_resumes(tmp_path: Path) -> No
 
 def test_vocabulary_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(command(tmp_path, "--splits", "train=1", texts=("The lungs are clear.", "Edema.")))
-    train = ["vocab", str(tmp_path / "out/train"), str(tmp_path / "vocab"), "--min-frequency", "1"]
+    train = [
+        "vocab",
+        "--data",
+        str(tmp_path / "out/train"),
+        "--out",
+        str(tmp_path / "vocab"),
+        "--min-frequency",
+        "1",
+    ]
     cli.main(train)
     before = {path.name: path.read_bytes() for path in (tmp_path / "vocab").iterdir()}
     cli.main(train)

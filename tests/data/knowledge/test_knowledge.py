@@ -198,7 +198,7 @@ def ring(entities: int = 40) -> KnowledgeGraph:
 
 @pytest.mark.training
 def test_transe_predicts_held_out_links_and_the_seed_determines_it() -> None:
-    config = TransEConfig(dim=48, epochs=share_of(60), batches=4, valid_share=0.1)
+    config = TransEConfig(dim=48, epochs=share_of(60), batches=4, validate_share=0.1)
     losses: list[float] = []
     _, links = train_transe(ring(), config, report=lambda _, loss: losses.append(loss))
     assert losses[-1] < losses[0] / 2
@@ -303,7 +303,7 @@ def test_phantom_ontology_by_the_command_line(
         [
             "knowledge",
             "train",
-            "--folder",
+            "--knowledge",
             graph,
             "--dim",
             "16",
@@ -311,7 +311,7 @@ def test_phantom_ontology_by_the_command_line(
             "3",
             "--batches",
             "2",
-            "--valid-share",
+            "--validate-share",
             "0.1",
         ]
     )
@@ -319,7 +319,7 @@ def test_phantom_ontology_by_the_command_line(
         [
             "knowledge",
             "find",
-            "--folder",
+            "--knowledge",
             graph,
             "--text",
             "ET tube above the carina, no pneumothorax.",
@@ -335,7 +335,7 @@ def test_phantom_ontology_by_the_command_line(
     ]
     for conventions, value in (("chexpert", "uncertain"), ("indexed", "positive")):
         options = ["--text", "Probable pneumothorax.", "--conventions", conventions]
-        main(["knowledge", "find", "--folder", graph, *options])
+        main(["knowledge", "find", "--knowledge", graph, *options])
         assert capsys.readouterr().out.split()[-1] == value
     names = [name for concept in concepts() for name in concept.names]
     assert len(names) == len(set(names))

@@ -48,7 +48,9 @@ def test_vocabularies_are_compared_on_one_text(
         ["heart and effusion seen with letters f r m k"], vocab_size=40, min_frequency=1
     ).save(tmp_path / "b")
     options = ["--size", "200", "--min-frequency", "1", "--compare", str(tmp_path / "b")]
-    cli.main(["vocab", str(tmp_path / "out/train"), str(tmp_path / "a"), *options])
+    cli.main(
+        ["vocab", "--data", str(tmp_path / "out/train"), "--out", str(tmp_path / "a"), *options]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "8 words, 8 of them different"
     own, other = (line.split() for line in lines[3:])

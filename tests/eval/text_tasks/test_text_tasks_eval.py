@@ -481,7 +481,7 @@ def test_command_writes_results_and_a_page(
         "50",
         "--compare-random",
     ]
-    encoder = ["--encoder", "hf:bert", "--vocab", str(vocabulary), "--text-arguments", *sizes]
+    encoder = ["--encoder", "hf:bert", "--tokenizer", str(vocabulary), "--text-arguments", *sizes]
     cli.main(["eval", "text", "--data", str(data), "--out", str(out), *encoder, *chosen])
     printed = capsys.readouterr().out
     assert "bc5-chem: entity_f1" in printed
@@ -631,7 +631,7 @@ def test_all_tasks_are_those_that_are_complete(
     arguments = [
         "--encoder",
         "hf:bert",
-        "--vocab",
+        "--tokenizer",
         str(vocabulary),
         "--text-arguments",
         *sizes,

@@ -340,7 +340,9 @@ def test_command_writes_all_splits_with_each_kind_of_detector(
     cli.main(
         [
             "regions",
+            "--data",
             str(shards),
+            "--detector",
             str(tmp_path / "checkpoint"),
             "--max-regions",
             "3",
@@ -351,7 +353,9 @@ def test_command_writes_all_splits_with_each_kind_of_detector(
     cli.main(
         [
             "regions",
+            "--data",
             str(shards),
+            "--detector",
             "grid:resnet_tiny",
             "--random-weights",
             "--name",
@@ -373,5 +377,14 @@ def test_command_writes_all_splits_with_each_kind_of_detector(
     assert capsys.readouterr().out.count(": intact") == 6
     with pytest.raises(SystemExit):  # the name belongs to another detector
         cli.main(
-            ["regions", str(shards), "grid:resnet_tiny", "--random-weights", "--name", "detector"]
+            [
+                "regions",
+                "--data",
+                str(shards),
+                "--detector",
+                "grid:resnet_tiny",
+                "--random-weights",
+                "--name",
+                "detector",
+            ]
         )

@@ -430,7 +430,7 @@ def test_options_may_follow_the_recipe(
     monkeypatch.chdir(tmp_path)
     Path("r.py").touch()
     for arguments in (
-        ["r.py", "tiny", "--seconds", "3", "--data.train", "DIR", "--json", "o.json"],
+        ["r.py", "tiny", "--seconds", "3", "--data.train", "DIR", "--out", "o.json"],
         ["--seconds", "3", "r.py", "tiny", "--data.train", "DIR"],
     ):
         with raises(ConfigError, "unsupported"):

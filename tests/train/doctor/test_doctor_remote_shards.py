@@ -25,7 +25,7 @@ def test_doctor_measures_remote_shards(
     run = ShardRun(out=tmp_path / "out", workers=1)
     write_shards(make_plan(tmp_path / "images", 10), Deidentifier(bytes(16)), run, OPTIONS)
     address = bucket.upload(tmp_path / "out/train", "lab")
-    main(["doctor", "shards", address, "--json", str(tmp_path / "found.json")])
+    main(["doctor", "shards", address, "--out", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["samples"], found["shards"], found["cache_limit"]) == (10, 2, 10**9)
     assert found["bytes"] == sum(

@@ -82,7 +82,7 @@ def test_load_and_consolidate_read_parts(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, out = folder / "convirt parts", tmp_path / "one"
-    main(["consolidate", str(run_dir), str(out)])
+    main(["consolidate", "--checkpoint", str(run_dir), "--out", str(out)])
     assert str(out) in capsys.readouterr().out
     assert (out / "model.safetensors").read_bytes() == (
         folder / "convirt gathered" / "last" / "model.safetensors"

@@ -264,8 +264,20 @@ def test_a_command_writes_the_features_of_a_file_and_of_a_checkpoint(
         "crop",
     ]
     options = ["--all-tokens", "--device", "cpu", "--name"]
-    cli.main(["regions", train, "grid:resnet_tiny", *weights, *options, "file"])
-    cli.main(["regions", train, str(tmp_path / "checkpoint"), *options, "checkpoint"])
+    cli.main(
+        ["regions", "--data", train, "--detector", "grid:resnet_tiny", *weights, *options, "file"]
+    )
+    cli.main(
+        [
+            "regions",
+            "--data",
+            train,
+            "--detector",
+            str(tmp_path / "checkpoint"),
+            *options,
+            "checkpoint",
+        ]
+    )
     assert "data.image_features checkpoint" in capsys.readouterr().out
     written = {
         name: RegionManifest.read(region_folder(train, name))

@@ -122,7 +122,7 @@ def test_check_names_missing_folders_with_advice(shards: Path, tmp_path: Path) -
         config(shards, valid=tmp_path / "validate", tokenizer=tmp_path / "vocab").check("make it")
     with raises(ConfigError, "not_found", "data.tokenizer") as caught:
         config(shards, tokenizer=tmp_path / "vocab").check("make the shards of MIMIC-CXR")
-    assert f"medvl vocab {shards / 'train'} {tmp_path / 'vocab'}" in str(caught.value)
+    assert f"medvl vocab --data {shards / 'train'} --out {tmp_path / 'vocab'}" in str(caught.value)
     assert "MIMIC" not in str(caught.value)
 
 
@@ -177,7 +177,7 @@ def test_shards_in_a_store_are_those_of_the_folder(
         ]
     with raises(ConfigError, "not_found", "data.train", names=f"{address}/nowhere"):
         config(shards, train=f"{address}/nowhere").check("make it")
-    main(["vocab", f"{address}/train", str(tmp_path / "vocab"), "--size", "60"])
+    main(["vocab", "--data", f"{address}/train", "--out", str(tmp_path / "vocab"), "--size", "60"])
     assert (tmp_path / "vocab/tokenizer.json").is_file()
 
 
