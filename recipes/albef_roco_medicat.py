@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 recipes/albef_roco_medicat.py torchrun recipes/albef_roco_medicat.py
     tiny            # data of `medvl phantom quickstart`, two CPU cores torchrun
-    recipes/albef_roco_medicat.py tiny --help     # every setting torchrun recipes/vqa_finetune.py
+    recipes/albef_roco_medicat.py tiny --help-all  # every setting torchrun recipes/vqa_finetune.py
     --init-from runs/albef/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
 
 Preset `paper`: the published settings on figures instead of photographs: ViT-B/16 at 256 pixels,

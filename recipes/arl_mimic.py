@@ -1,7 +1,7 @@
 """ARL on MedICaT, ROCO and MIMIC-CXR with UMLS (Chen et al., arXiv 2209.07118, ACM MM 2022).
 
     torchrun --nproc-per-node 4 recipes/arl_mimic.py torchrun recipes/arl_mimic.py tiny            #
-    data of `medvl phantom quickstart`, two CPU cores torchrun recipes/arl_mimic.py tiny --help
+    data of `medvl phantom quickstart`, two CPU cores torchrun recipes/arl_mimic.py tiny --help-all
     # every setting torchrun recipes/vqa_finetune.py --init-from runs/arl/best     # fine-tune for
     VQA
 

@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 8 recipes/chexzero_mimic.py --data.train DIR/train --data.valid
     DIR/validate torchrun recipes/chexzero_mimic.py tiny           # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/chexzero_mimic.py tiny --help    # every setting
+    quickstart`, two CPU cores torchrun recipes/chexzero_mimic.py tiny --help-all  # every setting
     torchrun recipes/chexzero_mimic.py --init-from imported/chexzero --data.train OURS/train ...
     # continue
 

@@ -4,7 +4,7 @@
     torchrun recipes/classify_openi.py --init-from runs/m3ae/best torchrun recipes/classify_openi.py
     --init-from runs/m3ae/best --modalities image --data.fraction 0.1 torchrun
     recipes/classify_openi.py tiny  # the phantom, from the quickstart's ConVIRT, two CPU cores
-    torchrun recipes/classify_openi.py tiny --help  # every setting medvl eval classify --checkpoint
+    torchrun recipes/classify_openi.py tiny --help-all  # every setting medvl eval classify --checkpoint
     runs/openi/best --data shards/openi/test --valid shards/openi/validate \\
         --missing ignore
 

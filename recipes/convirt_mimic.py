@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train --data.valid
     DIR/validate torchrun recipes/convirt_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/convirt_mimic.py tiny --help     # every setting
+    quickstart`, two CPU cores torchrun recipes/convirt_mimic.py tiny --help-all  # every setting
     torchrun recipes/convirt_mimic.py --init-from runs/convirt-mimic/best --data.train OURS/train
     ...    # continue
 

@@ -5,7 +5,7 @@
     DIR/validate torchrun recipes/cxrclip_mimic.py --data.extra-train shards/chexpert/train
     shards/nih-cxr14/train ... torchrun recipes/cxrclip_mimic.py --model.image-encoder swin_tiny
     --model.image-pool first ... torchrun recipes/cxrclip_mimic.py tiny            # data of `medvl
-    phantom quickstart`, two CPU cores torchrun recipes/cxrclip_mimic.py tiny --help     # every
+    phantom quickstart`, two CPU cores torchrun recipes/cxrclip_mimic.py tiny --help-all  # every
     setting
 
 Preset `paper`: the settings of the authors' configuration; CheXpert and ChestX-ray14 join in as

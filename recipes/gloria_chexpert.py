@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 recipes/gloria_chexpert.py --data.train DIR/train --data.valid
     DIR/valid torchrun recipes/gloria_chexpert.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/gloria_chexpert.py tiny --help     # every setting
+    quickstart`, two CPU cores torchrun recipes/gloria_chexpert.py tiny --help-all  # every setting
     torchrun recipes/gloria_chexpert.py --init-from imported/gloria --data.train OURS/train ...    #
     continue
 

@@ -5,7 +5,7 @@ Communications 2023).
     DIR/validate torchrun recipes/kad_mimic.py --init-from runs/kebert/best ...       # the text
     stage torchrun recipes/kad_mimic.py --model.text-weights MED-KEBERT.safetensors ... torchrun
     recipes/kad_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/kad_mimic.py tiny --help     # every setting
+    torchrun recipes/kad_mimic.py tiny --help-all  # every setting
 
 Preset `paper`: the settings of the authors' configuration. ImageNet's ResNet-50 and PubMedBERT come
 from the hub on first use. The text encoder's own stage, the contrast of UMLS concepts and

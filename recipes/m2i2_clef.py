@@ -2,7 +2,7 @@
 
     torchrun recipes/m2i2_clef.py --model.image-weights mae_pretrain_vit_base.pth torchrun
     recipes/m2i2_clef.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/m2i2_clef.py tiny --help     # every setting torchrun recipes/vqa_finetune.py
+    torchrun recipes/m2i2_clef.py tiny --help-all  # every setting torchrun recipes/vqa_finetune.py
     --init-from runs/m2i2/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
 
 Preset `paper`: ViT-B/16 from MAE's published file (give its path), BERT-base in two halves, 256

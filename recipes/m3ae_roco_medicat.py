@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 recipes/m3ae_roco_medicat.py torchrun recipes/m3ae_roco_medicat.py
     tiny            # within scripts/quickstart_vqa.sh: phantom, two CPU cores torchrun
-    recipes/m3ae_roco_medicat.py tiny --help     # every setting torchrun recipes/vqa_finetune.py
+    recipes/m3ae_roco_medicat.py tiny --help-all  # every setting torchrun recipes/vqa_finetune.py
     --init-from runs/m3ae/best     # fine-tune for VQA
 
 Preset `paper`: CLIP's ViT-B/16 without its last block, RoBERTa-base, six co-attention layers a

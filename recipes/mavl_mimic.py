@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 recipes/mavl_mimic.py --data.train DIR/train --data.valid
     DIR/validate torchrun recipes/mavl_mimic.py --data.text.source file --data.text.file
     RADGRAPH.jsonl --data.text.relabel True torchrun recipes/mavl_mimic.py tiny            # data of
-    `medvl phantom quickstart`, two CPU cores torchrun recipes/mavl_mimic.py tiny --help     # every
+    `medvl phantom quickstart`, two CPU cores torchrun recipes/mavl_mimic.py tiny --help-all  # every
     setting
 
 Preset `paper`: the settings of the authors' configuration, with ImageNet's ResNet-50;

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 recipes/medclip_mimic.py --data.train DIR/train --data.valid
     DIR/validate torchrun recipes/medclip_mimic.py --model.image-encoder swin_tiny --data.train ...
     torchrun recipes/medclip_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU
-    cores torchrun recipes/medclip_mimic.py tiny --help     # every setting
+    cores torchrun recipes/medclip_mimic.py tiny --help-all  # every setting
 
 Images and texts are matched by their labels. So labelled images without a text (CheXpert) and
 labelled texts without an image (`medvl shards table` without `--image-column`) train together with

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 recipes/mgca_mimic.py --data.train DIR/train --data.valid
     DIR/validate torchrun recipes/mgca_mimic.py tiny             # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/mgca_mimic.py tiny --help      # every setting
+    quickstart`, two CPU cores torchrun recipes/mgca_mimic.py tiny --help-all  # every setting
     torchrun recipes/mgca_mimic.py --init-from imported/mgca --data.train OURS/train ...    #
     continue
 

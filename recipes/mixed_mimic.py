@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 recipes/mixed_mimic.py --data.train DIR/train --data.valid
     DIR/validate torchrun recipes/mixed_mimic.py --data.weights 1 1 --data.paired-fraction 0.5     #
     half of the patients unpaired torchrun recipes/mixed_mimic.py tiny            # data of `medvl
-    phantom quickstart`, two CPU cores torchrun recipes/mixed_mimic.py tiny --help     # every
+    phantom quickstart`, two CPU cores torchrun recipes/mixed_mimic.py tiny --help-all  # every
     setting torchrun recipes/mixed_mimic.py tiny --data.others drop --train.run-dir
     quickstart/mixed-half     # the pairs alone torchrun recipes/vqa_finetune.py --init-from
     runs/mixed-mimic/best     # fine-tune for VQA

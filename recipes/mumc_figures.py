@@ -2,7 +2,7 @@
 
     torchrun recipes/mumc_figures.py --init-from runs/albef/best torchrun recipes/mumc_figures.py
     tiny            # data of `medvl phantom quickstart`, two CPU cores torchrun
-    recipes/mumc_figures.py tiny --help     # every setting torchrun recipes/vqa_finetune.py
+    recipes/mumc_figures.py tiny --help-all  # every setting torchrun recipes/vqa_finetune.py
     --init-from runs/mumc/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
 
 Preset `paper`: both encoders of an ALBEF, whose statistics of the pixels it keeps; 256 pixels, 15 %

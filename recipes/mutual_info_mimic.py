@@ -4,7 +4,7 @@
     --data.valid ... torchrun recipes/mutual_info_mimic.py --model.local-weight 1
     --model.global-weight 0 ...  # regions and sentences torchrun recipes/mutual_info_mimic.py tiny
     # data of `medvl phantom quickstart`, two CPU cores torchrun recipes/mutual_info_mimic.py tiny
-    --help     # every setting
+    --help-all  # every setting
 
 Preset `paper`: the settings of the released code, which has the global part only. The image encoder
 starts from scratch; ClinicalBERT is not on the hub, so give its folder: `--model.text-weights

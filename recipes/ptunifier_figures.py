@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 recipes/ptunifier_figures.py --model.text-weights
     biomed_roberta_base torchrun recipes/ptunifier_figures.py tiny            # data of `medvl
-    phantom quickstart`, two CPU cores torchrun recipes/ptunifier_figures.py tiny --help     # every
+    phantom quickstart`, two CPU cores torchrun recipes/ptunifier_figures.py tiny --help-all  # every
     setting torchrun recipes/vqa_finetune.py --init-from runs/ptunifier/best     # fine-tune for VQA
 
 Preset `paper`: CLIP's ViT-B/16 without its last block, BiomedRoBERTa (give the folder of

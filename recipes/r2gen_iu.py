@@ -5,7 +5,7 @@
     recipes/r2gen_iu.py              # two views of each study torchrun recipes/r2gen_iu.py
     paper-mimic  # one image, of shards of the same kind torchrun recipes/r2gen_iu.py tiny         #
     phantom Open-i, two CPU cores; without its data it prints how torchrun recipes/r2gen_iu.py tiny
-    --help  # every setting medvl eval report-generation --checkpoint runs/r2gen-iu/best --data
+    --help-all  # every setting medvl eval report-generation --checkpoint runs/r2gen-iu/best --data
     shards/iu-xray/test --sections findings
 
 Preset `paper`: IU X-ray in the authors' preparation; Adam with AMSGrad at 1e-4 and 5e-5 for the

@@ -8,7 +8,7 @@
     --image-size 518 --fit crop --all-tokens --name rad-dino torchrun recipes/radzero_mimic.py
     --data.image-features rad-dino ...      # without running the frozen encoder torchrun
     recipes/radzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/radzero_mimic.py tiny --help     # every setting
+    torchrun recipes/radzero_mimic.py tiny --help-all  # every setting
 
 Preset `paper`: the settings of the authors' configuration, with RAD-DINO as the frozen encoder, the
 best of the paper's table. RAD-DINO and MPNet come from the hub on first use. Differences: the

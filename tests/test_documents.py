@@ -74,7 +74,11 @@ def by_target(
     """
     options: dict[tuple[str, ...], set[str]] = {}
     for words in found:
-        named = {word.split("=")[0] for word in words if word.startswith("--") and word != "--help"}
+        named = {
+            word.split("=")[0]
+            for word in words
+            if word.startswith("--") and word not in ("--help", "--help-all")
+        }
         options.setdefault(target(words), set()).update(named)
     return options
 
@@ -229,7 +233,7 @@ def flags(settings: Any, prefix: str = "--") -> set[str]:
 def test_the_help_of_a_recipe_lists_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
     for preset, settings in runpy.run_path(str(find_recipe("vqa")))["PRESETS"].items():
         assert flags(settings) <= explained(
-            capsys, partial(cli.main, ["doctor", "vqa", preset, "--help"])
+            capsys, partial(cli.main, ["doctor", "vqa", preset, "--help-all"])
         )
 
 

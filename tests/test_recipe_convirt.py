@@ -84,7 +84,7 @@ def test_wrong_command_line_exits_without_a_traceback(
 
 
 def test_help_lists_settings_with_published_defaults(tmp_path: Path) -> None:
-    done = recipe(tmp_path, "--help")
+    done = recipe(tmp_path, "--help-all")
     assert done.returncode == 0
     for flag in (
         "--model.image-encoder",

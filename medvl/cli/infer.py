@@ -1,7 +1,6 @@
 """`medvl infer`: predictions of a model for images."""
 
 import dataclasses
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -391,9 +390,6 @@ def serve(
     del fastapi, python_multipart, uvicorn
     from medvl.serve.run import serve as run
 
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
-    )
     run(
         checkpoint,
         config=server,

@@ -27,6 +27,7 @@ from medvl.data.storage.location import is_address
 from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.errors import ConfigError, TrainingError
 from medvl.train.recipe_files import (
+    DEFAULT_PRESET,
     choose,
     find_recipe,
     load_recipe_module,
@@ -66,11 +67,40 @@ def train(arguments: Sequence[str]) -> None:
             [sys.executable, *launcher, str(path), *settings],
             {**os.environ, LEVEL: level},
         )
+    if {"-h", "--help"} & {*settings}:
+        _print_help(options.recipe, path, settings)
+        return
     sys.argv = [str(path), *settings]
-    if "--help" not in settings and "-h" not in settings:
+    if "--help-all" not in settings:
         _log.info("loading the recipe %s", path)
     with shown_as(f"medvl train {options.recipe}"):
         runpy.run_path(str(path), run_name="__main__")
+
+
+def _print_help(name: str, path: Path, settings: Sequence[str]) -> None:
+    """Print the usual settings of a recipe, from the cache if neither it nor medvl has changed."""
+    from medvl.train.recipe_help import cache_help, cached_help, short_help
+
+    given = [] if settings[0].startswith("-") else [settings[0]]
+    preset = given[0] if given else DEFAULT_PRESET
+    packaged = path in packaged_files("recipes", ".py").values()
+    text = cached_help(path, preset) if packaged else None
+    if text is None:
+        module = load_recipe_module(path)
+        if preset not in module.PRESETS:
+            raise ConfigError(
+                f"no preset {preset!r}: {nearest(preset, module.PRESETS)}",
+                "unknown_name",
+                field="preset",
+            )
+        summary = (module.__doc__ or "").partition("\n")[0]
+        texts = {
+            one: short_help("{command}", summary, module.PRESETS, one) for one in module.PRESETS
+        }
+        if packaged:
+            cache_help(path, texts)
+        text = texts[preset]
+    print(text.replace("{command}", " ".join(["medvl train", name, *given])))
 
 
 def _train_parser(add_help: bool) -> argparse.ArgumentParser:

@@ -213,7 +213,8 @@ def choose(
         recipe.py                          the preset `paper`
         recipe.py tiny                     the preset of that name
         recipe.py tiny --optim.lr 3e-4     ... with a field changed
-        recipe.py --help                   every field, with its value in the preset
+        recipe.py --help                   the usual fields, with their values in the preset
+        recipe.py --help-all               every field
 
     A wrong command line (unknown preset or flag, value out of range) ends the process with status 2
     and an error message, without a traceback.
@@ -232,6 +233,15 @@ def choose(
     command = _command.get()
     if name not in presets:
         _exit(f"no preset {name!r}: {nearest(name, presets)}")
+    if {"-h", "--help"} & {*arguments}:
+        from medvl.train.recipe_help import short_help
+
+        shown = command or Path(sys.argv[0]).name
+        sys.stdout.write(
+            short_help(" ".join([shown, *given]), description or "", presets, name) + "\n"
+        )
+        raise SystemExit(0)
+    arguments = ["--help" if word == "--help-all" else word for word in arguments]
     usage = f"Presets: {', '.join(presets)}. This is {name}; give another name first to select it."
     try:
         return tyro.cli(

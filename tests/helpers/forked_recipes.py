@@ -82,6 +82,7 @@ def _become(words: list[str], folder: str, stdout: int, stderr: int) -> None:
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.chdir(folder)
+    os.environ["MEDVL_LOG_LEVEL"] = "WARNING"
     sys.argv[:] = words
     try:
         runpy.run_path(words[0], run_name="__main__")

@@ -309,5 +309,6 @@ def test_shards_and_merge_commands(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.count("intact") == 3
     cli.main([*shared, "--out", str(tmp_path / "whole")])
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    ended = forked.run([sys.executable, "-m", "medvl", "merge", str(tmp_path / "x"), folders[0]])
+    merge = [sys.executable, "-m", "medvl", "merge", "--quiet", str(tmp_path / "x"), folders[0]]
+    ended = forked.run(merge)
     assert (ended.returncode, ended.stderr) == (1, "medvl: missing parts: 2/2\n")
