@@ -1,9 +1,10 @@
 """ALBEF on ROCO and MedICaT (Li et al., arXiv 2107.07651, NeurIPS 2021).
 
-    torchrun --nproc-per-node 8 recipes/albef_roco_medicat.py torchrun recipes/albef_roco_medicat.py
-    tiny            # data of `medvl phantom quickstart`, two CPU cores torchrun
-    recipes/albef_roco_medicat.py tiny --help-all  # every setting torchrun recipes/vqa_finetune.py
-    --init-from runs/albef/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
+    torchrun --nproc-per-node 8 recipes/albef_roco_medicat.py
+    torchrun recipes/albef_roco_medicat.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/albef_roco_medicat.py tiny --help-all     # every setting
+    # fine-tune for VQA
+    torchrun recipes/vqa_finetune.py --init-from runs/albef/best --head ranking --optim.lr 2e-5
 
 Preset `paper`: the published settings on figures instead of photographs: ViT-B/16 at 256 pixels,
 BERT-base in two halves; AdamW at 1e-4 with weight decay 0.02, warmed up for 2,000 steps and then

@@ -1,9 +1,9 @@
 """ARL on MedICaT, ROCO and MIMIC-CXR with UMLS (Chen et al., arXiv 2209.07118, ACM MM 2022).
 
-    torchrun --nproc-per-node 4 recipes/arl_mimic.py torchrun recipes/arl_mimic.py tiny            #
-    data of `medvl phantom quickstart`, two CPU cores torchrun recipes/arl_mimic.py tiny --help-all
-    # every setting torchrun recipes/vqa_finetune.py --init-from runs/arl/best     # fine-tune for
-    VQA
+    torchrun --nproc-per-node 4 recipes/arl_mimic.py
+    torchrun recipes/arl_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/arl_mimic.py tiny --help-all     # every setting
+    torchrun recipes/vqa_finetune.py --init-from runs/arl/best     # fine-tune for VQA
 
 Preset `paper`: M3AE's encoders and fusion-encoder with a stream of entities, and a graph of the
 concepts that the three corpora mention more than 20 times, with TransE's vectors; 100,000 steps of

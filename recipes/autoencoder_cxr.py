@@ -1,11 +1,12 @@
 """Autoencoder of chest radiographs: the first stage of latent diffusion (Rombach et al., arXiv
 2112.10752).
 
-    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --short-side 512 --out
-    shards/mimic-cxr-512 torchrun --nproc-per-node 8 recipes/autoencoder_cxr.py torchrun
-    recipes/autoencoder_cxr.py tiny          # data of `medvl phantom quickstart`, two CPU cores
-    medvl generate --checkpoint runs/autoencoder-cxr/best --data shards/mimic-cxr-512/test
-    --reconstruct --out rebuilt
+    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --short-side 512 \\
+        --out shards/mimic-cxr-512
+    torchrun --nproc-per-node 8 recipes/autoencoder_cxr.py
+    torchrun recipes/autoencoder_cxr.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    medvl generate --checkpoint runs/autoencoder-cxr/best --data shards/mimic-cxr-512/test \\
+        --reconstruct --out rebuilt
 
 Needs `pip install medvl[generation]`. RoentGen leaves Stable Diffusion's autoencoder as it is,
 because it reconstructs radiographs well; this recipe is for other sizes, or without those weights.

@@ -3,9 +3,9 @@
     medvl fit-pixelhop --data shards/openi/train --out pixelhop
     torchrun recipes/berthop_openi.py --pixelhop pixelhop
     torchrun recipes/berthop_openi.py --pixelhop pixelhop --modalities image --data.fraction 0.1
-    torchrun recipes/berthop_openi.py tiny  # the phantom, two CPU cores
-    torchrun recipes/berthop_openi.py tiny --help-all  # every setting
-    python scripts/compare_berthop.py       # beside a ResNet, at 1, 10 and 100 % of the labels
+    torchrun recipes/berthop_openi.py tiny            # the phantom, two CPU cores
+    torchrun recipes/berthop_openi.py tiny --help-all     # every setting
+    python scripts/compare_berthop.py  # beside a ResNet, at 1, 10 and 100 % of the labels
 
 The visual tokens come from PixelHop++, fitted to the training images without gradients; BlueBERT is
 fine-tuned over the report and the tokens. `--init-from` starts from a BERTHop, such as one that was

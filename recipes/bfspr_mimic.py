@@ -1,8 +1,9 @@
 """BFSPR on MIMIC-CXR (after Seibold et al., MICCAI 2022, arXiv 2205.07139): a design variant.
 
-    torchrun --nproc-per-node 8 recipes/bfspr_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/bfspr_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/bfspr_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/bfspr_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/bfspr_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/bfspr_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the authors released no code. Corpus, whole reports, and the global and local terms
 are the paper's; optimiser, schedule and batch are chosen here, and the augmentation is ConVIRT's

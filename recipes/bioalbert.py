@@ -1,8 +1,8 @@
 """BioALBERT: ALBERT further pretrained on biomedical text (Naseem et al., arXiv 2107.04374, BMC
 Bioinformatics 2022).
 
-    medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed torchrun
-    --nproc-per-node 8 recipes/bioalbert.py --init-from ALBERT      # `medvl import albert_mlm`
+    medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed
+    torchrun --nproc-per-node 8 recipes/bioalbert.py --init-from ALBERT  # `medvl import albert_mlm`
     torchrun recipes/bioalbert.py tiny                # reports of `medvl phantom quickstart`
 
 Preset `paper`: ALBERT-base v2 with its SentencePiece vocabulary, masked words and sentence order

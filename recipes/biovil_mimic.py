@@ -1,9 +1,10 @@
 """BioViL and BioViL-L on MIMIC-CXR (Boecking et al., ECCV 2022).
 
-    torchrun --nproc-per-node 8 recipes/biovil_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun --nproc-per-node 8 recipes/biovil_mimic.py local ...       # BioViL-L:
-    with the local loss torchrun recipes/biovil_mimic.py tiny             # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/biovil_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/biovil_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun --nproc-per-node 8 recipes/biovil_mimic.py local ...  # BioViL-L: with the local loss
+    torchrun recipes/biovil_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/biovil_mimic.py tiny --help-all      # every setting
 
 Presets `paper` and `local`: the released model's sizes, the impression as the text and the findings
 as the second text (the impression's place is taken by the findings where it is missing; such

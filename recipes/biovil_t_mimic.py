@@ -1,8 +1,9 @@
 """BioViL-T on MIMIC-CXR (Bannur et al., CVPR 2023).
 
-    torchrun --nproc-per-node 8 recipes/biovil_t_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/biovil_t_mimic.py tiny           # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/biovil_t_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/biovil_t_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/biovil_t_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/biovil_t_mimic.py tiny --help-all    # every setting
 
 An image is trained with the patient's previous one, where the shards have the order of the studies.
 Preset `paper`: the released model's sizes. The training code was not released: texts, optimiser,

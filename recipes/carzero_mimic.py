@@ -1,11 +1,12 @@
 """CARZero on MIMIC-CXR: cross-attention of images and statements (Lai et al., CVPR 2024, arXiv
 2402.17417).
 
-    torchrun --nproc-per-node 2 recipes/carzero_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/carzero_mimic.py --model.image-weights MRM.safetensors
-    --data.text.source file ... torchrun recipes/carzero_mimic.py tiny            # data of `medvl
-    phantom quickstart`, two CPU cores torchrun recipes/carzero_mimic.py tiny --help-all  # every
-    setting
+    torchrun --nproc-per-node 2 recipes/carzero_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/carzero_mimic.py --model.image-weights MRM.safetensors \\
+        --data.text.source file ...
+    torchrun recipes/carzero_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/carzero_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the settings of the authors' configuration. ImageNet's ViT-B/16 and BioBERT come
 from the hub on first use; the authors start from a masked record model (`--model.image-weights`)

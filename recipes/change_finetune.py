@@ -1,10 +1,11 @@
 """A classifier of change between an image and its prior image, fine-tuned on a dual-encoder such as
 BioViL-T.
 
-    torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best torchrun
-    recipes/change_finetune.py --init-from runs/biovil-t-mimic/best --use-prior False   # the image
-    alone torchrun recipes/change_finetune.py tiny          # on the phantom's BioViL-T, two CPU
-    cores medvl eval change --checkpoint runs/change/best --data shards/ms-cxr-t/test
+    torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best
+    # the image alone
+    torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best --use-prior False
+    torchrun recipes/change_finetune.py tiny          # on the phantom's BioViL-T, two CPU cores
+    medvl eval change --checkpoint runs/change/best --data shards/ms-cxr-t/test
 
 The classes are those of MS-CXR-T: improving, stable and worsening, for each finding. MS-CXR-T has
 labels of test images only. Labels for training, such as those that Chest ImaGenome derives from

@@ -1,19 +1,21 @@
 """CheXzero on MIMIC-CXR (Tiu et al., Nature Biomedical Engineering 2022, doi
 10.1038/s41551-022-00936-9).
 
-    torchrun --nproc-per-node 8 recipes/chexzero_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/chexzero_mimic.py tiny           # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/chexzero_mimic.py tiny --help-all  # every setting
-    torchrun recipes/chexzero_mimic.py --init-from imported/chexzero --data.train OURS/train ...
+    torchrun --nproc-per-node 8 recipes/chexzero_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/chexzero_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/chexzero_mimic.py tiny --help-all    # every setting
     # continue
+    torchrun recipes/chexzero_mimic.py --init-from imported/chexzero --data.train OURS/train ...
 
 The paper averages ten runs with batches of 64 and 128 and rates of 5e-5, 1e-4 and 2e-4. Each is
 this recipe with other flags (--train.run-dir, --train.global-batch, --optim.lr, --data.seed), and
 they are evaluated together:
 
-    medvl eval zero-shot --checkpoint RUN_1/best RUN_2/best ... --prompts chexzero_template --data
-    DIR/test python scripts/zeroshot_chexpert.py --checkpoint RUN_1/best RUN_2/best ... --prompts
-    chexzero_template --root DIR
+    medvl eval zero-shot --checkpoint RUN_1/best RUN_2/best ... --prompts chexzero_template \\
+        --data DIR/test
+    python scripts/zeroshot_chexpert.py --checkpoint RUN_1/best RUN_2/best ... \\
+        --prompts chexzero_template --root DIR
 
 Preset `paper`: OpenAI's CLIP ViT-B/32 from the hub on first use, impressions ("NO IMPRESSION" where
 a report has none), no augmentation, plain SGD. Differences from the paper: bf16 autocast; the scale

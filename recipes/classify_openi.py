@@ -1,11 +1,14 @@
 """Findings of Open-i from image and report, on any fusion-encoder (Li, Wang and Luo, arXiv
 2009.01523, BIBM 2020).
 
-    torchrun recipes/classify_openi.py --init-from runs/m3ae/best torchrun recipes/classify_openi.py
-    --init-from runs/m3ae/best --modalities image --data.fraction 0.1 torchrun
-    recipes/classify_openi.py tiny  # the phantom, from the quickstart's ConVIRT, two CPU cores
-    torchrun recipes/classify_openi.py tiny --help-all  # every setting medvl eval classify --checkpoint
-    runs/openi/best --data shards/openi/test --valid shards/openi/validate \\
+    torchrun recipes/classify_openi.py --init-from runs/m3ae/best
+    torchrun recipes/classify_openi.py --init-from runs/m3ae/best --modalities image \\
+        --data.fraction 0.1
+    # the phantom, from the quickstart's ConVIRT, two CPU cores
+    torchrun recipes/classify_openi.py tiny
+    torchrun recipes/classify_openi.py tiny --help-all     # every setting
+    medvl eval classify --checkpoint runs/openi/best --data shards/openi/test \\
+        --valid shards/openi/validate \\
         --missing ignore
 
 The 15 labels come from the MeSH terms of the report, so that a model that reads the report is close
@@ -22,8 +25,9 @@ checkpoint that this recipe does not train.
 
 Presets `tiny`, `tiny-image`, `tiny-text`: the phantom in the layout of Open-i, made by
 
-    medvl phantom openi --out quickstart/openi --patients 1200 --size 160 medvl shards openi --root
-    quickstart/openi --out quickstart/openi-shards --views FRONTAL --short-side 160
+    medvl phantom openi --out quickstart/openi --patients 1200 --size 160
+    medvl shards openi --root quickstart/openi --out quickstart/openi-shards --views FRONTAL \\
+        --short-side 160
 """
 
 import dataclasses

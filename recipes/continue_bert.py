@@ -5,7 +5,7 @@
     torchrun recipes/continue_bert.py --init-from RUN/best  # from a run of recipes/pubmedbert.py
     medvl vocab --data shards/notes/train --out vocab/notes --size 30522 --max-tokens 512
     torchrun --nproc-per-node 8 recipes/continue_bert.py new-words
-    torchrun recipes/continue_bert.py tiny                  # reports of `medvl phantom quickstart`
+    torchrun recipes/continue_bert.py tiny            # reports of `medvl phantom quickstart`
 
 Preset `paper`: BioBERT's way (Lee et al., arXiv 1901.08746, Bioinformatics 2020), as compared in
 PubMedBERT's paper: BERT's published weights and vocabulary, masked words and next sentence

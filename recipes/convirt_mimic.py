@@ -1,10 +1,12 @@
 """ConVIRT on MIMIC-CXR (Zhang et al., arXiv 2010.00747, MLHC 2022).
 
-    torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/convirt_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/convirt_mimic.py tiny --help-all  # every setting
-    torchrun recipes/convirt_mimic.py --init-from runs/convirt-mimic/best --data.train OURS/train
-    ...    # continue
+    torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/convirt_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/convirt_mimic.py tiny --help-all     # every setting
+    # continue
+    torchrun recipes/convirt_mimic.py --init-from runs/convirt-mimic/best \\
+        --data.train OURS/train ...
 
 Preset `paper`: the settings of the paper where it gives them, else those of LoVT's
 re-implementation, such as the patience of the schedule and of the early stop, and sentences of at

@@ -1,12 +1,13 @@
 """CXR-CLIP on MIMIC-CXR, and on images with labels alone (You et al., MICCAI 2023, arXiv
 2310.13292).
 
-    torchrun --nproc-per-node 4 recipes/cxrclip_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/cxrclip_mimic.py --data.extra-train shards/chexpert/train
-    shards/nih-cxr14/train ... torchrun recipes/cxrclip_mimic.py --model.image-encoder swin_tiny
-    --model.image-pool first ... torchrun recipes/cxrclip_mimic.py tiny            # data of `medvl
-    phantom quickstart`, two CPU cores torchrun recipes/cxrclip_mimic.py tiny --help-all  # every
-    setting
+    torchrun --nproc-per-node 4 recipes/cxrclip_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/cxrclip_mimic.py \\
+        --data.extra-train shards/chexpert/train shards/nih-cxr14/train ...
+    torchrun recipes/cxrclip_mimic.py --model.image-encoder swin_tiny --model.image-pool first ...
+    torchrun recipes/cxrclip_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/cxrclip_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the settings of the authors' configuration; CheXpert and ChestX-ray14 join in as
 `--data.extra-train`, their labels as sentences. ImageNet's ResNet-50 and Bio_ClinicalBERT come from

@@ -1,12 +1,14 @@
 """Detection or segmentation by a small decoder on a frozen, pretrained image encoder, at a fraction
 of the labels.
 
-    torchrun recipes/dense_transfer.py --init-from runs/convirt-mimic/best  # RSNA: boxes of
-    pneumonia torchrun recipes/dense_transfer.py segmentation --init-from runs/convirt-mimic/best
-    --data.fraction 0.01 torchrun recipes/dense_transfer.py tiny                                 #
-    phantom, two CPU cores medvl eval detection --checkpoint runs/rsna-detection/best --data
-    shards/rsna/test --valid shards/rsna/validate medvl eval segmentation --checkpoint
-    runs/siim-segmentation/best --data shards/siim/test \\
+    # RSNA: boxes of pneumonia
+    torchrun recipes/dense_transfer.py --init-from runs/convirt-mimic/best
+    torchrun recipes/dense_transfer.py segmentation --init-from runs/convirt-mimic/best \\
+        --data.fraction 0.01
+    torchrun recipes/dense_transfer.py tiny  # phantom, two CPU cores
+    medvl eval detection --checkpoint runs/rsna-detection/best --data shards/rsna/test \\
+        --valid shards/rsna/validate
+    medvl eval segmentation --checkpoint runs/siim-segmentation/best --data shards/siim/test \\
         --valid shards/siim/validate
 
 `--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with

@@ -1,10 +1,11 @@
 """GLoRIA on CheXpert and its reports (Huang et al., ICCV 2021).
 
-    torchrun --nproc-per-node 8 recipes/gloria_chexpert.py --data.train DIR/train --data.valid
-    DIR/valid torchrun recipes/gloria_chexpert.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/gloria_chexpert.py tiny --help-all  # every setting
-    torchrun recipes/gloria_chexpert.py --init-from imported/gloria --data.train OURS/train ...    #
-    continue
+    torchrun --nproc-per-node 8 recipes/gloria_chexpert.py --data.train DIR/train \\
+        --data.valid DIR/valid
+    torchrun recipes/gloria_chexpert.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/gloria_chexpert.py tiny --help-all     # every setting
+    # continue
+    torchrun recipes/gloria_chexpert.py --init-from imported/gloria --data.train OURS/train ...
 
 Preset `paper`: the settings of the authors' configuration for CheXpert. ImageNet's ResNet-50 and
 Bio_ClinicalBERT come

@@ -1,11 +1,12 @@
 """KAD on MIMIC-CXR: queries of entity names, images against reports (Zhang et al., Nature
 Communications 2023).
 
-    torchrun --nproc-per-node 4 recipes/kad_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/kad_mimic.py --init-from runs/kebert/best ...       # the text
-    stage torchrun recipes/kad_mimic.py --model.text-weights MED-KEBERT.safetensors ... torchrun
-    recipes/kad_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/kad_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 4 recipes/kad_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/kad_mimic.py --init-from runs/kebert/best ...       # the text stage
+    torchrun recipes/kad_mimic.py --model.text-weights MED-KEBERT.safetensors ...
+    torchrun recipes/kad_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/kad_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the settings of the authors' configuration. ImageNet's ResNet-50 and PubMedBERT come
 from the hub on first use. The text encoder's own stage, the contrast of UMLS concepts and

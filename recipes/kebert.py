@@ -1,11 +1,11 @@
 """Knowledge encoder of KAD's first stage, Med-KEBERT (Zhang et al., Nature Communications 2023,
 arXiv 2302.14042).
 
-    medvl knowledge build --umls 2024AB --out knowledge/umls --keep-isolated medvl shards concepts
-    --knowledge knowledge/umls --umls 2024AB --out shards/concepts torchrun --nproc-per-node 4
-    recipes/kebert.py torchrun recipes/kad_mimic.py --init-from runs/kebert/best ...        # the
-    encoder and the head torchrun recipes/kebert.py tiny               # the phantom's ontology,
-    with the vocabulary of the quickstart
+    medvl knowledge build --umls 2024AB --out knowledge/umls --keep-isolated
+    medvl shards concepts --knowledge knowledge/umls --umls 2024AB --out shards/concepts
+    torchrun --nproc-per-node 4 recipes/kebert.py
+    torchrun recipes/kad_mimic.py --init-from runs/kebert/best ...        # the encoder and the head
+    torchrun recipes/kebert.py tiny  # the phantom's ontology, with the vocabulary of the quickstart
 
 UMLS needs a licence of its own. Preset `paper`: the settings of the released code, 100 epochs of
 256 pairs of up to 128 tokens. Differences: start from PubMedBERT, of which UMLSBert is a further

@@ -1,11 +1,13 @@
 """A classifier of findings on a pretrained image encoder: linear probe or fine-tuning, at a
 fraction of the labels.
 
-    torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best  # the encoder frozen, one
-    linear layer torchrun recipes/linear_probe.py finetune --init-from runs/convirt-mimic/best
-    --data.fraction 0.01 torchrun recipes/linear_probe.py tiny                                 # the
-    quickstart's ConVIRT, two CPU cores medvl eval classify --checkpoint runs/linear-probe/best
-    --data shards/chexpert/test --valid shards/chexpert/valid
+    # the encoder frozen, one linear layer
+    torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best
+    torchrun recipes/linear_probe.py finetune --init-from runs/convirt-mimic/best \\
+        --data.fraction 0.01
+    torchrun recipes/linear_probe.py tiny  # the quickstart's ConVIRT, two CPU cores
+    medvl eval classify --checkpoint runs/linear-probe/best --data shards/chexpert/test \\
+        --valid shards/chexpert/valid
 
 `--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with
 published weights; with `--image-weights FILE`, of an encoder with weights of your own, and

@@ -1,9 +1,11 @@
 """LoVT on MIMIC-CXR (Mueller et al., arXiv 2112.02889, ECCV 2022).
 
-    torchrun --nproc-per-node 8 recipes/lovt_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/lovt_mimic.py tiny      # data of `medvl phantom quickstart`, two
-    CPU cores torchrun recipes/lovt_mimic.py analysis  # without local negatives (arXiv 2211.07254);
-    `analysis-tiny` torchrun recipes/lovt_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/lovt_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/lovt_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    # without local negatives (arXiv 2211.07254); `analysis-tiny`
+    torchrun recipes/lovt_mimic.py analysis
+    torchrun recipes/lovt_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the authors' configuration LoVT_100: findings and impression with swapped sentences,
 ConVIRT's augmentation, ImageNet's ResNet-50 and Bio_ClinicalBERT from the hub on first use. Updates

@@ -2,11 +2,14 @@
 
     torchrun recipes/lvit_qata.py                                  # published settings
     torchrun recipes/lvit_qata.py --model.text off                 # without text
-    torchrun recipes/lvit_qata.py --model.network unet             # the U-Net of the paper's comparison
-    torchrun recipes/lvit_qata.py --init-from runs/lvit-unet/best    # after a U-Net, as the authors' pretraining
-    torchrun recipes/lvit_qata.py --data.fraction 0.25 --data.unlabelled True --model.labelled-steps 2000
+    torchrun recipes/lvit_qata.py --model.network unet  # the U-Net of the paper's comparison
+    # after a U-Net, as the authors' pretraining
+    torchrun recipes/lvit_qata.py --init-from runs/lvit-unet/best
+    torchrun recipes/lvit_qata.py --data.fraction 0.25 --data.unlabelled True \\
+        --model.labelled-steps 2000
     torchrun recipes/lvit_qata.py tiny                             # phantom corpus, two CPU cores
-    medvl eval segmentation --checkpoint runs/lvit-qata/best --data shards/qata/test --valid shards/qata/validate \\
+    medvl eval segmentation --checkpoint runs/lvit-qata/best --data shards/qata/test \\
+        --valid shards/qata/validate \\
         --empty lvit
 
 `paper` follows the released configuration for Covid19: 224 pixels, Adam at 3e-4, cosine restarts

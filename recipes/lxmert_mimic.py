@@ -1,8 +1,9 @@
 """LXMERT on MIMIC-CXR (Tan and Bansal, arXiv 1908.07490, EMNLP 2019).
 
-    torchrun --nproc-per-node 8 recipes/lxmert_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/lxmert_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/lxmert_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/lxmert_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/lxmert_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/lxmert_mimic.py tiny --help-all     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/lxmert-mimic/best     # fine-tune for VQA
 
 Preset `paper`: nine layers over words, five over the cells of a ResNet-50 at 224 pixels and five

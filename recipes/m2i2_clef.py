@@ -1,9 +1,10 @@
 """M2I2 on the captions of ImageCLEF 2022 (Li et al., arXiv 2211.13594, ISBI 2023).
 
-    torchrun recipes/m2i2_clef.py --model.image-weights mae_pretrain_vit_base.pth torchrun
-    recipes/m2i2_clef.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/m2i2_clef.py tiny --help-all  # every setting torchrun recipes/vqa_finetune.py
-    --init-from runs/m2i2/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
+    torchrun recipes/m2i2_clef.py --model.image-weights mae_pretrain_vit_base.pth
+    torchrun recipes/m2i2_clef.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/m2i2_clef.py tiny --help-all     # every setting
+    # fine-tune for VQA
+    torchrun recipes/vqa_finetune.py --init-from runs/m2i2/best --head ranking --optim.lr 2e-5
 
 Preset `paper`: ViT-B/16 from MAE's published file (give its path), BERT-base in two halves, 256
 pixels, 15 % of the patches removed; AdamW at 1e-4 with weight decay 0.02, warmed up for 2,000 steps

@@ -1,9 +1,10 @@
 """M3AE on ROCO and MedICaT (Chen et al., arXiv 2209.07098, MICCAI 2022).
 
-    torchrun --nproc-per-node 8 recipes/m3ae_roco_medicat.py torchrun recipes/m3ae_roco_medicat.py
-    tiny            # within scripts/quickstart_vqa.sh: phantom, two CPU cores torchrun
-    recipes/m3ae_roco_medicat.py tiny --help-all  # every setting torchrun recipes/vqa_finetune.py
-    --init-from runs/m3ae/best     # fine-tune for VQA
+    torchrun --nproc-per-node 8 recipes/m3ae_roco_medicat.py
+    # within scripts/quickstart_vqa.sh: phantom, two CPU cores
+    torchrun recipes/m3ae_roco_medicat.py tiny
+    torchrun recipes/m3ae_roco_medicat.py tiny --help-all     # every setting
+    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best     # fine-tune for VQA
 
 Preset `paper`: CLIP's ViT-B/16 without its last block, RoBERTa-base, six co-attention layers a
 stream; 100,000 steps of 256 pairs at 288 pixels, 1e-5 for the encoders and five times that for the

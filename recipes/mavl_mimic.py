@@ -1,11 +1,12 @@
 """MAVL on MIMIC-CXR: queries of the visual aspects of findings (Phan et al., CVPR 2024, arXiv
 2403.07636).
 
-    torchrun --nproc-per-node 2 recipes/mavl_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/mavl_mimic.py --data.text.source file --data.text.file
-    RADGRAPH.jsonl --data.text.relabel True torchrun recipes/mavl_mimic.py tiny            # data of
-    `medvl phantom quickstart`, two CPU cores torchrun recipes/mavl_mimic.py tiny --help-all  # every
-    setting
+    torchrun --nproc-per-node 2 recipes/mavl_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/mavl_mimic.py --data.text.source file --data.text.file RADGRAPH.jsonl \\
+        --data.text.relabel True
+    torchrun recipes/mavl_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/mavl_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the settings of the authors' configuration, with ImageNet's ResNet-50;
 Bio_ClinicalBERT, which is frozen, comes from the hub on first use. Differences: entities are the

@@ -1,22 +1,24 @@
 """MedCLIP on MIMIC-CXR, or on images and texts that are not pairs (Wang et al., EMNLP 2022).
 
-    torchrun --nproc-per-node 4 recipes/medclip_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/medclip_mimic.py --model.image-encoder swin_tiny --data.train ...
-    torchrun recipes/medclip_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU
-    cores torchrun recipes/medclip_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 4 recipes/medclip_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/medclip_mimic.py --model.image-encoder swin_tiny --data.train ...
+    torchrun recipes/medclip_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/medclip_mimic.py tiny --help-all     # every setting
 
 Images and texts are matched by their labels. So labelled images without a text (CheXpert) and
 labelled texts without an image (`medvl shards table` without `--image-column`) train together with
 the pairs:
 
-    torchrun recipes/medclip_mimic.py --data.extra-train shards/chexpert/train
-    shards/sentences/train ...
+    torchrun recipes/medclip_mimic.py \\
+        --data.extra-train shards/chexpert/train shards/sentences/train ...
 
 To see what unpaired data are worth, with a tenth of the patients' pairs and the images and texts of
 all others apart:
 
-    torchrun recipes/medclip_mimic.py tiny --data.paired-fraction 0.1 torchrun
-    recipes/medclip_mimic.py tiny --data.paired-fraction 0.1 --data.others drop  # the tenth alone
+    torchrun recipes/medclip_mimic.py tiny --data.paired-fraction 0.1
+    # the tenth alone
+    torchrun recipes/medclip_mimic.py tiny --data.paired-fraction 0.1 --data.others drop
 
 Preset `paper`: the settings of the released code. ImageNet's ResNet-50 and Bio_ClinicalBERT come
 from the hub on first

@@ -1,11 +1,12 @@
 """MedKLIP on MIMIC-CXR: queries of described findings and their places (Wu et al., ICCV 2023, arXiv
 2301.02228).
 
-    torchrun --nproc-per-node 2 recipes/medklip_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/medklip_mimic.py --data.text.source file --data.text.file
-    RADGRAPH.jsonl --data.text.relabel True torchrun recipes/medklip_mimic.py tiny            # data
-    of `medvl phantom quickstart`, two CPU cores torchrun recipes/medklip_mimic.py tiny --help-all  #
-    every setting
+    torchrun --nproc-per-node 2 recipes/medklip_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/medklip_mimic.py --data.text.source file --data.text.file RADGRAPH.jsonl \\
+        --data.text.relabel True
+    torchrun recipes/medklip_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/medklip_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the settings of the authors' configuration, with an image encoder from scratch;
 Bio_ClinicalBERT, which is frozen, comes from the hub on first use. Differences: entities are the

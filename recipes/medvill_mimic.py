@@ -1,11 +1,12 @@
 """MedViLL on MIMIC-CXR (Moon et al., arXiv 2105.11333, JBHI 2022).
 
-    torchrun --nproc-per-node 8 recipes/medvill_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/medvill_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/medvill_mimic.py tiny --help-all  # every setting
-    torchrun recipes/vqa_finetune.py --init-from runs/medvill-mimic/best --data.image.size 512
-    --head product \
-        --optim.lr 3e-5 --train.epochs 100            # VQA, at the rate and length of the released code
+    torchrun --nproc-per-node 8 recipes/medvill_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/medvill_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/medvill_mimic.py tiny --help-all     # every setting
+    torchrun recipes/vqa_finetune.py --init-from runs/medvill-mimic/best --data.image.size 512 \\
+        --head product \
+        --optim.lr 3e-5 --train.epochs 100  # VQA, at the rate and length of the released code
     torchrun recipes/medvill_mimic.py paper-report                       # or for report generation
     medvl eval report-generation --checkpoint runs/medvill-report/best --data DIR/test
 

@@ -1,10 +1,10 @@
 """MGCA on MIMIC-CXR (Wang et al., NeurIPS 2022, arXiv 2210.06044).
 
-    torchrun --nproc-per-node 2 recipes/mgca_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/mgca_mimic.py tiny             # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/mgca_mimic.py tiny --help-all  # every setting
-    torchrun recipes/mgca_mimic.py --init-from imported/mgca --data.train OURS/train ...    #
-    continue
+    torchrun --nproc-per-node 2 recipes/mgca_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/mgca_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/mgca_mimic.py tiny --help-all      # every setting
+    torchrun recipes/mgca_mimic.py --init-from imported/mgca --data.train OURS/train ...  # continue
 
 Preset `paper`: the settings of the authors' code with a ResNet-50. ImageNet's ResNet-50 and
 Bio_ClinicalBERT, of which the lower six layers are used, come from the hub on first use. Frontal

@@ -1,13 +1,15 @@
 """Pretraining on mixed data: pairs of MIMIC-CXR, images of NIH ChestX-ray14 (Wang et al., arXiv
 2103.16022).
 
-    torchrun --nproc-per-node 8 recipes/mixed_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/mixed_mimic.py --data.weights 1 1 --data.paired-fraction 0.5     #
-    half of the patients unpaired torchrun recipes/mixed_mimic.py tiny            # data of `medvl
-    phantom quickstart`, two CPU cores torchrun recipes/mixed_mimic.py tiny --help-all  # every
-    setting torchrun recipes/mixed_mimic.py tiny --data.others drop --train.run-dir
-    quickstart/mixed-half     # the pairs alone torchrun recipes/vqa_finetune.py --init-from
-    runs/mixed-mimic/best     # fine-tune for VQA
+    torchrun --nproc-per-node 8 recipes/mixed_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    # half of the patients unpaired
+    torchrun recipes/mixed_mimic.py --data.weights 1 1 --data.paired-fraction 0.5
+    torchrun recipes/mixed_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/mixed_mimic.py tiny --help-all     # every setting
+    # the pairs alone
+    torchrun recipes/mixed_mimic.py tiny --data.others drop --train.run-dir quickstart/mixed-half
+    torchrun recipes/vqa_finetune.py --init-from runs/mixed-mimic/best     # fine-tune for VQA
 
 Folders in `--data.extra-train` hold pairs, images without a text, or texts without an image (a
 table converted without `--image-column`), and `--data.weights` states their shares of an epoch.

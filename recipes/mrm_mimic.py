@@ -1,12 +1,12 @@
 """MRM on MIMIC-CXR: an image encoder from masked reports and pixels (Zhou et al., ICLR 2023, arXiv
 2301.13155).
 
-    torchrun --nproc-per-node 4 recipes/mrm_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/mrm_mimic.py ecamp ...       # ECAMP's words and fusion (arXiv
-    2312.13316) torchrun recipes/mrm_mimic.py maco ...        # MaCo's contrast in place of words
-    (arXiv 2309.05904) torchrun recipes/mrm_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/carzero_mimic.py --init-from runs/mrm/best ...
-    # a system on its encoders
+    torchrun --nproc-per-node 4 recipes/mrm_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/mrm_mimic.py ecamp ...       # ECAMP's words and fusion (arXiv 2312.13316)
+    torchrun recipes/mrm_mimic.py maco ...  # MaCo's contrast in place of words (arXiv 2309.05904)
+    torchrun recipes/mrm_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/carzero_mimic.py --init-from runs/mrm/best ...       # a system on its encoders
 
 Preset `paper`: MAE's ViT-B/16, images of all views, of whose 448 pixels 224 are read, three
 quarters of the patches removed, half of the words masked, 200 epochs in batches of 256. Preset

@@ -1,9 +1,10 @@
 """MUMC on ROCO, MedICaT and ImageCLEF 2022 (Li et al., arXiv 2307.05314, MICCAI 2023).
 
-    torchrun recipes/mumc_figures.py --init-from runs/albef/best torchrun recipes/mumc_figures.py
-    tiny            # data of `medvl phantom quickstart`, two CPU cores torchrun
-    recipes/mumc_figures.py tiny --help-all  # every setting torchrun recipes/vqa_finetune.py
-    --init-from runs/mumc/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
+    torchrun recipes/mumc_figures.py --init-from runs/albef/best
+    torchrun recipes/mumc_figures.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/mumc_figures.py tiny --help-all     # every setting
+    # fine-tune for VQA
+    torchrun recipes/vqa_finetune.py --init-from runs/mumc/best --head ranking --optim.lr 2e-5
 
 Preset `paper`: both encoders of an ALBEF, whose statistics of the pixels it keeps; 256 pixels, 15 %
 of the patches removed; AdamW at 3e-4 with weight decay 0.05, warmed up for 3,000 steps, times 0.9

@@ -1,10 +1,11 @@
 """MutualInfo on MIMIC-CXR (Liao et al., arXiv 2103.04537, MICCAI 2021).
 
-    torchrun recipes/mutual_info_mimic.py --model.text-weights CLINICALBERT --data.train DIR/train
-    --data.valid ... torchrun recipes/mutual_info_mimic.py --model.local-weight 1
-    --model.global-weight 0 ...  # regions and sentences torchrun recipes/mutual_info_mimic.py tiny
-    # data of `medvl phantom quickstart`, two CPU cores torchrun recipes/mutual_info_mimic.py tiny
-    --help-all  # every setting
+    torchrun recipes/mutual_info_mimic.py --model.text-weights CLINICALBERT \\
+        --data.train DIR/train --data.valid ...
+    # regions and sentences
+    torchrun recipes/mutual_info_mimic.py --model.local-weight 1 --model.global-weight 0 ...
+    torchrun recipes/mutual_info_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/mutual_info_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the settings of the released code, which has the global part only. The image encoder
 starts from scratch; ClinicalBERT is not on the hub, so give its folder: `--model.text-weights

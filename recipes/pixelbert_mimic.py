@@ -1,8 +1,9 @@
 """PixelBERT on MIMIC-CXR (Huang et al., arXiv 2004.00849).
 
-    torchrun --nproc-per-node 8 recipes/pixelbert_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/pixelbert_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/pixelbert_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/pixelbert_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/pixelbert_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/pixelbert_mimic.py tiny --help-all     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/pixelbert-mimic/best     # fine-tune for VQA
 
 Preset `paper`: BERT-base over 100 sampled cells of a ResNet-50 at 448 pixels and the report, both

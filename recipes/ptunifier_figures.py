@@ -1,9 +1,10 @@
 """PTUnifier on ROCO, MedICaT and MIMIC-CXR (Chen et al., arXiv 2302.08958, ICCV 2023).
 
-    torchrun --nproc-per-node 4 recipes/ptunifier_figures.py --model.text-weights
-    biomed_roberta_base torchrun recipes/ptunifier_figures.py tiny            # data of `medvl
-    phantom quickstart`, two CPU cores torchrun recipes/ptunifier_figures.py tiny --help-all  # every
-    setting torchrun recipes/vqa_finetune.py --init-from runs/ptunifier/best     # fine-tune for VQA
+    torchrun --nproc-per-node 4 recipes/ptunifier_figures.py \\
+        --model.text-weights biomed_roberta_base
+    torchrun recipes/ptunifier_figures.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/ptunifier_figures.py tiny --help-all     # every setting
+    torchrun recipes/vqa_finetune.py --init-from runs/ptunifier/best     # fine-tune for VQA
 
 Preset `paper`: CLIP's ViT-B/16 without its last block, BiomedRoBERTa (give the folder of
 allenai/biomed_roberta_base), six co-attention layers a stream, two pools of 2,048 prompts; 100,000

@@ -1,10 +1,11 @@
 """PubMedBERT: BERT from scratch on biomedical text (Gu et al., arXiv 2007.15779, ACM HEALTH 2021).
 
     medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed --min-words 128
-    medvl vocab --data shards/pubmed/train --out vocab/pubmed --size 30522 --max-tokens 512 torchrun
-    --nproc-per-node 8 recipes/pubmedbert.py torchrun recipes/pubmedbert.py tiny               #
-    reports of `medvl phantom quickstart` torchrun recipes/pubmedbert.py tiny --data.train
-    shards/mlm/train --data.valid shards/mlm/validate \\
+    medvl vocab --data shards/pubmed/train --out vocab/pubmed --size 30522 --max-tokens 512
+    torchrun --nproc-per-node 8 recipes/pubmedbert.py
+    torchrun recipes/pubmedbert.py tiny               # reports of `medvl phantom quickstart`
+    torchrun recipes/pubmedbert.py tiny --data.train shards/mlm/train \\
+        --data.valid shards/mlm/validate \\
         --data.tokenizer vocab/mlm --data.sections text
 
 Preset `paper`: BERT-base from scratch with its own vocabulary of 30,522 pieces, whole words masked

@@ -1,12 +1,15 @@
 """R2Gen on IU X-ray or MIMIC-CXR (Chen et al., arXiv 2010.16056, EMNLP 2020): reports from images.
 
-    medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256 medvl vocab
-    --data shards/iu-xray/train --out shards/iu-xray/words --kind words --min-frequency 3 torchrun
-    recipes/r2gen_iu.py              # two views of each study torchrun recipes/r2gen_iu.py
-    paper-mimic  # one image, of shards of the same kind torchrun recipes/r2gen_iu.py tiny         #
-    phantom Open-i, two CPU cores; without its data it prints how torchrun recipes/r2gen_iu.py tiny
-    --help-all  # every setting medvl eval report-generation --checkpoint runs/r2gen-iu/best --data
-    shards/iu-xray/test --sections findings
+    medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256
+    medvl vocab --data shards/iu-xray/train --out shards/iu-xray/words --kind words \\
+        --min-frequency 3
+    torchrun recipes/r2gen_iu.py                     # two views of each study
+    torchrun recipes/r2gen_iu.py paper-mimic         # one image, of shards of the same kind
+    # phantom Open-i, two CPU cores; without its data it prints how
+    torchrun recipes/r2gen_iu.py tiny
+    torchrun recipes/r2gen_iu.py tiny --help-all         # every setting
+    medvl eval report-generation --checkpoint runs/r2gen-iu/best --data shards/iu-xray/test \\
+        --sections findings
 
 Preset `paper`: IU X-ray in the authors' preparation; Adam with AMSGrad at 1e-4 and 5e-5 for the
 ResNet-101, times 0.1 after 50 of 100 epochs, which end early 50 epochs after the best one, batch

@@ -1,14 +1,17 @@
 """RadZero on MIMIC-CXR: statements against the patches of a frozen encoder (Park et al., arXiv
 2504.07416).
 
-    torchrun --nproc-per-node 4 recipes/radzero_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/radzero_mimic.py --model.image-size 224 --data.image.size 224 ...
-    # about a fifth of the work torchrun recipes/radzero_mimic.py --data.text.source file
-    --data.text.file STATEMENTS.jsonl ... medvl regions --data DIR/train --detector grid:rad_dino --weights published
-    --image-size 518 --fit crop --all-tokens --name rad-dino torchrun recipes/radzero_mimic.py
-    --data.image-features rad-dino ...      # without running the frozen encoder torchrun
-    recipes/radzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
-    torchrun recipes/radzero_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 4 recipes/radzero_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    # about a fifth of the work
+    torchrun recipes/radzero_mimic.py --model.image-size 224 --data.image.size 224 ...
+    torchrun recipes/radzero_mimic.py --data.text.source file --data.text.file STATEMENTS.jsonl ...
+    medvl regions --data DIR/train --detector grid:rad_dino --weights published \\
+        --image-size 518 --fit crop --all-tokens --name rad-dino
+    # without running the frozen encoder
+    torchrun recipes/radzero_mimic.py --data.image-features rad-dino ...
+    torchrun recipes/radzero_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/radzero_mimic.py tiny --help-all     # every setting
 
 Preset `paper`: the settings of the authors' configuration, with RAD-DINO as the frozen encoder, the
 best of the paper's table. RAD-DINO and MPNet come from the hub on first use. Differences: the

@@ -1,10 +1,12 @@
 """Image-text retrieval: fine-tuning of a fusion-encoder's matching against false texts (METER;
 M3AE, arXiv 2209.07098).
 
-    torchrun --nproc-per-node 8 recipes/retrieval_finetune.py --init-from runs/m3ae/best torchrun
-    recipes/retrieval_finetune.py tiny  # the phantom, from the quickstart's MedViLL, two CPU cores
-    torchrun recipes/retrieval_finetune.py tiny --help-all  # every setting medvl eval retrieval
-    --checkpoint runs/convirt/best --rerank runs/retrieval/best --data shards/roco/test
+    torchrun --nproc-per-node 8 recipes/retrieval_finetune.py --init-from runs/m3ae/best
+    # the phantom, from the quickstart's MedViLL, two CPU cores
+    torchrun recipes/retrieval_finetune.py tiny
+    torchrun recipes/retrieval_finetune.py tiny --help-all     # every setting
+    medvl eval retrieval --checkpoint runs/convirt/best --rerank runs/retrieval/best \\
+        --data shards/roco/test
 
 Preset `paper`: M3AE on ROCO: 15 false texts for each image, softmax over 16, batch 256, 10 epochs,
 5e-6 under a linear schedule with a warm-up of a tenth, fusion-encoder and head at 5 times that

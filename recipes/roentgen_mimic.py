@@ -2,11 +2,13 @@
 2024).
 
     medvl shards mimic-cxr --root MIMIC-CXR --views PA --short-side 512 --out shards/mimic-cxr-pa
-    medvl import stable_diffusion stable-diffusion-v1-4 --out checkpoints/sd-1-4      # a local
-    folder of diffusers torchrun --nproc-per-node 32 recipes/roentgen_mimic.py torchrun
-    recipes/roentgen_mimic.py tiny           # after convirt_mimic.py tiny and autoencoder_cxr.py
-    tiny medvl generate --checkpoint runs/roentgen-mimic/last --data shards/mimic-cxr-pa/test --out
-    generated --guidance 4
+    # a local folder of diffusers
+    medvl import stable_diffusion stable-diffusion-v1-4 --out checkpoints/sd-1-4
+    torchrun --nproc-per-node 32 recipes/roentgen_mimic.py
+    # after convirt_mimic.py tiny and autoencoder_cxr.py tiny
+    torchrun recipes/roentgen_mimic.py tiny
+    medvl generate --checkpoint runs/roentgen-mimic/last --data shards/mimic-cxr-pa/test \\
+        --out generated --guidance 4
 
 Needs `pip install medvl[generation]`. Synthetic images are not for clinical use; weights trained on
 credentialed data stay credentialed.

@@ -1,10 +1,11 @@
 """SigLIP's sigmoid loss on MIMIC-CXR (Zhai et al., arXiv 2303.15343, ICCV 2023).
 
-    torchrun --nproc-per-node 8 recipes/siglip_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/siglip_mimic.py tiny             # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/siglip_mimic.py tiny --help-all  # every setting
-    torchrun recipes/siglip_mimic.py --init-from runs/siglip-mimic/best --data.train OURS/train ...
+    torchrun --nproc-per-node 8 recipes/siglip_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/siglip_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/siglip_mimic.py tiny --help-all      # every setting
     # continue
+    torchrun recipes/siglip_mimic.py --init-from runs/siglip-mimic/best --data.train OURS/train ...
 
 Preset `paper`: CheXzero's encoders (OpenAI's CLIP ViT-B/32, from the hub on first use), images and
 impressions, so that the two recipes compare the losses. The paper trained on web images. From the
@@ -12,8 +13,8 @@ paper: the loss, the initial scale and bias, Adam's second beta of 0.95, and no 
 pretrained encoders. Chosen here: rate, batch and length; no result of this setting was published.
 The authors' own model, with the weights and the tokenizer of its repository, is
 
-    ... --model.image-encoder open_clip:ViT-B-16-SigLIP --model.text-encoder
-    open_clip:ViT-B-16-SigLIP
+    ... --model.image-encoder open_clip:ViT-B-16-SigLIP \\
+        --model.text-encoder open_clip:ViT-B-16-SigLIP
         --model.weights OWNER/NAME@COMMIT --data.tokenizer FOLDER --model.max-tokens 64
 
 Preset `continued`: SigLIP B/16 of 512 pixels with its own weights, continued on several corpora, as
@@ -22,11 +23,11 @@ ours. Give its weights and
 tokenizer, and the corpora shares: the square roots of their sizes, so that small ones count, with
 about a quarter for images other than radiographs, which keep it from forgetting what it knows.
 
-    ... continued --model.weights OWNER/NAME@COMMIT --data.tokenizer FOLDER --data.extra-train
-    shards/roco/train
+    ... continued --model.weights OWNER/NAME@COMMIT --data.tokenizer FOLDER \\
+        --data.extra-train shards/roco/train
         --data.weights 0.75 0.25
-    medvl interpolate checkpoints/siglip runs/siglip-continued/best --share 0.5 --out
-    runs/siglip-between
+    medvl interpolate checkpoints/siglip runs/siglip-continued/best --share 0.5 \\
+        --out runs/siglip-between
 
 The text is findings, impression or one statement of the labeler, with weights of 0.4, 0.3 and 0.3;
 samples with labels alone have sentences of them. Scale and bias start at those of the weights, with
@@ -41,8 +42,8 @@ of ChestX-ray14 0.80.
 Preset `continued-clip`: the same with CLIP's softmax loss, as XrayCLIP is, on open_clip's ViT-B/16
 of 224 pixels.
 
-    ... continued-clip --model.weights OWNER/NAME@COMMIT --data.extra-train shards/roco/train
-    --data.weights 0.75 0.25
+    ... continued-clip --model.weights OWNER/NAME@COMMIT --data.extra-train shards/roco/train \\
+        --data.weights 0.75 0.25
 
 Preset `tiny`: as in `recipes/chexzero_mimic.py`, for the same reasons.
 """

@@ -1,13 +1,16 @@
 """UMRL on MIMIC-CXR (Hsu et al., arXiv 1811.08615, ML4H 2018).
 
-    torchrun recipes/umrl_mimic.py --data.train DIR/train --data.valid DIR/validate --data.tokenizer
-    VOCAB torchrun recipes/umrl_mimic.py --model.text-weights glove.6B.300d.txt ...      # averaged
-    word vectors, not TF-IDF torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert ...
-    # paragraph vectors torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert
-    --model.text-unit sentence ... torchrun recipes/umrl_mimic.py --model.paired-share 0.01 ...
-    # EA+Adv with 1 % of the pairs torchrun recipes/umrl_mimic.py --model.adversarial-weight 0
-    --model.paired-share 0.01 ...    # EA alone torchrun recipes/umrl_mimic.py tiny            #
-    data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/umrl_mimic.py --data.train DIR/train --data.valid DIR/validate \\
+        --data.tokenizer VOCAB
+    # averaged word vectors, not TF-IDF
+    torchrun recipes/umrl_mimic.py --model.text-weights glove.6B.300d.txt ...
+    torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert ...  # paragraph vectors
+    torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert \\
+        --model.text-unit sentence ...
+    torchrun recipes/umrl_mimic.py --model.paired-share 0.01 ...  # EA+Adv with 1 % of the pairs
+    # EA alone
+    torchrun recipes/umrl_mimic.py --model.adversarial-weight 0 --model.paired-share 0.01 ...
+    torchrun recipes/umrl_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
 
 With `--model.text-encoder static` and no `--model.text-weights`, TF-IDF and PCA are fitted to the
 training texts before the first step, and are in every checkpoint. The encoders are frozen. Their

@@ -1,8 +1,9 @@
 """UNITER on MIMIC-CXR (Chen et al., arXiv 1909.11740, ECCV 2020).
 
-    torchrun --nproc-per-node 8 recipes/uniter_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/uniter_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/uniter_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/uniter_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/uniter_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/uniter_mimic.py tiny --help-all     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/uniter-mimic/best     # fine-tune for VQA
 
 Preset `paper`: BERT-base over the cells of a ResNet-50 at 224 pixels and 60 words; one task per

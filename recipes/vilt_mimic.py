@@ -1,8 +1,9 @@
 """ViLT on MIMIC-CXR (Kim et al., arXiv 2102.03334, ICML 2021).
 
-    torchrun --nproc-per-node 8 recipes/vilt_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/vilt_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/vilt_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/vilt_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/vilt_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/vilt_mimic.py tiny --help-all     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/vilt-mimic/best     # fine-tune for VQA
 
 Preset `paper`: one ViT-B/32 at 384 pixels over patches and 40 tokens; AdamW at 1e-4, 25,000 steps

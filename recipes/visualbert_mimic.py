@@ -1,8 +1,9 @@
 """VisualBERT on MIMIC-CXR (Li et al., arXiv 1908.03557).
 
-    torchrun --nproc-per-node 8 recipes/visualbert_mimic.py --data.train DIR/train --data.valid
-    DIR/validate torchrun recipes/visualbert_mimic.py tiny            # data of `medvl phantom
-    quickstart`, two CPU cores torchrun recipes/visualbert_mimic.py tiny --help-all  # every setting
+    torchrun --nproc-per-node 8 recipes/visualbert_mimic.py --data.train DIR/train \\
+        --data.valid DIR/validate
+    torchrun recipes/visualbert_mimic.py tiny  # data of `medvl phantom quickstart`, two CPU cores
+    torchrun recipes/visualbert_mimic.py tiny --help-all     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/visualbert-mimic/best     # fine-tune for VQA
 
 Preset `paper`: BERT-base over the cells of a ResNet-50 at 224 pixels and 128 tokens; 5e-5 with

@@ -1,10 +1,12 @@
 """Visual question answering: a classifier over answers, or a decoder of them, fine-tuned from
 either family.
 
-    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best torchrun recipes/vqa_finetune.py
-    --init-from runs/albef/best --head ranking --decoder.alpha 0.4 --optim.lr 2e-5 torchrun
-    recipes/vqa_finetune.py tiny           # the phantom, from the quickstart's ConVIRT, two CPU
-    cores torchrun recipes/vqa_finetune.py tiny --help-all  # every setting
+    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best
+    torchrun recipes/vqa_finetune.py --init-from runs/albef/best --head ranking \\
+        --decoder.alpha 0.4 --optim.lr 2e-5
+    # the phantom, from the quickstart's ConVIRT, two CPU cores
+    torchrun recipes/vqa_finetune.py tiny
+    torchrun recipes/vqa_finetune.py tiny --help-all    # every setting
 
 All weights of a fusion-encoder's checkpoint are used; of a dual-encoder's, the image and text
 encoder, with a new fusion-encoder of the sizes in `fusion`. Learned positions of the image are

@@ -1,10 +1,11 @@
 """LViT with text, without text, and a U-Net on the same shards: train each with the tiny recipe,
 print one table.
 
-    medvl phantom qata --out phantom-qata --patients 700 --size 160 medvl shards qata --root
-    phantom-qata --out quickstart/qata --short-side 112 medvl vocab quickstart/qata/train
-    quickstart/qata-vocab python scripts/compare_segmentation.py --data quickstart/qata --vocab
-    quickstart/qata-vocab --out runs/segmentation
+    medvl phantom qata --out phantom-qata --patients 700 --size 160
+    medvl shards qata --root phantom-qata --out quickstart/qata --short-side 112
+    medvl vocab --data quickstart/qata/train --out quickstart/qata-vocab
+    python scripts/compare_segmentation.py --data quickstart/qata \\
+        --vocab quickstart/qata-vocab --out runs/segmentation
 
 On this corpus the image alone shows what is infected. `medvl phantom qata --distractors 1` adds
 opacities that only the text tells from infected areas.
