@@ -162,8 +162,6 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.albef import (
         ALBEF as ALBEF,
         ALBEFConfig as ALBEFConfig,
-        AlignedFusionConfig as AlignedFusionConfig,
-        AlignedFusionModel as AlignedFusionModel,
     )
     from medvl.models.fusion_encoders.arl import (
         ARL as ARL,
@@ -173,11 +171,9 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.bases.base import (
         FusionConfig as FusionConfig,
         FusionModel as FusionModel,
-        MaskedMatchingModel as MaskedMatchingModel,
         StreamConfig as StreamConfig,
     )
     from medvl.models.fusion_encoders.bases.bert_stream import (
-        BertStream as BertStream,
         JointStream as JointStream,
     )
     from medvl.models.fusion_encoders.bases.region_model import (
@@ -196,7 +192,6 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.medvill import (
-        JointBERT as JointBERT,
         MedViLL as MedViLL,
         MedViLLConfig as MedViLLConfig,
     )

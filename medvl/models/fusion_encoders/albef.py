@@ -1,5 +1,8 @@
 """ALBEF: align before fuse (Li et al., arXiv 2107.07651, NeurIPS 2021). Both a dual-encoder and
-a fusion-encoder.
+a fusion-encoder; M2I2 and MUMC extend it.
+
+N masked positions, K samples with an image and a text, G those of all ranks; the other letters
+as in `medvl.schema`.
 """
 
 import dataclasses
@@ -59,15 +62,10 @@ from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Siz
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings
 
-# Base of systems that align two encoders by contrast before they fuse them (ALBEF, M2I2, MUMC).
-#
-# N masked positions, K samples with an image and a text, G those of all ranks; the other letters
-# as in `medvl.schema`.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AlignedFusionConfig(FusionConfig):
-    """Settings of contrastive alignment with a moving-average teacher. Defaults are ALBEF's."""
+class ALBEFConfig(FusionConfig):
+    """Published settings of ALBEF."""
 
     layers: int = 6
     """Layers of the fusion-encoder, which is as wide as the text encoder."""
@@ -96,6 +94,20 @@ class AlignedFusionConfig(FusionConfig):
     """
     negative_floor: float = 0.0
     """Constant added to the probabilities from which hard negatives are sampled."""
+    image_encoder: str = "vit_b16"
+    text_encoder: str = "bert"
+    text_arguments: EncoderArguments = dataclasses.field(
+        default_factory=lambda: {"num_hidden_layers": 6}
+    )
+    """The lower half of BERT encodes the text; the upper half is the fusion-encoder of `layers`
+    layers.
+    """
+    image_size: int = 256
+    fit: Literal["crop", "pad", "squash"] = "squash"
+    whole_words: bool = False
+    fusion_lr_mult: float = 1.0
+    head_lr_mult: float = 1.0
+    max_tokens: int = 25
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,7 +235,7 @@ def embed(head: nn.Module, tokens: Tokens) -> Tensor:
 class ContrastHead(nn.Module):
     """The contrastive loss with a learned temperature and a queue of past pairs."""
 
-    def __init__(self, config: AlignedFusionConfig) -> None:
+    def __init__(self, config: ALBEFConfig) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(config.temperature))
         self.queue = MomentumQueue(config.queue_size, config.projection_dim)
@@ -263,8 +275,20 @@ class ContrastHead(nn.Module):
         )
 
 
-class AlignedFusionModel(FusionModel, DualEncoder):
-    """A dual-encoder whose towers continue into a fusion-encoder above the text encoder.
+@register_system("albef")
+class ALBEF(FusionModel, DualEncoder):
+    """Contrastive alignment of two towers, then matching and masked words in a fusion-encoder above
+    the text's.
+
+    As published, the text encoder is the lower half of a BERT; the upper half, with cross-attention
+    to the image tokens added to each layer, is the fusion-encoder. With `pretrained` it starts from
+    BERT's upper half.
+
+    Deviations: the image encoder starts from timm's ViT instead of DeiT, with pixels normalised as
+    its weights expect instead of by CLIP's statistics; the contrastive loss is computed over all
+    ranks, with images of one study as positives; hard negatives are sampled by the model's own
+    similarities, never from the same study or text; the queue starts empty instead of with noise;
+    the word head starts at random; special tokens are never masked.
 
     Towers, projections, fusion-encoder and word head have a moving average (the teacher), which
     gives the keys of the queue and soft targets for contrast and words. It moves in `before_step`,
@@ -276,15 +300,17 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         itc_head: the learned temperature and the queue.
     """
 
+    Config = ALBEFConfig
     compares_pairs = False
 
     def __init__(
         self,
-        config: AlignedFusionConfig,
+        config: ALBEFConfig,
         image_encoder: ImageEncoder,
         text_encoder: TextEncoder,
         **parts: Unpack[Parts],
     ) -> None:
+        _check_encoders(image_encoder, text_encoder, config)
         width = text_encoder.token_dim
         super().__init__(
             config,
@@ -312,6 +338,29 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         self.itm = HardNegativeMatching(config.itm_weight, self.sample_hard_pairs, self.match)
         self.mlm = DistilledLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
         self.objectives = (self.itc, self.itm, self.mlm)
+
+    @classmethod
+    def build(cls, config: ALBEFConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        image_encoder, text_encoder = create_pixel_encoders(config, cls.name, pretrained=pretrained)
+        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
+        model = cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        model._init_fusion(pretrained)
+        return model
+
+    def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
+        """The fusion-encoder starts from the upper half of the text's BERT."""
+        super().load_encoders(image, text)
+        self._init_fusion(text)
+
+    def _init_fusion(self, source: Pretrained) -> None:
+        if source is not False:
+            config = self.config
+            arguments: dict[str, Any] = {**config.text_arguments}
+            arguments["num_hidden_layers"] = self.text_encoder.num_layers + config.layers
+            bert = create_text_encoder(
+                config.text_encoder, pretrained=source, vocab_size=config.vocab_size, **arguments
+            )
+            init_from_bert(self.fusion, bert)
 
     @property
     def towers(self) -> Towers:
@@ -456,78 +505,6 @@ class AlignedFusionModel(FusionModel, DualEncoder):
             if self.image_encoder.patch_dim == sizes.width:
                 layer.cross_attention.load_state_dict(fused.cross_attention.state_dict())
         decoder.word_head.load_state_dict(self.mlm_head.state_dict())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ALBEFConfig(AlignedFusionConfig):
-    """Published settings of ALBEF."""
-
-    image_encoder: str = "vit_b16"
-    text_encoder: str = "bert"
-    text_arguments: EncoderArguments = dataclasses.field(
-        default_factory=lambda: {"num_hidden_layers": 6}
-    )
-    """The lower half of BERT encodes the text; the upper half is the fusion-encoder of `layers`
-    layers.
-    """
-    image_size: int = 256
-    fit: Literal["crop", "pad", "squash"] = "squash"
-    whole_words: bool = False
-    fusion_lr_mult: float = 1.0
-    head_lr_mult: float = 1.0
-    max_tokens: int = 25
-
-
-@register_system("albef")
-class ALBEF(AlignedFusionModel):
-    """Contrastive alignment of two towers, then matching and masked words in a fusion-encoder above
-    the text's.
-
-    As published, the text encoder is the lower half of a BERT; the upper half, with cross-attention
-    to the image tokens added to each layer, is the fusion-encoder. With `pretrained` it starts from
-    BERT's upper half.
-
-    Deviations: the image encoder starts from timm's ViT instead of DeiT, with pixels normalised as
-    its weights expect instead of by CLIP's statistics; the contrastive loss is computed over all
-    ranks, with images of one study as positives; hard negatives are sampled by the model's own
-    similarities, never from the same study or text; the queue starts empty instead of with noise;
-    the word head starts at random; special tokens are never masked.
-    """
-
-    Config = ALBEFConfig
-
-    def __init__(
-        self,
-        config: ALBEFConfig,
-        image_encoder: ImageEncoder,
-        text_encoder: TextEncoder,
-        **parts: Unpack[Parts],
-    ) -> None:
-        _check_encoders(image_encoder, text_encoder, config)
-        super().__init__(config, image_encoder, text_encoder, **parts)
-
-    @classmethod
-    def build(cls, config: ALBEFConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        image_encoder, text_encoder = create_pixel_encoders(config, cls.name, pretrained=pretrained)
-        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
-        model = cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
-        model._init_fusion(pretrained)
-        return model
-
-    def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
-        """The fusion-encoder starts from the upper half of the text's BERT."""
-        super().load_encoders(image, text)
-        self._init_fusion(text)
-
-    def _init_fusion(self, source: Pretrained) -> None:
-        if source is not False:
-            config = self.config
-            arguments: dict[str, Any] = {**config.text_arguments}
-            arguments["num_hidden_layers"] = self.text_encoder.num_layers + config.layers
-            bert = create_text_encoder(
-                config.text_encoder, pretrained=source, vocab_size=config.vocab_size, **arguments
-            )
-            init_from_bert(self.fusion, bert)
 
 
 def _check_encoders(

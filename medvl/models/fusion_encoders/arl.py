@@ -14,11 +14,13 @@ from medvl.common.config_io import check_within
 from medvl.data.knowledge.finder import LinkedEntities
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.mlm_masking import IGNORED
-from medvl.encoders import TextEncoder
+from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
+from medvl.losses.masked import PatchMask
 from medvl.models.base import MaskedWords, Parts, sample_masked_words
-from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
+from medvl.models.fusion_encoders.m3ae import M3AEConfig, pixel_decoder, reconstruct_pixels
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
+from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
 from medvl.models.fusion_encoders.parts.encoder import FusionEncoder, Tokens
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.fusion_encoders.parts.knowledge import (
@@ -31,6 +33,7 @@ from medvl.models.fusion_encoders.parts.knowledge import (
     without_masked,
 )
 from medvl.models.fusion_encoders.parts.transformer import Sizes
+from medvl.models.fusion_encoders.streams import StreamModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 
@@ -129,7 +132,7 @@ class ARLConfig(KnowledgeConfig, M3AEConfig):
 
 
 @register_system("arl")
-class ARL(M3AE):
+class ARL(StreamModel):
     """M3AE that aligns images and texts with a knowledge graph, reasons with it in fusion and masks
     whole entities.
 
@@ -147,6 +150,8 @@ class ARL(M3AE):
     """
 
     Config = ARLConfig
+    fusion: KnowledgeStream
+    image_encoder: ImageEncoder
 
     def __init__(
         self,
@@ -156,8 +161,11 @@ class ARL(M3AE):
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
+        self.mim_head = pixel_decoder(config, image_encoder)
+        self.mim = MaskedImageModeling(config.mim_weight, self, config.mask_ratio)
         self.align_head = EntityHead(config.width, EntityGraph(config))
         self.objectives = (
+            self.mim,
             *self.objectives,
             EntityAlignment(config.align_weight, self.score_entities),
         )
@@ -178,6 +186,12 @@ class ARL(M3AE):
 
     def make_fusion(self, config: Any) -> FusionEncoder:
         return KnowledgeStream(Sizes.of(config, config.width), config)
+
+    def reconstruct(
+        self, image_BCHW: Tensor, image: Tokens, text: Tokens, patches: PatchMask
+    ) -> Tensor:
+        """(B, P, C): predict pixels of all patches as M3AE does; `image`, whole, is not read."""
+        return reconstruct_pixels(self, image_BCHW, text, patches)
 
     def score_entities(self, image: Tokens, text: Tokens) -> tuple[Tensor, Tensor]:
         """Return the scores (B, V) of all entities for images and for texts, by their first

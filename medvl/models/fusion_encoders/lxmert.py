@@ -109,7 +109,7 @@ class LXMERT(RegionModel):
         self.pooler = Pooler(width)
         for module in (self.image_input, self.image_layers, self.cross_layers, self.pooler):
             init_weights(module)
-        self.make_heads(width, width, tied=True)
+        self.add_heads(width, width, tied=True)
         self.region_head, self.feature_head = (
             RegionHead(width),
             nn.Linear(width, self.image_input.features),

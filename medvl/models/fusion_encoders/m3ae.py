@@ -1,7 +1,7 @@
 """M3AE: multi-modal masked autoencoders (Chen et al., arXiv 2209.07098, MICCAI 2022)."""
 
 import dataclasses
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -11,10 +11,10 @@ from medvl.losses.masked import PatchMask
 from medvl.models.base import Parts
 from medvl.models.fusion_encoders.bases.base import check_pixels
 from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
-from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.encoder import DualStream, Tokens
 from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
-from medvl.models.fusion_encoders.streams import DualStreamConfig, DualStreamModel
+from medvl.models.fusion_encoders.streams import DualStreamConfig, StreamModel
 from medvl.models.registry import register_system
 
 # P patches, K kept patches, C numbers of a patch; the other letters as in `medvl.schema`.
@@ -38,7 +38,7 @@ class M3AEConfig(PixelDecoderConfig, DualStreamConfig):
 
 
 @register_system("m3ae")
-class M3AE(DualStreamModel):
+class M3AE(StreamModel):
     """Dual-stream pretraining by masked words, masked patches and image-text matching, with equal
     weights.
 
@@ -59,6 +59,7 @@ class M3AE(DualStreamModel):
 
     Config = M3AEConfig
 
+    fusion: DualStream
     image_encoder: ImageEncoder
 
     def __init__(
@@ -69,8 +70,7 @@ class M3AE(DualStreamModel):
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
-        patches = Patches.of(check_pixels(image_encoder, "m3ae"))
-        self.mim_head = PixelDecoder(config.width, patches, config)
+        self.mim_head = pixel_decoder(config, image_encoder)
         self.mim = MaskedImageModeling(config.mim_weight, self, config.mask_ratio)
         self.objectives = (self.mim, *self.objectives)
 
@@ -80,8 +80,24 @@ class M3AE(DualStreamModel):
         """(B, P, C): predict pixels of all patches from the kept ones and the texts; `image`,
         whole, is not read.
         """
-        with freeze_batch_norm_statistics(self.image_encoder):  # they describe whole images
-            visible = self.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
-        _, stream = self.fusion.streams(text, visible, self.config.mim_layer)
-        pixels_BPC: Tensor = self.mim_head(stream.states_BND, patches)
-        return pixels_BPC
+        return reconstruct_pixels(self, image_BCHW, text, patches)
+
+
+# Masked patches, for M3AE and ARL.
+
+
+def pixel_decoder(config: M3AEConfig, image_encoder: ImageSource) -> PixelDecoder:
+    """Return the decoder of the pixels of patches. Raises ConfigError for precomputed regions."""
+    patches = Patches.of(check_pixels(image_encoder, config.system))
+    return PixelDecoder(config.width, patches, config)
+
+
+def reconstruct_pixels(model: Any, image_BCHW: Tensor, text: Tokens, patches: PatchMask) -> Tensor:
+    """(B, P, C): predict pixels of all patches from the kept ones and the texts, after
+    `config.mim_layer` layers of the fusion-encoder.
+    """
+    with freeze_batch_norm_statistics(model.image_encoder):  # they describe whole images
+        visible = model.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
+    _, stream = model.fusion.streams(text, visible, model.config.mim_layer)
+    pixels_BPC: Tensor = model.mim_head(stream.states_BND, patches)
+    return pixels_BPC

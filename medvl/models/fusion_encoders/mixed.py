@@ -16,7 +16,7 @@ from medvl.models.fusion_encoders.objectives.patches import MultiScaleMaskedImag
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.heads import BlockHead, Patches
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
-from medvl.models.fusion_encoders.streams import DualStreamConfig, DualStreamModel
+from medvl.models.fusion_encoders.streams import DualStreamConfig, StreamModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 
@@ -46,7 +46,7 @@ class MixedConfig(DualStreamConfig):
 
 
 @register_system("mixed")
-class MixedModel(DualStreamModel):
+class MixedModel(StreamModel):
     """Masked words of all texts, masked cells of all images at several scales, and matching of the
     pairs.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from medvl.common.config_io import check_within
 from medvl.models.fusion_encoders.bases.base import FusionConfig
-from medvl.models.fusion_encoders.bases.bert_stream import BertStream
+from medvl.models.fusion_encoders.bases.bert_stream import JointStream
 from medvl.models.fusion_encoders.parts.inputs import sample_tokens
 from medvl.models.registry import register_system
 from medvl.schema import ImageFeatures
@@ -35,7 +35,7 @@ class PixelBERTConfig(FusionConfig):
 
 
 @register_system("pixelbert")
-class PixelBERT(BertStream):
+class PixelBERT(JointStream):
     """Masked words with their own image, and matching of whole texts with images.
 
     Cells have a projection and BERT's second token type, no position. The paper max-pools the grid

@@ -32,7 +32,7 @@ from medvl.models.fusion_encoders.parts.inputs import (
     mean_words,
     with_mean_patches,
 )
-from medvl.models.fusion_encoders.streams import DualStreamConfig, DualStreamModel
+from medvl.models.fusion_encoders.streams import DualStreamConfig, StreamModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 
@@ -63,7 +63,7 @@ class PTUnifierConfig(DualStreamConfig):
 
 
 @register_system("ptunifier")
-class PTUnifier(DualStreamModel):
+class PTUnifier(StreamModel):
     """Masked words, matching, and contrast of images alone with texts alone, which prompts complete
     to pairs.
 

@@ -3,7 +3,6 @@
 The dual-stream layout is METER (Dou et al., arXiv 2111.02387); M3AE extends it.
 """
 
-import abc
 import dataclasses
 from typing import Any, Unpack
 
@@ -14,7 +13,7 @@ from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.models.base import EncoderArguments, Parts, init_weights
 from medvl.models.fusion_encoders.bases.base import (
-    MaskedMatchingModel,
+    FusionModel,
     StreamConfig,
     check_attention,
 )
@@ -71,8 +70,9 @@ class SingleStreamConfig(StreamConfig):
         check_within(self, "(0, inf)", "image_tokens")
 
 
-class StreamModel(MaskedMatchingModel, abc.ABC):
-    """Base of both layouts, which differ in `make_fusion` only.
+class StreamModel(FusionModel):
+    """Two encoders below a fusion-encoder: a stream for each modality, unless `make_fusion` returns
+    another one.
 
     METER decodes images to serve as negatives of ITM; here they are other images of the batch.
     """
@@ -89,15 +89,15 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
         self.text_input = nn.Linear(text_encoder.token_dim, config.width)
         self.fusion = self.make_fusion(config)
         init_weights(self.text_input)
-        self.make_heads(config.width, self.fusion.pooled_dim)
+        self.add_heads(config.width, self.fusion.pooled_dim)
 
     def make_image_input(self, config: Any, image_encoder: ImageSource) -> ImageInput:
         """Create the projection of image features to tokens."""
         return ImageInput(image_encoder, config.width, positions=config.image_positions)
 
-    @abc.abstractmethod
     def make_fusion(self, config: Any) -> FusionEncoder:
         """Create the fusion-encoder."""
+        return DualStream(Sizes.of(config, config.width))
 
     def image_tokens(
         self, image: Tensor, has_image_B: Tensor | None = None, keep_BK: Tensor | None = None
@@ -135,10 +135,6 @@ class DualStreamModel(StreamModel):
     """A stream for each modality, with co-attention."""
 
     Config = DualStreamConfig
-    fusion: DualStream
-
-    def make_fusion(self, config: StreamConfig) -> FusionEncoder:
-        return DualStream(Sizes.of(config, config.width))
 
 
 @register_system("single_stream")

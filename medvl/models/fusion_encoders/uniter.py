@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from medvl.common.config_io import check_within
 from medvl.common.seeding import derive
 from medvl.models.base import LAYER_NORM_EPS, Parts
-from medvl.models.fusion_encoders.bases.bert_stream import BertStream
+from medvl.models.fusion_encoders.bases.bert_stream import JointStream
 from medvl.models.fusion_encoders.bases.region_model import (
     MaskedRegionClassification,
     MaskedRegionRegression,
@@ -52,7 +52,7 @@ class UNITERConfig(RegionConfig):
 
 
 @register_system("uniter")
-class UNITER(RegionModel, BertStream):
+class UNITER(RegionModel, JointStream):
     """Masked words, matching with word-region alignment, and masked regions, whose box code has
     seven numbers.
 

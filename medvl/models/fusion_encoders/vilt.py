@@ -4,15 +4,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from medvl.common.config_io import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.encoders import ImageEncoder
+from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.base import EncoderArguments, Parts, init_weights
+from medvl.models.base import EncoderArguments, init_weights
 from medvl.models.fusion_encoders.bases.base import FusionConfig
 from medvl.models.fusion_encoders.bases.bert_stream import JointStream
 from medvl.models.fusion_encoders.objectives.base import WordPatchAlignment
@@ -59,19 +59,18 @@ class ViLT(JointStream):
     image_encoder: ImageEncoder
     image_prefix = 1
 
-    def __init__(self, config: ViLTConfig, *encoders: Any, **parts: Unpack[Parts]) -> None:
-        super().__init__(config, *encoders, **parts)
-        image = self.image_encoder
-        width = self.text_encoder.token_dim
-        layers = self.text_encoder.num_layers
-        if not getattr(image, "has_attention", False) or (image.patch_dim, 0) != (width, layers):
+    def add_layers(self, config: Any, image_encoder: Any, text_encoder: TextEncoder) -> None:
+        width = text_encoder.token_dim
+        layers = text_encoder.num_layers
+        is_vit = getattr(image_encoder, "has_attention", False)
+        if not is_vit or (image_encoder.patch_dim, 0) != (width, layers):
             message = (
                 "expected a ViT of timm, and text_arguments with its width as hidden_size "
                 "and num_hidden_layers 0"
             )
             raise ConfigError(message, "unsupported", field="image_encoder")
         self.modality = nn.Embedding(2, width).apply(init_weights)
-        self.make_heads(width, width)
+        self.add_heads(width, width)
         self.objectives = (
             *self.objectives,
             WordPatchAlignment(config.wpa_weight, text_ends=False, image_prefix=1),

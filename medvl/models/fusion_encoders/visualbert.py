@@ -12,7 +12,7 @@ from medvl.encoders import TextEncoder
 from medvl.encoders.pretrained import Pretrained
 from medvl.models.base import Parts
 from medvl.models.fusion_encoders.bases.base import FusionConfig
-from medvl.models.fusion_encoders.bases.bert_stream import IMAGE_TYPE, BertStream
+from medvl.models.fusion_encoders.bases.bert_stream import IMAGE_TYPE, JointStream
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.registry import register_system
@@ -37,7 +37,7 @@ class VisualBERTConfig(FusionConfig):
 
 
 @register_system("visualbert")
-class VisualBERT(BertStream):
+class VisualBERT(JointStream):
     """Masked words and sentence-image prediction from one pass, also of the words of texts that do
     not match.
 

@@ -1,10 +1,10 @@
-"""A BERT that encodes the tokens of a text and of an image jointly.
+"""The base of systems in which one Transformer, mostly a BERT, encodes the tokens of a text and of
+an image jointly.
 
-T text tokens, P image tokens, S all tokens, N masked positions; the other letters as in
+T text tokens, P image tokens, S all tokens, Q queries (1: all alike); the other letters as in
 `medvl.schema`.
 """
 
-import abc
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -14,95 +14,32 @@ from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.base import Parts, init_weights
-from medvl.models.fusion_encoders.bases.base import MaskedMatchingModel
+from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.parts.attention_masks import keep_first
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import ImageSource, encode_present
 from medvl.models.fusion_encoders.parts.transformer import attention_weights
 from medvl.schema import ImageFeatures
 
-# The base of systems in which one Transformer encodes the tokens of a text and of an image
-# jointly.
-#
-# T text tokens, P image tokens, S all tokens, Q queries (1: all alike); the other letters as in
-# `medvl.schema`.
+IMAGE_TYPE = 1
+"""BERT's token type of image tokens; text has type 0."""
 
 
-class JointStream(MaskedMatchingModel):
-    """The text, then the image, in one sequence; the text's first token is pooled.
+class JointStream(FusionModel):
+    """The text, then the image, in one sequence through one Transformer; the text's first token is
+    pooled.
+
+    By default the Transformer is a BERT, which is both text encoder and fusion-encoder, on
+    `[CLS] text [SEP]` and image tokens. These are the cells of an encoder's grid, or the regions of
+    a detector; a system writes `embed_image`, and `make_image_input` if a linear layer is not
+    sufficient. A system with another Transformer writes `add_layers`, `image_tokens`,
+    `encode_sequence` and `last_attention`.
 
     Attributes:
         image_prefix: number of image tokens that are not cells of the image.
     """
 
     image_prefix: int = 0
-
-    def make_heads(self, fused_dim: int, pooled_dim: int, *, tied: bool = False) -> None:
-        """Also creates the pooler."""
-        self.pooler = Pooler(fused_dim)
-        init_weights(self.pooler)
-        super().make_heads(fused_dim, pooled_dim, tied=tied)
-
-    @abc.abstractmethod
-    def encode_sequence(self, sequence: Tokens, mask_BQS: Tensor | None) -> Sequence[Tensor]:
-        """Return the states (B, S, D) of a sequence: the input of each layer in order, then the
-        output.
-        """
-
-    @abc.abstractmethod
-    def last_attention(self, below_BSD: Tensor, mask_BQS: Tensor | None) -> Tensor:
-        """(B, heads, S, S): weights of the last layer's attention, given its input."""
-
-    def text_tokens(
-        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
-    ) -> Tokens:
-        """Of a sample without a text, CLS remains."""
-        states_BTD = self.text_encoder.embed(ids_BT, mask_BT)
-        return Tokens(states_BTD, keep_first(mask_BT, has_text_B))
-
-    def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        sequence, mask_BQS = self.sequence(text, image)
-        states_BSD = self.encode_sequence(sequence, mask_BQS)[-1]
-        return self.fused(Tokens(states_BSD, sequence.mask_BN), text.states_BND.shape[1])
-
-    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        sequence, mask_BQS = self.sequence(text, image)
-        weights_BHSS = self.last_attention(self.encode_sequence(sequence, mask_BQS)[-2], mask_BQS)
-        maps_BTP = self.text_to_image(weights_BHSS.mean(dim=1), text.states_BND.shape[1])
-        return AttentionMaps(maps_BTP[:, 0], maps_BTP).cells(image, leading=self.image_prefix)
-
-    def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor | None]:
-        """Return the joint sequence, and the mask of its attention, (B, 1, S) or (B, S, S);
-        None: no mask.
-        """
-        sequence = join(text, image)
-        return sequence, None if sequence.mask_BN is None else sequence.mask_BN[:, None]
-
-    def fused(self, encoded: Tokens, texts: int) -> Fused:
-        """Return the parts of the encoded sequence; `texts` is the number of tokens of
-        `text_tokens`.
-        """
-        text = encoded.part(slice(0, texts))
-        image = encoded.part(slice(texts, None))
-        return Fused(text, image, self.pooler(encoded.states_BND))
-
-    def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
-        """(B, T, P): attention of every token of the text, CLS first, to the image tokens."""
-        return weights_BSS[:, :texts, texts:]
-
-
-IMAGE_TYPE = 1
-"""BERT's token type of image tokens; text has type 0."""
-
-
-class BertStream(JointStream):
-    """The sequence `[CLS] text [SEP]`, image tokens through BERT, which is both text encoder and
-    fusion-encoder.
-
-    The pooled token is CLS. Image tokens are the cells of an encoder's grid, or the regions of a
-    detector; a system writes `embed_image`, and `make_image_input` if a linear layer is not
-    sufficient.
-    """
 
     def __init__(
         self,
@@ -112,13 +49,25 @@ class BertStream(JointStream):
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
+        self.add_layers(config, image_encoder, text_encoder)
+
+    def add_layers(self, config: Any, image_encoder: Any, text_encoder: TextEncoder) -> None:
+        """Create the input of image tokens and the heads. Raises ConfigError for encoders that the
+        system cannot join.
+        """
         width = text_encoder.token_dim
         if getattr(getattr(text_encoder.backbone, "config", None), "model_type", None) != "bert":
             message = f"text_encoder must be a BERT, got {config.text_encoder}"
             raise ConfigError(message, "unsupported", field="text_encoder")
         self.image_input = self.make_image_input(config, image_encoder, width)
         init_weights(self.image_input)
-        self.make_heads(width, width, tied=True)
+        self.add_heads(width, width, tied=True)
+
+    def add_heads(self, fused_dim: int, pooled_dim: int, *, tied: bool = False) -> None:
+        """Also creates the pooler."""
+        self.pooler = Pooler(fused_dim)
+        init_weights(self.pooler)
+        super().add_heads(fused_dim, pooled_dim, tied=tied)
 
     def make_image_input(self, config: Any, image_encoder: ImageSource, width: int) -> nn.Module:
         """Create the projection of image features to tokens."""
@@ -159,11 +108,52 @@ class BertStream(JointStream):
         source = self.image_encoder
         return Tokens(states_BPD, source.real(image) if isinstance(source, RegionEncoder) else None)
 
+    def text_tokens(
+        self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
+        """Of a sample without a text, CLS remains."""
+        states_BTD = self.text_encoder.embed(ids_BT, mask_BT)
+        return Tokens(states_BTD, keep_first(mask_BT, has_text_B))
+
+    def fuse(self, text: Tokens, image: Tokens) -> Fused:
+        sequence, mask_BQS = self.sequence(text, image)
+        states_BSD = self.encode_sequence(sequence, mask_BQS)[-1]
+        return self.fused(Tokens(states_BSD, sequence.mask_BN), text.states_BND.shape[1])
+
+    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
+        sequence, mask_BQS = self.sequence(text, image)
+        weights_BHSS = self.last_attention(self.encode_sequence(sequence, mask_BQS)[-2], mask_BQS)
+        maps_BTP = self.text_to_image(weights_BHSS.mean(dim=1), text.states_BND.shape[1])
+        return AttentionMaps(maps_BTP[:, 0], maps_BTP).cells(image, leading=self.image_prefix)
+
+    def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor | None]:
+        """Return the joint sequence, and the mask of its attention, (B, 1, S) or (B, S, S);
+        None: no mask.
+        """
+        sequence = join(text, image)
+        return sequence, None if sequence.mask_BN is None else sequence.mask_BN[:, None]
+
+    def fused(self, encoded: Tokens, texts: int) -> Fused:
+        """Return the parts of the encoded sequence; `texts` is the number of tokens of
+        `text_tokens`.
+        """
+        text = encoded.part(slice(0, texts))
+        image = encoded.part(slice(texts, None))
+        return Fused(text, image, self.pooler(encoded.states_BND))
+
+    def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
+        """(B, T, P): attention of every token of the text, CLS first, to the image tokens."""
+        return weights_BSS[:, :texts, texts:]
+
     def encode_sequence(self, sequence: Tokens, mask_BQS: Tensor | None) -> Sequence[Tensor]:
+        """Return the states (B, S, D) of a sequence: the input of each layer in order, then the
+        output.
+        """
         assert mask_BQS is not None, "texts have a padding mask"
         return self.text_encoder.encode(sequence.states_BND, mask_BQS)
 
     def last_attention(self, below_BSD: Tensor, mask_BQS: Tensor | None) -> Tensor:
+        """(B, heads, S, S): weights of the last layer's attention, given its input."""
         backbone: Any = self.text_encoder.backbone
         last = backbone.encoder.layer[-1].attention.self
         return attention_weights(

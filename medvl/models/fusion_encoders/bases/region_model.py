@@ -17,7 +17,7 @@ from medvl.common.config_io import check_within
 from medvl.encoders.regions import BoxCode, RegionEncoder, box_code
 from medvl.errors import ConfigError
 from medvl.models.base import INIT_STD, LAYER_NORM_EPS, init_weights
-from medvl.models.fusion_encoders.bases.base import FusionConfig, MaskedMatchingModel
+from medvl.models.fusion_encoders.bases.base import FusionConfig, FusionModel
 from medvl.models.fusion_encoders.objectives.base import (
     Corruption,
     Encoded,
@@ -282,7 +282,7 @@ class RegionConfig(FusionConfig):
         check_within(self, "[0, inf)", "region_classes")
 
 
-class RegionModel(MaskedMatchingModel):
+class RegionModel(FusionModel):
     """A system whose `image_input` is a `RegionInput`; `embed_regions` makes image tokens of its
     regions.
     """
