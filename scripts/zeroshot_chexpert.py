@@ -1,10 +1,13 @@
 """Zero-shot classification on the CheXpert release, without shards.
 
-    python scripts/zeroshot_chexpert.py --checkpoint runs/convirt-mimic/best --root
-    CheXpert-v1.0-small python scripts/zeroshot_chexpert.py --checkpoint RUN/best --root DIR --split
-    test --thresholds-from valid python scripts/zeroshot_chexpert.py --checkpoint RUN/best --root
-    DIR --frontal-only --prompts chexpert_pairs python scripts/zeroshot_chexpert.py --checkpoint
-    RUN_1/best RUN_2/best ... --root DIR    # an ensemble
+    python scripts/zeroshot_chexpert.py --checkpoint runs/convirt-mimic/best \\
+        --root CheXpert-v1.0-small
+    python scripts/zeroshot_chexpert.py --checkpoint RUN/best --root DIR --split test \\
+        --thresholds-from valid
+    python scripts/zeroshot_chexpert.py --checkpoint RUN/best --root DIR --frontal-only \\
+        --prompts chexpert_pairs
+    # an ensemble
+    python scripts/zeroshot_chexpert.py --checkpoint RUN_1/best RUN_2/best ... --root DIR
 
 The folder contains the release's tables (valid.csv, test.csv) and images; data_cards/chexpert.md
 explains how to get it. Decision metrics such as F1 need thresholds from a split of other patients

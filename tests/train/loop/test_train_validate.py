@@ -4,7 +4,9 @@ import itertools
 import json
 import logging
 import math
+import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -393,6 +395,23 @@ def test_remove_records_after_keeps_earlier_records(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2}\nnonsense\n{"step": 3}\n{"step": 2')
     remove_records_after(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_terminal_shows_a_bar_with_the_remaining_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    logger = RunLogger(fakes.config(tmp_path), step=0, total_steps=4, active=True)
+    for _ in range(2):
+        time.sleep(0.15)
+        logger.advance()
+    timing = {"pairs_per_second": 8.0, "wait_share": 0.0, "seconds_left": 1.0}
+    logger.log_progress(2, {"loss": 0.5, "lr": 1e-3}, timing)
+    logger.close()
+    shown = capsys.readouterr().err
+    assert "2/4" in shown
+    assert re.search(r"\d\d:\d\d<\d\d:\d\d", shown), "elapsed and remaining time"
+    assert "loss 0.5000" in shown
 
 
 def test_console_logs_to_stderr_without_configured_logging(
