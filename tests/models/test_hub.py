@@ -84,7 +84,7 @@ def test_the_card_has_data_results_and_licence(trained: System, tmp_path: Path) 
     assert plain.data.library_name == "medvl"
     assert plain.data.pipeline_tag == "zero-shot-image-classification"
     assert (plain.data.license, plain.data.license_name) == ("other", "not-stated")
-    assert "| mimic-cxr | train | 9 | 2 | this training |" in plain.content
+    assert "| mimic-cxr | chest radiographs | train | 9 | 2 | this training |" in plain.content
     assert "None recorded" in plain.content
     assert not any(patient in plain.content for patient in MANIFEST.patients)
     folder = trained.save_pretrained(

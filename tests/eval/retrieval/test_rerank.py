@@ -301,7 +301,7 @@ def test_retrieval_command_reranks_with_another_checkpoint_or_its_own(
     for checkpoint, own in ((stream, False), (albef, True)):
         retrieval(EvalOptions(checkpoint=albef, **settings), rerank=checkpoint, shortlist=3)
         written = json.loads((checkpoint / "eval" / "retrieval" / "results.json").read_text())
-        assert written["protocol"] == {"name": "image_text_retrieval_reranked", "version": 2}
+        assert written["protocol"] == {"name": "image_text_retrieval_reranked", "version": 3}
         assert written["config"]["own_shortlist"] is own
         assert (written["inputs"]["shortlist_checkpoint"] is None) is own
     assert "recall@5" in capsys.readouterr().out

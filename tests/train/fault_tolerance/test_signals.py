@@ -20,6 +20,8 @@ import os, signal, sys
 from medvl.train.fault_tolerance.guards import StopSignals
 def send(name):
     os.kill(os.getpid(), getattr(signal, name))
+# A shell that starts the tests in the background has them ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 stop = StopSignals()
 """
 
