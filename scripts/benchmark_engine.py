@@ -81,7 +81,7 @@ def main() -> None:
         if options.images:
             root = folder / "mimic-cxr"
             phantom.write_mimic_cxr(root, patients=max(1, options.images // 3), size=options.size)
-            records = mimic_cxr.plan(root, deid).records[: options.images]
+            records = mimic_cxr.MimicCXR(root=root).plan(deid).records[: options.images]
             rows = RowCounts(read=len(records), kept=len(records))
             plan = Plan("mimic-cxr", records, (), rows)
             measure(plan, options, folder / "dicom", samples_per_shard=max(1, options.images // 24))
@@ -115,7 +115,7 @@ def small_files(folder: Path, count: int, deid: Deidentifier) -> Plan:
     columns = table.TableColumns(
         image_column="image", patient_column="patient", text_column=("text",)
     )
-    return table.plan(folder / "rows.jsonl", columns, deid)
+    return table.Table(table=folder / "rows.jsonl", columns=columns).plan(deid)
 
 
 def measure(plan: Plan, options: argparse.Namespace, folder: Path, samples_per_shard: int) -> None:

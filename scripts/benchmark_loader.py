@@ -114,7 +114,7 @@ def phantom_shards(folder: Path, patients: int) -> Path:
     phantom.write_mimic_cxr_jpg(folder / "corpus", patients=patients, size=512)
     deid = Deidentifier(bytes(32))
     write_shards(
-        mimic_cxr.plan(folder / "corpus", deid, split="train"),
+        mimic_cxr.MimicCXR(root=folder / "corpus", split="train").plan(deid),
         deid,
         ShardRun(out=folder / "shards"),
     )

@@ -41,7 +41,7 @@ def main() -> None:
                 }
                 file.write(json.dumps(row) + "\n")
         deid, before = Deidentifier(bytes(32)), peak()
-        plan = table.plan(folder / "rows.jsonl", COLUMNS, deid)
+        plan = table.Table(table=folder / "rows.jsonl", columns=COLUMNS).plan(deid)
         planned = peak()
         write_shards(plan, deid, ShardRun(out=folder / "shards", workers=1))
     print(

@@ -82,7 +82,7 @@ def phantom_shards(home: Path, images: int, size: int) -> ShardSource:
     """Write shards of about `images` phantom radiographs."""
     phantom.write_mimic_cxr_jpg(home / "corpus", patients=max(8, images // 3), size=size)
     deid = Deidentifier(bytes(32))
-    plan = mimic_cxr.plan(home / "corpus", deid, split="train")
+    plan = mimic_cxr.MimicCXR(root=home / "corpus", split="train").plan(deid)
     write_shards(plan, deid, ShardRun(out=home / "shards"), ShardOptions(keep_textless=True))
     return ShardSource(home / "shards" / "train")
 

@@ -103,7 +103,7 @@ def phantom_shards(home: Path, patients: int, per_shard: int) -> Path:
     """Return a folder of shards of the phantom at 512 pixels."""
     phantom.write_mimic_cxr_jpg(home / "phantom", patients=patients, size=512)
     deid = Deidentifier(bytes(16))
-    plan = mimic_cxr.plan(home / "phantom", deid, split="train")
+    plan = mimic_cxr.MimicCXR(root=home / "phantom", split="train").plan(deid)
     write_shards(
         plan, deid, ShardRun(out=home / "shards"), ShardOptions(samples_per_shard=per_shard)
     )

@@ -63,7 +63,7 @@ def main() -> None:
             root = folder / "mimic-cxr"
             phantom.write_mimic_cxr(root, patients=max(1, options.images // 3), size=options.size)
         deid = Deidentifier(bytes(32))
-        records = mimic_cxr.plan(root, deid).records[: options.images]
+        records = mimic_cxr.MimicCXR(root=root).plan(deid).records[: options.images]
         by_syntax(records, folder, options.repeats)
         by_workers(records, deid, folder, options.workers)
 

@@ -144,7 +144,7 @@ def write_data(folder: Path, patients: int, size: int) -> None:
     """Write a phantom MIMIC-CXR-JPG as shards, and the same samples as a CSV of JPEG files."""
     phantom.write_mimic_cxr_jpg(folder / "corpus", patients=patients, size=size)
     deid = Deidentifier(bytes(32))
-    plan = mimic_cxr.plan(folder / "corpus", deid, split="train")
+    plan = mimic_cxr.MimicCXR(root=folder / "corpus", split="train").plan(deid)
     write_shards(plan, deid, ShardRun(out=folder / "shards"), ShardOptions(short_side=size))
     source = ShardSource(folder / "shards/train")
     paths = {record.sample.key: record.sample.image for record in plan.records}

@@ -220,9 +220,11 @@ def _table(scratch: Path) -> Reader:
 
     def read(path: Path) -> None:
         shutil.copyfile(path, scratch / "t.jsonl")
-        for sample in table.plan(
-            scratch / "t.jsonl", columns, Deidentifier(bytes(32))
-        ).iter_samples():
+        for sample in (
+            table.Table(table=scratch / "t.jsonl", columns=columns)
+            .plan(Deidentifier(bytes(32)))
+            .iter_samples()
+        ):
             sample_to_json(sample)
 
     return Reader(read, ["".join(json.dumps(row) + "\n" for row in rows).encode()])

@@ -21,7 +21,7 @@ from medvl.schema import Sample
 
 def read(options: argparse.Namespace, deid: Deidentifier) -> Iterable[Sample]:
     """Return the images with their questions."""
-    return slake.plan(options.root, deid, language=options.language).iter_samples()
+    return slake.SLAKE(root=options.root, language=options.language).plan(deid).iter_samples()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from medvl.schema import Sample
 
 def read(options: argparse.Namespace, deid: Deidentifier) -> Iterable[Sample]:
     """Return the images with their questions."""
-    return vqa_rad.plan(options.root, deid, split=options.split).iter_samples()
+    return vqa_rad.VQARAD(root=options.root, split=options.split).plan(deid).iter_samples()
 
 
 if __name__ == "__main__":

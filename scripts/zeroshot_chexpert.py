@@ -97,9 +97,11 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def read_split(options: argparse.Namespace, split: str, deid: Deidentifier) -> FileSource:
+def read_split(
+    options: argparse.Namespace, split: chexpert.Split, deid: Deidentifier
+) -> FileSource:
     """Read the images of a split with their labels. Raises CorpusError."""
-    plan = chexpert.plan(options.root, deid, split=split)
+    plan = chexpert.CheXpert(root=options.root, split=split).plan(deid)
     samples = [
         sample
         for sample in plan.iter_samples()

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -213,9 +213,11 @@ def run_command(command: str, arguments: list[str]) -> str | None:
 
 
 def _run_of_family(
-    family: str, functions: dict[str, Callable[..., Any]], arguments: list[str]
+    family: str, functions: Mapping[str, Callable[..., Any]], arguments: list[str]
 ) -> str | None:
     if arguments[:1] in (["-h"], ["--help"]):
+        if family == "shards":
+            functions = _find("medvl.cli.shards.commands:COMMANDS").summaries()
         return family_help(family, functions)
     if not arguments or arguments[0].startswith("-"):
         got = f", got {arguments[0]}" if arguments else ""
@@ -223,6 +225,9 @@ def _run_of_family(
     name, *rest = arguments
     if name not in functions:
         raise _unknown(f"{family} {name}")
+    if family == "shards":
+        command = _find("medvl.cli.shards.corpora:corpus_command")(name)
+        return parse_and_run(f"{family} {name}", command, rest)
     if family != "eval":
         return parse_and_run(f"{family} {name}", functions[name], rest)
     from medvl.cli.eval.commands import joined_ranks

@@ -255,6 +255,8 @@ def quickstart(out: Path = Path("quickstart"), options: ViewsOptions = _DEFAULTS
         out: output folder; the presets read quickstart/ in the working directory.
         options: size and seed of the corpus; fewer patients for a trial of the software.
     """
+    from medvl.data.corpora.reports.mimic_cxr import MimicCXR
+
     out.mkdir(parents=True, exist_ok=True)
     salt = out / "salt"
     if (
@@ -268,7 +270,7 @@ def quickstart(out: Path = Path("quickstart"), options: ViewsOptions = _DEFAULTS
     run = ShardRun(out=of_shards, salt_file=salt, workers=options.workers)
     shared = corpora.ConversionOptions(run=run, options=ShardOptions(short_side=160))
     made = [
-        corpora.mimic_cxr(corpus, shared, views=("PA", "AP")),
+        corpora.convert_corpus(MimicCXR(root=corpus, views=("PA", "AP")), shared),
         text.vocab(of_shards / "train", out / "vocab", size=4000),
     ]
     return "\n".join([*made, "Next: medvl train convirt tiny"])

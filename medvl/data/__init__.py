@@ -31,6 +31,13 @@ if TYPE_CHECKING:
         Record as Record,
         read_record as read_record,
     )
+    from medvl.data.corpora.registry import (
+        Corpus as Corpus,
+        FileAccess as FileAccess,
+        corpus_class as corpus_class,
+        list_corpora as list_corpora,
+        register_corpus as register_corpus,
+    )
     from medvl.data.dicom.reader import DicomImage as DicomImage, read_dicom as read_dicom
     from medvl.data.images.codecs import (
         decode_image as decode_image,

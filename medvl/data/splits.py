@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from medvl.errors import ConfigError, SplitError
 
@@ -17,6 +17,35 @@ def check_name(name: str, field: str) -> None:
             f"letter or digit, got {name!r}"
         )
         raise ConfigError(message, "malformed", field=field)
+
+
+def parse_fractions(items: Sequence[str]) -> dict[str, float]:
+    """Return name -> fraction of splits given as NAME=FRACTION.
+
+    Raises ConfigError for other items, and as `check_fractions`.
+    """
+    try:
+        fractions = {name: float(value) for name, value in named_values(items, "splits").items()}
+    except ValueError:
+        message = f"expected --splits as NAME=FRACTION, got {' '.join(items)}"
+        raise ConfigError(message, "malformed", field="splits") from None
+    check_fractions(fractions)
+    return fractions
+
+
+def named_values(items: Sequence[str], field: str) -> dict[str, str]:
+    """Return NAME -> VALUE of items NAME=VALUE. Raises ConfigError ("malformed") for others, which
+    names the option `field`.
+    """
+    pairs = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            option = f"--{field.replace('_', '-')}"
+            message = f"expected {option} as NAME=VALUE, got {item!r}"
+            raise ConfigError(message, "malformed", field=field)
+        pairs[name] = value
+    return pairs
 
 
 def check_fractions(fractions: Mapping[str, float]) -> None:

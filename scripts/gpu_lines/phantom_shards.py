@@ -48,7 +48,7 @@ def write(folder: Path, patients: int, pixels: int) -> None:
         corpus, patients=patients, size=pixels, split=(1.0, 0.0, 0.0), workers=workers
     )
     deid = Deidentifier(bytes(32))
-    plan = mimic_cxr.plan(corpus, deid, split="train")
+    plan = mimic_cxr.MimicCXR(root=corpus, split="train").plan(deid)
     # A shard is the unit of work: all processes have several.
     options = ShardOptions(short_side=pixels, samples_per_shard=max(8, min(1000, patients // 16)))
     write_shards(plan, deid, ShardRun(out=part / "shards", workers=workers), options)

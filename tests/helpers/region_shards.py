@@ -96,7 +96,9 @@ def region_table(home: Path, corpus: str = "lab", images: int = 10, bright: int 
         split_column="split",
     )
     deid = Deidentifier(bytes(32))
-    plan = table.plan(home / "rows.csv", columns, deid, name=corpus, keep_imageless=True)
+    plan = table.Table(
+        table=home / "rows.csv", columns=columns, name=corpus, keep_imageless=True
+    ).plan(deid)
     write_shards(
         plan,
         deid,

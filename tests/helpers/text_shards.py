@@ -6,7 +6,7 @@ from pathlib import Path
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.documents import Document
-from medvl.data.corpora.text import TextOptions, plan
+from medvl.data.corpora.text import TextOptions, plan_documents
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
@@ -47,7 +47,7 @@ def write_text_shards(folder: Path, documents: int = 24, block_words: int = 0) -
     """Write shards of text and return their source."""
     deid = Deidentifier(b"s" * 32)
     texts = [Document(text=text) for text in make_documents(documents)]
-    planned = plan(
+    planned = plan_documents(
         texts, deid, options=TextOptions(block_words=block_words), fractions={"train": 1.0}
     )
     write_shards(planned, deid, ShardRun(out=folder, workers=1), ShardOptions(samples_per_shard=10))

@@ -86,7 +86,7 @@ def write_rad(root: Path, form: str = "mevf") -> Path:
 def write_rad_shards(home: Path) -> Path:
     """Write shards of that VQA-RAD, which splits questions instead of images."""
     deid = Deidentifier(bytes(32))
-    plan = vqa_rad.plan(write_rad(home / "rad"), deid)
+    plan = vqa_rad.VQARAD(root=write_rad(home / "rad")).plan(deid)
     write_shards(
         plan, deid, ShardRun(out=home / "shards", workers=1), ShardOptions(keep_textless=True)
     )

@@ -104,10 +104,12 @@ def test_kinds_of_synthetic_images_are_those_of_their_generators() -> None:
 
 
 def test_every_corpus_of_images_has_a_kind() -> None:
-    from medvl.cli.shards.commands import COMMANDS
+    from medvl.data import list_corpora
 
     own = {"generated", "table", "text", "webdataset", "concepts"}
-    assert {name for name in COMMANDS if name not in own and image_kind(name) is None} == set()
+    assert {
+        name for name in list_corpora() if name not in own and image_kind(name) is None
+    } == set()
 
 
 def test_the_warning_of_one_image_names_the_models_that_it_is_not_for(header: Any) -> None:

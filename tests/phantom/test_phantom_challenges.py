@@ -41,7 +41,7 @@ def pneumonia(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rsna_converter_reads_all_boxes(pneumonia: Path, deid: Deidentifier) -> None:
     read = {
         sample.image.stem: sample
-        for sample in rsna.plan(pneumonia, deid).iter_samples()
+        for sample in rsna.RSNA(root=pneumonia).plan(deid).iter_samples()
         if sample.image
     }
     views = {
@@ -90,7 +90,7 @@ def test_siim_converter_reads_all_masks(tmp_path: Path, deid: Deidentifier) -> N
         for patient in World(SEED).patients(count)
         for _, view in square_frontal_views(patient)
     }
-    samples = [sample for sample in siim.plan(root, deid).iter_samples() if sample.image]
+    samples = [sample for sample in siim.SIIM(root=root).plan(deid).iter_samples() if sample.image]
     with_mask = 0
     for sample in samples:
         assert sample.image is not None

@@ -271,8 +271,8 @@ def test_roco_is_reproducible(roco_root: Path, tmp_path: Path) -> None:
 def test_roco_converter_reads_all_figures(
     roco_root: Path, tmp_path: Path, deid: Deidentifier
 ) -> None:
-    plan = roco.plan(
-        roco_root, deid, references=roco_root / "roco_references"
+    plan = roco.ROCO(root=roco_root, references=roco_root / "roco_references").plan(
+        deid
     )  # raises unless splits are disjoint
     figures = {}
     for patient in World(SEED).patients(PATIENTS):
@@ -297,7 +297,7 @@ def test_roco_converter_reads_all_figures(
         manifest.samples + sum(manifest.excluded.values()) for manifest in manifests.values()
     )
     assert kept == len(figures)
-    others = roco.plan(roco_root, deid, non_radiology=True)
+    others = roco.ROCO(root=roco_root, non_radiology=True).plan(deid)
     charts = [
         f for p in World(SEED).patients(PATIENTS) for f in article_figures(p) if not f.radiology
     ]
@@ -330,8 +330,8 @@ def test_medicat_rows_have_the_fields_of_the_release(medicat_root: Path) -> None
 def test_medicat_converter_reads_all_figures(
     medicat_root: Path, tmp_path: Path, deid: Deidentifier
 ) -> None:
-    everything = medicat.plan(medicat_root, deid)
-    plan = medicat.plan(medicat_root, deid, radiology_only=True)
+    everything = medicat.MedICaT(root=medicat_root).plan(deid)
+    plan = medicat.MedICaT(root=medicat_root, radiology_only=True).plan(deid)
     figures = [
         figure for patient in World(SEED).patients(PATIENTS) for figure in article_figures(patient)
     ]

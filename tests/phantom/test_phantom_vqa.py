@@ -196,7 +196,7 @@ def test_vqa_rad_has_the_layout_and_fields_of_the_release(rad, deid):
     }
     with Image.open(rad / "images" / everything[0]["image_name"]) as image:
         assert (image.mode, max(image.size)) == ("L", SIZE)
-    plan = vqa_rad.plan(rad, deid)
+    plan = vqa_rad.VQARAD(root=rad).plan(deid)
     assert {record.sample.split for record in plan.records} == {"train", "test"}
     assert not plan.warnings
 
@@ -223,7 +223,7 @@ def test_answers_are_balanced_per_wording_and_split(rad):
 
 
 def test_question_only_baselines_are_near_chance(rad, deid):
-    data = VQAData.from_samples(vqa_rad.plan(rad, deid).iter_samples())
+    data = VQAData.from_samples(vqa_rad.VQARAD(root=rad).plan(deid).iter_samples())
     result = evaluate_answers(data, resamples=0).results
     for name in ("majority", "majority_by_kind", "question_lookup", "question_only"):
         assert result.row("accuracy", "closed", f"baseline: {name}").value <= 0.55
@@ -243,7 +243,7 @@ def test_slake_has_the_layout_and_fields_of_the_release(slake_root, deid):
     }  # fmt: skip
     assert all(row["img_name"] == f"xmlab{row['img_id']}/source.jpg" for row in rows)
     assert {row["modality"] for row in rows} == {"X-ray", "CT", "MRI"}
-    plan = slake.plan(slake_root, deid)
+    plan = slake.SLAKE(root=slake_root).plan(deid)
     assert {record.sample.split for record in plan.records} == {"train", "validate", "test"}
     assert all(record.sample.image.is_file() for record in plan.records)
 

@@ -1,62 +1,57 @@
-"""Table of the `medvl shards` commands."""
+"""The list of `medvl shards` commands, and commands on shards."""
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medvl.cli.shards import (
-    corpora,
-    labels,
-    labels as generated,
-    labels as masks,
-    labels as vqa,
-    labels as webdataset,
-    text,
-)
-from medvl.cli.shards.corpora import corpus_line
-from medvl.errors import ShardError, SplitError
+from medvl.cli.shards.corpora import corpus_command, corpus_line
+from medvl.data.corpora.registry import full_counts, list_corpora, summary
+from medvl.errors import ConfigError, ShardError, SplitError
 
 if TYPE_CHECKING:
     from medvl.data.shards.format import Manifest
     from medvl.data.shards.verify import RegionVerification
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "mimic-cxr": corpora.mimic_cxr,
-    "chexpert": corpora.chexpert,
-    "roco": corpora.roco,
-    "medicat": corpora.medicat,
-    "melinda": masks.melinda,
-    "openi": corpora.openi,
-    "r2gen-annotation": corpora.r2gen_annotation,
-    "medvill-jsonl": corpora.medvill_jsonl,
-    "m3ae-arrow": corpora.m3ae_arrow,
-    "padchest": corpora.padchest,
-    "vqa-rad": vqa.vqa_rad,
-    "slake": vqa.slake,
-    "vqa-med": vqa.vqa_med,
-    "path-vqa": vqa.path_vqa,
-    "rsna": labels.rsna,
-    "siim": labels.siim,
-    "qata": masks.qata,
-    "mosmed": masks.mosmed,
-    "monuseg": masks.monuseg,
-    "ms-cxr": labels.ms_cxr,
-    "ms-cxr-t": labels.ms_cxr_t,
-    "nih-cxr14": labels.nih_cxr14,
-    "covidx": labels.covidx,
-    "vindr-cxr": labels.vindr_cxr,
-    "chestxdet10": labels.chestxdet10,
-    "object-cxr": labels.object_cxr,
-    "text": text.text,
-    "concepts": text.concepts,
-    "webdataset": webdataset.webdataset,
-    "generated": generated.generated,
-    "table": corpora.table,
-}
-"""Name after `medvl shards` -> function, in the order of the help."""
+class CorpusCommands(Mapping[str, Callable[..., Any]]):
+    """Name after `medvl shards` -> its function, made from the class of the corpus on first use.
+
+    The function of a corpus whose package cannot be imported raises the error.
+    """
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        if name not in list_corpora():
+            raise KeyError(name)
+        try:
+            return corpus_command(name)
+        except ConfigError:
+            return self.summaries()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in list_corpora()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list_corpora())
+
+    def __len__(self) -> int:
+        return len(list_corpora())
+
+    def summaries(self) -> dict[str, Callable[..., Any]]:
+        """Return functions whose docstrings are the summaries, for lists. Imports no corpus."""
+        return {name: _named(name) for name in list_corpora()}
+
+
+COMMANDS = CorpusCommands()
+
+
+def _named(name: str) -> Callable[..., Any]:
+    def command() -> str:
+        return str(corpus_command(name)())
+
+    command.__doc__ = summary(name)
+    return command
 
 
 # `medvl verify`: folders of shards against their manifests, data cards and other folders.
@@ -141,32 +136,9 @@ def _print_regions(result: "RegionVerification") -> None:
 
 
 def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
-    from medvl.data.corpora.boxes_and_masks import (
-        chestxdet10,
-        lvit_layout,
-        object_cxr,
-        rsna,
-        siim,
-        vindr_cxr,
-    )
-    from medvl.data.corpora.figures import medicat, melinda, roco
-    from medvl.data.corpora.labels import chexpert, covidx, nih_cxr14
-    from medvl.data.corpora.questions import path_vqa, slake, vqa_med, vqa_rad
-    from medvl.data.corpora.reports import mimic_cxr, openi, padchest
     from medvl.data.shards.verify import compare_counts
 
-    modules = (
-        mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim,
-        nih_cxr14, covidx, vindr_cxr, padchest, chestxdet10, object_cxr, melinda,
-    )  # fmt: skip
-    corpora = {
-        **{module.NAME: module.COUNTS for module in modules},
-        **roco.COUNTS,
-        **lvit_layout.COUNTS,
-    }
-    expected = corpora.get(next(iter(manifests.values())).corpus)
-    if expected is None:
-        return
+    expected = full_counts(next(iter(manifests.values())).corpus)
     differing = compare_counts(manifests, expected)
     for name, (count, full_count) in differing.items():
         print(f"not the full release: {count} of {full_count} {name}")

@@ -7,15 +7,14 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
 from medvl.data.convert.options import ShardOptions, ShardRun
-from medvl.data.corpora.table import TableColumns
+from medvl.data.corpora.registry import Corpus, FileAccess, corpus_class
 from medvl.data.storage.location import locate
 from medvl.errors import ConfigError
 
@@ -33,7 +32,6 @@ _IDENTIFYING = (
     "name a person: check "
     "them, and de-identify the corpus and convert it again before you share the shards."
 )
-_FRACTIONS = ("train=0.8", "validate=0.1", "test=0.1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,246 +43,23 @@ class ConversionOptions:
     options: Flat[ShardOptions]
     """storage format of the images"""
 
-    def replace(self, **options: Any) -> "ConversionOptions":
-        """Return a copy with other values of `ShardOptions`."""
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
-
-    def textless(self) -> "ConversionOptions":
-        """Return a copy for a corpus of images without texts."""
-        return self.replace(keep_textless=True)
-
-    def deidentifier(self) -> "Deidentifier":
-        """Return the hasher of ids; errors as `deidentifier`."""
-        return deidentifier(self.run.salt_file, new_salt=self.run.new_salt)
+    def shard_options(self) -> ShardOptions:
+        """Return the storage format."""
+        return self.options
 
 
-def mimic_cxr(
-    root: Path,
-    shared: Flat[ConversionOptions],
-    *,
-    reports: Path | None = None,
-    labeler: Literal["chexpert", "negbio"] = "chexpert",
-    views: tuple[str, ...] = (),
-    without: tuple[Path, ...] = (),
-) -> str:
-    """Convert MIMIC-CXR (DICOM) or MIMIC-CXR-JPG, with the official split.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConversionOptions:
+    """Options of every conversion of texts without images."""
 
-    Args:
-        root: folder of the release: files/ and the tables.
-        shared: output, resources and storage format.
-        reports: folder with the reports' files/; default root.
-        labeler: labels of CheXpert or NegBio.
-        views: keep only these values of ViewPosition, such as PA AP.
-        without: folders of shards whose patients are excluded, such as MS-CXR for evaluation.
-    """
-    from medvl.data.convert.plan import hold_out
-    from medvl.data.corpora.reports import mimic_cxr as corpus
+    run: Flat[ShardRun]
+    """output folder, budget, workers"""
+    samples_per_shard: int = 10_000
+    """texts per shard."""
 
-    deid = shared.deidentifier()
-    links = shared.options.follow_links
-    plan = corpus.plan(
-        root, deid, reports=reports, labeler=labeler, views=views, follow_links=links
-    )
-    return convert(hold_out(plan, without, deid), deid, shared)
-
-
-def chexpert(root: Path, shared: Flat[ConversionOptions], *, frontal_only: bool = False) -> str:
-    """Convert CheXpert, which has labels and no text.
-
-    Args:
-        root: the folder CheXpert-v1.0-small or CheXpert-v1.0.
-        shared: output, resources and storage format.
-        frontal_only: exclude lateral views.
-    """
-    from medvl.data.corpora.labels import chexpert as corpus
-
-    return convert_corpus(corpus, root, shared.textless(), frontal_only=frontal_only)
-
-
-def roco(
-    root: Path,
-    shared: Flat[ConversionOptions],
-    *,
-    references: Path | None = None,
-    non_radiology: bool = False,
-    splits: Literal["official", "repaired", "by-article"] = "official",
-) -> str:
-    """Convert ROCO or ROCOv2, figures with captions.
-
-    Args:
-        root: folder with train/, validation/ and test/ (ROCO) or train_captions.csv (ROCOv2).
-        shared: output, resources and storage format.
-        references: folder of MedICaT's roco_*_references.jsonl: sentences about the figures of
-            ROCO.
-        non_radiology: convert the drawings and photographs of ROCO instead of its radiology.
-        splits: official refuses splits that share an article; repaired excludes the figures of
-            shared articles from the training splits; by-article draws new splits.
-    """
-    from medvl.data.corpora.figures import roco as corpus
-
-    return convert_corpus(
-        corpus, root, shared, references=references, non_radiology=non_radiology, splits=splits
-    )
-
-
-def medicat(
-    root: Path,
-    shared: Flat[ConversionOptions],
-    *,
-    radiology_only: bool = False,
-    splits: tuple[str, ...] = _FRACTIONS,
-) -> str:
-    """Convert MedICaT, figures with captions and the sentences that refer to them.
-
-    Args:
-        root: folder of the release: the table of figures and figures/.
-        shared: output, resources and storage format.
-        radiology_only: only figures that the release classifies as radiology.
-        splits: fractions of the splits, by article.
-    """
-    from medvl.data.corpora.figures import medicat as corpus
-
-    return convert_corpus(
-        corpus, root, shared, radiology_only=radiology_only, fractions=split_fractions(splits)
-    )
-
-
-def openi(
-    root: Path,
-    shared: Flat[ConversionOptions],
-    *,
-    images: Path | None = None,
-    views: tuple[str, ...] = (),
-    splits: tuple[str, ...] = _FRACTIONS,
-) -> str:
-    """Convert Open-i, chest radiographs of Indiana University with reports and 15 labels from their
-    MeSH terms.
-
-    Args:
-        root: folder with ecgen-radiology/ or NLMCXR_reports.tgz.
-        shared: output, resources and storage format.
-        images: folder of the PNG files; default NLMCXR_png in root.
-        views: keep only FRONTAL or LATERAL images; needs the table of projections.
-        splits: fractions of the splits, by report.
-    """
-    from medvl.data.corpora.reports import openi as corpus
-
-    return convert_corpus(
-        corpus, root, shared, images=images, views=views, fractions=split_fractions(splits)
-    )
-
-
-def r2gen_annotation(
-    root: Path, shared: Flat[ConversionOptions], *, images: Path | None = None
-) -> str:
-    """Convert R2Gen's preparation of IU X-ray (two views) or MIMIC-CXR, with its split.
-
-    Args:
-        root: folder with annotation.json.
-        shared: output, resources and storage format.
-        images: folder of the images; default images/ in root.
-    """
-    from medvl.data.corpora.reports import r2gen_annotation as corpus
-
-    return convert_corpus(corpus, root, shared, images=images)
-
-
-def medvill_jsonl(
-    root: Path,
-    shared: Flat[ConversionOptions],
-    *,
-    source: Literal["openi", "mimic"] = "openi",
-    images: Path | None = None,
-    patients: Path | None = None,
-) -> str:
-    """Convert MedViLL's preparation of Open-i or MIMIC-CXR (JSON lines), with its split.
-
-    Args:
-        root: folder with Train.jsonl, Valid.jsonl, Test.jsonl, or some of them.
-        shared: output, resources and storage format.
-        source: corpus that the files were made from.
-        images: folder that image paths are relative to; default root.
-        patients: mimic-cxr-2.0.0-split.csv(.gz), which names the patients of MIMIC-CXR.
-    """
-    from medvl.data.corpora.reports import medvill_jsonl as corpus
-
-    return convert_corpus(corpus, root, shared, source=source, images=images, patients=patients)
-
-
-def m3ae_arrow(
-    root: Path,
-    shared: Flat[ConversionOptions],
-    *,
-    splits: Literal["official", "repaired", "by-article"] = "official",
-) -> str:
-    """Convert M3AE's preparation of ROCO, MedICaT or MIMIC-CXR (Arrow files), with its split.
-
-    The images are unpacked into the private folder first, and removed from it at the end.
-
-    Args:
-        root: folder with NAME_train.arrow, NAME_val.arrow, NAME_test.arrow.
-        shared: output, resources and storage format.
-        splits: rule for articles in several splits: official refuses them, repaired keeps each in
-            one split, by-article splits anew.
-    """
-    from medvl.data.convert.conversion import PrivateFolder
-    from medvl.data.corpora.figures import m3ae_arrow as corpus
-
-    deid = shared.deidentifier()
-    unpacked = PrivateFolder(shared.run.local_out).create() / "images"
-    plan = corpus.plan(
-        root, deid, unpacked, splits=splits, follow_links=shared.options.follow_links
-    )
-    lines = convert(plan, deid, shared)
-    shutil.rmtree(unpacked)
-    return lines
-
-
-def table(
-    table: Path,
-    columns: Flat[TableColumns],
-    shared: Flat[ConversionOptions],
-    *,
-    name: str = "table",
-    image_root: Path | None = None,
-    where: tuple[str, ...] = (),
-    splits: tuple[str, ...] = _FRACTIONS,
-    parse_reports: bool = False,
-    keep_imageless: bool = False,
-) -> str:
-    """Convert your own table with one row per image, or per text without an image.
-
-    Without a text column, all images are kept, for their labels; without an image column, all
-    texts.
-
-    Args:
-        table: .csv, .jsonl (also .gz) or .parquet.
-        columns: names of its columns.
-        shared: output, resources and storage format.
-        name: name of the corpus.
-        image_root: folder that image paths are relative to; default: the folder of the table.
-        where: keep only rows with these values, such as source=nih.
-        splits: fractions of the splits, for a table without a split column.
-        parse_reports: split each text into report sections.
-        keep_imageless: keep rows with an empty image cell, as texts without an image.
-    """
-    from medvl.data.corpora import table as corpus
-
-    deid = shared.deidentifier()
-    plan = corpus.plan(
-        table,
-        columns,
-        deid,
-        name=name,
-        image_root=image_root,
-        where=named_values(where, "--where"),
-        fractions=split_fractions(splits),
-        parse_reports=parse_reports,
-        follow_links=shared.options.follow_links,
-        keep_imageless=keep_imageless,
-    )
-    textless = shared.options.keep_textless or not columns.text_column
-    return convert(plan, deid, shared.replace(keep_textless=textless))
+    def shard_options(self) -> ShardOptions:
+        """Return the storage format, with defaults for images."""
+        return ShardOptions(samples_per_shard=self.samples_per_shard)
 
 
 def merge(out: Path, parts: tuple[Path, ...]) -> str:
@@ -330,52 +105,50 @@ def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidenti
     return Deidentifier.from_file(path, create=create)
 
 
-def padchest(
-    root: Path,
-    shared: Flat[ConversionOptions],
-    *,
-    images: Path | None = None,
-    annotators: Literal["all", "physician"] = "all",
-    text: Literal["english", "spanish"] = "english",
-    views: tuple[str, ...] = (),
-    splits: tuple[str, ...] = _FRACTIONS,
-) -> str:
-    """Convert PadChest: labels, and sentences of findings with their places.
+def corpus_command(name: str) -> Callable[..., str]:
+    """Return the function of `medvl shards NAME`, made from the fields of the corpus's class.
 
-    Args:
-        root: folder with the table.
-        shared: output, resources and storage format.
-        images: folder with 0/ to 54/, or with all PNG files; default root.
-        annotators: physician excludes images labelled by a model only.
-        text: english writes sentences from the names of findings and places; spanish keeps the
-            reports' word stems.
-        views: keep only these of PA, AP, LATERAL and COSTAL.
-        splits: fractions of the splits, by patient.
+    Raises ConfigError as `corpus_class`.
     """
-    from medvl.data.corpora.reports import padchest as corpus
+    cls = corpus_class(name)
 
-    return convert_corpus(
-        corpus, root, shared, images=images, annotators=annotators, text=text, views=views,
-        fractions=split_fractions(splits),
-    )  # fmt: skip
+    def command(corpus: Corpus, shared: ConversionOptions | TextConversionOptions) -> str:
+        return convert_corpus(corpus, shared)
+
+    flat: Any = Flat  # the classes are known at run time only
+    shared = ConversionOptions if cls.has_images else TextConversionOptions
+    command.__annotations__ = {"corpus": flat[cls], "shared": flat[shared]}
+    command.__doc__ = cls.__doc__
+    return command
 
 
-def convert_corpus(
-    corpus: ModuleType, root: Path, shared: ConversionOptions, **settings: Any
-) -> str:
-    """Plan a corpus with these settings and convert it, as `convert`."""
-    deid = shared.deidentifier()
-    return convert(
-        corpus.plan(root, deid, follow_links=shared.options.follow_links, **settings), deid, shared
+def convert_corpus(corpus: Corpus, shared: ConversionOptions | TextConversionOptions) -> str:
+    """Plan and convert a corpus. Returns its notes, one line per split with its counts, and the
+    warnings.
+    """
+    from medvl.data.convert.conversion import PrivateFolder
+    from medvl.data.convert.plan import hold_out
+
+    deid = deidentifier(shared.run.salt_file, new_salt=shared.run.new_salt)
+    options = shared.shard_options()
+    unpacked = PrivateFolder(shared.run.local_out).path / "images"
+    access = FileAccess(follow_links=options.follow_links, unpacked=unpacked)
+    plan = hold_out(corpus.plan(deid, access), corpus.excluded_folders(), deid)
+    options = dataclasses.replace(
+        options,
+        keep_textless=options.keep_textless or corpus.keeps_textless(),
+        color=options.color or corpus.color,
     )
+    lines = _convert(plan, deid, shared.run, options)
+    if unpacked.is_dir():
+        shutil.rmtree(unpacked)
+    return "\n".join([*corpus.notes(plan), *lines])
 
 
-def convert(plan: "Plan", deid: "Deidentifier", shared: ConversionOptions) -> str:
-    """Convert a plan. Returns one line per split with its counts, and the warnings."""
+def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> list[str]:
     from medvl.data.convert.pipeline import write_shards
 
-    run = shared.run
-    lines = _report(run.local_out, write_shards(plan, deid, run, shared.options))
+    lines = _report(run.local_out, write_shards(plan, deid, run, options))
     if plan.rows.messages:
         lines.append(f"skipped rows: {plan.rows.describe_skipped()}")
     if run.part is not None:
@@ -392,16 +165,7 @@ def convert(plan: "Plan", deid: "Deidentifier", shared: ConversionOptions) -> st
     lines.append(
         f"Wrote {run.local_out}. Do not share {private.name}: it names the source of each sample."
     )
-    return "\n".join(lines)
-
-
-def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
-    """Parse `NAME=FRACTION ...`. Raises ConfigError."""
-    try:
-        return {name: float(value) for name, value in named_values(items, "--splits").items()}
-    except ValueError:
-        message = f"expected --splits as NAME=FRACTION, got {' '.join(items)}"
-        raise ConfigError(message, "malformed", field="splits") from None
+    return lines
 
 
 def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
@@ -452,20 +216,3 @@ def corpus_line(manifest: "Manifest") -> str:
         if excluded
         else ""
     )
-
-
-def named_values(items: tuple[str, ...], option: str) -> dict[str, str]:
-    """Return NAME -> VALUE of items NAME=VALUE. Raises ConfigError ("malformed"), which names
-    `option`, for others.
-    """
-    pairs = {}
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals or not name:
-            raise ConfigError(
-                f"expected {option} as NAME=VALUE, got {item!r}",
-                "malformed",
-                field=option.strip("-"),
-            )
-        pairs[name] = value
-    return pairs

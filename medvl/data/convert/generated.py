@@ -2,14 +2,16 @@
 `data_cards/generated.md`.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
-from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.images.generated import GeneratedImages
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.labeler import conventions_named, label_report
@@ -21,63 +23,75 @@ from medvl.schema import FINDINGS, ConventionsName, Sample
 CORPUS = "generated"
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    sources: Sequence[Path] = (),
-    name: str = CORPUS,
-    split: str = "train",
-    conventions: ConventionsName = "chexpert",
-) -> Plan:
-    """Return the records of a folder of generated images.
+@register_corpus("generated")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated(Corpus):
+    """Convert generated images to shards for training, with the generator's hash and training data
+    in the manifest.
 
-    The text of an image is its prompt, and its labels are the findings that the prompt states
-    (`medvl.data.reports.labeler`). Its patient is that of the prompt, so that images of a test
-    patient's report do not train a model that is tested on that patient. Prompts without a source
-    are their own patients.
-
-    Args:
-        root: the folder.
-        deid: hasher with the salt of the real shards.
-        sources: shards whose texts are the prompts; needed where they are.
-        name: name of the corpus.
-        split: the one split.
-        conventions: what the labeler takes as present and as uncertain.
-
-    Raises:
-        ConfigError: `sources` are missing or have not all prompts.
-        CorpusError: the folder is damaged or not complete.
-        SplitError: `sources` were hashed with another salt.
+    Evaluations refuse such shards as test data, and treat a model that is trained on them as
+    trained on the generator's training data too.
     """
-    check_name(name, "name")
-    check_name(split, "split")
-    images = GeneratedImages.open(root)
-    patients = _patients(images, deid, sources)
-    rows = RowCounts()
-    records = Records()
-    trained_on = images.train_manifests()
-    for number, row in enumerate(rows.reading(images.rows)):
-        images.pixels(number)  # raises where they are not those that were generated
-        patient = (
-            deid.patient(f"prompt {row.prompt}")
-            if row.source_key is None
-            else patients[row.source_key]
+
+    labels: ClassVar[tuple[str, ...]] = FINDINGS
+
+    root: Path
+    """folder of medvl generate."""
+    source: tuple[Path, ...] = ()
+    """folders of the shards whose texts are the prompts, for their patients."""
+    name: str = CORPUS
+    """name of the corpus."""
+    split: str = "train"
+    """name of the split."""
+    conventions: ConventionsName = "chexpert"
+    """what counts as positive and as uncertain in a prompt."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Return the records of a folder of generated images.
+
+        The text of an image is its prompt, and its labels are the findings that the prompt states
+        (`medvl.data.reports.labeler`). Its patient is that of the prompt, so that images of a test
+        patient's report do not train a model that is tested on that patient. Prompts without a
+        source are their own patients.
+
+        Raises:
+            ConfigError: `source` is missing or has not all prompts.
+            CorpusError: the folder is damaged or not complete.
+            SplitError: the sources were hashed with another salt.
+        """
+        check_name(self.name, "name")
+        check_name(self.split, "split")
+        images = GeneratedImages.open(self.root)
+        patients = _patients(images, deid, self.source)
+        rows = RowCounts()
+        records = Records()
+        trained_on = images.train_manifests()
+        for number, row in enumerate(rows.reading(images.rows)):
+            images.pixels(number)  # raises where they are not those that were generated
+            patient = (
+                deid.patient(f"prompt {row.prompt}")
+                if row.source_key is None
+                else patients[row.source_key]
+            )
+            sample = generated_sample(
+                images,
+                number,
+                patient=patient,
+                corpus=self.name,
+                split=self.split,
+                conventions=self.conventions,
+            )
+            records.append(Record(sample))
+            rows.kept += 1
+        return Plan(
+            corpus=self.name,
+            records=records,
+            label_names=FINDINGS,
+            rows=rows,
+            warnings=Counter(generator_of_unknown_training_data=0 if trained_on else len(images)),
+            folders=access.folders(self.root),
+            generators=({"sha256": images.generation.generator, "trained_on": trained_on},),
         )
-        sample = generated_sample(
-            images, number, patient=patient, corpus=name, split=split, conventions=conventions
-        )
-        records.append(Record(sample))
-        rows.kept += 1
-    return Plan(
-        corpus=name,
-        records=records,
-        label_names=FINDINGS,
-        rows=rows,
-        warnings=Counter(generator_of_unknown_training_data=0 if trained_on else len(images)),
-        folders=InputFolders.of(root),
-        generators=({"sha256": images.generation.generator, "trained_on": trained_on},),
-    )
 
 
 def generated_sample(

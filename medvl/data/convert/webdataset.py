@@ -10,7 +10,8 @@ from medvl.common.files import RunLock, subfolder
 from medvl.data.convert.conversion import PrivateFolder
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.corpora import webdataset_tars as corpus
+from medvl.data.corpora.registry import FileAccess
+from medvl.data.corpora.webdataset_tars import WebdatasetTars
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import MANIFEST
 from medvl.data.storage.cache import Cache
@@ -30,7 +31,7 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     be detected; a warning is logged. The folder is identified by the names and sizes of the tars.
 
     Raises ConfigError, ShardError, StorageError and CorpusError as
-    `medvl.data.corpora.webdataset_tars.plan`.
+    `medvl.data.corpora.webdataset_tars.WebdatasetTars.plan`.
     """
     tars = expand_tars([pattern])
     fields = fields or TarFields()
@@ -48,7 +49,8 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
         if not (out / _SPLIT / MANIFEST).is_file():
             deid = Deidentifier(hashlib.sha256(b"webdataset tars").digest())
             unpacked = PrivateFolder(out).create() / "images"
-            plan = corpus.plan([pattern], deid, unpacked, fields=fields, fractions={_SPLIT: 1.0})
+            tars_of = WebdatasetTars(tars=(pattern,), members=fields, splits=(f"{_SPLIT}=1",))
+            plan = tars_of.plan(deid, FileAccess(unpacked=unpacked))
             write_shards(
                 plan,
                 deid,

@@ -11,22 +11,52 @@ segments separated by tabs; the other lines are names of the concept:
 Splits are by concept: the concepts of validation have no fact in training.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
 
 from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.common.tables import Plan
-from medvl.data.corpora.text import TextOptions, plan as plan_text
-from medvl.data.knowledge.graph import KnowledgeGraph
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
+from medvl.data.corpora.text import TextOptions, plan_documents
+from medvl.data.knowledge.graph import KnowledgeGraph, read_definitions, read_knowledge
 from medvl.data.privacy import Deidentifier
-from medvl.data.splits import DEFAULT_FRACTIONS
+from medvl.data.splits import DEFAULT_FRACTIONS, parse_fractions
 from medvl.data.transforms.text_sequences import SEGMENTS
 
 
-def plan(
+@register_corpus("concepts")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Concepts(Corpus):
+    """Convert the facts of a knowledge graph, for pretraining a text encoder on them
+    (recipes/kebert.py).
+    """
+
+    has_images: ClassVar[bool] = False
+
+    knowledge: Path
+    """graph of `medvl knowledge build`."""
+    umls: Path | None = None
+    """release of UMLS with MRDEF.RRF, for definitions; default relations alone."""
+    name: str = "concepts"
+    """name of the corpus."""
+    splits: tuple[str, ...] = ("train=0.98", "validate=0.01", "test=0.01")
+    """fractions of the splits, by concept."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the facts of the graph and of the definitions, as `plan_facts`."""
+        graph = read_knowledge(self.knowledge)
+        definitions = {} if self.umls is None else read_definitions(self.umls, graph.identifiers)
+        fractions = parse_fractions(self.splits)
+        return plan_facts(graph, deid, definitions, name=self.name, fractions=fractions)
+
+
+def plan_facts(
     graph: KnowledgeGraph,
     deid: Deidentifier,
+    definitions: Mapping[str, Sequence[str]],
     *,
-    definitions: Mapping[str, Sequence[str]] | None = None,
     name: str = "concepts",
     fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
 ) -> Plan:
@@ -43,14 +73,9 @@ def plan(
 
     Raises CorpusError when there is no fact.
     """
+    facts = _facts(graph, deid, definitions, name)
     options = TextOptions(block_words=0)
-    return plan_text(
-        _facts(graph, deid, definitions or {}, name),
-        deid,
-        name=name,
-        options=options,
-        fractions=fractions,
-    )
+    return plan_documents(facts, deid, name=name, options=options, fractions=fractions)
 
 
 def _facts(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.process import memory_limited
-from medvl.common.untrusted import ANYWHERE, InputFolders
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import (
     IMAGES,
@@ -37,11 +37,18 @@ from medvl.data.corpora.common.tables import (
     number_table_rows,
     report_sections,
 )
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import CODES, Deidentifier, cap_age, find_identifiers, free_texts
 from medvl.data.reports.headings import column_section
 from medvl.data.reports.sections import parse_report
 from medvl.data.reports.sentences import join_texts
-from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
+from medvl.data.splits import (
+    DEFAULT_FRACTIONS,
+    check_name,
+    hash_split,
+    named_values,
+    parse_fractions,
+)
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
@@ -107,82 +114,93 @@ class TableColumns:
         ]
 
 
-def plan(
-    table: Path,
-    columns: TableColumns,
-    deid: Deidentifier,
-    *,
-    name: str = "table",
-    image_root: Path | None = None,
-    where: Mapping[str, str] | None = None,
-    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
-    parse_reports: bool = False,
-    follow_links: bool = False,
-    keep_imageless: bool = False,
-) -> Plan:
-    """Plan the samples of a table; no image is opened.
+@register_corpus("table")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table(Corpus):
+    """Convert your own table with one row per image, or per text without an image.
 
-    Args:
-        table: `.csv` or `.tsv` (any separator; UTF-8), `.jsonl`, these with `.gz`, or `.parquet`.
-        columns: its column names by meaning.
-        deid: hashes patient, study and image.
-        name: name of the corpus in keys and manifests.
-        image_root: folder that image paths are relative to and must be inside of; default the
-            table's folder.
-        where: keep only rows whose column has this value.
-        fractions: fractions of the splits, when the table has no split column.
-        parse_reports: split texts with headers into sections (FINDINGS, ...), without those that
-            identify a person.
-        follow_links: also read images that links out of `image_root` lead to, as in trees of
-            git-annex.
-        keep_imageless: keep rows whose image cell is empty, as texts without an image.
-
-    Invalid rows are counted as skipped; `Plan.rows.messages` names file, row and problem of each.
-
-    Raises CorpusError when the table cannot be read, lacks a column or lists an image file twice;
-    SplitError when a patient is in two splits; ConfigError when the name or the fractions are
-    invalid.
+    Without a text column, all images are kept, for their labels; without an image column, all
+    texts.
     """
-    check_name(name, "name")
-    table = Path(table)
-    where = dict(where or {})
-    root = Path(image_root) if image_root is not None else table.parent
-    folders = InputFolders.of(root, follow_links=follow_links)
-    _check_root(table, root, columns)
-    if columns.split_column is None:
-        check_fractions(fractions)
-    required = [*columns.names(), *where]
 
-    def is_selected(row: Mapping[str, Any]) -> bool:
-        return all(equals(row[column], value) for column, value in where.items())
+    table: Path
+    """.csv, .jsonl (also .gz) or .parquet."""
+    columns: TableColumns
+    """names of its columns."""
+    name: str = "table"
+    """name of the corpus."""
+    image_root: Path | None = None
+    """folder that image paths are relative to; default: the folder of the table."""
+    where: tuple[str, ...] = ()
+    """keep only rows with these values, such as source=nih."""
+    splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1")
+    """fractions of the splits, for a table without a split column."""
+    parse_reports: bool = False
+    """split each text into report sections."""
+    keep_imageless: bool = False
+    """keep rows with an empty image cell, as texts without an image."""
 
-    # The table is read twice, for its labels and for its rows, because it may not fit in memory.
-    valid = (row for _, row in _read_rows(table, required) if not isinstance(row, CorpusError))
-    labels = _collect_labels(filter(is_selected, valid), columns, table)
-    real = Path(os.path.realpath(root))
-    warnings = Counter[str]()
-    reader = _RowReader(
-        table, real, columns, deid, name, fractions, parse_reports, labels, warnings, keep_imageless
-    )
-    rows = RowCounts("rows" if columns.image_column is None else IMAGES)
-    records = Records()
-    checks = RowChecks(table)
-    for number, row in rows.reading(_read_rows(table, required)):
-        try:
-            if isinstance(row, CorpusError):
-                raise row
-            if not is_selected(row):
-                rows.exclude("where")
-                continue
-            sample = reader.sample(number, row)
-        except CorpusError as error:
-            rows.skip(f"{'cell' if error.field else 'row'}_{error.code}", message=str(error))
-        else:
-            records.append(Record(sample))
-            rows.kept += 1
-            checks.add(number, sample)
-    checks.finish()
-    return Plan(name, records, labels.names, rows, +warnings, folders)
+    def keeps_textless(self) -> bool:
+        return not self.columns.text_column
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of the table; no image is opened.
+
+        Invalid rows are counted as skipped; `Plan.rows.messages` names file, row and problem of
+        each.
+
+        Raises CorpusError when the table cannot be read, lacks a column or lists an image file
+        twice; SplitError when a patient is in two splits; ConfigError when an option is invalid.
+        """
+        check_name(self.name, "name")
+        table = self.table
+        columns = self.columns
+        where = named_values(self.where, "where")
+        root = self.image_root if self.image_root is not None else table.parent
+        folders = access.folders(root)
+        _check_root(table, root, columns)
+        fractions = DEFAULT_FRACTIONS if columns.split_column else parse_fractions(self.splits)
+        required = [*columns.names(), *where]
+
+        def is_selected(row: Mapping[str, Any]) -> bool:
+            return all(equals(row[column], value) for column, value in where.items())
+
+        # The table may not fit in memory: it is read for its labels, then for its rows.
+        valid = (row for _, row in _read_rows(table, required) if not isinstance(row, CorpusError))
+        labels = _collect_labels(filter(is_selected, valid), columns, table)
+        real = Path(os.path.realpath(root))
+        warnings = Counter[str]()
+        reader = _RowReader(
+            table,
+            real,
+            columns,
+            deid,
+            self.name,
+            fractions,
+            self.parse_reports,
+            labels,
+            warnings,
+            self.keep_imageless,
+        )
+        rows = RowCounts("rows" if columns.image_column is None else IMAGES)
+        records = Records()
+        checks = RowChecks(table)
+        for number, row in rows.reading(_read_rows(table, required)):
+            try:
+                if isinstance(row, CorpusError):
+                    raise row
+                if not is_selected(row):
+                    rows.exclude("where")
+                    continue
+                sample = reader.sample(number, row)
+            except CorpusError as error:
+                rows.skip(f"{'cell' if error.field else 'row'}_{error.code}", message=str(error))
+            else:
+                records.append(Record(sample))
+                rows.kept += 1
+                checks.add(number, sample)
+        checks.finish()
+        return Plan(self.name, records, labels.names, rows, +warnings, folders)
 
 
 def _check_root(table: Path, root: Path, columns: TableColumns) -> None:

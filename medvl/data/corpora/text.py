@@ -15,12 +15,22 @@ from typing import Any
 
 from medvl.common.config_io import check_within
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.corpora.common.documents import Document, HashSet, HeldOutTexts, words_of
+from medvl.data.corpora.common.documents import (
+    Document,
+    HashSet,
+    HeldOutTexts,
+    words_of,
+)
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.privacy import Deidentifier
-from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
+from medvl.data.splits import (
+    DEFAULT_FRACTIONS,
+    check_fractions,
+    check_name,
+    hash_split,
+)
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
@@ -45,7 +55,7 @@ class TextOptions:
         check_within(self, "[0, inf)", "min_words", "block_words")
 
 
-def plan(
+def plan_documents(
     documents: Iterable[Document],
     deid: Deidentifier,
     *,

@@ -5,20 +5,22 @@ key is the hash of corpus, tar and key, as the tars of one data set often number
 alike.
 """
 
+import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.files import private_folder, write_atomic
+from medvl.common.files import write_atomic
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import first_text
-from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
+from medvl.data.splits import check_name, hash_split, parse_fractions
 from medvl.data.storage.location import Location
 from medvl.data.storage.webdataset_tars import (
     TarCounts,
@@ -35,57 +37,72 @@ SECTION = "caption"
 """Section of the texts."""
 
 
-def plan(
-    tars: Sequence[str | Path],
-    deid: Deidentifier,
-    unpacked: Path,
-    *,
-    name: str = "webdataset",
-    fields: TarFields | None = None,
-    group: str | None = None,
-    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
-) -> Plan:
-    """Read tars through webdataset, unpack their images and plan their samples.
+@register_corpus("webdataset")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WebdatasetTars(Corpus):
+    """Convert webdataset tars without a manifest (PMC-OA, BIOMEDICA, open_clip's): .jpg .txt .json
+    of each sample.
 
-    Args:
-        tars: paths or addresses, with webdataset's braces.
-        deid: hasher of keys and groups.
-        unpacked: folder that the images are unpacked into; images that are there are kept.
-        name: name of the corpus.
-        fields: suffixes of image and text.
-        group: member or field that names the patient or article of a sample, such as `json:pmcid`:
-            splits are disjoint by it, and shared ones are found in other shards. None: each sample
-            is a group of its own.
-        fractions: fractions of the splits.
-
-    Raises:
-        ConfigError: a pattern, the name or the fractions cannot be used, or two tars have one name.
-        ShardError: a tar is missing or damaged.
-        StorageError: a remote store cannot be reached.
-        CorpusError: there is no sample.
+    The images are unpacked into the private folder first, and removed from it at the end.
     """
-    check_name(name, "name")
-    check_fractions(fractions)
-    found = expand_tars(tars)
-    repeated = [tar for tar, count in Counter(tar.name for tar in found).items() if count > 1]
-    if repeated:
-        message = (
-            f"several tars are named {repeated[0]}, which keys depend on; convert them "
-            f"one by one, or rename them"
+
+    tars: tuple[str, ...]
+    """paths or addresses of the tars, with webdataset's braces: 'pmc/{00000..00042}.tar'."""
+    name: str = "webdataset"
+    """name of the corpus."""
+    group: str | None = None
+    """member or field of the JSON that names the patient or article, such as json:pmcid. Splits are
+    disjoint by it; without it, each sample is a group of its own, and shared patients or articles
+    cannot be noticed.
+    """
+    splits: tuple[str, ...] = ("train=0.98", "validate=0.01", "test=0.01")
+    """fractions of the splits."""
+    members: TarFields
+    """names of the members."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Read tars through webdataset, unpack their images and plan their samples.
+
+        Raises:
+            ConfigError: a pattern, the name or the fractions cannot be used, or two tars have one
+                name.
+            ShardError: a tar is missing or damaged.
+            StorageError: a remote store cannot be reached.
+            CorpusError: there is no sample.
+        """
+        check_name(self.name, "name")
+        fractions = parse_fractions(self.splits)
+        found = expand_tars(self.tars)
+        repeated = [tar for tar, count in Counter(tar.name for tar in found).items() if count > 1]
+        if repeated:
+            message = (
+                f"several tars are named {repeated[0]}, which keys depend on; convert them "
+                f"one by one, or rename them"
+            )
+            raise ConfigError(message, "conflict", field="tars")
+        unpacked = access.unpack_folder()
+        reader = _Reader(deid, unpacked, self.name, self.members, self.group, fractions)
+        records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
+        if not records:
+            detail = f"{listed(reader.rows.left_out) or 'none read'}; {reader.counts}"
+            message = (
+                f"{describe_tars(found)}: no sample is left ({detail}); check the suffixes of "
+                f"image and text"
+            )
+            raise CorpusError(message, "empty")
+        reader.warnings["members_with_dots_not_read"] = reader.counts.nested
+        return Plan(
+            self.name, records, (), reader.rows, +reader.warnings, InputFolders.of(unpacked)
         )
-        raise ConfigError(message, "conflict", field="tars")
-    private_folder(unpacked)
-    reader = _Reader(deid, unpacked, name, fields or TarFields(), group, fractions)
-    records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
-    if not records:
-        detail = f"{listed(reader.rows.left_out) or 'none read'}; {reader.counts}"
-        message = (
-            f"{describe_tars(found)}: no sample is left ({detail}); check the suffixes of "
-            f"image and text"
-        )
-        raise CorpusError(message, "empty")
-    reader.warnings["members_with_dots_not_read"] = reader.counts.nested
-    return Plan(name, records, (), reader.rows, +reader.warnings, InputFolders.of(unpacked))
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Return a warning about patients that are not noticed, where no group is given."""
+        if self.group is not None:
+            return []
+        return [
+            "No --group was given: patients or articles shared by splits, or with other shards, "
+            "are not noticed."
+        ]
 
 
 class _Reader:

@@ -12,7 +12,7 @@ from helpers.generated_images import write_generated
 from helpers.mimic_files import textured
 from helpers.shard_plans import OPTIONS, make_plan
 
-from medvl.data.convert.generated import plan
+from medvl.data.convert.generated import Generated
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading.sources import ConcatSource, Subset, check_real
@@ -68,7 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         manifests=[Manifest.read(found["seen"])],
     )
     found["root"] = root / "images-from-text"
-    made = plan(found["root"], DEID, sources=[found["prompts"]])
+    made = Generated(root=found["root"], source=(found["prompts"],)).plan(DEID)
     write_shards(made, DEID, ShardRun(out=root / "synthetic", workers=1), OPTIONS)
     return {**found, "synthetic": root / "synthetic" / "train"}
 
@@ -90,11 +90,11 @@ def test_labels_of_prompts_follow_the_conventions(tmp_path):
     write_generated(tmp_path, [textured(5, 32, 32)], ["Probable left pleural effusion."])
     found = {}
     for name in ("chexpert", "indexed"):
-        (record,) = plan(tmp_path, DEID, conventions=name).records
+        (record,) = Generated(root=tmp_path, conventions=name).plan(DEID).records
         found[record.sample.extra["conventions"]] = record.sample.labels["Pleural Effusion"]
     assert found == {"chexpert": -1, "indexed": 1}
     with raises(ConfigError, "unknown_name", "conventions"):
-        plan(tmp_path, DEID, conventions="radiologists")
+        Generated(root=tmp_path, conventions="radiologists").plan(DEID)
 
 
 def test_the_manifest_has_the_generator_and_its_training_data(folders):
@@ -167,12 +167,13 @@ def test_synthetic_images_are_refused_as_test_data(folders):
 
 def test_prompts_need_the_shards_that_they_come_from(folders, tmp_path):
     with raises(ConfigError, "missing", "source"):
-        plan(folders["root"], DEID)
+        Generated(root=folders["root"]).plan(DEID)
     with raises(CorpusError, "not_found", "source"):
-        plan(folders["root"], DEID, sources=[folders["other"]])
+        Generated(root=folders["root"], source=(folders["other"],)).plan(DEID)
     with raises(SplitError, "mismatch", "salt"):
-        plan(folders["root"], Deidentifier(b"1" * 32), sources=[folders["prompts"]])
-    free = plan(write_generated(tmp_path / "free", [textured(1, 32, 32)], ["Edema."]).folder, DEID)
+        Generated(root=folders["root"], source=(folders["prompts"],)).plan(Deidentifier(b"1" * 32))
+    folder = write_generated(tmp_path / "free", [textured(1, 32, 32)], ["Edema."]).folder
+    free = Generated(root=folder).plan(DEID)
     assert free.records[0].sample.sections == {"caption": "Edema."}
     assert free.warnings["generator_of_unknown_training_data"] == 1
 
@@ -181,4 +182,4 @@ def test_replaced_images_are_refused(tmp_path):
     images = write_generated(tmp_path, [textured(number, 32, 32) for number in (1, 2)], ["a", "b"])
     (tmp_path / images.rows[0].file).write_bytes((tmp_path / images.rows[1].file).read_bytes())
     with raises(CorpusError, "mismatch"):
-        plan(tmp_path, DEID)
+        Generated(root=tmp_path).plan(DEID)

@@ -14,6 +14,7 @@ from helpers.shard_plans import OPTIONS, make_plan, reseal
 
 from medvl.cli import main as cli
 from medvl.common.untrusted import InputFolders
+from medvl.data import FileAccess
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.plan import ShardPlan
@@ -94,12 +95,12 @@ def test_a_linked_report_does_not_bring_other_texts_into_shards(
     pipe.unlink()
     os.mkfifo(pipe)
     run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=9)
-    manifests = write_shards(mimic_cxr.plan(mimic_root, deid), deid, run)
+    manifests = write_shards(mimic_cxr.MimicCXR(root=mimic_root).plan(deid), deid, run)
     assert manifests["validate"].skipped == manifests["test"].skipped == {"report_unreadable": 1}
     assert not any(
         b"0123456789abcdef" in path.read_bytes() for path in (tmp_path / "out").rglob("*.tar")
     )
-    trusted = mimic_cxr.plan(mimic_root, deid, follow_links=True)
+    trusted = mimic_cxr.MimicCXR(root=mimic_root).plan(deid, FileAccess(follow_links=True))
     write_shards(trusted, deid, ShardRun(out=tmp_path / "trusted", workers=1, max_skipped=9))
     assert ShardSource(tmp_path / "trusted/validate").sample(0).sections == {
         "findings": "0123456789abcdef"
@@ -144,13 +145,13 @@ def test_linked_tables_are_refused(mimic_root: Path, tmp_path: Path, deid: Deide
     metadata.rename(outside / metadata.name)
     metadata.symlink_to(outside / metadata.name)
     with raises(CorpusError, "outside_folder", names=metadata.name):
-        mimic_cxr.plan(mimic_root, deid)
-    assert mimic_cxr.plan(mimic_root, deid, follow_links=True).records
+        mimic_cxr.MimicCXR(root=mimic_root).plan(deid)
+    assert mimic_cxr.MimicCXR(root=mimic_root).plan(deid, FileAccess(follow_links=True)).records
     (tmp_path / "slake").mkdir()
     (outside / "train.json").write_text("[]")
     (tmp_path / "slake/train.json").symlink_to(outside / "train.json")
     with raises(CorpusError, "outside_folder", names="train.json"):
-        slake.plan(tmp_path / "slake", deid)
+        slake.SLAKE(root=tmp_path / "slake").plan(deid)
 
 
 def write_table(folder: Path, *rows: dict[str, object]) -> Path:
@@ -176,7 +177,7 @@ def test_hostile_rows_are_skipped(
     tmp_path: Path, deid: Deidentifier, row: dict[str, object], reason: str
 ) -> None:
     assert_skipped(
-        table.plan(write_table(tmp_path / "t", row), COLUMNS, deid),
+        table.Table(table=write_table(tmp_path / "t", row), columns=COLUMNS).plan(deid),
         reason,
         names="t.jsonl, row 1: ",
     )
@@ -200,7 +201,7 @@ def test_endless_cells_and_lines_raise(tmp_path: Path, deid: Deidentifier, suffi
             gzip.compress(text.encode(), 1) if suffix.endswith("gz") else text.encode()
         )
     with raises(CorpusError, "too_large"):
-        table.plan(path, COLUMNS, deid)
+        table.Table(table=path, columns=COLUMNS).plan(deid)
 
 
 @pytest.mark.fault("S17")
@@ -208,10 +209,10 @@ def test_hostile_json_and_pickles_raise(tmp_path: Path, deid: Deidentifier) -> N
     for name in ("train", "validate", "test"):
         (tmp_path / f"{name}.json").write_text("[" * 100_000)
     with raises(CorpusError, "malformed"):
-        slake.plan(tmp_path, deid)
+        slake.SLAKE(root=tmp_path).plan(deid)
     path = write_table(tmp_path / "t")
     path.write_text("[" * 100_000)
-    assert_skipped(table.plan(path, COLUMNS, deid), "row_malformed")
+    assert_skipped(table.Table(table=path, columns=COLUMNS).plan(deid), "row_malformed")
     for part in ("train", "val", "test"):
         (tmp_path / "qas" / part).mkdir(parents=True)
         (tmp_path / f"qas/{part}/{part}_qa.json").write_text(
@@ -223,13 +224,13 @@ def test_hostile_json_and_pickles_raise(tmp_path: Path, deid: Deidentifier) -> N
     ):
         (tmp_path / "qas/train/train_qa.pkl").write_bytes(pickle.dumps([row]))
         with raises(CorpusError, "malformed"):
-            path_vqa.plan(tmp_path, deid)
+            path_vqa.PathVQA(root=tmp_path).plan(deid)
     (tmp_path / "qas/train/train_qa.pkl").unlink()
     (tmp_path / "qas/train/train_qa.json").unlink()
     row = {"sent": "b", "label": {"yes": 1, "no": "x"}, "img_id": "a"}
     (tmp_path / "qas/train_vqa.json").write_text(json.dumps([row]))
     with raises(CorpusError, "wrong_type", "label"):
-        path_vqa.plan(tmp_path, deid)
+        path_vqa.PathVQA(root=tmp_path).plan(deid)
 
 
 @pytest.mark.fault("S17")
@@ -289,10 +290,12 @@ def test_shards_with_fields_of_other_types_are_named(tmp_path: Path, deid: Deide
 
 
 READERS = [
-    *(ROOT / "medvl/data/corpora").rglob("*.py"),
+    *(ROOT / "medvl/data/corpora").glob("*/*.py"),
+    *(ROOT / f"medvl/data/corpora/{name}.py" for name in ("table", "text", "concepts")),
+    ROOT / "medvl/data/corpora/webdataset_tars.py",
     *(
         ROOT / f"medvl/data/{name}.py"
-        for name in ("images/read", "dicom/reader", "reports/sections", "reports/openi_xml")
+        for name in ("images/read", "dicom/reader", "reports/sections")
     ),
 ]
 

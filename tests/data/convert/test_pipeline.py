@@ -408,7 +408,7 @@ def test_mimic_cxr_is_converted_without_identifiers(
     mimic_root: Path, tmp_path: Path, deid: Deidentifier
 ) -> None:
     manifests = write_shards(
-        mimic_cxr.plan(mimic_root, deid),
+        mimic_cxr.MimicCXR(root=mimic_root).plan(deid),
         deid,
         ShardRun(out=tmp_path / "out", workers=1),
         ShardOptions(short_side=64),
@@ -440,7 +440,7 @@ def test_missing_reports_are_skipped_and_latin_1_reports_are_read(
     latin = mimic_root / "files/p10/p10000764/s57375967.txt"
     latin.write_bytes(" FINDINGS: M\xe9diastinum widened.\n".encode("latin-1"))
     run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=1)
-    manifests = write_shards(mimic_cxr.plan(mimic_root, deid), deid, run)
+    manifests = write_shards(mimic_cxr.MimicCXR(root=mimic_root).plan(deid), deid, run)
     assert manifests["validate"].skipped == {"report_missing": 1}
     assert manifests["test"].warnings["not_utf8"] == 1
     assert (

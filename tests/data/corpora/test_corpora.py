@@ -33,7 +33,10 @@ from medvl.schema import FINDINGS, Sample
 
 
 def test_mimic_samples_match_tables_and_reports(mimic_root: Path, deid: Deidentifier) -> None:
-    samples = {sample.key: sample for sample in mimic_cxr.plan(mimic_root, deid).iter_samples()}
+    samples = {
+        sample.key: sample
+        for sample in mimic_cxr.MimicCXR(root=mimic_root).plan(deid).iter_samples()
+    }
     assert len(samples) == len(IMAGES)
     for subject, study, dicom_id, view, split in IMAGES:
         sample = samples[deid.image(dicom_id)]
@@ -53,7 +56,7 @@ def test_mimic_samples_match_tables_and_reports(mimic_root: Path, deid: Deidenti
 
 
 def test_mimic_samples_contain_no_raw_ids(mimic_root: Path, deid: Deidentifier) -> None:
-    samples = list(mimic_cxr.plan(mimic_root, deid).iter_samples())
+    samples = list(mimic_cxr.MimicCXR(root=mimic_root).plan(deid).iter_samples())
     assert len(samples) == len(IMAGES)
     for sample in samples:
         stored = sample_to_json(sample).decode()
@@ -78,7 +81,7 @@ def test_mimic_studies_are_ordered_by_date_and_time_which_are_not_kept(
         for subject, study, image, view, _ in IMAGES
     ]
     write_csv_gz(mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz", columns, rows)
-    samples = list(mimic_cxr.plan(mimic_root, deid).iter_samples())
+    samples = list(mimic_cxr.MimicCXR(root=mimic_root).plan(deid).iter_samples())
     assert [sample.order for sample in samples] == [0, 0, 1, None, 0]
     for sample in samples:
         assert not re.search("2180|2200|93012|213014", sample_to_json(sample).decode())
@@ -87,21 +90,21 @@ def test_mimic_studies_are_ordered_by_date_and_time_which_are_not_kept(
 def test_mimic_views_and_split_select_and_count_images(
     mimic_root: Path, deid: Deidentifier
 ) -> None:
-    frontal = mimic_cxr.plan(mimic_root, deid, views=("PA", "AP"))
+    frontal = mimic_cxr.MimicCXR(root=mimic_root, views=("PA", "AP")).plan(deid)
     assert len(frontal.records) == 3
     assert frontal.excluded == {"view": 2}
-    assert len(mimic_cxr.plan(mimic_root, deid, split="test").records) == 1
+    assert len(mimic_cxr.MimicCXR(root=mimic_root, split="test").plan(deid).records) == 1
     with raises(ConfigError, "unknown_name", "split"):
-        mimic_cxr.plan(mimic_root, deid, split="dev")
+        mimic_cxr.MimicCXR(root=mimic_root, split="dev").plan(deid)
 
 
 def test_mimic_images_without_labels_are_counted(mimic_root: Path, deid: Deidentifier) -> None:
-    assert not mimic_cxr.plan(mimic_root, deid).warnings
+    assert not mimic_cxr.MimicCXR(root=mimic_root).plan(deid).warnings
     rows = [["1", "50000001.0", *["1"] * len(FINDINGS)]]
     write_csv_gz(
         mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows
     )
-    plan = mimic_cxr.plan(mimic_root, deid)
+    plan = mimic_cxr.MimicCXR(root=mimic_root).plan(deid)
     assert plan.warnings == {"no_labels": len(plan.records)}
 
 
@@ -112,12 +115,12 @@ def test_mimic_missing_table_or_column_raises(mimic_root: Path, deid: Deidentifi
         [],
     )
     with raises(CorpusError, "missing", "Support Devices", names="chexpert.csv.gz"):
-        mimic_cxr.plan(mimic_root, deid)
+        mimic_cxr.MimicCXR(root=mimic_root).plan(deid)
     (mimic_root / "mimic-cxr-2.0.0-split.csv.gz").unlink()
     with raises(CorpusError, "not_found", names="mimic-cxr-2.0.0-split.csv.gz"):
-        mimic_cxr.plan(mimic_root, deid, labeler="negbio")
+        mimic_cxr.MimicCXR(root=mimic_root, labeler="negbio").plan(deid)
     with raises(CorpusError, "not_found", "reports"):
-        mimic_cxr.plan(mimic_root / "files", deid)
+        mimic_cxr.MimicCXR(root=mimic_root / "files").plan(deid)
 
 
 @pytest.mark.parametrize("column", ["dicom_id", "subject_id", "study_id"])
@@ -135,7 +138,7 @@ def test_mimic_id_with_a_path_raises(mimic_root: Path, deid: Deidentifier, colum
         "split"],
                  [[row["dicom_id"], row["study_id"], row["subject_id"], "train"]])  # fmt: skip
     with raises(CorpusError, "malformed"):
-        mimic_cxr.plan(mimic_root, deid)
+        mimic_cxr.MimicCXR(root=mimic_root).plan(deid)
 
 
 def test_mimic_invalid_label_raises(mimic_root: Path, deid: Deidentifier) -> None:
@@ -144,7 +147,7 @@ def test_mimic_invalid_label_raises(mimic_root: Path, deid: Deidentifier) -> Non
         mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows
     )
     with raises(CorpusError, "malformed", "Atelectasis"):
-        mimic_cxr.plan(mimic_root, deid)
+        mimic_cxr.MimicCXR(root=mimic_root).plan(deid)
 
 
 @pytest.mark.parametrize("damage", [b"", b"not gzip", "truncated"])
@@ -154,7 +157,7 @@ def test_mimic_damaged_table_raises(
     path = mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz"
     path.write_bytes(path.read_bytes()[:40] if damage == "truncated" else damage)
     with raises(CorpusError, "malformed", names="metadata.csv.gz"):
-        mimic_cxr.plan(mimic_root, deid)
+        mimic_cxr.MimicCXR(root=mimic_root).plan(deid)
 
 
 CHEXPERT_COLUMNS = ["Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", "No Finding",
@@ -226,7 +229,7 @@ def chexpert_root(tmp_path: Path) -> Path:
 
 
 def test_chexpert_samples_match_tables(chexpert_root: Path, deid: Deidentifier) -> None:
-    samples = list(chexpert.plan(chexpert_root, deid).iter_samples())
+    samples = list(chexpert.CheXpert(root=chexpert_root).plan(deid).iter_samples())
     assert [sample.split for sample in samples] == ["train", "train", "train", "valid", "test"]
     assert [sample.view for sample in samples] == ["AP", "PA", "LATERAL", "AP", "FRONTAL"]
     assert [sample.sex for sample in samples] == ["F", None, "M", "M", None]
@@ -242,19 +245,19 @@ def test_chexpert_samples_match_tables(chexpert_root: Path, deid: Deidentifier) 
 def test_chexpert_excludes_laterals_and_raises_on_malformed_tables(
     chexpert_root: Path, deid: Deidentifier
 ) -> None:
-    plan = chexpert.plan(chexpert_root, deid, frontal_only=True, split="train")
+    plan = chexpert.CheXpert(root=chexpert_root, frontal_only=True, split="train").plan(deid)
     assert len(plan.records) == 2
     assert plan.excluded == {"lateral": 1}
     with raises(CorpusError, "not_found"):
-        chexpert.plan(chexpert_root / "train", deid)
+        chexpert.CheXpert(root=chexpert_root / "train").plan(deid)
     (chexpert_root / "valid.csv").write_text(",".join(CHEXPERT_COLUMNS[:-1]) + "\n")
     with raises(CorpusError, "missing", "Support Devices", names="valid.csv"):
-        chexpert.plan(chexpert_root, deid)
+        chexpert.CheXpert(root=chexpert_root).plan(deid)
     (chexpert_root / "valid.csv").write_text(
         ",".join(CHEXPERT_COLUMNS) + "\n" + "../../etc/passwd,," + "," * 16 + "\n"
     )
     with raises(CorpusError, "malformed", "Path"):
-        chexpert.plan(chexpert_root, deid)
+        chexpert.CheXpert(root=chexpert_root).plan(deid)
 
 
 ROWS = [
@@ -311,7 +314,7 @@ def write_rows(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["csv", "csv.gz", "jsonl", "parquet"])
 def test_table_formats_give_equal_samples(tmp_path: Path, deid: Deidentifier, kind: str) -> None:
-    plan = table.plan(write_rows(tmp_path, kind), COLUMNS, deid, name="lab")
+    plan = table.Table(table=write_rows(tmp_path, kind), columns=COLUMNS, name="lab").plan(deid)
     assert plan.label_names == ("plane=Axial", "plane=Sagittal", "edema", "mass")
     first, second, third = (record.sample for record in plan.records)
     assert first.labels == {"plane=Axial": 1, "plane=Sagittal": 0, "edema": 0, "mass": 1}
@@ -347,7 +350,9 @@ def test_table_where_split_column_and_parse_reports_are_applied(
         split_column="part",
         extra_column=("source",),
     )
-    plan = table.plan(path, columns, deid, where={"source": "x"}, parse_reports=True)
+    plan = table.Table(table=path, columns=columns, where=("source=x",), parse_reports=True).plan(
+        deid
+    )
     assert [record.sample.extra for record in plan.records] == [{"source": "x"}] * 2
     assert plan.excluded == {"where": 1}
     assert plan.records[0].sample.sections == {"findings": "Clear.", "impression": "Normal."}
@@ -374,7 +379,7 @@ def hospital_sample(
     columns = TableColumns(
         image_column="image", patient_column="patient", text_column=tuple(reports)
     )
-    plan = table.plan(path, columns, deid, parse_reports=True)
+    plan = table.Table(table=path, columns=columns, parse_reports=True).plan(deid)
     return plan.records[0].sample, plan.warnings
 
 
@@ -446,7 +451,7 @@ def test_table_where_matches_booleans(
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = TableColumns(image_column="image", patient_column="patient", text_column=("text",))
-    plan = table.plan(path, columns, deid, where={"seen": wanted})
+    plan = table.Table(table=path, columns=columns, where=(f"seen={wanted}",)).plan(deid)
     assert [record.sample.image.name for record in plan.records if record.sample.image] == kept
 
 
@@ -472,37 +477,39 @@ def test_table_invalid_row_is_skipped(
     )
     code, column = expected
     assert_skipped(
-        table.plan(path, columns, deid), f"cell_{code}", names=f"rows.jsonl, row 1: {column} "
+        table.Table(table=path, columns=columns).plan(deid),
+        f"cell_{code}",
+        names=f"rows.jsonl, row 1: {column} ",
     )
 
 
 def test_table_unreadable_file_raises(tmp_path: Path, deid: Deidentifier) -> None:
     path = write_rows(tmp_path, "csv")
     with raises(CorpusError, "missing", "report"):
-        table.plan(
-            path,
-            TableColumns(image_column="image", patient_column="patient", text_column=("report",)),
-            deid,
-        )
+        table.Table(
+            table=path,
+            columns=TableColumns(
+                image_column="image", patient_column="patient", text_column=("report",)
+            ),
+        ).plan(deid)
     with raises(CorpusError, "not_found"):
-        table.plan(tmp_path / "none.csv", COLUMNS, deid)
+        table.Table(table=tmp_path / "none.csv", columns=COLUMNS).plan(deid)
     with raises(CorpusError, "unsupported"):
-        table.plan(tmp_path / "rows.xlsx", COLUMNS, deid)
+        table.Table(table=tmp_path / "rows.xlsx", columns=COLUMNS).plan(deid)
     (tmp_path / "bad.jsonl").write_text('{"image": 1\n')
-    plan = table.plan(tmp_path / "bad.jsonl", COLUMNS, deid)
+    plan = table.Table(table=tmp_path / "bad.jsonl", columns=COLUMNS).plan(deid)
     assert_skipped(plan, "row_malformed", names="row 1: cannot be read as JSON")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
     with raises(CorpusError, "malformed"):
-        table.plan(tmp_path / "bad.parquet", COLUMNS, deid)
+        table.Table(table=tmp_path / "bad.parquet", columns=COLUMNS).plan(deid)
     (tmp_path / "latin.csv").write_bytes("image,patient\na.png,J\xf6rg\n".encode("latin-1"))
     with raises(CorpusError, "malformed"):
-        table.plan(
-            tmp_path / "latin.csv",
-            TableColumns(image_column="image", patient_column="patient"),
-            deid,
-        )
+        table.Table(
+            table=tmp_path / "latin.csv",
+            columns=TableColumns(image_column="image", patient_column="patient"),
+        ).plan(deid)
     with raises(ConfigError, "out_of_range", "splits"):
-        table.plan(path, COLUMNS, deid, fractions={"train": 0.5})
+        table.Table(table=path, columns=COLUMNS, splits=("train=0.5",)).plan(deid)
 
 
 @pytest.mark.parametrize("kind", ["alone", "among others", "shared by rows"])
@@ -531,7 +538,7 @@ def test_parquet_cells_are_refused_before_they_take_memory(
     pyarrow.set_memory_pool(pool)
     try:
         with raises(CorpusError, "too_large"):
-            table.plan(tmp_path / "rows.parquet", columns, deid)
+            table.Table(table=tmp_path / "rows.parquet", columns=columns).plan(deid)
     finally:
         pyarrow.set_memory_pool(before)
     assert pool.max_memory() < 32 << 20
@@ -579,14 +586,6 @@ def run_python(code: str, *arguments: Path) -> list[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True
     ).stdout.split()
-
-
-def test_data_cards_contain_the_counts_of_verify() -> None:
-    cards = Path(__file__).parents[3] / "data_cards"
-    for module in (mimic_cxr, chexpert):
-        card = (cards / f"{module.NAME}.md").read_text()
-        for name, count in module.COUNTS.items():
-            assert f"| {name} | {count:,} |" in card
 
 
 def test_fixture_images_differ() -> None:

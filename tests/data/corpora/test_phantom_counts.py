@@ -14,7 +14,7 @@ import pytest
 
 from medvl.cli import main as cli
 from medvl.cli.phantom import COMMANDS as LAYOUTS
-from medvl.cli.shards.commands import COMMANDS as CORPORA
+from medvl.data import list_corpora
 from medvl.data.shards.format import Manifest, split_folders
 
 NOT_CONVERTED = {"umls", "contact-sheet"}
@@ -112,9 +112,9 @@ def images_of(out: Path) -> Iterator[Path]:
 
 
 def test_every_layout_has_a_corpus() -> None:
-    assert {
-        CORPUS_OF.get(layout, layout) for layout in LAYOUTS.keys() - NOT_CONVERTED
-    } <= CORPORA.keys()
+    assert {CORPUS_OF.get(layout, layout) for layout in LAYOUTS.keys() - NOT_CONVERTED} <= set(
+        list_corpora()
+    )
     assert SELECTION.keys() | ROOT_OF.keys() | CORPUS_OF.keys() <= LAYOUTS.keys()
 
 

@@ -15,6 +15,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.cli import main as cli
+from medvl.data import FileAccess
 from medvl.data.corpora.figures import m3ae_arrow
 from medvl.data.corpora.reports import medvill_jsonl
 from medvl.data.privacy import Deidentifier
@@ -56,7 +57,7 @@ def test_medvill_openi(tmp_path: Path, deid: Deidentifier) -> None:
         Train=[line("2548"), line("60", label="''")],
         Test=[line("1000", text=" ")],
     )
-    plan = medvill_jsonl.plan(root, deid)
+    plan = medvill_jsonl.MedViLLJsonl(root=root).plan(deid)
     first, second, test = plan.iter_samples()
     assert first.patient == deid.patient("CXR2548"), "the patient of the Open-i shards"
     assert first.sections == {"findings": "Moderate cardiomegaly. No effusion."}
@@ -72,7 +73,7 @@ def test_medvill_labels_in_another_form_are_counted(tmp_path: Path, deid: Deiden
         tmp_path / "openi",
         Train=[line("1", label="Edema, Pneumonia"), line("2"), line("3", label="")],
     )
-    plan = medvill_jsonl.plan(root, deid)
+    plan = medvill_jsonl.MedViLLJsonl(root=root).plan(deid)
     assert plan.warnings == {"label_unreadable": 1}
 
 
@@ -84,15 +85,19 @@ def test_medvill_mimic_with_and_without_the_table_of_patients(
     (tmp_path / "split.csv").write_text(
         "dicom_id,study_id,subject_id,split\n02aa804e-bde0,50414267,10000032,train\nx,5,6,test\n"
     )
-    plan = medvill_jsonl.plan(root, deid, source="mimic", patients=tmp_path / "split.csv")
+    plan = medvill_jsonl.MedViLLJsonl(
+        root=root, source="mimic", patients=tmp_path / "split.csv"
+    ).plan(deid)
     study, image, unknown = plan.iter_samples()
     assert study.patient == image.patient == deid.patient("10000032")
     assert study.study == image.study == deid.study("10000032", "50414267")
     assert unknown.patient == deid.patient("s59999999")
     assert plan.warnings == {"patient_unknown": 1}
-    assert medvill_jsonl.plan(root, deid, source="mimic").warnings == {"patient_unknown": 3}
+    assert medvill_jsonl.MedViLLJsonl(root=root, source="mimic").plan(deid).warnings == {
+        "patient_unknown": 3
+    }
     with raises(ConfigError, "conflict", "patients"):
-        medvill_jsonl.plan(root, deid, patients=tmp_path / "split.csv")
+        medvill_jsonl.MedViLLJsonl(root=root, patients=tmp_path / "split.csv").plan(deid)
 
 
 @pytest.mark.parametrize("change", [{"img": "../../etc/passwd"}, {"text": None}, {"id": "a/b"}])
@@ -100,10 +105,10 @@ def test_medvill_refuses_malformed_lines(
     change: dict[str, Any], tmp_path: Path, deid: Deidentifier
 ) -> None:
     with raises(CorpusError, "not_found"):
-        medvill_jsonl.plan(tmp_path, deid)
+        medvill_jsonl.MedViLLJsonl(root=tmp_path).plan(deid)
     (tmp_path / "Train.jsonl").write_text(json.dumps({**line("1"), **change}))
     with raises(CorpusError, "malformed"):
-        medvill_jsonl.plan(tmp_path, deid)
+        medvill_jsonl.MedViLLJsonl(root=tmp_path).plan(deid)
 
 
 def arrow(path: Path, rows: list[tuple[Any, list[str], str]], **columns: Any) -> None:
@@ -135,7 +140,9 @@ def test_m3ae_figures_and_reports(tmp_path: Path, deid: Deidentifier) -> None:
         [(png(2), ["No effusion.", "Normal heart."], study)],
         **labels,
     )
-    plan = m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked")
+    plan = m3ae_arrow.M3AEArrow(root=tmp_path).plan(
+        deid, FileAccess(unpacked=tmp_path / "unpacked")
+    )
     samples = {sample.key: sample for sample in plan.iter_samples()}
     figure, roco, other, report = (samples[deid.image(name)] for name in (*names, study))
     assert figure.sections == {"caption": CAPTION, "reference-1": REFERENCE}
@@ -159,30 +166,37 @@ def test_the_caption_of_a_figure_of_roco_follows_its_references(
         tmp_path / "roco_train.arrow",
         [(png(), text, name) for text, name in zip(texts, names, strict=True)],
     )
-    first, second = m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked").iter_samples()
+    first, second = (
+        m3ae_arrow.M3AEArrow(root=tmp_path)
+        .plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
+        .iter_samples()
+    )
     assert first.sections == {"caption": CAPTION, "reference-1": REFERENCE}
     assert second.sections == {"caption": CAPTION}
 
 
 def test_m3ae_refuses_other_files(tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "not_found"):
-        m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked")
+        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
     path = tmp_path / "vqa_rad_train.arrow"
     arrow(path, [(png(), ["a"], "x")], questions=[["Is it?"]])
     with raises(CorpusError, "unsupported"):
-        m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked")
+        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
     for content in (b"", b"ARROW1\0\0", path.read_bytes()[:-40]):
         path.write_bytes(content)
         with raises(CorpusError, "malformed"):
-            m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked")
+            m3ae_arrow.M3AEArrow(root=tmp_path).plan(
+                deid, FileAccess(unpacked=tmp_path / "unpacked")
+            )
     arrow(path, [("text", ["a"], "x")])
     with raises(CorpusError, "malformed"):
-        m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked")
+        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
 
 
 READ_ARROW = """
 import sys
 from pathlib import Path
+from medvl.data import FileAccess
 from medvl.data.corpora.figures import m3ae_arrow
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
@@ -190,7 +204,9 @@ from medvl.errors import CorpusError
 root = Path(sys.argv[1])
 m3ae_arrow._BATCH_MEMORY = 1 << 26
 try:
-    plan = m3ae_arrow.plan(root, Deidentifier.from_file(root / "salt", create=True), root / "unpacked")
+    corpus = m3ae_arrow.M3AEArrow(root=root)
+    deid = Deidentifier.from_file(root / "salt", create=True)
+    plan = corpus.plan(deid, FileAccess(unpacked=root / "unpacked"))
     print(len(list(plan.iter_samples())))
 except CorpusError as error:
     print(error.code)

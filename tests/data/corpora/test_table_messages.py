@@ -42,9 +42,14 @@ def write(folder: Path, content: str | bytes, name: str = "rows.csv") -> Path:
 def test_separator_is_detected(
     tmp_path: Path, deid: Deidentifier, separator: str, name: str
 ) -> None:
-    expected = [record.sample for record in table.plan(write(tmp_path, CSV), COLUMNS, deid).records]
+    expected = [
+        record.sample
+        for record in table.Table(table=write(tmp_path, CSV), columns=COLUMNS).plan(deid).records
+    ]
     path = write(tmp_path, "\ufeff" + CSV.replace(",", separator), name)
-    assert [record.sample for record in table.plan(path, COLUMNS, deid).records] == expected
+    assert [
+        record.sample for record in table.Table(table=path, columns=COLUMNS).plan(deid).records
+    ] == expected
 
 
 def test_separator_is_detected_where_a_column_is_missing(
@@ -52,7 +57,7 @@ def test_separator_is_detected_where_a_column_is_missing(
 ) -> None:
     path = write(tmp_path, "image;patient;edema\na.png;p1;1\n")
     with raises(CorpusError, "missing", "text", names="it has image, patient, edema"):
-        table.plan(path, COLUMNS, deid)
+        table.Table(table=path, columns=COLUMNS).plan(deid)
 
 
 def test_first_row_is_not_quoted_where_the_header_is_missing(
@@ -60,7 +65,7 @@ def test_first_row_is_not_quoted_where_the_header_is_missing(
 ) -> None:
     path = write(tmp_path, "a.png,Jane Roe,Edema.,1\nb.png,p2,Clear.,0\n")
     with raises(CorpusError, "missing", "image", names="4 fields") as caught:
-        table.plan(path, COLUMNS, deid)
+        table.Table(table=path, columns=COLUMNS).plan(deid)
     assert "Roe" not in str(caught.value)
     assert "a.png" not in str(caught.value)
 
@@ -74,7 +79,7 @@ def test_other_encodings_are_refused_with_the_way_to_convert(
 ) -> None:
     path = write(tmp_path, CSV.replace("Clear", "Köln").encode(encoding))
     with raises(CorpusError, "malformed", names=f"iconv -f {advice}") as caught:
-        table.plan(path, COLUMNS, deid)
+        table.Table(table=path, columns=COLUMNS).plan(deid)
     assert "copy it again" not in str(caught.value)
     assert "ln lungs" not in str(caught.value)
 
@@ -82,13 +87,15 @@ def test_other_encodings_are_refused_with_the_way_to_convert(
 def test_repeated_column_is_refused_by_name(tmp_path: Path, deid: Deidentifier) -> None:
     path = write(tmp_path, "image,patient,text,edema,edema\na.png,p1,Clear.,0,1\n")
     with raises(CorpusError, "conflict", "edema"):
-        table.plan(path, COLUMNS, deid)
+        table.Table(table=path, columns=COLUMNS).plan(deid)
     unread = write(tmp_path, "image,patient,text,edema,note,note\na.png,p1,Clear.,0,x,y\n")
-    assert len(table.plan(unread, COLUMNS, deid).records) == 1
+    assert len(table.Table(table=unread, columns=COLUMNS).plan(deid).records) == 1
 
 
 def plan_rows(folder: Path, deid: Deidentifier, rows: str, columns: TableColumns = COLUMNS) -> Plan:
-    return table.plan(write(folder, "image,patient,text,edema,split\n" + rows), columns, deid)
+    return table.Table(
+        table=write(folder, "image,patient,text,edema,split\n" + rows), columns=columns
+    ).plan(deid)
 
 
 def samples(
@@ -125,9 +132,9 @@ def test_missing_patients_and_categories_are_not_words(tmp_path: Path, deid: Dei
     columns = TableColumns(
         image_column="image", patient_column="patient", category_column=("edema",)
     )
-    plan = table.plan(
-        write(tmp_path, "image,patient,edema\na.png,p,yes\nb.png,q,NaN\n"), columns, deid
-    )
+    plan = table.Table(
+        table=write(tmp_path, "image,patient,edema\na.png,p,yes\nb.png,q,NaN\n"), columns=columns
+    ).plan(deid)
     assert plan.label_names == ("edema=yes",)
 
 
@@ -157,7 +164,9 @@ def test_invalid_rows_count_towards_the_budget_and_are_listed(
     columns = TableColumns(
         image_column="image", patient_column="patient", text_column=("text",), tags_column=("text",)
     )
-    plan = table.plan(write(tmp_path, rows), columns, deid, fractions={"train": 1.0})
+    plan = table.Table(table=write(tmp_path, rows), columns=columns, splits=("train=1.0",)).plan(
+        deid
+    )
     assert_skipped(plan, "row_malformed", "cell_missing", names="rows.csv, row 4: image is empty")
     assert plan.label_names == ("Clear.", "Edema.", "Nodule.")
     for name in "ac":
@@ -207,9 +216,9 @@ def test_patient_in_two_splits_is_named_by_row(tmp_path: Path, deid: Deidentifie
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", "..", "a\nb"])
 def test_names_with_a_path_are_refused(tmp_path: Path, deid: Deidentifier, name: str) -> None:
     with raises(ConfigError, "malformed", "name"):
-        table.plan(write(tmp_path, CSV), COLUMNS, deid, name=name)
+        table.Table(table=write(tmp_path, CSV), columns=COLUMNS, name=name).plan(deid)
     with raises(ConfigError, "malformed", "splits"):
-        table.plan(write(tmp_path, CSV), COLUMNS, deid, fractions={name: 1.0})
+        table.Table(table=write(tmp_path, CSV), columns=COLUMNS, splits=(f"{name}=1",)).plan(deid)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +230,7 @@ def test_image_root_must_be_a_folder(
     path = write(tmp_path, CSV)
     (tmp_path / "images.zip").write_bytes(b"PK")
     with raises(ConfigError, "not_found", "image_root", names=part):
-        table.plan(path, COLUMNS, deid, image_root=tmp_path / name)
+        table.Table(table=path, columns=COLUMNS, image_root=tmp_path / name).plan(deid)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +245,7 @@ def test_a_quote_that_is_not_closed_joins_no_rows(
 ) -> None:
     path = write(tmp_path, "image,patient,edema,text\nz.png,p,1,Clear.\n" + rows)
     with raises(CorpusError, "malformed", names="after line 2") as caught:
-        table.plan(path, COLUMNS, deid)
+        table.Table(table=path, columns=COLUMNS).plan(deid)
     assert "Edema." not in str(caught.value)
 
 
@@ -248,7 +257,9 @@ def test_a_missing_split_is_not_a_split(tmp_path: Path, deid: Deidentifier) -> N
 def plan_json(folder: Path, deid: Deidentifier, *rows: dict[str, object], **columns: Any) -> Plan:
     given: dict[str, Any] = {"image_column": "image", "patient_column": "patient", **columns}
     lines = [json.dumps({"image": f"{number}.png", **row}) for number, row in enumerate(rows)]
-    return table.plan(write(folder, "\n".join(lines), "rows.jsonl"), TableColumns(**given), deid)
+    return table.Table(
+        table=write(folder, "\n".join(lines), "rows.jsonl"), columns=TableColumns(**given)
+    ).plan(deid)
 
 
 def test_whole_numbers_are_the_same_id_in_every_form(tmp_path: Path, deid: Deidentifier) -> None:
@@ -289,9 +300,13 @@ def test_lists_of_tags_are_read_in_json_and_with_bars_only(
         tmp_path,
         'image,patient,tags\na.png,p,"[""mass"", ""nodule""]"\nb.png,q,mass|edema\nc.png,r,nan\n',
     )
-    assert table.plan(path, columns, deid).label_names == ("edema", "mass", "nodule")
+    assert table.Table(table=path, columns=columns).plan(deid).label_names == (
+        "edema",
+        "mass",
+        "nodule",
+    )
     path = write(tmp_path, "image,patient,tags\na.png,p,mass\nb.png,q,\"['mass', 'nodule']\"\n")
-    plan = table.plan(path, columns, deid)
+    plan = table.Table(table=path, columns=columns).plan(deid)
     assert plan.label_names == ("mass",)
     assert_skipped(plan, "cell_malformed", names="row 2: tags must be")
 
@@ -320,5 +335,5 @@ def test_extra_columns_of_parquet_are_kept_as_json(tmp_path: Path, deid: Deident
     content = {"image": ["a.png"], "patient": ["p"], "taken": [taken]}
     pyarrow.parquet.write_table(pyarrow.table(content), tmp_path / "rows.parquet")
     columns = TableColumns(image_column="image", patient_column="patient", extra_column=("taken",))
-    (record,) = table.plan(tmp_path / "rows.parquet", columns, deid).records
+    (record,) = table.Table(table=tmp_path / "rows.parquet", columns=columns).plan(deid).records
     assert record.sample.extra == {"taken": [{"at": "2020-01-02", "values": [1, None]}]}

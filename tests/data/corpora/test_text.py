@@ -29,7 +29,7 @@ from medvl.data.corpora.common.documents import (
     run_hashes,
     words_of,
 )
-from medvl.data.corpora.text import TextOptions, cut, plan
+from medvl.data.corpora.text import TextOptions, cut, plan_documents
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
@@ -61,7 +61,7 @@ def sentences(count: int, seed: int = 0, words: int = 9) -> str:
 def excluded(
     documents: list[Document], options: TextOptions, held_out: HeldOutTexts | None
 ) -> Mapping[str, int]:
-    return plan(documents, DEID, options=options, held_out=held_out).excluded
+    return plan_documents(documents, DEID, options=options, held_out=held_out).excluded
 
 
 def test_documents_are_left_out_by_rule_and_counted() -> None:
@@ -81,14 +81,16 @@ def test_documents_are_left_out_by_rule_and_counted() -> None:
     expected = {"duplicate": 1, "no_text": 1, "short": 1, "repeated_id": 1, "overlaps second": 1}
     assert excluded(documents, TextOptions(min_words=3), held_out) == expected
     with raises(CorpusError, "empty"):
-        plan([Document(text="two words")], DEID, options=TextOptions(min_words=3))
+        plan_documents([Document(text="two words")], DEID, options=TextOptions(min_words=3))
     with raises(ConfigError, "empty", "held_out"):
         HeldOutTexts({"short": ["too short"]})
 
 
 def test_blocks_of_a_document_stay_together_and_lose_nothing() -> None:
     text = sentences(40, words=9)
-    records = plan([Document(text=text)], DEID, options=TextOptions(block_words=100)).records
+    records = plan_documents(
+        [Document(text=text)], DEID, options=TextOptions(block_words=100)
+    ).records
     of_block = [record.sample for record in records]
     assert " ".join(sample.sections["text"] for sample in of_block) == text
     assert [sample.order for sample in of_block] == [0, 1, 2, 3]
@@ -113,10 +115,10 @@ def test_a_document_has_one_split_in_every_corpus_and_order() -> None:
     fractions = {"train": 0.5, "test": 0.5}
     splits = {
         record.sample.patient: record.sample.split
-        for record in plan(documents, DEID, fractions=fractions).records
+        for record in plan_documents(documents, DEID, fractions=fractions).records
     }
     assert 15 < list(splits.values()).count("test") < 45
-    for record in plan(documents[::-1], DEID, name="other", fractions=fractions).records:
+    for record in plan_documents(documents[::-1], DEID, name="other", fractions=fractions).records:
         assert splits[record.sample.patient] == record.sample.split
 
 

@@ -52,7 +52,7 @@ def write_table(folder: Path) -> Path:
 
 def convert(home: Path, columns: TableColumns = COLUMNS, **settings: Any) -> ShardSource:
     deid = Deidentifier(bytes(32))
-    plan = table.plan(write_table(home), columns, deid, **settings)
+    plan = table.Table(table=write_table(home), columns=columns, **settings).plan(deid)
     write_shards(plan, deid, ShardRun(out=home / "out", workers=1), OPTIONS)
     return ShardSource(home / "out/train")
 
@@ -75,11 +75,13 @@ def open_it(source: Any, **changes: Any) -> Loader:
 
 
 def test_empty_image_cells_are_skipped_unless_asked_for(tmp_path: Path, deid: Deidentifier) -> None:
-    plan = table.plan(write_table(tmp_path), COLUMNS, deid)
+    plan = table.Table(table=write_table(tmp_path), columns=COLUMNS).plan(deid)
     assert plan.rows.skipped
     assert_skipped(plan, *["cell_missing"] * plan.rows.skipped.total(), names="image is empty")
     with raises(ConfigError, "missing", "image_column"):
-        table.plan(tmp_path / "rows.csv", TableColumns(patient_column="patient"), deid)
+        table.Table(
+            table=tmp_path / "rows.csv", columns=TableColumns(patient_column="patient")
+        ).plan(deid)
 
 
 def test_shards_hold_texts_without_an_image(source: ShardSource) -> None:

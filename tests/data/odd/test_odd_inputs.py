@@ -416,10 +416,10 @@ def test_packed_tables_of_too_many_lines_are_refused_soon(
     columns = TableColumns(image_column="image", patient_column="patient")
     start = time.process_time()
     with raises(CorpusError, "too_large", names=f"more than {FREE_LINES} lines"):
-        own_table.plan(path, columns, deid)
+        own_table.Table(table=path, columns=columns).plan(deid)
     assert time.process_time() - start < 10
     path.write_bytes(gzip.compress(header + b"a.png,1,x\n" + b"\n" * (FREE_LINES - 9)))
-    assert own_table.plan(path, columns, deid).rows.kept == 1
+    assert own_table.Table(table=path, columns=columns).plan(deid).rows.kept == 1
 
 
 def test_rows_that_are_filtered_out_are_counted(

@@ -20,6 +20,7 @@ from helpers.object_store import Bucket
 from PIL import Image
 
 from medvl.cli.main import main
+from medvl.data import FileAccess
 from medvl.data.corpora import webdataset_tars
 from medvl.data.images.codecs import encode_jpeg, encode_png
 from medvl.data.loading.sources import no_text
@@ -322,9 +323,9 @@ def test_lists_are_no_texts_and_blank_groups_are_none(
             add(tar, f"{number}.jpg", encode_jpeg(textured(number, 40, 50), 95))
             add(tar, f"{number}.json", json.dumps({"id": "x"} | content).encode())
     fields = TarFields(text="json:caption")
-    plan = webdataset_tars.plan(
-        [tmp_path / "a.tar"], deid, tmp_path / "unpacked", fields=fields, group="json:id"
-    )
+    plan = webdataset_tars.WebdatasetTars(
+        tars=(str(tmp_path / "a.tar"),), members=fields, group="json:id"
+    ).plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
     assert plan.rows.skipped == {"text_unreadable": 1}
     assert plan.warnings == {"no_group": 2}
     assert len({record.sample.patient for record in plan.records}) == 2

@@ -9,7 +9,7 @@ from medvl.cli import main as cli
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.documents import Document
-from medvl.data.corpora.text import plan
+from medvl.data.corpora.text import plan_documents
 from medvl.data.privacy import Deidentifier
 from medvl.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from medvl.data.tokenizer.wordpiece_trainer import count_words
@@ -40,7 +40,7 @@ def test_vocabularies_are_compared_on_one_text(
     deid = Deidentifier(b"s" * 32)
     documents = [Document(text="no left effusion is seen, normal heart")]
     write_shards(
-        plan(documents, deid, fractions={"train": 1.0}),
+        plan_documents(documents, deid, fractions={"train": 1.0}),
         deid,
         ShardRun(out=tmp_path / "out", workers=1),
     )

@@ -26,7 +26,7 @@ from helpers.html_pages import check_resources, read
 import medvl
 from medvl.cli import main as cli
 from medvl.common.files import sha256
-from medvl.data.convert.generated import plan
+from medvl.data.convert.generated import Generated
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.images.generated import GeneratedImages
@@ -444,7 +444,7 @@ def test_the_command_writes_results_and_page(home, run, tmp_path, capsys):
 
 def test_synthetic_shards_are_no_test_set(home, run, tmp_path, capsys):
     images = home / "more"
-    made = plan(images, DEID, sources=[home / "real/shards/train"])
+    made = Generated(root=images, source=(home / "real/shards/train",)).plan(DEID)
     write_shards(made, DEID, ShardRun(out=tmp_path / "shards", workers=1))
     with pytest.raises(SystemExit):
         command(home, run, "--test", str(tmp_path / "shards/train"))

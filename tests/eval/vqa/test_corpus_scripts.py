@@ -55,7 +55,9 @@ def test_vqa_rad_script_evaluates_predictions_and_reports_errors(tmp_path):
 
 
 def test_split_definition_is_read_from_samples(tmp_path, deid):
-    samples = vqa_rad.plan(rad_root(tmp_path), deid, split="image-disjoint").iter_samples()
+    samples = (
+        vqa_rad.VQARAD(root=rad_root(tmp_path), split="image-disjoint").plan(deid).iter_samples()
+    )
     assert VQAData.from_samples(samples).split_id == "image-disjoint"
     with raises(EvaluationError, "empty"):
         VQAData.from_samples([])

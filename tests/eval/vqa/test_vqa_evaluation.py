@@ -479,7 +479,9 @@ def test_llava_med_token_recall_rewards_long_answers():
 
 @pytest.fixture(scope="module")
 def rad(real_data):
-    samples = vqa_rad.plan(real_data / "vqa_rad", Deidentifier(b"0" * 32)).iter_samples()
+    samples = (
+        vqa_rad.VQARAD(root=real_data / "vqa_rad").plan(Deidentifier(b"0" * 32)).iter_samples()
+    )
     return VQAData.from_samples(samples)
 
 

@@ -85,7 +85,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a corpus, its shards, and the checkpoint of a random model."""
     home = tmp_path_factory.mktemp("page")
     deid = Deidentifier(bytes(32))
-    plan = vqa_rad.plan(write_corpus(home), deid)
+    plan = vqa_rad.VQARAD(root=write_corpus(home)).plan(deid)
     write_shards(
         plan, deid, ShardRun(out=home / "shards", workers=1), ShardOptions(keep_textless=True)
     )
@@ -504,7 +504,7 @@ def test_scripts_write_the_page_with_images_of_the_corpus(
 ) -> None:
     scripts = load_script("vqa_corpora")
 
-    samples = list(vqa_rad.plan(home, deid).iter_samples())
+    samples = list(vqa_rad.VQARAD(root=home).plan(deid).iter_samples())
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"id": "100", "answer": "yes", "score": 0.5}))
     options = argparse.Namespace(
@@ -542,7 +542,10 @@ def test_explanations_read_the_colors_that_answers_are_given_to(model: VQA, tmp_
     deid = Deidentifier(bytes(32))
     options = ShardOptions(keep_textless=True, color=True)
     write_shards(
-        vqa_rad.plan(tmp_path, deid), deid, ShardRun(out=tmp_path / "shards", workers=1), options
+        vqa_rad.VQARAD(root=tmp_path).plan(deid),
+        deid,
+        ShardRun(out=tmp_path / "shards", workers=1),
+        options,
     )
     source = QuestionSource(
         ShardSource(tmp_path / "shards" / "mixed"), "test", ANSWERS, normalize_answer

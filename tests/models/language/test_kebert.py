@@ -17,7 +17,7 @@ from helpers.text_shards import text_vocabulary
 
 from medvl.common.seeding import seeded
 from medvl.data import KnowledgeGraph, UMLSOptions, read_umls
-from medvl.data.corpora.concepts import plan
+from medvl.data.corpora.concepts import plan_facts
 from medvl.data.knowledge.graph import read_definitions
 from medvl.data.loading.text_loader import open_text_loader
 from medvl.data.privacy import Deidentifier
@@ -56,10 +56,10 @@ class Facts(list[Sample]):
 
 
 def facts_of(graph: KnowledgeGraph, definitions: dict[str, list[str]]) -> Facts:
-    planned = plan(
+    planned = plan_facts(
         graph,
         Deidentifier(bytes(32)),
-        definitions=definitions,
+        definitions,
         fractions={"train": 0.8, "validate": 0.2},
     )
     return Facts(record.sample for record in planned.records)

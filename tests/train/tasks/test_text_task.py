@@ -14,7 +14,7 @@ import medvl
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.documents import Document
-from medvl.data.corpora.text import plan
+from medvl.data.corpora.text import plan_documents
 from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, SplitError
 from medvl.models import MaskedTextConfig, create_model
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, deid = tmp_path_factory.mktemp("text"), Deidentifier(b"s" * 32)
     for name, seed in (("shards", 0), ("more", 1)):
         documents = [Document(text=text) for text in make_documents(30, seed)]
-        planned = plan(documents, deid, fractions={"train": 0.8, "validate": 0.2})
+        planned = plan_documents(documents, deid, fractions={"train": 0.8, "validate": 0.2})
         write_shards(planned, deid, ShardRun(out=folder / name, workers=1))
     text_vocabulary().save(folder / "vocab")
     return folder

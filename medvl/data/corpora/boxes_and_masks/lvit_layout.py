@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
@@ -17,17 +17,12 @@ from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, report_text
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.corpora.common.tables import Plan, Record, malformed
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
-COUNTS: Mapping[str, Mapping[str, int]] = {
-    "qata": {"train": 5_716, "validate": 1_429, "test": 2_113},
-    "mosmed": {"train": 2_183, "validate": 273, "test": 273},
-    "monuseg": {"train": 24, "validate": 6, "test": 14},
-}
-"""Corpus name -> images of each split, which `medvl verify --full` compares with."""
-LABELS: Mapping[str, str] = {"qata": "Infection", "mosmed": "Infection", "monuseg": "Nucleus"}
+Patients = Literal["image", "file"]
 SPLITS = ("train", "validate", "test")
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -48,61 +43,94 @@ class _Folder:
     split: str = "train"
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    name: str,
-    patients: Literal["image", "file"] = "image",
-    splits: SplitRule = "official",
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of one of the three corpora; no image is opened.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LViTCorpus(Corpus):
+    """A corpus of images, masks of one structure, and LViT's texts."""
 
-    Args:
-        root: folder with `Train_Folder`, `Val_Folder` and `Test_Folder` (LViT's layout), or with
-            `Train Set`, `Test Set`, `Train_ID.xlsx` and `Val_ID.xlsx`.
-        deid: hashes the images and patients.
-        name: qata, mosmed or monuseg.
-        patients: "image" takes every image as a patient, as the published splits do; "file" takes
-            the patient or study in the file name, where it has one (`sub-...`, `study_...`,
-            `TCGA-...`).
-        splits: rule for patients in several published splits; see `apply_split_rule`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    textless: ClassVar[bool] = True
+    structure: ClassVar[str]
+    """Label of the masks."""
 
-    Raises CorpusError when a folder or table is missing or does not match the data card; SplitError
-    when `splits` is "official" and a patient is in two splits; ConfigError when an option is
-    unknown.
+    root: Path
+    """folder with Train_Folder/, Val_Folder/ and Test_Folder/."""
+    patients: Patients = "image"
+    """image treats every image as a patient, as the published splits do; file takes the patient (of
+    MosMedData+ the study) in the file name, where it has one.
     """
-    root = Path(root)
-    check_choice(name, tuple(COUNTS), "name")
-    check_choice(patients, get_args(Literal["image", "file"]), "patients")
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    records = Records()
-    rows = RowCounts()
-    warnings = Counter[str]()
-    for folder in _folders(root):
-        for split, image, mask, text in rows.reading(_images(folder, allowed, warnings)):
-            if mask is None:
-                rows.exclude("no_mask")
-                continue
-            warnings["no_text"] += not text
-            subject = _SUBJECT.search(image.stem) if patients == "file" else None
-            patient = deid.patient(f"{name} {subject[0] if subject else image.stem}")
-            sample = Sample(
-                key=deid.image(f"{name} {split} {image.name}"),
-                corpus=name,
-                split=split,
-                patient=patient,
-                study=deid.study(patient, image.stem),
-                image=image,
-                sections={"description": text} if text else {},
-            )
-            records.append(Record(sample, masks={LABELS[name]: mask}))
-            rows.kept += 1
-    result = Plan(name, records, (), rows, warnings, allowed)
-    return apply_split_rule(result, splits, SPLITS)
+    splits: SplitRule = "official"
+    """official refuses splits that share a patient; repaired leaves images of shared patients out
+    of the training splits; by-article draws new splits, by patient.
+    """
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of the images; no image is opened.
+
+        Raises CorpusError when a folder or table is missing or does not match the data card;
+        SplitError when `splits` is "official" and a patient is in two splits; ConfigError when an
+        option is unknown.
+        """
+        root = self.root
+        check_choice(self.patients, get_args(Patients), "patients")
+        allowed = access.folders(root)
+        records = Records()
+        rows = RowCounts()
+        warnings = Counter[str]()
+        for folder in _folders(root):
+            for split, image, mask, text in rows.reading(_images(folder, allowed, warnings)):
+                if mask is None:
+                    rows.exclude("no_mask")
+                    continue
+                warnings["no_text"] += not text
+                subject = _SUBJECT.search(image.stem) if self.patients == "file" else None
+                patient = deid.patient(f"{self.corpus} {subject[0] if subject else image.stem}")
+                sample = Sample(
+                    key=deid.image(f"{self.corpus} {split} {image.name}"),
+                    corpus=self.corpus,
+                    split=split,
+                    patient=patient,
+                    study=deid.study(patient, image.stem),
+                    image=image,
+                    sections={"description": text} if text else {},
+                )
+                records.append(Record(sample, masks={self.structure: mask}))
+                rows.kept += 1
+        result = Plan(self.corpus, records, (), rows, warnings, allowed)
+        return apply_split_rule(result, self.splits, SPLITS)
+
+
+@register_corpus("qata")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QaTa(LViTCorpus):
+    """Convert QaTa-COV19: radiographs with masks of infections and LViT's texts."""
+
+    counts: ClassVar[Mapping[str, int]] = {"train": 5_716, "validate": 1_429, "test": 2_113}
+    structure: ClassVar[str] = "Infection"
+
+    root: Path
+    """folder with Train_Folder/, Val_Folder/ and Test_Folder/, or with Train Set/ and Test Set/."""
+
+
+@register_corpus("mosmed")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosMed(LViTCorpus):
+    """Convert MosMedData+: slices of chest CT with masks of infections and LViT's texts."""
+
+    counts: ClassVar[Mapping[str, int]] = {"train": 2_183, "validate": 273, "test": 273}
+    structure: ClassVar[str] = "Infection"
+
+
+@register_corpus("monuseg")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoNuSeg(LViTCorpus):
+    """Convert MoNuSeg: tissue with masks of nuclei and LViT's texts; use --color."""
+
+    counts: ClassVar[Mapping[str, int]] = {"train": 24, "validate": 6, "test": 14}
+    structure: ClassVar[str] = "Nucleus"
+
+    patients: Patients = "file"
+    """image treats every image as a patient, as the published splits do; file takes the patient
+    from the TCGA barcode in the file name.
+    """
 
 
 def _folders(root: Path) -> list[_Folder]:

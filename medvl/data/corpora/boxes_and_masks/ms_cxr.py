@@ -2,12 +2,12 @@
 `data_cards/ms-cxr.md`.
 """
 
+import dataclasses
 import re
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from medvl.common.config_io import check_choice
-from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Box, Phrase, read_box, region_fields
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
@@ -19,10 +19,10 @@ from medvl.data.corpora.common.tables import (
     malformed,
     read_table,
 )
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.schema import Sample
 
-NAME = "ms-cxr"
 TABLES = ("MS_CXR_Local_Alignment_v1.1.0.csv", "MS_CXR_Local_Alignment_v1.0.0.csv")
 LABELS = (
     "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Lung Opacity", "Pleural Effusion",
@@ -54,66 +54,71 @@ _ID = r"[0-9a-f]{8}(?:-[0-9a-f]{8}){4}"
 _PATH = re.compile(rf"files/p\d{{2}}/p(\d{{8}})/s(\d{{8}})/({_ID})\.(?:jpg|dcm)")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    images: Path | None = None,
-    splits: Splits = "test",
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of MS-CXR from its table; no image is opened.
+@register_corpus("ms-cxr")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MSCXR(Corpus):
+    """Convert MS-CXR: phrases with boxes, for `medvl eval grounding`.
 
-    Each image is one sample, with all its phrases in `extra`. Ids are hashed as in MIMIC-CXR: with
-    the same salt, images and patients have the same hashes in both corpora.
-
-    Args:
-        root: folder of the release, with the table.
-        deid: hashes patient, study and image ids.
-        images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
-        splits: "test" uses all images for testing, as published results do; "release" uses the
-            table's split column.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
-
-    Raises CorpusError when the table is missing, or a value does not match the data card;
-    ConfigError when an option is unknown.
+    Use the salt of your MIMIC-CXR shards, so that training patients are recognized.
     """
-    root, images = Path(root), Path(images or root)
-    allowed = InputFolders.of(root, images, follow_links=follow_links)
-    check_choice(splits, get_args(Splits), "splits")
-    table = find_file(root, *TABLES)
-    by_image: dict[str, list[dict[str, str]]] = {}
-    for row in read_table(
-        table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS, allowed
-    ):
-        by_image.setdefault(row["path"], []).append(row)
-    counts = RowCounts()
-    records = Records()
-    suffix: str | None = None
-    for name, rows in counts.reading(by_image.items()):
-        match = _PATH.fullmatch(name)
-        if match is None or any(row["dicom_id"] != match[3] for row in rows):
-            raise malformed(
-                table, "expected a path below files/ that ends with the dicom_id of its row", "path"
+
+    labels: ClassVar[tuple[str, ...]] = LABELS
+    textless: ClassVar[bool] = True
+
+    root: Path
+    """folder of the release with its table."""
+    images: Path | None = None
+    """folder with files/ of MIMIC-CXR-JPG or MIMIC-CXR; default root."""
+    splits: Splits = "test"
+    """test puts all images into one test split; release uses the table's column."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of MS-CXR from its table; no image is opened.
+
+        Each image is one sample, with all its phrases in `extra`. Ids are hashed as in MIMIC-CXR:
+        with the same salt, images and patients have the same hashes in both corpora.
+
+        Raises CorpusError when the table is missing, or a value does not match the data card;
+        ConfigError when an option is unknown.
+        """
+        root = self.root
+        images = self.images or root
+        allowed = access.folders(root, images)
+        check_choice(self.splits, get_args(Splits), "splits")
+        table = find_file(root, *TABLES)
+        by_image: dict[str, list[dict[str, str]]] = {}
+        for row in read_table(
+            table, (*_COLUMNS, "split") if self.splits == "release" else _COLUMNS, allowed
+        ):
+            by_image.setdefault(row["path"], []).append(row)
+        counts = RowCounts()
+        records = Records()
+        suffix: str | None = None
+        for name, rows in counts.reading(by_image.items()):
+            match = _PATH.fullmatch(name)
+            if match is None or any(row["dicom_id"] != match[3] for row in rows):
+                raise malformed(
+                    table,
+                    "expected a path below files/ that ends with the dicom_id of its row",
+                    "path",
+                )
+            suffix = suffix or find_suffix(images / name, (".jpg", ".dcm"))
+            subject, study, image = match.groups()
+            size = _image_size(rows, table)
+            phrases = [phrase.as_json() for phrase in _phrases(rows, size, table)]
+            sample = Sample(
+                key=deid.image(image),
+                corpus=self.corpus,
+                split="test" if self.splits == "test" else _split(rows, table),
+                patient=deid.patient(subject),
+                study=deid.study(subject, study),
+                image=(images / name).with_suffix(suffix or ".jpg"),
+                labels={row["category_name"]: 1 for row in rows},
+                extra=region_fields(size, {"phrases": phrases}),
             )
-        suffix = suffix or find_suffix(images / name, (".jpg", ".dcm"))
-        subject, study, image = match.groups()
-        size = _image_size(rows, table)
-        phrases = [phrase.as_json() for phrase in _phrases(rows, size, table)]
-        sample = Sample(
-            key=deid.image(image),
-            corpus=NAME,
-            split="test" if splits == "test" else _split(rows, table),
-            patient=deid.patient(subject),
-            study=deid.study(subject, study),
-            image=(images / name).with_suffix(suffix or ".jpg"),
-            labels={row["category_name"]: 1 for row in rows},
-            extra=region_fields(size, {"phrases": phrases}),
-        )
-        records.append(Record(sample))
-        counts.kept += 1
-    return Plan(NAME, records, LABELS, counts, folders=allowed)
+            records.append(Record(sample))
+            counts.kept += 1
+        return Plan(self.corpus, records, self.labels, counts, folders=allowed)
 
 
 def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> list[Phrase]:

@@ -2,24 +2,23 @@
 `data_cards/object-cxr.md`.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
-from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Box, read_corners
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table, split_training
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.schema import Sample
 
-NAME = "object-cxr"
-COUNTS: Mapping[str, int] = {"images": 9_000, "test": 1_000}
-"""Counts of the public part of the release, which `medvl verify --full` compares with."""
 LABEL = "Foreign Object"
 LABELS = (LABEL,)
 SHAPES = {"0": "rectangle", "1": "ellipse", "2": "polygon"}
@@ -31,59 +30,66 @@ _MIN_POLYGON = 6
 _IMAGE = re.compile(r"\w[\w-]{0,100}\.jpg")
 
 
-def plan(
-    root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_links: bool = False
-) -> Plan:
-    """Plan the samples of Object-CXR from its tables; no image is opened.
+@register_corpus("object-cxr")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectCXR(Corpus):
+    """Convert Object-CXR, with the images of dev.csv as test split: boxes of foreign objects."""
 
-    Args:
-        root: folder with `train.csv`, `dev.csv`, `train/` and `dev/`.
-        deid: hashes the images. The release has no patient ids, so each image counts as a patient.
-        validate_share: share of the official training images used for validation, by hash; a fifth
-            as in LoVT and MGCA, which also test on the images of `dev.csv`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    labels: ClassVar[tuple[str, ...]] = LABELS
+    counts: ClassVar[Mapping[str, int]] = {"images": 9_000, "test": 1_000}
+    """Counts of the public part of the release."""
+    textless: ClassVar[bool] = True
 
-    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError
-    when the share is not between 0 and 1.
-    """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    shares = split_training(validate_share)
-    rows = RowCounts()
-    records = Records()
-    warnings = Counter[str]()
-    for folder in ("train", "dev"):
-        table = root / f"{folder}.csv"
-        for row in rows.reading(read_table(table, ("annotation",), allowed)):
-            name = row.get("image_name", row.get("image_path", "")).rpartition("/")[2]
-            if not _IMAGE.fullmatch(name):
-                raise malformed(
-                    table,
-                    "expected a column image_name (or image_path) like 00001.jpg",
-                    "image_name",
+    root: Path
+    """folder with train.csv, dev.csv, train/ and dev/."""
+    validate_share: float = 0.2
+    """fraction of the official training images for validation."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of Object-CXR from its tables; no image is opened.
+
+        Raises CorpusError when a table is missing, or a value does not match the data card;
+        ConfigError when the share is not between 0 and 1.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        shares = split_training(self.validate_share)
+        rows = RowCounts()
+        records = Records()
+        warnings = Counter[str]()
+        for folder in ("train", "dev"):
+            table = root / f"{folder}.csv"
+            for row in rows.reading(read_table(table, ("annotation",), allowed)):
+                name = row.get("image_name", row.get("image_path", "")).rpartition("/")[2]
+                if not _IMAGE.fullmatch(name):
+                    raise malformed(
+                        table,
+                        "expected a column image_name (or image_path) like 00001.jpg",
+                        "image_name",
+                    )
+                image = f"{folder}/{name}"
+                patient = deid.patient(image)
+                shapes = _read_shapes(row["annotation"], table)
+                boxes = [box for shape in shapes if (box := _box(shape, table))]
+                warnings["empty_shape"] += len(shapes) - len(boxes)
+                sample = Sample(
+                    key=deid.image(image),
+                    corpus=self.corpus,
+                    split=hash_split(patient, shares) if folder == "train" else "test",
+                    patient=patient,
+                    study=deid.study(image, image),
+                    image=root / folder / name,
+                    labels={LABEL: int(bool(shapes))},
+                    extra={
+                        "boxes": boxes,
+                        "shapes": [
+                            {"shape": kind, "points": list(points)} for kind, points in shapes
+                        ],
+                    },
                 )
-            image = f"{folder}/{name}"
-            patient = deid.patient(image)
-            shapes = _read_shapes(row["annotation"], table)
-            boxes = [box for shape in shapes if (box := _box(shape, table))]
-            warnings["empty_shape"] += len(shapes) - len(boxes)
-            sample = Sample(
-                key=deid.image(image),
-                corpus=NAME,
-                split=hash_split(patient, shares) if folder == "train" else "test",
-                patient=patient,
-                study=deid.study(image, image),
-                image=root / folder / name,
-                labels={LABEL: int(bool(shapes))},
-                extra={
-                    "boxes": boxes,
-                    "shapes": [{"shape": kind, "points": list(points)} for kind, points in shapes],
-                },
-            )
-            records.append(Record(sample))
-            rows.kept += 1
-    return Plan(NAME, records, LABELS, rows, +warnings, allowed)
+                records.append(Record(sample))
+                rows.kept += 1
+        return Plan(self.corpus, records, self.labels, rows, +warnings, allowed)
 
 
 def _read_shapes(text: str, table: Path) -> list[tuple[str, tuple[float, ...]]]:

@@ -2,10 +2,11 @@
 `data_cards/rsna.md`.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
@@ -14,14 +15,12 @@ from medvl.data.corpora.common.questions import read_json
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
-from medvl.data.splits import check_fractions, hash_split
+from medvl.data.splits import hash_split, parse_fractions
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
-NAME = "rsna"
-COUNTS: Mapping[str, int] = {"images": 26_684}
-"""Labelled images of stage 2, which `medvl verify --full` compares with."""
 LABELS = ("Pneumonia", "No Finding")
 FRACTIONS: Mapping[str, float] = {"train": 0.7, "validate": 0.15, "test": 0.15}
 """Fractions of GLoRIA and later work; the release has no test labels."""
@@ -37,61 +36,65 @@ _NIH = re.compile(r"(\d{8})_\d{3}\.png")
 _BOX = ("x", "y", "width", "height")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    patients: Patients = "mapping",
-    fractions: Mapping[str, float] = FRACTIONS,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of the RSNA challenge from its tables; no image is opened.
+@register_corpus("rsna")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RSNA(Corpus):
+    """Convert the RSNA pneumonia challenge: labels and boxes."""
 
-    Args:
-        root: folder of the release, with the two tables, `stage_2_train_images/`, and RSNA's
-            mapping to NIH's files.
-        deid: hashes patients and images.
-        patients: "mapping" uses the patients of NIH ChestX-ray14, the source of the images; "image"
-            counts each image as a patient, as published splits do, so that splits share patients.
-        fractions: fractions of the splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    labels: ClassVar[tuple[str, ...]] = LABELS
+    counts: ClassVar[Mapping[str, int]] = {"images": 26_684}
+    """Labelled images of stage 2."""
+    textless: ClassVar[bool] = True
 
-    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError
-    when an option is unknown or the fractions do not sum to one.
+    root: Path
+    """folder of the release: its tables, stage_2_train_images/, and RSNA's mapping to NIH ChestX-
+    ray14.
     """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    check_choice(patients, get_args(Patients), "patients")
-    check_fractions(fractions)
-    classes = _read_classes(find_file(root, "stage_2_detailed_class_info.csv"), allowed)
-    boxes = _read_boxes(find_file(root, "stage_2_train_labels.csv"), classes, allowed)
-    patient_of = _read_mapping(root / _MAPPING, allowed) if patients == "mapping" else {}
-    rows = RowCounts()
-    records = Records()
-    for image, image_boxes in rows.reading(boxes.items()):
-        if patients == "mapping" and image not in patient_of:
-            raise CorpusError(
-                f"{root / _MAPPING} lacks an image of the labels: download it again", "mismatch"
+    patients: Patients = "mapping"
+    """mapping uses the patients of NIH ChestX-ray14; image treats every image as a patient, as
+    published splits do, so that a patient may be in two splits.
+    """
+    splits: tuple[str, ...] = ("train=0.7", "validate=0.15", "test=0.15")
+    """fractions of the splits, by patient."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of the RSNA challenge from its tables; no image is opened.
+
+        Raises CorpusError when a table is missing, or a value does not match the data card;
+        ConfigError when an option is unknown or the fractions do not sum to one.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        check_choice(self.patients, get_args(Patients), "patients")
+        fractions = parse_fractions(self.splits)
+        classes = _read_classes(find_file(root, "stage_2_detailed_class_info.csv"), allowed)
+        boxes = _read_boxes(find_file(root, "stage_2_train_labels.csv"), classes, allowed)
+        patient_of = _read_mapping(root / _MAPPING, allowed) if self.patients == "mapping" else {}
+        rows = RowCounts()
+        records = Records()
+        for image, image_boxes in rows.reading(boxes.items()):
+            if self.patients == "mapping" and image not in patient_of:
+                raise CorpusError(
+                    f"{root / _MAPPING} lacks an image of the labels: download it again", "mismatch"
+                )
+            name = patient_of.get(image, image)
+            patient = deid.patient(name)
+            sample = Sample(
+                key=deid.image(image),
+                corpus=self.corpus,
+                split=hash_split(patient, fractions),
+                patient=patient,
+                study=deid.study(name, image),
+                image=root / _IMAGES / f"{image}.dcm",
+                labels={
+                    "Pneumonia": int(bool(image_boxes)),
+                    "No Finding": int(classes[image] == "Normal"),
+                },
+                extra={"class": classes[image], **region_fields(_SIZE, {"boxes": image_boxes})},
             )
-        name = patient_of.get(image, image)
-        patient = deid.patient(name)
-        sample = Sample(
-            key=deid.image(image),
-            corpus=NAME,
-            split=hash_split(patient, fractions),
-            patient=patient,
-            study=deid.study(name, image),
-            image=root / _IMAGES / f"{image}.dcm",
-            labels={
-                "Pneumonia": int(bool(image_boxes)),
-                "No Finding": int(classes[image] == "Normal"),
-            },
-            extra={"class": classes[image], **region_fields(_SIZE, {"boxes": image_boxes})},
-        )
-        records.append(Record(sample))
-        rows.kept += 1
-    return Plan(NAME, records, LABELS, rows, folders=allowed)
+            records.append(Record(sample))
+            rows.kept += 1
+        return Plan(self.corpus, records, self.labels, rows, folders=allowed)
 
 
 def _read_classes(table: Path, allowed: InputFolders) -> dict[str, str]:

@@ -1,23 +1,23 @@
 """SIIM-ACR Pneumothorax Segmentation (2019). Layout, counts and access: `data_cards/siim.md`."""
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import EMPTY, decode_runs, region_fields
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
-from medvl.data.splits import check_fractions, hash_split
+from medvl.data.splits import hash_split, parse_fractions
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
-NAME = "siim"
-COUNTS: Mapping[str, int] = {"images": 12_047}
-"""Annotated images of stage 2, which `medvl verify --full` compares with."""
 LABELS = ("Pneumothorax",)
 FRACTIONS: Mapping[str, float] = {"train": 0.7, "validate": 0.15, "test": 0.15}
 """Fractions of GLoRIA and later work; the release has no test labels."""
@@ -27,49 +27,51 @@ _SIZE = (1024, 1024)
 _UID = re.compile(r"[0-9.]{8,64}")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    fractions: Mapping[str, float] = FRACTIONS,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of the SIIM-ACR challenge from its table; no image is opened.
+@register_corpus("siim")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SIIM(Corpus):
+    """Convert the SIIM-ACR pneumothorax challenge: labels and masks."""
 
-    Args:
-        root: folder with `stage_2_train.csv` or `train-rle.csv`, and the DICOM files at any depth.
-        deid: hashes the images. The release has no patient ids, so each image counts as a patient.
-        fractions: fractions of the splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    labels: ClassVar[tuple[str, ...]] = LABELS
+    counts: ClassVar[Mapping[str, int]] = {"images": 12_047}
+    """Annotated images of stage 2."""
+    textless: ClassVar[bool] = True
 
-    Raises CorpusError when the table is missing, or a value does not match the data card;
-    ConfigError when the fractions do not sum to one.
-    """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    check_fractions(fractions)
-    warnings = Counter[str]()
-    masks = _read_masks(find_file(root, *_TABLES), warnings, allowed)
-    files = {path.stem: path for path in sorted(root.rglob("*.dcm"), reverse=True)}
-    rows = RowCounts()
-    records = Records()
-    for image, runs in rows.reading(masks.items()):
-        patient = deid.patient(image)
-        regions = {"masks": [{"label": "Pneumothorax", "runs": text} for text in runs]}
-        sample = Sample(
-            key=deid.image(image),
-            corpus=NAME,
-            split=hash_split(patient, fractions),
-            patient=patient,
-            study=deid.study(image, image),
-            image=files.get(image, root / f"{image}.dcm"),
-            labels={"Pneumothorax": int(bool(runs))},
-            extra=region_fields(_SIZE, regions),
-        )
-        records.append(Record(sample))
-        rows.kept += 1
-    return Plan(NAME, records, LABELS, rows, +warnings, allowed)
+    root: Path
+    """folder with stage_2_train.csv or train-rle.csv, and the DICOM files."""
+    splits: tuple[str, ...] = ("train=0.7", "validate=0.15", "test=0.15")
+    """fractions of the splits, by image: the release has no patient ids."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of the SIIM-ACR challenge from its table; no image is opened.
+
+        Raises CorpusError when the table is missing, or a value does not match the data card;
+        ConfigError when the fractions do not sum to one.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        fractions = parse_fractions(self.splits)
+        warnings = Counter[str]()
+        masks = _read_masks(find_file(root, *_TABLES), warnings, allowed)
+        files = {path.stem: path for path in sorted(root.rglob("*.dcm"), reverse=True)}
+        rows = RowCounts()
+        records = Records()
+        for image, runs in rows.reading(masks.items()):
+            patient = deid.patient(image)
+            regions = {"masks": [{"label": "Pneumothorax", "runs": text} for text in runs]}
+            sample = Sample(
+                key=deid.image(image),
+                corpus=self.corpus,
+                split=hash_split(patient, fractions),
+                patient=patient,
+                study=deid.study(image, image),
+                image=files.get(image, root / f"{image}.dcm"),
+                labels={"Pneumothorax": int(bool(runs))},
+                extra=region_fields(_SIZE, regions),
+            )
+            records.append(Record(sample))
+            rows.kept += 1
+        return Plan(self.corpus, records, self.labels, rows, +warnings, allowed)
 
 
 def _read_masks(table: Path, warnings: Counter[str], allowed: InputFolders) -> dict[str, list[str]]:

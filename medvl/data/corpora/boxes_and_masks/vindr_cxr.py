@@ -1,11 +1,12 @@
 """VinDr-CXR 1.0.0. Layout, counts and access: `data_cards/vindr-cxr.md`."""
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
@@ -20,14 +21,12 @@ from medvl.data.corpora.common.tables import (
     read_table,
     split_training,
 )
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
-NAME = "vindr-cxr"
-COUNTS: Mapping[str, int] = {"images": 18_000, "test": 3_000}
-"""Counts of the full release, which `medvl verify --full` compares with."""
 LOCAL_LABELS = (
     "Aortic enlargement", "Atelectasis", "Calcification", "Cardiomegaly", "Clavicle fracture",
     "Consolidation", "Edema", "Emphysema", "Enlarged PA", "ILD", "Infiltration", "Lung Opacity",
@@ -54,74 +53,78 @@ _CORNERS = ("x_min", "y_min", "x_max", "y_max")
 _VALUES = {"1": True, "1.0": True, "0": False, "0.0": False, "": False}
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    agreement: int = 2,
-    boxes: Boxes = "merged",
-    validate_share: float = 0.1,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of VinDr-CXR from its tables; no image is opened.
+@register_corpus("vindr-cxr")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VinDrCXR(Corpus):
+    """Convert VinDr-CXR, with the official test split: labels and boxes."""
 
-    Args:
-        root: folder of the release, with `annotations/`, `train/` and `test/`.
-        deid: hashes the images. The release has no patient ids, so each image counts as a patient.
-        agreement: how many of the three radiologists of a training image have to name a label, so
-            that it is 1 and has boxes. The test split has the consensus of five.
-        boxes: "merged" replaces the radiologists' boxes of one object in a training image by their
-            mean (`medvl.data.annotations.merge_readers`); "all" keeps each of them.
-        validate_share: share of the official training images used for validation, by hash.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    labels: ClassVar[tuple[str, ...]] = LABELS
+    counts: ClassVar[Mapping[str, int]] = {"images": 18_000, "test": 3_000}
+    textless: ClassVar[bool] = True
 
-    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError
-    when an option is unknown or out of range.
+    root: Path
+    """folder of the release: annotations/, train/ and test/."""
+    agreement: int = 2
+    """how many of the three radiologists of a training image have to name a label."""
+    boxes: Boxes = "merged"
+    """merged replaces the radiologists' boxes of one object by their mean; all keeps each of them.
     """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    check_choice(boxes, get_args(Boxes), "boxes")
-    shares = split_training(validate_share)
-    if not 1 <= agreement <= _READERS:
-        raise ConfigError(
-            f"agreement must be 1 to {_READERS}, got {agreement}", "out_of_range", field="agreement"
-        )
-    rows = RowCounts()
-    records = Records()
-    for folder in ("train", "test"):
-        votes = _read_votes(root / "annotations" / f"image_labels_{folder}.csv", folder, allowed)
-        drawn = _read_boxes(
-            root / "annotations" / f"annotations_{folder}.csv", folder, votes, allowed
-        )
-        suffix: str | None = None
-        for image, named in rows.reading(votes.items()):
-            patient = deid.patient(image)
-            file = root / folder / f"{image}.dicom"
-            suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
-            labels = _labels(named, agreement if folder == "train" else 1)
-            readers = [
-                [box for box in group if labels[str(box["label"])]]
-                for group in drawn.get(image, {}).values()
-            ]
-            sample = Sample(
-                key=deid.image(image),
-                corpus=NAME,
-                split=hash_split(patient, shares) if folder == "train" else "test",
-                patient=patient,
-                study=deid.study(image, image),
-                image=file.with_suffix(suffix or ".dicom"),
-                labels=labels,
-                view="PA",
-                extra={
-                    "boxes": merge_readers(readers)
-                    if boxes == "merged"
-                    else [*itertools.chain(*readers)]
-                },
+    validate_share: float = 0.1
+    """fraction of the official training images for validation."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of VinDr-CXR from its tables; no image is opened.
+
+        Raises CorpusError when a table is missing, or a value does not match the data card;
+        ConfigError when an option is unknown or out of range.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        check_choice(self.boxes, get_args(Boxes), "boxes")
+        shares = split_training(self.validate_share)
+        if not 1 <= self.agreement <= _READERS:
+            raise ConfigError(
+                f"agreement must be 1 to {_READERS}, got {self.agreement}",
+                "out_of_range",
+                field="agreement",
             )
-            records.append(Record(sample))
-            rows.kept += 1
-    return Plan(NAME, records, LABELS, rows, folders=allowed)
+        rows = RowCounts()
+        records = Records()
+        for folder in ("train", "test"):
+            votes = _read_votes(
+                root / "annotations" / f"image_labels_{folder}.csv", folder, allowed
+            )
+            drawn = _read_boxes(
+                root / "annotations" / f"annotations_{folder}.csv", folder, votes, allowed
+            )
+            suffix: str | None = None
+            for image, named in rows.reading(votes.items()):
+                patient = deid.patient(image)
+                file = root / folder / f"{image}.dicom"
+                suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
+                labels = _labels(named, self.agreement if folder == "train" else 1)
+                readers = [
+                    [box for box in group if labels[str(box["label"])]]
+                    for group in drawn.get(image, {}).values()
+                ]
+                sample = Sample(
+                    key=deid.image(image),
+                    corpus=self.corpus,
+                    split=hash_split(patient, shares) if folder == "train" else "test",
+                    patient=patient,
+                    study=deid.study(image, image),
+                    image=file.with_suffix(suffix or ".dicom"),
+                    labels=labels,
+                    view="PA",
+                    extra={
+                        "boxes": merge_readers(readers)
+                        if self.boxes == "merged"
+                        else [*itertools.chain(*readers)]
+                    },
+                )
+                records.append(Record(sample))
+                rows.kept += 1
+        return Plan(self.corpus, records, self.labels, rows, folders=allowed)
 
 
 def _labels(named: Counter[str], agreement: int) -> dict[str, int]:

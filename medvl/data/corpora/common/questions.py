@@ -5,13 +5,14 @@ image.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json, read_limited
-from medvl.data.annotations import MIXED, AnswerType, Question
+from medvl.data.annotations import MIXED, AnswerType, Question, questions_of
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
+from medvl.data.corpora.registry import Corpus
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
@@ -21,6 +22,19 @@ MAX_JSON_BYTES = 1 << 26
 
 _EMPTY = "NULL"  # written by VQA-RAD in empty fields; "None" is an answer
 _ANSWER_TYPES: Mapping[str, AnswerType] = {"CLOSED": "closed", "OPEN": "open"}
+
+
+class QuestionCorpus(Corpus):
+    """A corpus of images with questions and answers: a sample is an image with its questions."""
+
+    textless: ClassVar[bool] = True
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Return a line with the number of questions in each split."""
+        counts = Counter(
+            question.split for record in plan.records for question in questions_of(record.sample)
+        )
+        return [", ".join(f"{count} questions in {split}" for split, count in counts.items())]
 
 
 def plan_questions(

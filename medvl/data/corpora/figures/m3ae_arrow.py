@@ -4,6 +4,7 @@
 The images are unpacked under hashed names first, because the conversion reads files.
 """
 
+import dataclasses
 import mmap
 import re
 from collections import Counter
@@ -11,20 +12,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.files import private_folder, write_atomic
+from medvl.common.files import write_atomic
 from medvl.common.process import memory_limited
 from medvl.common.untrusted import InputFolders, PickleReader, read_limited
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, check_columns, malformed
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import clean_text
 from medvl.data.reports.sentences import join_texts, one_line
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
-NAME = "m3ae-arrow"
 _SPLITS = {"train": "train", "val": "validate", "test": "test"}
 _FILE = re.compile(r"[\w-]{1,80}_(train|val|test)\.arrow")
 _COLUMNS = ("image", "caption", "image_id")
@@ -37,52 +38,53 @@ _BATCH_MEMORY = (
 )  # bytes that may be allocated for one batch of rows: compressed ones can unpack to any size
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    unpacked: Path,
-    *,
-    splits: SplitRule = "official",
-    follow_links: bool = False,
-) -> Plan:
-    """Unpack the images of all Arrow files in a folder, and plan their samples: one for each image,
-    with all its texts.
+@register_corpus("m3ae-arrow")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class M3AEArrow(Corpus):
+    """Convert M3AE's preparation of ROCO, MedICaT or MIMIC-CXR (Arrow files), with its split.
 
-    Args:
-        root: folder with files such as `medicat_train.arrow`, `roco_val.arrow`,
-            `mimic_cxr_test.arrow`.
-        deid: hashes articles or patients, studies and images.
-        unpacked: folder that the images are unpacked into; images that are there are kept.
-        splits: rule for articles and patients in several splits; see `apply_split_rule`.
-        follow_links: also read files that links outside of the folder lead to, as in trees of
-            git-annex.
-
-    Raises CorpusError when there is no such file, or one is damaged or has other columns;
-    SplitError when `splits` is "official" and an article or patient is in two splits.
+    The images are unpacked into the private folder first, and removed from it at the end.
     """
-    root, allowed = Path(root), InputFolders.of(root, follow_links=follow_links)
-    files = {
-        path: found
-        for path in sorted(root.glob("*.arrow"))
-        if (found := _FILE.fullmatch(path.name))
-    }
-    if not files:
-        raise CorpusError(
-            f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow", "not_found"
-        )
-    private_folder(unpacked)
-    rows = RowCounts()
-    warnings = Counter[str]()
-    records = Records()
-    for path, found in files.items():
-        for number, row in rows.reading(_rows(path, allowed)):
-            sample = _sample(
-                row, f"{path}, row {number}", _SPLITS[found[1]], unpacked, deid, warnings
+
+    root: Path
+    """folder with NAME_train.arrow, NAME_val.arrow, NAME_test.arrow."""
+    splits: SplitRule = "official"
+    """rule for articles in several splits: official refuses them, repaired keeps each in one split,
+    by-article splits anew.
+    """
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Unpack the images of all Arrow files in a folder, and plan their samples: one for each
+        image, with all its texts.
+
+        Raises CorpusError when there is no such file, or one is damaged or has other columns;
+        SplitError when `splits` is "official" and an article or patient is in two splits.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        files = {
+            path: found
+            for path in sorted(root.glob("*.arrow"))
+            if (found := _FILE.fullmatch(path.name))
+        }
+        if not files:
+            raise CorpusError(
+                f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow",
+                "not_found",
             )
-            records.append(Record(sample))
-            rows.kept += 1
-    unchecked = Plan(NAME, records, (), rows, +warnings, InputFolders.of(unpacked))
-    return apply_split_rule(unchecked, splits, tuple(_SPLITS.values()))
+        unpacked = access.unpack_folder()
+        rows = RowCounts()
+        warnings = Counter[str]()
+        records = Records()
+        for path, found in files.items():
+            for number, row in rows.reading(_rows(path, allowed)):
+                sample = _sample(
+                    row, f"{path}, row {number}", _SPLITS[found[1]], unpacked, deid, warnings
+                )
+                records.append(Record(sample))
+                rows.kept += 1
+        unchecked = Plan(self.corpus, records, (), rows, +warnings, InputFolders.of(unpacked))
+        return apply_split_rule(unchecked, self.splits, tuple(_SPLITS.values()))
 
 
 def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -152,7 +154,7 @@ def _sample(
     )
     return Sample(
         key=key,
-        corpus=NAME,
+        corpus=M3AEArrow.corpus,
         split=split,
         patient=deid.patient(patient),
         study=deid.study(patient, study),

@@ -2,24 +2,22 @@
 `data_cards/medicat.md`.
 """
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_json_lines
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
-from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
+from medvl.data.splits import hash_split, parse_fractions
 from medvl.schema import Sample
-
-NAME = "medicat"
-COUNTS: Mapping[str, int] = {"images": 217_060}
-"""Images of the full release, which `medvl verify --full` compares with."""
 
 _TABLE = "s2_full_figures_oa_nonroco_combined_medical_top4_public.jsonl"
 _TABLES = (_TABLE, f"{_TABLE}.gz", "sample.jsonl")
@@ -30,71 +28,71 @@ _HASH = re.compile(r"[0-9a-f]{40}")
 _URI = re.compile(r"[\w .()+-]{1,120}\.(?:png|jpg)")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    radiology_only: bool = False,
-    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of MedICaT from its tables; no image is opened.
+@register_corpus("medicat")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedICaT(Corpus):
+    """Convert MedICaT, figures with captions and the sentences that refer to them."""
 
-    Args:
-        root: folder of the release, with the table of figures, `figures/` and optionally
-            `subcaptions_public.jsonl`.
-        deid: hashes articles and figures.
-        radiology_only: leave out figures that the release's own classifier does not count as
-            radiology.
-        fractions: fractions of the splits, by article; the release has no splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    counts: ClassVar[Mapping[str, int]] = {"images": 217_060}
+    """Images of the full release."""
 
-    Raises CorpusError when a table is missing or does not match the data card; ConfigError when the
-    fractions do not sum to one.
-    """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    check_fractions(fractions)
-    table = find_file(root, *_TABLES)
-    compound = _read_compound(root / _SUBCAPTIONS, allowed)
-    rows = RowCounts()
-    warnings = Counter[str]()
-    seen: set[tuple[str, str]] = set()
-    records = Records()
-    for number, row in rows.reading(read_json_lines(table, _FIELDS, allowed)):
-        article = _text(row, "pdf_hash")
-        file = _text(row, "fig_uri")
-        if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
-            raise malformed(
-                f"{table}, line {number}", "expected a hash and a file name in fig_uri", "fig_uri"
+    root: Path
+    """folder of the release: the table of figures and figures/."""
+    radiology_only: bool = False
+    """only figures that the release classifies as radiology."""
+    splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1")
+    """fractions of the splits, by article."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of MedICaT from its tables; no image is opened.
+
+        Raises CorpusError when a table is missing or does not match the data card; ConfigError when
+        the fractions do not sum to one.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        fractions = parse_fractions(self.splits)
+        table = find_file(root, *_TABLES)
+        compound = _read_compound(root / _SUBCAPTIONS, allowed)
+        rows = RowCounts()
+        warnings = Counter[str]()
+        seen: set[tuple[str, str]] = set()
+        records = Records()
+        for number, row in rows.reading(read_json_lines(table, _FIELDS, allowed)):
+            article = _text(row, "pdf_hash")
+            file = _text(row, "fig_uri")
+            if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
+                raise malformed(
+                    f"{table}, line {number}",
+                    "expected a hash and a file name in fig_uri",
+                    "fig_uri",
+                )
+            if (article, file) in seen:
+                rows.exclude("duplicate_line")
+                continue
+            seen.add((article, file))
+            if self.radiology_only and row["radiology"] is not True:
+                rows.exclude("not_radiology")
+                continue
+            patient = deid.patient(article)
+            name = f"{article}_{file}"
+            sample = Sample(
+                key=deid.image(name),
+                corpus=self.corpus,
+                split=hash_split(patient, fractions),
+                patient=patient,
+                study=deid.study(article, file),
+                image=root / "figures" / name,
+                sections=figure_sections(
+                    _caption(row),
+                    read_references(row, "s2orc_references", f"{table}, line {number}"),
+                    warnings,
+                ),
+                extra=_extra(row, (article, _text(row, "fig_key")) in compound),
             )
-        if (article, file) in seen:
-            rows.exclude("duplicate_line")
-            continue
-        seen.add((article, file))
-        if radiology_only and row["radiology"] is not True:
-            rows.exclude("not_radiology")
-            continue
-        patient = deid.patient(article)
-        name = f"{article}_{file}"
-        sample = Sample(
-            key=deid.image(name),
-            corpus=NAME,
-            split=hash_split(patient, fractions),
-            patient=patient,
-            study=deid.study(article, file),
-            image=root / "figures" / name,
-            sections=figure_sections(
-                _caption(row),
-                read_references(row, "s2orc_references", f"{table}, line {number}"),
-                warnings,
-            ),
-            extra=_extra(row, (article, _text(row, "fig_key")) in compound),
-        )
-        records.append(Record(sample))
-        rows.kept += 1
-    return Plan(NAME, records, (), rows, warnings, allowed)
+            records.append(Record(sample))
+            rows.kept += 1
+        return Plan(self.corpus, records, (), rows, warnings, allowed)
 
 
 def _caption(row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import (
@@ -26,22 +27,15 @@ from medvl.data.corpora.common.tables import (
     read_lines,
     read_table,
 )
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
-NAME = "roco"
 NAME_OTHERS = "roco-non-radiology"
 NAME_V2 = "rocov2"
 SPLITS = ("train", "validation", "test")
 SPLITS_V2 = ("train", "valid", "test")
-COUNTS: Mapping[str, Mapping[str, int]] = {
-    name: {"images": count}
-    for name, count in ((NAME, 81_807), (NAME_OTHERS, 6_118), (NAME_V2, 79_789))
-}
-"""Corpus name -> rows of the published tables of all splits, which `medvl verify --full`
-compares with.
-"""
 
 _ID = re.compile(r"ROCO_\d+")
 _ID_V2 = re.compile(r"[A-Za-z0-9_-]{1,80}")  # used as a file name
@@ -51,58 +45,69 @@ _FILE = re.compile(r"(PMC\d+)_([\w .()+,-]+)")  # used as a file name, so withou
 _REFERENCES = tuple(f"roco_{split}_references.jsonl" for split in ("train", "val", "test"))
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    references: Path | None = None,
-    non_radiology: bool = False,
-    splits: SplitRule = "official",
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of ROCO or ROCOv2 from its tables; no image is opened.
+@register_corpus("roco")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ROCO(Corpus):
+    """Convert ROCO or ROCOv2, figures with captions."""
 
-    Args:
-        root: for ROCO, the folder with `train/`, `validation/` and `test/`, or the parent of such a
-            folder named `data`; for ROCOv2, the folder with `train_captions.csv`. The release is
-            recognised by its files.
-        deid: hashes articles and figures.
-        references: folder with MedICaT's `roco_{train,val,test}_references.jsonl`, whose sentences
-            about a figure are added to its sections (ROCO only).
-        non_radiology: read the out-of-class figures (drawings, photographs) instead of radiology
-            (ROCO only).
-        splits: rule for articles with figures in several published splits; see `apply_split_rule`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    counts: ClassVar[Mapping[str, int]] = {"images": 81_807}
+    """Rows of the published tables of all splits."""
+    other_counts: ClassVar[Mapping[str, Mapping[str, int]]] = {
+        NAME_OTHERS: {"images": 6_118},
+        NAME_V2: {"images": 79_789},
+    }
+    """Name in the manifest -> counts, for the other figures and for ROCOv2."""
 
-    Raises CorpusError when a table is missing or does not match the data card; SplitError when
-    `splits` is "official" and an article is in two splits; ConfigError when an option is unknown,
-    or not supported by ROCOv2.
+    root: Path
+    """folder with train/, validation/ and test/ (ROCO) or train_captions.csv (ROCOv2)."""
+    references: Path | None = None
+    """folder of MedICaT's roco_*_references.jsonl: sentences about the figures of ROCO."""
+    non_radiology: bool = False
+    """convert the drawings and photographs of ROCO instead of its radiology."""
+    splits: SplitRule = "official"
+    """official refuses splits that share an article; repaired excludes the figures of shared
+    articles from the training splits; by-article draws new splits.
     """
-    root = Path(root)
-    rows = RowCounts()
-    warnings = Counter[str]()
-    allowed = InputFolders.of(
-        root, *([references] if references else []), follow_links=follow_links
-    )
-    if any((root / f"{split}_captions.csv").is_file() for split in SPLITS_V2):
-        if references is not None or non_radiology:
-            field = "references" if references is not None else "non_radiology"
-            raise ConfigError(
-                f"ROCOv2 ({root}) has no references or non-radiology figures",
-                "unsupported",
-                field=field,
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of ROCO or ROCOv2 from its tables; no image is opened.
+
+        Raises CorpusError when a table is missing or does not match the data card; SplitError when
+        `splits` is "official" and an article is in two splits; ConfigError when an option is
+        unknown, or not supported by ROCOv2.
+        """
+        root = self.root
+        rows = RowCounts()
+        warnings = Counter[str]()
+        allowed = access.folders(root, *([self.references] if self.references else []))
+        if any((root / f"{split}_captions.csv").is_file() for split in SPLITS_V2):
+            if self.references is not None or self.non_radiology:
+                field = "references" if self.references is not None else "non_radiology"
+                raise ConfigError(
+                    f"ROCOv2 ({root}) has no references or non-radiology figures",
+                    "unsupported",
+                    field=field,
+                )
+            figures = _read_v2(root, rows, allowed)
+            return apply_split_rule(
+                _plan(NAME_V2, figures, deid, rows, warnings, allowed), self.splits, SPLITS_V2
             )
-        figures = _read_v2(root, rows, allowed)
-        return apply_split_rule(
-            _plan(NAME_V2, figures, deid, rows, warnings, allowed), splits, SPLITS_V2
+        base = root / "data" if (root / "data").is_dir() else root
+        name = NAME_OTHERS if self.non_radiology else self.corpus
+        figures = _read_v1(
+            base,
+            "non-radiology" if self.non_radiology else "radiology",
+            self.references,
+            rows,
+            allowed,
         )
-    base = root / "data" if (root / "data").is_dir() else root
-    name = NAME_OTHERS if non_radiology else NAME
-    figures = _read_v1(
-        base, "non-radiology" if non_radiology else "radiology", references, rows, allowed
-    )
-    return apply_split_rule(_plan(name, figures, deid, rows, warnings, allowed), splits, SPLITS)
+        return apply_split_rule(
+            _plan(name, figures, deid, rows, warnings, allowed), self.splits, SPLITS
+        )
+
+    @classmethod
+    def full_counts(cls, release: str) -> Mapping[str, int]:
+        return cls.other_counts.get(release, cls.counts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,22 +1,22 @@
 """CheXpert v1.0 (small or full). Layout, counts and access: `data_cards/chexpert.md`."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from medvl.common.config_io import check_choice
-from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, parse_findings, read_table
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier, cap_age
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
 
-NAME = "chexpert"
-SPLITS = ("train", "valid", "test")
-COUNTS: Mapping[str, int] = {"train": 223_414, "valid": 234}
-"""Rows of the full release's tables, which `medvl verify --full` compares with."""
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 _COLUMNS = ("Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", *FINDINGS)
 _TEST_COLUMNS = (
@@ -29,52 +29,57 @@ _PATH = re.compile(
 _SEX = {"Male": "M", "Female": "F"}
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    frontal_only: bool = False,
-    split: str | None = None,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of CheXpert from its tables; no image is opened. CheXpert has labels and no
-    text.
+@register_corpus("chexpert")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheXpert(Corpus):
+    """Convert CheXpert, which has labels and no text."""
 
-    Args:
-        root: folder with `train.csv`, `valid.csv` and the folders `train/`, `valid/`.
-        deid: hashes patient, study and image ids.
-        frontal_only: leave out lateral views.
-        split: "train", "valid" or "test"; default all whose table exists.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    labels: ClassVar[tuple[str, ...]] = FINDINGS
+    counts: ClassVar[Mapping[str, int]] = {"train": 223_414, "valid": 234}
+    """Rows of the full release's tables."""
+    textless: ClassVar[bool] = True
 
-    Raises CorpusError when a table or column is missing, or a value does not match the data card;
-    ConfigError when the split is unknown.
-    """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    if split is not None:
-        check_choice(split, SPLITS, "split")
-    splits = (
-        (split,) if split else tuple(name for name in SPLITS if (root / f"{name}.csv").is_file())
-    )
-    if not splits:
-        raise CorpusError(
-            f"{root} lacks train.csv, valid.csv or test.csv: is it the release's root?", "not_found"
+    root: Path
+    """the folder CheXpert-v1.0-small or CheXpert-v1.0."""
+    frontal_only: bool = False
+    """exclude lateral views."""
+    split: Split | None = None
+    """read only this split; default all whose table exists."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of CheXpert from its tables; no image is opened. CheXpert has labels and
+        no text.
+
+        Raises CorpusError when a table or column is missing, or a value does not match the data
+        card; ConfigError when the split is unknown.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        if self.split is not None:
+            check_choice(self.split, SPLITS, "split")
+        splits = (
+            (self.split,)
+            if self.split
+            else tuple(name for name in SPLITS if (root / f"{name}.csv").is_file())
         )
-    rows = RowCounts()
-    records = Records()
-    for name in splits:
-        table = root / f"{name}.csv"
-        columns = _TEST_COLUMNS if name == "test" else _COLUMNS
-        for row in rows.reading(read_table(table, columns, allowed)):
-            sample = _sample(root, table, name, row, deid)
-            if frontal_only and sample.view == "LATERAL":
-                rows.exclude("lateral")
-                continue
-            records.append(Record(sample))
-            rows.kept += 1
-    return Plan(NAME, records, FINDINGS, rows, folders=allowed)
+        if not splits:
+            raise CorpusError(
+                f"{root} lacks train.csv, valid.csv or test.csv: is it the release's root?",
+                "not_found",
+            )
+        rows = RowCounts()
+        records = Records()
+        for name in splits:
+            table = root / f"{name}.csv"
+            columns = _TEST_COLUMNS if name == "test" else _COLUMNS
+            for row in rows.reading(read_table(table, columns, allowed)):
+                sample = _sample(root, table, name, row, deid)
+                if self.frontal_only and sample.view == "LATERAL":
+                    rows.exclude("lateral")
+                    continue
+                records.append(Record(sample))
+                rows.kept += 1
+        return Plan(self.corpus, records, self.labels, rows, folders=allowed)
 
 
 def image_key(path: str, deid: Deidentifier) -> str:
@@ -105,7 +110,7 @@ def _sample(
     view = "LATERAL" if "lateral" in file else row.get("AP/PA") or "FRONTAL"
     return Sample(
         key=deid.image(f"{folder}/{patient}/{study}/{file}"),
-        corpus=NAME,
+        corpus=CheXpert.corpus,
         split=split,
         # Patient numbers are unique across the splits of the release.
         patient=deid.patient(patient),

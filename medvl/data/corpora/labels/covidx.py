@@ -2,22 +2,21 @@
 `data_cards/covidx.md`.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_lines, split_training
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import CorpusError
 from medvl.schema import Sample
-
-NAME = "covidx"
-COUNTS: Mapping[str, int] = {"images": 84_818}
-"""Images of COVIDx CXR-4, which `medvl verify --full` compares with."""
 
 _COVID = "COVID-19"
 _OTHER = "Other Pneumonia"
@@ -34,66 +33,67 @@ _FILE = re.compile(r"[^/\\]{1,200}\.(?:png|jpe?g)", re.IGNORECASE)
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    version: str | None = None,
-    validate_share: float = 0.1,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of COVIDx from its lists; no image is opened.
+@register_corpus("covidx")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class COVIDx(Corpus):
+    """Convert COVIDx CXR, with its official splits."""
 
-    Args:
-        root: folder with the lists and the images in `train/`, `val/` and `test/`.
-        deid: hashes patients and images.
-        version: version of the lists: `COVIDx_CXR-3A` reads `train_COVIDx_CXR-3A.txt` and
-            `test_COVIDx_CXR-3A.txt`; None reads `train.txt`, `val.txt` and `test.txt`.
-        validate_share: share of the training list's patients that are used for validation, by hash,
-            where there is no validation list.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    counts: ClassVar[Mapping[str, int]] = {"images": 84_818}
+    """Images of COVIDx CXR-4."""
+    textless: ClassVar[bool] = True
 
-    Raises CorpusError when a list is missing, or a line does not match the data card; ConfigError
-    when the share is not between 0 and 1.
+    root: Path
+    """folder with the lists, train/ and test/."""
+    version: str | None = None
+    """version of the lists, such as COVIDx_CXR-3A for train_COVIDx_CXR-3A.txt; default train.txt.
     """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    shares = split_training(validate_share)
-    lists = {
-        split: root / (f"{split}_{version}.txt" if version else f"{split}.txt") for split in _SPLITS
-    }
-    if not (lists["train"].is_file() and lists["test"].is_file()):
-        known = sorted(path.stem.removeprefix("train_") for path in root.glob("train_*.txt"))
-        hint = (
-            f"--version takes one of {', '.join(known)}"
-            if known
-            else "is it the root of the release?"
-        )
-        raise CorpusError(
-            f"{root} lacks {lists['train'].name} or {lists['test'].name}: {hint}", "not_found"
-        )
-    rows = RowCounts()
-    records = Records()
-    names: dict[str, None] = {}
-    present = {split: path for split, path in lists.items() if path.is_file()}
-    for split, path in present.items():
-        for image, patient, labels in rows.reading(_read_list(path, deid, allowed)):
-            sample = Sample(
-                key=deid.image(f"{split}/{image}"),
-                corpus=NAME,
-                split=hash_split(patient, shares)
-                if split == "train" and "val" not in present
-                else _SPLITS[split],
-                patient=patient,
-                study=deid.study(patient, image),
-                image=root / split / image,
-                labels=labels,
+    validate_share: float = 0.1
+    """fraction of the training patients for validation, where the release has no list for it."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of COVIDx from its lists; no image is opened.
+
+        Raises CorpusError when a list is missing, or a line does not match the data card;
+        ConfigError when the share is not between 0 and 1.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        shares = split_training(self.validate_share)
+        lists = {
+            split: root / (f"{split}_{self.version}.txt" if self.version else f"{split}.txt")
+            for split in _SPLITS
+        }
+        if not (lists["train"].is_file() and lists["test"].is_file()):
+            known = sorted(path.stem.removeprefix("train_") for path in root.glob("train_*.txt"))
+            hint = (
+                f"--version takes one of {', '.join(known)}"
+                if known
+                else "is it the root of the release?"
             )
-            names |= dict.fromkeys(labels)
-            records.append(Record(sample))
-            rows.kept += 1
-    return Plan(NAME, records, tuple(names), rows, folders=allowed)
+            raise CorpusError(
+                f"{root} lacks {lists['train'].name} or {lists['test'].name}: {hint}", "not_found"
+            )
+        rows = RowCounts()
+        records = Records()
+        names: dict[str, None] = {}
+        present = {split: path for split, path in lists.items() if path.is_file()}
+        for split, path in present.items():
+            for image, patient, labels in rows.reading(_read_list(path, deid, allowed)):
+                sample = Sample(
+                    key=deid.image(f"{split}/{image}"),
+                    corpus=self.corpus,
+                    split=hash_split(patient, shares)
+                    if split == "train" and "val" not in present
+                    else _SPLITS[split],
+                    patient=patient,
+                    study=deid.study(patient, image),
+                    image=root / split / image,
+                    labels=labels,
+                )
+                names |= dict.fromkeys(labels)
+                records.append(Record(sample))
+                rows.kept += 1
+        return Plan(self.corpus, records, tuple(names), rows, folders=allowed)
 
 
 def _read_list(

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
-from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import (
@@ -18,14 +18,12 @@ from medvl.data.corpora.common.tables import (
     malformed,
     read_table,
 )
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.schema import CHANGES, Sample
 
-NAME = "ms-cxr-t"
 TABLE = "MS_CXR_T_temporal_image_classification_v1.0.0.csv"
 LABELS = ("Consolidation", "Edema", "Pleural Effusion", "Pneumonia", "Pneumothorax")
-COUNTS: Mapping[str, int] = {"pairs": 1_045, "labels": 1_326}
-"""Rows and labels of the release."""
 
 _ID = r"[0-9a-f]{8}(?:-[0-9a-f]{8}){4}"
 _PATH = re.compile(rf"p\d{{2}}/p(\d{{8}})/s(\d{{8}})/({_ID})")
@@ -36,51 +34,63 @@ def column(label: str) -> str:
     return f"{label.lower().replace(' ', '_')}_progression"
 
 
-def plan(
-    root: Path, deid: Deidentifier, *, images: Path | None = None, follow_links: bool = False
-) -> Plan:
-    """Plan the samples of MS-CXR-T from its table; no image is opened.
+@register_corpus("ms-cxr-t")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MSCXRT(Corpus):
+    """Convert MS-CXR-T: image pairs and the change of findings, for `medvl eval change`.
 
-    A row gives two samples: the current image, with `extra["change"]` (finding -> improving, stable
-    or worsening) and `extra["prior"]` (key of the earlier image), and the earlier image, unless
-    another row has it already. An image that is compared with several earlier ones gives one sample
-    for each. All are test samples. Ids are hashed as in MIMIC-CXR.
-
-    Args:
-        root: folder of the release, with the table.
-        deid: hashes patient, study and image ids.
-        images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
-
-    Raises CorpusError when the table is missing or a value does not match the data card.
+    Use the salt of your MIMIC-CXR shards, so that training patients are recognized.
     """
-    root, images = Path(root), Path(images or root)
-    allowed = InputFolders.of(root, images, follow_links=follow_links)
-    table = find_file(root, TABLE)
-    suffix: str | None = None
-    samples: dict[str, Sample] = {}
-    rows = RowCounts("comparisons")
-    names = ("dicom_id", "previous_dicom_id", *map(column, LABELS))
-    for row in rows.reading(read_table(table, names, allowed)):
-        change = _read_change(row, table)
-        if not change:
-            rows.exclude("no_label")
-            continue
-        suffix = suffix or find_suffix(images / "files" / row["dicom_id"], (".jpg", ".dcm"))
-        pair = (row["dicom_id"], row["previous_dicom_id"])
-        current, prior = (_sample(name, table, images, suffix or ".jpg", deid) for name in pair)
-        if current.patient != prior.patient:
-            raise malformed(table, "expected two images of one patient", "previous_dicom_id")
-        key = (
-            f"{current.key}-{prior.key}" if samples.get(current.key, current).extra else current.key
+
+    labels: ClassVar[tuple[str, ...]] = LABELS
+    textless: ClassVar[bool] = True
+
+    root: Path
+    """folder of the release with its table of image pairs."""
+    images: Path | None = None
+    """folder with files/ of MIMIC-CXR-JPG or MIMIC-CXR; default root."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of MS-CXR-T from its table; no image is opened.
+
+        A row gives two samples: the current image, with `extra["change"]` (finding -> improving,
+        stable or worsening) and `extra["prior"]` (key of the earlier image), and the earlier image,
+        unless another row has it already. An image that is compared with several earlier ones gives
+        one sample for each. All are test samples. Ids are hashed as in MIMIC-CXR.
+
+        Raises CorpusError when the table is missing or a value does not match the data card.
+        """
+        root = self.root
+        images = self.images or root
+        allowed = access.folders(root, images)
+        table = find_file(root, TABLE)
+        suffix: str | None = None
+        samples: dict[str, Sample] = {}
+        rows = RowCounts("comparisons")
+        names = ("dicom_id", "previous_dicom_id", *map(column, self.labels))
+        for row in rows.reading(read_table(table, names, allowed)):
+            change = _read_change(row, table)
+            if not change:
+                rows.exclude("no_label")
+                continue
+            suffix = suffix or find_suffix(images / "files" / row["dicom_id"], (".jpg", ".dcm"))
+            pair = (row["dicom_id"], row["previous_dicom_id"])
+            current, prior = (_sample(name, table, images, suffix or ".jpg", deid) for name in pair)
+            if current.patient != prior.patient:
+                raise malformed(table, "expected two images of one patient", "previous_dicom_id")
+            key = (
+                f"{current.key}-{prior.key}"
+                if samples.get(current.key, current).extra
+                else current.key
+            )
+            samples[key] = dataclasses.replace(
+                current, key=key, extra={"change": change, "prior": prior.key}
+            )
+            samples.setdefault(prior.key, prior)
+            rows.kept += 1
+        return Plan(
+            self.corpus, Records(map(Record, samples.values())), self.labels, rows, folders=allowed
         )
-        samples[key] = dataclasses.replace(
-            current, key=key, extra={"change": change, "prior": prior.key}
-        )
-        samples.setdefault(prior.key, prior)
-        rows.kept += 1
-    return Plan(NAME, Records(map(Record, samples.values())), LABELS, rows, folders=allowed)
 
 
 def _read_change(row: Mapping[str, str], table: Path) -> dict[str, str]:
@@ -103,7 +113,7 @@ def _sample(name: str, table: Path, images: Path, suffix: str, deid: Deidentifie
     subject, study, image = match.groups()
     return Sample(
         key=deid.image(image),
-        corpus=NAME,
+        corpus=MSCXRT.corpus,
         split="test",
         patient=deid.patient(subject),
         study=deid.study(subject, study),

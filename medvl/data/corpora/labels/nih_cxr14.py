@@ -1,11 +1,13 @@
 """NIH ChestX-ray14 (2017). Layout, counts and access: `data_cards/nih-cxr14.md`."""
 
 import csv
+import dataclasses
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Box, read_box, region_fields
@@ -13,13 +15,11 @@ from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier, cap_age
 from medvl.data.splits import hash_split
 from medvl.schema import Sample
 
-NAME = "nih-cxr14"
-COUNTS: Mapping[str, int] = {"images": 112_120, "test": 25_596}
-"""Counts of the full release, which `medvl verify --full` compares with."""
 LABELS = (
     "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Emphysema", "Fibrosis", "Hernia",
     "Infiltration", "Mass", "No Finding", "Nodule", "Pleural Effusion", "Pleural Thickening",
@@ -43,64 +43,69 @@ _IMAGE = re.compile(r"(\d{8})_\d{3}\.png")
 _OLDEST = 120  # the first release has ages up to 411
 
 
-def plan(
-    root: Path, deid: Deidentifier, *, validate_share: float = 0.125, follow_links: bool = False
-) -> Plan:
-    """Plan the samples of ChestX-ray14 from its tables; no image is opened.
+@register_corpus("nih-cxr14")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NIHCXR14(Corpus):
+    """Convert NIH ChestX-ray14, with the official test split: labels and boxes."""
 
-    Args:
-        root: folder with the table, the two lists, and `images/` or `images_001/images/` to
-            `images_012/`.
-        deid: hashes patients and images.
-        validate_share: share of the patients of the official `train_val_list.txt` used for
-            validation, by hash.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    labels: ClassVar[tuple[str, ...]] = LABELS
+    counts: ClassVar[Mapping[str, int]] = {"images": 112_120, "test": 25_596}
+    textless: ClassVar[bool] = True
 
-    Raises CorpusError when a table or list is missing, or a value does not match the data card;
-    ConfigError when the share is not between 0 and 1.
-    """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    shares = tables.split_training(validate_share)
-    table = tables.find_file(root, *_TABLES)
-    official = _read_lists(root, allowed)
-    boxes = _read_boxes(root / "BBox_List_2017.csv", allowed)
-    folders = _image_folders(root)
-    rows = RowCounts()
-    warnings = Counter[str]()
-    records = Records()
-    for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
-        name = row["Image Index"]
-        match = _IMAGE.fullmatch(name)
-        if match is None or match[1].lstrip("0") != row["Patient ID"].lstrip("0"):
-            raise malformed(
-                table, "expected a name like 00000013_005.png with the Patient ID", "Image Index"
+    root: Path
+    """folder with Data_Entry_2017.csv, the two lists, and images/ or images_001/ to images_012/."""
+    validate_share: float = 0.125
+    """fraction of the patients of the official training list for validation."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of ChestX-ray14 from its tables; no image is opened.
+
+        Raises CorpusError when a table or list is missing, or a value does not match the data card;
+        ConfigError when the share is not between 0 and 1.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        shares = tables.split_training(self.validate_share)
+        table = tables.find_file(root, *_TABLES)
+        official = _read_lists(root, allowed)
+        boxes = _read_boxes(root / "BBox_List_2017.csv", allowed)
+        folders = _image_folders(root)
+        rows = RowCounts()
+        warnings = Counter[str]()
+        records = Records()
+        for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
+            name = row["Image Index"]
+            match = _IMAGE.fullmatch(name)
+            if match is None or match[1].lstrip("0") != row["Patient ID"].lstrip("0"):
+                raise malformed(
+                    table,
+                    "expected a name like 00000013_005.png with the Patient ID",
+                    "Image Index",
+                )
+            if name not in official:
+                rows.exclude("in_no_official_list")
+                continue
+            patient = deid.patient(
+                match[1]
+            )  # zeros kept as in RSNA's mapping, so that shared patients have the same hash
+            regions = {"boxes": boxes.pop(name)} if name in boxes else {}
+            sample = Sample(
+                key=deid.image(name),
+                corpus=self.corpus,
+                split=hash_split(patient, shares) if official[name] == "train_val" else "test",
+                patient=patient,
+                study=deid.study(match[1], name),
+                image=folders.get(name, root / "images") / name,
+                labels=_labels(row["Finding Labels"], table),
+                view=row["View Position"] or None,
+                sex=_sex(row),
+                age=_age(row["Patient Age"], warnings),
+                extra=region_fields(_SIZE, regions) if regions else {},
             )
-        if name not in official:
-            rows.exclude("in_no_official_list")
-            continue
-        patient = deid.patient(
-            match[1]
-        )  # zeros kept as in RSNA's mapping, so that shared patients have the same hash
-        regions = {"boxes": boxes.pop(name)} if name in boxes else {}
-        sample = Sample(
-            key=deid.image(name),
-            corpus=NAME,
-            split=hash_split(patient, shares) if official[name] == "train_val" else "test",
-            patient=patient,
-            study=deid.study(match[1], name),
-            image=folders.get(name, root / "images") / name,
-            labels=_labels(row["Finding Labels"], table),
-            view=row["View Position"] or None,
-            sex=_sex(row),
-            age=_age(row["Patient Age"], warnings),
-            extra=region_fields(_SIZE, regions) if regions else {},
-        )
-        records.append(Record(sample))
-        rows.kept += 1
-    warnings["boxes_without_image"] = len(boxes)
-    return Plan(NAME, records, LABELS, rows, +warnings, allowed)
+            records.append(Record(sample))
+            rows.kept += 1
+        warnings["boxes_without_image"] = len(boxes)
+        return Plan(self.corpus, records, self.labels, rows, +warnings, allowed)
 
 
 def _labels(text: str, table: Path) -> dict[str, int]:

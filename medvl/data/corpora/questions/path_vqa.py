@@ -2,10 +2,11 @@
 `data_cards/path-vqa.md`.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Question
@@ -13,12 +14,9 @@ from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, find_file
 from medvl.data.corpora.figures.m3ae_arrow import read_plain_pickle
+from medvl.data.corpora.registry import FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
-
-NAME = "path-vqa"
-COUNTS: Mapping[str, int] = {"images": 4_289}
-"""Images with questions, which `medvl verify --full` compares with."""
 
 _PARTS = {"train": "train", "validate": "val", "test": "test"}
 _FILES = ("qas/{0}/{0}_qa.pkl", "qas/{0}_vqa.pkl", "qas/{0}/{0}_qa.json", "qas/{0}_vqa.json")
@@ -27,51 +25,58 @@ score} and img_id.
 """
 
 
-def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
-    """Plan the samples of PathVQA with their questions; no image is opened. The release splits by
-    image.
+@register_corpus("path-vqa")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathVQA(vqa.QuestionCorpus):
+    """Convert PathVQA, always in colour, for the stains of pathology."""
 
-    Rows that repeat image, question and answer of an earlier row are left out and counted: the
-    remaining rows have the counts of the cleaned release.
+    counts: ClassVar[Mapping[str, int]] = {"images": 4_289}
+    """Images with questions."""
+    color: ClassVar[bool] = True
 
-    Args:
-        root: folder with `images/` and `qas/`.
-        deid: hashes the image names.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    root: Path
+    """folder of qas/ and images/."""
 
-    Raises CorpusError when a file or field is missing, or a pickle contains more than plain data.
-    """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    rows = RowCounts("questions")
-    warnings = Counter[str]()
-    questions: dict[tuple[str, str, str], tuple[str, Question]] = {}
-    images: dict[str, Path] = {}
-    for split, part in _PARTS.items():
-        path = find_file(root, *(name.format(part) for name in _FILES))
-        for number, row in enumerate(rows.reading(_read_rows(path, allowed)), 1):
-            image, text, answer = _parse_row(path, row)
-            if (image, text, answer) in questions:
-                rows.exclude("duplicate")
-                continue
-            warnings.update(no_answer=int(not answer))
-            images[image] = root / "images" / part / f"{vqa.check_image_name(path, image)}.jpg"
-            question = Question(
-                # only one of the two forms has question_id; both have the same order
-                id=f"{split}-{number}",
-                question=text,
-                answer=answer,
-                answer_type=vqa.infer_answer_type(answer),
-                kind=text.split()[0].lower()
-                if text
-                else "",  # the authors' types: what, where, is, how, ...
-                split=split,
-            )
-            questions[image, text, answer] = image, question
-    return vqa.plan_questions(
-        NAME, deid, images, list(questions.values()), rows, +warnings, folders=allowed
-    )
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of PathVQA with their questions; no image is opened. The release splits
+        by image.
+
+        Rows that repeat image, question and answer of an earlier row are left out and counted: the
+        remaining rows have the counts of the cleaned release.
+
+        Raises CorpusError when a file or field is missing, or a pickle contains more than plain
+        data.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        rows = RowCounts("questions")
+        warnings = Counter[str]()
+        questions: dict[tuple[str, str, str], tuple[str, Question]] = {}
+        images: dict[str, Path] = {}
+        for split, part in _PARTS.items():
+            path = find_file(root, *(name.format(part) for name in _FILES))
+            for number, row in enumerate(rows.reading(_read_rows(path, allowed)), 1):
+                image, text, answer = _parse_row(path, row)
+                if (image, text, answer) in questions:
+                    rows.exclude("duplicate")
+                    continue
+                warnings.update(no_answer=int(not answer))
+                images[image] = root / "images" / part / f"{vqa.check_image_name(path, image)}.jpg"
+                question = Question(
+                    # only one of the two forms has question_id; both have the same order
+                    id=f"{split}-{number}",
+                    question=text,
+                    answer=answer,
+                    answer_type=vqa.infer_answer_type(answer),
+                    kind=text.split()[0].lower()
+                    if text
+                    else "",  # the authors' types: what, where, is, how, ...
+                    split=split,
+                )
+                questions[image, text, answer] = image, question
+        return vqa.plan_questions(
+            self.corpus, deid, images, list(questions.values()), rows, +warnings, folders=allowed
+        )
 
 
 def _read_rows(path: Path, allowed: InputFolders) -> list[dict[str, Any]]:

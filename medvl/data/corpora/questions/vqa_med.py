@@ -1,13 +1,16 @@
 """ImageCLEF VQA-Med 2019. Layout, scoring and counts: `data_cards/vqa-med.md`."""
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Question
 from medvl.data.corpora.common.questions import (
+    QuestionCorpus,
     check_image_name,
     clean_text,
     infer_answer_type,
@@ -15,80 +18,80 @@ from medvl.data.corpora.common.questions import (
 )
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, malformed, read_lines
+from medvl.data.corpora.registry import FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 
-NAME = "vqa-med"
-COUNTS: Mapping[str, int] = {"train": 3_200, "validate": 500, "test": 500}
-"""Images of the full release, which `medvl verify --full` compares with."""
-CATEGORIES = ("modality", "plane", "organ", "abnormality")
+Category = Literal["modality", "plane", "organ", "abnormality"]
+CATEGORIES: tuple[Category, ...] = ("modality", "plane", "organ", "abnormality")
 
 _PARTS = {"train": "train", "validate": "val"}
 _REFERENCE = "VQAMed2019_Test_Questions_w_Ref_Answers.txt"
 _FOLDERS = {"train": "train_images", "validate": "val_images", "test": "vqamed2019_test_images"}
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    categories: Sequence[str] = CATEGORIES,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of VQA-Med with their questions; no image is opened.
+@register_corpus("vqa-med")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VQAMed(QuestionCorpus):
+    """Convert ImageCLEF VQA-Med 2019."""
 
-    Args:
-        root: folder with the unpacked archives at any depth; splits whose files are missing are
-            skipped.
-        deid: hashes the image names.
-        categories: keep only the questions of these, with unchanged ids; the others are counted.
-            M3AE leaves abnormality out, in training and in the test.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    counts: ClassVar[Mapping[str, int]] = {"train": 3_200, "validate": 500, "test": 500}
+    """Images of the full release."""
 
-    Raises CorpusError when there is no split, a folder of images is missing, or a line has the
-    wrong number of fields; ConfigError when a category is unknown.
-    """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    for kept in categories:
-        check_choice(kept, CATEGORIES, "categories")
-    counts = RowCounts("questions")
-    warnings = Counter[str]()
-    questions: list[tuple[str, Question]] = []
-    images: dict[str, Path] = {}
-    for split in _FOLDERS:
-        rows = list(
-            _test_rows(root, allowed)
-            if split == "test"
-            else _category_rows(root, _PARTS[split], allowed)
-        )
-        if not rows:
-            continue
-        folder = _image_folder(root, split)
-        for number, (path, image, category, text, answer) in enumerate(counts.reading(rows), 1):
-            name = f"{check_image_name(path, image)}.jpg"
-            if category not in categories:
-                counts.exclude("other_category")
+    root: Path
+    """folder that contains the unpacked archives."""
+    categories: tuple[Category, ...] = CATEGORIES
+    """keep only the questions of these; modality plane organ, as M3AE does."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of VQA-Med with their questions; no image is opened.
+
+        Raises CorpusError when there is no split, a folder of images is missing, or a line has the
+        wrong number of fields; ConfigError when a category is unknown.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        for kept in self.categories:
+            check_choice(kept, CATEGORIES, "categories")
+        counts = RowCounts("questions")
+        warnings = Counter[str]()
+        questions: list[tuple[str, Question]] = []
+        images: dict[str, Path] = {}
+        for split in _FOLDERS:
+            rows = list(
+                _test_rows(root, allowed)
+                if split == "test"
+                else _category_rows(root, _PARTS[split], allowed)
+            )
+            if not rows:
                 continue
-            images[name] = folder / name
-            question = Question(
-                id=f"{split}-{number}",  # the release has no ids; its order is fixed
-                question=text,
-                answer=answer,
-                answer_type=infer_answer_type(answer),
-                kind=category,
-                split=split,
+            folder = _image_folder(root, split)
+            for number, (path, image, category, text, answer) in enumerate(counts.reading(rows), 1):
+                name = f"{check_image_name(path, image)}.jpg"
+                if category not in self.categories:
+                    counts.exclude("other_category")
+                    continue
+                images[name] = folder / name
+                question = Question(
+                    id=f"{split}-{number}",  # the release has no ids; its order is fixed
+                    question=text,
+                    answer=answer,
+                    answer_type=infer_answer_type(answer),
+                    kind=category,
+                    split=split,
+                )
+                warnings.update(
+                    {"several_answers": 1} if "#" in answer else {}, no_answer=int(not answer)
+                )
+                questions.append((name, question))
+        if not questions:
+            raise CorpusError(
+                f"{root} lacks C1_Modality_train.txt or {_REFERENCE}: see the data card",
+                "not_found",
             )
-            warnings.update(
-                {"several_answers": 1} if "#" in answer else {}, no_answer=int(not answer)
-            )
-            questions.append((name, question))
-    if not questions:
-        raise CorpusError(
-            f"{root} lacks C1_Modality_train.txt or {_REFERENCE}: see the data card", "not_found"
+        return plan_questions(
+            self.corpus, deid, images, questions, counts, +warnings, folders=allowed
         )
-    return plan_questions(NAME, deid, images, questions, counts, +warnings, folders=allowed)
 
 
 def _category_rows(

@@ -7,23 +7,18 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from medvl.common.config_io import check_choice
-from medvl.common.untrusted import InputFolders
 from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan
+from medvl.data.corpora.registry import FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import CorpusError
 
-NAME = "vqa-rad"
-COUNTS: Mapping[str, int] = {"images": 314}
-"""Images with questions, in either form of the release, which `medvl verify --full` compares
-with.
-"""
 Split = Literal["official", "image-disjoint"]
 SPLITS: tuple[Split, ...] = ("official", "image-disjoint")
 IMAGE_DISJOINT: Mapping[str, float] = {"train": 0.7, "validate": 0.1, "test": 0.2}
@@ -50,45 +45,56 @@ _SUFFIX = re.compile(r"\s*-\s*(?:yes\s*/\s*no|open)\s*$", re.IGNORECASE)
 _BROKEN = "\ufffd"  # an apostrophe lost through a wrong encoding
 
 
-def plan(
-    root: Path, deid: Deidentifier, *, split: Split = "official", follow_links: bool = False
-) -> Plan:
-    """Plan the samples of VQA-RAD with their questions; no image is opened.
+@register_corpus("vqa-rad")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VQARAD(vqa.QuestionCorpus):
+    """Convert VQA-RAD, from the original release or from MEVF's split files."""
 
-    Args:
-        root: folder with the JSON of the original release, or MEVF's `trainset.json` and
-            `testset.json`, and the folder of images.
-        deid: hashes the image names.
-        split: "official" is the release's split of the *questions*: each test image is also in
-            train, so samples have the split `mixed` and each question has its own. "image-disjoint"
-            is a hash of the image name.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
-
-    Raises CorpusError when a file or field is missing, both forms of the release are present, or a
-    value does not match the data card; ConfigError when the split is unknown.
+    counts: ClassVar[Mapping[str, int]] = {"images": 314}
+    """Images with questions, in either form of the release.
     """
-    root = Path(root)
-    allowed = InputFolders.of(root, follow_links=follow_links)
-    check_choice(split, SPLITS, "split")
-    rows = RowCounts("questions")
-    warnings = Counter[str]()
-    folder = next((root / name for name in _FOLDERS if (root / name).is_dir()), None)
-    if folder is None:
-        raise CorpusError(
-            f"{root} lacks {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found"
+
+    root: Path
+    """folder of the questions (VQA_RAD Dataset Public.json, or trainset.json and testset.json) and
+    the images.
+    """
+    split: Split = "official"
+    """official divides the questions, so that every test image is also in train; the output is one
+    folder "mixed", and each question has its own split. image-disjoint divides the images by a
+    fixed hash.
+    """
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of VQA-RAD with their questions; no image is opened.
+
+        Raises CorpusError when a file or field is missing, both forms of the release are present,
+        or a value does not match the data card; ConfigError when the split is unknown.
+        """
+        root = self.root
+        allowed = access.folders(root)
+        check_choice(self.split, SPLITS, "split")
+        rows = RowCounts("questions")
+        warnings = Counter[str]()
+        folder = next((root / name for name in _FOLDERS if (root / name).is_dir()), None)
+        if folder is None:
+            raise CorpusError(
+                f"{root} lacks {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found"
+            )
+        questions = []
+        for path, part in _question_files(root):
+            for row in rows.reading(vqa.read_rows(path, _FIELDS, allowed)):
+                image = vqa.check_image_name(path, vqa.clean_text(row["image_name"]))
+                question = _question(path, row, part, warnings)
+                if self.split == "image-disjoint":
+                    question = dataclasses.replace(
+                        question, split=hash_split(image, IMAGE_DISJOINT)
+                    )
+                questions.append((image, question))
+        images = {image: folder / image for image, _ in questions}
+        extra = {image: {"split_id": self.split} for image in images}
+        return vqa.plan_questions(
+            self.corpus, deid, images, questions, rows, +warnings, extra, allowed
         )
-    questions = []
-    for path, part in _question_files(root):
-        for row in rows.reading(vqa.read_rows(path, _FIELDS, allowed)):
-            image = vqa.check_image_name(path, vqa.clean_text(row["image_name"]))
-            question = _question(path, row, part, warnings)
-            if split == "image-disjoint":
-                question = dataclasses.replace(question, split=hash_split(image, IMAGE_DISJOINT))
-            questions.append((image, question))
-    images = {image: folder / image for image, _ in questions}
-    extra = {image: {"split_id": split} for image in images}
-    return vqa.plan_questions(NAME, deid, images, questions, rows, +warnings, extra, allowed)
 
 
 def _question_files(root: Path) -> list[tuple[Path, str | None]]:

@@ -4,6 +4,7 @@ their images.
 Data card: `data_cards/medvill-jsonl.md`.
 """
 
+import dataclasses
 import os
 import re
 from collections import Counter
@@ -16,13 +17,13 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_json_lines, read_table
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import clean_text
 from medvl.data.reports.sentences import one_line
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
-NAME = "medvill-jsonl"
 Source = Literal["openi", "mimic"]
 _SPLITS = {"Train.jsonl": "train", "Valid.jsonl": "validate", "Test.jsonl": "test"}
 _FIELDS = ("id", "label", "text", "img")
@@ -30,56 +31,52 @@ _ID = re.compile(r"[\w.-]{1,80}")
 _LABEL = re.compile(r"'([^']{1,60})'")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    source: Source = "openi",
-    images: Path | None = None,
-    patients: Path | None = None,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of MedViLL's files: one for each line, with the report of its image; no
-    image is opened.
+@register_corpus("medvill-jsonl")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedViLLJsonl(Corpus):
+    """Convert MedViLL's preparation of Open-i or MIMIC-CXR (JSON lines), with its split."""
 
-    Args:
-        root: folder with at least one of the three files.
-        deid: hashes patients, studies and images.
-        source: corpus that the files were made from.
-        images: folder that the paths of `img` are relative to; default `root`.
-        patients: MIMIC-CXR-JPG's table of splits, which names the patient of an image or study.
-            Without it, every line of MIMIC-CXR is a patient of its own, and patients that two
-            splits share are not noticed.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    root: Path
+    """folder with Train.jsonl, Valid.jsonl, Test.jsonl, or some of them."""
+    source: Source = "openi"
+    """corpus that the files were made from."""
+    images: Path | None = None
+    """folder that image paths are relative to; default root."""
+    patients: Path | None = None
+    """mimic-cxr-2.0.0-split.csv(.gz), which names the patients of MIMIC-CXR."""
 
-    Raises CorpusError when there is no file, or one is damaged or has a line of another form;
-    ConfigError when `patients` is given for Open-i.
-    """
-    check_choice(source, get_args(Source), "source")
-    if patients is not None and source != "mimic":
-        raise ConfigError("patients applies to source=mimic", "conflict", field="patients")
-    root, home = Path(root), Path(os.path.realpath(root if images is None else images))
-    allowed = InputFolders.of(
-        root, home, *([patients.parent] if patients else []), follow_links=follow_links
-    )
-    known = {} if patients is None else _patients(patients, allowed)
-    rows = RowCounts()
-    warnings = Counter[str]()
-    records = Records()
-    for name, split in _SPLITS.items():
-        path = root / name
-        if not path.is_file():
-            continue
-        for number, row in rows.reading(read_json_lines(path, _FIELDS, allowed)):
-            where = f"{path}, row {number}"
-            records.append(Record(_sample(row, where, split, source, home, known, deid, warnings)))
-            rows.kept += 1
-    if not records:
-        raise CorpusError(
-            f"{root} has no line in {', '.join(_SPLITS)}: see the data card", "not_found"
-        )
-    return Plan(NAME, records, (), rows, +warnings, allowed)
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of MedViLL's files: one for each line, with the report of its image; no
+        image is opened.
+
+        Raises CorpusError when there is no file, or one is damaged or has a line of another form;
+        ConfigError when `patients` is given for Open-i.
+        """
+        check_choice(self.source, get_args(Source), "source")
+        if self.patients is not None and self.source != "mimic":
+            raise ConfigError("patients applies to source=mimic", "conflict", field="patients")
+        root = self.root
+        home = Path(os.path.realpath(self.images or root))
+        allowed = access.folders(root, home, *([self.patients.parent] if self.patients else []))
+        known = {} if self.patients is None else _patients(self.patients, allowed)
+        rows = RowCounts()
+        warnings = Counter[str]()
+        records = Records()
+        for name, split in _SPLITS.items():
+            path = root / name
+            if not path.is_file():
+                continue
+            for number, row in rows.reading(read_json_lines(path, _FIELDS, allowed)):
+                where = f"{path}, row {number}"
+                records.append(
+                    Record(_sample(row, where, split, self.source, home, known, deid, warnings))
+                )
+                rows.kept += 1
+        if not records:
+            raise CorpusError(
+                f"{root} has no line in {', '.join(_SPLITS)}: see the data card", "not_found"
+            )
+        return Plan(self.corpus, records, (), rows, +warnings, allowed)
 
 
 def _sample(
@@ -112,7 +109,7 @@ def _sample(
     warnings["label_unreadable"] += bool(row["label"].strip(" '")) and not labels
     return Sample(
         key=deid.image(f"{source} {row['id']} {row['img']}"),
-        corpus=NAME,
+        corpus=MedViLLJsonl.corpus,
         split=split,
         patient=deid.patient(patient),
         study=deid.study(patient, study),

@@ -2,10 +2,12 @@
 `data_cards/mimic-cxr.md`.
 """
 
+import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
@@ -13,91 +15,95 @@ from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
 
-NAME = "mimic-cxr"
 SPLITS = ("train", "validate", "test")
-COUNTS: Mapping[str, int] = {"images": 377_110}
-"""Images of the full release, which `medvl verify --full` compares with."""
 
 _ID = re.compile(r"[\w-]{1,80}")  # used as a file or folder name, so without dots and slashes
 _RELEASES = ("2.1.0", "2.0.0")
 _COLUMNS = ("dicom_id", "subject_id", "study_id", "ViewPosition")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    reports: Path | None = None,
-    labeler: str = "chexpert",
-    views: tuple[str, ...] = (),
-    split: str | None = None,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of MIMIC-CXR from its tables; no image or report is opened.
+@register_corpus("mimic-cxr")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MimicCXR(Corpus):
+    """Convert MIMIC-CXR (DICOM) or MIMIC-CXR-JPG, with the official split."""
 
-    StudyDate and StudyTime give each sample's `order`, its study's place among the patient's
-    studies, and are not kept.
+    labels: ClassVar[tuple[str, ...]] = FINDINGS
+    counts: ClassVar[Mapping[str, int]] = {"images": 377_110}
+    """Images of the full release."""
 
-    Args:
-        root: folder with `files/` and the tables of the DICOM or of the JPG release.
-        deid: hashes patient, study and image ids.
-        reports: folder with the `files/` tree of the reports; default `root`. The JPG release has
-            no reports.
-        labeler: table of the labels, "chexpert" or "negbio".
-        views: keep only these values of ViewPosition ("PA", "AP", "LATERAL", ...); empty keeps all.
-        split: split to read; default all three.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    root: Path
+    """folder of the release: files/ and the tables."""
+    reports: Path | None = None
+    """folder with the reports' files/; default root."""
+    labeler: Literal["chexpert", "negbio"] = "chexpert"
+    """labels of CheXpert or NegBio."""
+    views: tuple[str, ...] = ()
+    """keep only these values of ViewPosition, such as PA AP."""
+    without: tuple[Path, ...] = ()
+    """folders of shards whose patients are excluded, such as MS-CXR for evaluation."""
+    split: Literal["train", "validate", "test"] | None = None
+    """read only this split; default all three."""
 
-    Raises CorpusError when a table or column is missing, or a value does not match the data card;
-    ConfigError when the split or the labeler is unknown.
-    """
-    root, reports = Path(root), Path(reports or root)
-    allowed = InputFolders.of(root, reports, follow_links=follow_links)
-    _check_folders(root, reports)
-    if split is not None:
-        check_choice(split, SPLITS, "split")
-    labels = _read_labels(root, labeler, allowed)
-    splits = _read_splits(root, allowed)
-    table = _table(root, "metadata")
-    rows = RowCounts()
-    warnings = Counter[str]()
-    records = Records()
-    orders = _read_orders(table, allowed)
-    suffix: str | None = None
-    for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
-        dicom_id = row["dicom_id"]
-        subject = row["subject_id"]
-        study = row["study_id"]
-        if dicom_id not in splits:
-            rows.exclude("not_in_split_table")
-            continue
-        if split is not None and splits[dicom_id] != split:
-            rows.exclude("other_split")
-            continue
-        if views and row["ViewPosition"] not in views:
-            rows.exclude("view")
-            continue
-        folder = _folder(table, dicom_id, subject, study)
-        suffix = suffix or tables.find_suffix(root / folder / dicom_id, (".dcm", ".jpg"))
-        sample = Sample(
-            key=deid.image(dicom_id),
-            corpus=NAME,
-            split=splits[dicom_id],
-            patient=deid.patient(subject),
-            study=deid.study(subject, study),
-            image=(root / folder / dicom_id).with_suffix(suffix or ".dcm"),
-            labels=_labels_of(study, labels, warnings),
-            view=row["ViewPosition"] or None,
-            order=orders.get(study),
-        )
-        records.append(Record(sample, report=(reports / folder).with_suffix(".txt")))
-        rows.kept += 1
-    return Plan(NAME, records, FINDINGS, rows, +warnings, allowed)
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of MIMIC-CXR from its tables; no image or report is opened.
+
+        StudyDate and StudyTime give each sample's `order`, its study's place among the patient's
+        studies, and are not kept.
+
+        Raises CorpusError when a table or column is missing, or a value does not match the data
+        card; ConfigError when the split or the labeler is unknown.
+        """
+        root = self.root
+        reports = self.reports or root
+        allowed = access.folders(root, reports)
+        _check_folders(root, reports)
+        if self.split is not None:
+            check_choice(self.split, SPLITS, "split")
+        labels = _read_labels(root, self.labeler, allowed)
+        splits = _read_splits(root, allowed)
+        table = _table(root, "metadata")
+        rows = RowCounts()
+        warnings = Counter[str]()
+        records = Records()
+        orders = _read_orders(table, allowed)
+        suffix: str | None = None
+        for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
+            dicom_id = row["dicom_id"]
+            subject = row["subject_id"]
+            study = row["study_id"]
+            if dicom_id not in splits:
+                rows.exclude("not_in_split_table")
+                continue
+            if self.split is not None and splits[dicom_id] != self.split:
+                rows.exclude("other_split")
+                continue
+            if self.views and row["ViewPosition"] not in self.views:
+                rows.exclude("view")
+                continue
+            folder = _folder(table, dicom_id, subject, study)
+            suffix = suffix or tables.find_suffix(root / folder / dicom_id, (".dcm", ".jpg"))
+            sample = Sample(
+                key=deid.image(dicom_id),
+                corpus=self.corpus,
+                split=splits[dicom_id],
+                patient=deid.patient(subject),
+                study=deid.study(subject, study),
+                image=(root / folder / dicom_id).with_suffix(suffix or ".dcm"),
+                labels=_labels_of(study, labels, warnings),
+                view=row["ViewPosition"] or None,
+                order=orders.get(study),
+            )
+            records.append(Record(sample, report=(reports / folder).with_suffix(".txt")))
+            rows.kept += 1
+        return Plan(self.corpus, records, self.labels, rows, +warnings, allowed)
+
+    def excluded_folders(self) -> Sequence[Path]:
+        return self.without
 
 
 def _check_folders(root: Path, reports: Path) -> None:

@@ -6,8 +6,9 @@ import io
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 from xml.etree import ElementTree
 
 from medvl.common.config_io import check_choice
@@ -15,10 +16,11 @@ from medvl.common.untrusted import ANYWHERE, InputFolders, parse_xml, read_limit
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import clean_text
 from medvl.data.reports.sentences import join_texts, one_line
-from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
+from medvl.data.splits import hash_split, parse_fractions
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
@@ -212,9 +214,6 @@ def _read_bounded(path: Path, folders: InputFolders) -> bytes:
         raise CorpusError(f"{path} cannot be read ({error.strerror})", "unreadable") from None
 
 
-NAME = "openi"
-COUNTS: Mapping[str, int] = {"images": 7_470}
-"""Images of the full collection, which `medvl verify --full` compares with."""
 NO_FINDING = "No Finding"
 LABELS = (
     "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Emphysema", "Fibrosis", "Hernia",
@@ -244,79 +243,79 @@ _VIEWS = {"Frontal": "FRONTAL", "Lateral": "LATERAL"}
 _NAME = re.compile(r"(?:CXR)?(\d+)_(?:\d+_)?(IM-[\d-]+)(?:\.dcm)?(?:\.png)?")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    images: Path | None = None,
-    views: Sequence[str] = (),
-    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of Open-i from its reports; no image is opened. Labels come from
-    `mesh_labels`.
-
-    Args:
-        root: folder with `ecgen-radiology/` or `NLMCXR_reports.tgz`.
-        deid: hashes reports and images. The collection has no patient ids, so each report counts as
-            a patient.
-        images: folder of the PNG files; default `NLMCXR_png` in `root`. File names of the copy on
-            Kaggle (1_IM-0001-3001.dcm.png) are recognised too.
-        views: keep only these views, FRONTAL or LATERAL; needs the table of projections. Default:
-            all images.
-        fractions: fractions of the splits; the collection has no splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
-
-    Raises CorpusError when there is no report, one is damaged, or `views` lack their table;
-    ConfigError when a view is unknown or the fractions do not sum to one.
+@register_corpus("openi")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenI(Corpus):
+    """Convert Open-i, chest radiographs of Indiana University with reports and 15 labels from their
+    MeSH terms.
     """
-    root = Path(root)
-    images = Path(images) if images is not None else root / _IMAGES
-    allowed = InputFolders.of(root, images, follow_links=follow_links)
-    check_fractions(fractions)
-    for kept in views:
-        check_choice(kept, tuple(_VIEWS.values()), "views")
-    projections = _read_projections(root / _PROJECTIONS, allowed)
-    if views and not projections:
-        raise CorpusError(
-            f"views need {root / _PROJECTIONS}: see the data card", "not_found", field="views"
-        )
-    files = {_image_id(path.name): path for path in images.iterdir()} if images.is_dir() else {}
-    rows = RowCounts()
-    warnings = Counter[str]()
-    records = Records()
-    for report in iter_openi_reports(_find_reports(root), folders=allowed):
-        warnings["report_without_image"] += not report.images
-        warnings["no_findings_or_impression"] += (
-            not {"findings", "impression"} & report.sections.keys()
-        )
-        patient = deid.patient(report.id)
-        labels = mesh_labels(report.mesh_major)
-        warnings["not_indexed"] += not labels
-        for image in rows.reading(report.images):
-            view = projections.get(_image_id(image.id))
-            if views and view not in views:
-                rows.exclude("view")
-                continue
-            sample = Sample(
-                key=deid.image(image.id),
-                corpus=NAME,
-                split=hash_split(patient, fractions),
-                patient=patient,
-                study=deid.study(report.id, report.id),
-                image=files.get(_image_id(image.id), images / f"{image.id}.png"),
-                sections=report.sections,
-                labels=labels,
-                view=view,
-                extra={
-                    "mesh_major": list(report.mesh_major),
-                    "mesh_automatic": list(report.mesh_automatic),
-                },
+
+    labels: ClassVar[tuple[str, ...]] = LABELS
+    counts: ClassVar[Mapping[str, int]] = {"images": 7_470}
+    """Images of the full collection."""
+
+    root: Path
+    """folder with ecgen-radiology/ or NLMCXR_reports.tgz."""
+    images: Path | None = None
+    """folder of the PNG files; default NLMCXR_png in root."""
+    views: tuple[str, ...] = ()
+    """keep only FRONTAL or LATERAL images; needs the table of projections."""
+    splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1")
+    """fractions of the splits, by report."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of Open-i from its reports; no image is opened. Labels come from
+        `mesh_labels`.
+
+        Raises CorpusError when there is no report, one is damaged, or `views` lack their table;
+        ConfigError when a view is unknown or the fractions do not sum to one.
+        """
+        root = self.root
+        images = self.images if self.images is not None else root / _IMAGES
+        allowed = access.folders(root, images)
+        fractions = parse_fractions(self.splits)
+        for kept in self.views:
+            check_choice(kept, tuple(_VIEWS.values()), "views")
+        projections = _read_projections(root / _PROJECTIONS, allowed)
+        if self.views and not projections:
+            raise CorpusError(
+                f"views need {root / _PROJECTIONS}: see the data card", "not_found", field="views"
             )
-            records.append(Record(sample))
-            rows.kept += 1
-    return Plan(NAME, records, LABELS, rows, +warnings, allowed)
+        files = {_image_id(path.name): path for path in images.iterdir()} if images.is_dir() else {}
+        rows = RowCounts()
+        warnings = Counter[str]()
+        records = Records()
+        for report in iter_openi_reports(_find_reports(root), folders=allowed):
+            warnings["report_without_image"] += not report.images
+            warnings["no_findings_or_impression"] += (
+                not {"findings", "impression"} & report.sections.keys()
+            )
+            patient = deid.patient(report.id)
+            labels = mesh_labels(report.mesh_major)
+            warnings["not_indexed"] += not labels
+            for image in rows.reading(report.images):
+                view = projections.get(_image_id(image.id))
+                if self.views and view not in self.views:
+                    rows.exclude("view")
+                    continue
+                sample = Sample(
+                    key=deid.image(image.id),
+                    corpus=self.corpus,
+                    split=hash_split(patient, fractions),
+                    patient=patient,
+                    study=deid.study(report.id, report.id),
+                    image=files.get(_image_id(image.id), images / f"{image.id}.png"),
+                    sections=report.sections,
+                    labels=labels,
+                    view=view,
+                    extra={
+                        "mesh_major": list(report.mesh_major),
+                        "mesh_automatic": list(report.mesh_automatic),
+                    },
+                )
+                records.append(Record(sample))
+                rows.kept += 1
+        return Plan(self.corpus, records, self.labels, rows, +warnings, allowed)
 
 
 def mesh_labels(terms: Iterable[str]) -> dict[str, int]:

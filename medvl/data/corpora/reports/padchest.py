@@ -6,10 +6,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from medvl.common.config_io import check_choice
-from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import (
@@ -20,13 +19,11 @@ from medvl.data.corpora.common.tables import (
     order_studies,
     read_table,
 )
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier, cap_age
-from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
+from medvl.data.splits import hash_split, parse_fractions
 from medvl.schema import Sample
 
-NAME = "padchest"
-COUNTS: Mapping[str, int] = {"images": 160_861}
-"""Rows of the table, which `medvl verify --full` compares with."""
 VIEWS = {"PA": "PA", "L": "LATERAL", "AP": "AP", "AP_horizontal": "AP", "COSTAL": "COSTAL"}
 """Projection of the release -> view."""
 
@@ -61,75 +58,84 @@ _TEXT = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 _NO_LIST = ("", "nan")
 
 
-def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    images: Path | None = None,
-    annotators: Annotators = "all",
-    text: Text = "english",
-    views: Sequence[str] = (),
-    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan the samples of PadChest from its table; no image is opened.
+@register_corpus("padchest")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PadChest(Corpus):
+    """Convert PadChest: labels, and sentences of findings with their places."""
 
-    StudyDate gives each sample's age and `order`, and is not kept.
+    counts: ClassVar[Mapping[str, int]] = {"images": 160_861}
+    """Rows of the table."""
 
-    Args:
-        root: folder with the table, gzipped or not.
-        deid: hashes patient, study and image ids.
-        images: folder with `0/` to `54/` as the archives unpack, or with all PNG files; default
-            `root`.
-        annotators: "physician" leaves out images whose reports were labelled by a model only, as
-            published zero-shot results do (39,053 images).
-        text: "english" writes sentences from the names of findings and places of each sentence;
-            "spanish" keeps the reports, which the release has in lower case and as word stems.
-        views: keep only these views, such as PA and AP; default all.
-        fractions: fractions of the splits, by patient; the release has no splits.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
-
-    Raises CorpusError when the table or a column is missing, or a list cannot be read; ConfigError
-    when an option is unknown or the fractions do not sum to one.
+    root: Path
+    """folder with the table."""
+    images: Path | None = None
+    """folder with 0/ to 54/, or with all PNG files; default root."""
+    annotators: Annotators = "all"
+    """physician excludes images labelled by a model only."""
+    text: Text = "english"
+    """english writes sentences from the names of findings and places; spanish keeps the reports'
+    word stems.
     """
-    root, images = Path(root), Path(images or root)
-    allowed = InputFolders.of(root, images, follow_links=follow_links)
-    check_choice(annotators, get_args(Annotators), "annotators")
-    check_choice(text, get_args(Text), "text")
-    for view in views:
-        check_choice(view, tuple(dict.fromkeys(VIEWS.values())), "views")
-    check_fractions(fractions)
-    table = find_file(root, *_TABLES)
-    exclusion = functools.partial(_exclusion, table=table, annotators=annotators, views=views)
-    read_rows = functools.partial(read_table, table, _COLUMNS, allowed)
-    label_names = tuple(
-        sorted(
-            {name for row in read_rows() if exclusion(row) is None for name in _labels(row, table)}
+    views: tuple[str, ...] = ()
+    """keep only these of PA, AP, LATERAL and COSTAL."""
+    splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1")
+    """fractions of the splits, by patient."""
+
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of PadChest from its table; no image is opened.
+
+        StudyDate gives each sample's age and `order`, and is not kept.
+
+        Raises CorpusError when the table or a column is missing, or a list cannot be read;
+        ConfigError when an option is unknown or the fractions do not sum to one.
+        """
+        root = self.root
+        images = self.images or root
+        allowed = access.folders(root, images)
+        check_choice(self.annotators, get_args(Annotators), "annotators")
+        check_choice(self.text, get_args(Text), "text")
+        for view in self.views:
+            check_choice(view, tuple(dict.fromkeys(VIEWS.values())), "views")
+        fractions = parse_fractions(self.splits)
+        table = find_file(root, *_TABLES)
+        exclusion = functools.partial(
+            _exclusion, table=table, annotators=self.annotators, views=self.views
         )
-    )
-    orders = _orders(read_rows())
-    rows = RowCounts()
-    warnings = Counter[str]()
-    records = Records()
-    folders = dict[str, Path]()
-    for row in rows.reading(read_rows()):
-        reason = exclusion(row)
-        if reason is not None:
-            rows.exclude(reason)
-            continue
-        name = row["ImageDir"]
-        if name not in folders:
-            folders[name] = images / name if (images / name).is_dir() else images
-        sample = _sample(row, table, deid, label_names, text)
-        warnings["no_labels"] += not sample.labels
-        warnings["unknown_projection"] += sample.view is None
-        split = hash_split(sample.patient, fractions)
-        image = folders[name] / row["ImageID"]
-        order = orders.get(row["StudyID"])
-        records.append(Record(dataclasses.replace(sample, split=split, image=image, order=order)))
-        rows.kept += 1
-    return Plan(NAME, records, label_names, rows, +warnings, allowed)
+        read_rows = functools.partial(read_table, table, _COLUMNS, allowed)
+        label_names = tuple(
+            sorted(
+                {
+                    name
+                    for row in read_rows()
+                    if exclusion(row) is None
+                    for name in _labels(row, table)
+                }
+            )
+        )
+        orders = _orders(read_rows())
+        rows = RowCounts()
+        warnings = Counter[str]()
+        records = Records()
+        folders = dict[str, Path]()
+        for row in rows.reading(read_rows()):
+            reason = exclusion(row)
+            if reason is not None:
+                rows.exclude(reason)
+                continue
+            name = row["ImageDir"]
+            if name not in folders:
+                folders[name] = images / name if (images / name).is_dir() else images
+            sample = _sample(row, table, deid, label_names, self.text)
+            warnings["no_labels"] += not sample.labels
+            warnings["unknown_projection"] += sample.view is None
+            split = hash_split(sample.patient, fractions)
+            image = folders[name] / row["ImageID"]
+            order = orders.get(row["StudyID"])
+            records.append(
+                Record(dataclasses.replace(sample, split=split, image=image, order=order))
+            )
+            rows.kept += 1
+        return Plan(self.corpus, records, label_names, rows, +warnings, allowed)
 
 
 def _orders(rows: Iterable[Mapping[str, str]]) -> dict[str, int]:
@@ -153,7 +159,7 @@ def _sample(
     sentences = _sentences(row, table)
     return Sample(
         key=deid.image(row["ImageID"]),
-        corpus=NAME,
+        corpus=PadChest.corpus,
         split="",
         patient=deid.patient(row["PatientID"]),
         study=deid.study(row["PatientID"], row["StudyID"]),

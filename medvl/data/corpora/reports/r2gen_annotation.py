@@ -2,6 +2,7 @@
 `data_cards/r2gen-annotation.md`.
 """
 
+import dataclasses
 import os
 import re
 from collections import Counter
@@ -13,13 +14,13 @@ from medvl.common.untrusted import InputFolders, parse_json, read_limited
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
+from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import clean_text
 from medvl.data.reports.sentences import one_line
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
-NAME = "r2gen-annotation"
 MAX_BYTES = 1 << 30
 """Largest accepted annotation file; that of MIMIC-CXR has about 200 MB."""
 
@@ -28,39 +29,40 @@ _IU = re.compile(r"(CXR\d+)_IM-[\w-]+")
 _ID = re.compile(r"\d{1,12}")
 
 
-def plan(
-    root: Path, deid: Deidentifier, *, images: Path | None = None, follow_links: bool = False
-) -> Plan:
-    """Plan the samples of an annotation file: one for each image, with the report of its study; no
-    image is opened.
+@register_corpus("r2gen-annotation")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class R2GenAnnotation(Corpus):
+    """Convert R2Gen's preparation of IU X-ray (two views) or MIMIC-CXR, with its split."""
 
-    Args:
-        root: folder with `annotation.json`.
-        deid: hashes patients, studies and images.
-        images: folder that image paths are relative to; default `images` in `root`.
-        follow_links: also read files that links outside of the folders lead to, as in trees of
-            git-annex.
+    root: Path
+    """folder with annotation.json."""
+    images: Path | None = None
+    """folder of the images; default images/ in root."""
 
-    Raises CorpusError when the file is missing, damaged, or has an entry of another form.
-    """
-    root = Path(root)
-    images = Path(os.path.realpath(root / "images" if images is None else images))
-    allowed = InputFolders.of(root, images, follow_links=follow_links)
-    path = root / "annotation.json"
-    rows = RowCounts()
-    warnings = Counter[str]()
-    records = Records()
-    for split, entries in _read(path, allowed).items():
-        if split not in _SPLITS or not isinstance(entries, list):
-            raise malformed(path, f"expected lists {', '.join(_SPLITS)}, got {split!r:.40}")
-        for number, entry in enumerate(entries):
-            where = f"{path}, {split} {number}"
-            for sample in rows.reading(
-                _samples(entry, where, _SPLITS[split], deid, images, warnings)
-            ):
-                records.append(Record(sample))
-                rows.kept += 1
-    return Plan(NAME, records, (), rows, +warnings, allowed)
+    def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
+        """Plan the samples of an annotation file: one for each image, with the report of its study;
+        no image is opened.
+
+        Raises CorpusError when the file is missing, damaged, or has an entry of another form.
+        """
+        root = self.root
+        images = Path(os.path.realpath(self.images or root / "images"))
+        allowed = access.folders(root, images)
+        path = root / "annotation.json"
+        rows = RowCounts()
+        warnings = Counter[str]()
+        records = Records()
+        for split, entries in _read(path, allowed).items():
+            if split not in _SPLITS or not isinstance(entries, list):
+                raise malformed(path, f"expected lists {', '.join(_SPLITS)}, got {split!r:.40}")
+            for number, entry in enumerate(entries):
+                where = f"{path}, {split} {number}"
+                for sample in rows.reading(
+                    _samples(entry, where, _SPLITS[split], deid, images, warnings)
+                ):
+                    records.append(Record(sample))
+                    rows.kept += 1
+        return Plan(self.corpus, records, (), rows, +warnings, allowed)
 
 
 def _read(path: Path, allowed: InputFolders) -> Mapping[str, Any]:
@@ -101,7 +103,7 @@ def _samples(
         samples.append(
             Sample(
                 key=deid.image(name if len(paths) == 1 else f"{name}/{number}"),
-                corpus=NAME,
+                corpus=R2GenAnnotation.corpus,
                 split=split,
                 patient=deid.patient(patient),
                 study=deid.study(patient, study),

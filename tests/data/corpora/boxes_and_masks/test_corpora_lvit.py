@@ -82,7 +82,7 @@ def test_a_table_of_training_has_the_texts_of_validation(tmp_path: Path) -> None
     for table, names in (("Train", ["covid_1", "covid_2"]), ("Test", ["covid_3"])):
         rows = [[f"mask_{name}.png", f"text of {name}"] for name in names]
         write_table(tmp_path / f"{table}_text_for_Covid19.xlsx", ["Image", "Description"], rows)
-    plan = lvit_layout.plan(tmp_path, DEID, name="qata")
+    plan = lvit_layout.QaTa(root=tmp_path).plan(DEID)
     texts = {
         record.sample.split: record.sample.sections.get("description") for record in plan.records
     }
@@ -97,7 +97,7 @@ def test_a_table_of_training_has_the_texts_of_validation(tmp_path: Path) -> None
 def test_masks_and_texts_of_lvits_layout(
     released: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    plan = lvit_layout.plan(released, DEID, name="mosmed")
+    plan = lvit_layout.MosMed(root=released).plan(DEID)
     assert plan.excluded == {"no_mask": 1}
     assert plan.warnings["no_text"] == 1
     assert sorted(record.sample.split for record in plan.records) == [
@@ -127,13 +127,11 @@ def test_masks_and_texts_of_lvits_layout(
 
 def test_patients_in_file_names_and_splits(released: Path) -> None:
     with raises(SplitError, "leak", "splits"):
-        lvit_layout.plan(released, DEID, name="mosmed", patients="file")
-    repaired = lvit_layout.plan(released, DEID, name="mosmed", patients="file", splits="repaired")
+        lvit_layout.MosMed(root=released, patients="file").plan(DEID)
+    repaired = lvit_layout.MosMed(root=released, patients="file", splits="repaired").plan(DEID)
     assert repaired.excluded["article_in_test"] == 1
-    with raises(ConfigError, "unknown_name", "name"):
-        lvit_layout.plan(released, DEID, name="other")
     with raises(CorpusError, "not_found"):
-        lvit_layout.plan(released / "Val_Folder", DEID, name="qata")
+        lvit_layout.QaTa(root=released / "Val_Folder").plan(DEID)
 
 
 def test_layout_with_tables_of_splits(tmp_path: Path) -> None:
@@ -154,15 +152,15 @@ def test_layout_with_tables_of_splits(tmp_path: Path) -> None:
     write_table(
         tmp_path / "Test_text_for_Covid19.csv", ["Image", "Description"], [["d.png", "text d"]]
     )
-    plan = lvit_layout.plan(tmp_path, DEID, name="qata")
+    plan = lvit_layout.QaTa(root=tmp_path).plan(DEID)
     got = {record.sample.sections["description"]: record.sample.split for record in plan.records}
     assert got == {"text a": "train", "text b": "train", "text c": "validate", "text d": "test"}
     assert not plan.warnings["listed_image_missing"]
     write_table(tmp_path / "Val_ID.csv", ["Image"], [["mask_c.png"], ["mask_lost.png"]])
-    assert lvit_layout.plan(tmp_path, DEID, name="qata").warnings["listed_image_missing"] == 1
+    assert lvit_layout.QaTa(root=tmp_path).plan(DEID).warnings["listed_image_missing"] == 1
     write_table(tmp_path / "Val_ID.csv", ["Image"], [["mask_other.png"]])
     with raises(CorpusError, "malformed", "Image"):
-        lvit_layout.plan(tmp_path, DEID, name="qata")
+        lvit_layout.QaTa(root=tmp_path).plan(DEID)
 
 
 def test_a_mask_of_another_size_is_skipped(
@@ -303,7 +301,7 @@ def test_phantom_texts_agree_with_the_masks(tmp_path: Path) -> None:
         for patient in World(46).patients(10)
         for _, view in square_frontal_views(patient)
     }
-    plan = lvit_layout.plan(root, DEID, name="qata")
+    plan = lvit_layout.QaTa(root=root).plan(DEID)
     assert len(plan.records) > 3
     assert not plan.excluded
     for record in plan.records:
@@ -408,16 +406,16 @@ def test_melinda(tmp_path: Path) -> None:
             f"PMC10{number}",
         ]
         write_table(tmp_path / f"{split}.csv", header, [row])
-    plan = melinda.plan(tmp_path, DEID)
+    plan = melinda.MELINDA(root=tmp_path).plan(DEID)
     assert plan.label_names == ("array", "blot")
     samples = {record.sample.split: record.sample for record in plan.records}
     assert samples["dev"].labels == {"array": 1, "blot": 0}
     assert samples["train"].extra["p_meth"] == "western"
     assert samples["test"].sections == {"caption": "A blot of three proteins."}
-    assert melinda.plan(tmp_path, DEID, level="i_meth").label_names == ("anti tag",)
+    assert melinda.MELINDA(root=tmp_path, level="i_meth").plan(DEID).label_names == ("anti tag",)
     other = [*row[:2], "tandem tag", *row[3:]]
     write_table(tmp_path / "test.csv", header, [row, other, row])
-    repeated = melinda.plan(tmp_path, DEID)
+    repeated = melinda.MELINDA(root=tmp_path).plan(DEID)
     assert repeated.excluded == {"duplicate": 1}
     methods = [
         record.sample.extra["i_meth"]
@@ -429,11 +427,11 @@ def test_melinda(tmp_path: Path) -> None:
     row[-1] = "PMC101"
     write_table(tmp_path / "test.csv", header, [row])
     with raises(SplitError, "leak", "splits"):
-        melinda.plan(tmp_path, DEID)
+        melinda.MELINDA(root=tmp_path).plan(DEID)
     row[2] = ""
     write_table(tmp_path / "test.csv", header, [row])
     with raises(CorpusError, "malformed", "i_meth"):
-        melinda.plan(tmp_path, DEID)
+        melinda.MELINDA(root=tmp_path).plan(DEID)
     bad: Any = "other"
     with raises(ConfigError, "unknown_name", "level"):
-        melinda.plan(tmp_path, DEID, level=bad)
+        melinda.MELINDA(root=tmp_path, level=bad).plan(DEID)

@@ -52,7 +52,7 @@ def write(
 def test_ms_cxr_rows_form_samples_by_image_and_phrases_by_text(
     tmp_path: Path, deid: Deidentifier
 ) -> None:
-    first, second = ms_cxr.plan(write(tmp_path), deid).iter_samples()
+    first, second = ms_cxr.MSCXR(root=write(tmp_path)).plan(deid).iter_samples()
     assert first.key == deid.image(FIRST)
     assert first.patient == deid.patient("10000032")
     assert first.study == deid.study("10000032", "50414267")
@@ -77,9 +77,10 @@ def test_ms_cxr_ids_equal_those_of_mimic_cxr(
 ) -> None:
     """Both images are in the fixture of MIMIC-CXR, with the same keys and patients."""
     mimic = {
-        record.sample.key: record.sample for record in mimic_cxr.plan(mimic_root, deid).records
+        record.sample.key: record.sample
+        for record in mimic_cxr.MimicCXR(root=mimic_root).plan(deid).records
     }
-    records = list(ms_cxr.plan(write(tmp_path / "ms"), deid, images=mimic_root).records)
+    records = list(ms_cxr.MSCXR(root=write(tmp_path / "ms"), images=mimic_root).plan(deid).records)
     assert len(records) == 2
     for record in records:
         same = mimic[record.sample.key]
@@ -89,15 +90,15 @@ def test_ms_cxr_ids_equal_those_of_mimic_cxr(
 
 
 def test_ms_cxr_release_splits_require_the_newer_table(tmp_path: Path, deid: Deidentifier) -> None:
-    newer = ms_cxr.plan(write(tmp_path / "new"), deid, splits="release")
+    newer = ms_cxr.MSCXR(root=write(tmp_path / "new"), splits="release").plan(deid)
     assert [record.sample.split for record in newer.records] == ["train", "validate"]
     rows = [row.rsplit(",", 1)[0] for row in ROWS]
     older = write(tmp_path / "old", rows, HEADER.removesuffix(",split"), ms_cxr.TABLES[1])
-    assert len(ms_cxr.plan(older, deid).records) == 2
+    assert len(ms_cxr.MSCXR(root=older).plan(deid).records) == 2
     with raises(CorpusError, "missing", "split"):
-        ms_cxr.plan(older, deid, splits="release")
+        ms_cxr.MSCXR(root=older, splits="release").plan(deid)
     with raises(ConfigError, "unknown_name", "splits"):
-        ms_cxr.plan(older, deid, splits=cast(Any, "official"))
+        ms_cxr.MSCXR(root=older, splits=cast(Any, "official")).plan(deid)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +122,17 @@ def test_ms_cxr_invalid_value_raises_without_quoting_it(
 ) -> None:
     root = write(tmp_path, [row.replace(old, new) for row in ROWS])
     if expected is None:
-        ms_cxr.plan(root, deid, splits="release")
+        ms_cxr.MSCXR(root=root, splits="release").plan(deid)
         return
     with raises(CorpusError, *expected) as error:
-        ms_cxr.plan(root, deid, splits="release")
+        ms_cxr.MSCXR(root=root, splits="release").plan(deid)
     assert "right-sided" not in str(error.value)
     assert "10000764" not in str(error.value)
 
 
 def test_ms_cxr_missing_table_raises(tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "not_found"):
-        ms_cxr.plan(tmp_path, deid)
+        ms_cxr.MSCXR(root=tmp_path).plan(deid)
 
 
 # Phrases of other corpora
@@ -247,6 +248,6 @@ def test_held_out_patients_are_excluded_and_counted(
     assert not (tmp_path / "mimic-shards" / "train").exists()
     assert not {*manifest["patients"]} & {*held_out_patients}
     capsys.readouterr()
-    plan = mimic_cxr.plan(mimic_root, Deidentifier(b"fedcba9876543210"))
+    plan = mimic_cxr.MimicCXR(root=mimic_root).plan(Deidentifier(b"fedcba9876543210"))
     with raises(SplitError, "mismatch", "salt"):
         hold_out(plan, [held_out / "test"], Deidentifier(b"fedcba9876543210"))

@@ -29,13 +29,8 @@ def write_objects(root: Path, train: str = OBJECTS, dev: str = OBJECTS) -> Path:
     return root
 
 
-def test_data_card_contains_the_counts_of_verify() -> None:
-    card = CARD.read_text()
-    assert all(f"| {name} | {count:,} |" in card for name, count in object_cxr.COUNTS.items())
-
-
 def test_objects_have_boxes_around_their_shapes(tmp_path: Path, deid: Deidentifier) -> None:
-    plan = object_cxr.plan(write_objects(tmp_path), deid)
+    plan = object_cxr.ObjectCXR(root=write_objects(tmp_path)).plan(deid)
     samples = {sample.key: sample for sample in plan.iter_samples()}
     assert (len(samples), plan.label_names, plan.warnings) == (
         6,
@@ -58,7 +53,7 @@ def test_objects_have_boxes_around_their_shapes(tmp_path: Path, deid: Deidentifi
     assert [shape["shape"] for shape in third.extra["shapes"]] == ["ellipse", "rectangle"]
     assert (test.split, test.image) == ("test", tmp_path / "dev" / "00001.jpg")
     paths = OBJECTS.replace("image_name", "image_path").replace("\n0", "\n/home/0")
-    again = object_cxr.plan(write_objects(tmp_path, train=paths), deid)
+    again = object_cxr.ObjectCXR(root=write_objects(tmp_path, train=paths)).plan(deid)
     assert {sample.key for sample in again.iter_samples()} == samples.keys()
     assert (first.split in ("train", "validate"), first.labels) == (True, {"Foreign Object": 1})
 
@@ -81,7 +76,7 @@ def test_damaged_objects_raise(
     change: tuple[str, str], expected: tuple[str, ...], tmp_path: Path, deid
 ) -> None:
     with raises(CorpusError, *expected, names="dev.csv"):
-        object_cxr.plan(write_objects(tmp_path, dev=OBJECTS.replace(*change)), deid)
+        object_cxr.ObjectCXR(root=write_objects(tmp_path, dev=OBJECTS.replace(*change))).plan(deid)
 
 
 def test_objects_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:

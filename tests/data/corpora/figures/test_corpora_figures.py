@@ -146,7 +146,9 @@ def write_roco(
 @pytest.mark.parametrize("by_id", [True, False], ids=["named by id", "named by the fetch script"])
 def test_roco_samples_match_tables(tmp_path: Path, deid: Deidentifier, by_id: bool) -> None:
     write_roco(tmp_path / "roco" / "data", by_id=by_id)
-    samples = {sample.key: sample for sample in roco.plan(tmp_path / "roco", deid).iter_samples()}
+    samples = {
+        sample.key: sample for sample in roco.ROCO(root=tmp_path / "roco").plan(deid).iter_samples()
+    }
     assert len(samples) == 6
     first = samples[deid.image("ROCO_00002")]
     assert (first.corpus, first.split, first.sections) == (
@@ -184,7 +186,7 @@ def test_roco_repairs_and_skips_are_counted(tmp_path: Path, deid: Deidentifier) 
     )
     (root / "train/radiology/images/ROCO_00003.jpg").unlink()
     (root / "train/radiology/images/ROCO_00002.jpg").write_bytes(b"")
-    plan = roco.plan(root, deid)
+    plan = roco.ROCO(root=root).plan(deid)
     assert plan.warnings == {"blank_caption": 2}
     assert plan.excluded == {"duplicate_line": 1, "second_caption_ignored": 1, "no_article": 1}
     run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=2)
@@ -198,16 +200,16 @@ def test_roco_articles_missing_in_licences_come_from_dlinks(
     tmp_path: Path, deid: Deidentifier
 ) -> None:
     root = write_roco(tmp_path, by_id=False)
-    complete = roco.plan(root, deid)
+    complete = roco.ROCO(root=root).plan(deid)
     licences = root / "train/radiology/licences.txt"
     licences.write_text("\n".join(licences.read_text().splitlines()[:2]) + "\n")
     (root / "test/radiology/licences.txt").unlink()
-    again = roco.plan(root, deid)
+    again = roco.ROCO(root=root).plan(deid)
     assert [r.sample.patient for r in again.records] == [r.sample.patient for r in complete.records]
     assert [r.sample.image for r in again.records] == [r.sample.image for r in complete.records]
     (root / "test/radiology/dlinks.txt").unlink()
     with raises(CorpusError, "not_found"):
-        roco.plan(root, deid)
+        roco.ROCO(root=root).plan(deid)
 
 
 def test_roco_references_are_joined_by_article_and_file(tmp_path: Path, deid: Deidentifier) -> None:
@@ -225,7 +227,7 @@ def test_roco_references_are_joined_by_article_and_file(tmp_path: Path, deid: De
     )
     samples = {
         record.sample.key: record.sample
-        for record in roco.plan(root, deid, references=folder).records
+        for record in roco.ROCO(root=root, references=folder).plan(deid).records
     }
     assert dict(samples[deid.image("ROCO_00002")].sections) == {
         "caption": "Axial CT of the chest (arrow).",
@@ -237,9 +239,9 @@ def test_roco_references_are_joined_by_article_and_file(tmp_path: Path, deid: De
         json.dumps(rows[0] | {"gorc_references": "one text"})
     )
     with raises(CorpusError, "wrong_type", "gorc_references"):
-        roco.plan(root, deid, references=folder)
+        roco.ROCO(root=root, references=folder).plan(deid)
     with raises(CorpusError, "not_found", "references"):
-        roco.plan(root, deid, references=root)
+        roco.ROCO(root=root, references=root).plan(deid)
 
 
 SHARED = {
@@ -261,16 +263,16 @@ def test_roco_official_splits_with_shared_articles_raise(
 ) -> None:
     write_roco(tmp_path, SHARED)
     with raises(SplitError, "leak", "splits", names="3 of 6 figures"):
-        roco.plan(tmp_path, deid)
+        roco.ROCO(root=tmp_path).plan(deid)
     with raises(ConfigError, "unknown_name", "splits"):
-        roco.plan(tmp_path, deid, splits="other")
+        roco.ROCO(root=tmp_path, splits="other").plan(deid)
 
 
 def test_roco_repaired_splits_keep_held_out_splits_complete(
     tmp_path: Path, deid: Deidentifier
 ) -> None:
     write_roco(tmp_path, SHARED)
-    plan = roco.plan(tmp_path, deid, splits="repaired")
+    plan = roco.ROCO(root=tmp_path, splits="repaired").plan(deid)
     ids = {deid.image(row[0]): row[0] for rows in SHARED.values() for row in rows}
     by_split = {split: [ids[key] for key in keys] for split, keys in splits_of(plan).items()}
     assert by_split == {
@@ -295,7 +297,7 @@ def test_roco_splits_by_article_keep_every_figure(tmp_path: Path, deid: Deidenti
         ]
     }
     write_roco(tmp_path, rows)
-    plan = roco.plan(tmp_path, deid, splits="by-article")
+    plan = roco.ROCO(root=tmp_path, splits="by-article").plan(deid)
     assert len(plan.records) == 240
     patients: dict[str, set[str]] = {}
     for record in plan.records:
@@ -307,19 +309,19 @@ def test_roco_splits_by_article_keep_every_figure(tmp_path: Path, deid: Deidenti
 
 def test_roco_malformed_layout_raises(tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "not_found"):
-        roco.plan(tmp_path, deid)
+        roco.ROCO(root=tmp_path).plan(deid)
     root = write_roco(tmp_path)
     with raises(CorpusError, "not_found"):
-        roco.plan(root, deid, non_radiology=True)
+        roco.ROCO(root=root, non_radiology=True).plan(deid)
     (root / "test/radiology").rename(root / "test/non-radiology")
-    assert roco.plan(root, deid, non_radiology=True).corpus == "roco-non-radiology"
+    assert roco.ROCO(root=root, non_radiology=True).plan(deid).corpus == "roco-non-radiology"
     captions = root / "train/radiology/captions.txt"
     captions.write_text(captions.read_text() + "a caption that ran on\n")
     with raises(CorpusError, "malformed", names="captions.txt, line 5"):
-        roco.plan(root, deid)
+        roco.ROCO(root=root).plan(deid)
     captions.write_bytes(b"ROCO_00001\t \xff\xfe")
     with raises(CorpusError, "malformed"):
-        roco.plan(root, deid)
+        roco.ROCO(root=root).plan(deid)
 
 
 # ROCOv2
@@ -367,7 +369,7 @@ def roco_v2_root(tmp_path: Path) -> Path:
 
 
 def test_roco_v2_samples_match_tables(roco_v2_root: Path, deid: Deidentifier) -> None:
-    samples = list(roco.plan(roco_v2_root, deid).iter_samples())
+    samples = list(roco.ROCO(root=roco_v2_root).plan(deid).iter_samples())
     assert [sample.split for sample in samples] == ["train", "valid", "test"]
     assert [sample.sections["caption"] for sample in samples] == [
         "Head CT demonstrating left parotiditis.",
@@ -389,19 +391,19 @@ def test_roco_v2_missing_article_or_table_is_reported(
     table = roco_v2_root / "license_information.csv"
     rows = table.read_text().splitlines()
     table.write_text("\n".join([rows[0], rows[1].replace("PMC", "PM"), *rows[2:]]) + "\n")
-    assert roco.plan(roco_v2_root, deid).excluded == {"no_article": 1}
+    assert roco.ROCO(root=roco_v2_root).plan(deid).excluded == {"no_article": 1}
     with raises(ConfigError, "unsupported", "non_radiology"):
-        roco.plan(roco_v2_root, deid, non_radiology=True)
+        roco.ROCO(root=roco_v2_root, non_radiology=True).plan(deid)
     table.unlink()
     with raises(CorpusError, "not_found"):
-        roco.plan(roco_v2_root, deid)
+        roco.ROCO(root=roco_v2_root).plan(deid)
 
 
 def test_both_roco_releases_hash_articles_equally(
     tmp_path: Path, roco_v2_root: Path, deid: Deidentifier
 ) -> None:
     figure = ("ROCO_00001", "PMC7000003", "gr1.jpg", "\t Ultrasound of the left kidney.", "CC BY")
-    (first,) = roco.plan(write_roco(tmp_path / "roco", {"test": [figure]}), deid).records
+    (first,) = roco.ROCO(root=write_roco(tmp_path / "roco", {"test": [figure]})).plan(deid).records
     assert first.sample.patient in {
-        record.sample.patient for record in roco.plan(roco_v2_root, deid).records
+        record.sample.patient for record in roco.ROCO(root=roco_v2_root).plan(deid).records
     }

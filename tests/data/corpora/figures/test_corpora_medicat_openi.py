@@ -12,6 +12,7 @@ import pytest
 from helpers.errors import raises
 from helpers.figure_files import SMALL, write_image, write_table, xml
 
+from medvl.data import FileAccess
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.figures import medicat
@@ -79,7 +80,7 @@ def test_medicat_samples_match_table(tmp_path: Path, deid: Deidentifier) -> None
     (tmp_path / "subcaptions_public.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in annotated)
     )
-    plan = medicat.plan(tmp_path, deid)
+    plan = medicat.MedICaT(root=tmp_path).plan(deid)
     first, second, third, fourth = (record.sample for record in plan.records)
     assert dict(first.sections) == {
         "caption": "Figure 1. Barium enema of the stricture.",
@@ -116,12 +117,12 @@ def test_medicat_radiology_only_and_duplicates_are_excluded(
         figure_row(2, 2, radiology=None),
     ]
     write_medicat(tmp_path, rows)
-    plan = medicat.plan(tmp_path, deid, radiology_only=True)
+    plan = medicat.MedICaT(root=tmp_path, radiology_only=True).plan(deid)
     assert [record.sample.key for record in plan.records] == [
         deid.image(f"{1:040x}_2-Figure1-1.png")
     ]
     assert (plan.excluded, plan.warnings) == ({"not_radiology": 2, "duplicate_line": 1}, {})
-    assert len(list(medicat.plan(tmp_path, deid).iter_samples())) == 3
+    assert len(list(medicat.MedICaT(root=tmp_path).plan(deid).iter_samples())) == 3
 
 
 def test_medicat_splits_are_disjoint_by_article(tmp_path: Path, deid: Deidentifier) -> None:
@@ -129,14 +130,20 @@ def test_medicat_splits_are_disjoint_by_article(tmp_path: Path, deid: Deidentifi
     (tmp_path / f"{TABLE}.gz").write_bytes(
         gzip.compress("\n".join(json.dumps(row) for row in rows).encode())
     )
-    plan = medicat.plan(tmp_path, deid, fractions={"train": 0.5, "valid": 0.5})
+    plan = medicat.MedICaT(
+        root=tmp_path,
+        splits=(
+            "train=0.5",
+            "valid=0.5",
+        ),
+    ).plan(deid)
     patients: dict[str, set[str]] = {}
     for record in plan.records:
         patients.setdefault(record.sample.split, set()).add(record.sample.patient)
     check_disjoint(patients, "medicat")
     assert sorted(patients) == ["train", "valid"]
     with raises(ConfigError, "out_of_range", "splits"):
-        medicat.plan(tmp_path, deid, fractions={"train": 0.5})
+        medicat.MedICaT(root=tmp_path, splits=("train=0.5",)).plan(deid)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +160,10 @@ def test_medicat_invalid_row_raises(
 ) -> None:
     (tmp_path / TABLE).write_text(json.dumps(row) + "\n")
     with raises(CorpusError, *expected):
-        medicat.plan(tmp_path, deid)
+        medicat.MedICaT(root=tmp_path).plan(deid)
     (tmp_path / TABLE).write_text(json.dumps(figure_row(1, 1))[:-9])
     with raises(CorpusError, "malformed"):
-        medicat.plan(tmp_path, deid)
+        medicat.MedICaT(root=tmp_path).plan(deid)
 
 
 # Open-i
@@ -172,7 +179,7 @@ def write_openi(root: Path, reports: int = 3) -> Path:
 
 
 def test_openi_samples_match_reports(tmp_path: Path, deid: Deidentifier) -> None:
-    samples = list(openi.plan(write_openi(tmp_path), deid).iter_samples())
+    samples = list(openi.OpenI(root=write_openi(tmp_path)).plan(deid).iter_samples())
     assert len(samples) == 6
     first, second = samples[:2]
     assert first.patient == second.patient == deid.patient("CXR1") != samples[2].patient
@@ -199,21 +206,21 @@ def test_openi_kaggle_file_names_and_views_are_read(tmp_path: Path, deid: Deiden
         path.rename(path.with_name(path.name.removeprefix("CXR").replace(".png", ".dcm.png")))
     rows = [["1", "1_IM-0001-3001.dcm.png", "Frontal"], ["1", "1_IM-0001-4001.dcm.png", "Lateral"]]
     write_table(root / "indiana_projections.csv", ["uid", "filename", "projection"], rows)
-    samples = list(openi.plan(root, deid).iter_samples())
+    samples = list(openi.OpenI(root=root).plan(deid).iter_samples())
     assert [sample.view for sample in samples] == ["FRONTAL", "LATERAL", None, None, None, None]
     assert all(sample.image is not None and sample.image.is_file() for sample in samples)
-    frontal = openi.plan(root, deid, views=("FRONTAL",))
+    frontal = openi.OpenI(root=root, views=("FRONTAL",)).plan(deid)
     assert [sample.key for sample in frontal.iter_samples()] == [samples[0].key]
     assert frontal.excluded == {"view": 5}
     with raises(ConfigError, "unknown_name", "views"):
-        openi.plan(root, deid, views=("PA",))
+        openi.OpenI(root=root, views=("PA",)).plan(deid)
     write_table(
         root / "indiana_projections.csv",
         ["uid", "filename", "projection"],
         [[*rows[0][:2], "Oblique"]],
     )
     with raises(CorpusError, "malformed", "projection"):
-        openi.plan(root, deid)
+        openi.OpenI(root=root).plan(deid)
 
 
 def test_openi_reports_without_images_or_sections_are_counted(
@@ -227,18 +234,18 @@ def test_openi_reports_without_images_or_sections_are_counted(
     report.write_text(
         report.read_text().replace("FINDINGS", "TECHNIQUE").replace("IMPRESSION", "HISTORY")
     )
-    plan = openi.plan(root, deid)
+    plan = openi.OpenI(root=root).plan(deid)
     assert len(plan.records) == 4
     assert plan.warnings == {"report_without_image": 1, "no_findings_or_impression": 1}
-    assert openi.plan(write_openi(tmp_path / "indexed"), deid).warnings == {}
+    assert openi.OpenI(root=write_openi(tmp_path / "indexed")).plan(deid).warnings == {}
     report.write_text(
         report.read_text().replace("Pleural Effusion/left</major><major>Opacity", "No Indexing")
     )
-    plan = openi.plan(root, deid)
+    plan = openi.OpenI(root=root).plan(deid)
     assert plan.warnings["not_indexed"] == 1
     assert [len(sample.labels) for sample in plan.iter_samples()] == [15, 15, 0, 0]
     with raises(CorpusError, "not_found"):
-        openi.plan(tmp_path / "NLMCXR_png", deid)
+        openi.OpenI(root=tmp_path / "NLMCXR_png").plan(deid)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +279,7 @@ def test_openi_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
     """
     write_openi_phantom(tmp_path, patients=24, seed=46, size=32, workers=1)
     studies = [patient.studies[0] for patient in World(46).patients(24)]
-    plan = openi.plan(tmp_path, deid, views=("FRONTAL",))
+    plan = openi.OpenI(root=tmp_path, views=("FRONTAL",)).plan(deid)
     assert not plan.warnings.get("not_indexed")
     samples = {sample.patient: sample for sample in plan.iter_samples()}
     assert len(samples) == 24
@@ -303,10 +310,10 @@ def test_openi_full_collection_has_the_published_counts(
     real_data: Path, deid: Deidentifier
 ) -> None:
     """Reports of the full collection, without its images."""
-    plan = openi.plan(real_data / "openi", deid)
+    plan = openi.OpenI(root=real_data / "openi").plan(deid)
     assert (
         len(plan.records)
-        == openi.COUNTS["images"]
+        == openi.OpenI.counts["images"]
         == len({record.sample.key for record in plan.records})
     )
     assert plan.warnings == {
@@ -360,7 +367,7 @@ def test_medicat_real_figures_convert(real_data: Path, tmp_path: Path, deid: Dei
         rows.append(row | texts | classes)
     (tmp_path / "sample.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "figures").symlink_to(folder / "images")
-    plan = medicat.plan(tmp_path, deid, follow_links=True)
+    plan = medicat.MedICaT(root=tmp_path).plan(deid, FileAccess(follow_links=True))
     manifests = write_shards(
         plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0), SMALL
     )

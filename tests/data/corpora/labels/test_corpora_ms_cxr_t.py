@@ -51,7 +51,7 @@ def test_rows_form_pairs_of_samples(tmp_path: Path, deid: Deidentifier) -> None:
         row(2, 0, "worsening,,,,"),
         row(3, 2, ",,,,"),
     )
-    plan = ms_cxr_t.plan(write(tmp_path, *rows), deid)
+    plan = ms_cxr_t.MSCXRT(root=write(tmp_path, *rows)).plan(deid)
     keys = [deid.image(image) for image in IMAGES]
     samples = {sample.key: sample for sample in plan.iter_samples()}
     again = f"{keys[2]}-{keys[0]}"
@@ -85,7 +85,7 @@ def test_damaged_rows_are_refused(
     tmp_path: Path, deid: Deidentifier, damaged: str, field: str
 ) -> None:
     with raises(CorpusError, "malformed", field, names=ms_cxr_t.TABLE):
-        ms_cxr_t.plan(write(tmp_path, damaged), deid)
+        ms_cxr_t.MSCXRT(root=write(tmp_path, damaged)).plan(deid)
 
 
 def test_phantom_changes_agree_with_its_findings_and_convert(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_phantom_mimic_shards_hold_the_order_of_studies(tmp_path: Path, deid: De
     write_mimic_cxr_jpg(
         tmp_path / "corpus", patients=8, seed=3, size=48, split=(1.0, 0.0, 0.0), workers=1
     )
-    plan = mimic_cxr.plan(tmp_path / "corpus", deid, split="train")
+    plan = mimic_cxr.MimicCXR(root=tmp_path / "corpus", split="train").plan(deid)
     write_shards(plan, deid, ShardRun(out=tmp_path / "shards", workers=1))
     source = ShardSource(tmp_path / "shards" / "train")
     samples = {sample.key: sample for sample in map(source.sample, range(len(source)))}

@@ -78,11 +78,10 @@ def write(
 
 
 def planned(root: Path, deid: Deidentifier, **options) -> dict[str, Sample]:
-    return {sample.key: sample for sample in padchest.plan(root, deid, **options).iter_samples()}
-
-
-def test_data_card_contains_the_count_of_verify() -> None:
-    assert f"| images | {padchest.COUNTS['images']:,} |" in CARD.read_text()
+    return {
+        sample.key: sample
+        for sample in padchest.PadChest(root=root, **options).plan(deid).iter_samples()
+    }
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -90,7 +89,9 @@ def test_samples_have_labels_sentences_and_order(
     compressed: bool, tmp_path: Path, deid: Deidentifier
 ) -> None:
     (tmp_path / "13").mkdir()
-    plan = padchest.plan(write(tmp_path, FIRST, EARLIER, *OTHERS, compressed=compressed), deid)
+    plan = padchest.PadChest(
+        root=write(tmp_path, FIRST, EARLIER, *OTHERS, compressed=compressed)
+    ).plan(deid)
     assert plan.label_names == ("No Finding", "Pleural Effusion", "mini 'stent")
     assert plan.excluded == {"marked_exclude": 2, "no_image_name": 2}
     assert plan.warnings == {"no_labels": 1}
@@ -128,22 +129,22 @@ def test_samples_have_labels_sentences_and_order(
 
 def test_options_choose_images_and_text(tmp_path: Path, deid: Deidentifier) -> None:
     write(tmp_path, FIRST, EARLIER, *OTHERS)
-    plan = padchest.plan(
-        tmp_path, deid, annotators="physician", text="spanish", fractions={"test": 1.0}
-    )
+    plan = padchest.PadChest(
+        root=tmp_path, annotators="physician", text="spanish", splits=("test=1.0",)
+    ).plan(deid)
     (sample,) = plan.iter_samples()
     assert plan.label_names == ("Pleural Effusion", "mini 'stent")
     assert plan.excluded == {"labelled_by_model": 4, "no_image_name": 2}
     assert (sample.split, sample.sections) == ("test", {"report": FIRST["Report"].strip()})
-    frontal = padchest.plan(tmp_path, deid, views=("PA", "AP"))
+    frontal = padchest.PadChest(root=tmp_path, views=("PA", "AP")).plan(deid)
     assert {sample.view for sample in frontal.iter_samples()} == {"PA", "AP"}
     assert frontal.excluded["view"] == 1
     for options, expected in (
         ({"annotators": "nobody"}, ("unknown_name", "annotators")), ({"text": "latin"}, ("unknown_name", "text")),
-        ({"views": ("L",)}, ("unknown_name", "views")), ({"fractions": {"train": 0.5}}, ("out_of_range", "splits")),
+        ({"views": ("L",)}, ("unknown_name", "views")), ({"splits": ("train=0.5",)}, ("out_of_range", "splits")),
     ):  # fmt: skip
         with raises(ConfigError, *expected):
-            padchest.plan(tmp_path, deid, **options)
+            padchest.PadChest(root=tmp_path, **options).plan(deid)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +158,16 @@ def test_options_choose_images_and_text(tmp_path: Path, deid: Deidentifier) -> N
 )  # fmt: skip
 def test_damaged_list_raises(column: str, cell: str, tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "malformed", column, names=TABLE):
-        padchest.plan(write(tmp_path, FIRST, EARLIER | {column: cell}), deid)
+        padchest.PadChest(root=write(tmp_path, FIRST, EARLIER | {column: cell})).plan(deid)
 
 
 def test_missing_table_or_column_raises(tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "not_found"):
-        padchest.plan(tmp_path, deid)
+        padchest.PadChest(root=tmp_path).plan(deid)
     columns = tuple(name for name in COLUMNS if name != "labelCUIS")
     row = {name: FIRST.get(name, "") for name in columns}
     with raises(CorpusError, "missing", "labelCUIS"):
-        padchest.plan(write(tmp_path, row, columns=columns), deid)
+        padchest.PadChest(root=write(tmp_path, row, columns=columns)).plan(deid)
 
 
 def test_truncated_files_are_skipped(tmp_path: Path) -> None:

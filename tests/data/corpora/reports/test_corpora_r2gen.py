@@ -60,7 +60,7 @@ def test_iu_xray_has_two_images_of_each_study(tmp_path: Path, deid: Deidentifier
         val=[iu(3, "val")],
         test=[iu(4, "test")],
     )
-    samples = list(r2gen_annotation.plan(root, deid).iter_samples())
+    samples = list(r2gen_annotation.R2GenAnnotation(root=root).plan(deid).iter_samples())
     assert len(samples) == 7
     first, second, single = samples[:3]
     assert first.study == second.study
@@ -82,7 +82,9 @@ def test_mimic_cxr_ids_are_those_of_its_own_shards(tmp_path: Path, deid: Deident
         mimic("174413ec-4ec4c1f7", 10000032, 50414267),
     ]
     samples = list(
-        r2gen_annotation.plan(write(tmp_path / "mimic", train=entries), deid).iter_samples()
+        r2gen_annotation.R2GenAnnotation(root=write(tmp_path / "mimic", train=entries))
+        .plan(deid)
+        .iter_samples()
     )
     assert [sample.key for sample in samples] == [deid.image(entry["id"]) for entry in entries]
     assert {sample.patient for sample in samples} == {deid.patient("10000032")}
@@ -103,16 +105,16 @@ def test_mimic_cxr_ids_are_those_of_its_own_shards(tmp_path: Path, deid: Deident
 def test_malformed_entries_are_refused(entry: Any, tmp_path: Path, deid: Deidentifier) -> None:
     (tmp_path / "annotation.json").write_text(json.dumps({"train": [entry]}))
     with raises(CorpusError, "malformed"):
-        r2gen_annotation.plan(tmp_path, deid)
+        r2gen_annotation.R2GenAnnotation(root=tmp_path).plan(deid)
 
 
 def test_other_files_are_refused(tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "not_found"):
-        r2gen_annotation.plan(tmp_path, deid)
+        r2gen_annotation.R2GenAnnotation(root=tmp_path).plan(deid)
     for content in ("{", "[]", '{"train": 3}', '{"development": []}'):
         (tmp_path / "annotation.json").write_text(content)
         with raises(CorpusError, "malformed"):
-            r2gen_annotation.plan(tmp_path, deid)
+            r2gen_annotation.R2GenAnnotation(root=tmp_path).plan(deid)
 
 
 def test_the_command_writes_shards_by_split(

@@ -1,0 +1,273 @@
+"""The base class of corpora, their names, and the classes behind the names.
+
+A corpus registers itself when its module is imported:
+
+    @register_corpus("vindr-cxr")
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class VinDrCXR(Corpus):
+        ...
+
+`medvl shards NAME` is made from the class. medvl's own modules are imported on first use. Another
+package adds corpora with the entry point group `medvl.corpora`, for example in its pyproject.toml:
+
+    [project.entry-points."medvl.corpora"]
+    my-corpus = "my_package.my_corpus:MyCorpus"
+"""
+
+import abc
+import ast
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from medvl.common.config_io import nearest
+from medvl.common.files import private_folder
+from medvl.common.untrusted import InputFolders
+from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.data.corpora.common.tables import Plan
+    from medvl.data.privacy import Deidentifier
+
+ENTRY_POINTS = "medvl.corpora"
+
+_CORPORA = "medvl.data.corpora"
+_MODULES = {
+    "mimic-cxr": f"{_CORPORA}.reports.mimic_cxr",
+    "chexpert": f"{_CORPORA}.labels.chexpert",
+    "roco": f"{_CORPORA}.figures.roco",
+    "medicat": f"{_CORPORA}.figures.medicat",
+    "melinda": f"{_CORPORA}.figures.melinda",
+    "openi": f"{_CORPORA}.reports.openi",
+    "r2gen-annotation": f"{_CORPORA}.reports.r2gen_annotation",
+    "medvill-jsonl": f"{_CORPORA}.reports.medvill_jsonl",
+    "m3ae-arrow": f"{_CORPORA}.figures.m3ae_arrow",
+    "padchest": f"{_CORPORA}.reports.padchest",
+    "vqa-rad": f"{_CORPORA}.questions.vqa_rad",
+    "slake": f"{_CORPORA}.questions.slake",
+    "vqa-med": f"{_CORPORA}.questions.vqa_med",
+    "path-vqa": f"{_CORPORA}.questions.path_vqa",
+    "rsna": f"{_CORPORA}.boxes_and_masks.rsna",
+    "siim": f"{_CORPORA}.boxes_and_masks.siim",
+    "qata": f"{_CORPORA}.boxes_and_masks.lvit_layout",
+    "mosmed": f"{_CORPORA}.boxes_and_masks.lvit_layout",
+    "monuseg": f"{_CORPORA}.boxes_and_masks.lvit_layout",
+    "ms-cxr": f"{_CORPORA}.boxes_and_masks.ms_cxr",
+    "ms-cxr-t": f"{_CORPORA}.labels.ms_cxr_t",
+    "nih-cxr14": f"{_CORPORA}.labels.nih_cxr14",
+    "covidx": f"{_CORPORA}.labels.covidx",
+    "vindr-cxr": f"{_CORPORA}.boxes_and_masks.vindr_cxr",
+    "chestxdet10": f"{_CORPORA}.boxes_and_masks.chestxdet10",
+    "object-cxr": f"{_CORPORA}.boxes_and_masks.object_cxr",
+    "text": "medvl.data.convert.shard_documents",
+    "concepts": f"{_CORPORA}.concepts",
+    "webdataset": f"{_CORPORA}.webdataset_tars",
+    "generated": "medvl.data.convert.generated",
+    "table": f"{_CORPORA}.table",
+}
+"""Name of a built-in corpus -> module that defines it, in the order of the help."""
+_RELEASES = {"roco-non-radiology": "roco", "rocov2": "roco"}
+"""Name in a manifest -> corpus that writes it, where the names differ."""
+_CLASSES: dict[str, "type[Corpus]"] = {}
+"""Corpora registered so far."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FileAccess:
+    """Files that a conversion lets a corpus read and write."""
+
+    follow_links: bool = False
+    """Also read files that links outside of the folders lead to, as in trees of git-annex."""
+    unpacked: Path | None = None
+    """Private folder for images that are unpacked from archives, for the time of the conversion."""
+
+    def folders(self, *folders: Path) -> InputFolders:
+        """Return the folders of a corpus, from which its files are read."""
+        return InputFolders.of(*folders, follow_links=self.follow_links)
+
+    def unpack_folder(self) -> Path:
+        """Create the private folder for images from archives and return it. Images in it are kept.
+
+        Raises ConfigError when the conversion gives none.
+        """
+        if self.unpacked is None:
+            message = "expected a folder to unpack images into; give FileAccess(unpacked=FOLDER)"
+            raise ConfigError(message, "missing", field="unpacked")
+        private_folder(self.unpacked.parent)
+        return private_folder(self.unpacked)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus(abc.ABC):
+    """A corpus on disk, in the layout of its release.
+
+    The docstring of a subclass is the help of `medvl shards NAME`. Its documented fields are the
+    command's options.
+    """
+
+    corpus: ClassVar[str]
+    """Name of the command and in manifests, which `register_corpus` sets."""
+    labels: ClassVar[tuple[str, ...]] = ()
+    """Names of the labels, where the release fixes them."""
+    counts: ClassVar[Mapping[str, int]] = {}
+    """Counts of the full release, which `medvl verify --full` compares with: images, a split, or
+    patients.
+    """
+    textless: ClassVar[bool] = False
+    """Whether images without text are kept: the corpus has labels, boxes, masks or questions."""
+    color: ClassVar[bool] = False
+    """Whether images are always stored in colour."""
+    has_images: ClassVar[bool] = True
+    """Whether the command has the options of stored images."""
+
+    @abc.abstractmethod
+    def plan(self, deid: "Deidentifier", access: FileAccess = FileAccess()) -> "Plan":
+        """Return the records of the corpus, from its tables; no image is opened.
+
+        Args: deid: hasher of patients, studies and images. access: files that the conversion
+        grants.
+
+        Raises CorpusError when a file is missing or does not match the data card; ConfigError when
+        an option is unknown or out of range.
+        """
+
+    def keeps_textless(self) -> bool:
+        """Return whether images without text are kept with these options."""
+        return self.textless
+
+    def excluded_folders(self) -> Sequence[Path]:
+        """Return folders of shards whose patients are excluded from the corpus."""
+        return ()
+
+    def notes(self, plan: "Plan") -> list[str]:
+        """Return lines that the command prints above its counts."""
+        return []
+
+    @classmethod
+    def full_counts(cls, release: str) -> Mapping[str, int]:
+        """Return `counts` of the full release that manifests call `release`."""
+        return cls.counts
+
+
+Class = TypeVar("Class", bound=type[Corpus])
+
+
+def register_corpus(name: str) -> Callable[[Class], Class]:
+    """Register the decorated `Corpus` under `name`, the name of its command.
+
+    Raises ConfigError where the name belongs to another class.
+    """
+
+    def register(cls: Class) -> Class:
+        place = (cls.__module__, cls.__qualname__)
+        known = _CLASSES.get(name)
+        if _MODULES.get(name, cls.__module__) != cls.__module__ or (
+            known is not None
+            and (known.__module__, known.__qualname__) != place  # a notebook may run a cell again
+        ):
+            raise ConfigError(
+                f"a corpus named {name!r} exists already: choose another name",
+                "exists",
+                field="name",
+            )
+        cls.corpus = name
+        _CLASSES[name] = cls
+        return cls
+
+    return register
+
+
+def list_corpora() -> list[str]:
+    """Return the names of all corpora: medvl's own, then those of other packages. Imports none."""
+    others = sorted({*_CLASSES, *_entry_points()} - _MODULES.keys())
+    return [*_MODULES, *others]
+
+
+def corpus_class(name: str) -> type[Corpus]:
+    """Return the class of a corpus. Imports its module if needed.
+
+    Raises ConfigError where no corpus has this name, or its entry point does not load.
+    """
+    if name not in _CLASSES:
+        if name in _MODULES:
+            importlib.import_module(_MODULES[name])
+        elif name in _entry_points():
+            _CLASSES[name] = _load(_entry_points()[name])
+        else:
+            message = f"no corpus is named {name!r}: {nearest(name, list_corpora())}"
+            raise ConfigError(message, "unknown_name", field="name")
+    return _CLASSES[name]
+
+
+def full_counts(release: str) -> Mapping[str, int]:
+    """Return the counts of the full release that manifests call `release`; nothing for others."""
+    name = _RELEASES.get(release, release)
+    return corpus_class(name).full_counts(release) if name in list_corpora() else {}
+
+
+def summary(name: str) -> str:
+    """Return the first paragraph of a corpus's help, or its package. Imports no module of it."""
+    if name in _CLASSES:
+        return _paragraph(_CLASSES[name].__doc__)
+    if name not in _MODULES:
+        return f"Convert {name}, a corpus of the package {_package(_entry_points()[name])}."
+    return _summaries(_MODULES[name])[name]
+
+
+@functools.cache
+def _summaries(module: str) -> Mapping[str, str]:
+    """Return name -> first paragraph of the docstring of the corpora in a module's source."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    lines = {}
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for call in node.decorator_list:
+            match call:
+                case ast.Call(ast.Name("register_corpus"), [ast.Constant(str(name))]):
+                    lines[name] = _paragraph(ast.get_docstring(node))
+    return lines
+
+
+def _paragraph(docstring: str | None) -> str:
+    return " ".join((docstring or "").partition("\n\n")[0].split())
+
+
+@functools.cache
+def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
+    """Return the corpora of other packages by name. Built-in corpora cannot be replaced."""
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {point.name: point for point in points if point.name not in _MODULES}
+
+
+def _package(point: importlib.metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
+
+
+def _load(point: importlib.metadata.EntryPoint) -> type[Corpus]:
+    """Return the class of an entry point. Raises ConfigError unless it is a corpus registered
+    under the same name.
+    """
+    source = f"corpus {point.name!r} of the package {_package(point)} ({point.value})"
+    try:
+        cls = point.load()
+    except Exception as error:  # code of another package may raise anything
+        message = f"{source} cannot be imported ({type(error).__name__}: {error})"
+        raise ConfigError(message, "unsupported") from error
+    if (
+        not (isinstance(cls, type) and issubclass(cls, Corpus))
+        or getattr(cls, "corpus", None) != point.name
+    ):
+        message = (
+            f"expected {source} to be a Corpus decorated with "
+            f'@register_corpus("{point.name}"), got {cls!r}'
+        )
+        raise ConfigError(message, "wrong_type")
+    return cls
