@@ -1,10 +1,11 @@
 """Cost of a training step with packed and with padded texts, for the systems of the benchmark
 `phantom-quick`.
 
-    medvl benchmark phantom-quick --out bench --systems convirt --set budget.steps=1 --tasks
-    zero-shot  # the data OMP_NUM_THREADS=1 python scripts/benchmark_packing.py --out bench
+    # the data
+    medvl benchmark phantom-quick --out bench --systems convirt --set budget.steps=1 --tasks zero-shot
+    OMP_NUM_THREADS=1 python scripts/benchmark_packing.py --out bench
     OMP_NUM_THREADS=1 python scripts/benchmark_packing.py --out bench --systems albef,ptunifier
-    --repeats 9
+        --repeats 9
 
 Forward and backward passes of the settings of the benchmark over its first three batches, in turns,
 without a loader and without an optimiser; the median processor seconds of each kind. Both kinds

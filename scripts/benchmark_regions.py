@@ -1,9 +1,9 @@
 """Benchmark of `medvl regions`, in images per second: reading alone, the detector alone, and both
 with writing.
 
-    python scripts/benchmark_regions.py --detectors grid:resnet50 --images 64 python
-    scripts/benchmark_regions.py --device cuda --detectors fasterrcnn_resnet50_fpn grid:resnet50
-    --batch 16
+    python scripts/benchmark_regions.py --detectors grid:resnet50 --images 64
+    python scripts/benchmark_regions.py --device cuda --detectors fasterrcnn_resnet50_fpn
+        grid:resnet50 --batch 16
 
 Weights are random, which do not change the time of a grid; the number of proposals of a Faster
 R-CNN depends on them. The last column is the loader of a training run that reads the written

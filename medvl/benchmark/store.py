@@ -1,13 +1,13 @@
 """Folder of results: a folder for each run, named by its key, with its weights, cost and
 evaluations.
 
-    DIR/runs/KEY/run.json            the run (`medvl.benchmark.plan.Run`)
-    DIR/runs/KEY/run/                checkpoints and metrics.jsonl of the training
-    DIR/runs/KEY/cost.json           cost of the finished training
-    DIR/runs/KEY/failure.json        why the training failed
-    DIR/runs/KEY/trained/TASK-HASH/  results.json and predictions.jsonl, or refusal.json; `start`
-                                     beside `trained`
-    DIR/results.jsonl                every metric of every run of the benchmark, a line each
+    DIR/runs/KEY/run.json             the run (`medvl.benchmark.plan.Run`)
+    DIR/runs/KEY/run/                 checkpoints and metrics.jsonl of the training
+    DIR/runs/KEY/cost.json            cost of the finished training
+    DIR/runs/KEY/failure.json         why the training failed
+    DIR/runs/KEY/trained/TASK-HASH/   results.json and predictions.jsonl, or refusal.json; `start`
+                                      beside `trained`
+    DIR/results.jsonl                 every metric of every run of the benchmark, a line each
 
 An evaluation's hash is that of its settings, so that other settings repeat the evaluation and not
 the training.

@@ -2,8 +2,13 @@
 
     from medvl.train import TrainConfig, OptimConfig, Plateau, train
 
-    train(model, train_loader, optim=OptimConfig(...), config=TrainConfig(...),
-    valid_loader=valid_loader)
+    train(
+        model,
+        train_loader,
+        optim=OptimConfig(...),
+        config=TrainConfig(...),
+        valid_loader=valid_loader,
+    )
 
 Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data settings and
 `choose`, which reads a recipe's command line, are imported without torch.

@@ -1,9 +1,10 @@
 """Trainings in processes of their own, for tests that kill them.
 
-    train_child.py step RUN_DIR [KILL_AT]  train; SIGKILL itself when micro-batch KILL_AT is handed
-    out train_child.py workers RUN_DIR         train slowly, with batches from two worker processes
-    train_child.py writes FOLDER           kill a training before each of its operations on files,
-    and resume it
+    train_child.py step RUN_DIR [KILL_AT]
+        train; SIGKILL itself when micro-batch KILL_AT is handed out
+    train_child.py workers RUN_DIR            train slowly, with batches from two worker processes
+    train_child.py writes FOLDER
+        kill a training before each of its operations on files, and resume it
 
 The last forks, so that torch is imported once; nothing here uses more than one thread.
 """

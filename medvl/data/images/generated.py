@@ -1,13 +1,13 @@
 """Folders of generated images, as `medvl generate` writes them.
 
-    OUT/generation.json    the generator, its settings, its training data's fingerprints, and the
-                           number of images
-    OUT/train_manifests.json  manifests of all data that the generator was trained on, its
-                              ancestors' included
-    OUT/images.jsonl       one line for each image: file, prompt, seed, guidance, hash of its
-                           pixels, ...
-    OUT/images/000000.png  8-bit grey, with "synthetic", the prompt, the seed and the generator's
-                           hash as PNG text
+    OUT/generation.json        the generator, its settings, its training data's fingerprints, and
+                               the number of images
+    OUT/train_manifests.json   manifests of all data that the generator was trained on, its
+                               ancestors' included
+    OUT/images.jsonl           one line for each image: file, prompt, seed, guidance, hash of its
+                               pixels, ...
+    OUT/images/000000.png      8-bit grey, with "synthetic", the prompt, the seed and the
+                               generator's hash as PNG text
 
 An image is written before its line, and lines are only appended, so an interrupted folder can be
 continued.

@@ -1,9 +1,9 @@
 """The shard format: plain webdataset tars, one index per tar, one manifest per folder.
 
-    OUT/train/mimic-cxr-train-000000.tar  {key}.jpg {key}.json {key}.jpg ...
-    OUT/train/mimic-cxr-train-000000.index  key, suffix, offset, size: two lines per sample
-    OUT/train/manifest.json               content of the folder, conversion options, excluded and
-    skipped images
+    OUT/train/mimic-cxr-train-000000.tar      {key}.jpg {key}.json {key}.jpg ...
+    OUT/train/mimic-cxr-train-000000.index    key, suffix, offset, size: two lines per sample
+    OUT/train/manifest.json
+        content of the folder, conversion options, excluded and skipped images
 
 A sample without an image has its JSON only; the line of its image has the suffix `-` and two zeros.
 `medvl.data.shards.source.ShardSource` reads samples by position with the help of the indexes.

@@ -1,9 +1,11 @@
 """Region features beside shards, as `medvl regions` writes them; the shards stay as they are.
 
-    OUT/train/regions/NAME/mimic-cxr-train-000000.tar  {key}.safetensors of every image that has
-    regions OUT/train/regions/NAME/mimic-cxr-train-000000.index  key, offset, size: one line per
-    sample of the shard OUT/train/regions/NAME/regions.json                detector and its hash,
-    the shards they belong to, counts
+    OUT/train/regions/NAME/mimic-cxr-train-000000.tar
+        {key}.safetensors of every image that has regions
+    OUT/train/regions/NAME/mimic-cxr-train-000000.index
+        key, offset, size: one line per sample of the shard
+    OUT/train/regions/NAME/regions.json
+        detector and its hash, the shards they belong to, counts
 
 A member holds `features` (P, D), float16 or float32; `boxes` (P, 4), float32: left, top, right and
 bottom as shares of the stored image, in 0..1; and, if the detector has classes, `classes` (P, K):

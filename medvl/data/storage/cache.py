@@ -11,9 +11,9 @@ that a data set larger than the cache does not replace the same files over and o
 record locks of the operating system, so those of a killed process are gone, and its partial files
 are removed by the next one.
 
-    MEDVL_CACHE       folder; default ~/.cache/medvl/shards
-    MEDVL_CACHE_SIZE  limit, such as 200GB; 0 for no cache; default 100 GB, at most half of the free
-                      space
+    MEDVL_CACHE        folder; default ~/.cache/medvl/shards
+    MEDVL_CACHE_SIZE   limit, such as 200GB; 0 for no cache; default 100 GB, at most half of the
+                       free space
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Read a data set of `medvl.data.text_tasks.tasks`, from compact JSON lines or from the original
 release.
 
-    splits = read_text_task(Path("blurb"), TASKS["ncbi-disease"])  # {"train": [...], "dev": [...],
-    "test": [...]}
+    # {"train": [...], "dev": [...], "test": [...]}
+    splits = read_text_task(Path("blurb"), TASKS["ncbi-disease"])
 
 A folder `ROOT/NAME` with `train.jsonl.gz`, `dev.jsonl.gz`, `test.jsonl.gz` (or `.jsonl`) is read as
 compact; else the release is looked for in `ROOT/NAME` and below the name of its archive. Splits

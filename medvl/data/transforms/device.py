@@ -1,9 +1,10 @@
 """Augmentation on the device of the training step: what `ConVIRTAugmentation(on_device=True)`
 leaves to it.
 
-    parameters_K = draw_parameters(transforms, image_HWC, radius)  # in a loader's worker, from the
-    sample's generator batch = augment_batch(batch)                                   # all images
-    of a batch at once, on their device
+    # in a loader's worker, from the sample's generator
+    parameters_K = draw_parameters(transforms, image_HWC, radius)
+    # all images of a batch at once, on their device
+    batch = augment_batch(batch)
 
 Workers crop and resize an image, flip it, and draw the parameters of the other operations, the same
 as without this option. The device applies them: affine map, brightness and contrast, Gaussian blur.

@@ -1,7 +1,7 @@
 """Report generation: scores of generated reports, from medvl or any other system.
 
     references + generated texts -> shared n-grams, shared findings -> rows with intervals ->
-    results.json
+        results.json
 
 `nlg_metrics` computes BLEU, ROUGE-L, METEOR and CIDEr, `clinical_f1` compares the findings that the
 rule-based labeler extracts, `external_scores` reads files of CheXbert, RadGraph and

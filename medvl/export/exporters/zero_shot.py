@@ -7,9 +7,11 @@ encoder holds `encoder.json`.
 
     from zero_shot import load
 
-    model = load("FOLDER") image_NE = model.encode_image(pixels_BCHW)  # normalized floats:
-    README.md has size, mean and standard deviation text_ME = model.encode_text(["Large left pleural
-    effusion.", "No pleural effusion."]) similarity_NM = image_NE @ text_ME.T
+    model = load("FOLDER")
+    # normalized floats: README.md has size, mean and standard deviation
+    image_NE = model.encode_image(pixels_BCHW)
+    text_ME = model.encode_text(["Large left pleural effusion.", "No pleural effusion."])
+    similarity_NM = image_NE @ text_ME.T
 """
 
 import json

@@ -1,9 +1,11 @@
 """Losses between items of the same sample: words, sentences or regions.
 
-    loss = within_sample_nce(words_BNE, attended_BNE, mask_BN, temperature=0.1, symmetric=True)  #
-    MGCA loss = within_sample_nce(regions_BPE, attended_BPE, None, weights_BP, grid_positives(7, 7))
-    # LoVT loss = local_alignment(words_BNE, attended_BNE, mask_BN) + 0.1 *
-    local_uniformity(words_BNE, mask_BN)
+    # MGCA
+    loss = within_sample_nce(words_BNE, attended_BNE, mask_BN, temperature=0.1, symmetric=True)
+    # LoVT
+    loss = within_sample_nce(regions_BPE, attended_BPE, None, weights_BP, grid_positives(7, 7))
+    loss = local_alignment(words_BNE, attended_BNE, mask_BN)
+    loss = loss + 0.1 * local_uniformity(words_BNE, mask_BN)
 
 Items need not have unit length; all losses normalise them. Padding is ignored, even if it is not
 finite, and gets a zero gradient. Means are over the samples of all ranks, which exchange only two

@@ -109,7 +109,7 @@ def reverse_gradient(x: Tensor, weight: float = 1.0) -> Tensor:
     the discriminator to separate the two, and the features to become inseparable:
 
         loss = F.binary_cross_entropy_with_logits(discriminator(reverse_gradient(features_BE,
-        weight)), is_image_B)
+            weight)), is_image_B)
 
     The features have any shape and dtype. Raises ValueError on a negative weight.
     """

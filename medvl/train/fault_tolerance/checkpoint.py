@@ -1,16 +1,14 @@
 """Checkpoints of a run.
 
     run_dir/
-      checkpoints/step-00001200/     config.json, model.safetensors, tokenizer/
-        (the model: `medvl.load` reads it)
-                                     train_state/state.json, optimizer.safetensors (the run)
-                                     complete.json                               (size and sha256 of
-                                     every file) sharded runs may write weights and optimiser in
-                                     parts: `checkpoint_parts`
+      checkpoints/step-00001200/
+        config.json, model.safetensors, tokenizer/       the model: `medvl.load` reads it
+        train_state/state.json, optimizer.safetensors    the run
+        complete.json                                    size and sha256 of every file
       last -> checkpoints/step-00001200
       best -> checkpoints/step-00000900
 
-A checkpoint is written under a temporary name, its marker last, flushed and renamed: after a kill
+Sharded runs may write weights and optimiser in parts. A checkpoint is written under a temporary name, its marker last, flushed and renamed: after a kill
 there is the old one or the new one. Later damage is detected by the hashes. Nothing in it needs
 pickle.
 """
