@@ -22,8 +22,6 @@ from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 LABELS = ("Pneumonia", "No Finding")
-FRACTIONS: Mapping[str, float] = {"train": 0.7, "validate": 0.15, "test": 0.15}
-"""Fractions of GLoRIA and later work; the release has no test labels."""
 
 Patients = Literal["mapping", "image"]
 
@@ -54,6 +52,7 @@ class RSNA(Corpus):
     """mapping uses the patients of NIH ChestX-ray14; image treats every image as a patient, as
     published splits do, so that a patient may be in two splits.
     """
+    # fractions of GLoRIA and later work; the release has no test labels
     splits: tuple[str, ...] = ("train=0.7", "validate=0.15", "test=0.15")
     """fractions of the splits, by patient."""
 

@@ -19,8 +19,6 @@ from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 LABELS = ("Pneumothorax",)
-FRACTIONS: Mapping[str, float] = {"train": 0.7, "validate": 0.15, "test": 0.15}
-"""Fractions of GLoRIA and later work; the release has no test labels."""
 
 _TABLES = ("stage_2_train.csv", "train-rle.csv")
 _SIZE = (1024, 1024)
@@ -39,6 +37,7 @@ class SIIM(Corpus):
 
     root: Path
     """folder with stage_2_train.csv or train-rle.csv, and the DICOM files."""
+    # fractions of GLoRIA and later work; the release has no test labels
     splits: tuple[str, ...] = ("train=0.7", "validate=0.15", "test=0.15")
     """fractions of the splits, by image: the release has no patient ids."""
 
