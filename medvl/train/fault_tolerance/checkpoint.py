@@ -8,9 +8,9 @@
       last -> checkpoints/step-00001200
       best -> checkpoints/step-00000900
 
-Sharded runs may write weights and optimiser in parts. A checkpoint is written under a temporary name, its marker last, flushed and renamed: after a kill
-there is the old one or the new one. Later damage is detected by the hashes. Nothing in it needs
-pickle.
+Sharded runs may write weights and optimiser in parts. A checkpoint is written under a temporary
+name, its marker last, flushed and renamed: after a kill there is the old one or the new one. Later
+damage is detected by the hashes. Nothing in it needs pickle.
 """
 
 import contextlib
