@@ -7,7 +7,6 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from medvl.common.config_io import check_within
 from medvl.common.seeding import derive
 from medvl.models.base import LAYER_NORM_EPS, Parts
 from medvl.models.fusion_encoders.bases.bert_stream import JointStream
@@ -22,6 +21,7 @@ from medvl.models.fusion_encoders.bases.region_model import (
     TiedRegionHead,
 )
 from medvl.models.fusion_encoders.objectives.base import (
+    WPA_WEIGHT,
     Corruption,
     Encoded,
     Objective,
@@ -40,15 +40,10 @@ class UNITERConfig(RegionConfig):
     """Published settings of UNITER-base."""
 
     max_tokens: int = 62
-    wpa_weight: float = 0.1
     task_mix: bool = True
     """Train one task per step, masked words : matching : region features : region classes as 2 : 2
     : 1 : 1, the same on all ranks; False: all tasks in each step.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_within(self, "(0, inf)", "wpa_weight")
 
 
 @register_system("uniter")
@@ -81,7 +76,7 @@ class UNITER(RegionModel, JointStream):
         self.objectives = (
             self.mlm,
             self.itm,
-            WordPatchAlignment(config.wpa_weight, text_ends=True),
+            WordPatchAlignment(WPA_WEIGHT, text_ends=True),
             *tasks,
         )
         self.require_classes()

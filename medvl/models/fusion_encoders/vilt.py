@@ -15,7 +15,7 @@ from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, init_weights
 from medvl.models.fusion_encoders.bases.base import FusionConfig
 from medvl.models.fusion_encoders.bases.bert_stream import JointStream
-from medvl.models.fusion_encoders.objectives.base import WordPatchAlignment
+from medvl.models.fusion_encoders.objectives.base import WPA_WEIGHT, WordPatchAlignment
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.inputs import encode_present, sample_tokens
 from medvl.models.fusion_encoders.parts.transformer import attention_weights
@@ -39,12 +39,11 @@ class ViLTConfig(FusionConfig):
     head_lr_mult: float = 1.0
     image_tokens: int | None = 200
     """Patches sampled for each image in training."""
-    wpa_weight: float = 0.1
     max_tokens: int = 40
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, inf)", "image_tokens", "wpa_weight")
+        check_within(self, "(0, inf)", "image_tokens")
 
 
 @register_system("vilt")
@@ -73,7 +72,7 @@ class ViLT(JointStream):
         self.add_heads(width, width)
         self.objectives = (
             *self.objectives,
-            WordPatchAlignment(config.wpa_weight, text_ends=False, image_prefix=1),
+            WordPatchAlignment(WPA_WEIGHT, text_ends=False, image_prefix=1),
         )
 
     @classmethod

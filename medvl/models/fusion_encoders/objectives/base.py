@@ -149,6 +149,10 @@ class TransportedPairs(NamedTuple):
     matched_M: Tensor
 
 
+WPA_WEIGHT = 0.1
+"""Weight of word-patch alignment in UNITER and ViLT, as published."""
+
+
 class WordPatchAlignment(Objective[Encoded, None, TransportedPairs]):
     """Distance of the fused words and patches of matching pairs, minus the distance of the others
     (UNITER, ViLT).

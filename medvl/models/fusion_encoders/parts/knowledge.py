@@ -73,7 +73,6 @@ class KnowledgeConfig:
     entity_intermediate: int = 1024
     graph_heads: int = 8
     graph_head_width: int = 64
-    graph_dropout: float = 0.2
 
     def check_knowledge(self) -> None:
         """Raise ConfigError for sizes that are out of range."""
@@ -81,13 +80,16 @@ class KnowledgeConfig:
             self, "(0, inf)", "max_entities", "entity_width", "entity_heads", "entity_intermediate"
         )
         check_within(self, "(0, inf)", "graph_heads", "graph_head_width")
-        check_within(self, "[0, 1)", "graph_dropout")
         if self.entity_width % self.entity_heads:
             message = (
                 f"entity_heads must divide entity_width {self.entity_width}, got "
                 f"{self.entity_heads}"
             )
             raise ConfigError(message, "conflict", field="entity_heads")
+
+
+GRAPH_DROPOUT = 0.2
+"""Dropout of the graph attention, as published."""
 
 
 def read_graph(folder: str, width: int) -> tuple[GraphSizes, dict[str, Tensor]]:
@@ -201,7 +203,7 @@ class EntityGraph(nn.Module):
         head_dim = config.graph_head_width
         heads = config.graph_heads
         self.sizes = sizes
-        self.dropout = config.graph_dropout
+        self.dropout = GRAPH_DROPOUT
         self.vectors = nn.Parameter(nn.init.xavier_uniform_(torch.empty(sizes.entities, width)))
         self.norm = nn.LayerNorm(width)
         self.first = GraphAttention(width, head_dim, heads, self.dropout)
