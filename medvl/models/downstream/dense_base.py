@@ -114,7 +114,6 @@ class DenseModel(System):
     config: Any
     image_encoder: ImageEncoder
     Config: ClassVar[type[DenseConfig]]
-    image_encoder: ImageEncoder
     reads_text: ClassVar[bool] = False
     """Whether `patch_features` uses the texts of a batch, and the model needs a tokenizer."""
 
