@@ -19,7 +19,7 @@ def test_documented_versions_are_recorded() -> None:
         }
         recorded |= {
             name: int(version)
-            for name, version in re.findall(r'PROTOCOL, \w*VERSION = "([a-z_]+)", (\d+)', text)
+            for name, version in re.findall(r'PROTOCOL = "([a-z_]+)"\n\w*VERSION = (\d+)', text)
         }
     assert documented
     assert {name: recorded.get(name) for name in documented} == documented
