@@ -124,9 +124,9 @@ def test_missing_files_presets_and_places_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_corpus_names_steps_that_benchmarks_share(tmp_path: Path) -> None:
-    own = MakeStep(creates="own", run=("vocab {root}/a {root}/b",))
+    own = MakeStep(creates="own", run=("vocab --data {root}/a --out {root}/b",))
     make = (
-        'make = ["phantom-pairs", { creates = "own", run = ["vocab {root}/a {root}/b"] }, '
+        'make = ["phantom-pairs", { creates = "own", run = ["vocab --data {root}/a --out {root}/b"] }, '
         '"vocabulary"]'
     )
     [corpus] = read_benchmark(

@@ -82,7 +82,7 @@ run = [
 ]
 [[corpora.make]]
 creates = "vocab/tokenizer.json"
-run = ["vocab {root}/shards/train {root}/vocab --size 400"]
+run = ["vocab --data {root}/shards/train --out {root}/vocab --size 400"]
 """
 
 
