@@ -1,10 +1,11 @@
-"""`scripts/benchmark_gpu.py` at tiny sizes on a CPU: every line works, records, limits, profiles
-and tables.
+"""`scripts/benchmark.py` at tiny sizes on a CPU: every line works, records, limits, profiles, tables
+and the rows of PERFORMANCE.md; and `scripts/gpu_tests.py`.
 """
 
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,32 +32,62 @@ def _scripts() -> Iterator[None]:
 
 @pytest.fixture
 def command() -> ModuleType:
-    import benchmark_gpu
+    import benchmark
 
-    return benchmark_gpu
+    return benchmark
 
 
 def records_in(folder: Path) -> dict[str, Any]:
-    path = folder / "results.json"
+    path = folder / "all.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+UNMEASURED = {"engines"}
+"""Lines whose peer a dry run leaves out: Ray."""
+
+
+def dry_run(command: ModuleType, folder: Path, names: list[str]) -> dict[str, Any]:
+    """Return the records of a dry run, in which no line may fail."""
+    arguments = [*names, "--dry-run", "--details", "--out", str(folder / "all.json")]
+    assert command.main(arguments) == 0
+    assert list(records_in(folder)) == names
+    return records_in(folder)
+
+
 @pytest.mark.slow
-def test_every_line_works(
+def test_every_line_of_a_cpu_works(
+    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line has a figure for each of its rows in PERFORMANCE.md."""
+    lines = {name: line for name, line in command.read_lines().items() if line.device == "cpu"}
+    records = dry_run(command, tmp_path, list(lines))
+    rows = capsys.readouterr().out
+    for name, line in lines.items():
+        figures = records[name]["report"]["figures"]
+        assert all(figure >= 0 for figure in figures.values()), name
+        assert figures, name
+        for row in line.rows:
+            (found,) = [text for text in rows.splitlines() if text.startswith(f"| {row.title} |")]
+            assert found.endswith(f"| `{line.command}` |")
+            assert ("not measured" in found) == (name in UNMEASURED), found
+
+
+@pytest.mark.slow
+def test_every_line_of_a_gpu_works(
     command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All but `clip-b16`, whose code is that of `clip-b32`, and the sweep over systems."""
-    names = [line.name for line in command.LINES if line.name not in ("clip-b16", "systems")]
+    every = command.read_lines()
+    left_out = ("clip-b16", "systems")
+    names = [name for name in every if every[name].device == "gpu" and name not in left_out]
     assert len(names) == 13
-    assert command.main(["--dry-run", "--out", str(tmp_path), "--lines", *names]) == 0
-    table, records = capsys.readouterr().out, records_in(tmp_path)
-    assert sorted(records) == sorted(names)
-    assert (tmp_path / "table.md").read_text() == table
+    records = dry_run(command, tmp_path, names)
+    table = capsys.readouterr().out
     assert "not available: torchvision" in table or records["nvjpeg"]["report"] is not None
     for name in set(names) - {"nvjpeg"}:
         rows = records[name]["report"]["rows"]
         assert all(row["error"] is None and row["rate"] > 0 for row in rows), name
-        assert f"| `{name}` |" in table
+        assert f"`python scripts/benchmark.py {name}`" in table
         for row in rows:
             if row["ms"] is not None:
                 assert row["ms_p10"] <= row["ms"] <= row["ms_p90"]
@@ -70,19 +101,23 @@ def test_every_line_works(
 
 
 def fake_line(name: str, function: Callable[[Any], Any], seconds: float = 1.0) -> Any:
-    from gpu_lines.line import Goal, Line
+    from measure.line import Line, TableRow
 
-    goals = (Goal(figure="pairs/s", value=5), Goal(figure="ms", value=1, at_most=True))
-    return Line(
-        name=name, measures="a test", goals=goals, stock="4", seconds=seconds, function=function
+    rows = (
+        TableRow(title=f"{name}, rate", ours="{pairs/s:.0f} pairs/s", target="5 pairs/s"),
+        TableRow(title=f"{name}, time", peer="other: {rows[0].ms:.1f} ms", ours="{ms:.1f} ms"),
     )
+    return Line(
+        name=name, device="gpu", measures="a test", unit="pairs/s", rows=rows, seconds=seconds,
+        function=function,
+    )  # fmt: skip
 
 
 def fake_lines(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Replace the lines by one that works, one that fails at first, and one that this machine
     cannot measure.
     """
-    from gpu_lines.line import Row, SkipLine, report
+    from measure.line import Row, SkipLine, report
 
     calls = {"good": 0, "bad": 0, "absent": 0}
 
@@ -108,14 +143,15 @@ def fake_lines(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str
         calls["absent"] += 1
         raise SkipLine("no such unit")
 
-    lines = (fake_line("bad", bad), fake_line("good", good), fake_line("absent", absent))
-    monkeypatch.setattr(command, "LINES", lines)
-    monkeypatch.setattr(
-        command,
-        "select",
-        lambda patterns: [line for line in lines if line.name in patterns or not patterns],
-    )
+    use_lines(
+        command, monkeypatch, fake_line("bad", bad), fake_line("good", good),
+        fake_line("absent", absent),
+    )  # fmt: skip
     return calls
+
+
+def use_lines(command: ModuleType, monkeypatch: pytest.MonkeyPatch, *lines: Any) -> None:
+    monkeypatch.setattr(command, "read_lines", lambda: {line.name: line for line in lines})
 
 
 def test_failures_are_recorded_and_repeated(
@@ -124,16 +160,18 @@ def test_failures_are_recorded_and_repeated(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calls, arguments = fake_lines(command, monkeypatch), ["--dry-run", "--out", str(tmp_path)]
+    calls = fake_lines(command, monkeypatch)
+    arguments = ["--dry-run", "--out", str(tmp_path / "all.json")]
     assert command.main(arguments) == 1
     first = capsys.readouterr().out
     assert calls == {"good": 1, "bad": 1, "absent": 1}
     assert "failed: RuntimeError: out of memory" in first
-    assert "| at least 5 pairs/s | 6, met |" in first
-    assert "| at most 1 ms | not measured |" in first
+    assert "| good, rate | 5 pairs/s |  | 6 pairs/s | `python scripts/benchmark.py good` |" in first
+    assert "| good, time |  |  | not measured" in first
     assert "not available: no such unit" in first
     assert command.main(arguments) == 1, "a line whose contenders all fail has failed"
-    assert "RuntimeError: no kernel" in capsys.readouterr().out
+    capsys.readouterr()
+    assert records_in(tmp_path)["bad"]["error"].endswith("RuntimeError: no kernel")
     assert calls == {"good": 1, "bad": 2, "absent": 1}
     assert command.main(arguments) == 0
     third = capsys.readouterr().out
@@ -150,35 +188,92 @@ def test_a_line_without_time_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = fake_lines(command, monkeypatch)
-    assert command.main(["--dry-run", "--out", str(tmp_path), "--minutes", "0"]) == 0
+    arguments = ["--dry-run", "--out", str(tmp_path / "all.json"), "--minutes", "0"]
+    assert command.main(arguments) == 0
     assert set(calls.values()) == {0}
     assert capsys.readouterr().out.count("not measured: about 0 s needed, 0 s left") == 3
     assert not records_in(tmp_path)
 
 
 def test_the_time_limit_ends_a_line(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The contenders of a line record their errors, but do not take the end of the time for one."""
-    from gpu_lines.timing import Contender, measure_in_turns, repeat
+    from measure.timing import Contender, measure_in_turns, repeat
 
     def endless(bench: Any) -> Any:
         run = repeat(lambda number: time.sleep(60))
         return measure_in_turns(bench, [Contender(name="slow", build=lambda: run, samples=1)])
 
-    lines = (fake_line("endless", endless),)
-    monkeypatch.setattr(command, "LINES", lines)
-    monkeypatch.setattr(command, "select", lambda patterns: list(lines))
+    use_lines(command, monkeypatch, fake_line("endless", endless))
     started = time.monotonic()
-    assert command.main(["--dry-run", "--out", str(tmp_path), "--minutes", "0.02"]) == 0
+    assert command.main(["--dry-run", "--minutes", "0.02"]) == 0
     assert time.monotonic() - started < 50
-    assert "the time limit was reached within this line" in (tmp_path / "table.md").read_text()
+    assert "the time limit was reached within this line" in capsys.readouterr().out
+
+
+PAGE = """# Performance
+
+## On a CPU
+
+| Line | Target | Peer | medvl | Command |
+|---|---|---|---|---|
+| one* | 2 s | old | 1.0 s | `python scripts/benchmark.py one` |
+| other | | | 7 s | `python scripts/soak.py` |
+
+## On a GPU
+
+| Line | Target | Peer | medvl | Command |
+|---|---|---|---|---|
+| one | | | 3 s | `python scripts/benchmark.py gpu-one` |
+
+Not measured: `new`, `later`.
+"""
+
+
+def test_only_measured_rows_are_written(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is replaced where its title stands, and a new one is added; all other text stays."""
+    from measure.line import Line, Row, TableRow, report
+
+    row = TableRow(title="one", target="2 s", peer="{rows[0].ms:.0f} ms", ours="{s:.1f} s")
+    broken = TableRow(title="other", ours="{absent:.1f} s")
+    new = TableRow(title="`new`: a line", ours="{s:.1f} s")
+
+    def measure(bench: Any) -> Any:
+        return report([Row(contender="peer", ms=4000.0)], {"s": 0.5})
+
+    shared: dict[str, Any] = {"measures": "a test", "unit": "s", "seconds": 0.0}
+    shared |= {"device": "cpu", "function": measure}
+    lines = [
+        Line(name="one", rows=(row, broken), **shared), Line(name="new", rows=(new,), **shared),
+        Line(name="third", rows=(dataclasses.replace(row, title="third"),), **shared),
+    ]  # fmt: skip
+    use_lines(command, monkeypatch, *lines)
+    (page := tmp_path / "PERFORMANCE.md").write_text(PAGE)
+    monkeypatch.setattr(command, "PAGE", page)
+    kept = ["--kept", str(tmp_path / "kept")]
+    assert command.main(["one", "new", *kept]) == 0
+    assert page.read_text() == PAGE, "nothing is written without --write"
+    assert command.main(["one", "new", "--write", *kept]) == 0
+    expected = PAGE.replace(
+        "| one* | 2 s | old | 1.0 s |", "| one | 2 s | 4000 ms | 0.5 s |"
+    ).replace(
+        "soak.py` |\n",
+        "soak.py` |\n| `new`: a line | | | 0.5 s | `python scripts/benchmark.py new` |\n",
+    )
+    assert page.read_text() == expected.replace(
+        "Not measured: `new`, `later`", "Not measured: `later`"
+    )
+    with pytest.raises(SystemExit, match="dry run are no measurements"):
+        command.main(["one", "--write", "--dry-run"])
 
 
 def test_a_machine_without_git_has_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpu_lines.records import context_of
+    from measure.records import context_of
 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert context_of(torch.device("cpu"), 1.0, True)["commit"] == "unknown"
@@ -188,32 +283,54 @@ def test_tiny_and_full_sizes_are_not_mixed(
     command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_lines(command, monkeypatch)
-    command.main(["--dry-run", "--out", str(tmp_path)])
+    command.main(["--dry-run", "--out", str(tmp_path / "all.json")])
     with pytest.raises(SystemExit, match="is of a dry run; give another --out"):
-        command.main(["--out", str(tmp_path)])
+        command.main(["--out", str(tmp_path / "all.json")])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
 def test_a_measurement_needs_a_gpu(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_lines(command, monkeypatch)
+    assert command.main([]) == 0
+    assert capsys.readouterr().out.count("not measured: it needs a GPU") == 3
     with pytest.raises(SystemExit, match="no GPU was found"):
-        command.main(["--out", str(tmp_path)])
+        command.main(["good"])
 
 
-def test_document_names_every_line(command: ModuleType) -> None:
-    text = (ROOT / "PERFORMANCE.md").read_text(encoding="utf-8")
-    assert [line.name for line in command.LINES if f"`{line.name}`" not in text] == []
+def test_document_has_every_line(command: ModuleType) -> None:
+    """Every row is in its table with its command, or its line is named as not measured."""
+    text = (ROOT / "PERFORMANCE.md").read_text(encoding="utf-8").replace("* |", " |")
+    cpu, gpu = text.split("## On a GPU")
+    for line in command.read_lines().values():
+        section = cpu if line.device == "cpu" else gpu
+        for row in line.rows:
+            written = f"\n| {row.title} | {row.target} |".replace("|  |", "| |") in section
+            assert written or f"`{line.name}`" in gpu.split("Not measured:")[1], row.title
+        assert f"`{line.name}`" in text or line.command in text, line.name
+    named = set(re.findall(r"scripts/benchmark\.py ([a-z][\w-]*)", text))
+    assert named <= set(command.read_lines())
 
 
-def test_unknown_lines_are_refused(command: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no line matches 'convert'; choose from convirt"):
-        command.main(["--out", str(tmp_path), "--lines", "convert"])
+def test_unknown_lines_get_the_names_near_them(command: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="got 'convert'; did you mean convirt"):
+        command.main(["convert"])
+    with pytest.raises(SystemExit, match="--list prints all lines"):
+        command.main(["zzz*"])
+
+
+def test_lines_are_listed(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list", "info-nce*"]) == 0
+    listed = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split("|")[1:3] for line in listed] == [
+        [" `info-nce-cpu` ", " cpu "],
+        [" `info-nce` ", " gpu "],
+    ]
 
 
 def test_profile_of_known_kernels() -> None:
-    from gpu_lines.profiling import Span, busy_time, kind_of, summarize
+    from measure.profiling import Span, busy_time, kind_of, summarize
 
     spans = [
         Span("nvjet_tst_128x256", 0, 60, 60),
@@ -244,7 +361,7 @@ def test_profile_of_known_kernels() -> None:
 
 def test_profile_on_a_cpu_counts_the_own_time_of_operators() -> None:
     """A product with a bias calls other operators, so that it is none of the innermost ones."""
-    from gpu_lines.profiling import profile_steps
+    from measure.profiling import profile_steps
 
     layer, inputs_BE = torch.nn.Linear(256, 256), torch.randn(256, 256)
     found = profile_steps(
@@ -257,7 +374,7 @@ def test_profile_on_a_cpu_counts_the_own_time_of_operators() -> None:
 
 def full_bench(folder: Path) -> Any:
     """Return a bench that measures with full sizes on the CPU."""
-    from gpu_lines.bench import Bench
+    from measure.bench import Bench
 
     from medvl.train.parallel.distributed import RankInfo
 
@@ -273,7 +390,7 @@ def full_bench(folder: Path) -> Any:
 
 
 def test_slow_steps_are_repeated_less_often(tmp_path: Path) -> None:
-    from gpu_lines import timing
+    from measure import timing
 
     counts = {"fast": 0, "slow": 0}
 
@@ -354,7 +471,7 @@ class FakeGPU:
 
 def test_times_and_memory_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By events; the memory of a contender is its own, also while the models of others are held."""
-    from gpu_lines import timing
+    from measure import timing
 
     gpu, full = FakeGPU(monkeypatch), full_bench(tmp_path)
     bench = dataclasses.replace(
@@ -396,10 +513,10 @@ def test_shards_are_written_once(tmp_path: Path) -> None:
 
 def test_only_two_steps_of_a_trainer_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the other contenders: a wait in each step would leave the device idle between steps."""
-    import benchmark_train
+    from lines import clip
 
     calls: list[str] = []
-    monkeypatch.setattr(benchmark_train, "synchronize", lambda device: calls.append("wait"))
+    monkeypatch.setattr(clip, "synchronize", lambda device: calls.append("wait"))
 
     def trainer(batches: Any, steps: int, mark: Callable[[], None]) -> None:
         for _ in range(steps):
@@ -410,8 +527,8 @@ def test_only_two_steps_of_a_trainer_wait_for_the_device(monkeypatch: pytest.Mon
     theirs: Any = SimpleNamespace(
         trainer=trainer, world=SimpleNamespace(device=torch.device("cpu"))
     )
-    options: Any = SimpleNamespace(steps=3, batch=4, clock="wall")
-    assert benchmark_train.trainer_rate(theirs, [], options) > 0
+    options: Any = SimpleNamespace(steps=3, batch=4)
+    assert clip.trainer_rate(theirs, [], options) > 0
     assert calls == ["step", "wait", "step", "step", "step", "wait"]
 
 
@@ -440,7 +557,7 @@ def test_tests_end_at_the_time_limit_and_go_on(
     """First a test that hangs, which is killed; then one test in each call, until all have an
     outcome.
     """
-    from gpu_lines import gpu_tests
+    import gpu_tests
 
     (root := tmp_path / "root").mkdir()
     (root / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n")
@@ -473,7 +590,7 @@ def test_tests_end_at_the_time_limit_and_go_on(
 
 
 def test_contenders_are_measured_in_turns(tmp_path: Path) -> None:
-    from gpu_lines.timing import Contender, Flops, measure_in_turns, repeat
+    from measure.timing import Contender, Flops, measure_in_turns, repeat
 
     order: list[str] = []
 

@@ -189,7 +189,7 @@ def test_commands_are_found_in_every_kind_of_text() -> None:
     assert {("shards", "nih-cxr14"), ("vocab",), ("eval", "probe")} <= OF_MEDVL.keys(), (
         "spans, blocks, fences"
     )
-    assert {"--images", "--repeats"} <= OF_SCRIPTS["scripts/benchmark_shards.py",], "in a table"
+    assert "--steps" in OF_SCRIPTS["scripts/soak.py",], "in a table"
     assert "--predictions" in OF_SCRIPTS["scripts/slake.py",], "in a docstring"
 
 

@@ -1,7 +1,7 @@
 """M3AE: the published sizes, and a shared step that equals the three published forward passes."""
 
 import dataclasses
-import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from medvl.errors import ConfigError
 from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
 from medvl.models.fusion_encoders.streams import DualStreamModel
 
-BENCHMARK = runpy.run_path(
-    str(Path(__file__).parents[3] / "scripts/benchmark_fusion.py"), run_name="benchmark"
-)
+SCRIPTS = str(Path(__file__).parents[3] / "scripts")
+sys.path.insert(0, SCRIPTS)  # where the benchmark's modules find each other
+try:
+    from lines import fusion as benchmark
+finally:
+    sys.path.remove(SCRIPTS)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,7 @@ def test_shared_step_equals_three_separate_forward_passes(
     torch.manual_seed(5)
     corruption = model.corrupt(batch)
     results = []
-    for predict in (BENCHMARK["separate_forwards"], M3AE.predict):
+    for predict in (benchmark.separate_forwards, M3AE.predict):
         model.zero_grad()
         result = model.losses(predict(model, batch, corruption), corruption)
         result.total.backward()
@@ -216,10 +219,10 @@ def test_shared_step_needs_less_arithmetic() -> None:
     config = M3AEConfig()
     with torch.device("meta"):
         model = M3AE.build(config, pretrained=False, tokenizer=None)
-    inputs = BENCHMARK["on_device"](*BENCHMARK["inputs"](model, 4), "meta")
+    inputs = benchmark.on_device(*benchmark.inputs(model, 4), "meta")
     naive, shared = (
-        BENCHMARK["gflop"](lambda step=step: step(model, *inputs)) / 4
-        for step in (BENCHMARK["separate_forwards"], M3AE.predict)
+        benchmark.gflop(lambda step=step: step(model, *inputs)) / 4
+        for step in (benchmark.separate_forwards, M3AE.predict)
     )
     assert naive == pytest.approx(277.8, rel=0.01)
     assert shared == pytest.approx(199.0, rel=0.02)
