@@ -146,11 +146,17 @@ def cached_help(recipe: Path, preset: str) -> str | None:
 
 
 def cache_help(recipe: Path, texts: Mapping[str, str]) -> None:
-    """Store the help of the presets of a recipe; a folder that cannot be written is ignored."""
+    """Store the help of the presets of a recipe, in place of that of earlier sources.
+
+    A folder that cannot be written is ignored.
+    """
     path = _cache_file(recipe)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(texts))
+        for earlier in path.parent.glob(f"{recipe.stem}-*.json"):
+            if earlier != path:
+                earlier.unlink(missing_ok=True)
 
 
 def _cache_file(recipe: Path) -> Path:
