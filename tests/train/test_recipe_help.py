@@ -87,6 +87,8 @@ def test_cache_is_not_used_after_a_change(
     assert recipe_help.cached_help(recipe, "other") is None
     recipe.write_text("a = 12\n")
     assert recipe_help.cached_help(recipe, "paper") is None
+    recipe_help.cache_help(recipe, {"paper": "later text"})
+    assert len(list(cache.rglob("own-*.json"))) == 1  # the file of the earlier source is gone
     monkeypatch.setenv("XDG_CACHE_HOME", str(recipe))  # a file: nothing can be stored
     recipe_help.cache_help(recipe, {"paper": "text"})
     assert recipe_help.cached_help(recipe, "paper") is None
