@@ -191,9 +191,15 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            with blocked(*_STOPS):  # an interrupt between the two would leave one behind
-                for number in _STOPS:
-                    self._before[number] = signal.signal(number, self._handle)
+            # Blocked for this thread; another one may still take a Ctrl-C between the two handlers.
+            with blocked(*_STOPS):
+                try:
+                    for number in _STOPS:
+                        self._before[number] = signal.getsignal(number)
+                        signal.signal(number, self._handle)
+                except BaseException:
+                    self._restore()
+                    raise
         return self
 
     def __exit__(
@@ -202,6 +208,9 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(
                 number, handler if callable(handler) or isinstance(handler, int) else signal.SIG_DFL

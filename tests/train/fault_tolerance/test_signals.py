@@ -90,8 +90,8 @@ def test_signal_between_the_two_handlers_requests_a_stop(
 
     def install_and_send(number: int, handler: Any) -> Any:
         before = install(number, handler)
-        if len(calls) == during:
-            os.kill(os.getpid(), sent)
+        if len(calls) == during:  # to this thread: others of the process do not block it
+            signal.pthread_kill(threading.get_ident(), sent)
         calls.append(number)
         return before
 
@@ -104,6 +104,26 @@ def test_signal_between_the_two_handlers_requests_a_stop(
             assert stop.requested == sent.name
             assert [signal.getsignal(number) for number in STOPS] == [stop._handle] * 2
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
+def test_interrupt_that_another_thread_takes_leaves_no_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python runs the handler in the main thread, which has blocked the signal for itself only."""
+    install: Callable[..., Any] = signal.signal
+    before = [signal.getsignal(number) for number in STOPS]
+
+    def install_and_interrupt(number: int, handler: Any) -> Any:
+        previous = install(number, handler)
+        if number == STOPS[0] and handler not in before:
+            raise KeyboardInterrupt
+        return previous
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", install_and_interrupt)
+        with pytest.raises(KeyboardInterrupt), StopSignals():
+            pass
+    assert [signal.getsignal(number) for number in STOPS] == before
 
 
 def test_interrupt_while_signals_are_being_blocked_leaves_none_blocked(
