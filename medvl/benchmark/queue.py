@@ -149,8 +149,9 @@ def _start(run: Run, store: Store, gpu: str, threads: int | None) -> "subprocess
 
 
 def _record_end(run: Run, store: Store, status: int) -> None:
-    """Record the failure of a process that could not record it itself; one that was told to stop
-    has not failed.
+    """Record the failure of a process that ended before it could do so.
+
+    A process that a signal stopped has not failed.
     """
     if status not in (0, IN_USE, -signal.SIGTERM, -signal.SIGINT) and store.state(run) == "to do":
         log = (

@@ -63,7 +63,7 @@ class ImageResult:
     """Files in the folder of results."""
     modality: str | None = None
     body_part: str | None = None
-    """Of the DICOM header; None where it does not state them, and for other files."""
+    """Values of the DICOM header; None if it lacks them, and for other files."""
     warning: str | None = None
     """Why the image is no chest radiograph, such as "MR, HEAD"."""
 

@@ -157,7 +157,7 @@ class PixelHopAdapter(VisionAdapter):
     fixed_size = True
 
     def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
-        """There is one level."""
+        """Return the only level."""
         check_level(level, 1, "pixelhop")
         tokens_BQD = net(image_BCHW)
         return VisionOutput(tokens_BQD.flatten(1), None, tokens_BQD, None)

@@ -160,7 +160,7 @@ class RawPatchesAdapter(VisionAdapter):
     keep = "patch_drop"
 
     def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
-        """There is one level."""
+        """Return the only level."""
         check_level(level, 1, "patches")
         patches_BPD = net(image_BCHW)
         grid = (image_BCHW.shape[2] // net.side, image_BCHW.shape[3] // net.side)

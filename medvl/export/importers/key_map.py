@@ -28,8 +28,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 _NORMS = {"gamma": "weight", "beta": "bias"}
 _TOLERANCE = 2e-3
 _TOLERANCE_BFLOAT16 = 2e-2
-"""Of the values of a fixed tensor: float32 sines of a position in the thousands differ by 1e-3
-between machines.
+"""Tolerances of the values of a fixed tensor: float32 sines of a position in the thousands differ
+by 1e-3 between machines.
 """
 
 

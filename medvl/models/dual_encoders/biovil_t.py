@@ -192,7 +192,7 @@ class BioViLT(BioViL):
     def encode_image(
         self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, *, normalize: bool = True
     ) -> Tensor:
-        """Of images alone or with a prior image each, of the same size.
+        """Encode images, alone or each with a prior image of the same size.
 
         Raises ConfigError for prior images of another shape, and for images with them of another
         size than configured.

@@ -168,11 +168,11 @@ class CARZero(LocalDualEncoder):
         return attention_BWP.float().masked_fill(~mask_BW[:, :, None], 0.0)
 
     def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
-        """Equal shares."""
+        """Return equal shares."""
         return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """The decoder's attention of each text's vector."""
+        """Return the decoder's attention of each text's vector."""
         images = self.embed_images(image_BCHW)
         texts_BE = self.embed_texts(texts).global_NE
         memory_BKE, mask_BK = with_global(images.global_NE, *local_features(images))

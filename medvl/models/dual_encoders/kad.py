@@ -78,13 +78,11 @@ class KAD(QueryEncoder):
 
     @classmethod
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
-        """Names."""
+        """Return the names."""
         return [(config.descriptions.get(name, spoken_name(name)),) for name in config.entities]
 
     def query_text(self, text: str) -> str:
-        """Of a statement "There is X." the name, because entities are asked
-        by their names.
-        """
+        """Return the name X of a statement "There is X.": queries are names of entities."""
         return stated_name(text)
 
     @classmethod

@@ -105,7 +105,7 @@ class MAVL(QueryEncoder):
 
     @classmethod
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
-        """The definition and the aspects."""
+        """Return the definition and the aspects."""
         known = {name: describe_aspects(name) for name in config.entities}
         firsts = {name: config.descriptions.get(name, known[name][0]) for name in known}
         return [(firsts[name], *config.aspects.get(name, known[name][1:])) for name in known]
@@ -127,7 +127,7 @@ class MAVL(QueryEncoder):
         return {**heads, "image_head": nn.Sequential(*layers), "pool": pool}
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """The encoder's grid pooled by attention, without the projection."""
+        """Return the encoder's grid pooled by attention, without the projection."""
         pooled_BD: Tensor = self.pool(self.image_encoder(image_BCHW).patches_BPD)
         return pooled_BD.float()
 

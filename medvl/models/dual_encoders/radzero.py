@@ -217,7 +217,7 @@ class RadZero(DualEncoder):
         }
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """The class token behind the trained layers."""
+        """Return the class token behind the trained layers."""
         return self._tokens(self.image_encoder(image_BCHW))[:, 0]
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:

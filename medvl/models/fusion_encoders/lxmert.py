@@ -142,7 +142,7 @@ class LXMERT(RegionModel):
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """Of a sample without a text, CLS remains."""
+        """Encode the tokens; CLS alone remains of a sample without a text."""
         features = self.text_encoder(ids_BT, keep_first(mask_BT, has_text_B))
         return Tokens(features.tokens_BTD, features.mask_BT)
 

@@ -301,7 +301,7 @@ class LocalDualEncoder(DualEncoder):
         )
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """The attention of each text's words, weighted by `weigh_words`.
+        """Return the attention of each text's words, weighted by `weigh_words`.
 
         The text's first token takes part in the attention and is not shown. Over the grid of
         regions a map sums to 1, and to 0 for a text without words.

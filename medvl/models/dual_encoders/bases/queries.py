@@ -359,7 +359,7 @@ class QueryEncoder(DualEncoder):
         return heads
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """The mean of the projected grid."""
+        """Return the mean of the projected grid."""
         return self._project_grid(image_BCHW).mean(dim=1).float()
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
@@ -469,12 +469,12 @@ class QueryEncoder(DualEncoder):
         return torch.cat([odds_NQ, *further], dim=1)[:, torch.where(row_M < 0, place_M, row_M)]
 
     def pair_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
-        """One pass of the decoder."""
+        """Compute all scores in one pass of the decoder."""
         odds_N, _ = self._ask_pairs(self._grid_of(images), texts.global_NE)
         return odds_N
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """The attention of each text's queries (`ask`)."""
+        """Return the attention of each text's queries (`ask`)."""
         _, attention_BP = self._ask_pairs(
             self._grid_of(self.embed_images(image_BCHW)), self.embed_texts(texts).global_NE
         )

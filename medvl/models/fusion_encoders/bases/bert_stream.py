@@ -64,7 +64,7 @@ class JointStream(FusionModel):
         self.add_heads(width, width, tied=True)
 
     def add_heads(self, fused_dim: int, pooled_dim: int, *, tied: bool = False) -> None:
-        """Also creates the pooler."""
+        """Create the layers and the pooler."""
         self.pooler = Pooler(fused_dim)
         init_weights(self.pooler)
         super().add_heads(fused_dim, pooled_dim, tied=tied)
@@ -111,7 +111,7 @@ class JointStream(FusionModel):
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """Of a sample without a text, CLS remains."""
+        """Encode the tokens; CLS alone remains of a sample without a text."""
         states_BTD = self.text_encoder.embed(ids_BT, mask_BT)
         return Tokens(states_BTD, keep_first(mask_BT, has_text_B))
 
