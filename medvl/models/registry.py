@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from medvl.common.config_io import nearest
+from medvl.common.entry_points import load_class
 from medvl.errors import ConfigError
 from medvl.models.base import System
 
@@ -154,19 +155,4 @@ def _load(point: importlib.metadata.EntryPoint) -> type[System]:
     under the same name.
     """
     source = f"system {point.name!r} of entry point {point.value!r}"
-    try:
-        cls = point.load()
-    except Exception as error:  # code of another package may raise anything
-        raise ConfigError(
-            f"{source} cannot be imported ({type(error).__name__}: {error})", "unsupported"
-        ) from error
-    if (
-        not (isinstance(cls, type) and issubclass(cls, System))
-        or getattr(cls, "name", None) != point.name
-    ):
-        message = (
-            f"expected {source} to be a System decorated with "
-            f'@register_system("{point.name}"), got {cls!r}'
-        )
-        raise ConfigError(message, "wrong_type")
-    return cls
+    return load_class(point, source, System, attribute="name", decorator="register_system")

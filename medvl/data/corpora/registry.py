@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from medvl.common.config_io import nearest
+from medvl.common.entry_points import load_class
 from medvl.common.files import private_folder
 from medvl.common.untrusted import InputFolders
 from medvl.errors import ConfigError
@@ -256,18 +257,4 @@ def _load(point: importlib.metadata.EntryPoint) -> type[Corpus]:
     under the same name.
     """
     source = f"corpus {point.name!r} of the package {_package(point)} ({point.value})"
-    try:
-        cls = point.load()
-    except Exception as error:  # code of another package may raise anything
-        message = f"{source} cannot be imported ({type(error).__name__}: {error})"
-        raise ConfigError(message, "unsupported") from error
-    if (
-        not (isinstance(cls, type) and issubclass(cls, Corpus))
-        or getattr(cls, "corpus", None) != point.name
-    ):
-        message = (
-            f"expected {source} to be a Corpus decorated with "
-            f'@register_corpus("{point.name}"), got {cls!r}'
-        )
-        raise ConfigError(message, "wrong_type")
-    return cls
+    return load_class(point, source, Corpus, attribute="corpus", decorator="register_corpus")
