@@ -80,7 +80,7 @@ SMALL = {
 tiny = TextRecipe(
     model=AlbertTextConfig(text_arguments=SMALL, max_tokens=128),
     pretrained=False,
-    data=quickstart.TEXT_DATA,
+    data=quickstart.text_data(),
     optim=dataclasses.replace(OPTIM, lr=5e-3, schedule=Linear(warmup_steps=100)),
     train=dataclasses.replace(quickstart.TEXT_TRAIN, run_dir=Path("quickstart/bioalbert")),
 )

@@ -69,7 +69,7 @@ tiny = TextRecipe(
     ),
     pretrained=False,
     init_from=Path("quickstart/convirt/best"),
-    data=quickstart.TEXT_DATA,
+    data=quickstart.text_data(),
     optim=OptimConfig(
         optimizer="adamw",
         lr=5e-4,

@@ -91,7 +91,7 @@ tiny = TextRecipe(
         text_encoder="tiny_bert", pairs="none", attention_dropout=0.0, max_tokens=128
     ),
     pretrained=False,
-    data=quickstart.TEXT_DATA,
+    data=quickstart.text_data(),
     optim=OptimConfig(
         optimizer="adamw",
         lr=1e-3,

@@ -95,7 +95,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "parallel": set(),
         "fault_tolerance": {"parallel"},
         "optim": {"fault_tolerance", "parallel"},
-        "tasks": {"parallel"},
+        "tasks": {"loop", "parallel"},
         "loop": {"optim", "fault_tolerance", "parallel"},
         "doctor": {"loop", "optim", "fault_tolerance", "parallel", "tasks"},
     },

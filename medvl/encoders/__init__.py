@@ -11,36 +11,31 @@ part of medvl.
 timm, torchvision, open_clip, transformers and peft are imported by the encoders that need them.
 """
 
-from medvl.encoders.finetuning import (
-    add_lora,
-    checkpoint_activations,
-    freeze_batch_norm_statistics,
-    freeze_layers,
-    merge_lora,
-    parameter_groups,
-)
-from medvl.encoders.image.encoder import ImageEncoder
-from medvl.encoders.image.factory import create_image_encoder, list_image_encoders
-from medvl.encoders.image.pixelhop import pixelhop_arguments
-from medvl.encoders.pretrained import read_tensors
-from medvl.encoders.regions import RegionEncoder
-from medvl.encoders.text.encoder import TextEncoder
-from medvl.encoders.text.factory import create_text_encoder, list_text_encoders
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ImageEncoder",
-    "RegionEncoder",
-    "TextEncoder",
-    "add_lora",
-    "checkpoint_activations",
-    "create_image_encoder",
-    "create_text_encoder",
-    "freeze_batch_norm_statistics",
-    "freeze_layers",
-    "list_image_encoders",
-    "list_text_encoders",
-    "merge_lora",
-    "parameter_groups",
-    "pixelhop_arguments",
-    "read_tensors",
-]
+from medvl.common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from medvl.encoders.finetuning import (
+        add_lora as add_lora,
+        checkpoint_activations as checkpoint_activations,
+        freeze_batch_norm_statistics as freeze_batch_norm_statistics,
+        freeze_layers as freeze_layers,
+        merge_lora as merge_lora,
+        parameter_groups as parameter_groups,
+    )
+    from medvl.encoders.image.encoder import ImageEncoder as ImageEncoder
+    from medvl.encoders.image.factory import (
+        create_image_encoder as create_image_encoder,
+        list_image_encoders as list_image_encoders,
+    )
+    from medvl.encoders.image.pixelhop import pixelhop_arguments as pixelhop_arguments
+    from medvl.encoders.pretrained import read_tensors as read_tensors
+    from medvl.encoders.regions import RegionEncoder as RegionEncoder
+    from medvl.encoders.text.encoder import TextEncoder as TextEncoder
+    from medvl.encoders.text.factory import (
+        create_text_encoder as create_text_encoder,
+        list_text_encoders as list_text_encoders,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -2,105 +2,74 @@
 precision.
 """
 
-from medvl.losses.diffusion import denoising, edge_l1, gaussian_kl, reconstruction
-from medvl.losses.local.gloria import gloria_local
-from medvl.losses.local.statements import patch_cosine, statement_contrast
-from medvl.losses.local.within_sample import (
-    grid_positives,
-    local_alignment,
-    local_uniformity,
-    within_sample_nce,
-    word_patch_alignment,
-)
-from medvl.losses.masked import (
-    mim,
-    mlm,
-    mlm_by_text,
-    mlm_distilled,
-    region_kl,
-    region_labels,
-    region_regression,
-    symmetric_kl,
-)
-from medvl.losses.pairs.contrastive import (
-    clip,
-    convirt,
-    label_similarity,
-    multi_hot,
-    multi_positive,
-    siglip,
-    soft_targets,
-)
-from medvl.losses.pairs.itc import itc, unimodal_itc
-from medvl.losses.pairs.itm import itm
-from medvl.losses.pairs.mutual_information import (
-    SeparableCritic,
-    dv_bound,
-    info_nce_bound,
-    information_bound,
-)
-from medvl.losses.pairs.prototypes import (
-    modality_confusion,
-    prototype_swap,
-    reverse_gradient,
-    sinkhorn,
-)
-from medvl.losses.supervised import (
-    answer_words,
-    bce_dice,
-    contrastive_mask,
-    detection,
-    known_labels,
-    lvit,
-    multilabel_bce,
-    vqa_bce,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "SeparableCritic",
-    "answer_words",
-    "bce_dice",
-    "clip",
-    "contrastive_mask",
-    "convirt",
-    "denoising",
-    "detection",
-    "dv_bound",
-    "edge_l1",
-    "gaussian_kl",
-    "gloria_local",
-    "grid_positives",
-    "info_nce_bound",
-    "information_bound",
-    "itc",
-    "itm",
-    "known_labels",
-    "label_similarity",
-    "local_alignment",
-    "local_uniformity",
-    "lvit",
-    "mim",
-    "mlm",
-    "mlm_by_text",
-    "mlm_distilled",
-    "modality_confusion",
-    "multi_hot",
-    "multi_positive",
-    "multilabel_bce",
-    "patch_cosine",
-    "prototype_swap",
-    "reconstruction",
-    "region_kl",
-    "region_labels",
-    "region_regression",
-    "reverse_gradient",
-    "siglip",
-    "sinkhorn",
-    "soft_targets",
-    "statement_contrast",
-    "symmetric_kl",
-    "unimodal_itc",
-    "vqa_bce",
-    "within_sample_nce",
-    "word_patch_alignment",
-]
+from medvl.common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from medvl.losses.diffusion import (
+        denoising as denoising,
+        edge_l1 as edge_l1,
+        gaussian_kl as gaussian_kl,
+        reconstruction as reconstruction,
+    )
+    from medvl.losses.local.gloria import gloria_local as gloria_local
+    from medvl.losses.local.statements import (
+        patch_cosine as patch_cosine,
+        statement_contrast as statement_contrast,
+    )
+    from medvl.losses.local.within_sample import (
+        grid_positives as grid_positives,
+        local_alignment as local_alignment,
+        local_uniformity as local_uniformity,
+        within_sample_nce as within_sample_nce,
+        word_patch_alignment as word_patch_alignment,
+    )
+    from medvl.losses.masked import (
+        mim as mim,
+        mlm as mlm,
+        mlm_by_text as mlm_by_text,
+        mlm_distilled as mlm_distilled,
+        region_kl as region_kl,
+        region_labels as region_labels,
+        region_regression as region_regression,
+        symmetric_kl as symmetric_kl,
+    )
+    from medvl.losses.pairs.contrastive import (
+        clip as clip,
+        convirt as convirt,
+        label_similarity as label_similarity,
+        multi_hot as multi_hot,
+        multi_positive as multi_positive,
+        siglip as siglip,
+        soft_targets as soft_targets,
+    )
+    from medvl.losses.pairs.itc import (
+        itc as itc,
+        unimodal_itc as unimodal_itc,
+    )
+    from medvl.losses.pairs.itm import itm as itm
+    from medvl.losses.pairs.mutual_information import (
+        SeparableCritic as SeparableCritic,
+        dv_bound as dv_bound,
+        info_nce_bound as info_nce_bound,
+        information_bound as information_bound,
+    )
+    from medvl.losses.pairs.prototypes import (
+        modality_confusion as modality_confusion,
+        prototype_swap as prototype_swap,
+        reverse_gradient as reverse_gradient,
+        sinkhorn as sinkhorn,
+    )
+    from medvl.losses.supervised import (
+        answer_words as answer_words,
+        bce_dice as bce_dice,
+        contrastive_mask as contrastive_mask,
+        detection as detection,
+        known_labels as known_labels,
+        lvit as lvit,
+        multilabel_bce as multilabel_bce,
+        vqa_bce as vqa_bce,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -16,7 +16,7 @@ Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data s
     config.py          settings of a run
     recipe.py          settings of a recipe; recipe_files.py reads its command line, run.py runs it
     quickstart.py      settings of the presets `tiny`
-    tasks/             settings and loaders of data
+    tasks/             settings, loaders and recipes of each task
     loop/              step, validation, records, state
     optim/             optimiser, schedule, precision
     parallel/          ranks, DDP, FSDP, transfer of batches
@@ -49,26 +49,21 @@ if TYPE_CHECKING:
     from medvl.train.loop.validate import Evaluator as Evaluator
     from medvl.train.parallel.distributed import TrainLoader as TrainLoader
     from medvl.train.recipe import (
-        AutoencoderRecipe as AutoencoderRecipe,
-        ClassifierRecipe as ClassifierRecipe,
-        GenerationRecipe as GenerationRecipe,
         Recipe as Recipe,
-        TextRecipe as TextRecipe,
         ZeroShotRecipe as ZeroShotRecipe,
-        autoencoder_run as autoencoder_run,
-        classifier_run as classifier_run,
         data_advice as data_advice,
-        fused_classification as fused_classification,
-        generation_run as generation_run,
         pretraining_run as pretraining_run,
-        text_run as text_run,
         zero_shot_run as zero_shot_run,
     )
     from medvl.train.recipe_files import choose as choose, launch as launch
     from medvl.train.run import Run as Run, pretraining as pretraining
     from medvl.train.tasks.generation import (
+        AutoencoderRecipe as AutoencoderRecipe,
         GenerationDataConfig as GenerationDataConfig,
+        GenerationRecipe as GenerationRecipe,
         ImageDataConfig as ImageDataConfig,
+        autoencoder_run as autoencoder_run,
+        generation_run as generation_run,
         open_generation as open_generation,
         open_images as open_images,
     )
@@ -80,13 +75,21 @@ if TYPE_CHECKING:
     from medvl.train.tasks.supervised import (
         ChangeDataConfig as ChangeDataConfig,
         ClassificationDataConfig as ClassificationDataConfig,
+        ClassifierRecipe as ClassifierRecipe,
         DenseDataConfig as DenseDataConfig,
         VQADataConfig as VQADataConfig,
+        classifier_run as classifier_run,
+        fused_classification as fused_classification,
         open_change as open_change,
         open_classification as open_classification,
         open_dense as open_dense,
         open_vqa as open_vqa,
     )
-    from medvl.train.tasks.text import TextDataConfig as TextDataConfig, open_text as open_text
+    from medvl.train.tasks.text import (
+        TextDataConfig as TextDataConfig,
+        TextRecipe as TextRecipe,
+        open_text as open_text,
+        text_run as text_run,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

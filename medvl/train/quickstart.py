@@ -4,7 +4,7 @@ cores.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import WholeText
@@ -12,7 +12,9 @@ from medvl.models.base import ImageConfig, TowersConfig
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
 from medvl.train.recipe import Recipe, ZeroShotRecipe
 from medvl.train.tasks.pretraining import DataConfig
-from medvl.train.tasks.text import TextDataConfig
+
+if TYPE_CHECKING:
+    from medvl.train.tasks.text import TextDataConfig
 
 DATA = DataConfig(
     train="quickstart/shards/train",
@@ -50,15 +52,6 @@ TRAIN = TrainConfig(
     best_mode="max",
 )
 """About a thousand steps, minutes on two CPU cores; `best` has the highest zero-shot AUROC."""
-
-TEXT_DATA = TextDataConfig(
-    train=Path("quickstart/shards/train"),
-    valid=Path("quickstart/shards/validate"),
-    tokenizer=Path("quickstart/vocab"),
-    sections=("findings", "impression"),
-    workers=1,
-)
-"""The reports of the same shards, for systems that read text only."""
 
 TEXT_TRAIN = TrainConfig(
     run_dir=Path("quickstart/run"),
@@ -124,6 +117,19 @@ QUERIES: dict[str, Any] = {
 """
 
 _CONVIRT = Path("quickstart/convirt/best")
+
+
+def text_data() -> "TextDataConfig":
+    """Return the reports of the same shards, for systems that read text only."""
+    from medvl.train.tasks.text import TextDataConfig
+
+    return TextDataConfig(
+        train=Path("quickstart/shards/train"),
+        valid=Path("quickstart/shards/validate"),
+        tokenizer=Path("quickstart/vocab"),
+        sections=("findings", "impression"),
+        workers=1,
+    )
 
 
 def zero_shot_recipe(

@@ -23,7 +23,8 @@ from medvl.train.loop.validate import Evaluator
 from medvl.train.tasks.pretraining import DataLoaders, LoaderConfig, open_data
 
 if TYPE_CHECKING:
-    from medvl.train.recipe import Recipe, TextRecipe
+    from medvl.train.recipe import Recipe
+    from medvl.train.tasks.text import TextRecipe
 
 
 # What a run starts from, by content: checkpoints, weights of one's own, the vocabulary and files

@@ -16,11 +16,6 @@ from typing import Any
 from medvl.common.config_io import check_choice
 from medvl.encoders.image.adapter import Size, VisionBackbone, speed_up_patch_embedding
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
-from medvl.encoders.image.open_clip_models import build_open_clip
-from medvl.encoders.image.pixelhop import build_pixelhop, pixelhop_arguments
-from medvl.encoders.image.small_networks import build_raw_patches, build_six_stage_resnet
-from medvl.encoders.image.timm_models import build_timm
-from medvl.encoders.image.torchvision_models import build_torchvision
 from medvl.encoders.presets import IMAGE_PRESETS, OPEN_CLIP_CUSTOM, ImagePreset
 from medvl.encoders.pretrained import (
     CLIP_SCALARS,
@@ -97,6 +92,8 @@ def create_image_encoder(
     pretrained = with_set(pretrained, weights)
     library, model, preset = _resolve(name)
     if name == _PIXELHOP and not arguments and not isinstance(pretrained, bool):
+        from medvl.encoders.image.pixelhop import pixelhop_arguments
+
         arguments = pixelhop_arguments(pretrained)
         mean = arguments.pop("mean")
         std = arguments.pop("std")
@@ -218,17 +215,28 @@ def _build(
 def _build_plain(
     library: str, model: str, arguments: dict[str, Any], options: ImageOptions
 ) -> VisionBackbone:
+    """Build a model with its library, which takes seconds to import."""
     if library == "timm":
+        from medvl.encoders.image.timm_models import build_timm
+
         return build_timm(model, arguments)
     if library == "torchvision":
+        from medvl.encoders.image.torchvision_models import build_torchvision
+
         return build_torchvision(model, arguments, options.patch_level, options.image_size)
+    if library == "open_clip":
+        from medvl.encoders.image.open_clip_models import build_open_clip
+
+        return build_open_clip(model, arguments, options.projection)
+    if library == _PIXELHOP:
+        from medvl.encoders.image.pixelhop import build_pixelhop
+
+        return build_pixelhop(arguments)
+    from medvl.encoders.image.small_networks import build_raw_patches, build_six_stage_resnet
+
     if library == _PATCHES:
         return build_raw_patches(model, arguments)
-    if library == _PIXELHOP:
-        return build_pixelhop(arguments)
-    if library == "medvl":
-        return build_six_stage_resnet(arguments)
-    return build_open_clip(model, arguments, options.projection)
+    return build_six_stage_resnet(arguments)
 
 
 def _load(

@@ -27,7 +27,6 @@ from medvl.data.transforms.text import (
 )
 from medvl.encoders.pretrained import weights_sha256
 from medvl.errors import ConfigError
-from medvl.models.downstream.regions.create import grid_settings
 from medvl.schema import Inputs
 
 if TYPE_CHECKING:
@@ -282,6 +281,8 @@ def check_features(model: Any, source: Any) -> dict[str, Any]:
     Raises ConfigError ("mismatch") if they are of another encoder, image size, transform or
     weights, or lack a token.
     """
+    from medvl.models.downstream.regions.create import grid_settings
+
     manifest = region_manifest_of(source)
     assert manifest is not None, "the source was opened with its regions"
     settings = grid_settings(model.image_encoder, model.transform, all_tokens=True)
