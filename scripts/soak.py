@@ -275,12 +275,12 @@ def soak(bench: Bench, minutes: float, steps: int, seed: int) -> bool:
     """Repeat disturbed runs until the time is over; return whether all equal the undisturbed
     one.
     """
-    end = time.monotonic() + 60 * minutes
     process = bench.train("undisturbed", steps, workers=0)
     _, log = process.communicate()
     if process.returncode:
         sys.exit(f"the undisturbed run failed:\n{log[-2000:]}")
     expected = bench.result("undisturbed")
+    end = time.monotonic() + 60 * minutes
     rng = random.Random(seed)
     all_equal, number = True, 0
     print(
@@ -357,7 +357,7 @@ def main() -> None:
         "--minutes",
         type=float,
         default=60.0,
-        help="duration; the current run then finishes undisturbed",
+        help="duration of the disturbances; the current run then finishes undisturbed",
     )
     parser.add_argument("--steps-a-run", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="seed of the disturbances")

@@ -92,7 +92,7 @@ def test_short_soak_reproduces_the_undisturbed_run() -> None:
         sys.executable,
         str(SCRIPTS / "soak.py"),
         "--minutes",
-        "0.1",
+        "0.05",
         "--steps-a-run",
         "8",
         "--seed",
@@ -104,3 +104,5 @@ def test_short_soak_reproduces_the_undisturbed_run() -> None:
     assert re.fullmatch(r"undisturbed: 8 steps, \d+ records, weights [0-9a-f]{12}", first)
     assert runs
     assert all(run.endswith(": equal") for run in runs)
+    starts = [int(re.search(r"(\d+) starts", run)[1]) for run in runs]
+    assert max(starts) > 1, "no run was disturbed"

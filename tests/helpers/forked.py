@@ -1,12 +1,15 @@
 """Programs in processes of their own, forked from one that has imported the libraries: their start
-costs a tenth of a second instead of five.
+costs a tenth of a second instead of five. Python programs that they start are forks of them.
 """
 
 import ctypes
 import faulthandler
+import inspect
 import multiprocessing
 import os
 import runpy
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -43,7 +46,6 @@ def start(
     stderr: Path | str = os.devnull,
     env: Mapping[str, str] | None = None,
     new_session: bool = False,
-    nested: bool = False,
 ) -> BaseProcess:
     """Start `python program.py ...` or `python -m module ...`. Output goes to files or named
     pipes.
@@ -51,9 +53,8 @@ def start(
     assert command[0] == sys.executable, command
     environment = dict(os.environ if env is None else env)
     words = [str(word) for word in command[1:]]
-    context = _FORK if nested else _SERVER
     settings = (words, str(cwd), str(stdout), str(stderr), environment, new_session)
-    process = context.Process(target=_become, args=settings)
+    process = _SERVER.Process(target=_become, args=settings)
     process.start()
     return process
 
@@ -75,7 +76,6 @@ def run(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 300,
-    nested: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, as `subprocess.run(command, capture_output=True, text=True)`
     does; also `python -c`.
@@ -92,7 +92,6 @@ def run(
             stdout=outputs[0],
             stderr=outputs[1],
             env=env,
-            nested=nested,
         )
         process.join(timeout)
         if process.exitcode is None:
@@ -105,18 +104,18 @@ def run(
 def _become(
     words: list[str],
     folder: str,
-    stdout: str,
-    stderr: str,
+    stdout: str | int,
+    stderr: str | int,
     environment: dict[str, str],
     new_session: bool,
 ) -> None:
-    """Do what the interpreter does with these words; Python programs that it then runs to their
-    end are forks of it.
-    """
+    """Do what the interpreter does with these words. Outputs are paths or open files."""
     if new_session:
         os.setsid()
-    for number, path in ((1, stdout), (2, stderr)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for number, output in ((1, stdout), (2, stderr)):
+        if isinstance(output, str):
+            output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, number)
     # A crash in a library's C code, but an overflow of the stack, says where: first the line of
     # Python, then the C++ frames of all threads.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
@@ -127,21 +126,20 @@ def _become(
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(1)
-    module = words[0] == "-m"
+    # the default of this system, not that of the fork server
+    multiprocessing.set_start_method(None, force=True)
+    is_module = words[0] == "-m"
     paths = [
-        folder if module else str(Path(words[0]).parent),
+        folder if is_module else str(Path(words[0]).parent),
         *environment.get("PYTHONPATH", "").split(os.pathsep),
     ]
     sys.path[:0] = [path for path in paths if path]
-    multiprocessing.set_start_method(
-        None, force=True
-    )  # the default of this system, not that of the fork server
-    sys.argv[:] = words[module:]
-    with mock.patch.object(subprocess, "run", _run_nested):
-        if module:
+    sys.argv[:] = words[is_module:]
+    with mock.patch.object(subprocess.Popen, "_execute_child", _fork_child):
+        if is_module:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(str(Path(words[0]).absolute()), run_name="__main__")
 
 
 class _SignalStack(ctypes.Structure):
@@ -160,13 +158,52 @@ def _handle_signals_on_the_usual_stack() -> None:
         raise OSError(ctypes.get_errno(), "cannot switch off the signal stack")
 
 
-_run = subprocess.run
+_execute_child: Any = vars(subprocess.Popen)["_execute_child"]
+"""The method of Popen that starts the child; all others then work on a fork as well."""
 
 
-def _run_nested(command: Any, *arguments: Any, **options: Any) -> Any:
-    if command[0] != sys.executable:
-        return _run(command, *arguments, **options)
-    done = run(command, cwd=options.get("cwd"), env=options.get("env"), nested=True)
-    if options.get("check"):
-        done.check_returncode()
-    return done
+def _fork_child(popen: "subprocess.Popen[Any]", *arguments: Any) -> None:
+    """Start a Python program as a fork of this process, as Popen starts any program."""
+    asked = inspect.signature(_execute_child).bind(popen, *arguments).arguments
+    given = asked["args"]
+    command = [given] if isinstance(given, str) else [os.fspath(word) for word in given]
+    words = command[2 if command[1:2] == ["-u"] else 1 :]
+    is_program = words and (words[0] == "-m" or not words[0].startswith("-"))
+    if command[0] != sys.executable or not is_program or asked["p2cread"] != -1:
+        _execute_child(popen, *arguments)
+        return
+    process = _FORK.Process(
+        target=_become,
+        args=(
+            words,
+            os.fspath(asked["cwd"] or Path.cwd()),
+            1 if asked["c2pwrite"] == -1 else asked["c2pwrite"],
+            2 if asked["errwrite"] == -1 else asked["errwrite"],
+            dict(os.environ if asked["env"] is None else asked["env"]),
+            asked["start_new_session"],
+        ),
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    popen.pid = os.fork()
+    if popen.pid == 0:
+        _forget_parent()
+        # multiprocessing would take the exit status of a process that it has started itself.
+        os._exit(process._bootstrap())
+    popen._child_created = True
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    popen._close_pipe_fds(*(asked[end] for end in ends))
+
+
+def _forget_parent() -> None:
+    """Close connections and remove handlers of signals, as a new program has none."""
+    for path in Path("/dev/fd").iterdir():
+        try:
+            if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                os.close(int(path.name))
+        except OSError:  # the folder that was listed
+            continue
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)

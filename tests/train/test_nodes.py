@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import node_ranks, train_fakes as fakes
+from helpers import forked, node_ranks, train_fakes as fakes
 from helpers.errors import raises
 
 from medvl.errors import ConfigError
@@ -19,36 +19,21 @@ from medvl.train.doctor import nodes
 
 def start_agent(
     endpoint: str, folder: Path, *, host: bool = False, **environment: str
-) -> subprocess.Popen[str]:
-    """Start the agent of one node, as `examples/cluster` does."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "2",
-    ]
-    command += [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        endpoint,
-        "--rdzv-id",
-        "run",
-        "--max-restarts",
-        "3",
-    ]
-    conf = (
-        f"is_host={int(host)},keep_alive_interval=2"  # both nodes have the address of this machine
-    )
-    command += ["--rdzv-conf", conf]
-    return subprocess.Popen(
-        [*command, str(node_ranks.__file__), str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+) -> BaseProcess:
+    """Start the agent of one node, as `examples/cluster` does; what it prints is added to
+    `FOLDER/log`.
+    """
+    # both nodes have the address of this machine
+    conf = f"is_host={int(host)},keep_alive_interval=2"
+    options = {
+        "nnodes": "2", "nproc-per-node": "2", "rdzv-backend": "c10d", "rdzv-endpoint": endpoint,
+        "rdzv-id": "run", "max-restarts": "3", "rdzv-conf": conf,
+    }  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return forked.start(
+        [sys.executable, "-m", "torch.distributed.run", *words, node_ranks.__file__, str(folder)],
+        cwd=folder,
+        stderr=folder / "log",
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -67,12 +52,12 @@ def test_a_lost_node_is_replaced_and_the_run_is_the_undisturbed_one(tmp_path: Pa
     second = start_agent(endpoint, tmp_path, LOSES_NODE="1")
     agents = [first, second]
     try:
-        _, errors = second.communicate(timeout=240)
-        assert second.returncode == -signal.SIGKILL, errors
+        second.join(240)
+        assert second.exitcode == -signal.SIGKILL, (tmp_path / "log").read_text()
         agents.append(start_agent(endpoint, tmp_path))
         for agent in (first, agents[-1]):
-            _, errors = agent.communicate(timeout=240)
-            assert agent.returncode == 0, errors
+            agent.join(240)
+            assert agent.exitcode == 0, (tmp_path / "log").read_text()
     finally:
         for agent in agents:
             agent.kill()

@@ -4,13 +4,12 @@ by any number of ranks.
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import part_ranks, train_fakes as fakes
+from helpers import forked, part_ranks, train_fakes as fakes
 from helpers.errors import raises
 from helpers.two_ranks import run_two_ranks
 from safetensors.torch import load_file, save_file
@@ -131,7 +130,7 @@ def test_sharded_checkpoints_need_sharded_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_kill_of_a_rank_during_a_write_in_parts_leaves_complete_checkpoints(tmp_path: Path) -> None:
     command = [sys.executable, part_ranks.__file__, "kills", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    ended = forked.run(command, timeout=600)
     assert ended.returncode == 0, ended.stderr
     _, killed, _, same = ended.stdout.split()
     assert same == killed
