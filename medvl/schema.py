@@ -159,8 +159,6 @@ class Inputs:
     """Finder of a knowledge graph's entities in texts (`medvl.data.EntityFinder`); None: the
     system needs none.
     """
-    max_entities: int = 24
-    """Maximum number of entities of a text; the first ones are kept."""
 
     @property
     def by_study(self) -> bool:

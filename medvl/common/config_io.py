@@ -99,10 +99,25 @@ def from_dict(cls: type[Config], data: Mapping[str, Any]) -> Config:
     """Build a config from the values that `to_dict` returned, or from Python values; missing fields
     take defaults.
 
+    A class may list fields of earlier versions with the constants that replaced them, as `former`:
+    they are left out where they hold the constant.
+
     Raises ConfigError with the dotted path in `field`: `unknown_name` (with the nearest field
-    name), `missing`, `wrong_type`, or the code of the config's own checks.
+    name), `missing`, `wrong_type`, `unsupported` for a former field with another value, or the code
+    of the config's own checks.
     """
     return _decode_dataclass(cls, data, "")
+
+
+def former_fields(cls: type) -> dict[str, Any]:
+    """Return the fields of earlier versions of a config class and of its bases, with the constants
+    that replaced them.
+    """
+    return {
+        name: value
+        for base in reversed(cls.__mro__)
+        for name, value in vars(base).get("former", ())
+    }
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
@@ -188,9 +203,16 @@ def _decode_dataclass(cls: type[Config], data: Any, path: str) -> Config:
     fields = {
         field.name: field for field in dataclasses.fields(typing.cast(Any, cls)) if field.init
     }
+    former = former_fields(cls)
     for name in data:
         if name not in fields and name != _KIND:
             unknown = _join(path, name)
+            if name in former:
+                if data[name] == former[name]:
+                    continue
+                message = f"{unknown}: expected {former[name]!r}, got {data[name]!r}"
+                reason = f"{cls.__name__} has this value as a constant"
+                raise ConfigError(f"{message}; {reason}", "unsupported", field=unknown)
             message = f"{cls.__name__} has no field {unknown!r}: {nearest(name, fields)}"
             raise ConfigError(message, "unknown_name", field=unknown)
     for name, field in fields.items():

@@ -31,6 +31,10 @@ class SystemConfig:
 
     system: ClassVar[str]
     """Name of the system; set by `medvl.models.registry.register_system`."""
+    former: ClassVar[tuple[tuple[str, Any], ...]] = ()
+    """Fields of earlier versions, and the constants that replaced them: settings that hold these
+    are still read (`medvl.common.config_io.from_dict`).
+    """
 
 
 EncoderArguments = Mapping[

@@ -12,7 +12,7 @@ import safetensors.torch
 from torch import Tensor, nn
 
 import medvl
-from medvl.common.config_io import differences, from_dict, to_dict
+from medvl.common.config_io import differences, former_fields, from_dict, to_dict
 from medvl.common.files import MARKER, check_marker, new_path, write_atomic
 from medvl.common.untrusted import read_json
 from medvl.data.convert.options import ShardOptions
@@ -259,10 +259,10 @@ def warm_start(model: System, folder: Path | str) -> None:
     if new_words:
         _load_but_words(model, folder)
     elif described["name"] == model.name:
-        for field, theirs, ours in differences(described["settings"], to_dict(model.config)):
-            _log.warning(
-                "%s was trained with %s %r, this model has %r", folder, field, theirs, ours
-            )
+        former = former_fields(type(model.config))
+        settings = {**former, **described["settings"]}
+        for field, old, new in differences(settings, {**former, **to_dict(model.config)}):
+            _log.warning("%s was trained with %s %r, this model has %r", folder, field, old, new)
         _check_version(model, folder)
         _load_with_optional_parts(model, folder)
         _record_training(model, folder)

@@ -126,6 +126,26 @@ def test_from_dict_accepts_python_values() -> None:
     assert from_dict(OptimConfig, {"betas": (0.5, 0.75), "schedule": Cosine()}).schedule == Cosine()
 
 
+class OldFake(DataFake):
+    former = (("depth", 0.5), ("mode", "a"))
+
+
+class OlderFake(OldFake):
+    former = (("depth", 1),)
+
+
+def test_a_former_field_may_hold_the_constant_that_replaced_it() -> None:
+    """A class has the former fields of its bases as well, and may give another constant."""
+    assert from_dict(OldFake, {"train": "x", "depth": 0.5, "mode": "a"}) == OldFake(train="x")
+    assert from_dict(OlderFake, {"train": "x", "depth": 1, "mode": "a"}) == OlderFake(train="x")
+    with raises(ConfigError, "unsupported", "depth", names="expected 0.5, got 1"):
+        from_dict(OldFake, {"train": "x", "depth": 1})
+    with raises(ConfigError, "unsupported", "mode"):
+        from_dict(OlderFake, {"train": "x", "mode": "b"})
+    with raises(ConfigError, "unknown_name", "width"):
+        from_dict(OldFake, {"train": "x", "width": 1})
+
+
 def test_to_dict_refuses_what_json_cannot_hold() -> None:
     with pytest.raises(TypeError, match="set"):
         to_dict(dataclasses.replace(PAPER.data, weights={"a": {1, 2}}))

@@ -155,6 +155,10 @@ def _word_hash(word: str) -> int:
 # a text.
 
 
+MAX_ENTITIES = 24
+"""Entities of a text that a model reads at most, as in ARL's released code."""
+
+
 class LinkedEntities(NamedTuple):
     """Entities of a batch of texts."""
 
@@ -179,7 +183,9 @@ class EntityLinker:
         most: maximum number of entities of a text; later ones are left out.
     """
 
-    def __init__(self, finder: FindsEntities, tokenizer: Tokenizer, most: int = 24) -> None:
+    def __init__(
+        self, finder: FindsEntities, tokenizer: Tokenizer, most: int = MAX_ENTITIES
+    ) -> None:
         self.finder = finder
         self.tokenizer = tokenizer
         self.most = most

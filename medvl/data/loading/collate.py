@@ -442,7 +442,7 @@ class Collate:
                 raise ConfigError(
                     "entities need a Tokenizer; give one", "wrong_type", field="tokenizer"
                 )
-            self._linker = EntityLinker(self.inputs.entities, tokenizer, self.inputs.max_entities)
+            self._linker = EntityLinker(self.inputs.entities, tokenizer)
 
     def __call__(
         self, items: Sequence[Item | SkippedSample]

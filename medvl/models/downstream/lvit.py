@@ -425,6 +425,8 @@ def turned(map_BLHW: Tensor, turn_B22: Tensor) -> Tensor:
 
 Network = Literal["lvit", "unet"]
 Text = Literal["first_level", "off"]
+LV_WEIGHT = 0.1
+"""Weight of the LV loss of unlabelled images, as published; it needs texts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -457,19 +459,19 @@ class LViTConfig(SystemConfig):
     """Steps on labelled images alone, before the first pseudo labels."""
     beta: float = 0.99
     """Weight of the past in a pseudo label."""
-    lv_weight: float = 0.1
-    """Weight of the LV loss of unlabelled images, which needs texts."""
     references: int = 14
     """Number of labelled images whose texts are compared with the text of an unlabelled image
     (LV).
     """
+
+    former = (("lv_weight", LV_WEIGHT),)
 
     def __post_init__(self) -> None:
         check_labels(self.labels, "labels")
         check_choice(self.network, get_args(Network), "network")
         check_choice(self.text, get_args(Text), "text")
         check_within(self, "[0, 1]", "beta")
-        check_within(self, "[0, inf)", "unlabelled", "labelled_steps", "lv_weight")
+        check_within(self, "[0, inf)", "unlabelled", "labelled_steps")
         check_within(self, "[1, inf)", "words", "references", "width", "image_size", "vocab_size")
         check_multiple(self, PATCHES[0], "image_size")
         check_multiple(self, 8, "width")
@@ -521,9 +523,10 @@ class LViT(MaskModel):
             if config.unlabelled
             else None
         )
-        compares = bool(config.unlabelled and config.lv_weight)
         self.references = (
-            References(config.references, text[1], labels, size) if text and compares else None
+            References(config.references, text[1], labels, size)
+            if text and config.unlabelled
+            else None
         )
         self._step = 0
 
@@ -572,7 +575,7 @@ class LViT(MaskModel):
         has_text_B = True if batch.has_text_B is None else batch.has_text_B
         lv = self.references.loss(prob_BLHW, text_BD, ~labelled_B & used_B & has_text_B)
         self.references.enter(text_BD, mask_BLHW, labelled_B & has_text_B)
-        return Losses.weighted(lvit=(supervised, 1.0), lv=(lv, self.config.lv_weight))
+        return Losses.weighted(lvit=(supervised, 1.0), lv=(lv, LV_WEIGHT))
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return logits (B, L, H, W), and the mean token of each text (B, D) if the network

@@ -35,19 +35,20 @@ class BFSPRConfig(BertDualConfig):
     temperature: float = 0.07
     sentence_pool: Literal["max", "mean"] = "max"
     """Pooling of the cosines of a report's sentences with an image."""
-    report_weight: float = 1.0
     sentence_weight: float = 1.0
+    """Weight of the contrast of images with sentences; that with reports has weight 1."""
     image_weight: float = 1.0
     """Weight of the contrast of two views of an image; 0 leaves it out, and the second view is
     not made.
     """
     positives: Positives = "own"
     """Positives of whole reports."""
+    former = (("report_weight", 1.0),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.sentence_pool, ("max", "mean"), "sentence_pool")
-        check_within(self, "(0, inf)", "temperature", "report_weight")
+        check_within(self, "(0, inf)", "temperature")
         check_within(self, "[0, inf)", "sentence_weight", "image_weight")
 
 
@@ -99,7 +100,7 @@ class BFSPR(SentenceDualEncoder):
         terms = {
             "report": (
                 losses.clip(image_NE, texts.global_NE, scale, groups=groups),
-                config.report_weight,
+                1.0,
             ),
             "sentence": (sentence, config.sentence_weight),
         }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.config_io import check_choice, check_within
+from medvl.common.config_io import check_choice
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.dual_encoders.bases.base import (
@@ -22,6 +22,11 @@ from medvl.models.dual_encoders.bases.base import (
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
+
+IMAGE_WEIGHT = 1.0
+"""Weight of the contrast of the two views (lambda_I, section 2.3)."""
+TEXT_WEIGHT = 0.5
+"""Weight of the contrast of the two texts (lambda_T, section 2.3)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,18 +45,14 @@ class CXRCLIPConfig(BertDualConfig, ScaleConfig):
     not once for each of its images.
     """
     max_scale: float | None = None
-    image_weight: float = 1.0
-    """Weight of the contrast of the two views."""
-    text_weight: float = 0.5
-    """Weight of the contrast of the two texts."""
     positives: Positives = "own"
     max_tokens: int = 256
+    former = (("image_weight", IMAGE_WEIGHT), ("text_weight", TEXT_WEIGHT))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.image_pool, ("encoder", "first"), "image_pool")
         check_choice(self.views, ("study", "augmented"), "views")
-        check_within(self, "[0, inf)", "image_weight", "text_weight")
 
 
 @register_system("cxrclip")
@@ -135,7 +136,6 @@ class CXRCLIP(DualEncoder):
     def compare_pairs(self, pairs: Pairs) -> Losses:
         every = pairs.gather()
         scale = self.scale()
-        config = self.config
         images = every.images.global_NE, every.others["second image"].global_NE
         texts = every.texts.global_NE, every.others["second text"].global_NE
 
@@ -145,5 +145,8 @@ class CXRCLIP(DualEncoder):
         across = torch.stack(
             [contrast(image_NE, text_NE) for image_NE in images for text_NE in texts]
         ).mean()
-        within = (contrast(*images), config.image_weight), (contrast(*texts), config.text_weight)
-        return Losses.weighted(image_text=(across, 1.0), image_image=within[0], text_text=within[1])
+        return Losses.weighted(
+            image_text=(across, 1.0),
+            image_image=(contrast(*images), IMAGE_WEIGHT),
+            text_text=(contrast(*texts), TEXT_WEIGHT),
+        )

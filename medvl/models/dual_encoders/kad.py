@@ -45,15 +45,12 @@ class KADConfig(QueryConfig):
     code creates a new scale in each step, 2.66 instead of 14.3, and compares vectors that are not
     normalised, on one GPU only.
     """
-    contrast_weight: float = 1.0
-    report_weight: float = 1.0
-    """Weight of the entity loss computed from the report instead of the image."""
+    former = (("contrast_weight", 1.0), ("report_weight", 1.0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.unmentioned, ("absent", "ignored"), "unmentioned")
         check_within(self, "(0, inf)", "temperature")
-        check_within(self, "[0, inf)", "contrast_weight", "report_weight")
 
 
 @register_system("kad")
@@ -100,7 +97,9 @@ class KAD(QueryEncoder):
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
     ) -> Mapping[str, tuple[Tensor, float]]:
-        """Samples without an image or a text are left out."""
+        """Return the contrast of images and reports, and the entity loss computed from the reports;
+        both have weight 1, as published. Samples without an image or a text are left out.
+        """
         report_BD = self.text_head(self.unnormalized_text(batch.ids_BT, batch.mask_BT))
         complete_K = complete_rows(batch)
         image_NE, report_NE = (
@@ -116,10 +115,7 @@ class KAD(QueryEncoder):
         of_report = self.presence_loss(
             asked_BQD, labels_BL.masked_fill(~has_text_B1[:, None], torch.nan)
         )
-        return {
-            "contrast": (contrast, self.config.contrast_weight),
-            "report": (of_report, self.config.report_weight),
-        }
+        return {"contrast": (contrast, 1.0), "report": (of_report, 1.0)}
 
     def presence_loss(self, states_BQD: Tensor, labels_BL: Tensor) -> Tensor:
         """Rows without any label are left out also where unmentioned

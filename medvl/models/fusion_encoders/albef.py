@@ -75,7 +75,6 @@ class ALBEFConfig(FusionConfig):
     """Dropout of the fusion-encoder's hidden states and attention."""
     projection_dim: int = 256
     """E of the shared space."""
-    itc_weight: float = 1.0
     temperature: float = 0.07
     """Initial value of the learned temperature."""
     queue_size: int = 65_536
@@ -108,6 +107,7 @@ class ALBEFConfig(FusionConfig):
     fusion_lr_mult: float = 1.0
     head_lr_mult: float = 1.0
     max_tokens: int = 25
+    former = (("itc_weight", 1.0),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +119,6 @@ class ALBEFConfig(FusionConfig):
             "intermediate",
             "projection_dim",
             "temperature",
-            "itc_weight",
         )
         check_within(self, "[0, 1)", "dropout", "momentum", "alpha", "mask_ratio")
         check_within(self, "[0, inf)", "queue_size", "ramp_steps", "negative_floor")
@@ -334,7 +333,7 @@ class ALBEF(FusionModel, DualEncoder):
             self.towers, multi_avg_fn=get_ema_multi_avg_fn(config.momentum)
         )
         self.momentum.requires_grad_(False)
-        self.itc = ImageTextContrast(config.itc_weight, self.itc_head)
+        self.itc = ImageTextContrast(1.0, self.itc_head)
         self.itm = HardNegativeMatching(config.itm_weight, self.sample_hard_pairs, self.match)
         self.mlm = DistilledLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
         self.objectives = (self.itc, self.itm, self.mlm)

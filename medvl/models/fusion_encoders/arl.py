@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.common.config_io import check_within
-from medvl.data.knowledge.finder import LinkedEntities
+from medvl.data.knowledge.finder import MAX_ENTITIES, LinkedEntities
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.mlm_masking import IGNORED
 from medvl.encoders import ImageEncoder, TextEncoder
@@ -24,6 +24,7 @@ from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
 from medvl.models.fusion_encoders.parts.encoder import FusionEncoder, Tokens
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.fusion_encoders.parts.knowledge import (
+    GRAPH_DROPOUT,
     EntityGraph,
     EntityHead,
     KnowledgeConfig,
@@ -120,10 +121,13 @@ def mentioned(entity_BN: Tensor, entities: int, counted_B: Tensor) -> Tensor:
 class ARLConfig(KnowledgeConfig, M3AEConfig):
     """Published settings of ARL."""
 
-    whole_entities: bool = True
-    """Mask all words of an entity's mention or none."""
     itm_weight: float = 0.1
     align_weight: float = 1.0
+    former = (
+        ("whole_entities", True),
+        ("max_entities", MAX_ENTITIES),
+        ("graph_dropout", GRAPH_DROPOUT),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,8 +218,8 @@ class ARL(StreamModel):
         )
 
     def mask_words(self, batch: Batch) -> MaskedWords:
-        span_BT = self.link(batch).mention_BT if self.config.whole_entities else None
-        return sample_masked_words(batch, self.masking, span_BT)
+        """All words of an entity's mention are masked, or none."""
+        return sample_masked_words(batch, self.masking, self.link(batch).mention_BT)
 
     def masked_and_unmasked(self, batch: Batch, words: MaskedWords) -> tuple[Tokens, Tokens]:
         """Entities with a masked word are left out of the masked texts."""
@@ -252,6 +256,4 @@ def _set_finder(model: ARL, *_: object) -> None:
     """
     graph = model.align_head.graph
     if not graph.name_hash_N.is_meta:
-        model.inputs = dataclasses.replace(
-            model.inputs, entities=graph.finder(), max_entities=model.config.max_entities
-        )
+        model.inputs = dataclasses.replace(model.inputs, entities=graph.finder())

@@ -43,99 +43,6 @@ from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, Pixe
 from medvl.models.registry import register_system
 from medvl.schema import Batch, ImageFeatures, Losses
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MaskedPixelsConfig(PixelDecoderConfig, TowersConfig):
-    """Settings of images without most of their patches; MRM's by default."""
-
-    image_size: int = 224
-    """Pixels of the encoder's images."""
-    target_scale: int = 2
-    """The loader's images have this many times `image_size`; patches of them are reconstructed."""
-    shrink_antialias: bool = True
-    """Shrink these images to `image_size` with antialiasing; MRM's released code does not, nor
-    do imported models.
-    """
-    mask_ratio: float = 0.75
-    decoder_width: int = 768
-
-    def __post_init__(self) -> None:
-        self.check_decoder()
-        check_within(self, "(0, 1)", "mask_ratio")
-        check_within(self, "[1, inf)", "target_scale")
-
-
-# Contrast of masked images and reports, weighted by what is visible (MaCo, Huang et al., arXiv
-# 2309.05904).
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordContrastConfig:
-    """Settings of the contrast, to inherit beside a system's other settings."""
-
-    contrast_weight: float = 0.0
-    """Weight of the contrast of images and whole reports. MaCo's released code reads its balance
-    and ignores it.
-    """
-    contrast_scale: float = 1 / 0.03
-    """Start of the learned factor of cosines."""
-
-    def check_contrast(self) -> None:
-        """Raise ConfigError for a value out of range."""
-        check_within(self, "[0, inf)", "contrast_weight")
-        check_within(self, "(0, inf)", "contrast_scale")
-
-
-class WeightedContrast(nn.Module):
-    """MaCo's contrast: images whose informative patches were removed weigh less (section 3.3).
-
-    The logarithm of the factor of cosines is learned; in the released code it is the factor, which
-    may become negative. Equal reports of different images are negatives of each other, as
-    published.
-
-    Args:
-        image_dim, text_dim: widths of patches and of the text's vector.
-        cells: P, number of patches of an image.
-        config: has the start of the factor.
-    """
-
-    def __init__(
-        self, image_dim: int, text_dim: int, cells: int, config: RecordContrastConfig
-    ) -> None:
-        super().__init__()
-        self.image_head = nn.Linear(image_dim, image_dim)
-        self.text_head = nn.Linear(text_dim, image_dim)
-        self.place = nn.Linear(cells, 1)
-        nn.init.zeros_(self.place.weight)
-        self.log_scale = nn.Parameter(torch.tensor(math.log(config.contrast_scale)))
-
-    def forward(
-        self, visible_BKD: Tensor, text_BD: Tensor, visible_BP: Tensor, row_K: Tensor
-    ) -> Tensor:
-        """Return the loss of the rows `row_K` among those of all ranks; 0 with a zero gradient
-        without any.
-        """
-        image_BE = F.normalize(self.image_head(visible_BKD).mean(dim=1).float(), dim=1)
-        text_BE = F.normalize(self.text_head(text_BD).float(), dim=1)
-        weight_B = F.softplus(self.place(visible_BP.to(self.place.weight.dtype)).float()).squeeze(1)
-        image_NE, text_NE, weight_N = (gather(x[row_K]) for x in (image_BE, text_BE, weight_B))
-        unused = (image_BE.sum() + text_BE.sum() + weight_B.sum() + self.log_scale) * 0
-        if not len(image_NE):
-            return unused
-        with full_precision(image_NE):
-            logits_NN = self.log_scale.exp() * image_NE @ text_NE.T
-        target_N = torch.arange(len(logits_NN), device=logits_NN.device)
-        terms = []
-        for each_NN in (logits_NN, logits_NN.T):
-            terms.append(F.cross_entropy(weight_N[:, None] * each_NN, target_N))
-            entropy_N = F.cross_entropy(each_NN, target_N, reduction="none")
-            terms.append((weight_N.detach() * entropy_N).sum() / weight_N.detach().sum())
-        return torch.stack(terms).mean() + unused
-
-
-# Masked words of a report as MRM and ECAMP select them: always by the mask token, entities first,
-# negations light.
-
 ENTITIES = (
     *(
         "effusion",
@@ -183,19 +90,50 @@ ENTITIES = (
     ),
 )
 """Words that name a finding, a device or an organ; ECAMP has 44 of its own."""
-_TEMPLATES = "there is no evidence of", "there is no"
-_NEAR = 2
-"""Tokens on each side of an entity that are masked with it, and before an entity that are its
-context.
-"""
+
+CONTRAST_SCALE = 1 / 0.03
+"""Start of the learned factor of cosines, as in MaCo's released code."""
+_BERT = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordWordsConfig:
-    """Settings of masked words, to inherit beside a system's other settings; MRM's by default,
-    options are ECAMP's.
+class MRMConfig(PixelDecoderConfig, TowersConfig):
+    """Settings of the paper and the released code; options are ECAMP's (arXiv 2312.13316) and
+    MaCo's (2309.05904).
+
+    ECAMP: `entities_first`, `negation_weight` 0.05, `text_fusion` "attention". MaCo: `mask_ratio`
+    0.5, `mlm_weight` 0
+    and `contrast_weight` 1. Not built: ECAMP's super-resolution head and its summaries by a
+    language model.
     """
 
+    image_encoder: str = "mae_vit_b16"
+    text_encoder: str = "bert"
+    text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: dict(_BERT))
+    image_size: int = 224
+    """Pixels of the encoder's images."""
+    target_scale: int = 2
+    """The loader's images have this many times `image_size`; patches of them are reconstructed."""
+    shrink_antialias: bool = True
+    """Shrink these images to `image_size` with antialiasing; MRM's released code does not, nor
+    do imported models.
+    """
+    fit: Literal["crop", "pad", "squash"] = "crop"
+    """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    resize: Kernel = "area"
+    """Kernel of the resize for inference; imported models have that of their released code."""
+    pixel_mean: float = 0.4978
+    pixel_std: float = 0.2449
+    max_tokens: int = 100
+    vocab_size: int | None = None
+    mask_ratio: float = 0.75
+    """Share of the patches that are removed from an image."""
+    decoder_width: int = 768
     mlm_probability: float = 0.5
     """Share of the words that are replaced by the mask token."""
     mlm_weight: float = 1.0
@@ -211,13 +149,81 @@ class RecordWordsConfig:
     """Image input of words: "add" adds the mean patch to each word; "attention" also adds its
     attention over the patches.
     """
+    contrast_weight: float = 0.0
+    """Weight of the contrast of images and whole reports. MaCo's released code reads its balance
+    and ignores it.
+    """
+    former = (("contrast_scale", CONTRAST_SCALE),)
 
-    def check_words(self) -> None:
-        """Raise ConfigError for a value out of range."""
-        check_within(self, "(0, 1)", "mlm_probability")
-        check_within(self, "[0, inf)", "mlm_weight")
+    def __post_init__(self) -> None:
+        self.check_decoder()
+        check_within(self, "(0, 1)", "mask_ratio", "mlm_probability")
+        check_within(self, "[1, inf)", "target_scale", "max_tokens")
+        check_within(self, "[0, inf)", "mlm_weight", "contrast_weight")
         check_within(self, "(0, 1]", "negation_weight")
         check_choice(self.text_fusion, ("add", "attention"), "text_fusion")
+        if not self.mlm_weight and not self.contrast_weight:
+            raise ConfigError(
+                "mlm_weight or contrast_weight must be above 0", "conflict", field="mlm_weight"
+            )
+
+
+# Contrast of masked images and reports, weighted by what is visible (MaCo, Huang et al., arXiv
+# 2309.05904).
+
+
+class WeightedContrast(nn.Module):
+    """MaCo's contrast: images whose informative patches were removed weigh less (section 3.3).
+
+    The logarithm of the factor of cosines is learned; in the released code it is the factor, which
+    may become negative. Equal reports of different images are negatives of each other, as
+    published.
+
+    Args:
+        image_dim, text_dim: widths of patches and of the text's vector.
+        cells: P, number of patches of an image.
+    """
+
+    def __init__(self, image_dim: int, text_dim: int, cells: int) -> None:
+        super().__init__()
+        self.image_head = nn.Linear(image_dim, image_dim)
+        self.text_head = nn.Linear(text_dim, image_dim)
+        self.place = nn.Linear(cells, 1)
+        nn.init.zeros_(self.place.weight)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(CONTRAST_SCALE)))
+
+    def forward(
+        self, visible_BKD: Tensor, text_BD: Tensor, visible_BP: Tensor, row_K: Tensor
+    ) -> Tensor:
+        """Return the loss of the rows `row_K` among those of all ranks; 0 with a zero gradient
+        without any.
+        """
+        image_BE = F.normalize(self.image_head(visible_BKD).mean(dim=1).float(), dim=1)
+        text_BE = F.normalize(self.text_head(text_BD).float(), dim=1)
+        weight_B = F.softplus(self.place(visible_BP.to(self.place.weight.dtype)).float()).squeeze(1)
+        image_NE, text_NE, weight_N = (gather(x[row_K]) for x in (image_BE, text_BE, weight_B))
+        unused = (image_BE.sum() + text_BE.sum() + weight_B.sum() + self.log_scale) * 0
+        if not len(image_NE):
+            return unused
+        with full_precision(image_NE):
+            logits_NN = self.log_scale.exp() * image_NE @ text_NE.T
+        target_N = torch.arange(len(logits_NN), device=logits_NN.device)
+        terms = []
+        for each_NN in (logits_NN, logits_NN.T):
+            terms.append(F.cross_entropy(weight_N[:, None] * each_NN, target_N))
+            entropy_N = F.cross_entropy(each_NN, target_N, reduction="none")
+            terms.append((weight_N.detach() * entropy_N).sum() / weight_N.detach().sum())
+        return torch.stack(terms).mean() + unused
+
+
+# Masked words of a report as MRM and ECAMP select them: always by the mask token, entities first,
+# negations light.
+
+_TEMPLATES = "there is no evidence of", "there is no"
+_NEAR = 2
+"""Tokens on each side of an entity that are masked with it, and before an entity that are its
+context.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,7 +248,7 @@ class RecordWords:
     Raises ConfigError without a tokenizer or a mask token.
     """
 
-    def __init__(self, model: System, config: RecordWordsConfig) -> None:
+    def __init__(self, model: System, config: MRMConfig) -> None:
         self.masking = text_masking(model, rate=config.mlm_probability, whole_words=True)
         assert model.tokenizer is not None, "checked by text_masking"
         self.rate = config.mlm_probability
@@ -322,48 +328,6 @@ def _near_first(order_BT: Tensor, mention_BT: Tensor) -> Tensor:
     return share_BT.masked_fill(~selectable_BT, torch.inf)
 
 
-_BERT = {
-    "hidden_size": 384,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "intermediate_size": 1536,
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MRMConfig(MaskedPixelsConfig, RecordWordsConfig, RecordContrastConfig):
-    """Settings of the paper and the released code; options are ECAMP's (arXiv 2312.13316) and
-    MaCo's (2309.05904).
-
-    ECAMP: `entities_first`, `negation_weight` 0.05, `text_fusion` "attention". MaCo: `mask_ratio`
-    0.5, `mlm_weight` 0
-    and `contrast_weight` 1. Not built: ECAMP's super-resolution head and its summaries by a
-    language model.
-    """
-
-    image_encoder: str = "mae_vit_b16"
-    text_encoder: str = "bert"
-    text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: dict(_BERT))
-    fit: Literal["crop", "pad", "squash"] = "crop"
-    """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
-    resize: Kernel = "area"
-    """Kernel of the resize for inference; imported models have that of their released code."""
-    pixel_mean: float = 0.4978
-    pixel_std: float = 0.2449
-    max_tokens: int = 100
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_words()
-        self.check_contrast()
-        check_within(self, "[1, inf)", "max_tokens")
-        if not self.mlm_weight and not self.contrast_weight:
-            raise ConfigError(
-                "mlm_weight or contrast_weight must be above 0", "conflict", field="mlm_weight"
-            )
-
-
 @register_system("mrm")
 class MRM(System):
     """Pixels of removed patches, at twice the encoder's resolution, and masked words of the report.
@@ -423,7 +387,7 @@ class MRM(System):
         if config.contrast_weight:
             cells = math.prod(self.mim_head.patches.grid)
             self.contrast = WeightedContrast(
-                image_encoder.patch_dim, text_encoder.feature_dim, cells, config
+                image_encoder.patch_dim, text_encoder.feature_dim, cells
             )
 
     @classmethod

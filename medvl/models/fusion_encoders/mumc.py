@@ -70,7 +70,5 @@ class MUMC(ALBEF):
             nn.Linear(self.pooled_dim, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 2)
         )
         init_weights(self.itm_head)
-        self.unimodal = UnimodalContrast(
-            config.unimodal_weight * config.itc_weight, self.itc_head.unimodal
-        )
+        self.unimodal = UnimodalContrast(config.unimodal_weight, self.itc_head.unimodal)
         self.objectives = (self.itc, self.unimodal, self.itm, self.mlm)

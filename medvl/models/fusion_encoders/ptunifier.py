@@ -38,6 +38,9 @@ from medvl.schema import Batch
 
 # K complete samples, M samples that lack one side; the other letters as in `medvl.schema`.
 
+ITC_WEIGHT = 0.1
+"""Weight of the contrast; medvl's own, because the released code never computes it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PTUnifierConfig(DualStreamConfig):
@@ -47,7 +50,6 @@ class PTUnifierConfig(DualStreamConfig):
 
     max_tokens: int = 48
     itm_weight: float = 0.5
-    itc_weight: float = 0.1
     temperature: float = 0.1
     prompts: int = 2048
     """Vectors in each of the two pools."""
@@ -55,10 +57,11 @@ class PTUnifierConfig(DualStreamConfig):
     """Vectors in place of a missing image."""
     text_prompts: int = 32
     """Vectors in place of a missing text."""
+    former = (("itc_weight", ITC_WEIGHT),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, inf)", "itc_weight", "temperature", "prompts")
+        check_within(self, "(0, inf)", "temperature", "prompts")
         check_within(self, f"[1, {self.prompts}]", "image_prompts", "text_prompts")
 
 
@@ -108,7 +111,7 @@ class PTUnifier(StreamModel):
             config.prompts, text_encoder.token_dim, config.text_prompts, image_width
         )
         self.itc_head = ContrastHead(self.pooled_dim, config.width)
-        self.objectives = (*self.objectives, ImageTextContrast(config.itc_weight, self.contrast))
+        self.objectives = (*self.objectives, ImageTextContrast(ITC_WEIGHT, self.contrast))
 
     def encode(self, batch: Batch, corruption: Corruption) -> AlignedEncoded:
         """Masked texts without an image are predicted from prompts."""

@@ -44,6 +44,7 @@ class UNITERConfig(RegionConfig):
     """Train one task per step, masked words : matching : region features : region classes as 2 : 2
     : 1 : 1, the same on all ranks; False: all tasks in each step.
     """
+    former = (("wpa_weight", WPA_WEIGHT),)
 
 
 @register_system("uniter")

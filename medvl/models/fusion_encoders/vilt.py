@@ -40,6 +40,7 @@ class ViLTConfig(FusionConfig):
     image_tokens: int | None = 200
     """Patches sampled for each image in training."""
     max_tokens: int = 40
+    former = (("wpa_weight", WPA_WEIGHT),)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.config_io import check_choice, check_weights, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
@@ -209,25 +209,30 @@ class NoiseSchedule(nn.Module):
         return signal_B111.sqrt(), (1.0 - signal_B111).sqrt()
 
 
+EDGE_WEIGHT = 0.5
+"""Weight of the error of differences between neighbouring pixels (`medvl.losses.edge_l1`), beside
+the mean absolute and squared errors of pixels in [-1, 1]; medvl's own.
+"""
+KL_WEIGHT = 1e-3
+"""Weight of the latents' KL divergence from a standard normal, in nats per pixel; medvl's own."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoencoderConfig(SystemConfig):
-    """Sizes of Stable Diffusion 1; weights of the losses are medvl's own."""
+    """Sizes of Stable Diffusion 1."""
 
     image_size: int = 512
     fit: Literal["crop", "pad", "squash"] = "pad"
     sizes: AutoencoderSizes = dataclasses.field(default_factory=AutoencoderSizes)
-    l1_weight: float = 1.0
-    """Weight of the mean absolute error of pixels in [-1, 1]."""
-    l2_weight: float = 1.0
-    """Weight of the mean squared error."""
-    edge_weight: float = 0.5
-    """Weight of the error of differences between neighbouring pixels (`medvl.losses.edge_l1`)."""
-    kl_weight: float = 1e-3
-    """Weight of the latents' KL divergence from a standard normal, in nats per pixel."""
+    former = (
+        ("l1_weight", 1.0),
+        ("l2_weight", 1.0),
+        ("edge_weight", EDGE_WEIGHT),
+        ("kl_weight", KL_WEIGHT),
+    )
 
     def __post_init__(self) -> None:
         check_choice(self.fit, ("crop", "pad", "squash"), "fit")
-        check_weights(self, "l1_weight", "l2_weight", "edge_weight", "kl_weight")
 
 
 @register_system("autoencoder")
@@ -275,13 +280,10 @@ class Autoencoder(System):
         l1, l2 = losses.reconstruction(predicted_BCHW, signal_BCHW)
         pixels = signal_BCHW.shape[2] * signal_BCHW.shape[3]
         return Losses.weighted(
-            l1=(l1, self.config.l1_weight),
-            l2=(l2, self.config.l2_weight),
-            edges=(losses.edge_l1(predicted_BCHW, signal_BCHW), self.config.edge_weight),
-            kl=(
-                losses.gaussian_kl(posterior.mean, posterior.logvar, pixels),
-                self.config.kl_weight,
-            ),
+            l1=(l1, 1.0),
+            l2=(l2, 1.0),
+            edges=(losses.edge_l1(predicted_BCHW, signal_BCHW), EDGE_WEIGHT),
+            kl=(losses.gaussian_kl(posterior.mean, posterior.logvar, pixels), KL_WEIGHT),
         )
 
     @torch.no_grad()

@@ -101,8 +101,8 @@ class LanguageConfig(TextModelConfig):
     longest_span: int = 1
     """Above 1, mask spans of up to this many words (`TextMasking`)."""
     pairs: PairTask = "none"
-    pair_weight: float = 1.0
-    """Weight of the task on pairs of segments."""
+    """Task on pairs of segments; its loss is added to that of masked words, as in BERT."""
+    former = (("pair_weight", 1.0),)
     short_probability: float = 0.0
     """Share of sequences that are cut to a random length; 0.1 in BERT's released code."""
     attention_dropout: float | None = None
@@ -125,7 +125,6 @@ class LanguageConfig(TextModelConfig):
         check_within(
             self,
             "[0, inf)",
-            "pair_weight",
             "adversarial_weight",
             "adversarial_std",
             "adversarial_step",
@@ -281,7 +280,7 @@ class LanguageModel(System):
         terms = {"mlm": (losses.mlm(logits_NV, target_N, words), 1.0)}
         if self.pair_head is not None:
             pair_loss = _pair_loss(self.score_pairs(states_BTD[:, 0]), batch.pair_B, pairs)
-            terms["pairs"] = pair_loss, self.config.pair_weight
+            terms["pairs"] = pair_loss, 1.0
         if self.config.adversarial_weight:
             noisy_NV = self._score_with_noise(masked.ids_BT, batch, position_N, logits_NV.detach())
             terms["adversarial"] = (

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _HALF_LIMIT = 60_000.0
+_MIN_CHARACTERS = 7
+"""Samples with shorter texts are left out."""
 _SCALE_IMAGES = 2_048
 """Images on which the scale of latents is measured."""
 _CACHE_WAIT_SECONDS = 24 * 3600.0
@@ -67,8 +69,6 @@ class GenerationDataConfig(LoaderConfig):
     text: WholeText = dataclasses.field(
         default_factory=lambda: WholeText(sections=("impression",), missing="no_text")
     )
-    min_characters: int = 7
-    """Samples with shorter texts are left out."""
     cache: Path | None = None
     """Folder for latents and states of frozen text encoders, computed once before the first step
     and read again by later runs with the same parts and data. They need 2 bytes per value. None
@@ -180,7 +180,7 @@ def _chosen(data: Any) -> dict[str, Any]:
 
 
 def _with_texts(source: Any, data: GenerationDataConfig) -> Any:
-    return select_samples(source, data.views, data.text, data.min_characters)
+    return select_samples(source, data.views, data.text, _MIN_CHARACTERS)
 
 
 def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:

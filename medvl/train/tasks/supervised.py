@@ -230,12 +230,11 @@ class VQADataConfig(LoaderConfig):
     """Shards with questions, and the augmentation of their images."""
 
     train: Path
-    """Folder of shards with questions."""
-    train_split: str = "train"
-    """Split of the questions; in a corpus that splits questions instead of images, one folder
-    has both splits.
-    """
+    """Folder of shards with questions, of which training uses those of the split `train`."""
     valid_split: str = "validate"
+    """Split of the questions of validation; in a corpus that splits questions instead of images,
+    one folder has both splits.
+    """
     image: ConVIRTAugmentation | EvalTransform
     """Transform of the training images, without flips, because answers name sides; validation uses
     the model's own. An `EvalTransform` gives the size alone: training images have the model's fit
@@ -280,7 +279,7 @@ def open_vqa(
     options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": text, "inputs": model.inputs}
     train, valid = open_split(data, one_folder=True)
     regions = bind_regions(model, train)
-    questions = QuestionSource(train, data.train_split, answers, normalize)
+    questions = QuestionSource(train, "train", answers, normalize)
     image = model.transform if isinstance(data.image, EvalTransform) else data.image
     loader = open_train(data, questions, batch, image=image, together=data.together, **options)
     described = describe(train.manifest, None if valid is None else valid.manifest, **regions)

@@ -3,6 +3,7 @@ samples, its encoders.
 """
 
 import dataclasses
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from helpers.errors import raises
 from medvl.common.seeding import seeded
 from medvl.data import ShuffledSentences
 from medvl.data.tokenizer.tokenizer import train_wordpiece
-from medvl.errors import ConfigError
+from medvl.errors import CheckpointError, ConfigError
 from medvl.losses.masked import mask_patches
-from medvl.models import MRM, create_model, load_towers, save
+from medvl.models import MRM, create_model, load, load_towers, save, warm_start
 from medvl.models.fusion_encoders.mrm import RecordMask, RecordWords, WeightedContrast
 from medvl.schema import Batch
 
@@ -238,9 +239,8 @@ def test_templates_weigh_less_and_what_precedes_entities_more(entities: tuple[st
 
 
 def test_contrast_is_the_mean_of_four_weighted_cross_entropies() -> None:
-    config = dataclasses.replace(mrm(contrast_weight=1.0).config)
     with seeded(0):
-        contrast = WeightedContrast(8, 6, 4, config)
+        contrast = WeightedContrast(8, 6, 4)
     visible_BKD, text_BD = torch.randn(5, 2, 8, requires_grad=True), torch.randn(5, 6)
     visible_BP = torch.rand(5, 4) < 0.5
     torch.nn.init.normal_(contrast.place.weight)
@@ -266,9 +266,28 @@ def test_contrast_is_the_mean_of_four_weighted_cross_entropies() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
+def test_a_checkpoint_with_a_former_field_loads_if_it_holds_the_constant(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mrm()
+    save(model, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for value in (1 / 0.03, 10.0):
+        written["model"]["settings"]["contrast_scale"] = value
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        if value == 10.0:
+            with raises(CheckpointError, "unsupported"):
+                load(tmp_path)
+            continue
+        for name, tensor in load(tmp_path).state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name])
+        warm_start(mrm(), tmp_path)
+        assert not caplog.records, "the settings are equal"
+
+
 def test_products_of_the_contrast_have_full_precision() -> None:
     with seeded(0):
-        contrast = WeightedContrast(8, 8, 4, mrm(contrast_weight=1.0).config)
+        contrast = WeightedContrast(8, 8, 4)
         image_BKD, text_BD = torch.randn(2, 64, 1, 8).bfloat16().float()
     for head in (contrast.image_head, contrast.text_head):  # exact in 16 bits
         torch.nn.init.eye_(head.weight)

@@ -249,6 +249,10 @@ def classes_of(regions: MaskedRegions) -> Tensor:
     return regions.classes_NK
 
 
+REGION_PROBABILITY = 0.15
+"""Share of regions that are masked, at least one of each image, as in UNITER and LXMERT."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegionConfig(FusionConfig):
     """Settings of systems with masked regions.
@@ -264,8 +268,6 @@ class RegionConfig(FusionConfig):
     whole_words: bool = False
     fusion_lr_mult: float = 1.0
     head_lr_mult: float = 1.0
-    region_probability: float = 0.15
-    """Share of regions that are masked, at least one of each image."""
     region_classes: int = 0
     """Classes of the detector, whose distribution is predicted; 0: not predicted, as for cells
     of a grid.
@@ -274,10 +276,10 @@ class RegionConfig(FusionConfig):
     """Weight of the features of masked regions (UNITER's MRFR)."""
     region_class_weight: float = 1.0
     """Weight of the detector's classes of masked regions (UNITER's MRC, LXMERT's labels)."""
+    former = (("region_probability", REGION_PROBABILITY),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, 1)", "region_probability")
         check_within(self, "(0, inf)", "region_feature_weight", "region_class_weight")
         check_within(self, "[0, inf)", "region_classes")
 
@@ -313,9 +315,12 @@ class RegionModel(FusionModel):
 
     def sample_mask(self, batch: Batch) -> RegionMask:
         """Sample masked regions of every image."""
-        rate = self.config.region_probability
         return self.image_input.sample_mask(
-            self.image_encoder, batch, rate, zeros=self.zeros, replaced=self.replaced
+            self.image_encoder,
+            batch,
+            REGION_PROBABILITY,
+            zeros=self.zeros,
+            replaced=self.replaced,
         )
 
     def mask_of(self, corruption: Corruption) -> RegionMask | None:

@@ -53,6 +53,10 @@ class GraphSizes:
     """Hash of the graph (`medvl.data.KnowledgeGraph`)."""
 
 
+GRAPH_DROPOUT = 0.2
+"""Dropout of the graph attention, as published."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KnowledgeConfig:
     """Settings of a knowledge graph in a model, to inherit beside a system's other settings;
@@ -65,8 +69,6 @@ class KnowledgeConfig:
     """
     graph: GraphSizes | None = None
     """Sizes of that graph; set when the model is created."""
-    max_entities: int = 24
-    """Most entities of a text."""
     entity_width: int = 256
     """Width of the entities, equal to that of the embeddings."""
     entity_heads: int = 4
@@ -76,9 +78,7 @@ class KnowledgeConfig:
 
     def check_knowledge(self) -> None:
         """Raise ConfigError for sizes that are out of range."""
-        check_within(
-            self, "(0, inf)", "max_entities", "entity_width", "entity_heads", "entity_intermediate"
-        )
+        check_within(self, "(0, inf)", "entity_width", "entity_heads", "entity_intermediate")
         check_within(self, "(0, inf)", "graph_heads", "graph_head_width")
         if self.entity_width % self.entity_heads:
             message = (
@@ -86,10 +86,6 @@ class KnowledgeConfig:
                 f"{self.entity_heads}"
             )
             raise ConfigError(message, "conflict", field="entity_heads")
-
-
-GRAPH_DROPOUT = 0.2
-"""Dropout of the graph attention, as published."""
 
 
 def read_graph(folder: str, width: int) -> tuple[GraphSizes, dict[str, Tensor]]:
@@ -301,7 +297,7 @@ def find_entities(
     if inputs.entities is None or tokenizer is None:
         none_BT = torch.full_like(ids_BT, -1)
         return LinkedEntities(none_BT[:, :1], none_BT)
-    linked = EntityLinker(inputs.entities, tokenizer, inputs.max_entities)(ids_BT, mask_BT)
+    linked = EntityLinker(inputs.entities, tokenizer)(ids_BT, mask_BT)
     return LinkedEntities(*(tensor.to(ids_BT.device) for tensor in linked))
 
 
