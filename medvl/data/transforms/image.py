@@ -44,6 +44,10 @@ grow; bicubic and bilinear: 4 x 4 or 2 x 2 pixels however much an image shrinks,
 `interpolate` and in OpenCV; with antialias: kernels as wide as the pixels they replace, as in
 Pillow, torchvision and Hugging Face's processors.
 """
+CropRounding = Literal["nearest", "down"]
+"""Rounding of the first row and column of a central crop. nearest: to the nearest pixel, a half to
+the even one, as torchvision's CenterCrop; down: as Hugging Face's processors.
+"""
 _PLAIN = {"bicubic": cv2.INTER_CUBIC, "bilinear": cv2.INTER_LINEAR}
 _ANTIALIASED = {
     "bicubic_antialias": Image.Resampling.BICUBIC,
@@ -175,10 +179,13 @@ class EvalTransform:
     """Pixels cropped from every side at the end: a margin of 16 crops a square of 256 to a size of
     224 (GLoRIA, which trains with random crops).
     """
+    crop_rounding: CropRounding = "nearest"
+    """Place of a crop whose centre lies between two pixels."""
 
     def __post_init__(self) -> None:
         _check_size(self.size)
         check_choice(self.resize, get_args(Kernel), "resize")
+        check_choice(self.crop_rounding, get_args(CropRounding), "crop_rounding")
         if self.pad_first and self.fit != "pad":
             message = f"pad_first needs fit 'pad', got {self.fit!r}"
             raise ConfigError(message, "conflict", field="pad_first")
@@ -243,7 +250,7 @@ class EvalTransform:
         fields = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(EvalTransform)
         }
-        newer = {"resize": "area", "pad_first": False}
+        newer = {"resize": "area", "pad_first": False, "crop_rounding": "nearest"}
         return {
             name: value
             for name, value in fields.items()
@@ -304,15 +311,16 @@ class EvalTransform:
         """
         if self.fit == "squash":
             return size, size, 0, 0
-        if self.fit == "crop":  # rounded as by torchvision's Resize and CenterCrop
+        if self.fit == "crop":  # sides are cut off to whole pixels, as by torchvision's Resize
             side = min(height, width)
             scaled_height = size * height // side
             scaled_width = size * width // side
+            rounding = round if self.crop_rounding == "nearest" else int
             return (
                 scaled_height,
                 scaled_width,
-                -round((scaled_height - size) / 2),
-                -round((scaled_width - size) / 2),
+                -rounding((scaled_height - size) / 2),
+                -rounding((scaled_width - size) / 2),
             )
         if self.pad_first:  # a square of `side`, with the image in its middle
             side = max(height, width, size)

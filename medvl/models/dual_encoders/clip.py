@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.image import CropRounding
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.image.factory import image_has_projection
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
@@ -60,6 +61,10 @@ class CLIPConfig(ScaleConfig):
     """
     stored_size: int | None = None
     """As in `EvalTransform`."""
+    margin: int = 0
+    """As in `EvalTransform`."""
+    crop_rounding: CropRounding = "nearest"
+    """As in `EvalTransform`: imported models have that of their image processor."""
     image_mean: tuple[float, ...] | None = None
     """Mean of pixels in 0..1, one value or three; None takes the image encoder's."""
     image_std: tuple[float, ...] | None = None
@@ -97,7 +102,11 @@ class CLIP(DualEncoder):
     @classmethod
     def build(cls, config: CLIPConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         encoders = create_clip_encoders(config, pretrained, tokenizer)
-        transform = config.transform(stored_size=config.stored_size)
+        transform = config.transform(
+            stored_size=config.stored_size,
+            margin=config.margin,
+            crop_rounding=config.crop_rounding,
+        )
         heads = create_heads(config, *encoders)
         model = cls(config, *encoders, *heads, transform=transform, tokenizer=tokenizer)
         whole = read_whole_model(config) if pretrained else None
