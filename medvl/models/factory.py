@@ -14,6 +14,7 @@ from medvl.common.hub import HUB_PREFIX, hub_errors, is_hub_id
 from medvl.data.tokenizer.files import has_tokenizer
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
+from medvl.encoders.image.factory import without_image_folder
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 from medvl.encoders.pretrained import hub_address, split_set
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
@@ -120,13 +121,20 @@ def create_model(
 
 
 def _without_folder(model: System) -> System:
-    """Describe a text encoder that was named by a local folder in the settings, so that
-    checkpoints do not need it.
+    """Describe encoders that were named by a local folder in the settings, so that checkpoints do
+    not need it.
     """
-    name = getattr(model.config, "text_encoder", "")
-    described = without_folder(name)
-    if described != name:
-        model.config = dataclasses.replace(model.config, text_encoder=described)
+    names = {
+        part: getattr(model.config, part)
+        for part in ("image_encoder", "text_encoder")
+        if isinstance(getattr(model.config, part, None), str)
+    }
+    described = {
+        part: (without_image_folder if part == "image_encoder" else without_folder)(name)
+        for part, name in names.items()
+    }
+    if described != names:
+        model.config = dataclasses.replace(model.config, **described)
     return model
 
 

@@ -11,7 +11,7 @@ token, registers).
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +133,23 @@ class VisionAdapter(abc.ABC):
         """
         raise _no_blocks(net)
 
+    def take_grey(self, net: Any) -> None:
+        """Make the first convolution take one channel, by summing its weights over RGB.
+
+        Raises:
+            ConfigError: "unsupported" without such a convolution.
+        """
+        for module in net.modules():
+            if isinstance(module, nn.Conv2d) and module.in_channels == 3 and module.groups == 1:
+                module.weight = nn.Parameter(module.weight.detach().sum(dim=1, keepdim=True))
+                module.in_channels = 1
+                return
+        raise ConfigError(
+            f"{type(net).__name__} needs 3 channels: it has no RGB stem",
+            "unsupported",
+            field="in_channels",
+        )
+
     def resize(self, net: Any, size: Size) -> None:
         """Change a model's input size in place, interpolating its position embeddings.
 
@@ -161,6 +178,10 @@ class VisionBackbone:
     """
     note: str = ""
     """Hint for the error if `pretrained=True` and no weights are pinned."""
+    rename: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
+    """Function from the tensors of a published file to those by the model's names; None: the names
+    are the same.
+    """
     url: str | None = None
     """URL of the library's default weights, whose file name contains the hash of its content."""
 

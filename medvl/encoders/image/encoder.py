@@ -118,7 +118,7 @@ class ImageEncoder(Encoder):
             if (
                 self.in_channels == 1 and has_stem
             ):  # last, because resizing may run the model on an RGB image
-                _grey_stem(self.backbone)
+                self._adapter.take_grey(self.backbone)
         except (AssertionError, RuntimeError, ValueError) as error:
             raise self._unfit_size(self.image_size, error) from error
         self.feature_dim, self.patch_dim = self._checked_measure(self.image_size)[:2]
@@ -478,17 +478,3 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     if len(values) == channels:
         return tuple(float(value) for value in values)
     return (sum(map(float, values)) / len(values),) * channels
-
-
-def _grey_stem(net: nn.Module) -> None:
-    """Make the first convolution take one channel, by summing its weights over RGB."""
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d) and module.in_channels == 3 and module.groups == 1:
-            module.weight = nn.Parameter(module.weight.detach().sum(dim=1, keepdim=True))
-            module.in_channels = 1
-            return
-    raise ConfigError(
-        f"{type(net).__name__} needs 3 channels: it has no RGB stem",
-        "unsupported",
-        field="in_channels",
-    )

@@ -2,18 +2,30 @@
 
 A name is a preset (`medvl.encoders.presets`), or the name of a timm, torchvision or open_clip
 model, looked up in this order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` select the
-library. `patches:SIDE` is the image source of ViLT: raw patches of SIDE pixels, without parameters;
-`pixelhop` with `pretrained=FOLDER` is a PixelHop++ that `medvl fit-pixelhop` fitted. Values of
+library. `hf:FOLDER` is the image tower of a folder of transformers (SigLIP, CLIP, DINOv2 with and
+without registers, ViT); `hf:TYPE{FIELDS}` is the same without a folder
+(`hf:dinov2{"hidden_size": 384}`). `patches:SIDE` is the image source of ViLT: raw patches of SIDE
+pixels, without parameters; `pixelhop` with `pretrained=FOLDER` is a PixelHop++ that
+`medvl fit-pixelhop` fitted. Values of
 `pretrained` are described in `medvl.encoders.pretrained`.
 """
 
 import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from medvl.common.config_io import check_choice
+from medvl.encoders.hugging_face import (
+    PROCESSOR_FILES,
+    ImageTower,
+    check_size,
+    find_image_tower,
+)
 from medvl.encoders.image.adapter import Size, VisionBackbone, speed_up_patch_embedding
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.presets import IMAGE_PRESETS, OPEN_CLIP_CUSTOM, ImagePreset
@@ -34,6 +46,7 @@ from medvl.errors import ConfigError, WeightsError
 _LIBRARIES = ("timm", "torchvision", "open_clip")
 _PATCHES = "patches"
 _PIXELHOP = "pixelhop"
+_HUGGING_FACE = "hf"
 _TEXT_KEYS = (*CLIP_TEXT_PARTS, "text_projection", "text.", *CLIP_SCALARS)
 """Key prefixes of an open_clip checkpoint outside its image encoder."""
 _ROOTS = ("backbone.", "visual.")
@@ -57,7 +70,8 @@ def create_image_encoder(
     """Create an image encoder by name.
 
     Args:
-        name: a preset, or a model of timm, torchvision or open_clip (see the module's docstring).
+        name: a preset, a model of timm, torchvision or open_clip, or a folder of transformers (see
+            the module's docstring).
         pretrained: weights to load (see `medvl.encoders.pretrained`). Random weights are drawn as
             the library does it, from torch's global generator: seed it.
         weights: name of a set of weights in the file, where it has several: `state_dict_ema`,
@@ -74,9 +88,10 @@ def create_image_encoder(
             a ResNet-50). `pooled_BD` always belongs to the last. Vision Transformers have -1 only:
             the patches after the final norm.
         pool: "cls" or "avg" of the tokens; None for the model's own pooling.
-        projection: project `pooled_BD` into the shared space (open_clip only).
-        mean, std: statistics of pixels in 0..1, one value or three. Default: the preset's or the
-            library's.
+        projection: project `pooled_BD` into the shared space (open_clip, and CLIP of transformers;
+            SigLIP's pooled vector is in it).
+        mean, std: statistics of pixels in 0..1, one value or three. Default: the preset's, the
+            library's, or those of the image processor in a folder.
         arguments: arguments of the library's constructor (`depth=11`, `channels=(32, 64, 128,
             256)`). A vision Transformer or a ResNet with fewer blocks or stages than its published
             file loads the lower ones.
@@ -97,10 +112,26 @@ def create_image_encoder(
         arguments = pixelhop_arguments(pretrained)
         mean = arguments.pop("mean")
         std = arguments.pop("std")
-    if projection and library != "open_clip":
+    if projection and not _has_projection(library, model):
         raise ConfigError(
             f"{name} has no projection: use an open_clip encoder", "unsupported", field="projection"
         )
+    network: dict[str, Any] = {}  # size of the positions, which are interpolated to image_size
+    if library == _HUGGING_FACE and preset is None:
+        tower = find_image_tower(model)
+        network["image_size"] = tower.fields.get("image_size", image_size)
+        if network["image_size"] is None:
+            del network["image_size"]
+        name = f"{library}:{tower.kind}{json.dumps(network) if network else ''}"
+        model = tower.kind
+        others = {key: value for key, value in tower.fields.items() if key != "image_size"}
+        arguments = {**others, **arguments}
+        if image_size is None:
+            check_size(tower)
+            image_size = tower.image_size
+        mean, std = _known_statistics(tower, mean, std)
+        if pretrained is True and tower.folder is not None:
+            pretrained = tower.folder
     options = ImageOptions(
         name=name,
         in_channels=in_channels,
@@ -113,7 +144,8 @@ def create_image_encoder(
         std=_statistics(std) or (preset.std if preset else None),
         arguments=arguments,
     )
-    vision = _build(library, model, {**(preset.arguments if preset else {}), **arguments}, options)
+    published = preset.arguments if preset else network
+    vision = _build(library, model, {**published, **arguments}, options)
     if pretrained is False or (pretrained is True and library == _PATCHES):
         return ImageEncoder(vision, options)
     return _load(vision, options, preset, pretrained)
@@ -125,7 +157,24 @@ def image_has_projection(name: str) -> bool:
     Raises:
         ConfigError: "unknown_name".
     """
-    return _resolve(name)[0] == "open_clip"
+    return _has_projection(*_resolve(name)[:2])
+
+
+def _has_projection(library: str, model: str) -> bool:
+    if library != _HUGGING_FACE:
+        return library == "open_clip"
+    return find_image_tower(model).kind in ("clip_vision_model", "siglip_vision_model")
+
+
+def without_image_folder(name: str) -> str:
+    """Return the name of the same encoder that does not depend on a local folder:
+    `hf:TYPE{FIELDS}` for one.
+    """
+    library, _, model = name.partition(":")
+    if library != _HUGGING_FACE or name in IMAGE_PRESETS:
+        return name
+    tower = find_image_tower(model)
+    return name if tower.folder is None else tower.describe()
 
 
 def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> list[str]:
@@ -158,6 +207,23 @@ def _statistics(values: float | Sequence[float] | None) -> Sequence[float] | Non
     return (values,) if isinstance(values, int | float) else values
 
 
+def _known_statistics(
+    tower: ImageTower,
+    mean: float | Sequence[float] | None,
+    std: float | Sequence[float] | None,
+) -> tuple[float | Sequence[float] | None, float | Sequence[float] | None]:
+    """Return the given statistics, else those of a folder's image processor."""
+    mean = tower.mean if mean is None else mean
+    std = tower.std if std is None else std
+    if tower.folder is not None and (mean is None or std is None):
+        message = (
+            f"{tower.folder} has no {PROCESSOR_FILES[0]} with the statistics of pixels; add the "
+            f"file, or give mean and std"
+        )
+        raise ConfigError(message, "missing", field="mean")
+    return mean, std
+
+
 def _names(library: str) -> Sequence[str]:
     if library == "timm":
         import timm
@@ -180,9 +246,11 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
     library, separator, model = (preset.model if preset else name).partition(":")
     if preset is not None or name == _PIXELHOP or (library == _PATCHES and separator):
         return library, model, preset
+    if separator and library == _HUGGING_FACE:
+        return library, model, None
     if separator and library not in _LIBRARIES:
         raise ConfigError(
-            f"{name!r}: expected library in {_LIBRARIES}, got {library!r}",
+            f"{name!r}: expected library in {(*_LIBRARIES, _HUGGING_FACE)}, got {library!r}",
             "unknown_name",
             field="name",
         )
@@ -232,6 +300,10 @@ def _build_plain(
         from medvl.encoders.image.pixelhop import build_pixelhop
 
         return build_pixelhop(arguments)
+    if library == _HUGGING_FACE:
+        from medvl.encoders.image.hugging_face_models import build_hugging_face
+
+        return build_hugging_face(model, arguments, options.projection)
     from medvl.encoders.image.small_networks import build_raw_patches, build_six_stage_resnet
 
     if library == _PATCHES:
@@ -255,6 +327,8 @@ def _load(
     else:
         note = preset.note if preset else vision.note
         source, tensors = read_source(options.name, pretrained, published, note)
+    if vision.rename is not None and not _is_own_file(tensors, vision):
+        tensors = vision.rename(tensors)
     tensors = fitting_keys(tensors, lambda keys: _count_fitting(keys, vision))
     if any(key.startswith("backbone.") for key in tensors):
         encoder = ImageEncoder(vision, options)
@@ -281,6 +355,12 @@ def _load(
         vision.adapter.resize(vision.net, vision.image_size)
         load_strictly(vision.net, tensors, keys, source)
     return ImageEncoder(vision, options)
+
+
+def _is_own_file(tensors: Mapping[str, Tensor], vision: VisionBackbone) -> bool:
+    """Return whether a file has medvl's names: those of the model behind `backbone.`."""
+    names = vision.net.state_dict().keys()
+    return {key.removeprefix("backbone.") for key in tensors} == names
 
 
 def _count_fitting(keys: Sequence[str], vision: VisionBackbone) -> int:

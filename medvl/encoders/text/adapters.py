@@ -430,6 +430,48 @@ class ClipAdapter(TextAdapter):
         )
 
 
+class TowerAdapter(TextAdapter):
+    """Adapter for the text towers of CLIP and SigLIP in transformers: causal, or bidirectional over
+    its full length without a mask, as SigLIP was trained.
+    """
+
+    def __init__(self, net: Any, *, is_causal: bool) -> None:
+        self._options = {"is_causal": True} if is_causal else {}
+        if not is_causal:
+            self.padded_length = int(net.config.max_position_embeddings)
+            self.pools_last_position = True
+
+    def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
+        """Return the embeddings; SigLIP gets texts padded to full length."""
+        if set(positions) - {"position_ids"}:
+            raise _unsupported(net, ", ".join(positions))
+        if self.padded_length is not None:
+            if positions:
+                raise _unsupported(net, "position_ids")
+            padding = self.padded_length - ids_BT.shape[1]
+            ids_BT = nn.functional.pad(ids_BT, (0, padding), value=net.config.pad_token_id)
+        hidden_BTD: Tensor = net.embeddings(input_ids=ids_BT, **positions)
+        return hidden_BTD
+
+    def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
+        """Return the states after every block, the last one after the final norm.
+
+        Right padding needs no mask: later positions are hidden, or are part of the text (SigLIP).
+        """
+        if attend_BQT.shape[1] != 1:
+            raise _unsupported(net, "a mask for every query")
+        states = [hidden_BTD]
+        for layer in net.encoder.layers:
+            states.append(layer(states[-1], None, **self._options))
+        return [*states[:-1], net.final_layer_norm(states[-1])]
+
+    def layers(self, net: Any) -> list[list[str]]:
+        """Return the parameters of the embeddings, the blocks and the final norm."""
+        blocks = [f"encoder.layers.{index}." for index in range(len(net.encoder.layers))]
+        names = [name for name, _ in net.named_parameters()]
+        return group_by_depth(names, blocks, top=["final_layer_norm."], stem=["embeddings."])
+
+
 class StaticAdapter(TextAdapter):
     """Adapter for a table of word vectors, without context."""
 

@@ -6,13 +6,21 @@ Weights are initialised by the library, from torch's global generator.
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from medvl.common.untrusted import parse_json
+from medvl.encoders.hugging_face import (
+    CONFIG_FILE,
+    PAIRS,
+    TEXT_KINDS,
+    check_activation,
+    check_fields,
+    read_config,
+    read_tower,
+)
 from medvl.encoders.presets import OPEN_CLIP_CUSTOM
 from medvl.encoders.text.adapters import (
     AlbertAdapter,
@@ -23,6 +31,7 @@ from medvl.encoders.text.adapters import (
     StaticAdapter,
     TextAdapter,
     TextBackbone,
+    TowerAdapter,
 )
 from medvl.errors import ConfigError
 
@@ -46,26 +55,25 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return (model type, fields that differ from the type's defaults) of a Hugging Face folder's
     `config.json`.
 
-    Code in the folder is never run.
+    Code in the folder is never run. Of a folder with two towers (SigLIP, CLIP), the text tower is
+    read.
 
     Raises:
         ConfigError: "not_found" if the file is missing, "malformed" if it does not describe a model
-            of transformers.
+            of transformers, "unsupported" for an activation that transformers does not have.
     """
     import transformers
 
-    path = folder / "config.json"
+    path = folder / CONFIG_FILE
+    content = read_config(folder)
+    if content["model_type"] in (*PAIRS, *TEXT_KINDS):
+        return read_tower(folder, "text")
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
         model_type = (
             "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])
         )  # a plain BERT
         known = transformers.AutoConfig.for_model(model_type).to_dict()
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{folder} has no config.json of Hugging Face", "not_found", field="name"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} describes no transformers model: {error}", "malformed", field="name"
         ) from None
@@ -79,23 +87,6 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
     }
     fields.pop("dtype", None)
     return model_type, fields
-
-
-def parse_fields(text: str) -> dict[str, Any]:
-    """Return the fields of a name such as `hf:bert{"hidden_size": 192}`. Raises ConfigError if
-    they are malformed.
-    """
-    try:
-        fields = parse_json(text)
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
-        message = (
-            "expected hf:TYPE with a JSON object of fields, such as hf:bert{"
-            + '"hidden_size": 192}'
-        )
-        raise ConfigError(message, "malformed", field="name")
-    return fields
 
 
 def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBackbone:
@@ -123,7 +114,7 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
             f"transformers has no model type {model_type!r} and there is no such folder: {hint}"
         )
         raise ConfigError(message, "unknown_name", field="name") from None
-    _check_fields(f"hf:{model_type}", arguments, known)
+    check_fields(f"hf:{model_type}", arguments, known)
     options = {"add_pooling_layer": False} if model_type in _WITH_POOLER else {}
     try:
         config = transformers.AutoConfig.for_model(model_type, **arguments)
@@ -158,6 +149,59 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
     )
 
 
+def build_text_tower(kind: str, arguments: Mapping[str, Any], projection: bool) -> TextBackbone:
+    """Build the text tower of a SigLIP or CLIP of transformers.
+
+    Args:
+        kind: model type, one of `medvl.encoders.hugging_face.TEXT_KINDS`.
+        arguments: fields of its configuration that differ from its defaults; `projection_dim`
+            (CLIP) and `projection_size` (SigLIP) are the width of the projection.
+        projection: whether to keep the projection into the shared space.
+
+    Raises:
+        ConfigError: "unknown_name" for a field, "unsupported" for an activation, "out_of_range" if
+            transformers rejects the values.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    name = f"hf:{kind}"
+    check_fields(name, arguments, transformers.AutoConfig.for_model(kind).to_dict())
+    if "hidden_act" in arguments:
+        check_activation(arguments["hidden_act"], name)
+    is_siglip = kind == "siglip_text_model"
+    network = transformers.SiglipTextModel if is_siglip else transformers.CLIPTextModel
+    try:
+        config: Any = transformers.AutoConfig.for_model(
+            kind, **arguments, attn_implementation="sdpa"
+        )
+        net: Any = network(config)
+    except (StrictDataclassError, TypeError, ValueError, AssertionError, RuntimeError) as error:
+        message = f"transformers cannot build {name} with {dict(arguments)}: {error}"
+        raise ConfigError(message, "out_of_range") from error
+    width = config.hidden_size
+    projected = config.projection_size if is_siglip else config.projection_dim
+    head: nn.Linear | None = None
+    if is_siglip:
+        head = net.head
+        net.head = nn.Identity()
+    elif projection:
+        head = nn.Linear(width, projected, bias=False)
+        nn.init.normal_(head.weight, std=config.initializer_factor * width**-0.5)
+    return TextBackbone(
+        net=net,
+        adapter=TowerAdapter(net, is_causal=not is_siglip),
+        width=width,
+        vocab_size=config.vocab_size,
+        pad_id=config.pad_token_id or 0,
+        max_tokens=config.max_position_embeddings,
+        num_layers=config.num_hidden_layers,
+        block_prefix="encoder.layers.",
+        projection=head if projection else None,
+        projected_width=projected,
+    )
+
+
 def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -> TextBackbone:
     """Build the text encoder of an open_clip model.
 
@@ -186,7 +230,7 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
     fields = {_SIZES.get(key, key): value for key, value in arguments.items()}
     embed_dim = int(fields.pop("embed_dim", config["embed_dim"]))
     tower = config["text_cfg"] | fields
-    _check_fields(f"open_clip:{name}", tower, known)
+    check_fields(f"open_clip:{name}", tower, known)
     if tower.get("hf_model_name") or tower.get("embed_cls"):
         message = (
             f"the text encoder of {name} is not an open_clip Transformer: use a preset or hf:TYPE"
@@ -243,7 +287,7 @@ def build_static(vocab_size: int, pad_id: int, arguments: Mapping[str, Any]) -> 
     """Build a table of word vectors. Raises ConfigError: "unknown_name" for an argument other
     than `dimension`.
     """
-    _check_fields("static", arguments, ["dimension"])
+    check_fields("static", arguments, ["dimension"])
     dimension = int(arguments["dimension"])
     return TextBackbone(
         net=nn.Embedding(vocab_size, dimension),
@@ -259,18 +303,3 @@ def build_static(vocab_size: int, pad_id: int, arguments: Mapping[str, Any]) -> 
 def _take_projection(net: Any) -> nn.Module | None:
     head = net.text_projection
     return MatrixHead(head) if isinstance(head, nn.Parameter) else head
-
-
-def _check_fields(name: str, fields: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    for field in fields:
-        if field not in known:
-            near = difflib.get_close_matches(field, known, n=3)
-            hint = (
-                f"did you mean {', '.join(near)}?"
-                if near
-                else f"choose from {', '.join(sorted(known)[:12])}, ..."
-            )
-            raise ConfigError(
-                f"unknown argument {field!r} of {name}: {hint}", "unknown_name", field=field
-            )

@@ -1,7 +1,7 @@
 """Creation of text encoders by name.
 
 A name is a preset (`medvl.encoders.presets`); `hf:TYPE` for an encoder of transformers by model
-type (`hf:bert`, `hf:distilbert`, ...), also with fields of its configuration
+type (`hf:bert`, `hf:distilbert`, `hf:clip_text_model`, ...), also with fields of its configuration
 (`hf:bert{"hidden_size": 192}`); a local folder with a `config.json`, or `hf:FOLDER`;
 `open_clip:NAME` for the text encoder of an open_clip model; `static` for a table of word vectors.
 Values of `pretrained` are described in `medvl.encoders.pretrained`; for `static` it is a file in
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from medvl.encoders.hugging_face import TEXT_KINDS, local_folder, parse_fields
 from medvl.encoders.presets import TEXT_PRESETS, TextPreset
 from medvl.encoders.pretrained import (
     CLIP_SCALARS,
@@ -30,12 +31,18 @@ from medvl.encoders.pretrained import (
     unused_blocks,
     with_set,
 )
-from medvl.encoders.text.adapters import ClipAdapter, MatrixHead, TextBackbone, text_projection
+from medvl.encoders.text.adapters import (
+    ClipAdapter,
+    MatrixHead,
+    TextBackbone,
+    TowerAdapter,
+    text_projection,
+)
 from medvl.encoders.text.builders import (
     build_hugging_face,
     build_open_clip,
     build_static,
-    parse_fields,
+    build_text_tower,
     read_folder,
 )
 from medvl.encoders.text.encoder import Pool, Reduce, TextEncoder, TextOptions
@@ -53,6 +60,17 @@ _NOT_BUILT = ("backbone.pooler.", "backbone.embeddings.position_ids")
 transformers.
 """
 _MEDVL_LAYOUT = (("backbone.", "backbone."), ("projection.", "projection."))
+_TOWER_IMAGE_KEYS = ("vision_model.", "visual_projection.")
+_TOWER_HEADS = ("text_model.head.", "head.")
+_TOWER_LAYOUTS = (
+    _MEDVL_LAYOUT,
+    (("text_model.head.", "projection."), ("text_model.", "backbone.")),
+    (("text_projection.", "projection."), ("text_model.", "backbone.")),
+    (("text_model.", "backbone."),),
+    (("head.", "projection."), ("", "backbone.")),
+    (("", "backbone."),),
+)
+"""SigLIP and CLIP of transformers: with or without a projection, with or without a prefix."""
 
 
 def create_text_encoder(
@@ -83,7 +101,8 @@ def create_text_encoder(
             the last. GLoRIA sums the last four, MedCLIP averages (1, 2, -1).
         reduce: "mean" or "sum" over `layers`.
         pool: "cls", the first token; "mean" or "max" over real tokens; "eos", the last real token.
-            Default: the published model's own; else "eos" for open_clip and "cls" for all others.
+            Default: the published model's own; else "eos" for the text towers of CLIP and SigLIP
+            (open_clip, transformers) and "cls" for all others.
         projection: project `pooled_BD` with the published model's head (CXR-BERT, CLIP,
             BiomedCLIP).
         vocabulary: word -> id, for `static` with a file: words in the file get their vectors.
@@ -100,14 +119,14 @@ def create_text_encoder(
     """
     pretrained = with_set(pretrained, weights)
     family, model, preset, fields = _resolve(str(name))
-    folder = _folder(str(name))
+    folder = local_folder(str(name), TEXT_PRESETS)
     options = TextOptions(
         name=f"{family}:{model}" if preset is None and family == "hf" else str(name),
         vocab_size=vocab_size,
         pad_id=pad_id,
         layers=tuple(layers),
         reduce=reduce,
-        pool=pool or (preset.pool if preset else "eos" if family == "open_clip" else "cls"),
+        pool=pool or (preset.pool if preset else "eos" if _has_end(family, model) else "cls"),
         projection=projection,
         arguments=arguments if preset else {**fields, **arguments},
     )
@@ -135,8 +154,13 @@ def text_has_projection(name: str) -> bool:
     Raises:
         ConfigError: "unknown_name".
     """
-    family, _, preset, _ = _resolve(name)
-    return family == "open_clip" or (preset is not None and preset.projection is not None)
+    family, model, preset, _ = _resolve(name)
+    return _has_end(family, model) or (preset is not None and preset.projection is not None)
+
+
+def _has_end(family: str, model: str) -> bool:
+    """Return whether an encoder is the text tower of a CLIP or SigLIP, which pool a text's end."""
+    return family == "open_clip" or (family == "hf" and model in TEXT_KINDS)
 
 
 def text_encoder_fields(name: str) -> dict[str, Any]:
@@ -158,17 +182,11 @@ def without_folder(name: str) -> str:
     """Return the name of the same encoder that does not depend on a local folder:
     `hf:TYPE{FIELDS}` for one.
     """
-    folder = _folder(name)
+    folder = local_folder(name, TEXT_PRESETS)
     if folder is None:
         return name
     model, fields = read_folder(folder)
     return f"hf:{model}{json.dumps(fields)}"
-
-
-def _folder(name: str) -> Path | None:
-    """Return the local folder of a name such as `hf:FOLDER`; None for other names."""
-    folder = Path(name.removeprefix("hf:") if "/" in name else name)
-    return folder if name and name not in TEXT_PRESETS and folder.is_dir() else None
 
 
 def _resolve(name: str) -> tuple[str, str, TextPreset | None, dict[str, Any]]:
@@ -177,7 +195,7 @@ def _resolve(name: str) -> tuple[str, str, TextPreset | None, dict[str, Any]]:
     if preset is not None:
         family, _, model = preset.model.partition(":")
         return family, model, preset, dict(preset.arguments)
-    if (folder := _folder(name)) is not None:
+    if (folder := local_folder(name, TEXT_PRESETS)) is not None:
         model, fields = read_folder(folder)
         return "hf", model, None, fields
     family, separator, model = name.partition(":")
@@ -213,6 +231,8 @@ def _build(
         arguments["pad_token_id"] = options.pad_id
     if family == "open_clip":
         language = build_open_clip(model, arguments, options.projection)
+    elif model in TEXT_KINDS:
+        language = build_text_tower(model, arguments, options.projection)
     else:
         language = build_hugging_face(model, arguments)
     if not options.projection or language.projection is not None:
@@ -275,14 +295,16 @@ def _load(
     source, tensors = read_source(encoder.name, pretrained, published, note)
     names = [name for name, _ in language.net.named_parameters()]
     upper = [] if language.block_prefix is None else unused_blocks(language.block_prefix, names)
+    is_tower = isinstance(language.adapter, TowerAdapter)
+    unused = () if language.projection is not None else _PROJECTIONS
     keys = KeyMap(
-        layouts=_clip_layouts(language)
-        if isinstance(language.adapter, ClipAdapter)
-        else _bert_layouts(language),
+        layouts=_layouts(language),
         ignored_keys=[
             *_HEADS,
             *_IMAGE_KEYS,
-            *(() if language.projection is not None else _PROJECTIONS),
+            *(_TOWER_IMAGE_KEYS if is_tower else ()),
+            *unused,
+            *(_TOWER_HEADS if is_tower and unused else ()),
         ],
         ignored_names=[*_NOT_BUILT, *(f"backbone.{block}" for block in upper)],
     )
@@ -298,6 +320,13 @@ def _load(
             raise
         advice = f"text_encoder {folder!r} takes its sizes from the folder of these weights"
         raise WeightsError(f"{error}; {advice}", error.code) from error
+
+
+def _layouts(language: TextBackbone) -> Sequence[Sequence[tuple[str, str]]]:
+    """Return the layouts of files for this backbone."""
+    if isinstance(language.adapter, ClipAdapter):
+        return _clip_layouts(language)
+    return _TOWER_LAYOUTS if isinstance(language.adapter, TowerAdapter) else _bert_layouts(language)
 
 
 def _bert_layouts(language: TextBackbone) -> list[Sequence[tuple[str, str]]]:
