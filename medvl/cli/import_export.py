@@ -63,13 +63,16 @@ def import_published(
     out: Path | None = None,
     tokenizer: Path | None = None,
     weights: str | None = None,
+    resize: Literal["area", "bicubic", "bilinear", "bicubic_antialias", "bilinear_antialias"]
+    | None = None,
     list_all: Annotated[bool, tyro.conf.arg(name="list")] = False,
 ) -> str:
     """Import a published checkpoint (GLoRIA, CheXzero, MedCLIP, ...) as a system or as encoders.
 
     Args:
         system: name of the system (`medvl import --list`), or open_clip:NAME.
-        file: published file, or a folder of stable_diffusion; no code in it is executed.
+        file: published file, or the folder of hf-siglip, hf-clip and stable_diffusion; no code in
+            it is executed.
         text_file: the text model's file, of a system published in two (biovil, biovil_t) or without
             it (medklip, mavl, lvit).
         entities: file of the entities that the system was trained with (medklip, mavl, kad, arl).
@@ -78,6 +81,8 @@ def import_published(
         tokenizer: folder of the system's tokenizer; not needed for CLIP's.
         weights: name of a set of weights in the file, where it has several: state_dict_ema,
             teacher.
+        resize: kernel with which images are resized, in place of the released one: bilinear for
+            MedSigLIP, whose card resizes images outside of its processor.
         list_all: list the systems that can be imported.
     """
     if list_all:
@@ -89,17 +94,26 @@ def import_published(
             field="out",
         )
     if system == "stable_diffusion":
-        if weights is not None:
-            raise ConfigError(
-                "stable_diffusion is a folder of parts; leave --weights out",
-                "conflict",
-                field="weights",
-            )
+        for name, value in (("weights", weights), ("resize", resize)):
+            if value is not None:
+                raise ConfigError(
+                    f"stable_diffusion is a folder of parts; leave --{name} out",
+                    "conflict",
+                    field=name,
+                )
         return _import_stable_diffusion(file, out)
     from medvl.export.importers.import_checkpoint import REPORT, import_checkpoint
 
-    others = {"text_file": text_file, "entities": entities, "tokenizer": tokenizer}
-    imported = import_checkpoint(system, file, **others, weights=weights, out=out)
+    imported = import_checkpoint(
+        system,
+        file,
+        text_file=text_file,
+        entities=entities,
+        tokenizer=tokenizer,
+        weights=weights,
+        resize=resize,
+        out=out,
+    )
     reasons = sorted({*imported.left_out.values()})
     lines = [
         f"Wrote {out}: {imported.loaded} tensors loaded, {len(imported.left_out)} left out, see "

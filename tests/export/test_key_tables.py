@@ -33,6 +33,8 @@ SYSTEMS = {
         "convirt_pytorch",
         "convirt_vilmedic",
         "gloria",
+        "hf-clip",
+        "hf-siglip",
     ),
     *(
         "albef",
@@ -159,6 +161,7 @@ def test_importers_and_published_lists_correspond() -> None:
         "albef",
         "meter",
     }  # by their code alone; tested in test_imported_fusion_encoders.py
+    without_list |= {"hf-clip", "hf-siglip"}  # of transformers; test_imported_hugging_face.py
     without_list |= {"albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"}
     assert {importer.name for importer in list_importers()} == set(LISTS.values()) | without_list
     assert {importer.name for importer in list_importers() if importer.kind == "system"} == SYSTEMS

@@ -47,8 +47,9 @@ _LARGEST_LENGTH = 1_000_000  # transformers writes a larger number for "no limit
 
 CLIP: Literal["clip"] = "clip"
 CLIP_TOKENS = 77
-Cleaning = Literal["clip", "canonical", "report", "r2gen", "words", "albef"]
-"""Text cleaning before tokenization: that of CLIP, of SigLIP, for vocabularies of words
+Cleaning = Literal["clip", "canonical", "siglip", "lower", "report", "r2gen", "words", "albef"]
+"""Text cleaning before tokenization: that of CLIP, of SigLIP as in open_clip and as in transformers
+(which removes underscores without a space), lower case alone (SigLIP 2), for vocabularies of words
 (`report_cleaning`), or as the released code of R2Gen, of CARZero, or of ALBEF, M2I2 and MUMC
 (`published_cleaning`).
 """
@@ -66,6 +67,7 @@ _OTHER_NAMES = {"cls": "bos", "sep": "eos"}
 _WITHOUT_PUNCTUATION = str.maketrans(
     {"_": " ", **dict.fromkeys(string.punctuation.replace("_", ""))}
 )
+_WITHOUT_ANY_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,6 +323,10 @@ def clean_text(text: str, how: Cleaning | None) -> str:
     """Clean a text as in the training of the tokenizer's model."""
     if how == "canonical":  # SigLIP: lower case, without punctuation, single spaces
         return " ".join(text.translate(_WITHOUT_PUNCTUATION).lower().split())
+    if how == "siglip":
+        return " ".join(text.lower().translate(_WITHOUT_ANY_PUNCTUATION).split())
+    if how == "lower":
+        return text.lower()
     if how in ("words", "albef"):
         return clean_words(text) if how == "words" else clean_as_albef(text)
     if how in ("report", "r2gen"):

@@ -17,7 +17,11 @@ from typing import Any
 from medvl.errors import ConfigError
 
 CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
-_KNOWN_EXPRESSIONS = frozenset({CLIP_WORDS, " {2,}", r"\s+", "\n"})
+PUNCTUATION = r"[!-/:-@\[-`{-~]"
+_CLIP_ENDS = r"<\|startoftext\|>|<\|endoftext\|>|"
+_KNOWN_EXPRESSIONS = frozenset(
+    {CLIP_WORDS, _CLIP_ENDS + CLIP_WORDS, PUNCTUATION, " {2,}", r"\s+", "\n"}
+)
 """Expressions of CLIP and of models with SentencePiece, which are linear in the text."""
 _NORMALIZERS = {
     *(

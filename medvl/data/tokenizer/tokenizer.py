@@ -473,8 +473,9 @@ def load_tokenizer(
             True, as in Hugging Face's BERT tokenizers; Bio_ClinicalBERT was used that way although
             its vocabulary is cased.
         cleaning: "canonical" lower-cases texts and removes punctuation, which SigLIP needs but its
-            files do not state. "words" and "albef" clean as the released code of CARZero and of
-            ALBEF, M2I2 and MUMC. Default: that of the files, if saved by medvl.
+            files do not state; "siglip" does so as the tokenizer of transformers. "words" and
+            "albef" clean as the released code of CARZero and of ALBEF, M2I2 and MUMC. Default: that
+            of the files, if saved by medvl.
         closing: whether texts end with [SEP]; ALBEF's, M2I2's and MUMC's do not. Default: that of
             the files.
 

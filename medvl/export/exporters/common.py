@@ -258,12 +258,14 @@ def _compares_vectors(model: System) -> bool:
 
 
 def _image_layers(model: Any, arguments: Mapping[str, Any] | None) -> list[nn.Module] | None:
-    matrix = getattr(
-        model.image_encoder.backbone, "proj", None
-    )  # CLIP's, inside open_clip's module
-    inside = (
-        [MatrixHead(matrix)] if isinstance(matrix, nn.Parameter) and arguments is not None else []
-    )
+    backbone = model.image_encoder.backbone
+    matrix = getattr(backbone, "proj", None)  # CLIP's, inside open_clip's module
+    linear = getattr(backbone, "visual_projection", None)  # and inside that of transformers
+    inside: list[nn.Module] = []
+    if arguments is not None and isinstance(matrix, nn.Parameter):
+        inside = [MatrixHead(matrix)]
+    elif arguments is not None and isinstance(linear, nn.Linear):
+        inside = [linear]
     return _flatten(nn.Sequential(*inside, model.image_head))
 
 

@@ -1,6 +1,7 @@
 """Export to transformers: folders that `AutoModel.from_pretrained` loads without custom code.
 
-A CLIP on open_clip's own encoders becomes one `CLIPModel`. Of other systems each encoder is
+A CLIP on open_clip's own encoders becomes one `CLIPModel`; a CLIP or SigLIP on the towers of
+transformers becomes what it was imported from. Of other systems each encoder is
 exported: as a class of transformers that computes the same, else timm's models as
 `TimmWrapperModel`, else in medvl's format, which `medvl.export.load_encoder` reads. The heads of
 dual-encoders lie beside them with a loader, `zero_shot.py`. Other parts, such as fusion-encoders,
@@ -32,6 +33,13 @@ from medvl.export.exporters.common import (
     save_text_model,
     write_card,
     write_heads,
+)
+from medvl.export.exporters.towers import (
+    full_length,
+    is_pair,
+    text_tower,
+    write_image_tower,
+    write_pair,
 )
 from medvl.export.importers import backbones
 from medvl.export.importers.backbones import IMAGE, TEXT_PROJECTION
@@ -172,7 +180,9 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
     model, encoder = require_encoders(model)
     model.eval()
     with new_folder(Path(out)) as folder, torch.no_grad():
-        if _is_plain_clip_model(model):
+        if is_pair(model):
+            differences, left_out, usage = write_pair(model, folder)
+        elif _is_plain_clip_model(model):
             differences = _write_clip(model, folder)
             left_out = {}
             if model.tokenizer is not None:
@@ -287,7 +297,7 @@ def _write_image(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float],
     """Write the encoder in the first format that computes the same; return its differences and
     loading arguments.
     """
-    for write in (_write_image_class, _write_timm):
+    for write in (write_image_tower, _write_image_class, _write_timm):
         try:
             return write(encoder, folder)
         except (ConfigError, CheckpointError):
@@ -456,10 +466,13 @@ def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
             for name, tensor in encoder.backbone.state_dict().items()
         }
         _load_tensors(net, tensors, table, encoder.name)
+    net = text_tower(encoder) if net is encoder.backbone else net
     save_text_model(model, net, folder)
     arguments = _no_pooler(net)
     reloaded = transformers.AutoModel.from_pretrained(folder, **arguments).eval()
-    states = reloaded(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    whole = full_length(encoder, ids)
+    masks = {"attention_mask": mask.long()} if whole.shape == mask.shape else {}
+    states = reloaded(input_ids=whole, **masks).last_hidden_state
     expected = encoder.encode(encoder.embed(ids, mask), mask)[-1]
     return {"token states": difference("the token states", states, expected)}, arguments
 

@@ -17,6 +17,7 @@ import medvl
 from medvl.common.files import new_folder, sha256, write_json
 from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from medvl.data.transforms.image import Kernel
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.pretrained import check_values, fitting_keys
 from medvl.encoders.weight_files import copies, file_in_folder, read_weight_file, several_sets
@@ -27,6 +28,7 @@ from medvl.export.importers import (
     encoders_only,
     fusion_encoders,
     fusion_encoders as albef,
+    hugging_face,
     language,
     language as report_generators,
     lvit,
@@ -58,6 +60,7 @@ _IMPORTERS: Mapping[str, Importer] = {
             *queries.IMPORTERS,
             *statements.STATEMENT_IMPORTERS,
             *encoders_only.IMPORTERS,
+            *hugging_face.IMPORTERS,
         ),
         key=lambda importer: importer.name,
     )
@@ -162,6 +165,7 @@ def import_checkpoint(
     entities: Path | str | None = None,
     tokenizer: Tokenizer | Path | str | None = None,
     weights: str | None = None,
+    resize: Kernel | None = None,
     out: Path | str | None = None,
 ) -> Imported:
     """Load a published checkpoint as a medvl system, or as encoders where medvl does not have the
@@ -179,6 +183,8 @@ def import_checkpoint(
             vocabulary take strings.
         weights: name of a set of weights in `file`, where it has several: `state_dict_ema`,
             `teacher`.
+        resize: kernel with which the system's images are resized, in place of the released one
+            (`medvl.data.transforms.image.Kernel`).
         out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders
             `image_encoder` and `text_encoder` for `load_encoder`. `import.json` lists what was left
             out and why.
@@ -214,7 +220,7 @@ def import_checkpoint(
         tensors |= own
     source = " and ".join(map(str, files))
     model, mapped, zeros = match_checkpoint(
-        tensors, importer, source, tokenizer, entities, path.parent
+        tensors, importer, source, tokenizer, entities, path.parent, resize
     )
     state = model.state_dict()
     zero = {name: torch.zeros_like(state[name]) for name in zeros}
@@ -280,6 +286,7 @@ def match_checkpoint(
     tokenizer: Tokenizer | Path | str | None = None,
     entities: Path | str | None = None,
     folder: Path | None = None,
+    resize: Kernel | None = None,
 ) -> tuple[System | Encoders, MappedTensors, dict[str, str]]:
     """Return the model (random weights), the file's tensors by its names, and the tensors to zero
     with the reason.
@@ -301,7 +308,7 @@ def match_checkpoint(
     )
     try:
         with limit:
-            model, mapped = _build(importer, mapped, tokenizer, entities, folder)
+            model, mapped = _build(importer, mapped, tokenizer, entities, folder, resize)
     except (
         WeightsError,
         KeyError,
@@ -348,18 +355,26 @@ def _build(
     tokenizer: Tokenizer | Path | str | None,
     entities: Path | str | None,
     folder: Path | None,
+    resize: Kernel | None,
 ) -> tuple[System | Encoders, MappedTensors]:
     """Return the model, and the tensors with those of its file of entities."""
-    if importer.system is None:
+    if importer.kind != "system":
         if tokenizer is not None:
             message = f"{importer.name} is imported as encoders: they take no tokenizer"
             raise ConfigError(message, "conflict", field="tokenizer")
+        if resize is not None:
+            message = f"{importer.name} is imported as encoders: they resize no images"
+            raise ConfigError(message, "conflict", field="resize")
         return build_encoders(mapped.shapes, importer.image, importer.text), mapped
+    if importer.configure is not None:
+        return _build_from_folder(importer, tokenizer, folder, resize), mapped
+    assert importer.system is not None
     config = dataclasses.replace(importer.system(mapped.shapes), **importer.images)
     if importer.has_processor and folder is not None:
         config = with_image_processor(config, folder)
     if importer.settle is not None:
         config, mapped = importer.settle(config, mapped)
+    config = _with_kernel(config, resize, importer)
     if importer.entities is not None and entities is not None:
         config, more = importer.entities.read(config, Path(entities))
         mapped = dataclasses.replace(mapped, tensors={**mapped.tensors, **more})
@@ -370,6 +385,36 @@ def _build(
             tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens)
         tokenizer = tokenizer.as_published(cleaning=importer.cleaning, closing=importer.closing)
     return create_model(config, tokenizer=tokenizer), mapped
+
+
+def _build_from_folder(
+    importer: Importer,
+    tokenizer: Tokenizer | Path | str | None,
+    folder: Path | None,
+    resize: Kernel | None,
+) -> System:
+    """Return the system that the files of a folder describe."""
+    if importer.configure is None or importer.read_tokenizer is None or folder is None:
+        message = f"{importer.name} needs the folder of its file"
+        raise ConfigError(message, "missing", field="file")
+    config = _with_kernel(importer.configure(folder), resize, importer)
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = importer.read_tokenizer(
+            folder if tokenizer is None else Path(tokenizer), config
+        )
+    if tokenizer is not None:
+        config = dataclasses.replace(config, max_tokens=tokenizer.max_tokens)
+    return create_model(config, tokenizer=tokenizer)
+
+
+def _with_kernel(config: Any, resize: Kernel | None, importer: Importer) -> Any:
+    """Return a config with another kernel of the resize, if one is given."""
+    if resize is None:
+        return config
+    if not hasattr(config, "resize"):
+        message = f"{importer.name} has no kernel of its own; leave resize out"
+        raise ConfigError(message, "conflict", field="resize")
+    return dataclasses.replace(config, resize=resize)
 
 
 def _mismatch(

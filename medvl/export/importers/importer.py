@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from medvl.common.untrusted import read_json
 from medvl.data.tokenizer.files import Cleaning
+from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
+from medvl.encoders.hugging_face import KERNELS, PROCESSOR_FILES, numbers
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.errors import ConfigError, WeightsError
 from medvl.export.importers.backbones import IMAGE, TEXT, TEXT_PROJECTION
@@ -21,9 +23,6 @@ from medvl.export.importers.key_map import KeyRule, MappedTensors, Shapes, ZeroT
 Options = Mapping[str, Any]
 """Arguments of `create_image_encoder` or `create_text_encoder`."""
 
-PROCESSOR_FILE = "preprocessor_config.json"
-_KERNELS = {2: "bilinear_antialias", 3: "bicubic_antialias"}
-"""Pillow's number of a filter -> kernel."""
 _HEAD_WIDTH = (
     64  # of every published BERT, vision Transformer and CLIP; the files do not contain it
 )
@@ -146,7 +145,7 @@ def with_image_processor(config: Any, folder: Path) -> Any:
     Without the file the config is returned as it is. Raises ConfigError for a file that cannot be
     read, or of other values.
     """
-    path = folder / PROCESSOR_FILE
+    path = folder / PROCESSOR_FILES[0]
     try:
         content = read_json(path, ConfigError)
     except FileNotFoundError:
@@ -155,33 +154,18 @@ def with_image_processor(config: Any, folder: Path) -> Any:
         raise ConfigError(
             f"{path}: expected a JSON object, got {type(content).__name__}", "malformed"
         )
-    image = {**config.image_arguments, "mean": _numbers(content, "image_mean", path)}
-    image["std"] = _numbers(content, "image_std", path)
+    image = {**config.image_arguments, "mean": numbers(content, "image_mean", path)}
+    image["std"] = numbers(content, "image_std", path)
     if min(image["std"]) <= 0:
         raise ConfigError(
             f"{path}: expected image_std above 0, got {list(image['std'])}", "out_of_range"
         )
     resample = content.get("resample", 3)
-    if not isinstance(resample, int) or resample not in _KERNELS:
+    if not isinstance(resample, int) or resample not in KERNELS:
         message = f"{path}: expected resample 2 (bilinear) or 3 (bicubic), got {resample!r}"
         raise ConfigError(message, "unsupported")
     fit = "crop" if content.get("do_center_crop") is True else "squash"
-    return dataclasses.replace(config, image_arguments=image, resize=_KERNELS[resample], fit=fit)
-
-
-def _numbers(content: dict[str, Any], name: str, path: Path) -> tuple[float, ...]:
-    content_values = content.get(name)
-    values = content_values if isinstance(content_values, list) else []
-    numbers = tuple(
-        float(value)
-        for value in values
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    )
-    if len(values) != 3 or len(numbers) != 3:
-        raise ConfigError(
-            f"{path}: expected {name} of three numbers, got {content_values!r}", "malformed"
-        )
-    return numbers
+    return dataclasses.replace(config, image_arguments=image, resize=KERNELS[resample], fit=fit)
 
 
 def count(shapes: Shapes, prefix: str) -> int:
@@ -357,6 +341,14 @@ class Importer:
     """Function from the shapes by medvl's names to the system's config; None: only the encoders
     are imported.
     """
+    configure: Callable[[Path], Any] | None = None
+    """Function from the folder of a file to the system's config, where the files beside it
+    determine it and not the shapes.
+    """
+    read_tokenizer: Callable[[Path, Any], Tokenizer | None] | None = None
+    """Function from a folder and the system's config to the tokenizer in it, with the rules of its
+    files; None: `load_tokenizer` reads it.
+    """
     zeros: Sequence[ZeroTensor] = ()
     parts: Sequence[str] = ()
     """Names of the state dicts that the file holds side by side; keys are then `part/key`."""
@@ -389,7 +381,7 @@ class Importer:
     @property
     def kind(self) -> str:
         """Type of the imported object: "system", or which encoders."""
-        if self.system is not None:
+        if self.system is not None or self.configure is not None:
             return "system"
         encoders = [
             name
