@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         save_embeddings as save_embeddings,
         train_transe as train_transe,
     )
-    from medvl.data.loading.collate import TargetMaker as TargetMaker, sample_rng as sample_rng
+    from medvl.data.loading.collate import sample_rng as sample_rng
     from medvl.data.loading.dense_targets import (
         DenseBatch as DenseBatch,
         DenseTargets as DenseTargets,

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -34,12 +34,6 @@ _REPEAT = 2
 _FUNCTIONS = {"LINEAR": "LINEAR", "LINEAREXACT": "LINEAR_EXACT", "SIGMOID": "SIGMOID"}
 _BLOCK = 1 << 20
 _SAMPLE = 1 << 20
-
-
-class Shade(Protocol):
-    """Function of values (float64, any shape) that returns shades: 0 is black, 1 is white."""
-
-    def __call__(self, values: np.ndarray) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -445,7 +439,7 @@ def _render_color(frame: Frame, layout: PixelLayout, top: int) -> np.ndarray:
     return cv2.LUT(grey_HW, _quantize(Range(0, white)(levels), top))
 
 
-def _choose(display: Display, layout: PixelLayout) -> tuple[Shade | None, Shading]:
+def _choose(display: Display, layout: PixelLayout) -> tuple[Table | Window | Range | None, Shading]:
     """Return the function of the file (None for percentiles) and its name; plain 8-bit samples
     use the full range.
     """

@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,16 +23,18 @@ from medvl.data.transforms.device import stack_samples, stack_views
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
 from medvl.data.transforms.text import (
     REPORT_SECTIONS,
-    PairPolicy,
     SamplePolicy,
-    StatementPolicy,
     Statements,
+    TextPair,
     TextPolicy,
     choose_sections,
 )
 from medvl.data.transforms.turning import mirror_labels, texts_and_names
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs, Sample
+
+if TYPE_CHECKING:
+    from medvl.data.loading.dense_targets import DenseTargets
 
 # Stacking of the arrays and texts of samples to the tensors of a batch.
 
@@ -187,25 +189,13 @@ class Item:
     regions: Regions | None = None
     """None: the system reads pixels, or the sample has no image."""
     target: Any = None
-    """Target made by a `TargetMaker`; None without one."""
+    """Target that `DenseTargets` made; None without it."""
     positions: tuple[int, ...] = ()
     """Class of the position of each label's finding, where the system needs it."""
     statements: tuple[str, ...] = ()
     """All statements, where the system needs them."""
     augmentation_VK: np.ndarray | None = None
     """Parameters of the augmentation that is left to the device; None: the images are augmented."""
-
-
-class TargetMaker(Protocol):
-    """Training targets of images, made in the loader's workers for the augmented image
-    (`medvl.data.DenseTargets`).
-    """
-
-    def __call__(self, sample: Sample, image: Transformed) -> Any:
-        """Return the target of a sample whose image was augmented to `image`."""
-
-    def add_to(self, batch: Batch, targets: Sequence[Any]) -> Batch:
-        """Return the batch with the targets of its rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -247,7 +237,7 @@ class ItemMaker:
         label_names: Sequence[str],
         seed: int,
         inputs: Inputs | None = None,
-        targets: TargetMaker | None = None,
+        targets: "DenseTargets | None" = None,
     ) -> None:
         self.image = image
         self.text = text
@@ -381,7 +371,7 @@ class ItemMaker:
         """Return all statements; under a policy without statements, the sample's text is its
         only one.
         """
-        if not isinstance(self.text, StatementPolicy):
+        if not isinstance(self.text, Statements):
             text = self._text(sample, views, epoch, "text")
             return (text,) if text.strip() else ()
         rng = sample_rng(self.seed, epoch, sample.key, "statements")
@@ -402,7 +392,7 @@ class ItemMaker:
 
     def _text(self, sample: Sample, views: Views, epoch: int, purpose: str) -> str:
         rng = sample_rng(self.seed, epoch, sample.key, purpose)
-        if purpose == "second text" and isinstance(self.text, PairPolicy):
+        if purpose == "second text" and isinstance(self.text, TextPair):
             first = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
             text = self.text.other(sample.sections, first, rng)
         else:
@@ -427,7 +417,10 @@ class Collate:
     """
 
     def __init__(
-        self, tokenizer: Tokenize, inputs: Inputs | None = None, targets: TargetMaker | None = None
+        self,
+        tokenizer: Tokenize,
+        inputs: Inputs | None = None,
+        targets: "DenseTargets | None" = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.inputs = inputs or Inputs()

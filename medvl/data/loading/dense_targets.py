@@ -143,7 +143,7 @@ def _malformed(sample: Sample, kind: Kind) -> CorpusError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DenseTargets:
-    """Boxes or masks in the coordinates of a model's input; a `TargetMaker` for
+    """Boxes or masks in the coordinates of a model's input; targets for
     `open_loader(targets=)`.
     """
 

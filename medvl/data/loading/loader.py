@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from medvl.data.loading.collate import (
     ItemMaker,
     SkipBudget,
     SkippedSample,
-    TargetMaker,
     Tokenize,
     Views,
 )
@@ -44,6 +43,9 @@ from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError, CorpusError, DicomError, ImageError, ShardError, StorageError
 from medvl.schema import Batch, Inputs, Sample
+
+if TYPE_CHECKING:
+    from medvl.data.loading.dense_targets import DenseTargets
 
 
 class SampleDataset(Dataset[Item | SkippedSample]):
@@ -345,7 +347,7 @@ def open_loader(
     together: int = 1,
     timeout: float = TIMEOUT,
     inputs: Inputs | None = None,
-    targets: TargetMaker | None = None,
+    targets: "DenseTargets | None" = None,
     keep_imageless: bool | None = None,
 ) -> Loader:
     """Open a loader over a source. If the source has `image_keys`, evaluation batches hold each

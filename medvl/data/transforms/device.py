@@ -18,7 +18,7 @@ a Gaussian kernel, R weights from its centre. V are the images of a sample (`IMA
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
@@ -27,6 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.schema import Batch
+
+if TYPE_CHECKING:
+    from medvl.data.transforms.image import Transformed
 
 IMAGES = ("image_BCHW", "second_image_BCHW", "prior_BCHW", "other_view_BCHW")
 """Images of a batch, in the order of its parameters."""
@@ -67,15 +70,7 @@ def _draw(transform: Any, image_HWC: np.ndarray) -> dict[str, Any]:
     return parameters | transform.get_params_dependent_on_data(parameters, data)
 
 
-class Image(Protocol):
-    """An image of a sample (`medvl.data.transforms.image.Transformed`)."""
-
-    @property
-    def deferred_K(self) -> np.ndarray | None:
-        """Its parameters; None: the worker augmented it."""
-
-
-def stack_views(first: Image, *others: Image | None) -> np.ndarray | None:
+def stack_views(first: "Transformed", *others: "Transformed | None") -> np.ndarray | None:
     """Return the parameters (V, K) of a sample's images in the order of `IMAGES`; None where the
     worker augmented them.
 

@@ -34,18 +34,6 @@ class TextPolicy(Protocol):
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str: ...
 
 
-@runtime_checkable
-class PairPolicy(Protocol):
-    """Text policy that also chooses the second text (`Inputs.second_text`); with other policies
-    it is a second draw.
-    """
-
-    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str: ...
-
-    def other(self, sections: Mapping[str, str], text: str, rng: np.random.Generator) -> str:
-        """Return the second text of a sample whose first text is `text`; empty if there is none."""
-
-
 def choose_sections(sections: Mapping[str, str], names: Sequence[str]) -> list[str]:
     """Return the texts of the sections `names` that exist, in this order, or else those that
     describe the image.
@@ -198,7 +186,9 @@ class TextPair:
         return self.first(sections, rng)
 
     def other(self, sections: Mapping[str, str], text: str, rng: np.random.Generator) -> str:
-        """See `PairPolicy`."""
+        """Return the second text (`Inputs.second_text`) of a sample whose first text is `text`;
+        empty if there is none. Of other policies it is a second draw.
+        """
         second = self.second(sections, rng)
         return "" if second == text else second
 
@@ -219,14 +209,6 @@ class SamplePolicy(Protocol):
 
     def of_sample(self, sample: Sample) -> Mapping[str, str]:
         """Return the sections with which the policy is called in place of the sample's own."""
-
-
-@runtime_checkable
-class StatementPolicy(Protocol):
-    """Text policy with several texts of a sample, for systems that need `Inputs.statements`."""
-
-    def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
-        """Return the sample's statements, in order; empty if there is none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +271,9 @@ class Statements:
         return dataclasses.replace(sample, labels=labels, sections={REPORT_SECTIONS[0]: text})
 
     def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
-        """See `StatementPolicy`."""
+        """Return the sample's statements in order, for systems that need `Inputs.statements`;
+        empty if there is none.
+        """
         found = [text for text in sections["statements"].split("\n\n") if text]
         if len(found) <= self.most:
             return found

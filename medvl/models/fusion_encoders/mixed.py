@@ -1,18 +1,22 @@
 """Pretraining on pairs, images alone and texts alone (Wang et al., arXiv 2103.16022)."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.losses.masked import blank
+from medvl.errors import ConfigError
+from medvl.losses.masked import blank, mask_blocks, patchify
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.fusion_encoders.bases.base import check_pixels
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
-from medvl.models.fusion_encoders.objectives.patches import MultiScaleMaskedImageModeling
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
+from medvl.models.fusion_encoders.objectives.patches import PatchPredictions
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.heads import BlockHead, Patches
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
@@ -20,7 +24,7 @@ from medvl.models.fusion_encoders.streams import DualStreamConfig, StreamModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 
-# P cells of the image's grid; the other letters as in `medvl.schema`.
+# P cells of the image's grid, Q blocks of a scale; the other letters as in `medvl.schema`.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,75 @@ class MixedConfig(DualStreamConfig):
         super().__post_init__()
         check_within(self, "(0, 1)", "mask_ratio")
         check_within(self, "(0, inf)", "mim_weight")
+
+
+class MultiScaleMaskedImageModeling(Objective[Encoded, Tensor, list[PatchPredictions]]):
+    """Pixels of masked blocks of cells, at several scales.
+
+    Args:
+        weight: factor of the term.
+        model: has the heads.
+        ratio: share of the cells that are masked.
+        scales: sides of the blocks in cells.
+
+    Raises ConfigError unless every scale divides the model's grid.
+    """
+
+    name = "mim"
+
+    def __init__(
+        self, weight: float, model: "MixedModel", ratio: float, scales: Sequence[int]
+    ) -> None:
+        super().__init__(weight)
+        self.model = model
+        self.ratio = ratio
+        self.scales = tuple(scales)
+        grid = model.patches.grid
+        if not self.scales or any(
+            scale < 1 or grid[0] % scale or grid[1] % scale for scale in self.scales
+        ):
+            message = f"scales must divide the image encoder's grid {grid}, got {self.scales}"
+            raise ConfigError(message, "conflict", field="scales")
+
+    def corrupt(self, batch: Batch) -> Tensor:
+        """(B, P) bool: sample a scale for each image, and mask blocks of it."""
+        generator = torch.default_generator
+        device = batch.image_BCHW.device
+        return mask_blocks(
+            len(batch), self.model.patches.grid, self.scales, self.ratio, generator
+        ).to(device)
+
+    def predict(self, encoded: Encoded, corruption: Tensor) -> list[PatchPredictions]:
+        """Regenerate all blocks of each scale, for the samples that have an image."""
+        assert encoded.own is not None
+        batch = encoded.batch
+        image = encoded.own.image
+        masked_BP = corruption
+        image_BCHW = batch.image_BCHW
+        grid = self.model.patches.grid
+        side = self.model.patches.side
+        if batch.has_image_B is not None:
+            index_K = batch.has_image_B.nonzero().squeeze(1)
+            image = image.rows(index_K)
+            image_BCHW = image_BCHW[index_K]
+            masked_BP = masked_BP[index_K]
+        pixels_BCHW = self.model.image_encoder.normalize(image_BCHW)
+        if len(image_BCHW) == 0:
+            blank_BPC = pixels_BCHW.new_zeros(0, 0, self.model.patches.values)
+            return [PatchPredictions(blank_BPC, blank_BPC, masked_BP[:, :0]) for _ in self.scales]
+        states_BDhw = image.states_BND[:, 1:].transpose(1, 2).unflatten(2, grid)
+        visible_B1hw = (~masked_BP).float().unflatten(1, grid)[:, None]
+        predictions = []
+        for scale, head in zip(self.scales, self.model.mim_head.scales, strict=True):
+            blocks_BQD = F.avg_pool2d(states_BDhw, scale).flatten(2).transpose(1, 2)
+            true_BQC = patchify(F.avg_pool2d(pixels_BCHW, scale), side)
+            masked_BQ = F.max_pool2d(visible_B1hw, scale).flatten(1) == 0
+            predictions.append(PatchPredictions(head(blocks_BQD), true_BQC, masked_BQ))
+        return predictions
+
+    def loss(self, predictions: list[PatchPredictions], corruption: Tensor) -> Tensor:
+        """Mean squared error over the masked blocks of each scale, then the mean over scales."""
+        return torch.stack([losses.mim(*prediction) for prediction in predictions]).mean()
 
 
 @register_system("mixed")
