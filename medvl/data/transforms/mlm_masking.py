@@ -12,11 +12,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.tokenizer.tokenizer import IGNORED, Tokenizer
 from medvl.errors import ConfigError
 
-IGNORED = -100
-"""Label of tokens that are not masked, which `medvl.losses.mlm` ignores."""
 _MASK_SHARE = 0.8
 _RANDOM_SHARE = 0.1
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.data.knowledge.finder import MAX_ENTITIES, LinkedEntities
-from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.mlm_masking import IGNORED
+from medvl.data.tokenizer.tokenizer import IGNORED, Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.masked import PatchMask

@@ -13,8 +13,8 @@ from helpers.errors import raises
 from helpers.vocabularies import write_byte_level
 from torch import Tensor
 
-from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
-from medvl.data.transforms.mlm_masking import IGNORED, TextMasking
+from medvl.data.tokenizer.tokenizer import IGNORED, Tokenizer, load_tokenizer, train_wordpiece
+from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.errors import ConfigError
 
 TRAINING_TEXTS = [

@@ -24,9 +24,9 @@ import medvl
 from medvl.data import EntityLinker, WholeText, read_knowledge
 from medvl.data.knowledge.finder import LinkedEntities
 from medvl.data.loading.collate import Collate, ItemMaker
-from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.tokenizer.tokenizer import IGNORED, Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.mlm_masking import IGNORED, TextMasking
+from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.errors import ConfigError, CorpusError
 from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.arl import ARL, ARLConfig, mentioned
