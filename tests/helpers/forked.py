@@ -29,6 +29,7 @@ _SERVER.set_forkserver_preload(
         "medvl.models.dual_encoders.convirt",
         "medvl.train",
         "timm",
+        "torch._dynamo",
         "torch.distributed.fsdp",
         "torch.nn.parallel.distributed",
         "transformers.models.bert.modeling_bert",
