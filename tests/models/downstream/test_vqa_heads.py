@@ -43,6 +43,11 @@ PAIRS = [
     for head in HEADS
     if head != "product" or name == "medvill"
 ]
+EACH_ONCE = [
+    *((name, DECODERS[number % 2]) for number, name in enumerate(sorted(TINY))),
+    *(("m3ae", "classifier"), ("berthop", "classifier"), ("medvill", "product")),
+]
+"""Every system and every head: what one does to rows and padding does not depend on the other."""
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +146,7 @@ def test_head_overfits_a_few_questions(name: str, head: Head, tokenizer: Tokeniz
         assert said.answers == list(ANSWERS)
 
 
-@pytest.mark.parametrize(("name", "head"), PAIRS)
+@pytest.mark.parametrize(("name", "head"), EACH_ONCE)
 def test_padding_and_other_samples_do_not_change_answers(
     name: str, head: Head, tokenizer: Tokenizer
 ) -> None:
