@@ -46,8 +46,8 @@ class ImagePreset:
     """Preset of an image encoder."""
 
     model: str
-    """Library and model: `timm:NAME`, `torchvision:NAME`, `open_clip:NAME`; `medvl:NAME` for a
-    network of its own.
+    """Library and model: `timm:NAME`, `torchvision:NAME`, `open_clip:NAME`, `hf:MODEL_TYPE`;
+    `medvl:NAME` for a network of its own.
     """
     weights: Weights | None
     licence: str
@@ -133,6 +133,40 @@ def _clip_image(model: str, weights: Weights, note: str = "", **fields: Any) -> 
     """Return a preset of open_clip under the MIT licence with the normalisation of CLIP."""
     return _image(
         f"open_clip:{model}", weights, "MIT", note, mean=CLIP_MEAN, std=CLIP_STD, **fields
+    )
+
+
+def _tower(kind: str, width: int, layers: int, **differences: Any) -> Mapping[str, Any]:
+    """Return the configuration of a tower of transformers with heads of 64 and an MLP of four times
+    its width.
+    """
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
+    inside = {} if kind.startswith("dinov2") else {"intermediate_size": 4 * width}
+    return _frozen(**(sizes | inside | differences))
+
+
+def _unpinned(
+    kind: str,
+    source: str,
+    licence: str,
+    size: int,
+    statistics: tuple[Statistics, Statistics],
+    arguments: Mapping[str, Any],
+    note: str = "",
+) -> ImagePreset:
+    """Return a preset of a published tower of which no commit is pinned; `source` says where its
+    file is.
+    """
+    mean, std = statistics
+    return _image(
+        kind,
+        None,
+        licence,
+        f"{source}{'; ' if note else ''}{note}",
+        image_size=size,
+        mean=mean,
+        std=std,
+        arguments=arguments,
     )
 
 
@@ -257,6 +291,24 @@ _TINY_BERT_SIZES = _frozen(
     max_position_embeddings=256,
 )
 
+_HALF: tuple[Statistics, Statistics] = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+_CLIP_STATISTICS = (CLIP_MEAN, CLIP_STD)
+_EVA_X_STATISTICS = ((0.4919, 0.4919, 0.4919), (0.2851, 0.2851, 0.2851))
+
+
+def _eva_x(size: str) -> ImagePreset:
+    """Return the preset of an EVA-X (Yao et al. 2024), whose files are of masked pretraining."""
+    return _unpinned(
+        f"timm:eva02_{size}_patch14_224",
+        f"eva_x_{size}_patch16_merged520k_mim.pt of MapleF/eva_x on the hub",
+        "MIT",
+        224,
+        _EVA_X_STATISTICS,
+        _frozen(patch_size=16, img_size=224, ref_feat_shape=(14, 14)),
+        "pools the mean of its patches, as its authors' head; pool='cls' takes its class token",
+    )
+
+
 IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
     resnet50=_image(
         "timm:resnet50",
@@ -320,7 +372,98 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         mean=(0.5307, 0.5307, 0.5307),
         std=(0.2583, 0.2583, 0.2583),
     ),
+    medsiglip=_unpinned(
+        "hf:siglip_vision_model",
+        "google/medsiglip-448 on the hub; accept its terms and download its files",
+        "Health AI Developer Foundations terms of use",
+        448,
+        _HALF,
+        _tower(
+            "siglip",
+            1152,
+            27,
+            num_attention_heads=16,
+            intermediate_size=4304,
+            image_size=448,
+            patch_size=14,
+        ),
+        "its card resizes images by the kernel `bilinear`, outside of its processor",
+    ),
+    xraysiglip_l16=_unpinned(
+        "hf:siglip_vision_model",
+        "StanfordAIMI/XraySigLIP__vit-l-16-siglip-384__webli on the hub",
+        "CC-BY-NC-4.0",
+        512,
+        _HALF,
+        _tower("siglip", 1024, 24, image_size=512, patch_size=16),
+        "512 pixels, although its name says 384",
+    ),
+    xrayclip_b16=_unpinned(
+        "hf:clip_vision_model",
+        "StanfordAIMI/XrayCLIP__vit-b-16__laion2b-s34b-b88k on the hub",
+        "CC-BY-NC-4.0",
+        512,
+        _CLIP_STATISTICS,
+        _tower("clip", 768, 12, image_size=512, patch_size=16, hidden_act="gelu"),
+    ),
+    pubmedclip=_unpinned(
+        "hf:clip_vision_model",
+        "flaviagiammarino/pubmed-clip-vit-base-patch32 on the hub",
+        "MIT",
+        224,
+        _CLIP_STATISTICS,
+        _tower("clip", 768, 12, image_size=224, patch_size=32, hidden_act="quick_gelu"),
+    ),
+    whyxrayclip=_unpinned(
+        "open_clip:ViT-L-14",
+        "yyupenn/whyxrayclip on the hub",
+        _NO_LICENCE,
+        224,
+        _CLIP_STATISTICS,
+        _frozen(),
+        "`medvl import open_clip:ViT-L-14 FILE` has both towers",
+    ),
+    bmc_clip=_unpinned(
+        "open_clip:ViT-L-14",
+        "BMC_CLIP_CF.pt of BIOMEDICA/BMC_CLIP_CF on the hub",
+        _NO_LICENCE,
+        224,
+        _CLIP_STATISTICS,
+        _frozen(),
+        "`medvl import open_clip:ViT-L-14 FILE` has both towers",
+    ),
+    cxformer_small=_unpinned(
+        "hf:dinov2_with_registers",
+        "m42-health/CXformer-small on the hub",
+        "CC-BY-NC-4.0",
+        518,
+        (IMAGENET_MEAN, IMAGENET_STD),
+        _tower("dinov2", 384, 12, image_size=518, patch_size=14),
+    ),
+    cxformer_base=_unpinned(
+        "hf:dinov2_with_registers",
+        "m42-health/CXformer-base on the hub",
+        "CC-BY-NC-4.0",
+        518,
+        (IMAGENET_MEAN, IMAGENET_STD),
+        _tower("dinov2", 768, 12, image_size=518, patch_size=14),
+    ),
+    chexfound=_unpinned(
+        "hf:dinov2_with_registers",
+        "teacher_checkpoint.pth, which its authors publish outside the hub",
+        _NO_LICENCE,
+        512,
+        (IMAGENET_MEAN, IMAGENET_STD),
+        _tower("dinov2", 1024, 24, image_size=512, patch_size=16, use_swiglu_ffn=True),
+    ),
+    eva_x_tiny=_eva_x("tiny"),
+    eva_x_small=_eva_x("small"),
+    eva_x_base=_eva_x("base"),
 )
+
+"""A preset without `weights` has the sizes that its authors state; `hf:FOLDER` reads them, and the
+statistics of pixels, from the files.
+"""
 
 TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
     bert=_bert(_UNCASED, _BERT, "Apache-2.0"),

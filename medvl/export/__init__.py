@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from medvl.export.exporters.onnx import export_onnx as export_onnx
     from medvl.export.exporters.open_clip import export_open_clip as export_open_clip
     from medvl.export.exporters.published import export_published as export_published
+    from medvl.export.importers.hugging_face import (
+        read_image_transform as read_image_transform,
+    )
     from medvl.export.importers.import_checkpoint import (
         Imported as Imported,
         import_checkpoint as import_checkpoint,

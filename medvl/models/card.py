@@ -127,15 +127,22 @@ def _kind(manifest: Mapping[str, Any]) -> str:
 
 def _training(settings: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     recipe = run.get("recipe")
+    resize = settings.get("resize", "area")
     facts = {
         "Recipe": f"`{recipe}`" if recipe else None,
-        "Image encoder": settings.get("image_encoder"),
-        "Text encoder": settings.get("text_encoder"),
+        "Image encoder": _without_fields(settings.get("image_encoder")),
+        "Text encoder": _without_fields(settings.get("text_encoder")),
         "Image size": settings.get("image_size"),
+        "Resize": None if resize == "area" else f"{settings.get('fit')}, {resize}",
         "Imported from": (run.get("imported") or {}).get("system"),
     }
     lines = [f"- {label}: {value}" for label, value in facts.items() if value is not None]
     return "\n".join([*lines, "- All settings: `config.json`"])
+
+
+def _without_fields(name: Any) -> Any:
+    """Return an encoder's name without the fields of its configuration (`hf:TYPE{FIELDS}`)."""
+    return name.partition("{")[0] if isinstance(name, str) else name
 
 
 def _results(

@@ -18,6 +18,7 @@ from medvl.encoders import (
 )
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 
+TINY_TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_IMAGE: dict[str, dict[str, Any]] = {
     "resnet50": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
     "resnet18": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
@@ -31,8 +32,28 @@ TINY_IMAGE: dict[str, dict[str, Any]] = {
     "clip_vit_b16": {"width": 64, "layers": 2, "embed_dim": 16},
     "biomedclip": {"timm_model_name": "vit_tiny_patch16_224", "embed_dim": 16},
     "rad_dino": {"embed_dim": 32, "depth": 2, "num_heads": 2},
+    **{
+        key: {**TINY_TOWER, "intermediate_size": 64}
+        for key in ("medsiglip", "xraysiglip_l16", "xrayclip_b16", "pubmedclip")
+    },
+    **dict.fromkeys(("cxformer_small", "cxformer_base", "chexfound"), TINY_TOWER),
+    **{
+        key: {"width": 64, "layers": 2, "embed_dim": 16, "head_width": 16}
+        for key in ("whyxrayclip", "bmc_clip")
+    },
+    **{
+        key: {"embed_dim": 32, "depth": 2, "num_heads": 2}
+        for key in ("eva_x_tiny", "eva_x_small", "eva_x_base")
+    },
 }
-SIDE = {"resnet256": 128, "rad_dino": 70, "biomedclip": 224, "swin_tiny": 64}
+SIDE = {
+    "resnet256": 128,
+    "rad_dino": 70,
+    "biomedclip": 224,
+    "swin_tiny": 64,
+    "medsiglip": 70,
+    **dict.fromkeys(("cxformer_small", "cxformer_base", "whyxrayclip", "bmc_clip"), 70),
+}
 TINY_BERT = {
     "vocab_size": 120,
     "hidden_size": 32,

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.errors import raises
@@ -403,3 +404,54 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None
         create_image_encoder('hf:vit{"hiden_size": 32}')
     with raises(ConfigError, "unsupported", "projection"):
         create_image_encoder("hf:vit", projection=True)
+
+
+@pytest.mark.parametrize("size", ["small", "base"])
+def test_eva_x_of_its_own_code_is_read(size: str, tmp_path: Path) -> None:
+    """A file of masked pretraining, with NumPy scalars beside the weights; timm maps the names."""
+    from timm.models.eva import checkpoint_filter_fn
+
+    small: dict[str, Any] = {"embed_dim": 32, "depth": 2, "num_heads": 2, "image_size": 64}
+    reference = create_image_encoder(f"eva_x_{size}", **small)
+    names = {
+        ".mlp.norm.": ".mlp.ffn_ln.",
+        ".mlp.fc1.": ".mlp.w12.",
+        ".mlp.fc1_g.": ".mlp.w1.",
+        ".mlp.fc1_x.": ".mlp.w2.",
+        ".mlp.fc2.": ".mlp.w3.",
+        ".q_proj.bias": ".q_bias",
+        ".v_proj.bias": ".v_bias",
+        "fc_norm.": "norm.",
+    }
+    published = {}
+    for key, tensor in reference.backbone.state_dict().items():
+        name = key
+        for new, old in names.items():
+            name = name.replace(new, old) if old != "norm." or name.startswith(new) else name
+        published[name] = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+    published |= {
+        "mask_token": torch.zeros(1, 1, 32),
+        "lm_head.weight": torch.zeros(4, 32),
+        "lm_head.bias": torch.zeros(4),
+        "rope.freqs_cos": torch.zeros(16, 16),
+    }
+    torch.save({"model": published, "epoch": np.float64(3.0)}, tmp_path / "eva_x.pt")
+    encoder = create_image_encoder(f"eva_x_{size}", pretrained=tmp_path / "eva_x.pt", **small)
+    expected = checkpoint_filter_fn(published, reference.backbone)
+    assert encoder.backbone.state_dict().keys() == expected.keys()
+    for name, tensor in encoder.backbone.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    features = encoder.eval()(pixels(64))
+    assert features.patches_BPD.shape == (2, 16, 32)
+    del published["blocks.1.norm2.weight"]
+    torch.save({"model": published}, tmp_path / "without.pt")
+    with raises(WeightsError, "mismatch", names="blocks.1.norm2.weight"):
+        create_image_encoder(f"eva_x_{size}", pretrained=tmp_path / "without.pt", **small)
+
+
+def test_presets_without_a_pinned_file_say_where_theirs_is() -> None:
+    tiny: dict[str, Any] = {**TOWER, "image_size": 70}
+    for name, place in (("medsiglip", "google/medsiglip-448"), ("cxformer_base", "m42-health")):
+        arguments = {key: value for key, value in tiny.items() if key != "intermediate_size"}
+        with raises(WeightsError, "not_found", "pretrained", names=place):
+            create_image_encoder(name, pretrained=True, **arguments)

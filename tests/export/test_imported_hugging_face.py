@@ -27,7 +27,7 @@ from torch import Tensor
 import medvl
 from medvl.cli.main import main
 from medvl.errors import ConfigError, WeightsError
-from medvl.export import export_hugging_face, import_checkpoint
+from medvl.export import export_hugging_face, import_checkpoint, read_image_transform
 
 TOLERANCE = 1e-5
 
@@ -331,3 +331,21 @@ def test_a_system_on_one_tower_is_saved_and_exported(name: str, tmp_path: Path) 
     assert "image embedding" in exported.differences
     back = transformers.AutoModel.from_pretrained(tmp_path / "back" / "image_encoder")
     assert type(back).__name__ == kind
+
+
+def test_the_transform_of_a_folder_gives_the_pixels_of_its_processor(tmp_path: Path) -> None:
+    """For an encoder alone: crop and squash, and another kernel where one is given."""
+    for kind, settings in (
+        ("siglip", {}),
+        ("clip", {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}),
+    ):
+        processor = save_processor(tmp_path, kind, **settings)
+        transform = read_image_transform(tmp_path)
+        image = Image.fromarray(photo()).convert("RGB")
+        options = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+        expected = processor(images=image, **options)["pixel_values"][0, 0]
+        assert np.array_equal(transform(photo())[0, 0].numpy(), expected)
+        assert read_image_transform(tmp_path, resize="bilinear").resize == "bilinear"
+    (tmp_path / "preprocessor_config.json").unlink()
+    with raises(ConfigError, "not_found", names="preprocessor_config.json"):
+        read_image_transform(tmp_path)

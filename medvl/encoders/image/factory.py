@@ -13,7 +13,9 @@ pixels, without parameters; `pixelhop` with `pretrained=FOLDER` is a PixelHop++ 
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +49,9 @@ _LIBRARIES = ("timm", "torchvision", "open_clip")
 _PATCHES = "patches"
 _PIXELHOP = "pixelhop"
 _HUGGING_FACE = "hf"
+_RESTRICTED = ("CC-BY-NC", "Health AI")
+"""Beginnings of licences that restrict the use of weights."""
+_LOG = logging.getLogger(__name__)
 _TEXT_KEYS = (*CLIP_TEXT_PARTS, "text_projection", "text.", *CLIP_SCALARS)
 """Key prefixes of an open_clip checkpoint outside its image encoder."""
 _ROOTS = ("backbone.", "visual.")
@@ -148,6 +153,8 @@ def create_image_encoder(
     vision = _build(library, model, {**published, **arguments}, options)
     if pretrained is False or (pretrained is True and library == _PATCHES):
         return ImageEncoder(vision, options)
+    if preset is not None and preset.licence.startswith(_RESTRICTED):
+        _warn_of_licence(name, preset.licence)
     return _load(vision, options, preset, pretrained)
 
 
@@ -190,6 +197,12 @@ def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> li
     if library is not None:
         check_choice(library, _LIBRARIES, "library")
     return sorted(fnmatch.filter(IMAGE_PRESETS if library is None else _names(library), pattern))
+
+
+@functools.cache
+def _warn_of_licence(name: str, licence: str) -> None:
+    """Log the licence of weights that is not a free one, once for each encoder."""
+    _LOG.warning("the weights of %s have the licence: %s", name, licence)
 
 
 def _sides(image_size: int | Size | None, preset: ImagePreset | None) -> Size | None:

@@ -179,10 +179,45 @@ def build_timm(name: str, arguments: Mapping[str, Any]) -> VisionBackbone:
         mean=config["mean"],
         std=config["std"],
         block_prefix="blocks." if is_vision_transformer(net) else None,
+        rename=_rename_eva if type(net).__name__ == "Eva" else None,
         note=f"timm's are in the repository {repository}: pass '{repository}@COMMIT'"
         if repository
         else "",
     )
+
+
+_EVA_NAMES = {
+    ".mlp.ffn_ln.": ".mlp.norm.",
+    ".attn.inner_attn_ln.": ".attn.norm.",
+    ".mlp.w12.": ".mlp.fc1.",
+    ".mlp.w1.": ".mlp.fc1_g.",
+    ".mlp.w2.": ".mlp.fc1_x.",
+    ".mlp.w3.": ".mlp.fc2.",
+}
+"""Part of a name in files of EVA-02's own code (EVA-X) -> timm's."""
+_EVA_PRETRAINING = ("mask_token", "lm_head.weight", "lm_head.bias")
+
+
+def _rename_eva(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file of EVA-02's own code by timm's names.
+
+    In a file of masked pretraining, the last norm is the one behind the pooling, and the token and
+    the head of masked patches are left out. Rotary positions are computed, not read.
+    """
+    is_pretraining = "mask_token" in tensors
+    has_biases = "blocks.0.attn.q_proj.weight" in tensors
+    renamed = {}
+    for key, tensor in tensors.items():
+        if "rope" in key or (is_pretraining and key in _EVA_PRETRAINING):
+            continue
+        name = key
+        for old, new in _EVA_NAMES.items():
+            name = name.replace(old, new)
+        if has_biases:
+            for letter in "qv":
+                name = name.replace(f".attn.{letter}_bias", f".attn.{letter}_proj.bias")
+        renamed[f"fc_{name}" if is_pretraining and name.startswith("norm.") else name] = tensor
+    return renamed
 
 
 def is_vision_transformer(net: Any) -> bool:

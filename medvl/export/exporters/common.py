@@ -143,7 +143,7 @@ def write_card(
         inputs = [f"Pixels: {_normalized_pixels(model)}"] if has_towers(model) else []
     missing = [f"- {part}: {why}" for part, why in left_out.items()] or ["- nothing"]
     names = (getattr(model.config, f"{side}_encoder", None) for side in ("image", "text"))
-    encoders = [name for name in names if name is not None]
+    encoders = [name.partition("{")[0] for name in names if name is not None]  # without fields
     multimodal = has_towers(model)
     tags = "medical-imaging, vision-language" if multimodal else "biomedical, fill-mask"
     lines = [
@@ -182,8 +182,10 @@ def _normalized_pixels(model: Any) -> str:
         ", ".join(f"{value:.4f}" for value in values) for values in (encoder.mean, encoder.std)
     )
     height, width = encoder.image_size
+    transform = model.transform
+    kernel = f"{transform.fit}, resized by {transform.resize}"
     return (
-        f"{encoder.in_channels} x {height} x {width}, scaled to 0..1, mean ({mean}), "
+        f"{encoder.in_channels} x {height} x {width} ({kernel}), scaled to 0..1, mean ({mean}), "
         f"standard deviation ({std})."
     )
 

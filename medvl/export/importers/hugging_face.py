@@ -13,10 +13,12 @@ from typing import Any
 from medvl.common.untrusted import read_json
 from medvl.data.tokenizer.files import CONFIG_FILE as TOKENIZER_CONFIG, MODEL_FILE, Cleaning
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.encoders.hugging_face import (
     CONFIG_FILE,
     IMAGE_KINDS,
     PROCESSOR_FILES,
+    Preparation,
     check_size,
     find_image_tower,
     read_config,
@@ -59,6 +61,30 @@ CLIP_RULES: tuple[KeyRule, ...] = (
 )
 
 
+def read_image_transform(folder: Path | str, *, resize: Kernel | None = None) -> EvalTransform:
+    """Return the preparation of images that the image processor in a folder of transformers
+    describes; `resize` is another kernel than its own.
+
+    For an encoder alone (`create_image_encoder("hf:FOLDER", pretrained=True)`).
+
+    Raises ConfigError: "not_found" without the file of a processor, "unsupported" for what medvl
+    cannot honour.
+    """
+    arguments = _prepared(Path(folder)).transform()
+    return EvalTransform(**{**arguments, **({} if resize is None else {"resize": resize})})
+
+
+def _prepared(folder: Path) -> Preparation:
+    prepared = read_processor(folder)
+    if prepared is None:
+        message = (
+            f"{folder} has no {PROCESSOR_FILES[0]}, which says how images are prepared; copy it "
+            f"from the model's repository"
+        )
+        raise ConfigError(message, "not_found", field="file")
+    return prepared
+
+
 def _siglip(folder: Path) -> SigLIPConfig:
     return SigLIPConfig(**_fields(folder, "siglip"))
 
@@ -71,13 +97,7 @@ def _fields(folder: Path, kind: str) -> dict[str, Any]:
     """Return the fields of a system's config that the files of a folder determine."""
     _check_kind(folder, kind)
     tower = find_image_tower(str(folder))
-    prepared = read_processor(folder)
-    if prepared is None:
-        message = (
-            f"{folder} has no {PROCESSOR_FILES[0]}, which says how images are prepared; copy it "
-            f"from the model's repository"
-        )
-        raise ConfigError(message, "not_found", field="file")
+    prepared = _prepared(folder)
     check_size(tower)
     text_kind, text = read_tower(folder, "text")
     return {
