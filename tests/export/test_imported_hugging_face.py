@@ -26,6 +26,7 @@ from torch import Tensor
 
 import medvl
 from medvl.cli.main import main
+from medvl.common.files import sha256
 from medvl.errors import ConfigError, WeightsError
 from medvl.export import export_hugging_face, import_checkpoint, read_image_transform
 
@@ -148,8 +149,9 @@ def test_weights_in_parts_are_read_and_a_missing_tensor_is_refused(tmp_path: Pat
     theirs.save_pretrained(tmp_path / "folder", max_shard_size="40KB")
     parts = sorted((tmp_path / "folder").glob("model-*.safetensors"))
     assert len(parts) > 1
-    model = import_checkpoint("hf-siglip", tmp_path / "folder").model
-    assert len(model.state_dict()) == len(whole)
+    imported = import_checkpoint("hf-siglip", tmp_path / "folder")
+    assert imported.loaded == len(whole)
+    assert imported.parts_sha256 == {path.name: sha256(path) for path in parts}
     for path in parts:
         path.unlink()
     (tmp_path / "folder" / "model.safetensors.index.json").unlink()
@@ -349,3 +351,38 @@ def test_the_transform_of_a_folder_gives_the_pixels_of_its_processor(tmp_path: P
     (tmp_path / "preprocessor_config.json").unlink()
     with raises(ConfigError, "not_found", names="preprocessor_config.json"):
         read_image_transform(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_training_starts_from_a_folder_or_from_its_import(kind: str, tmp_path: Path) -> None:
+    """The file of weights alone is enough where the others are beside it; no pickle is run."""
+    folder = tmp_path / "folder"
+    written(kind, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    imported: Any = import_checkpoint(
+        f"hf-{kind}", folder / "pytorch_model.bin", out=tmp_path / "out"
+    ).model
+    name = f"hf:{folder}"
+    settings: dict[str, Any] = {
+        "image_encoder": name,
+        "text_encoder": name,
+        "image_size": 32,
+        "max_tokens": 20,
+        "tokenizer": folder,
+    }
+    whole: Any = medvl.create_model(kind, weights=str(folder), pretrained=True, **settings)
+    started: Any = medvl.create_model(kind, init_from=tmp_path / "out", **settings)
+    for model in (whole, started):
+        for key, tensor in imported.state_dict().items():
+            assert torch.equal(model.state_dict()[key], tensor), key
+        assert str(folder) not in model.config.image_encoder + model.config.text_encoder
+        assert model.image_encoder.mean == imported.image_encoder.mean
+    whole.train()
+    features = whole.encode_image(torch.randint(256, (2, 1, 32, 32), dtype=torch.uint8))
+    (features @ whole.encode_text(TEXTS[:2]).T).sum().backward()
+    assert all(
+        parameter.grad is not None
+        for part in (whole.image_encoder, whole.text_encoder)
+        for parameter in part.parameters()
+    )

@@ -153,7 +153,7 @@ def _read(
         expected = f"{MODEL_FILE}, {VOCABULARY_FILE} or {' and '.join(_BPE_FILES)}"
         raise ConfigError(f"{where} has no tokenizer: expected {expected}", "not_found")
     longest = config.get("model_max_length")
-    cleaning = config.get("medvl_text")
+    cleaning = config.get("medvl_text") or _cleaning_of_class(config, where)
     if cleaning not in (None, *get_args(Cleaning)):
         message = (
             f"{where}: medvl_text must be one of {', '.join(get_args(Cleaning))}, got {cleaning!r}"
@@ -173,6 +173,22 @@ def _read(
         cleaning=cleaning,
         closing=closing,
     )
+
+
+def _cleaning_of_class(config: Mapping[str, Any], where: str) -> Cleaning | None:
+    """Return how the class of a tokenizer in transformers cleans texts beside its file's rules."""
+    kind = str(config.get("tokenizer_class", ""))
+    lowercase = config.get("do_lower_case")
+    if kind.startswith("SiglipTokenizer"):
+        if lowercase is False:
+            message = (
+                f"{where}: medvl lower-cases the texts of a SiglipTokenizer; expected "
+                f"do_lower_case true in {CONFIG_FILE}"
+            )
+            raise ConfigError(message, "unsupported", field="do_lower_case")
+        return "siglip"
+    is_lower = kind.startswith("Siglip2Tokenizer")
+    return "lower" if is_lower or (kind.startswith("Gemma") and lowercase is True) else None
 
 
 def _backend(

@@ -475,7 +475,7 @@ def load_tokenizer(
         cleaning: "canonical" lower-cases texts and removes punctuation, which SigLIP needs but its
             files do not state; "siglip" does so as the tokenizer of transformers. "words" and
             "albef" clean as the released code of CARZero and of ALBEF, M2I2 and MUMC. Default: that
-            of the files, if saved by medvl.
+            of the files, if saved by medvl or of a class that cleans (SiglipTokenizer).
         closing: whether texts end with [SEP]; ALBEF's, M2I2's and MUMC's do not. Default: that of
             the files.
 

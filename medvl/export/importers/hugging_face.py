@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.untrusted import read_json
-from medvl.data.tokenizer.files import CONFIG_FILE as TOKENIZER_CONFIG, MODEL_FILE, Cleaning
+from medvl.data.tokenizer.files import CONFIG_FILE as TOKENIZER_CONFIG, MODEL_FILE
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.encoders.hugging_face import (
@@ -142,7 +142,7 @@ def read_folder_tokenizer(folder: Path, config: Any) -> Tokenizer | None:
     """
     settings = _tokenizer_settings(folder)
     if (folder / MODEL_FILE).is_file():
-        tokenizer = load_tokenizer(folder, cleaning=_cleaning(folder, settings))
+        tokenizer = load_tokenizer(folder)
     elif all((folder / name).is_file() for name in _WORDS):
         tokenizer = _clip_tokenizer(folder)
     elif (folder / _SENTENCEPIECE).is_file():
@@ -197,22 +197,6 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: expected a JSON object", "malformed", field="tokenizer")
     return settings
-
-
-def _cleaning(folder: Path, settings: dict[str, Any]) -> Cleaning | None:
-    """Return how the class of a tokenizer cleans texts beyond the rules in its `tokenizer.json`."""
-    kind = str(settings.get("tokenizer_class", ""))
-    if kind.startswith("SiglipTokenizer"):
-        if settings.get("do_lower_case", True) is not True:
-            message = (
-                f"{folder / TOKENIZER_CONFIG}: medvl lower-cases the texts of a SiglipTokenizer; "
-                f"expected do_lower_case true"
-            )
-            raise ConfigError(message, "unsupported", field="do_lower_case")
-        return "siglip"
-    if kind.startswith("Siglip2Tokenizer") or settings.get("do_lower_case") is True:
-        return "lower"
-    return None
 
 
 def _clip_tokenizer(folder: Path) -> Tokenizer:

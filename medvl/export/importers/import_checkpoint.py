@@ -20,7 +20,13 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.data.transforms.image import Kernel
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.pretrained import check_values, fitting_keys
-from medvl.encoders.weight_files import copies, file_in_folder, read_weight_file, several_sets
+from medvl.encoders.weight_files import (
+    copies,
+    file_in_folder,
+    listed_parts,
+    read_weight_file,
+    several_sets,
+)
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.export.importers import (
     dual_encoders,
@@ -141,7 +147,9 @@ class Imported:
     blanks: Sequence[str]
     """Types of the objects in the file that were skipped."""
     sha256: str
-    """Hash of the file."""
+    """Hash of the file; of its index, for weights in parts."""
+    parts_sha256: Mapping[str, str]
+    """Name of a part -> its hash, for weights in parts."""
     text_sha256: str | None
     """Hash of the text model's file, where there are two."""
     entities_sha256: str | None
@@ -236,6 +244,7 @@ def import_checkpoint(
         weights=contents[0].weights,
         blanks=sorted({blank for content in contents for blank in content.blanks}),
         sha256=sha256(path),
+        parts_sha256={part: sha256(path.parent / part) for part in listed_parts(path)},
         text_sha256=None if text_file is None else sha256(files[1]),
         entities_sha256=None if entities is None else sha256(Path(entities)),
         note=importer.note,
