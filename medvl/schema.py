@@ -129,7 +129,7 @@ class Inputs:
     """The sentence of each token."""
     positions: bool = False
     """The place of each labelled finding that the sample's text names
-    (`medvl.data.reports.entities`).
+    (`medvl.data.reports.statements`).
     """
     statements: bool = False
     """All statements of the sample: several short texts, from a policy such as

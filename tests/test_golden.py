@@ -26,8 +26,8 @@ import torch
 from helpers.fusion_samples import TINY, knowledge_folder
 from torch import nn
 
-from medvl.data.reports.entities import positions_of
 from medvl.data.reports.labeler import label_report
+from medvl.data.reports.statements import positions_of
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.models import create_model
 from medvl.schema import Batch

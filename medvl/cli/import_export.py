@@ -349,8 +349,7 @@ def interpolate(
         share: fraction of the way from start to end; choose it on validation data.
     """
     from medvl.errors import ConfigError
-    from medvl.models.checkpoint import save
-    from medvl.models.interpolation import interpolate as between
+    from medvl.models.checkpoint import interpolate as between, save
 
     if start is None or end is None or out is None:
         raise ConfigError(

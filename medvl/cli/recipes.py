@@ -79,7 +79,7 @@ def train(arguments: Sequence[str]) -> None:
 
 def _print_help(name: str, path: Path, settings: Sequence[str]) -> None:
     """Print the usual settings of a recipe, from the cache if neither it nor medvl has changed."""
-    from medvl.train.recipe_help import cache_help, cached_help, short_help
+    from medvl.train.recipe_files import cache_help, cached_help, short_help
 
     given = [] if settings[0].startswith("-") else [settings[0]]
     preset = given[0] if given else DEFAULT_PRESET

@@ -159,9 +159,11 @@ if TYPE_CHECKING:
         OriginalTransform as OriginalTransform,
         RandomCrop as RandomCrop,
     )
-    from medvl.data.transforms.mlm_masking import (
+    from medvl.data.transforms.masked_text import (
         MaskedText as MaskedText,
+        TextBatch as TextBatch,
         TextMasking as TextMasking,
+        TextSequences as TextSequences,
     )
     from medvl.data.transforms.text import (
         RandomSection as RandomSection,
@@ -173,10 +175,6 @@ if TYPE_CHECKING:
         TextOrLabels as TextOrLabels,
         TextPair as TextPair,
         WholeText as WholeText,
-    )
-    from medvl.data.transforms.text_sequences import (
-        TextBatch as TextBatch,
-        TextSequences as TextSequences,
     )
     from medvl.data.transforms.turning import LViTAugmentation as LViTAugmentation
 

@@ -7,7 +7,7 @@
     load_encoder("imported/gloria/image_encoder")
     export_onnx(medvl.load("runs/convirt/best"), "exported").differences
 
-The tables of `importers` (`dual_encoders`, `fusion_encoders`, `encoders_only`, ...) map the keys of
+The tables of `importers` (`dual_encoders`, `fusion_encoders`, `language`, ...) map the keys of
 a published file to medvl's, one rule for a key or a family of keys; `importers.backbones` has the
 rules of the backbones.
 """

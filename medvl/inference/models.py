@@ -17,8 +17,8 @@ from medvl.data.images.read import ImageInput, starts_like_dicom
 from medvl.data.transforms.image import as_list
 from medvl.errors import ConfigError, DicomError
 from medvl.models.base import System
+from medvl.models.card import CHEST_RADIOGRAPHS, ImageKind, image_kinds
 from medvl.models.checkpoint import load
-from medvl.models.image_kinds import CHEST_RADIOGRAPHS, ImageKind, image_kinds
 from medvl.models.weights import manifests_of
 from medvl.schema import Batch
 

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
         reconstruction as reconstruction,
     )
     from medvl.losses.local.gloria import gloria_local as gloria_local
-    from medvl.losses.local.statements import (
-        patch_cosine as patch_cosine,
-        statement_contrast as statement_contrast,
-    )
     from medvl.losses.local.within_sample import (
         grid_positives as grid_positives,
         local_alignment as local_alignment,
         local_uniformity as local_uniformity,
+        patch_cosine as patch_cosine,
+        statement_contrast as statement_contrast,
         within_sample_nce as within_sample_nce,
         word_patch_alignment as word_patch_alignment,
     )
@@ -44,11 +42,7 @@ if TYPE_CHECKING:
         siglip as siglip,
         soft_targets as soft_targets,
     )
-    from medvl.losses.pairs.itc import (
-        itc as itc,
-        unimodal_itc as unimodal_itc,
-    )
-    from medvl.losses.pairs.itm import itm as itm
+    from medvl.losses.pairs.image_text import itc as itc, itm as itm, unimodal_itc as unimodal_itc
     from medvl.losses.pairs.mutual_information import (
         SeparableCritic as SeparableCritic,
         dv_bound as dv_bound,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         TowersConfig as TowersConfig,
     )
     from medvl.models.checkpoint import (
+        interpolate as interpolate,
         load as load,
         load_towers as load_towers,
         load_weights as load_weights,
@@ -33,15 +34,18 @@ if TYPE_CHECKING:
         LabelModel as LabelModel,
         create_classifier as create_classifier,
     )
-    from medvl.models.downstream.dense_base import (
+    from medvl.models.downstream.dense import (
         DenseConfig as DenseConfig,
         DenseModel as DenseModel,
         MaskModel as MaskModel,
+        Segmenter as Segmenter,
+        SegmenterConfig as SegmenterConfig,
         create_dense as create_dense,
     )
     from medvl.models.downstream.detector import (
         Detector as Detector,
         DetectorConfig as DetectorConfig,
+        RegionSelection as RegionSelection,
     )
     from medvl.models.downstream.fused_classifier import (
         FusedClassifier as FusedClassifier,
@@ -52,17 +56,12 @@ if TYPE_CHECKING:
     from medvl.models.downstream.regions.create import (
         create_region_detector as create_region_detector,
     )
-    from medvl.models.downstream.regions.selection import RegionSelection as RegionSelection
     from medvl.models.downstream.retrieval import (
         RetrievalConfig as RetrievalConfig,
         RetrievalModel as RetrievalModel,
         create_retrieval as create_retrieval,
     )
-    from medvl.models.downstream.segmenter import (
-        Segmenter as Segmenter,
-        SegmenterConfig as SegmenterConfig,
-    )
-    from medvl.models.downstream.vqa.config import (
+    from medvl.models.downstream.vqa.decoder import (
         DecoderConfig as DecoderConfig,
         VQAConfig as VQAConfig,
     )
@@ -95,11 +94,12 @@ if TYPE_CHECKING:
         CARZero as CARZero,
         CARZeroConfig as CARZeroConfig,
     )
-    from medvl.models.dual_encoders.chexzero import (
+    from medvl.models.dual_encoders.clip import (
+        CLIP as CLIP,
         CheXzero as CheXzero,
         CheXzeroConfig as CheXzeroConfig,
+        CLIPConfig as CLIPConfig,
     )
-    from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
     from medvl.models.dual_encoders.convirt import (
         ConVIRT as ConVIRT,
         ConVIRTConfig as ConVIRTConfig,
@@ -130,15 +130,13 @@ if TYPE_CHECKING:
         MutualInfo as MutualInfo,
         MutualInfoConfig as MutualInfoConfig,
     )
-    from medvl.models.dual_encoders.parts.attention import (
+    from medvl.models.dual_encoders.parts.layers import (
         AttentionPool as AttentionPool,
+        BatchNormHead as BatchNormHead,
         CrossAttention as CrossAttention,
+        MaskedBatchNorm as MaskedBatchNorm,
         attend as attend,
         attention_weights as attention_weights,
-    )
-    from medvl.models.dual_encoders.parts.heads import (
-        BatchNormHead as BatchNormHead,
-        MaskedBatchNorm as MaskedBatchNorm,
     )
     from medvl.models.dual_encoders.radzero import (
         RadZero as RadZero,
@@ -176,6 +174,15 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.bases.bert_stream import (
         JointStream as JointStream,
     )
+    from medvl.models.fusion_encoders.bases.objectives import (
+        Corruption as Corruption,
+        Encoded as Encoded,
+        ImageTextMatching as ImageTextMatching,
+        MaskedImageModeling as MaskedImageModeling,
+        MaskedLanguageModeling as MaskedLanguageModeling,
+        Objective as Objective,
+        WordPatchAlignment as WordPatchAlignment,
+    )
     from medvl.models.fusion_encoders.bases.region_model import (
         MaskedObjectLabels as MaskedObjectLabels,
         MaskedRegionClassification as MaskedRegionClassification,
@@ -183,10 +190,6 @@ if TYPE_CHECKING:
         MaskedRegionRegression as MaskedRegionRegression,
         RegionConfig as RegionConfig,
         RegionModel as RegionModel,
-    )
-    from medvl.models.fusion_encoders.berthop import (
-        BERTHop as BERTHop,
-        BERTHopConfig as BERTHopConfig,
     )
     from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
     from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
@@ -201,19 +204,6 @@ if TYPE_CHECKING:
     )
     from medvl.models.fusion_encoders.mrm import MRM as MRM, MRMConfig as MRMConfig
     from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
-    from medvl.models.fusion_encoders.objectives.base import (
-        Corruption as Corruption,
-        Encoded as Encoded,
-        MaskedLanguageModeling as MaskedLanguageModeling,
-        Objective as Objective,
-        WordPatchAlignment as WordPatchAlignment,
-    )
-    from medvl.models.fusion_encoders.objectives.matching import (
-        ImageTextMatching as ImageTextMatching,
-    )
-    from medvl.models.fusion_encoders.objectives.patches import (
-        MaskedImageModeling as MaskedImageModeling,
-    )
     from medvl.models.fusion_encoders.pixelbert import (
         PixelBERT as PixelBERT,
         PixelBERTConfig as PixelBERTConfig,
@@ -232,6 +222,8 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.uniter import UNITER as UNITER, UNITERConfig as UNITERConfig
     from medvl.models.fusion_encoders.vilt import ViLT as ViLT, ViLTConfig as ViLTConfig
     from medvl.models.fusion_encoders.visualbert import (
+        BERTHop as BERTHop,
+        BERTHopConfig as BERTHopConfig,
         VisualBERT as VisualBERT,
         VisualBERTConfig as VisualBERTConfig,
     )
@@ -244,20 +236,13 @@ if TYPE_CHECKING:
     from medvl.models.image_generation.latent_diffusion import (
         LatentDiffusion as LatentDiffusion,
         LatentDiffusionConfig as LatentDiffusionConfig,
-        create_latent_diffusion as create_latent_diffusion,
-    )
-    from medvl.models.image_generation.roentgen import (
         RoentGen as RoentGen,
         RoentGenConfig as RoentGenConfig,
+        create_latent_diffusion as create_latent_diffusion,
     )
     from medvl.models.image_generation.sampling import (
         Sampling as Sampling,
         sample_images as sample_images,
-    )
-    from medvl.models.interpolation import interpolate as interpolate
-    from medvl.models.language.albert_text import (
-        AlbertText as AlbertText,
-        AlbertTextConfig as AlbertTextConfig,
     )
     from medvl.models.language.base import (
         LanguageConfig as LanguageConfig,
@@ -271,6 +256,8 @@ if TYPE_CHECKING:
         KEBERTConfig as KEBERTConfig,
     )
     from medvl.models.language.masked_text import (
+        AlbertText as AlbertText,
+        AlbertTextConfig as AlbertTextConfig,
         MaskedText as MaskedText,
         MaskedTextConfig as MaskedTextConfig,
     )

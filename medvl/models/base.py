@@ -15,7 +15,7 @@ import medvl
 from medvl.common.cpu_rows import filling_rows
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.mlm_masking import TextMasking
+from medvl.data.transforms.masked_text import TextMasking
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError, WeightsError

@@ -54,9 +54,12 @@ if TYPE_CHECKING:
         View as View,
         World as World,
     )
-    from medvl.phantom.rendering.contact_sheet import contact_sheet as contact_sheet
-    from medvl.phantom.rendering.draw import draw as draw, draw_slice as draw_slice
-    from medvl.phantom.rendering.ground_truth import Box as Box, boxes as boxes, masks as masks
+    from medvl.phantom.rendering.draw import (
+        contact_sheet as contact_sheet,
+        draw as draw,
+        draw_slice as draw_slice,
+    )
+    from medvl.phantom.rendering.findings import Box as Box, boxes as boxes, masks as masks
     from medvl.phantom.rendering.scene import encode_jpeg as encode_jpeg
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -24,11 +24,10 @@ from lines.systems import system_contender
 
 # Internals on purpose: the published forms are rebuilt from parts of the model.
 from medvl.losses.masked import mask_patches, patchify
-from medvl.losses.pairs.itm import MatchingPairs
+from medvl.losses.pairs.image_text import MatchingPairs
 from medvl.models import M3AE, M3AEConfig
 from medvl.models.base import MaskedWords
-from medvl.models.fusion_encoders.objectives.base import Corruption
-from medvl.models.fusion_encoders.objectives.patches import PatchPredictions
+from medvl.models.fusion_encoders.bases.objectives import Corruption, PatchPredictions
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.schema import Batch
 

@@ -159,7 +159,7 @@ OWN_JSON = {
     *("eval/core/full_pass", "eval/probing/features"),
     *("export/exporters/zero_shot", "inference/folder"),
     *("models/checkpoint", "phantom/layouts/writer", "train/loop/logger", "train/loop/state"),
-    *("train/parallel/distributed", "train/recipe_help"),
+    *("train/parallel/distributed", "train/recipe_files"),
 }
 """Files with `json.loads` of what the same process, or a run in the same folder, has written; and
 the module of exported models, which works without medvl.

@@ -9,7 +9,7 @@ import torch
 import medvl
 from helpers import gloria_ranks
 from medvl.data.tokenizer.tokenizer import IGNORED
-from medvl.data.transforms.mlm_masking import MaskedText
+from medvl.data.transforms.masked_text import MaskedText
 from medvl.models import DualEncoder
 from medvl.schema import Batch
 

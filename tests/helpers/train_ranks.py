@@ -26,7 +26,7 @@ from medvl.errors import TrainingError
 from medvl.losses.gather import gather, no_gather
 from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
 from medvl.models.base import evaluating
-from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm
+from medvl.models.dual_encoders.parts.layers import MaskedBatchNorm
 from medvl.schema import Batch, Losses
 from medvl.train import Cosine, rank_and_world
 from medvl.train.loop.validate import validation_loss

@@ -15,7 +15,7 @@ from medvl.data.dicom.reader import DicomHeader, read_dicom
 from medvl.inference.models import Expected, describe_doubt, describe_doubts
 from medvl.models import save
 from medvl.models.base import System
-from medvl.models.image_kinds import image_kind, image_kinds
+from medvl.models.card import image_kind, image_kinds
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 30), dtype=np.uint8)
 

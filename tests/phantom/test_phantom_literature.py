@@ -21,8 +21,14 @@ from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import World, split_of, write_medicat, write_roco
-from medvl.phantom.language.captions import NOUN_PHRASES, compose_caption, compose_references
-from medvl.phantom.language.case_reports import Figure, article_figures, article_id
+from medvl.phantom.language.captions import (
+    NOUN_PHRASES,
+    Figure,
+    article_figures,
+    article_id,
+    compose_caption,
+    compose_references,
+)
 from medvl.phantom.language.lexicon import PRESENT
 from medvl.phantom.layouts.figures import figure_bytes
 from medvl.phantom.seeds import generator

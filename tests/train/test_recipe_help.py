@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from medvl.cli import main as cli
-from medvl.train import recipe_help
-from medvl.train.recipe_files import load_recipe_module, packaged_files
-from medvl.train.recipe_help import LINES, WIDTH, field_docs, short_help
+from medvl.train import recipe_files
+from medvl.train.recipe_files import (
+    LINES,
+    WIDTH,
+    field_docs,
+    load_recipe_module,
+    packaged_files,
+    short_help,
+)
 
 ROOT = Path(__file__).parents[2]
 RECIPES = packaged_files("recipes", ".py")
@@ -82,16 +88,16 @@ def test_cache_is_not_used_after_a_change(
 ) -> None:
     recipe = tmp_path / "own.py"
     recipe.write_text("a = 1\n")
-    recipe_help.cache_help(recipe, {"paper": "text"})
-    assert recipe_help.cached_help(recipe, "paper") == "text"
-    assert recipe_help.cached_help(recipe, "other") is None
+    recipe_files.cache_help(recipe, {"paper": "text"})
+    assert recipe_files.cached_help(recipe, "paper") == "text"
+    assert recipe_files.cached_help(recipe, "other") is None
     recipe.write_text("a = 12\n")
-    assert recipe_help.cached_help(recipe, "paper") is None
-    recipe_help.cache_help(recipe, {"paper": "later text"})
+    assert recipe_files.cached_help(recipe, "paper") is None
+    recipe_files.cache_help(recipe, {"paper": "later text"})
     assert len(list(cache.rglob("own-*.json"))) == 1  # the file of the earlier source is gone
     monkeypatch.setenv("XDG_CACHE_HOME", str(recipe))  # a file: nothing can be stored
-    recipe_help.cache_help(recipe, {"paper": "text"})
-    assert recipe_help.cached_help(recipe, "paper") is None
+    recipe_files.cache_help(recipe, {"paper": "text"})
+    assert recipe_files.cached_help(recipe, "paper") is None
 
 
 def test_field_docs_are_those_below_the_fields() -> None:

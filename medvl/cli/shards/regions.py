@@ -50,8 +50,8 @@ class DetectorOptions:
     def create(self, detector: str) -> "RegionDetector":
         """Create the detector. Raises as `create_region_detector` does."""
         from medvl.eval.core.open import resolve_device
+        from medvl.models.downstream.detector import RegionSelection
         from medvl.models.downstream.regions.create import create_region_detector
-        from medvl.models.downstream.regions.selection import RegionSelection
 
         return create_region_detector(
             detector,

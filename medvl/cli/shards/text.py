@@ -82,7 +82,7 @@ def vocab(
 
 def _compare(tokenizers: "Mapping[str, Tokenizer]", texts: Iterable[str]) -> str:
     """Return a table of the pieces into which each vocabulary divides the words of the texts."""
-    from medvl.data.tokenizer.wordpiece_trainer import count_words
+    from medvl.data.tokenizer.wordpiece import count_words
 
     words, _ = count_words(texts, lowercase=False)
     width = max(map(len, tokenizers))

@@ -23,7 +23,7 @@ from medvl.data.corpora.text import TextOptions, plan_documents
 from medvl.data.knowledge.graph import KnowledgeGraph, read_definitions, read_knowledge
 from medvl.data.privacy import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, parse_fractions
-from medvl.data.transforms.text_sequences import SEGMENTS
+from medvl.data.transforms.masked_text import SEGMENTS
 
 
 @register_corpus("concepts")

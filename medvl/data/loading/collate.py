@@ -13,9 +13,9 @@ from torch import Tensor
 
 from medvl.data.knowledge.finder import EntityLinker, pad_entities
 from medvl.data.reports.cleaning import swap_laterality
-from medvl.data.reports.entities import mirrored_positions, positions_of
 from medvl.data.reports.labeler import CHEXPERT, conventions_named
 from medvl.data.reports.sentences import sentence_spans
+from medvl.data.reports.statements import mirrored_positions, positions_of
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer

@@ -35,12 +35,13 @@ from torch import Tensor
 from medvl.common.config_io import check_choice
 from medvl.common.files import new_path, write_atomic
 from medvl.data.tokenizer import files
-from medvl.data.tokenizer.word_boundaries import WordBoundaries, token_texts
-from medvl.data.tokenizer.wordpiece_trainer import (
+from medvl.data.tokenizer.wordpiece import (
     MASKED_OUT,
+    WordBoundaries,
     count_words,
     learn_pieces,
     pieces_per_word,
+    token_texts,
 )
 from medvl.errors import ConfigError
 
@@ -347,7 +348,7 @@ class Tokenizer:
     @functools.cached_property
     def token_texts(self) -> list[str]:
         """Text of each id; joining those of a text gives it back
-        (`medvl.data.tokenizer.word_boundaries`).
+        (`medvl.data.tokenizer.wordpiece`).
         """
         return token_texts(self._backend, self.vocab_size, self._special)
 
@@ -516,7 +517,7 @@ def train_wordpiece(
     The most frequent pair of pieces is merged first, as in Hugging Face's trainer; the rule of the
     paper divides by the frequencies of both pieces. The same texts in any order give the same
     vocabulary with the same ids. `___` is one token. Memory is bounded: see
-    `medvl.data.tokenizer.wordpiece_trainer`.
+    `medvl.data.tokenizer.wordpiece`.
 
     Args:
         texts: read once.

@@ -298,11 +298,11 @@ def _build_plain(
 ) -> VisionBackbone:
     """Build a model with its library, which takes seconds to import."""
     if library == "timm":
-        from medvl.encoders.image.timm_models import build_timm
+        from medvl.encoders.image.libraries import build_timm
 
         return build_timm(model, arguments)
     if library == "torchvision":
-        from medvl.encoders.image.torchvision_models import build_torchvision
+        from medvl.encoders.image.libraries import build_torchvision
 
         return build_torchvision(model, arguments, options.patch_level, options.image_size)
     if library == "open_clip":

@@ -18,7 +18,7 @@ from medvl.encoders.image.adapter import (
     check_level,
     flatten_map,
 )
-from medvl.encoders.image.timm_models import TimmAdapter, classifier_names
+from medvl.encoders.image.libraries import TimmAdapter, classifier_names
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD, OPEN_CLIP_CUSTOM
 from medvl.errors import ConfigError
 

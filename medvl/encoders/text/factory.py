@@ -43,10 +43,11 @@ from medvl.encoders.text.builders import (
     build_open_clip,
     build_static,
     build_text_tower,
+    fill_word_vectors,
+    read_dimension,
     read_folder,
 )
 from medvl.encoders.text.encoder import Pool, Reduce, TextEncoder, TextOptions
-from medvl.encoders.text.word_vectors import fill_word_vectors, read_dimension
 from medvl.errors import ConfigError, WeightsError
 
 _LOG = logging.getLogger(__name__)

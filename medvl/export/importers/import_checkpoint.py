@@ -30,19 +30,20 @@ from medvl.encoders.weight_files import (
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.export.importers import (
     dual_encoders,
-    dual_encoders as biovil,
-    encoders_only,
     fusion_encoders,
-    fusion_encoders as albef,
     hugging_face,
     language,
-    language as report_generators,
     lvit,
     queries,
-    queries as statements,
     records,
 )
-from medvl.export.importers.importer import Encoders, Importer, build_encoders, with_image_processor
+from medvl.export.importers.importer import (
+    ENCODER_IMPORTERS,
+    Encoders,
+    Importer,
+    build_encoders,
+    with_image_processor,
+)
 from medvl.export.importers.key_map import MappedTensors, count_covered, to_medvl, without_wrapper
 from medvl.models import checkpoint, create_model
 from medvl.models.base import System
@@ -54,18 +55,18 @@ _IMPORTERS: Mapping[str, Importer] = {
     importer.name: importer
     for importer in sorted(
         (
-            *albef.ALBEF_IMPORTERS,
-            *biovil.BIOVIL_IMPORTERS,
+            *fusion_encoders.ALBEF_IMPORTERS,
+            *dual_encoders.BIOVIL_IMPORTERS,
             *dual_encoders.IMPORTERS,
             *fusion_encoders.IMPORTERS,
             *records.KNOWLEDGE_IMPORTERS,
-            *report_generators.REPORT_IMPORTERS,
+            *language.REPORT_IMPORTERS,
             *language.IMPORTERS,
             *lvit.IMPORTERS,
             *records.IMPORTERS,
             *queries.IMPORTERS,
-            *statements.STATEMENT_IMPORTERS,
-            *encoders_only.IMPORTERS,
+            *queries.STATEMENT_IMPORTERS,
+            *ENCODER_IMPORTERS,
             *hugging_face.IMPORTERS,
         ),
         key=lambda importer: importer.name,

@@ -13,10 +13,18 @@ from medvl.data.tokenizer.files import Cleaning
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.hugging_face import KERNELS, PROCESSOR_FILES, numbers
-from medvl.encoders.presets import TEXT_PRESETS
+from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD, TEXT_PRESETS
 from medvl.errors import ConfigError, WeightsError
-from medvl.export.importers.backbones import IMAGE, TEXT, TEXT_PROJECTION
-from medvl.export.importers.key_map import KeyRule, MappedTensors, Shapes, ZeroTensor
+from medvl.export.importers import backbones
+from medvl.export.importers.backbones import (
+    IMAGE,
+    TEXT,
+    TEXT_PROJECTION,
+    bert,
+    resnet,
+    sequential_resnet,
+)
+from medvl.export.importers.key_map import KeyRule, MappedTensors, Shapes, ZeroTensor, drop, keep
 
 # Encoders of the sizes that the tensors of a file have; other arguments come from the importer.
 
@@ -389,3 +397,102 @@ class Importer:
             if options is not None
         ]
         return f"{' and '.join(encoders)} encoder{'s' if len(encoders) > 1 else ''}"
+
+
+# Key tables of systems whose encoders alone are imported.
+
+_HEAD = "a projection into this system's shared space: only its encoders are imported"
+_SCALE = "the temperature of this system's loss"
+_STATISTICS = (
+    f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's "
+    f"default; those of this "
+    "system are not known."
+)
+_FUSION = "the fusion-encoder of this system: only its encoders are imported"
+
+_METER_TOWERS = (
+    *backbones.clip_image_tower("vision_encoder"),
+    *bert("language_encoder."),
+    drop("multi_modal_**", _FUSION),
+    drop("modality_type_embeddings.weight", _FUSION),
+    *(
+        drop(f"{head}_head.**", "a pretraining head")
+        for head in ("mlm", "mim", "itm", "itc", "align")
+    ),
+    *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr")),
+)
+
+ENCODER_IMPORTERS = (
+    Importer(
+        name="arl_encoders",
+        title="ARL's encoders alone: CLIP ViT-B/16 without its last block, RoBERTa",
+        source="zhjohnchan/ARL @ 527fe06",
+        image={},
+        text={"name": "roberta"},
+        table=_METER_TOWERS,
+    ),
+    Importer(
+        name="medklip_image",
+        title="MedKLIP's image encoder alone: the first three stages of a ResNet-50",
+        source="MediaBrain-SJTU/MedKLIP @ 8e60b03",
+        image={},
+        table=(
+            *sequential_resnet("res_features."),
+            drop("res_l*.*", "the projection of the grid, for the complete system"),
+            drop("decoder.**", "the decoder of entities, for the complete system"),
+            *(
+                drop(f"{name}.*", "a head of the decoder of entities, for the complete system")
+                for name in ("disease_embedding_layer", "cl_fc", "classifier")
+            ),
+        ),
+        note="The file has no text encoder; medklip takes that of Bio_ClinicalBERT beside it.",
+    ),
+    Importer(
+        name="prior",
+        title="PRIOR (Cheng et al. 2023): ResNet-50 on grey images, Bio_ClinicalBERT",
+        source="QtacierP/PRIOR @ 086bf2e",
+        image={},
+        text={"name": "bioclinicalbert"},
+        table=(
+            *resnet("image_encoder.encoder."),
+            drop("image_encoder.atten_pool.**", "attention pooling, which medvl does not have"),
+            *bert("text_encoder.encoder."),
+            drop("global_text_attention.**", "attention over sentences, which medvl does not have"),
+            *(
+                drop(f"{level}_{side}_projection.*", _HEAD)
+                for level in ("global", "local")
+                for side in ("image", "text")
+            ),
+            drop("logit_scale", _SCALE),
+            drop("local_logit_scale", _SCALE),
+            *(
+                drop(
+                    name, "a part of its local and reconstruction tasks, which medvl does not have"
+                )
+                for name in (
+                    "prototype_queries",
+                    "predictor.**",
+                    "sentence_**",
+                    "image_decoder.**",
+                    "local_cross_**",
+                )
+            ),
+        ),
+        note=_STATISTICS,
+    ),
+    Importer(
+        name="mflag",
+        title="M-FLAG (Liu et al. 2023): ResNet-50, CXR-BERT",
+        source="yangzhou12/BenchX @ b874fa6",
+        image={},
+        text={"name": "cxrbert"},
+        table=(
+            *resnet("encoder."),
+            *bert("lm_model.bert."),
+            keep("lm_model.cls_projection_head.**", f"{TEXT_PROJECTION}**"),
+            *backbones.vocabulary_head("lm_model.cls.predictions."),
+            drop("proj_*.**", _HEAD),
+        ),
+        note=_STATISTICS,
+    ),
+)

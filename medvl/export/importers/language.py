@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medvl.data.transforms.text_sequences import PairTask
+from medvl.data.transforms.masked_text import PairTask
 from medvl.export.importers import backbones
 from medvl.export.importers.backbones import TEXT, sequential_resnet
 from medvl.export.importers.importer import (
@@ -20,8 +20,7 @@ from medvl.export.importers.importer import (
     text_arguments,
 )
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, fixed, keep, same
-from medvl.models.language.albert_text import AlbertTextConfig
-from medvl.models.language.masked_text import MaskedTextConfig
+from medvl.models.language.masked_text import AlbertTextConfig, MaskedTextConfig
 from medvl.models.report_generators.base import sines
 from medvl.models.report_generators.r2gen import R2GenConfig
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from medvl.common.untrusted import ANYWHERE, parse_json, read_limited
-from medvl.data.reports.entities import ASPECTS
+from medvl.data.reports.statements import ASPECTS
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD
 from medvl.errors import ConfigError
 from medvl.export.importers.backbones import (
@@ -35,7 +35,7 @@ from medvl.export.importers.importer import (
     text_arguments,
 )
 from medvl.export.importers.key_map import Shapes, ZeroTensor, drop, keep, same
-from medvl.models.downstream.dense_base import resize_positions
+from medvl.models.downstream.dense import resize_positions
 from medvl.models.dual_encoders.carzero import CARZeroConfig
 from medvl.models.dual_encoders.kad import KADConfig
 from medvl.models.dual_encoders.mavl import MAVLConfig

@@ -29,7 +29,7 @@ from medvl.models.image_generation.autoencoder import (
     UNetSizes,
     require_diffusers,
 )
-from medvl.models.image_generation.roentgen import RoentGen, RoentGenConfig
+from medvl.models.image_generation.latent_diffusion import RoentGen, RoentGenConfig
 
 _CLIP = "open_clip:ViT-L-14-quickgelu"
 _TEXT_FIELDS = (

@@ -26,7 +26,7 @@ from medvl.models.base import (
 )
 from medvl.models.checkpoint import load, load_towers
 from medvl.models.downstream.classifier import LabelModel, image_encoder_of
-from medvl.models.downstream.dense_base import at_image_size
+from medvl.models.downstream.dense import at_image_size
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionConfig, FusionModel
 from medvl.models.fusion_encoders.medvill import text_ends

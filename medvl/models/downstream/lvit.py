@@ -20,7 +20,7 @@ from medvl.errors import ConfigError
 from medvl.losses.gather import gather, mean_over_ranks
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments, SystemConfig
-from medvl.models.downstream.dense_base import MaskModel
+from medvl.models.downstream.dense import MaskModel
 from medvl.models.dual_encoders.bases.local import sum_by_slot, word_slots
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses

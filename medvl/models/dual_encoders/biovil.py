@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.mlm_masking import TextMasking
+from medvl.data.transforms.masked_text import TextMasking
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.adapters import CxrBertHead
 from medvl.encoders.text.factory import text_has_projection
@@ -22,7 +22,7 @@ from medvl.models.base import WordHead, sample_masked_words, text_masking
 from medvl.models.dual_encoders.bases.base import BertDualConfig, DualEncoder
 from medvl.models.dual_encoders.bases.local import local_contrast
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side, take
-from medvl.models.dual_encoders.parts.heads import BatchNormHead, in_full_precision
+from medvl.models.dual_encoders.parts.layers import BatchNormHead, in_full_precision
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 

@@ -14,7 +14,7 @@ from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.dual_encoders.biovil import BioViL, BioViLConfig
-from medvl.models.dual_encoders.parts.heads import BatchNormHead, in_full_precision
+from medvl.models.dual_encoders.parts.layers import BatchNormHead, in_full_precision
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs
 

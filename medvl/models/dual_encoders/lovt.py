@@ -22,12 +22,12 @@ from medvl.models.dual_encoders.bases.local import (
 )
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.bases.sentences import pool_sentences, whole_if_none
-from medvl.models.dual_encoders.parts.attention import (
+from medvl.models.dual_encoders.parts.layers import (
     AttentionPool,
+    BatchNormHead,
     CrossAttention,
     attention_weights,
 )
-from medvl.models.dual_encoders.parts.heads import BatchNormHead
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, ImageFeatures, Inputs, Losses
 

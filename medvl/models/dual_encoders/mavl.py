@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.config_io import check_choice, check_within
-from medvl.data.reports.entities import ASPECTS, describe_aspects
+from medvl.data.reports.statements import ASPECTS, describe_aspects
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.pairs.contrastive import multi_hot, multi_positive
 from medvl.models.dual_encoders.bases.queries import QueryBook, QueryEncoder
 from medvl.models.dual_encoders.medklip import MedKLIPConfig, place_heads, place_terms
-from medvl.models.dual_encoders.parts.attention import PositionedPool
+from medvl.models.dual_encoders.parts.layers import PositionedPool
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs
 
@@ -32,8 +32,8 @@ class MAVLConfig(MedKLIPConfig):
 
     aspects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Name of an entity -> its seven sentences, in the order of
-    `medvl.data.reports.entities.ASPECTS`; of others, those of `describe_aspects`. The definition is
-    taken from `descriptions`.
+    `medvl.data.reports.statements.ASPECTS`; of others, those of `describe_aspects`. The definition
+    is taken from `descriptions`.
     """
     pool_heads: int = 8
     """Heads of the attention that makes the image's vector of its grid."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.config_io import check_within
-from medvl.data.reports.entities import PLACES
+from medvl.data.reports.statements import PLACES
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
@@ -28,7 +28,7 @@ class MedKLIPConfig(QueryConfig):
     labeler reads.
 
     Published are 75 entities and 51 places from RadGraph. Here the entities are the label columns,
-    and the places those of `medvl.data.reports.entities.PLACES`.
+    and the places those of `medvl.data.reports.statements.PLACES`.
     """
 
     image_arguments: EncoderArguments = dataclasses.field(

@@ -16,12 +16,12 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.models.base import EncoderArguments
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
-from medvl.models.dual_encoders.parts.attention import (
+from medvl.models.dual_encoders.parts.layers import (
+    BatchNormHead,
     attend,
     attention_weights,
     clip_to_percentiles,
 )
-from medvl.models.dual_encoders.parts.heads import BatchNormHead
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
 

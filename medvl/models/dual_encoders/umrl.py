@@ -23,7 +23,7 @@ from medvl.models.base import EncoderArguments
 from medvl.models.dual_encoders.bases.base import BertDualConfig, DualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.bases.sentences import mean_of_sentences
-from medvl.models.dual_encoders.parts.heads import move_to_orthogonal
+from medvl.models.dual_encoders.parts.layers import move_to_orthogonal
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 

@@ -24,8 +24,14 @@ from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.masked import mask_patches
 from medvl.losses.pairs.blockwise import name_ids
-from medvl.losses.pairs.itc import Keys, MomentumQueue, clamp_temperature_, ramped_alpha
-from medvl.losses.pairs.itm import MatchingPairs, hard_pairs
+from medvl.losses.pairs.image_text import (
+    Keys,
+    MatchingPairs,
+    MomentumQueue,
+    clamp_temperature_,
+    hard_pairs,
+    ramped_alpha,
+)
 from medvl.losses.precision import full_precision
 from medvl.models.base import (
     EncoderArguments,
@@ -43,14 +49,13 @@ from medvl.models.fusion_encoders.bases.base import (
     create_pixel_encoders,
 )
 from medvl.models.fusion_encoders.bases.bert_stream import init_from_bert
-from medvl.models.fusion_encoders.objectives.base import (
+from medvl.models.fusion_encoders.bases.objectives import (
     ContrastiveEncoded,
     Corruption,
     DistilledLanguageModeling,
+    HardNegativeMatching,
     ImageTextContrast,
 )
-from medvl.models.fusion_encoders.objectives.matching import HardNegativeMatching
-from medvl.models.fusion_encoders.parts.attention_masks import keep_first
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens
 from medvl.models.fusion_encoders.parts.inputs import (
     encode_present,
@@ -58,7 +63,7 @@ from medvl.models.fusion_encoders.parts.inputs import (
     pairs_of_rows,
     same_rows,
 )
-from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Sizes
+from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Sizes, keep_first
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings
 

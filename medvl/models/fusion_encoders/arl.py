@@ -17,9 +17,13 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.masked import PatchMask
 from medvl.models.base import MaskedWords, Parts, sample_masked_words
+from medvl.models.fusion_encoders.bases.objectives import (
+    Corruption,
+    Encoded,
+    MaskedImageModeling,
+    Objective,
+)
 from medvl.models.fusion_encoders.m3ae import M3AEConfig, pixel_decoder, reconstruct_pixels
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
-from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
 from medvl.models.fusion_encoders.parts.encoder import FusionEncoder, Tokens
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.fusion_encoders.parts.knowledge import (

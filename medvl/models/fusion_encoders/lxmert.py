@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from medvl.common.config_io import check_within
 from medvl.models.base import EncoderArguments, Parts, init_weights
+from medvl.models.fusion_encoders.bases.objectives import Corruption, Encoded, Objective
 from medvl.models.fusion_encoders.bases.region_model import (
     MaskedObjectLabels,
     MaskedRegionFeatures,
@@ -21,14 +22,14 @@ from medvl.models.fusion_encoders.bases.region_model import (
     RegionMask,
     RegionModel,
 )
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
-from medvl.models.fusion_encoders.parts.attention_masks import keep_first, padding_mask
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens
 from medvl.models.fusion_encoders.parts.transformer import (
     Attention,
     FeedForward,
     SelfAttentionLayer,
     Sizes,
+    keep_first,
+    padding_mask,
 )
 from medvl.models.registry import register_system
 from medvl.schema import Batch

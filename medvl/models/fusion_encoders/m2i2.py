@@ -11,8 +11,7 @@ from medvl.encoders.presets import CLIP_MEAN, CLIP_STD
 from medvl.losses.masked import PatchMask
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
-from medvl.models.fusion_encoders.objectives.base import Corruption
-from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
+from medvl.models.fusion_encoders.bases.objectives import Corruption, MaskedImageModeling
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.models.registry import register_system

@@ -10,7 +10,7 @@ from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statisti
 from medvl.losses.masked import PatchMask
 from medvl.models.base import Parts
 from medvl.models.fusion_encoders.bases.base import check_pixels
-from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
+from medvl.models.fusion_encoders.bases.objectives import MaskedImageModeling
 from medvl.models.fusion_encoders.parts.encoder import DualStream, Tokens
 from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.models.fusion_encoders.parts.inputs import ImageSource

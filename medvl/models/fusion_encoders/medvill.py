@@ -13,7 +13,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
-from medvl.losses.pairs.itm import MatchingPairs
+from medvl.losses.pairs.image_text import MatchingPairs
 from medvl.models.base import Parts
 from medvl.models.fusion_encoders.bases.base import (
     FusionConfig,
@@ -21,10 +21,10 @@ from medvl.models.fusion_encoders.bases.base import (
     create_pixel_encoders,
 )
 from medvl.models.fusion_encoders.bases.bert_stream import JointStream
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
-from medvl.models.fusion_encoders.parts.attention_masks import CAUSAL_ATTENTIONS, Attention
+from medvl.models.fusion_encoders.bases.objectives import Corruption, Encoded
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens, join, stream_mask
 from medvl.models.fusion_encoders.parts.inputs import encode_present, sample_cells, sample_pairs
+from medvl.models.fusion_encoders.parts.transformer import CAUSAL_ATTENTIONS, AttentionKind
 from medvl.models.registry import register_system
 from medvl.models.text_decoding import Decoding, Generated, search
 from medvl.models.weights import copy_training
@@ -68,7 +68,7 @@ class MedViLLConfig(FusionConfig):
     """Grid cells that are sampled in training; all are used if there are no more, and in eval
     mode.
     """
-    attention: Attention = "bar"
+    attention: AttentionKind = "bar"
     seq2seq_share: float = 0.75
     """With attention "mixed": share of samples that are trained with the sequence-to-sequence
     mask.
@@ -84,7 +84,9 @@ class MedViLLConfig(FusionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.objective, ("pretraining", "report"), "objective")
-        unmatched: tuple[Attention, ...] = ("seq2seq",) if self.objective == "pretraining" else ()
+        unmatched: tuple[AttentionKind, ...] = (
+            ("seq2seq",) if self.objective == "pretraining" else ()
+        )
         check_attention(self, unmatched=unmatched)
         check_within(self, "(0, inf)", "image_tokens")
         check_within(self, "[0, inf)", "frozen_image_layers")

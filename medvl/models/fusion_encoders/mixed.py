@@ -15,8 +15,12 @@ from medvl.errors import ConfigError
 from medvl.losses.masked import blank, mask_blocks, patchify
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.fusion_encoders.bases.base import check_pixels
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
-from medvl.models.fusion_encoders.objectives.patches import PatchPredictions
+from medvl.models.fusion_encoders.bases.objectives import (
+    Corruption,
+    Encoded,
+    Objective,
+    PatchPredictions,
+)
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.heads import BlockHead, Patches
 from medvl.models.fusion_encoders.parts.inputs import ImageSource

@@ -10,7 +10,7 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD
 from medvl.models.base import EncoderArguments, Parts, init_weights
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
-from medvl.models.fusion_encoders.objectives.base import UnimodalContrast
+from medvl.models.fusion_encoders.bases.objectives import UnimodalContrast
 from medvl.models.registry import register_system
 
 

@@ -15,7 +15,7 @@ from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.models.base import Parts, complete_rows
-from medvl.models.fusion_encoders.objectives.base import (
+from medvl.models.fusion_encoders.bases.objectives import (
     AlignedEncoded,
     Corruption,
     ImageTextContrast,

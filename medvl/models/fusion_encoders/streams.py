@@ -17,7 +17,6 @@ from medvl.models.fusion_encoders.bases.base import (
     StreamConfig,
     check_attention,
 )
-from medvl.models.fusion_encoders.parts.attention_masks import Attention
 from medvl.models.fusion_encoders.parts.encoder import (
     AttentionMaps,
     DualStream,
@@ -32,7 +31,7 @@ from medvl.models.fusion_encoders.parts.inputs import (
     encode_present,
     encode_visible,
 )
-from medvl.models.fusion_encoders.parts.transformer import Sizes
+from medvl.models.fusion_encoders.parts.transformer import AttentionKind, Sizes
 from medvl.models.registry import register_system
 
 
@@ -58,7 +57,7 @@ class SingleStreamConfig(StreamConfig):
     """Grid cells that are sampled for each image in training (ViLT: 200, PixelBERT: 100); None, and
     in eval mode: all.
     """
-    attention: Attention = "bidirectional"
+    attention: AttentionKind = "bidirectional"
     seq2seq_share: float = 0.5
     """With attention "mixed": share of batches that are trained with the sequence-to-sequence
     mask.

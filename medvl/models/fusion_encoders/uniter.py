@@ -10,6 +10,13 @@ from torch import Tensor, nn
 from medvl.common.seeding import derive
 from medvl.models.base import LAYER_NORM_EPS, Parts
 from medvl.models.fusion_encoders.bases.bert_stream import JointStream
+from medvl.models.fusion_encoders.bases.objectives import (
+    WPA_WEIGHT,
+    Corruption,
+    Encoded,
+    Objective,
+    WordPatchAlignment,
+)
 from medvl.models.fusion_encoders.bases.region_model import (
     MaskedRegionClassification,
     MaskedRegionRegression,
@@ -19,13 +26,6 @@ from medvl.models.fusion_encoders.bases.region_model import (
     RegionMask,
     RegionModel,
     TiedRegionHead,
-)
-from medvl.models.fusion_encoders.objectives.base import (
-    WPA_WEIGHT,
-    Corruption,
-    Encoded,
-    Objective,
-    WordPatchAlignment,
 )
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.inputs import ImageSource

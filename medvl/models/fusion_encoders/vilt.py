@@ -15,7 +15,7 @@ from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, init_weights
 from medvl.models.fusion_encoders.bases.base import FusionConfig
 from medvl.models.fusion_encoders.bases.bert_stream import JointStream
-from medvl.models.fusion_encoders.objectives.base import WPA_WEIGHT, WordPatchAlignment
+from medvl.models.fusion_encoders.bases.objectives import WPA_WEIGHT, WordPatchAlignment
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.inputs import encode_present, sample_tokens
 from medvl.models.fusion_encoders.parts.transformer import attention_weights

@@ -16,8 +16,14 @@ from medvl import losses
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.mlm_masking import MaskedText, MaskingDraw, TextMasking
-from medvl.data.transforms.text_sequences import PairTask, TextBatch, TextSequences
+from medvl.data.transforms.masked_text import (
+    MaskedText,
+    MaskingDraw,
+    PairTask,
+    TextBatch,
+    TextMasking,
+    TextSequences,
+)
 from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.encoders.pretrained import Pretrained, read_source

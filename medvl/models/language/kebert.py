@@ -16,7 +16,7 @@ from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.text_sequences import ConceptPairs
+from medvl.data.transforms.masked_text import ConceptPairs
 from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.encoders.text.adapters import knowledge_head
 from medvl.errors import ConfigError

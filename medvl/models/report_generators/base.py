@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from medvl.errors import ConfigError
 from medvl.models.base import System, complete_rows, update_mean, zero_loss
-from medvl.models.fusion_encoders.parts.attention_masks import open_empty_rows, padding_mask
 from medvl.models.fusion_encoders.parts.encoder import Tokens
-from medvl.models.fusion_encoders.parts.transformer import KeysValues, Sizes, split_heads
+from medvl.models.fusion_encoders.parts.transformer import (
+    KeysValues,
+    Sizes,
+    open_empty_rows,
+    padding_mask,
+    split_heads,
+)
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
 

@@ -17,10 +17,9 @@ from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, Parts
-from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
 from medvl.models.fusion_encoders.parts.encoder import Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import encode_present
-from medvl.models.fusion_encoders.parts.transformer import Sizes
+from medvl.models.fusion_encoders.parts.transformer import Sizes, padding_mask
 from medvl.models.registry import register_system
 from medvl.models.report_generators.base import (
     Attention,

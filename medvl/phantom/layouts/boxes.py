@@ -17,7 +17,7 @@ from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_
 from medvl.phantom.population.findings import Finding
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.rendering.draw import draw
-from medvl.phantom.rendering.ground_truth import Box, boxes
+from medvl.phantom.rendering.findings import Box, boxes
 from medvl.phantom.rendering.scene import WHITE, encode_jpeg, encode_png
 from medvl.phantom.seeds import generator
 

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.phantom.language.case_reports import Figure, article_figures, article_id
+from medvl.phantom.language.captions import Figure, article_figures, article_id
 from medvl.phantom.language.reports import pick
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
 from medvl.phantom.population.findings import truth_labels

@@ -17,7 +17,7 @@ from medvl.phantom.layouts.dicom_writer import view_position
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.rendering.draw import draw
-from medvl.phantom.rendering.ground_truth import boxes, masks
+from medvl.phantom.rendering.findings import boxes, masks
 from medvl.phantom.seeds import generator
 
 # Shared code of the Kaggle challenges' layouts: square 8-bit frontal images.

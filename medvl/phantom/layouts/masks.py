@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from medvl.phantom.geometry import Surface
 from medvl.phantom.layouts.kaggle import image_uid_hex, square_frontal_views
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
+from medvl.phantom.population.anatomy import SIDES
 from medvl.phantom.population.findings import PART_SAMPLERS, Finding
-from medvl.phantom.population.frontal_anatomy import SIDES
 from medvl.phantom.population.world import Patient, View
 from medvl.phantom.rendering.draw import draw
-from medvl.phantom.rendering.findings import make_lung
-from medvl.phantom.rendering.ground_truth import boxes, masks
+from medvl.phantom.rendering.findings import boxes, make_lung, masks
 from medvl.phantom.rendering.scene import encode_png
 from medvl.phantom.seeds import generator
 

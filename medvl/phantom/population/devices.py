@@ -5,9 +5,16 @@ import dataclasses
 import numpy as np
 
 from medvl.phantom.geometry import Points, ellipse, ribbon, spline
+from medvl.phantom.population.anatomy import (
+    Chest,
+    FrontalLung,
+    LateralLung,
+    lateral_heart,
+    sign,
+    sternum,
+    trachea,
+)
 from medvl.phantom.population.findings import MIDLINE_DEVICES, Part
-from medvl.phantom.population.frontal_anatomy import Chest, FrontalLung, sign
-from medvl.phantom.population.lateral_anatomy import LateralLung, lateral_heart, sternum, trachea
 
 DEVICES = (*MIDLINE_DEVICES, "central line", "pacemaker", "chest tube")
 """Values of `Part.kind` that are devices."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from medvl.errors import ConfigError
 from medvl.phantom.geometry import Camera
+from medvl.phantom.population.anatomy import Chest, pose_chest, sample_chest
 from medvl.phantom.population.findings import (
     Finding,
     Profile,
@@ -16,7 +17,6 @@ from medvl.phantom.population.findings import (
     sample_profile,
     truth_labels,
 )
-from medvl.phantom.population.frontal_anatomy import Chest, pose_chest, sample_chest
 from medvl.phantom.seeds import generator
 
 # Exposure settings and lead markers of a view.

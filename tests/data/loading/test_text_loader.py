@@ -10,8 +10,7 @@ from helpers.text_shards import text_vocabulary, write_text_shards
 
 from medvl.data.loading.text_loader import open_text_loader
 from medvl.data.shards.source import ShardSource
-from medvl.data.transforms.mlm_masking import TextMasking
-from medvl.data.transforms.text_sequences import TextSequences
+from medvl.data.transforms.masked_text import TextMasking, TextSequences
 from medvl.schema import Sample
 
 

@@ -15,8 +15,12 @@ from medvl.cli.main import main
 from medvl.data import ConVIRTAugmentation, Statements
 from medvl.data.loading.collate import ItemMaker
 from medvl.data.privacy import Deidentifier
-from medvl.data.reports.entities import PLACES
-from medvl.data.reports.statements import radgraph_statements, read_statements, write_statements
+from medvl.data.reports.statements import (
+    PLACES,
+    radgraph_statements,
+    read_statements,
+    write_statements,
+)
 from medvl.errors import ConfigError
 from medvl.schema import FINDINGS, Inputs, Sample
 from medvl.train.recipe_files import choose

@@ -9,7 +9,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.data import load_tokenizer
-from medvl.data.tokenizer.cleaning import clean_as_albef, clean_words
+from medvl.data.tokenizer.files import clean_as_albef, clean_words
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError
 

@@ -12,7 +12,7 @@ from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.text import plan_documents
 from medvl.data.privacy import Deidentifier
 from medvl.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
-from medvl.data.tokenizer.wordpiece_trainer import count_words
+from medvl.data.tokenizer.wordpiece import count_words
 
 RNG = random.Random(0)
 TEXTS = [

@@ -4,7 +4,7 @@ import itertools
 
 from hypothesis import given, settings, strategies as st
 
-from medvl.data.tokenizer.wordpiece_trainer import learn_pieces
+from medvl.data.tokenizer.wordpiece import learn_pieces
 
 
 def test_learn_pieces_worked_example() -> None:

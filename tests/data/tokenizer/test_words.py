@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.errors import raises
 
-from medvl.data.tokenizer.cleaning import clean_report, clean_report_as_r2gen
+from medvl.data.tokenizer.files import clean_report, clean_report_as_r2gen
 from medvl.data.tokenizer.tokenizer import load_tokenizer, train_words
 from medvl.errors import ConfigError
 

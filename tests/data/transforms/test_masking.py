@@ -14,7 +14,7 @@ from helpers.vocabularies import write_byte_level
 from torch import Tensor
 
 from medvl.data.tokenizer.tokenizer import IGNORED, Tokenizer, load_tokenizer, train_wordpiece
-from medvl.data.transforms.mlm_masking import TextMasking
+from medvl.data.transforms.masked_text import TextMasking
 from medvl.errors import ConfigError
 
 TRAINING_TEXTS = [

@@ -9,8 +9,7 @@ from helpers.errors import raises
 from helpers.text_shards import make_documents, text_vocabulary
 
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from medvl.data.transforms.mlm_masking import TextMasking
-from medvl.data.transforms.text_sequences import PairTask, TextSequence, TextSequences
+from medvl.data.transforms.masked_text import PairTask, TextMasking, TextSequence, TextSequences
 from medvl.errors import ConfigError
 
 TEXTS = make_documents(12)

@@ -40,7 +40,7 @@ from medvl.eval.vqa.examples import choose_examples, explain
 from medvl.eval.vqa.page import write_vqa_page
 from medvl.eval.vqa.predictions import Prediction, answer_questions, question_data
 from medvl.models import VQA, save
-from medvl.models.downstream.vqa.config import DecoderConfig
+from medvl.models.downstream.vqa.decoder import DecoderConfig
 from medvl.models.downstream.vqa.heads import question_attention
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&"

@@ -11,7 +11,7 @@ from helpers.loss_checks import check_precision, check_zero_with_gradient, compa
 from torch import Tensor
 
 from medvl import losses
-from medvl.data.transforms import mlm_masking
+from medvl.data.transforms import masked_text
 from medvl.losses.masked import IGNORED, masked_positions
 
 BATCH, TOKENS, VOCABULARY = 5, 9, 40
@@ -188,7 +188,7 @@ def test_mlm_ignores_autocast() -> None:
 
 
 def test_masking_and_loss_use_the_same_ignored_label() -> None:
-    assert mlm_masking.IGNORED == IGNORED
+    assert masked_text.IGNORED == IGNORED
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from helpers.loss_checks import check_one_number, check_precision, check_zero_wi
 from torch import Tensor
 
 from medvl import losses
-from medvl.losses.pairs.itc import MomentumQueue, clamp_temperature_, ramped_alpha
+from medvl.losses.pairs.image_text import MomentumQueue, clamp_temperature_, ramped_alpha
 
 DIM = 16
 

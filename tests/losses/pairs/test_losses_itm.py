@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.losses.pairs.blockwise import name_ids, same_pairs, text_ids
-from medvl.losses.pairs.itm import MatchingPairs, hard_pairs, random_pairs
+from medvl.losses.pairs.image_text import MatchingPairs, hard_pairs, random_pairs
 
 
 def seeded(seed: int = 0) -> torch.Generator:

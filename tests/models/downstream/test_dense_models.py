@@ -30,7 +30,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError, CorpusError
 from medvl.models import Detector, DetectorConfig, Segmenter, create_dense, load, save
-from medvl.models.downstream.dense_base import PRIOR
+from medvl.models.downstream.dense import PRIOR
 from medvl.models.downstream.detector import non_maximum_suppression
 from medvl.schema import Batch, ImageFeatures, Sample
 

@@ -17,8 +17,8 @@ from helpers.vqa_corpora import write_rad_shards
 import medvl
 from medvl.errors import ConfigError
 from medvl.models import VQA, DualStreamConfig, create_vqa, save
-from medvl.models.downstream.dense_base import at_image_size, resize_positions
-from medvl.models.downstream.vqa.config import DecoderConfig
+from medvl.models.downstream.dense import at_image_size, resize_positions
+from medvl.models.downstream.vqa.decoder import DecoderConfig
 from medvl.train import Run
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "vqa_finetune.py"

@@ -22,18 +22,18 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.checkpoint import save
-from medvl.models.downstream.detector import Detector
+from medvl.models.downstream.detector import (
+    Detector,
+    RegionSelection,
+    in_original,
+    suppress,
+    visible_part,
+)
 from medvl.models.downstream.regions.create import GridRegions, create_region_detector
 from medvl.models.downstream.regions.faster_rcnn import (
     DetectorRegions,
     FasterRCNNRegions,
     with_background,
-)
-from medvl.models.downstream.regions.selection import (
-    RegionSelection,
-    in_original,
-    suppress,
-    visible_part,
 )
 
 SMALLEST = "fasterrcnn_mobilenet_v3_large_320_fpn"

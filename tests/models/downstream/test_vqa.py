@@ -31,7 +31,7 @@ from medvl.eval import (
 )
 from medvl.eval.vqa.predictions import question_data
 from medvl.models import VQA, create_vqa, save
-from medvl.models.downstream.vqa.config import VQAConfig
+from medvl.models.downstream.vqa.decoder import VQAConfig
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.train.tasks.supervised import VQADataConfig, open_vqa
 

@@ -16,7 +16,7 @@ from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError
 from medvl.models import VQA, save
-from medvl.models.downstream.vqa.config import DecoderConfig
+from medvl.models.downstream.vqa.decoder import DecoderConfig
 from medvl.schema import Batch
 
 ANSWERS = ("yes", "no", "left effusion", "right lower lobe")

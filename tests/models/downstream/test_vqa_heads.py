@@ -29,7 +29,7 @@ from medvl.eval import (
     read_results,
 )
 from medvl.models import VQA, create_vqa, save
-from medvl.models.downstream.vqa.config import HEADS, DecoderConfig, Head, VQAConfig
+from medvl.models.downstream.vqa.decoder import HEADS, DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.schema import Batch

@@ -14,7 +14,7 @@ from torch import Tensor
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError
 from medvl.models import VQA
-from medvl.models.downstream.vqa.config import DecoderConfig, Head
+from medvl.models.downstream.vqa.decoder import DecoderConfig, Head
 from medvl.models.downstream.vqa.heads import DecoderHead
 from medvl.models.fusion_encoders.albef import ALBEF
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens

@@ -19,7 +19,7 @@ from medvl.errors import ConfigError
 from medvl.eval.grounding.heatmaps import choose_maps, embed_patches, phrase_maps
 from medvl.models import BioViL, BioViLConfig
 from medvl.schema import Batch, Inputs
-from medvl.train.optim.grad_cache import GradCache
+from medvl.train.loop.step import GradCache
 from medvl.train.optim.optimizer import Precision
 
 BATCH = dataclasses.replace(make_batch("biovil"), has_image_B=None)

@@ -212,7 +212,7 @@ def test_grad_cache_takes_any_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words with weights and a side of several rows a pair give the gradient of the batch at
     once.
     """
-    from medvl.train.optim.grad_cache import GradCache
+    from medvl.train.loop.step import GradCache
     from medvl.train.optim.optimizer import Precision
 
     model, batch = SYSTEMS["clip"]().eval(), make_batch("clip")

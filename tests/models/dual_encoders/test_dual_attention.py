@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from medvl.errors import ConfigError
 from medvl.models.dual_encoders.bases.sentences import SentencePool, pool_sentences
-from medvl.models.dual_encoders.parts.attention import (
+from medvl.models.dual_encoders.parts.layers import (
     AttentionPool,
     CrossAttention,
     attend,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.models.dual_encoders.parts.heads import BatchNormHead, MaskedBatchNorm
+from medvl.models.dual_encoders.parts.layers import BatchNormHead, MaskedBatchNorm
 
 MASK = torch.tensor(
     [[True, True, False, False], [True, True, True, True], [False] * 4, [True, False, True, False]]

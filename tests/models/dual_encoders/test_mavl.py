@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import medvl
 from medvl import losses
 from medvl.data import statement
-from medvl.data.reports.entities import ASPECTS, describe_aspects
+from medvl.data.reports.statements import ASPECTS, describe_aspects
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import KAD, MAVL, MedKLIP, checkpoint
 from medvl.models.dual_encoders.bases.queries import QueryEncoder

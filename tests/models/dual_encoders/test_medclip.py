@@ -15,7 +15,7 @@ from torch import Tensor
 import medvl
 from medvl.errors import ConfigError
 from medvl.schema import Batch, Inputs
-from medvl.train.optim.grad_cache import GradCache
+from medvl.train.loop.step import GradCache
 from medvl.train.optim.optimizer import Precision
 
 

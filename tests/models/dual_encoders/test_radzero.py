@@ -17,7 +17,7 @@ import medvl
 from medvl.errors import ConfigError
 from medvl.eval.grounding.heatmaps import phrase_maps
 from medvl.eval.zero_shot_masks import MaskLabels, PhraseSegmenter
-from medvl.losses.local.statements import in_chunks, patch_cosine, statement_contrast
+from medvl.losses.local.within_sample import in_chunks, patch_cosine, statement_contrast
 from medvl.models.dual_encoders.radzero import embed_statements
 
 

@@ -26,7 +26,7 @@ from medvl.data.knowledge.finder import LinkedEntities
 from medvl.data.loading.collate import Collate, ItemMaker
 from medvl.data.tokenizer.tokenizer import IGNORED, Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.mlm_masking import TextMasking
+from medvl.data.transforms.masked_text import TextMasking
 from medvl.errors import ConfigError, CorpusError
 from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.arl import ARL, ARLConfig, mentioned

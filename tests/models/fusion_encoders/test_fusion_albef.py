@@ -20,7 +20,7 @@ import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError, WeightsError
-from medvl.losses.pairs.itc import ramped_alpha
+from medvl.losses.pairs.image_text import ramped_alpha
 from medvl.models.checkpoint import load_towers, save
 from medvl.models.downstream.vqa.model import VQA
 from medvl.models.fusion_encoders import albef

@@ -14,7 +14,7 @@ from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.objectives.base import (
+from medvl.models.fusion_encoders.bases.objectives import (
     Encoded,
     TransportedPairs,
     WordPatchAlignment,

@@ -11,7 +11,7 @@ from torch import Tensor
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
 from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
-from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask
+from medvl.models.fusion_encoders.parts.transformer import AttentionKind, attention_mask
 from medvl.schema import Batch
 
 
@@ -26,7 +26,7 @@ def make(tokenizer: Tokenizer, **settings: object) -> MedViLL:
     return model
 
 
-def objective_of(attention: Attention) -> dict[str, str]:
+def objective_of(attention: AttentionKind) -> dict[str, str]:
     """Return the objective that a mask is trained by: ITM needs a first token that sees the
     text.
     """
@@ -59,7 +59,7 @@ def naive_states(model: MedViLL, batch: Batch, row: int) -> Tensor:
 
 
 @pytest.mark.parametrize("attention", ["bidirectional", "seq2seq", "bar", "non_cross"])
-def test_sequence_equals_bert(attention: Attention, tokenizer: Tokenizer) -> None:
+def test_sequence_equals_bert(attention: AttentionKind, tokenizer: Tokenizer) -> None:
     model = make(tokenizer, attention=attention, **objective_of(attention)).eval()
     batch = make_batch(tokenizer, 4)
     fused = model.features(batch)
@@ -85,7 +85,10 @@ def test_sequence_equals_bert(attention: Attention, tokenizer: Tokenizer) -> Non
     ],
 )
 def test_attention_masks_hide_later_words(
-    attention: Attention, text_sees_later_words: bool, image_sees_text: bool, tokenizer: Tokenizer
+    attention: AttentionKind,
+    text_sees_later_words: bool,
+    image_sees_text: bool,
+    tokenizer: Tokenizer,
 ) -> None:
     model = make(tokenizer, attention=attention, **objective_of(attention)).eval()
     batch = make_batch(tokenizer, 2, texts=TEXTS[2:])
@@ -119,7 +122,7 @@ def test_separate_blocks_are_pooled_from_both(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("attention", ["bar", "mixed", "bidirectional"])
 def test_heads_read_all_cells_in_both_directions(
-    attention: Attention, tokenizer: Tokenizer
+    attention: AttentionKind, tokenizer: Tokenizer
 ) -> None:
     """As in the released fine-tuning: without the mask of pretraining, and without a draw of
     cells.

@@ -22,9 +22,9 @@ from medvl.encoders import create_text_encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.checkpoint import load_towers, save, warm_start
 from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.fusion_encoders.bases.objectives import Encoded, Objective
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
-from medvl.models.fusion_encoders.objectives.base import Encoded, Objective
 from medvl.models.fusion_encoders.streams import DualStreamConfig, SingleStreamConfig
 from medvl.schema import Batch
 from medvl.train.config import OptimConfig

@@ -15,7 +15,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder
 from medvl.encoders.regions import RegionEncoder, box_code, relative_boxes
 from medvl.errors import ConfigError
-from medvl.models.downstream.dense_base import at_image_size
+from medvl.models.downstream.dense import at_image_size
 from medvl.models.fusion_encoders.parts.inputs import ImageInput, sample_cells
 from medvl.schema import ImageFeatures
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from medvl.encoders.text.packing import Packing
-from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
-from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Sizes
+from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Sizes, padding_mask
 from medvl.train.loop.prepare import prepare
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.mlm_masking import TextMasking
+from medvl.data.transforms.masked_text import TextMasking
 from medvl.errors import ConfigError
 from medvl.models.checkpoint import load, save
 from medvl.models.downstream.vqa.model import VQA, create_vqa
 from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
-from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask
+from medvl.models.fusion_encoders.parts.transformer import AttentionKind, attention_mask
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.models.text_decoding import Decoding, Generated, search
 from medvl.schema import Batch
@@ -31,7 +31,9 @@ def tokenizer() -> Tokenizer:
     return tiny_tokenizer()
 
 
-def writer(tokenizer: Tokenizer, attention: Attention = "seq2seq", **settings: object) -> MedViLL:
+def writer(
+    tokenizer: Tokenizer, attention: AttentionKind = "seq2seq", **settings: object
+) -> MedViLL:
     """Return a model with random weights; initially all texts are equal."""
     model = tiny_model(
         "medvill",
@@ -93,7 +95,7 @@ def rows(generated: Generated) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("attention", ["seq2seq", "bar", "mixed"])
-def test_cache_changes_no_word(attention: Attention, tokenizer: Tokenizer) -> None:
+def test_cache_changes_no_word(attention: AttentionKind, tokenizer: Tokenizer) -> None:
     model, batch = writer(tokenizer, attention), make_batch(tokenizer, 6)
     with torch.no_grad():
         expected = [without_cache(model, image, 12) for image in batch.image_BCHW]
@@ -200,7 +202,7 @@ def test_text_that_closes_at_once_is_empty(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("attention", ["bidirectional", "non_cross"])
 def test_generation_is_rejected_under_masks_that_are_not_causal(
-    attention: Attention, tokenizer: Tokenizer
+    attention: AttentionKind, tokenizer: Tokenizer
 ) -> None:
     model, batch = writer(tokenizer, attention), make_batch(tokenizer, 1)
     with raises(ConfigError, "unsupported", "attention"):

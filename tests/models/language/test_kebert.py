@@ -22,7 +22,7 @@ from medvl.data.knowledge.graph import read_definitions
 from medvl.data.loading.text_loader import open_text_loader
 from medvl.data.privacy import Deidentifier
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.text_sequences import ConceptPairs
+from medvl.data.transforms.masked_text import ConceptPairs
 from medvl.errors import ConfigError, CorpusError
 from medvl.models import ConceptScore, create_model, save
 from medvl.phantom import write_umls

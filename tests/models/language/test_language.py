@@ -16,7 +16,7 @@ from helpers.text_shards import text_vocabulary, write_text_shards
 from medvl.common.seeding import seeded
 from medvl.data.loading.text_loader import open_text_loader
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
-from medvl.data.transforms.text_sequences import TextBatch
+from medvl.data.transforms.masked_text import TextBatch
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import checkpoint, create_model
 from medvl.models.language.base import MaskedWordScore

@@ -19,9 +19,8 @@ from medvl.cli import main as cli, recipes as doctor_module
 from medvl.cli.recipes import doctor, load_recipe
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.loading import profile
-from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.profile import Stages, time_stages
+from medvl.data.loading import loader as profile
+from medvl.data.loading.loader import Loader, Stages, open_loader, time_stages
 from medvl.data.loading.sources import no_text
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource

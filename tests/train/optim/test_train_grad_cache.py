@@ -25,8 +25,7 @@ from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.loop.step import Step
-from medvl.train.optim.grad_cache import GradCache
+from medvl.train.loop.step import GradCache, Step
 from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo, join
 

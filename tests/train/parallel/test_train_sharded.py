@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 import medvl
 from medvl.errors import ConfigError, TrainingError
-from medvl.losses.pairs.itc import MomentumQueue
-from medvl.models.downstream.vqa.config import DecoderConfig
+from medvl.losses.pairs.image_text import MomentumQueue
+from medvl.models.downstream.vqa.decoder import DecoderConfig
 from medvl.models.downstream.vqa.model import VQA
 from medvl.schema import Batch, Losses
 from medvl.train import TrainResult, rank_and_world

@@ -17,15 +17,15 @@ from medvl.errors import ConfigError, WeightsError
 from medvl.models.base import System
 from medvl.models.checkpoint import load
 from medvl.models.downstream.classifier import image_encoder_of
-from medvl.models.downstream.detector import Detector
-from medvl.models.downstream.regions.faster_rcnn import DetectorRegions, FasterRCNNRegions
-from medvl.models.downstream.regions.selection import (
+from medvl.models.downstream.detector import (
+    Detector,
     PreparedImage,
     RegionSelection,
     in_original,
     prepare,
     stack,
 )
+from medvl.models.downstream.regions.faster_rcnn import DetectorRegions, FasterRCNNRegions
 
 # The grid of an image encoder as regions: no detector is needed.
 

@@ -18,8 +18,8 @@ from medvl.data.shards.regions import Regions
 from medvl.encoders.pretrained import check_values, weights_sha256
 from medvl.encoders.regions import relative_boxes
 from medvl.errors import ConfigError, WeightsError
-from medvl.models.downstream.detector import Detector
-from medvl.models.downstream.regions.selection import (
+from medvl.models.downstream.detector import (
+    Detector,
     PreparedImage,
     RegionSelection,
     in_original,

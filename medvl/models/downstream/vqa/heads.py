@@ -18,8 +18,13 @@ from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
 from medvl.losses.supervised import word_log_probability
 from medvl.models.base import init_weights
-from medvl.models.downstream.vqa.config import VQAConfig
-from medvl.models.downstream.vqa.decoder import AnswerDecoder, AnswerWriter, Memory, init_decoder
+from medvl.models.downstream.vqa.decoder import (
+    AnswerDecoder,
+    AnswerWriter,
+    Memory,
+    VQAConfig,
+    init_decoder,
+)
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.parts.encoder import Fused
 from medvl.models.text_decoding import Decoding, search

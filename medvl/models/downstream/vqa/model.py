@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from medvl.errors import ConfigError
-from medvl.losses.pairs.itc import ramped_alpha
+from medvl.losses.pairs.image_text import ramped_alpha
 from medvl.models.downstream.fused_classifier import FusionTask, described_fusion, open_fusion
-from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
+from medvl.models.downstream.vqa.decoder import DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead, create_head
 from medvl.models.fusion_encoders.bases.base import FusionModel, StreamConfig
 from medvl.models.registry import register_system

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.config_io import check_within
-from medvl.data.reports.entities import describe
-from medvl.data.reports.statements import statement
+from medvl.data.reports.statements import describe, statement
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics, freeze_layers
 from medvl.errors import CheckpointError, ConfigError
@@ -22,7 +21,7 @@ from medvl.losses.gather import mean_over_ranks
 from medvl.losses.precision import full_precision
 from medvl.models.base import list_of_texts
 from medvl.models.dual_encoders.bases.base import DualEncoder, DualEncoderConfig, projection_head
-from medvl.models.dual_encoders.parts.heads import mask_of
+from medvl.models.dual_encoders.parts.layers import mask_of
 from medvl.models.heatmaps import maps_of_cells
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
@@ -266,7 +265,8 @@ class QueryConfig(QueryDecoderConfig, DualEncoderConfig):
     entities: tuple[str, ...] = FINDINGS
     """Names of the entities: the label columns of the shards, in their order."""
     descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name -> sentence of its query; other entities use `medvl.data.reports.entities.describe`."""
+    """Name -> sentence of its query; other entities use `medvl.data.reports.statements.describe`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

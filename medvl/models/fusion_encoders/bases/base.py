@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
-from medvl.data.transforms.mlm_masking import TextMasking
+from medvl.data.transforms.masked_text import TextMasking
 from medvl.encoders import (
     ImageEncoder,
     TextEncoder,
@@ -25,7 +25,7 @@ from medvl.encoders import (
 )
 from medvl.encoders.regions import BoxCode, RegionEncoder
 from medvl.errors import ConfigError
-from medvl.losses.pairs.itm import MatchingPairs
+from medvl.losses.pairs.image_text import MatchingPairs
 from medvl.models.base import (
     TOWERS,
     MaskedWords,
@@ -37,17 +37,17 @@ from medvl.models.base import (
     text_masking,
     zero_loss,
 )
-from medvl.models.fusion_encoders.objectives.base import (
+from medvl.models.fusion_encoders.bases.objectives import (
     Corruption,
     Encoded,
+    ImageTextMatching,
     MaskedLanguageModeling,
+    MirroredTextMatching,
     Objective,
 )
-from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching, MirroredTextMatching
-from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS, Attention
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import ImageSource, sample_pairs
-from medvl.models.fusion_encoders.parts.transformer import Sizes
+from medvl.models.fusion_encoders.parts.transformer import ATTENTIONS, AttentionKind, Sizes
 from medvl.schema import Batch, Losses
 
 
@@ -486,7 +486,7 @@ class StreamConfig(FusionConfig):
         check_within(self, "[0, 1)", "dropout")
 
 
-def check_attention(config: Any, *, unmatched: Collection[Attention] = ()) -> None:
+def check_attention(config: Any, *, unmatched: Collection[AttentionKind] = ()) -> None:
     """Raise ConfigError unless `attention` is known and `seq2seq_share` within [0, 1].
 
     `unmatched` are masks that the model cannot have, because ITM cannot learn under them: its

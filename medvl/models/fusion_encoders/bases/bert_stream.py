@@ -15,10 +15,9 @@ from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.base import Parts, init_weights
 from medvl.models.fusion_encoders.bases.base import FusionModel
-from medvl.models.fusion_encoders.parts.attention_masks import keep_first
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import ImageSource, encode_present
-from medvl.models.fusion_encoders.parts.transformer import attention_weights
+from medvl.models.fusion_encoders.parts.transformer import attention_weights, keep_first
 from medvl.schema import ImageFeatures
 
 IMAGE_TYPE = 1

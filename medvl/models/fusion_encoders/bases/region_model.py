@@ -18,7 +18,7 @@ from medvl.encoders.regions import BoxCode, RegionEncoder, box_code
 from medvl.errors import ConfigError
 from medvl.models.base import INIT_STD, LAYER_NORM_EPS, init_weights
 from medvl.models.fusion_encoders.bases.base import FusionConfig, FusionModel
-from medvl.models.fusion_encoders.objectives.base import (
+from medvl.models.fusion_encoders.bases.objectives import (
     Corruption,
     Encoded,
     MaskedRegions,

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.models.base import init_weights
-from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask, keep_first
 from medvl.models.fusion_encoders.parts.transformer import (
+    AttentionKind,
     CoAttentionLayer,
     SelfAttentionLayer,
     Sizes,
+    attention_mask,
+    keep_first,
 )
 
 if TYPE_CHECKING:
@@ -294,11 +296,11 @@ class SingleStream(FusionEncoder):
     """
 
     def __init__(
-        self, sizes: Sizes, attention: Attention = "bidirectional", seq2seq_share: float = 0.5
+        self, sizes: Sizes, attention: AttentionKind = "bidirectional", seq2seq_share: float = 0.5
     ) -> None:
         super().__init__(sizes.width)
         self.pooled_dim = sizes.width
-        self.attention: Attention = attention
+        self.attention: AttentionKind = attention
         self.seq2seq_share = seq2seq_share
         self.layers = nn.ModuleList(SelfAttentionLayer(sizes) for _ in range(sizes.layers))
         self.pooler = Pooler(sizes.width)
@@ -339,7 +341,7 @@ class SingleStream(FusionEncoder):
 
 
 def stream_mask(
-    attention: Attention, text: Tokens, image: Tokens, seq2seq_share: float
+    attention: AttentionKind, text: Tokens, image: Tokens, seq2seq_share: float
 ) -> Tensor | None:
     """(B, S, S) for an image block followed by a text block; None if everything attends to
     everything.

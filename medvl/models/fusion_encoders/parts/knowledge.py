@@ -23,13 +23,13 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
 from medvl.losses.precision import full_precision
 from medvl.models.base import LAYER_NORM_EPS, init_weights
-from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
 from medvl.models.fusion_encoders.parts.encoder import DualStream, EntityTokens, Tokens
 from medvl.models.fusion_encoders.parts.transformer import (
     Attention,
     CoAttentionLayer,
     FeedForward,
     Sizes,
+    padding_mask,
 )
 from medvl.schema import Inputs
 

@@ -23,7 +23,7 @@ from medvl.data.shards.format import sample_from_json, sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, SplitError
 from medvl.phantom import World, write_ms_cxr
-from medvl.phantom.rendering.ground_truth import boxes
+from medvl.phantom.rendering.findings import boxes
 from medvl.schema import Sample
 
 FIRST = "02aa804e-bde0afdd-112c0b34-7bc16630-4e384014"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.fusion_samples import TINY, flags, make_batch, tiny_model, tiny_tokenizer
 
-from medvl.losses.pairs.itm import MatchingPairs
+from medvl.losses.pairs.image_text import MatchingPairs
 from medvl.models.base import complete_rows
 from medvl.models.fusion_encoders.parts.inputs import same_rows, sample_pairs
 from medvl.schema import Batch

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from medvl.models.fusion_encoders.parts.attention_masks import (
+from medvl.models.fusion_encoders.parts.encoder import Tokens, stream_mask
+from medvl.models.fusion_encoders.parts.transformer import (
     ATTENTIONS,
     attention_mask,
     open_empty_rows,
 )
-from medvl.models.fusion_encoders.parts.encoder import Tokens, stream_mask
 
 IMAGES, TEXTS = 4, 5
 IMAGE_MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [0, 0, 0, 0]], dtype=torch.bool)

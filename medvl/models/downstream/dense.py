@@ -15,13 +15,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.config_io import check_labels, check_multiple, check_within
+from medvl import losses
+from medvl.common.config_io import check_choice, check_labels, check_multiple, check_within
+from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
@@ -32,8 +34,9 @@ from medvl.models.downstream.classifier import check_encoder, encoder_at
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.heatmaps import on_image
+from medvl.models.registry import register_system
 from medvl.models.weights import copy_training
-from medvl.schema import Batch, ImageFeatures
+from medvl.schema import Batch, ImageFeatures, Losses
 
 _GROUPS = 8
 PRIOR = 0.01
@@ -388,3 +391,78 @@ def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) 
     patches_PD = resized_1Dhw[0].flatten(1).T.to(table.dtype)
     resized = torch.cat([table_ND[:prefix], patches_PD])
     return resized.reshape(*table.shape[:-2], *resized.shape)
+
+
+# Segmentation by a small decoder on an image encoder.
+
+Decoding = Literal["conv", "linear"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmenterConfig(DenseConfig):
+    """Settings of a segmenter."""
+
+    decoder: Decoding = "conv"
+    """`linear` is one 1x1 layer on the encoder's patches, and its logits are enlarged bilinearly to
+    the input's pixels (linear segmentation of LoVT, arXiv 2112.02889); it has no `width` and no
+    `doublings`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.decoder, get_args(Decoding), "decoder")
+
+
+class PatchGrid(nn.Module):
+    """Patches as a feature map, unchanged."""
+
+    def forward(self, patches_BPD: Tensor, grid: tuple[int, int]) -> Tensor:
+        """(B, D, h, w)."""
+        return patches_BPD.transpose(1, 2).unflatten(2, grid)
+
+
+@register_system("segmenter")
+class Segmenter(DenseModel, MaskModel):
+    """Logits of labels for each cell of the decoder's grid, trained by cross-entropy and soft Dice.
+
+    Attributes:
+        grid: (h, w) of the logits: the decoder's grid, or the input's pixels for the linear
+            decoder.
+    """
+
+    Config = SegmenterConfig
+
+    def __init__(
+        self,
+        config: SegmenterConfig,
+        image_encoder: ImageEncoder,
+        transform: EvalTransform,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        super().__init__(config, image_encoder, transform, tokenizer)
+        if config.decoder == "linear":
+            self.grid = (transform.size, transform.size)
+        width = config.width if config.decoder == "conv" else image_encoder.patch_dim
+        self.mask_head = init_prior(nn.Conv2d(width, len(config.labels), 1))
+
+    @staticmethod
+    def make_decoder(config: Any, patch_dim: int) -> nn.Module:
+        return (
+            PatchGrid()
+            if config.decoder == "linear"
+            else DenseModel.make_decoder(config, patch_dim)
+        )
+
+    def forward(self, batch: Batch) -> Losses:
+        """Return the losses of a `DenseBatch` with masks at the model's grid."""
+        assert isinstance(batch, DenseBatch)
+        assert batch.masks_BLhw is not None
+        entropy, dice = losses.bce_dice(self.mask_logits(batch), batch.masks_BLhw / 255)
+        return Losses.sum(cross_entropy=entropy, dice=dice)
+
+    def mask_logits(self, batch: Batch) -> Tensor:
+        """(B, L, h, w), labels in the order of `config.labels`."""
+        logits_BLhw: Tensor = self.mask_head(self.decode(batch))
+        if self.config.decoder == "linear":
+            return F.interpolate(logits_BLhw, size=self.grid, mode="bilinear", align_corners=False)
+        return logits_BLhw

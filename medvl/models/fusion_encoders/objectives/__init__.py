@@ -1,1 +1,0 @@
-"""Pretraining objectives of fusion-encoders, one file for each kind; read `base` first."""
