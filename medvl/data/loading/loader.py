@@ -108,8 +108,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return error
 
     def _items(self, places: Sequence[tuple[int, int]]) -> list[Item | SkippedSample]:
-        """Stage by stage over the batch (read, then decode and augment, then select texts):
-        better cache locality.
+        """Make items stage by stage over the batch (read, decode and augment, select texts): better
+        cache locality.
         """
         if self._is_remote:  # in threads; what is read again below is in memory by then
             collections.deque(

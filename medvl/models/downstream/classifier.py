@@ -169,8 +169,8 @@ class Classifier(LabelModel):
     def parameter_groups(
         self, lr: float, weight_decay: float, layer_decay: float = 1.0
     ) -> list[dict[str, Any]]:
-        """Optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its stem, and
-        the head at `head_lr_mult` times `lr`.
+        """Return optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its
+        stem, and the head at `head_lr_mult` times `lr`.
         """
         parts = (
             ("encoder", self.image_encoder, lr),

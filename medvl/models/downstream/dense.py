@@ -198,8 +198,8 @@ class DenseModel(System):
     def parameter_groups(
         self, lr: float, weight_decay: float, layer_decay: float = 1.0
     ) -> list[dict[str, Any]]:
-        """Optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its stem, the
-        rest at `head_lr_mult` times `lr`. With a frozen encoder, the rest at `lr`.
+        """Return optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its
+        stem, the rest at `head_lr_mult` times `lr`. With a frozen encoder, the rest at `lr`.
         """
         if self.config.frozen_encoder:
             return parameter_groups(self, lr, weight_decay, layer_decay=layer_decay)

@@ -229,8 +229,8 @@ class Detector(DenseModel):
         return self.inner_cells(batch.boxes_BN5).any(dim=2).sum().float()[None]
 
     def cells(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits (B, P, L) and boxes (B, P, 4), edges in pixels of the input, of all cells in
-        row-major order.
+        """Return logits (B, P, L) and boxes (B, P, 4), edges in pixels of the input, of all cells
+        in row-major order.
         """
         return self.read_cells(self.decode(batch))
 
@@ -312,8 +312,8 @@ class Detector(DenseModel):
         return list(torch.cat([kept_BLK5[..., :4] * scale_B + shift_B, kept_BLK5[..., 4:]], dim=3))
 
     def _centers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Centers (P, 2) of the cells, x before y, and the sides (2,) of a cell; in pixels of
-        the input.
+        """Return centers (P, 2) of the cells, x before y, and the sides (2,) of a cell; in pixels
+        of the input.
         """
         rows, columns = self.grid
         cell_2 = torch.tensor(

@@ -88,7 +88,7 @@ class BFSPR(SentenceDualEncoder):
         )
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """A rank compares its own images with the sentences of all ranks."""
+        """Compare a rank's own images with the sentences of all ranks."""
         texts = gather_side(pairs.texts)
         scale = 1 / self.config.temperature
         config = self.config

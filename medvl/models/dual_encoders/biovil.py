@@ -91,7 +91,7 @@ class BioViL(DualEncoder):
 
     @classmethod
     def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Pixels stay in 0..1."""
+        """Leave pixels in 0..1."""
         return {"mean": 0.0, "std": 1.0}, {
             "pool": "cls",
             "projection": text_has_projection(config.text_encoder),
@@ -101,7 +101,7 @@ class BioViL(DualEncoder):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """A text encoder without a projection gets one as CXR-BERT's."""
+        """Give a text encoder without a projection one as CXR-BERT's."""
         own = text_encoder.projection is not None
         size = text_encoder.feature_dim if own else config.projection_dim
         return {

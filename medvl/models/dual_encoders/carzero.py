@@ -91,7 +91,7 @@ class CARZero(LocalDualEncoder):
     def make_heads(
         cls, config: LocalDualConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
-        """Encoders as wide as the shared space have no heads, as published."""
+        """Make no heads for encoders as wide as the shared space, as published."""
         assert isinstance(config, CARZeroConfig)
         heads = super().make_heads(config, image_encoder, text_encoder)
         for name, width in (
@@ -142,9 +142,7 @@ class CARZero(LocalDualEncoder):
         ) / 2
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """A rank keeps the regions and words of its own pairs, and gathers
-        scores.
-        """
+        """Keep the regions and words of a rank's own pairs, and gather scores."""
         every = pairs.gather(local=False)
         positive_NN = same_pairs(
             torch.arange(len(every), device=every.images.global_NE.device), *every.groups
@@ -161,7 +159,7 @@ class CARZero(LocalDualEncoder):
         return Losses.sum(**terms)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
-        """The decoder's attention with words as queries, averaged over heads
+        """Return the decoder's attention with words as queries, averaged over heads
         and layers.
         """
         _, attention_BWP = self.decoder.with_attention(words_BWE, regions_BPE)

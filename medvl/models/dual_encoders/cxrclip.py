@@ -78,7 +78,7 @@ class CXRCLIP(DualEncoder):
     def encoder_arguments(
         cls, config: CXRCLIPConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """A text's vector is its last token, [SEP]; pixels of a Swin have a
+        """Take a text's last token, [SEP], as its vector; pixels of a Swin have a
         mean and deviation of 0.5, as published.
         """
         pixels = {"mean": 0.5, "std": 0.5} if "swin" in config.image_encoder else {}

@@ -79,9 +79,7 @@ class GLoRIA(LocalDualEncoder):
     Config = GLoRIAConfig
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """A rank compares its own images with the texts of all ranks:
-        regions are not gathered.
-        """
+        """Compare a rank's own images with the texts of all ranks: regions are not gathered."""
         texts = gather_side(pairs.texts)
         config = self.config
         local = local_contrast(

@@ -86,7 +86,7 @@ class KAD(QueryEncoder):
     def make_heads(
         cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, Any]:
-        """`text_head` is BERT's pooler and the published head behind it."""
+        """Make `text_head` of BERT's pooler and the published head behind it."""
         width = config.projection_dim
         middle = text_encoder.feature_dim
         return {
@@ -118,7 +118,7 @@ class KAD(QueryEncoder):
         return {"contrast": (contrast, 1.0), "report": (of_report, 1.0)}
 
     def presence_loss(self, states_BQD: Tensor, labels_BL: Tensor) -> Tensor:
-        """Rows without any label are left out also where unmentioned
+        """Leave rows without any label out also where unmentioned
         entities are absent.
         """
         if self.config.unmentioned == "absent":

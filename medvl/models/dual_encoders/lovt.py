@@ -143,7 +143,7 @@ class LoVT(LocalDualEncoder):
         return Embeddings(F.normalize(report_BE, dim=-1), local_BSE, mask_BS, weight_BS.detach())
 
     def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
-        """`slot_BT` has the number of each token's sentence."""
+        """Embed sentences; `slot_BT` has the number of each token's."""
         return self.embed_ids(ids_BT, mask_BT, slot_BT)
 
     def _pooled_texts(
@@ -168,9 +168,7 @@ class LoVT(LocalDualEncoder):
         return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """Regions and sentences stay on their rank: they are not compared
-        with other samples.
-        """
+        """Keep regions and sentences on their rank: they are not compared with other samples."""
         config = self.config
         images = pairs.images
         texts = pairs.texts
@@ -212,7 +210,7 @@ class LoVT(LocalDualEncoder):
         return nce(items_BNE, attended_BNE, *rest) + nce(attended_BNE, items_BNE, *rest)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
-        """Words are sentences."""
+        """Attend with sentences as words."""
         key = self.cross_attention.key
         scale = self.cross_attention.scale
         return (

@@ -89,7 +89,7 @@ class MedCLIP(DualEncoder):
         }
 
     def embed_pairs(self, batch: Batch) -> Pairs:
-        """Every side has the rows that exist; placeholders are not encoded."""
+        """Embed the rows of each side that exist; placeholders are not encoded."""
         texts = {
             "texts": self._embed(batch.has_text_B, self.embed_ids, batch.ids_BT, batch.mask_BT)
         }

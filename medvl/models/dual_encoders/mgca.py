@@ -117,9 +117,7 @@ class MGCA(LocalDualEncoder):
         self.prototype_layer.weight.copy_(F.normalize(self.prototype_layer.weight, dim=1))
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """Words and regions are compared within their pair, and not
-        gathered.
-        """
+        """Compare words and regions within their pair; they are not gathered."""
         config, weight_KE, (image_NE, text_NE, _) = (
             self.config,
             self.prototype_layer.weight,

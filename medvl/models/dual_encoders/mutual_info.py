@@ -117,7 +117,7 @@ class MutualInfo(SentenceDualEncoder):
         return [*encoders.parameter_groups(others, lr, 0.0), *text]
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """A rank scores its own images with the texts of all ranks."""
+        """Score a rank's own images with the texts of all ranks."""
         scores = self._scores(pairs.images, gather_side(pairs.texts))
         sides = negatives(pairs)
         terms = {

@@ -245,7 +245,7 @@ class RadZero(DualEncoder):
     def unnormalized_text(
         self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None
     ) -> Tensor:
-        """The norm is the one of the image's tokens."""
+        """Normalise with the norm of the image's tokens."""
         normed_BE: Tensor = self.norm(super().unnormalized_text(texts, mask_BT))
         return normed_BE.float()
 
@@ -259,7 +259,7 @@ class RadZero(DualEncoder):
         return Pairs(texts=embed_statements(batch, self.embed_ids), images=images)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """A rank compares its own images with the statements of all ranks."""
+        """Compare a rank's own images with the statements of all ranks."""
         every = pairs.gather(local=False)
         scale = self.scale()
         texts_UE, positive_NU = distinct_statements(
@@ -272,7 +272,7 @@ class RadZero(DualEncoder):
         )
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """The scaled cosine of every patch, the log-odds of published masks.
+        """Return the scaled cosine of every patch, the log-odds of published masks.
 
         Published code takes the sigmoid behind the interpolation, and for masks alone
         (`medvl.eval.zero_shot_masks` with scale "sigmoid"): high log-odds have a sigmoid of 1, in

@@ -352,7 +352,7 @@ class ALBEF(FusionModel, DualEncoder):
         return model
 
     def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
-        """The fusion-encoder starts from the upper half of the text's BERT."""
+        """Start the fusion-encoder from the upper half of the text's BERT."""
         super().load_encoders(image, text)
         self._init_fusion(text)
 

@@ -101,7 +101,7 @@ class EntityAlignment(Objective[Encoded, None, EntityScores]):
         )
 
     def loss(self, predictions: EntityScores, corruption: None) -> Tensor:
-        """Mean binary cross-entropy of the images' entities plus that of the texts'."""
+        """Return the mean binary cross-entropy of the images' entities plus that of the texts'."""
         image_BV, image_target_BV, text_BV, text_target_BV = predictions
         return losses.multilabel_bce(image_BV, image_target_BV) + losses.multilabel_bce(
             text_BV, text_target_BV
@@ -208,7 +208,7 @@ class ARL(StreamModel):
         return self.align_head(image_BPD[:, 0], text_BTD[:, 0])
 
     def predict(self, batch: Batch, corruption: Corruption) -> dict[str, Any]:
-        """The graph is encoded once."""
+        """Encode the graph once."""
         with self.align_head.graph.once():
             return super().predict(batch, corruption)
 
@@ -221,11 +221,11 @@ class ARL(StreamModel):
         )
 
     def mask_words(self, batch: Batch) -> MaskedWords:
-        """All words of an entity's mention are masked, or none."""
+        """Mask all words of an entity's mention, or none."""
         return sample_masked_words(batch, self.masking, self.link(batch).mention_BT)
 
     def masked_and_unmasked(self, batch: Batch, words: MaskedWords) -> tuple[Tokens, Tokens]:
-        """Entities with a masked word are left out of the masked texts."""
+        """Leave entities with a masked word out of the masked texts."""
         whole = self.link(batch)
         kept = without_masked(whole, words.labels_BT != IGNORED)
         twice = LinkedEntities(*(torch.cat(pair) for pair in zip(kept, whole, strict=True)))
@@ -246,7 +246,7 @@ class ARL(StreamModel):
     def text_tokens(
         self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
     ) -> Tokens:
-        """The entities are found in the ids."""
+        """Find the entities in the ids."""
         text = super().text_tokens(ids_BT, mask_BT, has_text_B)
         return self.align_head.attach(
             text, find_entities(self.inputs, self.tokenizer, ids_BT, mask_BT), has_text_B

@@ -168,7 +168,7 @@ class LXMERT(RegionModel):
         return last.image_attention, last.image_feed_forward
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """Both sides are masked in the pass that matches them."""
+        """Mask both sides in the pass that matches them."""
         regions = self.read_regions(self.image_input_of(batch), batch.has_image_B)
         mask = self.mask_of(corruption)
         assert mask is not None

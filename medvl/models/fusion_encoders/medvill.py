@@ -157,9 +157,7 @@ class MedViLL(JointStream):
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     def for_reading(self) -> Self:
-        """Attention becomes bidirectional and training reads all cells, as
-        in the released code.
-        """
+        """Make attention bidirectional and read all cells in training, as in the released code."""
         encoder: Any = self.image_encoder
         height, columns = encoder.grid(*encoder.image_size)
         if (
@@ -228,7 +226,7 @@ class MedViLL(JointStream):
         return self.embed_texts(ids_BT, text_ends(ids_BT, mask_BT), mask_BT, has_text_B)
 
     def masked_text_tokens(self, batch: Batch, masked_ids_BT: Tensor) -> Tokens:
-        """The tokens around the image block are not masked."""
+        """Leave the tokens around the image block unmasked."""
         return self.embed_texts(
             masked_ids_BT, text_ends(batch.ids_BT, batch.mask_BT), batch.mask_BT, batch.has_text_B
         )
@@ -259,7 +257,7 @@ class MedViLL(JointStream):
         )
 
     def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor | None]:
-        """The image block comes first."""
+        """Put the image block first."""
         block = image_block(text, image)
         words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
         share = self.config.seq2seq_share if self.training else 0.0
@@ -281,7 +279,7 @@ class MedViLL(JointStream):
         return torch.cat([weights_BSS[:, :1], weights_BSS[:, block:]], dim=1)[:, :, 1 : block - 1]
 
     def word_states(self, fused: Fused, position_N: Tensor, width: int) -> Tensor:
-        """`Fused.text` is without CLS."""
+        """Return the states of words: `Fused.text` is without CLS."""
         row_N = position_N // width
         column_N = position_N % width
         return fused.text.states_BND[row_N, column_N - 1]

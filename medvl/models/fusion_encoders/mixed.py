@@ -118,7 +118,9 @@ class MultiScaleMaskedImageModeling(Objective[Encoded, Tensor, list[PatchPredict
         return predictions
 
     def loss(self, predictions: list[PatchPredictions], corruption: Tensor) -> Tensor:
-        """Mean squared error over the masked blocks of each scale, then the mean over scales."""
+        """Return the mean squared error over the masked blocks of each scale, then the mean over
+        scales.
+        """
         return torch.stack([losses.mim(*prediction) for prediction in predictions]).mean()
 
 
@@ -166,7 +168,7 @@ class MixedModel(StreamModel):
     image_encoder: ImageEncoder
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """All images are masked."""
+        """Mask all images."""
         return self.encode_apart(
             batch, corruption, self.masked_image_tokens(batch, corruption.of(self.mim))
         )

@@ -392,7 +392,7 @@ class MRM(System):
 
     @classmethod
     def build(cls, config: MRMConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """`pretrained` loads weights of the image encoder only."""
+        """Load weights of the image encoder only with `pretrained`."""
         statistics = {"mean": config.pixel_mean, "std": config.pixel_std}
         encoders = create_encoders(
             config,

@@ -47,7 +47,7 @@ class PixelBERT(JointStream):
     Config = PixelBERTConfig
 
     def embed_image(self, features: ImageFeatures) -> Tensor:
-        """Training samples `config.image_tokens` cells of each image."""
+        """Sample `config.image_tokens` cells of each image in training."""
         assert features.patches_BPD is not None
         cells_BPD = sample_tokens(
             features.patches_BPD, self.config.image_tokens if self.training else None

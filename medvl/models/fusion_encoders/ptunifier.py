@@ -114,7 +114,7 @@ class PTUnifier(StreamModel):
         self.objectives = (*self.objectives, ImageTextContrast(ITC_WEIGHT, self.contrast))
 
     def encode(self, batch: Batch, corruption: Corruption) -> AlignedEncoded:
-        """Masked texts without an image are predicted from prompts."""
+        """Complete masked texts without an image with prompts, from which they are predicted."""
         words = corruption.of(self.mlm)
         row_K = complete_rows(batch)
         image, image_query_BD = self.images_with_queries(batch)
@@ -148,7 +148,7 @@ class PTUnifier(StreamModel):
         )
 
     def features(self, batch: Batch) -> Fused:
-        """Prompts replace a missing image or text."""
+        """Replace a missing image or text by prompts."""
         image, image_query_BD = self.images_with_queries(batch)
         has_image_B = batch.has_image_B
         has_text_B = batch.has_text_B

@@ -101,7 +101,7 @@ class StreamModel(FusionModel):
     def image_tokens(
         self, image: Tensor, has_image_B: Tensor | None = None, keep_BK: Tensor | None = None
     ) -> Tokens:
-        """With `keep_BK`, only these patches are encoded (`encode_visible`)."""
+        """Encode images; with `keep_BK`, only these patches (`encode_visible`)."""
         return encode_present(has_image_B, self.config.width, self._encode_images, image, keep_BK)
 
     def _encode_images(self, image: Tensor, keep_BK: Tensor | None) -> Tokens:

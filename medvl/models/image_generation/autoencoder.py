@@ -258,8 +258,8 @@ class Autoencoder(System):
     def build(
         cls, config: AutoencoderConfig, *, pretrained: bool, tokenizer: Tokenizer | None
     ) -> Self:
-        """Weights of Stable Diffusion come with
-        `medvl.export.load_stable_diffusion`.
+        """Build the network with random weights; `medvl.export.load_stable_diffusion` loads those
+        of Stable Diffusion.
         """
         transform = EvalTransform(size=config.image_size, fit=config.fit)
         return cls(

@@ -156,7 +156,7 @@ class LatentDiffusion(System):
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """`pretrained` applies to the text encoder.
+        """Apply `pretrained` to the text encoder.
 
         Weights of Stable Diffusion come with `medvl.export.load_stable_diffusion`.
         """
@@ -344,7 +344,7 @@ class LatentDiffusion(System):
         )
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: a trained text encoder at `text_lr_mult` times the rate of the
+        """Return optimiser groups: a trained text encoder at `text_lr_mult` times the rate of the
         U-Net.
         """
         groups: list[dict[str, Any]] = []

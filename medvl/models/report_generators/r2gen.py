@@ -291,7 +291,7 @@ class R2Gen(ReportGenerator):
         return MemoryWriter(self.decoder, self.word_head, image, first_id)
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: the image encoder at `image_lr_mult` times the rate of all other
+        """Return optimiser groups: the image encoder at `image_lr_mult` times the rate of all other
         parts.
         """
         groups: list[dict[str, Any]] = []

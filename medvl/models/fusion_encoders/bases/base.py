@@ -277,8 +277,8 @@ class FusionModel(System):
         )
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: encoders at `lr`, the fusion-encoder and the heads at their multiples
-        of it.
+        """Return optimiser groups: encoders at `lr`, the fusion-encoder and the heads at their
+        multiples of it.
 
         A child module is a head if its name ends in `head`. Biases and norms are not decayed.
         """

@@ -94,7 +94,7 @@ class JointStream(FusionModel):
         return embedded_BPD
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
-        """A sample without an image has padding only."""
+        """Give a sample without an image padding only."""
         tokens = encode_present(has_image_B, self.fused_dim, self._encode_images, image)
         if has_image_B is None:
             return tokens

@@ -279,7 +279,7 @@ class MaskedLanguageModeling(WordObjective[Encoded, Tensor]):
         return self.score_words(encoded.word_states_ND)
 
     def loss(self, predictions: Tensor, corruption: MaskedWords) -> Tensor:
-        """Cross-entropy with the original ids."""
+        """Return the cross-entropy with the original ids."""
         return losses.mlm(predictions, corruption.target_N)
 
 
@@ -301,7 +301,7 @@ class DistilledLanguageModeling(WordObjective[ContrastiveEncoded, DistilledWords
         )
 
     def loss(self, predictions: DistilledWords, corruption: MaskedWords) -> Tensor:
-        """Cross-entropy with the original ids and the teacher's distribution."""
+        """Return the cross-entropy with the original ids and the teacher's distribution."""
         words_NV, teacher_NV, alpha = predictions
         return losses.mlm_distilled(words_NV, corruption.target_N, teacher_NV, alpha)
 
@@ -339,7 +339,7 @@ class ImageTextMatching(Objective[Encoded, MatchingPairs, Tensor]):
         return self.head(encoded.pooled_MD)
 
     def loss(self, predictions: Tensor, corruption: MatchingPairs) -> Tensor:
-        """Mean cross-entropy of the pairs."""
+        """Return the mean cross-entropy of the pairs."""
         return losses.itm(predictions, corruption.matched_N)
 
 
@@ -384,7 +384,7 @@ class HardNegativeMatching(Objective[ContrastiveEncoded, None, MatchedPairs]):
         return MatchedPairs(logits_M2, pairs.matched_N)
 
     def loss(self, predictions: MatchedPairs, corruption: None) -> Tensor:
-        """Mean cross-entropy of the pairs."""
+        """Return the mean cross-entropy of the pairs."""
         return losses.itm(predictions.logits_M2, predictions.matched_M)
 
 
@@ -449,7 +449,7 @@ class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
         return self.model.match(text, encoded.image.beside(encoded.image))
 
     def loss(self, predictions: Tensor, corruption: MirroredTexts) -> Tensor:
-        """Mean cross-entropy of the pairs that count."""
+        """Return the mean cross-entropy of the pairs that count."""
         counted_B = corruption.counted_B
         matched_M = torch.arange(len(predictions), device=counted_B.device) < len(counted_B)
         return losses.itm(predictions, matched_M, counted_B.repeat(2))
@@ -545,6 +545,6 @@ class MaskedImageModeling(Objective[Encoded, PatchMask, PatchPredictions]):
         )
 
     def loss(self, predictions: PatchPredictions, corruption: PatchMask) -> Tensor:
-        """Mean squared error of the removed patches' pixels."""
+        """Return the mean squared error of the removed patches' pixels."""
         true_BPC = standardize(predictions.true_BPC) if self.standardized else predictions.true_BPC
         return losses.mim(predictions.pixels_BPC, true_BPC, predictions.masked_BP)

@@ -204,7 +204,7 @@ class MaskedRegionRegression(RegionObjective):
     name = "mrfr"
 
     def loss(self, predictions: RegionPredictions, corruption: RegionMask) -> Tensor:
-        """Mean over masked regions and their features."""
+        """Return the mean over masked regions and their features."""
         return losses.region_regression(predictions[0], predictions[1].features_ND)
 
 
@@ -214,7 +214,7 @@ class MaskedRegionFeatures(RegionObjective):
     name = "region_features"
 
     def loss(self, predictions: RegionPredictions, corruption: RegionMask) -> Tensor:
-        """Mean over masked regions and their features."""
+        """Return the mean over masked regions and their features."""
         return losses.region_regression(predictions[0], predictions[1].features_ND, smooth=True)
 
 
@@ -224,7 +224,7 @@ class MaskedRegionClassification(RegionObjective):
     name = "mrc"
 
     def loss(self, predictions: RegionPredictions, corruption: RegionMask) -> Tensor:
-        """Mean over masked regions."""
+        """Return the mean over masked regions."""
         return losses.region_kl(predictions[0], classes_of(predictions[1]))
 
 
@@ -234,7 +234,7 @@ class MaskedObjectLabels(RegionObjective):
     name = "object_labels"
 
     def loss(self, predictions: RegionPredictions, corruption: RegionMask) -> Tensor:
-        """Mean over masked regions."""
+        """Return the mean over masked regions."""
         return losses.region_labels(predictions[0], classes_of(predictions[1]))
 
 

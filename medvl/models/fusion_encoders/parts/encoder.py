@@ -253,9 +253,7 @@ class DualStream(FusionEncoder):
         return self._packing.from_mask(keep_first(text.mask_BN, None))
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """A pair's vector is the concatenation of the text's and the
-        image's.
-        """
+        """Concatenate the vectors of text and image to the pair's."""
         text, image = self.streams(text, image, len(self.text_layers))
         pooled_BD = torch.cat(
             [self.text_pooler(text.states_BND), self.image_pooler(image.states_BND)], dim=-1
@@ -263,7 +261,7 @@ class DualStream(FusionEncoder):
         return Fused(text, image, pooled_BD)
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """Of the two pooled tokens, the text's is used."""
+        """Use the text's of the two pooled tokens."""
         text, image = self.streams(text, image, len(self.text_layers) - 1)
         last: Any = self.text_layers[-1]
         weights_BTP = last.cross_weights(
@@ -307,8 +305,8 @@ class SingleStream(FusionEncoder):
         init_weights(self)
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """The vector of a pair is the first image token's, which attends to the
-        text under every mask but seq2seq and non_cross.
+        """Take the vector of the first image token, which attends to the text under every mask but
+        seq2seq and non_cross.
         """
         states_BSD, _ = self.stream(text, image, len(self.layers))
         images = image.states_BND.shape[1]
@@ -319,7 +317,7 @@ class SingleStream(FusionEncoder):
         )
 
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """The pooled token is the first image token."""
+        """Use the first image token, which is the pooled one."""
         states_BSD, mask_BSS = self.stream(text, image, len(self.layers) - 1)
         last: Any = self.layers[-1]
         weights_BSS = last.attention.weights(states_BSD, states_BSD, mask_BSS).mean(dim=1)
