@@ -166,8 +166,8 @@ class PatchMask:
         """Return (B, P, D): the kept patches in their places, and the filler (the mask token) in
         all others.
         """
-        batch, kept, dim = x_BKD.shape
-        missing = self.restore_BP.shape[1] - kept
+        batch, visible, dim = x_BKD.shape
+        missing = self.restore_BP.shape[1] - visible
         full_BPD = torch.cat([x_BKD, filler_D.to(x_BKD.dtype).expand(batch, missing, dim)], dim=1)
         return full_BPD.gather(1, self.restore_BP[:, :, None].expand(-1, -1, dim))
 
@@ -194,17 +194,17 @@ def mask_patches(
 
     Raises ValueError when the ratio is outside [0, 1) or would leave no patch.
     """
-    kept = math.floor((1 - ratio) * patches + _ROUNDING)
-    if not 0 <= ratio < 1 or kept < 1:
+    visible = math.floor((1 - ratio) * patches + _ROUNDING)
+    if not 0 <= ratio < 1 or visible < 1:
         raise ValueError(
             f"expected a ratio within [0, 1) that keeps a patch, got {ratio} of {patches} patches"
         )
     noise_BP = torch.rand(batch, patches, generator=generator, device=generator.device).to(device)
     order_BP = noise_BP.argsort(dim=1, stable=True)
-    kept_BK = order_BP[:, :kept].sort(dim=1).values
-    taken_BM = order_BP[:, kept:].sort(dim=1).values
+    kept_BK = order_BP[:, :visible].sort(dim=1).values
+    taken_BM = order_BP[:, visible:].sort(dim=1).values
     restore_BP = torch.cat([kept_BK, taken_BM], dim=1).argsort(dim=1)
-    return PatchMask(kept_BK, restore_BP, restore_BP >= kept)
+    return PatchMask(kept_BK, restore_BP, restore_BP >= visible)
 
 
 def mask_blocks(

@@ -170,8 +170,8 @@ def lvit(prob_B1HW: Tensor, mask_B1HW: Tensor, weight_B: Tensor | None = None) -
         dice_BL = 1 - (2 * shared_BL / 4 + _SMOOTH) / (square_BL / 4 + _SMOOTH)
         sums = [(weight_B1 * dice_BL).sum(dim=0), weight_B1.expand_as(dice_BL).sum(dim=0)]
         entropy = F.binary_cross_entropy(p, t, reduction="none")
-        for chosen in (t > 0.5, t < 0.5):
-            chosen_BLHW = chosen * weight_B1[:, :, None, None]
+        for side in (t > 0.5, t < 0.5):
+            chosen_BLHW = side * weight_B1[:, :, None, None]
             sums += [(chosen_BLHW * entropy).sum(dim=(0, 2, 3)), chosen_BLHW.sum(dim=(0, 2, 3))]
         sums_6L = gather(torch.stack(sums)[None]).sum(dim=0)
         dice_L, positive_L, negative_L = sums_6L[::2] / sums_6L[1::2].clamp(min=_TINY)

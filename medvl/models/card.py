@@ -72,11 +72,12 @@ def image_kinds(manifests: Iterable[Mapping[str, Any]]) -> tuple[ImageKind | Non
     Synthetic images are of the kinds of their generators' training data. Corpora of texts alone do
     not count.
     """
-    used = [each for each in manifests if _has_images(each)]
-    stated = [each for each in used if not each.get("generators")]
+    image_manifests = [each for each in manifests if _has_images(each)]
+    originals = [each for each in image_manifests if not each.get("generators")]
     return tuple(
         dict.fromkeys(
-            image_kind(each.get("corpus")) for each in [*stated, *generator_manifests(used)]
+            image_kind(each.get("corpus"))
+            for each in [*originals, *generator_manifests(image_manifests)]
         )
     )
 
@@ -170,7 +171,7 @@ def add_results(folder: Path, results: Mapping[str, float]) -> None:
 def _data(manifests: Sequence[Mapping[str, Any]]) -> str:
     if not manifests:
         return "Not recorded: weights of unknown origin, or without training."
-    used = [
+    uses = [
         (each, "this training" if number == 0 else "earlier training")
         for number, each in enumerate(manifests)
     ]
@@ -179,7 +180,7 @@ def _data(manifests: Sequence[Mapping[str, Any]]) -> str:
         f"{each.get('samples', '-')} "
         f"| {len(each.get('patients', ()))} | {use} |"
         for each, use in [
-            *used,
+            *uses,
             *(
                 (each, "training of a generator of images")
                 for each in generator_manifests(manifests)
@@ -227,9 +228,9 @@ def _results(
 ) -> str:
     if not results:
         return "None recorded. `medvl eval` writes them with confidence intervals.\n"
-    shown = list(results.items())[:_SHOWN]
+    items = list(results.items())[:_SHOWN]
     rows = [
-        f"| {name} | {'undefined' if value is None else f'{value:.4g}'} |" for name, value in shown
+        f"| {name} | {'undefined' if value is None else f'{value:.4g}'} |" for name, value in items
     ]
     more = (
         [f"\n{len(results) - _SHOWN} more are in the run's log."] if len(results) > _SHOWN else []
@@ -245,9 +246,9 @@ def _licence(licence: str | None, manifests: Sequence[Mapping[str, Any]]) -> str
         if corpora
         else ""
     )
-    stated = (
+    name = (
         "Not stated: the owner of the weights has not named one."
         if licence is None
         else f"{licence}."
     )
-    return f"{stated}{terms}"
+    return f"{name}{terms}"

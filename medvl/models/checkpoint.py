@@ -128,10 +128,10 @@ def load(folder: Path | str) -> System:
     folder = _check_folder(Path(folder))
     if (folder / MARKER).exists():  # training writes it, `save` alone does not
         check_marker(folder, exclude=TRAIN_STATE)
-    described = described_model(folder)
+    description = described_model(folder)
     try:
-        cls = system(described["name"])
-        config: Any = from_dict(cls.Config, described["settings"])
+        cls = system(description["name"])
+        config: Any = from_dict(cls.Config, description["settings"])
     except (ConfigError, TypeError, KeyError) as error:
         reason = f"{folder / CONFIG} does not describe a model of this version of medvl: {error}"
         raise CheckpointError(reason, getattr(error, "code", "malformed")) from error
@@ -164,19 +164,19 @@ def _transform_of_originals(model: System, folder: Path) -> EvalTransform:
     if not (folder / TRAIN_MANIFEST).is_file():
         return model.transform
     options = _read_training(folder)[0].get("options", {})
-    stored = {
+    fields = {
         name: options[name]
         for name in ("short_side", "image_format", "quality", "color")
         if name in options
     }
-    if len(stored) < 4:
+    if len(fields) < 4:
         return model.transform
     try:
-        ShardOptions(**stored)
+        ShardOptions(**fields)
     except (ConfigError, TypeError) as error:
         message = f"{folder / TRAIN_MANIFEST} has impossible options of the shards: {error}"
         raise CheckpointError(message, "malformed") from error
-    return OriginalTransform(**model.transform.settings(), **stored)
+    return OriginalTransform(**model.transform.settings(), **fields)
 
 
 def train_manifests(folder: Path | str) -> list[Manifest]:
@@ -188,10 +188,10 @@ def train_manifests(folder: Path | str) -> list[Manifest]:
     when one is damaged.
     """
     folder = find_checkpoint(folder)
-    stored = [
+    manifests = [
         Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in _read_training(folder)
     ]
-    return [manifest for each in stored for manifest in each.lineage()]
+    return [manifest for each in manifests for manifest in each.lineage()]
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:
@@ -233,7 +233,7 @@ def load_parts(model: System, folder: Path | str, parts: Sequence[str]) -> None:
     """
     folder = _check_start(model, folder, words="text_encoder" in parts)
     tensors = read_weights(folder)
-    loaded = {
+    states = {
         name: {
             key.removeprefix(f"{name}."): tensor
             for key, tensor in tensors.items()
@@ -241,9 +241,9 @@ def load_parts(model: System, folder: Path | str, parts: Sequence[str]) -> None:
         }
         for name in parts
     }
-    for name, part in loaded.items():
+    for name, part in states.items():
         _check_fit(model.get_submodule(name), part, f"{name} of {folder / WEIGHTS}")
-    for name, part in loaded.items():
+    for name, part in states.items():
         model.get_submodule(name).load_state_dict(part, strict=True)
         _record_training(model.get_submodule(name), folder)
 
@@ -257,12 +257,12 @@ def warm_start(model: System, folder: Path | str) -> None:
     """
     new_words = getattr(model.config, "new_vocabulary", False)
     folder = _check_start(model, folder, words=not new_words)
-    described = described_model(folder)
+    description = described_model(folder)
     if new_words:
         _load_but_words(model, folder)
-    elif described["name"] == model.name:
+    elif description["name"] == model.name:
         former = former_fields(type(model.config))
-        settings = {**former, **described["settings"]}
+        settings = {**former, **description["settings"]}
         for field, old, new in differences(settings, {**former, **to_dict(model.config)}):
             _log.warning("%s was trained with %s %r, this model has %r", folder, field, old, new)
         _check_version(model, folder)
@@ -279,45 +279,45 @@ def _load_with_optional_parts(model: System, folder: Path) -> None:
     optional = tuple(f"{part}." for part in model.optional_parts)
     own = model.state_dict()
     tensors = read_weights(folder)
-    loaded = {
+    state = {
         name: tensor
         for name, tensor in tensors.items()
         if name in own or not name.startswith(optional)
     }
-    loaded |= {
+    state |= {
         name: tensor
         for name, tensor in own.items()
-        if name not in loaded and name.startswith(optional)
+        if name not in state and name.startswith(optional)
     }
-    _check_fit(model, loaded, str(folder / WEIGHTS))
-    model.load_state_dict(loaded, strict=True)
+    _check_fit(model, state, str(folder / WEIGHTS))
+    model.load_state_dict(state, strict=True)
 
 
 def _load_but_words(model: System, folder: Path) -> None:
     """Load all weights of the same system, or the shared encoders of another, except parameters
     of single words.
     """
-    described = described_model(folder)
+    description = described_model(folder)
     tensors = read_weights(folder)
     own = model.state_dict()
-    if described["name"] == model.name:
+    if description["name"] == model.name:
         _check_version(model, folder)
     words = {name for name in own if name.endswith(("word_embeddings.weight", "word_head.bias"))}
     start = (
         ""
-        if described["name"] == model.name
+        if description["name"] == model.name
         else tuple(f"{name}." for name in model.shared_encoders)
     )
-    kept = {
+    rest = {
         name: tensor for name, tensor in own.items() if name in words or not name.startswith(start)
     }
-    loaded = {
+    state = {
         name: tensor
         for name, tensor in tensors.items()
         if name.startswith(start) and name not in words
     }
-    _check_fit(model, kept | loaded, str(folder / WEIGHTS))
-    model.load_state_dict(kept | loaded, strict=True)
+    _check_fit(model, rest | state, str(folder / WEIGHTS))
+    model.load_state_dict(rest | state, strict=True)
     _record_training(model, folder)
 
 
@@ -326,14 +326,14 @@ def described_model(folder: Path | str) -> Mapping[str, Any]:
     none.
     """
     folder = _check_folder(Path(folder))
-    described: Mapping[str, Any] = _read_config(folder)["model"]
-    if not isinstance(described.get("name"), str) or not isinstance(
-        described.get("settings"), dict
+    description: Mapping[str, Any] = _read_config(folder)["model"]
+    if not isinstance(description.get("name"), str) or not isinstance(
+        description.get("settings"), dict
     ):
         raise CheckpointError(
             f"{folder / CONFIG} has no name or no settings of a model", "malformed"
         )
-    return described
+    return description
 
 
 def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Path:
@@ -496,10 +496,10 @@ def _check_complete(folder: Path, config: Mapping[str, Any]) -> None:
     training would be tested on unnoticed. A checkpoint of an earlier version of medvl that holds
     the state of its training needs the marker.
     """
-    listed = config.get("files", [MARKER] if (folder / TRAIN_STATE).exists() else [])
+    files = config.get("files", [MARKER] if (folder / TRAIN_STATE).exists() else [])
     missing = (
-        [name for name in listed if not (folder / str(name)).exists()]
-        if isinstance(listed, list)
+        [name for name in files if not (folder / str(name)).exists()]
+        if isinstance(files, list)
         else [CONFIG]
     )
     if missing:

@@ -129,12 +129,12 @@ def _without_folder(model: System) -> System:
         for part in ("image_encoder", "text_encoder")
         if isinstance(getattr(model.config, part, None), str)
     }
-    described = {
+    changes = {
         part: (without_image_folder if part == "image_encoder" else without_folder)(name)
         for part, name in names.items()
     }
-    if described != names:
-        model.config = dataclasses.replace(model.config, **described)
+    if changes != names:
+        model.config = dataclasses.replace(model.config, **changes)
     return model
 
 
@@ -212,11 +212,11 @@ def _continued(cls: type[System], config: Any, folder: Path) -> tuple[Any, bool]
             f"use its own function"
         )
         raise ConfigError(message, "unsupported", field="init_from")
-    described = described_model(folder)
-    if described["name"] != cls.name:
+    description = described_model(folder)
+    if description["name"] != cls.name:
         return config, False
     if config.vocab_size is None and not getattr(config, "new_vocabulary", False):
-        config = dataclasses.replace(config, vocab_size=described["settings"].get("vocab_size"))
+        config = dataclasses.replace(config, vocab_size=description["settings"].get("vocab_size"))
     return config, True
 
 
@@ -365,11 +365,11 @@ def save_pretrained(
         raise ConfigError(
             f"{folder} exists and is not empty: give a new folder", "exists", field="folder"
         )
-    described = dict(model.provenance if run is None else run)
-    if "train_manifest" not in described and isinstance(model.transform, OriginalTransform):
-        described["train_manifest"] = manifests_of(model)[0]
+    entries = dict(model.provenance if run is None else run)
+    if "train_manifest" not in entries and isinstance(model.transform, OriginalTransform):
+        entries["train_manifest"] = manifests_of(model)[0]
     with new_folder(folder) as aside:
-        save(model, aside, described, licence=licence, results=results)
+        save(model, aside, entries, licence=licence, results=results)
     return folder
 
 

@@ -99,10 +99,10 @@ def register_system(name: str) -> Callable[[Class], Class]:
 
     def register(cls: Class) -> Class:
         place = (cls.__module__, cls.__qualname__)
-        known = _CLASSES.get(name)
+        other = _CLASSES.get(name)
         if _MODULES.get(name, cls.__module__) != cls.__module__ or (
-            known is not None
-            and (known.__module__, known.__qualname__) != place  # a notebook may run a cell again
+            other is not None
+            and (other.__module__, other.__qualname__) != place  # a notebook may run a cell again
         ):
             raise ConfigError(
                 f"a system named {name!r} exists already: choose another name",

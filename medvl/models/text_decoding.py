@@ -185,16 +185,16 @@ class _Hypotheses:
 
     def texts(self, decoding: Decoding, pad_id: int) -> Generated:
         """Return the best text of every sample, or all sampled texts."""
-        chosen = slice(None) if decoding.samples else slice(1)
-        ended_R = self.ended_BK[:, chosen].flatten()
-        length_R = self.length_BK[:, chosen].flatten()
+        columns = slice(None) if decoding.samples else slice(1)
+        ended_R = self.ended_BK[:, columns].flatten()
+        length_R = self.length_BK[:, columns].flatten()
         words_R = length_R - ended_R.long()
         width = int(words_R.max())
         mask_RT = torch.arange(width, device=words_R.device) < words_R[:, None]
         return Generated(
-            ids_BT=self.ids_BKT[:, chosen, :width].flatten(0, 1).masked_fill(~mask_RT, pad_id),
+            ids_BT=self.ids_BKT[:, columns, :width].flatten(0, 1).masked_fill(~mask_RT, pad_id),
             mask_BT=mask_RT,
-            score_B=self.total_BK[:, chosen].flatten()
+            score_B=self.total_BK[:, columns].flatten()
             / _penalty(length_R, decoding.length_penalty),
             ended_B=ended_R,
         )
@@ -205,8 +205,8 @@ def _sample(log_BKV: Tensor, samples: int, generator: torch.Generator) -> Tensor
 
     In the first step all texts continue the only prefix.
     """
-    batch, kept, vocabulary = log_BKV.shape
-    parent_K = torch.arange(samples, device=log_BKV.device) % kept
+    batch, hypotheses, vocabulary = log_BKV.shape
+    parent_K = torch.arange(samples, device=log_BKV.device) % hypotheses
     id_R = log_BKV[:, parent_K].flatten(0, 1).exp().multinomial(1, generator=generator)
     return parent_K * vocabulary + id_R.view(batch, samples)
 

@@ -76,8 +76,8 @@ class AllocationLimit(TorchDispatchMode):
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         try:
-            planned = func(*args, **{**kwargs, "device": torch.device("meta")})
-            self._left -= planned.numel() if isinstance(planned, Tensor) else 0
+            plan = func(*args, **{**kwargs, "device": torch.device("meta")})
+            self._left -= plan.numel() if isinstance(plan, Tensor) else 0
         except RuntimeError:  # more bytes than 64 bits can count
             self._left = -1
         if self._left < 0:
@@ -165,9 +165,9 @@ def nearby_checkpoints(folder: Path) -> str:
     there are none.
     """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [str(entry) for entry in entries if (_of_run(entry) / CONFIG).is_file()]
-    more = ", ..." if len(found) > _SHOWN_CHECKPOINTS else ""
-    return f"give one of {', '.join(found[:_SHOWN_CHECKPOINTS])}{more}" if found else ""
+    names = [str(entry) for entry in entries if (_of_run(entry) / CONFIG).is_file()]
+    more = ", ..." if len(names) > _SHOWN_CHECKPOINTS else ""
+    return f"give one of {', '.join(names[:_SHOWN_CHECKPOINTS])}{more}" if names else ""
 
 
 def on_hub(source: Path | str) -> bool:
@@ -365,13 +365,13 @@ def generator_manifests(manifests: Sequence[Mapping[str, Any]]) -> list[Mapping[
     """Return the manifests of the training data of the generators of synthetic images, theirs
     included.
     """
-    found = [
+    generators = [
         each
         for manifest in manifests
         for one in manifest.get("generators", ())
         for each in one["trained_on"]
     ]
-    return [*found, *generator_manifests(found)] if found else []
+    return [*generators, *generator_manifests(generators)] if generators else []
 
 
 def record_training(model: nn.Module, manifests: Manifests, detector: str | None) -> None:

@@ -50,10 +50,10 @@ def pad_rows(arrays: Sequence[np.ndarray | None], *, as_stored: bool = False) ->
 
     In float32, or with `as_stored` in the widest type of the arrays.
     """
-    given = [array for array in arrays if array is not None]
-    rows = max(map(len, given), default=0)
-    columns = given[0].shape[1] if given else 0
-    dtype = np.result_type(*given) if given and as_stored else np.dtype(np.float32)
+    present = [array for array in arrays if array is not None]
+    rows = max(map(len, present), default=0)
+    columns = present[0].shape[1] if present else 0
+    dtype = np.result_type(*present) if present and as_stored else np.dtype(np.float32)
     padded = np.zeros((len(arrays), rows, columns), dtype)
     for row, array in enumerate(arrays):
         if array is not None:
@@ -285,8 +285,8 @@ class ItemMaker:
         another image of the study, and `sample` has the texts and names for transforms that flip an
         image only where these allow it (`medvl.data.transforms.turning.texts_and_names`).
         """
-        built = self._built(sample)
-        image = built(pixels, self.rng(epoch, key, "image"))
+        transform = self._built(sample)
+        image = transform(pixels, self.rng(epoch, key, "image"))
 
         def augment(pixels: np.ndarray | None, purpose: str) -> Transformed | None:
             """Return another augmentation, flipped like `image` where the text names sides."""
@@ -294,7 +294,7 @@ class ItemMaker:
                 return None
             rng = self.rng(epoch, key, purpose)
             while True:
-                augmented = built(pixels, rng)
+                augmented = transform(pixels, rng)
                 if self.image.flip != "swap_text" or augmented.flipped == image.flipped:
                     return augmented
 
@@ -305,8 +305,10 @@ class ItemMaker:
         """Return black images of the transform's size, for a sample without an image."""
         if self._blank is None:
             pixels = np.zeros((16, 16, 3) if color else (16, 16), np.uint8)
-            drawn = self._built()(pixels, sample_rng(self.seed, 0, "", "placeholder"))
-            self._blank = Transformed(np.zeros_like(drawn.image_HWC), deferred_K=drawn.deferred_K)
+            example = self._built()(pixels, sample_rng(self.seed, 0, "", "placeholder"))
+            self._blank = Transformed(
+                np.zeros_like(example.image_HWC), deferred_K=example.deferred_K
+            )
         return Views(
             self._blank, self._blank if self.inputs.second_image else None, has_image=False
         )
@@ -440,50 +442,52 @@ class Collate:
     def __call__(
         self, items: Sequence[Item | SkippedSample]
     ) -> tuple[Batch | None, list[SkippedSample]]:
-        kept = [item for item in items if isinstance(item, Item)]
+        samples = [item for item in items if isinstance(item, Item)]
         skipped = [item for item in items if isinstance(item, SkippedSample)]
-        if not kept:
+        if not samples:
             return None, skipped
-        texts = [item.text for item in kept]
-        mirrored = [swap_laterality(text) for text in texts] if self.inputs.mirrored_text else []
-        ids_BT, mask_BT = self.tokenizer([*texts, *mirrored])  # together: padded to the same length
+        texts = [item.text for item in samples]
+        other_texts = [swap_laterality(text) for text in texts] if self.inputs.mirrored_text else []
+        ids_BT, mask_BT = self.tokenizer(
+            [*texts, *other_texts]
+        )  # together: padded to the same length
         rows = len(texts)
         has_text_B = torch.tensor([bool(text.strip()) for text in texts])
         names = [
             str(row) if item.image_key is None else f"shared {item.image_key}"
-            for row, item in enumerate(kept)
+            for row, item in enumerate(samples)
         ]
-        images = dict(zip(names, (item.image_HWC for item in kept), strict=True))
+        images = dict(zip(names, (item.image_HWC for item in samples), strict=True))
         image_row = {name: row for row, name in enumerate(images)}
-        has_image = dict(zip(names, (item.has_image for item in kept), strict=True))
-        regions = dict(zip(names, (item.regions for item in kept), strict=True))
-        parameters = dict(zip(names, (item.augmentation_VK for item in kept), strict=True))
+        has_image = dict(zip(names, (item.has_image for item in samples), strict=True))
+        regions = dict(zip(names, (item.regions for item in samples), strict=True))
+        parameters = dict(zip(names, (item.augmentation_VK for item in samples), strict=True))
         batch = Batch(
-            keys=[item.key for item in kept],
+            keys=[item.key for item in samples],
             image_BCHW=stack(list(images.values())),
             image_of_B=torch.tensor([image_row[name] for name in names])
-            if len(images) < len(kept)
+            if len(images) < len(samples)
             else None,
             ids_BT=ids_BT[:rows],
             mask_BT=mask_BT[:rows],
-            labels_BL=torch.from_numpy(np.stack([item.labels_L for item in kept])),
+            labels_BL=torch.from_numpy(np.stack([item.labels_L for item in samples])),
             texts=texts,
-            studies=[item.study for item in kept],
+            studies=[item.study for item in samples],
             has_image_B=None if all(has_image.values()) else torch.tensor(list(has_image.values())),
             has_text_B=None if has_text_B.all() else has_text_B,
             augmentation_BVK=stack_samples(list(parameters.values())),
         )
-        if mirrored:
+        if other_texts:
             batch.mirrored_ids_BT = ids_BT[rows:]
             batch.mirrored_mask_BT = mask_BT[rows:]
             batch.has_mirror_B = torch.tensor(
-                [text != mirror for text, mirror in zip(texts, mirrored, strict=True)]
+                [text != mirror for text, mirror in zip(texts, other_texts, strict=True)]
             )
-        self._add_inputs(batch, kept)
+        self._add_inputs(batch, samples)
         if self.inputs.regions:
             self._add_regions(batch, list(regions.values()))
         if self.targets is not None:
-            batch = self.targets.add_to(batch, [item.target for item in kept])
+            batch = self.targets.add_to(batch, [item.target for item in samples])
         return batch, skipped
 
     def _add_regions(self, batch: Batch, regions: Sequence[Regions | None]) -> None:

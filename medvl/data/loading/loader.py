@@ -334,11 +334,11 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
     """Raise ConfigError, its `field` naming the differences, unless a saved position belongs to
     this loader.
     """
-    differing = ", ".join(name for name, value in identity.items() if state.get(name) != value)
-    if differing:
+    names = ", ".join(name for name, value in identity.items() if state.get(name) != value)
+    if names:
         advice = "resume with the same data and settings, or start a new run"
-        message = f"the saved loader position belongs to another {differing}; {advice}"
-        raise ConfigError(message, "mismatch", field=differing)
+        message = f"the saved loader position belongs to another {names}; {advice}"
+        raise ConfigError(message, "mismatch", field=names)
 
 
 def open_loader(
@@ -549,9 +549,9 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
                 _read(samples, position)
                 first = clock.lap()
                 sample = samples.source.sample(position)
-                stored = _read(samples, position)
+                pixels = _read(samples, position)
                 second = clock.lap()
-                image = _views(samples.maker, sample, stored)
+                image = _views(samples.maker, sample, pixels)
                 augmented = clock.lap()
                 items.append(samples.maker.row(sample, image, 0, None))
             except (MedvlError, FileNotFoundError):

@@ -231,12 +231,12 @@ class LabelPolicyView(SourceView):
         columns = self.source.label_names
         table_1L = np.array([[sample.labels.get(name, np.nan) for name in columns]])
         row = dict(zip(columns, self.settle(table_1L, columns)[0].tolist(), strict=True))
-        kept = {
+        labels = {
             name: int(row[name])
             for name in self.label_names
             if name in row and not np.isnan(row[name])
         }
-        return dataclasses.replace(sample, labels=kept)
+        return dataclasses.replace(sample, labels=labels)
 
 
 class ChangeLabels(SourceView):
@@ -305,24 +305,24 @@ def select_samples(
     """
     if not views and text is None:
         return source
-    wanted = {view.upper() for view in views}
+    names = {view.upper() for view in views}
     rng = np.random.default_rng(0)
-    kept = []
+    positions = []
     for position in range(len(source)):
         sample = source.sample(position)
-        has_view = not wanted or (sample.view or "").upper() in wanted
+        has_view = not names or (sample.view or "").upper() in names
         if has_view and (
             text is None or len(text(sample.sections, rng).strip()) >= max(min_characters, 1)
         ):
-            kept.append(position)
-    if not kept:
+            positions.append(position)
+    if not positions:
         which = f"one of the views {', '.join(views)}" if views else "a text"
         message = (
             f"no sample of {getattr(source, 'folder', 'the files')} has {which}; choose "
             f"other views or texts"
         )
         raise ConfigError(message, "empty", field="views")
-    return Subset(source, kept)
+    return Subset(source, positions)
 
 
 def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArray[np.int64]:
@@ -351,8 +351,8 @@ def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArr
         set(patients),
         key=lambda patient: hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest(),
     )
-    taken = set(order[: max(1, round(fraction * len(order)))])
-    return np.flatnonzero([patient in taken for patient in patients])
+    subset = set(order[: max(1, round(fraction * len(order)))])
+    return np.flatnonzero([patient in subset for patient in patients])
 
 
 def no_text(texts: Sequence[str]) -> tuple[Tensor, Tensor]:

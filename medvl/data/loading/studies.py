@@ -34,10 +34,10 @@ class StudySource(Subset):
             lateral = frontal_or_lateral(sample.view) == "lateral"
             order = (number if isinstance(number, int) else 0, lateral, position)
             studies[sample.patient, sample.study].append(order)
-        ordered = sorted(_first_and_others(sorted(images)) for images in studies.values())
-        super().__init__(source, [first for first, *_ in ordered])
-        self._images = np.array([place for images in ordered for place in images], np.int64)
-        self._ends = np.cumsum([len(images) for images in ordered])
+        rows = sorted(_first_and_others(sorted(images)) for images in studies.values())
+        super().__init__(source, [first for first, *_ in rows])
+        self._images = np.array([place for images in rows for place in images], np.int64)
+        self._ends = np.cumsum([len(images) for images in rows])
 
     def two_images(
         self, position: int, color: bool | None = None, rng: np.random.Generator | None = None
@@ -212,9 +212,9 @@ def questions_in_split(source: ShardSource, split: str) -> tuple[ImageQuestion, 
         for position in range(len(source))
         for question in questions_of(source.sample(position))
     ]
-    selected = tuple(each for each in everything if each.question.split == split)
-    if not selected:
+    questions = tuple(each for each in everything if each.question.split == split)
+    if not questions:
         splits = ", ".join(sorted({each.question.split for each in everything})) or "no questions"
         message = f"{source.folder}: no question has the split {split!r}; found {splits}"
         raise CorpusError(message, "unknown_name", field="split")
-    return selected
+    return questions

@@ -83,9 +83,9 @@ class SequenceDataset(Dataset[Any]):
 def _collate(
     sequences: SequenceMaker, items: Sequence[Any]
 ) -> tuple[Batch | None, list[SkippedSample]]:
-    kept = [item for item in items if not isinstance(item, SkippedSample)]
+    rows = [item for item in items if not isinstance(item, SkippedSample)]
     skipped = [item for item in items if isinstance(item, SkippedSample)]
-    return sequences.collate(kept) if kept else None, skipped
+    return sequences.collate(rows) if rows else None, skipped
 
 
 def open_text_loader(

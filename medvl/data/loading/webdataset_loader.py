@@ -114,17 +114,17 @@ class _BatchStream(IterableDataset[Result]):
         parts = self.world * (worker.num_workers if worker else 1)
         # All ranks and workers use the same permutation, so that their parts do not overlap.
         order = self._rng("tars").permutation(len(self.tars))[part::parts]
-        found = True
-        while found:
-            found = False
+        has_samples = True
+        while has_samples:
+            has_samples = False
             for number in order:
                 for members in read_tar(self.tars[number], self.fields):
-                    found = True
+                    has_samples = True
                     yield members | {"__tar__": self.tars[number].name}
         names = describe_tars([self.tars[number] for number in order])
-        wanted = ", ".join(sorted(self.fields.suffixes()))
+        suffixes = ", ".join(sorted(self.fields.suffixes()))
         raise ShardError(
-            f"{names}: no sample has a member with a suffix of {wanted}; correct the suffixes",
+            f"{names}: no sample has a member with a suffix of {suffixes}; correct the suffixes",
             "empty",
         )
 
@@ -285,10 +285,10 @@ def open_webdataset_loader(
         ShardError: a tar does not exist; while iterating, when one is damaged.
     """
     rank, world = check_ranks(rank, world, train=True)
-    found = expand_tars(tars)
-    wanted = inputs or Inputs()
+    paths = expand_tars(tars)
+    needs = inputs or Inputs()
     for field in ("prior_image", "other_view", "drawn_view", "regions", "labels"):
-        if getattr(wanted, field):
+        if getattr(needs, field):
             message = (
                 f"the system needs {field}, which webdataset tars do not have; convert a "
                 f"corpus to shards"
@@ -300,16 +300,16 @@ def open_webdataset_loader(
         )
         raise ConfigError(f"expected {expected}, got {batch}", "conflict", field="batch")
     readers = world * max(1, workers)
-    if len(found) < readers:
+    if len(paths) < readers:
         message = (
-            f"{len(found)} tars are too few for {readers} readers ({world} ranks); use "
+            f"{len(paths)} tars are too few for {readers} readers ({world} ranks); use "
             f"fewer workers"
         )
         raise ConfigError(message, "conflict", field="workers")
-    check_tars(found)
-    _log.warning(NOT_PROMISED, describe_tars(found))
+    check_tars(paths)
+    _log.warning(NOT_PROMISED, describe_tars(paths))
     stream = _BatchStream(
-        found,
+        paths,
         fields or TarFields(),
         ItemMaker(image, text, (), seed, inputs),
         tokenizer,

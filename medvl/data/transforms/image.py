@@ -363,8 +363,8 @@ class OriginalTransform(EvalTransform):
 
     def _square_of(self, pixels: np.ndarray) -> np.ndarray:
         if min(pixels.shape[:2]) > self.short_side:
-            stored = encode_stored(pixels, self.short_side, self.image_format, self.quality)
-            pixels = decode_image(stored, color=self.color)
+            data = encode_stored(pixels, self.short_side, self.image_format, self.quality)
+            pixels = decode_image(data, color=self.color)
         return EvalTransform._square_of(
             self, pixels
         )  # super() does not work in a dataclass with slots
@@ -486,8 +486,8 @@ class ConVIRTAugmentation:
 
     def for_texts(self, texts: Iterable[str]) -> Self:
         """Return the transform without flips if `flip` is sideless and a text names a side."""
-        refused = self.flip == "sideless" and any(map(names_side, texts))
-        return dataclasses.replace(self, flip="off") if refused else self
+        keeps_sides = self.flip == "sideless" and any(map(names_side, texts))
+        return dataclasses.replace(self, flip="off") if keeps_sides else self
 
     def build(self) -> BuiltTransform:
         """Return the function that loader workers call."""
@@ -530,16 +530,16 @@ class ConVIRTAugmentation:
             py_random = random.Random(int(rng.integers(2**31)))
             for operation in pipeline.transforms:
                 operation.set_random_state(rng, py_random)
-            flipped = flips and bool(rng.random() < self.flip_rate)
+            is_flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
-            source = np.ascontiguousarray(image[:, ::-1]) if flipped else image
+            source = np.ascontiguousarray(image[:, ::-1]) if is_flipped else image
             source = with_channels(to_square(source) if self.pad else source)
             if not self.on_device:
-                return Transformed(with_channels(pipeline(image=source)["image"]), flipped)
+                return Transformed(with_channels(pipeline(image=source)["image"]), is_flipped)
             crop, *others = pipeline.transforms
             image_HWC = with_channels(crop(image=source)["image"])
             deferred_K = draw_parameters(others, image_HWC, kernel_radius(self.blur_sigma[1]))
-            return Transformed(image_HWC, flipped, deferred_K=deferred_K)
+            return Transformed(image_HWC, is_flipped, deferred_K=deferred_K)
 
         return apply
 

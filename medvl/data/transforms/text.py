@@ -43,15 +43,15 @@ def choose_sections(sections: Mapping[str, str], names: Sequence[str]) -> list[s
     description. Of captions and tables with other columns, these are all texts. The result may be
     empty.
     """
-    chosen = [sections[name] for name in names if sections.get(name)]
-    if chosen:
-        return chosen
+    own_texts = [sections[name] for name in names if sections.get(name)]
+    if own_texts:
+        return own_texts
     texts = [(section_name(name), text) for name, text in sections.items() if text]
-    chosen = [text for wanted in names for name, text in texts if name == wanted]
-    if chosen:
-        return chosen  # columns such as "section_findings"
-    described = [text for name, text in texts if name in DESCRIPTIVE_SECTIONS]
-    return described or [text for name, text in texts if name not in CONTEXT_SECTIONS]
+    own_texts = [text for heading in names for name, text in texts if name == heading]
+    if own_texts:
+        return own_texts  # columns such as "section_findings"
+    descriptions = [text for name, text in texts if name in DESCRIPTIVE_SECTIONS]
+    return descriptions or [text for name, text in texts if name not in CONTEXT_SECTIONS]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +116,8 @@ class ShuffledSentences:
         sentences = _sentences(texts, min_tokens=1)
         if not sentences:
             return join_texts(texts)
-        kept = rng.permutation(len(sentences))[: rng.integers(1, len(sentences) + 1)]
-        return "\n\n".join(sentences[place] for place in kept.tolist())
+        places = rng.permutation(len(sentences))[: rng.integers(1, len(sentences) + 1)]
+        return "\n\n".join(sentences[place] for place in places.tolist())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,8 +257,10 @@ class Statements:
             return {"statements": _joined(sample.labels)}
         text = "\n\n".join(choose_sections(sample.sections, self.sections))
         rules = conventions_named(self.conventions)
-        found = statements_of(text, rules) if self.source == "labeler" else split_sentences(text)
-        return {"statements": "\n\n".join(dict.fromkeys(found))}
+        statements = (
+            statements_of(text, rules) if self.source == "labeler" else split_sentences(text)
+        )
+        return {"statements": "\n\n".join(dict.fromkeys(statements))}
 
     def relabelled(self, sample: Sample) -> Sample:
         """Return the sample with the labels and the text of its statements if `relabel` is set,
@@ -274,17 +276,21 @@ class Statements:
         """Return the sample's statements in order, for systems that need `Inputs.statements`;
         empty if there is none.
         """
-        found = [text for text in sections["statements"].split("\n\n") if text]
-        if len(found) <= self.most:
-            return found
+        statements = [text for text in sections["statements"].split("\n\n") if text]
+        if len(statements) <= self.most:
+            return statements
         return [
-            found[place]
-            for place in sorted(rng.choice(len(found), self.most, replace=False).tolist())
+            statements[place]
+            for place in sorted(rng.choice(len(statements), self.most, replace=False).tolist())
         ]
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
-        found = self.all_of(sections, rng) if self.joined else sections["statements"].split("\n\n")
-        return " ".join(found) if self.joined else found[int(rng.integers(len(found)))]
+        statements = (
+            self.all_of(sections, rng) if self.joined else sections["statements"].split("\n\n")
+        )
+        return (
+            " ".join(statements) if self.joined else statements[int(rng.integers(len(statements)))]
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,11 +365,11 @@ class TextOrLabels:
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if set(sections) != {"labels", "absent labels"}:
             return self.text(sections, rng)
-        stated, absent = (
+        findings, absent = (
             [text for text in sections[name].split("\n\n") if text] for name in sections
         )
         absent = rng.permutation(absent)[: self.most_absent].tolist()
-        return self.text({"labels": " ".join(rng.permutation([*stated, *absent]).tolist())}, rng)
+        return self.text({"labels": " ".join(rng.permutation([*findings, *absent]).tolist())}, rng)
 
 
 def _joined(labels: Mapping[str, int]) -> str:

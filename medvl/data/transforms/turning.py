@@ -58,12 +58,12 @@ class LViTAugmentation:
         if self.flip == "plain":
             return self
         texts = list(texts)
-        refused: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if self.turns and any(map(names_place, texts)):
-            refused["turns"] = False
+            changes["turns"] = False
         if self.flip == "sideless" and any(map(names_side, texts)):
-            refused["flip"] = "off"
-        return dataclasses.replace(self, **refused) if refused else self
+            changes["flip"] = "off"
+        return dataclasses.replace(self, **changes) if changes else self
 
     def build(self) -> BuiltTransform:
         """Return the function that loader workers call."""
@@ -75,15 +75,15 @@ class LViTAugmentation:
             chance, other, reflection, angle = rng.random(4)
             square_HWC = base(image, rng).image_HWC
             number = first
-            flipped = False
+            is_flipped = False
             turn_22 = np.eye(2, dtype=np.float32)
             if chance < 0.5 and first < last:
                 number = first + int(reflection * (last - first))
                 turn_22 = _REFLECTIONS[number]
-                flipped = number == 0
+                is_flipped = number == 0
             elif other < 0.5:
                 turn_22 = _rotation((2 * angle - 1) * self.rotation)
-            return Transformed(turn(square_HWC, turn_22), flipped, turn_22)
+            return Transformed(turn(square_HWC, turn_22), is_flipped, turn_22)
 
         return apply
 
@@ -98,8 +98,8 @@ def turn(square_HWC: np.ndarray, turn_22: np.ndarray) -> np.ndarray:
     center_2 = np.array([size - 1, size - 1]) / 2
     matrix_23 = np.concatenate([turn_22, (center_2 - turn_22 @ center_2)[:, None]], axis=1)
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-    turned = cv2.warpAffine(square_HWC, matrix_23.astype(np.float64), (size, size), flags=flags)
-    return turned[:, :, None] if turned.ndim == 2 else turned
+    output_HWC = cv2.warpAffine(square_HWC, matrix_23.astype(np.float64), (size, size), flags=flags)
+    return output_HWC[:, :, None] if output_HWC.ndim == 2 else output_HWC
 
 
 def _rotation(degrees: float) -> np.ndarray:
@@ -151,13 +151,13 @@ def _regions(sample: Sample) -> list[Mapping[str, Any]]:
     """Return the boxes and masks that have a name; malformed ones are reported where targets are
     made of them.
     """
-    found: list[Mapping[str, Any]] = []
+    regions: list[Mapping[str, Any]] = []
     for kind in _REGIONS:
         entries = sample.extra.get(kind)
-        found += (
+        regions += (
             [entry for entry in entries if _is_named(entry)] if isinstance(entries, list) else []
         )
-    return found
+    return regions
 
 
 def _is_named(entry: Any) -> bool:
@@ -167,7 +167,7 @@ def _is_named(entry: Any) -> bool:
 @functools.lru_cache(1 << 12)
 def _mirror_name(name: str) -> str:
     plain = name.replace("_", " ")
-    swapped = swap_laterality(plain)
-    if swapped == plain:
+    other = swap_laterality(plain)
+    if other == plain:
         return name
-    return swapped if " " in name else swapped.replace(" ", "_")
+    return other if " " in name else other.replace(" ", "_")

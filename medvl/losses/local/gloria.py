@@ -183,10 +183,10 @@ def gloria_similarity(
             regions_NPE @ regions_NPE.transpose(1, 2) if regions <= regions_NPE.shape[2] else None
         )
         columns: list[Tensor] = []
-        for taken, width in _chunks(
+        for rows, width in _chunks(
             lengths, chunk, chunk_bytes // max(1, _CHUNK_TENSORS * word_bytes)
         ):
-            texts = words_MWE[taken, :width], mask_MW[taken, :width]
+            texts = words_MWE[rows, :width], mask_MW[rows, :width]
             inputs = regions_NPE, gram_NPP, *texts, regions, temp1, temp2, pool
             if recompute:
                 columns.append(
@@ -224,9 +224,9 @@ def _chunks(lengths: Sequence[int], texts: int | None, words: int) -> Iterator[t
     """
     start = 0
     while start < len(lengths):
-        taken = slice(start, start + (texts or max(1, words // lengths[start])))
-        yield taken, lengths[start]
-        start = taken.stop
+        rows = slice(start, start + (texts or max(1, words // lengths[start])))
+        yield rows, lengths[start]
+        start = rows.stop
 
 
 def _pad(rows: Tensor, multiple: int) -> Tensor:

@@ -173,11 +173,11 @@ class MomentumQueue(nn.Module):
 
         `names_B`, int64, identify pairs: `name_ids` of studies, or of sample keys.
         """
-        held = len(self)
-        names_N = torch.cat([names_B, self.names_Q[:held]])
+        size = len(self)
+        names_N = torch.cat([names_B, self.names_Q[:size]])
         return Keys(
-            image_NE=torch.cat([image_BE.float(), self.image_QE[:held]]),
-            text_NE=torch.cat([text_BE.float(), self.text_QE[:held]]),
+            image_NE=torch.cat([image_BE.float(), self.image_QE[:size]]),
+            text_NE=torch.cat([text_BE.float(), self.text_QE[:size]]),
             positive_BN=names_B[:, None] == names_N,
         )
 

@@ -342,12 +342,12 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     """
     if size == model.config.image_size or isinstance(model.image_encoder, RegionEncoder):
         return model
-    changed: dict[str, Any] = {"image_size": size, "image_weights": None, "text_weights": None}
+    changes: dict[str, Any] = {"image_size": size, "image_weights": None, "text_weights": None}
     arguments = model.config.image_arguments  # without a stretch to the former size
-    changed["image_arguments"] = {
+    changes["image_arguments"] = {
         name: arguments[name] for name in arguments if name not in ("image_size", "stretch")
     }
-    config = dataclasses.replace(model.config, **changed)
+    config = dataclasses.replace(model.config, **changes)
     other = create_model(config, tokenizer=model.tokenizer)
     assert isinstance(other, FusionModel)
     encoders = [each.image_encoder for each in (model, other)]
@@ -389,8 +389,8 @@ def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) 
     grid_1Dhw = table_ND[prefix:].unflatten(0, old).permute(2, 0, 1)[None].float()
     resized_1Dhw = F.interpolate(grid_1Dhw, new, mode="bicubic", align_corners=False)
     patches_PD = resized_1Dhw[0].flatten(1).T.to(table.dtype)
-    resized = torch.cat([table_ND[:prefix], patches_PD])
-    return resized.reshape(*table.shape[:-2], *resized.shape)
+    positions = torch.cat([table_ND[:prefix], patches_PD])
+    return positions.reshape(*table.shape[:-2], *positions.shape)
 
 
 # Segmentation by a small decoder on an image encoder.

@@ -71,9 +71,9 @@ class RegionSelection:
         top = scores_PK.flatten().topk(min(_CANDIDATES, scores_PK.numel()))
         region = top.indices // classes
         label = top.indices % classes
-        kept = suppress(boxes_PK4[region, label], top.values, label, self.nms_iou_threshold)
+        index_K = suppress(boxes_PK4[region, label], top.values, label, self.nms_iou_threshold)
         confidence_P = scores_PK.amax(dim=1) - 1  # of regions that are suppressed: below all others
-        confidence_P = confidence_P.scatter_reduce(0, region[kept], top.values[kept], "amax")
+        confidence_P = confidence_P.scatter_reduce(0, region[index_K], top.values[index_K], "amax")
         least = self.max_regions if self.min_regions is None else self.min_regions
         count = max(int((confidence_P >= self.confidence).sum()), least)
         return confidence_P.argsort(descending=True, stable=True)[: min(count, self.max_regions)]
@@ -90,10 +90,10 @@ def suppress(boxes_N4: Tensor, scores_N: Tensor, group_N: Tensor, iou_threshold:
     from torchvision.ops import batched_nms, box_iou
 
     if _has_ops() or not len(boxes_N4):
-        kept: Tensor = (
+        index_K: Tensor = (
             batched_nms(boxes_N4, scores_N, group_N, iou_threshold) if len(boxes_N4) else group_N
         )
-        return kept
+        return index_K
     order_N = scores_N.argsort(descending=True, stable=True)
     same_NN = group_N[order_N][:, None] == group_N[order_N]
     overlaps_NN = (
@@ -114,9 +114,9 @@ def in_original(
     """Return boxes in pixels of a transform's output as shares of the image (height, width) that
     it was made from.
     """
-    (height, width), seen = size, transform.box(*size)
-    scale = np.array([seen.width, seen.height] * 2) / transform.size
-    edges_P4 = boxes_P4 * scale + np.array([seen.left, seen.top] * 2)
+    (height, width), part = size, transform.box(*size)
+    scale = np.array([part.width, part.height] * 2) / transform.size
+    edges_P4 = boxes_P4 * scale + np.array([part.left, part.top] * 2)
     shares_P4 = (edges_P4 / np.array([width, height] * 2)).clip(0, 1)
     return shares_P4.astype(np.float32)
 
@@ -127,13 +127,13 @@ def visible_part(
     """Return the rectangle of a transform's output that shows an image (height, width): left,
     top, right, bottom.
     """
-    (height, width), seen = size, transform.box(*size)
-    across = transform.size / seen.width
-    down = transform.size / seen.height
-    left = max(0.0, -seen.left * across)
-    top = max(0.0, -seen.top * down)
-    right = (width - seen.left) * across
-    bottom = (height - seen.top) * down
+    (height, width), part = size, transform.box(*size)
+    across = transform.size / part.width
+    down = transform.size / part.height
+    left = max(0.0, -part.left * across)
+    top = max(0.0, -part.top * down)
+    right = (width - part.left) * across
+    bottom = (height - part.top) * down
     return left, top, min(right, float(transform.size)), min(bottom, float(transform.size))
 
 
@@ -296,7 +296,7 @@ class Detector(DenseModel):
         seen_BP = (box_BP4[:, :, 2:] > box_BP4[:, :, :2]).all(dim=2)
         score_BPL = torch.sigmoid(logits_BPL.float()).masked_fill(~seen_BP[:, :, None], -torch.inf)
         config = self.config
-        kept = [
+        boxes = [
             non_maximum_suppression(
                 box_BP4,
                 score_BP,
@@ -305,7 +305,7 @@ class Detector(DenseModel):
             )
             for score_BP in score_BPL.unbind(dim=2)
         ]
-        kept_BLK5 = torch.stack(kept, dim=1)
+        kept_BLK5 = torch.stack(boxes, dim=1)
         places = kept_BLK5.new_tensor([_scale_and_shift(self.transform, size) for size in sizes])
         scale_B = places[:, None, None, :4]
         shift_B = places[:, None, None, 4:]
@@ -345,11 +345,11 @@ def non_maximum_suppression(
     """
     left_BP = score_BP.clone()
     area_BP = (box_BP4[:, :, 2:] - box_BP4[:, :, :2]).prod(dim=2)
-    kept = []
+    boxes = []
     for _ in range(min(max_boxes, score_BP.shape[1])):
         best_B1 = left_BP.argmax(dim=1, keepdim=True)
         best_B14 = box_BP4.gather(1, best_B1[:, :, None].expand(-1, -1, 4))
-        kept.append(torch.cat([best_B14, left_BP.gather(1, best_B1)[:, :, None]], dim=2))
+        boxes.append(torch.cat([best_B14, left_BP.gather(1, best_B1)[:, :, None]], dim=2))
         low_BP2 = torch.maximum(box_BP4[:, :, :2], best_B14[:, :, :2])
         high_BP2 = torch.minimum(box_BP4[:, :, 2:], best_B14[:, :, 2:])
         shared_BP = (high_BP2 - low_BP2).clamp(min=0).prod(dim=2)
@@ -357,4 +357,4 @@ def non_maximum_suppression(
         left_BP = left_BP.masked_fill(shared_BP > iou_threshold * union_BP, -torch.inf).scatter(
             1, best_B1, -torch.inf
         )
-    return torch.cat(kept, dim=1)
+    return torch.cat(boxes, dim=1)

@@ -336,10 +336,10 @@ class FusedClassifier(FusionTask, LabelModel):
         """Return (1,) float32: how many known labels, or samples with one label, the loss of a
         batch is a sum over.
         """
-        known = losses.known_labels(batch.labels_BL)
+        is_known = losses.known_labels(batch.labels_BL)
         if self.config.target != "multi_label":
-            known = (batch.labels_BL == 1).sum(dim=1) == 1
-        return known.sum().float()[None]
+            is_known = (batch.labels_BL == 1).sum(dim=1) == 1
+        return is_known.sum().float()[None]
 
     def features(self, batch: Batch) -> Fused:
         """Fuse each sample of a batch, with the modalities that the model reads."""

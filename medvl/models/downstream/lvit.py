@@ -85,8 +85,8 @@ class Up(nn.Module):
 
     def forward(self, coarse_BKhw: Tensor, skip_BKHW: Tensor) -> Tensor:
         """Return the features of this level."""
-        joined = torch.cat([self.attention(skip_BKHW), self.enlarge(coarse_BKhw)], dim=1)
-        features: Tensor = self.blocks(joined)
+        both_BCHW = torch.cat([self.attention(skip_BKHW), self.enlarge(coarse_BKhw)], dim=1)
+        features: Tensor = self.blocks(both_BCHW)
         return features
 
 
@@ -563,9 +563,9 @@ class LViT(MaskModel):
         if self.pseudo_labels is None or batch.unlabelled_B is None or not self.training:
             return Losses.sum(lvit=losses.lvit(prob_BLHW, mask_BLHW))
         labelled_B = batch.unlabelled_B < 0
-        started = self._step >= self.config.labelled_steps
-        used_B = labelled_B | started
-        if started:
+        has_pseudo_labels = self._step >= self.config.labelled_steps
+        used_B = labelled_B | has_pseudo_labels
+        if has_pseudo_labels:
             mask_BLHW = self.pseudo_labels.fill(
                 mask_BLHW, prob_BLHW, batch.unlabelled_B, batch.turn_B22
             )

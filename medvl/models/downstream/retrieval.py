@@ -73,9 +73,9 @@ class RetrievalModel(FusionTask):
         Raises ConfigError for a value out of range.
         """
         fusion_model = fusion_model.for_reading()
-        described = described_fusion(fusion_model)
+        fields = described_fusion(fusion_model)
         return cls(
-            RetrievalConfig(**described, negatives=negatives, head_lr_mult=head_lr_mult),
+            RetrievalConfig(**fields, negatives=negatives, head_lr_mult=head_lr_mult),
             fusion_model,
         )
 

@@ -106,9 +106,11 @@ class MAVL(QueryEncoder):
     @classmethod
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
         """Return the definition and the aspects."""
-        known = {name: describe_aspects(name) for name in config.entities}
-        firsts = {name: config.descriptions.get(name, known[name][0]) for name in known}
-        return [(firsts[name], *config.aspects.get(name, known[name][1:])) for name in known]
+        sentences = {name: describe_aspects(name) for name in config.entities}
+        firsts = {name: config.descriptions.get(name, sentences[name][0]) for name in sentences}
+        return [
+            (firsts[name], *config.aspects.get(name, sentences[name][1:])) for name in sentences
+        ]
 
     @classmethod
     def make_heads(

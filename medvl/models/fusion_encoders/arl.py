@@ -227,8 +227,8 @@ class ARL(StreamModel):
     def masked_and_unmasked(self, batch: Batch, words: MaskedWords) -> tuple[Tokens, Tokens]:
         """Leave entities with a masked word out of the masked texts."""
         whole = self.link(batch)
-        kept = without_masked(whole, words.labels_BT != IGNORED)
-        twice = LinkedEntities(*(torch.cat(pair) for pair in zip(kept, whole, strict=True)))
+        unmasked = without_masked(whole, words.labels_BT != IGNORED)
+        twice = LinkedEntities(*(torch.cat(pair) for pair in zip(unmasked, whole, strict=True)))
         return super().masked_and_unmasked(dataclasses.replace(batch, **twice._asdict()), words)
 
     def link(self, batch: Batch) -> LinkedEntities:

@@ -119,13 +119,13 @@ class PTUnifier(StreamModel):
         row_K = complete_rows(batch)
         image, image_query_BD = self.images_with_queries(batch)
         masked_query_BD = mean_words(self.text_encoder, words.ids_BT, batch.mask_BT)
-        shown = fill(
+        prompts = fill(
             image,
             lacking(batch.has_image_B, batch.has_text_B),
             self.prompted_images,
             masked_query_BD,
         )
-        encoded = self.encode_apart(batch, corruption, image, shown)
+        encoded = self.encode_apart(batch, corruption, image, prompts)
         alone = (encoded.pooled_MD[:0],) * 2  # with a gradient: other ranks may have pairs
         if len(row_K):
             query_KD = mean_words(self.text_encoder, batch.ids_BT, batch.mask_BT)[row_K]

@@ -419,13 +419,13 @@ def create_latent_diffusion(
         _check_autoencoder(config, autoencoder)
     model: Any = create_model(config, pretrained=pretrained, tokenizer=tokenizer)
     if start is not None:
-        kept = {
+        from_start = {
             "autoencoder": autoencoder is None,
             "unet": not random_unet,
             "text_encoder": keeps_text,
             "text_projection": keeps_text and not random_unet,
         }
-        load_parts(model, start, [part for part, is_kept in kept.items() if is_kept])
+        load_parts(model, start, [part for part, is_kept in from_start.items() if is_kept])
         if autoencoder is None:
             with safetensors.safe_open(find_checkpoint(start) / WEIGHTS, framework="pt") as weights:
                 model.latent_scale.copy_(weights.get_tensor("latent_scale"))
@@ -460,13 +460,12 @@ def _check_autoencoder(config: LatentDiffusionConfig, folder: Path | str) -> Non
     """Raise ConfigError unless a checkpoint is an autoencoder of the configuration's sizes and
     images.
     """
-    described = described_model(folder)
-    if described["name"] != "autoencoder":
-        message = (
-            f"expected a checkpoint of the system autoencoder, got {described['name']} in {folder}"
-        )
+    description = described_model(folder)
+    if description["name"] != "autoencoder":
+        name = description["name"]
+        message = f"expected a checkpoint of the system autoencoder, got {name} in {folder}"
         raise ConfigError(message, "wrong_type", field="autoencoder")
-    theirs = from_dict(AutoencoderConfig, described["settings"])
+    theirs = from_dict(AutoencoderConfig, description["settings"])
     for field, their, our in (
         ("autoencoder", theirs.sizes, config.autoencoder),
         ("image_size", theirs.image_size, config.image_size),

@@ -233,8 +233,10 @@ class EncoderLayer(nn.Module):
     def forward(self, states_BND: Tensor, mask_B1N: Tensor | None) -> Tensor:
         """(B, N, D) to the same shape."""
         normed_BND = self.norms[0](states_BND)
-        kept = self.attention.keys_values(normed_BND)
-        states_BND = states_BND + self.dropout(self.attention.attend(normed_BND, kept, mask_B1N))
+        keys_values = self.attention.keys_values(normed_BND)
+        states_BND = states_BND + self.dropout(
+            self.attention.attend(normed_BND, keys_values, mask_B1N)
+        )
         fed_BND: Tensor = states_BND + self.dropout(self.feed_forward(self.norms[1](states_BND)))
         return fed_BND
 
@@ -268,12 +270,12 @@ class WritingState(NamedTuple):
 
     def rows(self, index_R: Tensor) -> "WritingState":
         """Select rows by index; each must stay with its sample."""
-        written = (
+        keys_values = (
             None
             if self.written is None
             else tuple((k[index_R], v[index_R]) for k, v in self.written)
         )
-        return self._replace(written=written, memory_RMD=self.memory_RMD[index_R])
+        return self._replace(written=keys_values, memory_RMD=self.memory_RMD[index_R])
 
 
 class DecoderLayer(nn.Module):

@@ -71,11 +71,11 @@ class RelationalMemory(nn.Module):
         after = []
         for step in range(tokens_RTD.shape[1]):
             keys, values = self.attention.keys_values(memory_RMD)
-            seen = (
+            context = (
                 torch.cat([keys, token_keys[:, :, step : step + 1].to(keys.dtype)], dim=2),
                 torch.cat([values, token_values[:, :, step : step + 1].to(values.dtype)], dim=2),
             )
-            next_RMD = memory_RMD + self.attention.attend(memory_RMD, seen)
+            next_RMD = memory_RMD + self.attention.attend(memory_RMD, context)
             next_RMD = next_RMD + self.mlp(next_RMD)
             gates_RMF = token_gates_RTF[:, step, None] + self.memory_gates(memory_RMD.tanh())
             input_gate, forget_gate = gates_RMF.sigmoid().chunk(2, dim=2)
@@ -125,14 +125,14 @@ class MemoryDecoder(nn.Module):
             earlier_1TK = (torch.arange(before + tokens, device=ids_RT.device) <= place_T[:, None])[
                 None
             ]
-        written = []
+        keys_values = []
         for number, layer in enumerate(self.layers):
             old = None if state.written is None else state.written[number]
             states_RTD, new = layer(
                 states_RTD, memory_RTMD, old, earlier_1TK, state.read[number], state.read_mask_B1P
             )
-            written.append(new)
-        after = state._replace(written=tuple(written), memory_RMD=memory_RTMD[:, -1])
+            keys_values.append(new)
+        after = state._replace(written=tuple(keys_values), memory_RMD=memory_RTMD[:, -1])
         return self.norm(states_RTD), after
 
 

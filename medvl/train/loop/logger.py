@@ -216,15 +216,15 @@ def remove_records_after(path: Path, step: int) -> None:
     """Remove the records after a step from a file, and a truncated last line."""
     if not path.exists():
         return
-    kept = []
+    lines = []
     for line in path.read_text().splitlines(keepends=True):
         try:
             if not line.endswith("\n") or json.loads(line)["step"] > step:
                 continue
         except (ValueError, KeyError, TypeError):
             continue
-        kept.append(line)
-    write_atomic(path, "".join(kept))
+        lines.append(line)
+    write_atomic(path, "".join(lines))
 
 
 def _start_wandb(project: str, run_dir: Path, settings: Mapping[str, Any]) -> Any:

@@ -239,7 +239,7 @@ def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> di
     """
     settings = getattr(model, "config", None)
     train = run["train"]
-    described: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "model": {
             "name": getattr(model, "name", type(model).__name__),
             "settings": to_dict(settings) if dataclasses.is_dataclass(settings) else None,
@@ -249,28 +249,28 @@ def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> di
         "randomness": RULE,
     }
     if train["spike_factor"] is not None:
-        described["train"]["spike_factor"] = train["spike_factor"]
+        entries["train"]["spike_factor"] = train["spike_factor"]
     if train["packed_text"]:  # dropout draws numbers for other positions
-        described["train"]["packed_text"] = True
+        entries["train"]["packed_text"] = True
     if rate.depends_on_length or train.get("scale_below") is not None:
-        described["train"]["total_steps"] = rate.total_steps
+        entries["train"]["total_steps"] = rate.total_steps
     if rate.depends_on_metric:
-        described["train"] |= {
+        entries["train"] |= {
             name: train[name] for name in ("validate_every", "best_metric", "best_mode")
         }
     settings = run.get("settings", {})
-    described["start"] = run.get("start", {})  # hashes of checkpoints
-    described["recipe"] = {name: settings[name] for name in _RECIPE_FIELDS if name in settings}
-    described["data"] = _without(settings.get("data", {}), _NOT_IDENTITY)
-    return json.loads(json.dumps(described))
+    entries["start"] = run.get("start", {})  # hashes of checkpoints
+    entries["recipe"] = {name: settings[name] for name in _RECIPE_FIELDS if name in settings}
+    entries["data"] = _without(settings.get("data", {}), _NOT_IDENTITY)
+    return json.loads(json.dumps(entries))
 
 
 def _without(tree: Mapping[str, Any], names: Collection[str], prefix: str = "") -> dict[str, Any]:
     """Return a tree of settings without those of these dotted names."""
-    kept = {name: value for name, value in tree.items() if prefix + name not in names}
+    rest = {name: value for name, value in tree.items() if prefix + name not in names}
     return {
         name: _without(value, names, f"{prefix}{name}.") if isinstance(value, Mapping) else value
-        for name, value in kept.items()
+        for name, value in rest.items()
     }
 
 
@@ -282,14 +282,14 @@ def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
     if len(rows) > 1:  # the number of steps follows from the others
         rows = [row for row in rows if row[0] != _STEPS]
     if rows:
-        listed = "; ".join(
+        changes = "; ".join(
             f"{_NAMES.get(path, path)} was {old!r} and is {new!r}" for path, old, new in rows
         )
         same = " ".join(option for path, old, _ in rows if (option := _option(path, old)))
         advice = (
             f"resume it with {same or 'the same settings'}, or start a new run in another run_dir"
         )
-        message = f"{saved.folder} belongs to another run: {listed}; {advice}"
+        message = f"{saved.folder} belongs to another run: {changes}; {advice}"
         raise CheckpointError(message, "mismatch", field=rows[0][0])
 
 
@@ -311,8 +311,8 @@ def _option(path: str, value: Any) -> str:
         ("optim.", "optim."),
     ):
         if path.startswith(prefix):
-            written = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            return f"--{group}{path.removeprefix(prefix).replace('_', '-')} {written}"
+            text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            return f"--{group}{path.removeprefix(prefix).replace('_', '-')} {text}"
     return f"--{path.replace('_', '-')} {value}" if path.startswith("data.") else ""
 
 
@@ -331,8 +331,8 @@ def resume_path(resume: str, own: Path | None, run_dir: Path) -> Path | None:
         )
     if resume in ("auto", "never"):
         return own
-    chosen = Path(resume).resolve()
-    if own is not None and chosen != own.resolve() and own.resolve().parent == chosen.parent:
+    start = Path(resume).resolve()
+    if own is not None and start != own.resolve() and own.resolve().parent == start.parent:
         raise CheckpointError(
             f"{resume} is not the newest checkpoint of {run_dir}; remove the newer ones to "
             f"resume from it, or start "
@@ -340,4 +340,4 @@ def resume_path(resume: str, own: Path | None, run_dir: Path) -> Path | None:
             "conflict",
             field="resume",
         )
-    return own or chosen
+    return own or start

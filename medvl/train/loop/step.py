@@ -77,12 +77,12 @@ class GradCache:
         with self._precision.autocast():
             losses = self._model.pair_losses(Pairs.cat(encoded))
         self._precision.backward(propagate_nonfinite(losses.total) / count)
-        for number, (part, cached) in enumerate(zip(parts, leaves, strict=True)):
+        for number, (part, leaves_of_part) in enumerate(zip(parts, leaves, strict=True)):
             embeddings = self._encode(part, number, seed_part).tensors()
             # Embeddings of a frozen encoder have no graph, and a level of weight 0 has no gradient.
             pairs = [
                 (embedding, leaf.grad)
-                for embedding, leaf in zip(embeddings, cached, strict=True)
+                for embedding, leaf in zip(embeddings, leaves_of_part, strict=True)
                 if embedding.requires_grad and leaf.grad is not None
             ]
             torch.autograd.backward(
@@ -277,14 +277,14 @@ class Step:
         model = self.model.trained
         if not isinstance(model, System) or type(model).loss_counts is System.loss_counts:
             return batches
-        placed = [self.place(batch) for batch in batches]
+        on_device = [self.place(batch) for batch in batches]
         counts = [
-            counts_K for batch in placed if (counts_K := model.loss_counts(batch)) is not None
+            counts_K for batch in on_device if (counts_K := model.loss_counts(batch)) is not None
         ]
         mean_K = self.model.ranks.sum(torch.stack(counts).sum(dim=0)) / (
             count * self.model.ranks.size
         )
-        return [dataclasses.replace(batch, mean_counts_K=mean_K) for batch in placed]
+        return [dataclasses.replace(batch, mean_counts_K=mean_K) for batch in on_device]
 
     def place(self, batch: Batch) -> Batch:
         """Return the batch on this rank's device, in the model's memory format.

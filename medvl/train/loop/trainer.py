@@ -185,7 +185,7 @@ class Training:
         self._valid_loader = valid_loader
         self._evals = evals
         versions = {"torch": str(torch.__version__), "python": platform.python_version()}
-        described = {
+        entries = {
             **(run or {}),
             "train": to_dict(config),
             "optim": to_dict(optim),
@@ -203,8 +203,8 @@ class Training:
         )
         rate = LearningRate(optim, total_steps, config.best_mode, stream.steps_per_epoch)
         optimizer = build_optimizer(parallel.trained, optim)
-        self.state = TrainState.create(parallel, stream, optimizer, rate, config, described)
-        self._checkpoints = Checkpoints(config.run_dir, config.keep_last, described)
+        self.state = TrainState.create(parallel, stream, optimizer, rate, config, entries)
+        self._checkpoints = Checkpoints(config.run_dir, config.keep_last, entries)
         self._last_saved: int | None = None
         self._save_pending = False
         self._resume()
@@ -224,7 +224,7 @@ class Training:
             step=self.state.step,
             total_steps=total_steps,
             active=ranks.is_main,
-            run={name: value for name, value in described.items() if name != "train_manifest"}
+            run={name: value for name, value in entries.items() if name != "train_manifest"}
             | {"model": self.state.identity["model"]},
         )
         self._first_step = self.state.step
@@ -300,7 +300,7 @@ class Training:
         state = self.state
         if self._last_saved == state.step:
             return
-        started = time.perf_counter()
+        start = time.perf_counter()
         values = state.state_dict()
         write = (
             self._save_parts
@@ -310,7 +310,7 @@ class Training:
         self._save_pending = not write(values, must)
         if not self._save_pending:
             self._last_saved = state.step
-        self.speed.pause(time.perf_counter() - started)
+        self.speed.pause(time.perf_counter() - start)
 
     def _save_whole(self, values: Mapping[str, Any], must: bool) -> bool:
         """Gather the state of all ranks and save it on rank 0; return whether it was saved."""
@@ -364,12 +364,12 @@ class Training:
 
     def _find_checkpoint(self) -> str | None:
         own = self._checkpoints.newest()
-        chosen = resume_path(self.config.resume, own, self.config.run_dir)
-        if chosen is None:
+        start = resume_path(self.config.resume, own, self.config.run_dir)
+        if start is None:
             return None
-        if chosen != own:
-            checkpoint.verify(chosen)
-        return str(chosen)
+        if start != own:
+            checkpoint.verify(start)
+        return str(start)
 
     def _check_ranks_agree(self) -> None:
         """Raise TrainingError where the ranks have other settings or another number of steps."""
@@ -417,14 +417,14 @@ class Training:
         if self._learns:
             return
         state = self.state
-        done = self.state.step - self._first_step
+        steps = self.state.step - self._first_step
         losses = torch.stack([loss.total for loss in result.losses])
         self._learns = state.ranks.any(bool(losses.any()) or bool(result.grad_norm))
-        is_early = done < min(state.stream.steps_per_epoch, _MAX_EMPTY_UPDATES)
+        is_early = steps < min(state.stream.steps_per_epoch, _MAX_EMPTY_UPDATES)
         if self._learns or (is_early and (self._first_step or not state.exhausted)):
             return
         message = (
-            f"losses and gradients of the first {done} updates are 0: no sample has what "
+            f"losses and gradients of the first {steps} updates are 0: no sample has what "
             f"the model learns from"
         )
         advice = (
@@ -454,7 +454,7 @@ class Training:
         """
         if self._valid_loader is None and not self._evals:
             return
-        started = time.perf_counter()
+        start = time.perf_counter()
         state = self.state
         state.metrics = self._validation_metrics()
         metric = self.config.best_metric
@@ -468,15 +468,15 @@ class Training:
         better = state.tracker.observe(state.step, state.metrics[metric])
         lowered = state.rate.observe(state.metrics[metric])
         self.logger.record("valid", state.step, state.metrics)
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in state.metrics.items())
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in state.metrics.items())
         notes = ["best so far"] * better + ["learning rate lowered"] * lowered
         _log.info(
             "validation after step %d: %s%s",
             state.step,
-            shown,
+            metrics,
             f" ({', '.join(notes)})" if notes else "",
         )
-        self.speed.pause(time.perf_counter() - started)
+        self.speed.pause(time.perf_counter() - start)
 
     def _validation_metrics(self) -> dict[str, float]:
         state = self.state
@@ -535,8 +535,8 @@ def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validat
         )
     plateau = isinstance(optim.schedule, Plateau)
     early_stop = config.early_stop_patience is not None
-    for field, needed in (("schedule", plateau), ("early_stop_patience", early_stop)):
-        if needed and not validates:
+    for field, is_needed in (("schedule", plateau), ("early_stop_patience", early_stop)):
+        if is_needed and not validates:
             message = (
                 f"{field} depends on a validation metric; give train() a valid_loader or evals"
             )

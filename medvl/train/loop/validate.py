@@ -71,14 +71,14 @@ def validation_loss(
         raise TrainingError(
             "the valid loader yields no batch; leave it out, or give it data", "empty"
         )
-    weighted = [
+    sums = [
         (size, row)
         for part in parts
         for size, row in zip(part["sizes"], part["values"], strict=True)
     ]
     names = next(part["names"] for part in parts if part["names"])
     return {
-        name: _exact_sum(size * row[i] for size, row in weighted) / total
+        name: _exact_sum(size * row[i] for size, row in sums) / total
         for i, name in enumerate(names)
     }
 
@@ -102,8 +102,8 @@ def _exact_sum(values: Iterable[float]) -> float:
     """Return the sum, rounded once so that order does not matter; NaN where a value is not
     finite.
     """
-    listed = list(values)
-    return math.fsum(listed) if all(map(math.isfinite, listed)) else math.nan
+    terms = list(values)
+    return math.fsum(terms) if all(map(math.isfinite, terms)) else math.nan
 
 
 # Policy for skipped updates: count and log them, stop at the budget, roll back after four in a
@@ -136,12 +136,12 @@ class RollbackPolicy:
         budget = self._config.nonfinite_budget
         state.skipped += 1
         state.streak += 1
-        shown = self._log_samples(result, step)
+        samples = self._log_samples(result, step)
         if state.skipped > budget:
             message = (
                 f"{state.skipped} updates were skipped, nonfinite_budget is {budget}; the last "
                 f"was step {step + 1} "
-                f"with the samples {shown}. Check them (all in metrics.jsonl), lower optim.lr "
+                f"with the samples {samples}. Check them (all in metrics.jsonl), lower optim.lr "
                 f"or set optim.clip_norm"
             )
             raise TrainingError(message, "nonfinite", field="nonfinite_budget")
@@ -164,10 +164,10 @@ class RollbackPolicy:
             "skip", step + 1, {"reason": "spike" if result.spike else "not finite", "keys": keys}
         )
         more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
-        shown = ", ".join(keys[:_SHOWN_KEYS]) + more
+        samples = ", ".join(keys[:_SHOWN_KEYS]) + more
         reason = "loss spike" if result.spike else "non-finite loss or gradient"
-        _log.warning("step %d: %s, update skipped; samples: %s", step + 1, reason, shown)
-        return shown
+        _log.warning("step %d: %s, update skipped; samples: %s", step + 1, reason, samples)
+        return samples
 
     def _roll_back(self) -> bool:
         """Restore the weights of the newest valid checkpoint from before the streak; return

@@ -95,17 +95,17 @@ class GridRegions:
         vector_BD, patches_BPD = (
             each.float().cpu().numpy() for each in (features.pooled_BD, features.patches_BPD)
         )
-        found = []
+        regions = []
         for image, vector_D, patches_PD in zip(images, vector_BD, patches_BPD, strict=True):
             boxes_P4 = in_original(self._cells_P4, self.transform, image.size)
             if self.all_tokens:
-                found.append(
+                regions.append(
                     Regions(np.vstack([vector_D, patches_PD]), np.vstack([_WHOLE_4, boxes_P4]))
                 )
                 continue
             seen_P = (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(axis=1)
-            found.append(Regions(patches_PD[seen_P], boxes_P4[seen_P]))
-        return found
+            regions.append(Regions(patches_PD[seen_P], boxes_P4[seen_P]))
+        return regions
 
 
 def grid_settings(
@@ -179,12 +179,12 @@ def create_region_detector(
         raise ConfigError(message, "missing" if weights is None else "conflict", field="weights")
     if name.startswith(_TORCHVISION):
         _refuse_tokens(name, all_tokens)
-        file, chosen = (None, None) if weights is None else split_set(weights)
+        file, name_of_set = (None, None) if weights is None else split_set(weights)
         if file is not None and not Path(file).is_file():
             raise WeightsError(
                 f"{file} does not exist: give a local file", "not_found", field="weights"
             )
-        tensors = None if file is None else read_tensors(Path(file), chosen)
+        tensors = None if file is None else read_tensors(Path(file), name_of_set)
         return FasterRCNNRegions(name, tensors, selection, class_names, device)
     source: Pretrained = False if weights is None else weights == "published" or weights
     with seeded(0):

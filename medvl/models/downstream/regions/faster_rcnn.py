@@ -90,26 +90,26 @@ class FasterRCNNRegions:
         change proposals.
         """
         sizes = [image.shape for image in images]
-        found: dict[int, Regions] = {}
+        regions: dict[int, Regions] = {}
         for size in dict.fromkeys(sizes):
             numbers = [number for number, other in enumerate(sizes) if other == size]
-            found |= zip(numbers, self._read([images[number] for number in numbers]), strict=True)
-        return [found[number] for number in range(len(images))]
+            regions |= zip(numbers, self._read([images[number] for number in numbers]), strict=True)
+        return [regions[number] for number in range(len(images))]
 
     @torch.no_grad()
     def _read(self, images: Sequence[Tensor]) -> list[Regions]:
         """Return the regions of images of one size."""
-        resized, _ = self.net.transform([image.to(self._device).float() / 255 for image in images])
-        maps = self.net.backbone(resized.tensors)
-        proposals, _ = self.net.rpn(resized, maps)
+        inputs, _ = self.net.transform([image.to(self._device).float() / 255 for image in images])
+        maps = self.net.backbone(inputs.tensors)
+        proposals, _ = self.net.rpn(inputs, maps)
         proposals = [
             boxes_P4
             if len(boxes_P4)
             else boxes_P4.new_tensor([[0, 0, size[1], size[0]]])  # the whole image
-            for boxes_P4, size in zip(proposals, resized.image_sizes, strict=True)
+            for boxes_P4, size in zip(proposals, inputs.image_sizes, strict=True)
         ]
         heads: Any = self.net.roi_heads
-        features_ND = heads.box_head(heads.box_roi_pool(maps, proposals, resized.image_sizes))
+        features_ND = heads.box_head(heads.box_roi_pool(maps, proposals, inputs.image_sizes))
         logits_NK, offsets_N = heads.box_predictor(features_ND)
         refined_NK4 = heads.box_coder.decode(offsets_N, proposals)
         counts = [len(boxes_P4) for boxes_P4 in proposals]
@@ -117,15 +117,15 @@ class FasterRCNNRegions:
             tensor.split(counts)
             for tensor in (refined_NK4, logits_NK.float().softmax(dim=1), features_ND)
         ]
-        found = []
+        regions = []
         for boxes_P4, (height, width), refined_PK4, scores_PK, features_PD in zip(
-            proposals, resized.image_sizes, *parts, strict=True
+            proposals, inputs.image_sizes, *parts, strict=True
         ):
-            chosen = self.selection.choose(refined_PK4[:, 1:], scores_PK[:, 1:])
-            relative_P4 = relative_boxes(boxes_P4[chosen], height, width)
-            numbers = (features_PD[chosen].float(), relative_P4, scores_PK[chosen])
-            found.append(Regions(*(tensor.cpu().numpy() for tensor in numbers)))
-        return found
+            index_R = self.selection.choose(refined_PK4[:, 1:], scores_PK[:, 1:])
+            relative_P4 = relative_boxes(boxes_P4[index_R], height, width)
+            numbers = (features_PD[index_R].float(), relative_P4, scores_PK[index_R])
+            regions.append(Regions(*(tensor.cpu().numpy() for tensor in numbers)))
+        return regions
 
     def _filter_proposals(
         self,
@@ -153,21 +153,21 @@ class FasterRCNNRegions:
             scores_N = objectness_BN[row, top_N].sigmoid()
             large_N = remove_small_boxes(boxes_N4, rpn.min_size)
             large_N = large_N[scores_N[large_N] >= rpn.score_thresh]
-            kept = suppress(
+            index_K = suppress(
                 boxes_N4[large_N], scores_N[large_N], level_N[top_N][large_N], rpn.nms_thresh
             )
-            kept = large_N[kept][: rpn.post_nms_top_n()]
-            boxes.append(boxes_N4[kept])
-            scores.append(scores_N[kept])
+            index_K = large_N[index_K][: rpn.post_nms_top_n()]
+            boxes.append(boxes_N4[index_K])
+            scores.append(scores_N[index_K])
         return boxes, scores
 
 
 def _create(name: str, tensors: Mapping[str, Tensor] | None) -> Any:
     from torchvision import models
 
-    known = models.list_models(include="fasterrcnn_*")
-    if name not in known:
-        message = f"unknown detector {name!r}: torchvision has {', '.join(known)}"
+    names = models.list_models(include="fasterrcnn_*")
+    if name not in names:
+        message = f"unknown detector {name!r}: torchvision has {', '.join(names)}"
         raise ConfigError(message, "unknown_name", field="detector")
     if tensors is not None and _CLASS_BIAS not in tensors:
         message = (
@@ -257,11 +257,11 @@ class DetectorRegions:
         if seen_P.any():
             boxes_P4 = boxes_P4[seen_P]
             scores_PL = scores_PL[seen_P]
-        chosen = self.selection.choose(
+        index_R = self.selection.choose(
             boxes_P4[:, None].expand(-1, scores_PL.shape[1], -1), scores_PL
         )
-        boxes_P4 = boxes_P4[chosen]
-        scores_PL = scores_PL[chosen]
+        boxes_P4 = boxes_P4[index_R]
+        scores_PL = scores_PL[index_R]
         return Regions(
             pool_boxes(map_Dhw, boxes_P4 / self.transform.size).cpu().numpy(),
             in_original(boxes_P4.cpu().numpy(), self.transform, image.size),

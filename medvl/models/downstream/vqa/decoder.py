@@ -128,8 +128,8 @@ class Memory(NamedTuple):
         """Select answers by index; each must stay with its question."""
         if self.written is None:
             return self
-        chosen = tuple((keys[index_R], values[index_R]) for keys, values in self.written)
-        return self._replace(written=chosen)
+        keys_values = tuple((keys[index_R], values[index_R]) for keys, values in self.written)
+        return self._replace(written=keys_values)
 
 
 class DecoderLayer(nn.Module):
@@ -222,11 +222,11 @@ class AnswerDecoder(nn.Module):
         embedded_RTD = self.norm(self.words(ids_RT) + self.positions(place_RT))
         states_RTD = F.dropout(embedded_RTD, self.sizes.dropout, self.training)
         before = memory.written or (None,) * len(self.layers)
-        written = []
-        for layer, old, read in zip(self.layers, before, memory.read, strict=True):
-            states_RTD, new = layer(states_RTD, old, mask_RTK, read, memory.read_mask_B1C)
-            written.append(new)
-        return states_RTD, memory._replace(written=tuple(written))
+        keys_values = []
+        for layer, old, context in zip(self.layers, before, memory.read, strict=True):
+            states_RTD, new = layer(states_RTD, old, mask_RTK, context, memory.read_mask_B1C)
+            keys_values.append(new)
+        return states_RTD, memory._replace(written=tuple(keys_values))
 
     def score_words(self, states_ND: Tensor) -> Tensor:
         """(N, V): scores of the word after each of these tokens."""

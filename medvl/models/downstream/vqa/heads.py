@@ -152,9 +152,9 @@ class DecoderHead(nn.Module):
         )
         self.register_buffer("ids_VT", ids_VT, persistent=False)
         self.register_buffer("length_V", length_V, persistent=False)
-        known = zip(ids_VT.tolist(), length_V.tolist(), config.answers, strict=True)
+        answers = zip(ids_VT.tolist(), length_V.tolist(), config.answers, strict=True)
         self._answer_of = {
-            tuple(ids[1 : length - 1]): answer for ids, length, answer in reversed(list(known))
+            tuple(ids[1 : length - 1]): answer for ids, length, answer in reversed(list(answers))
         }
         self._read_states = model.answer_memory
         self.decoder = AnswerDecoder(config.decoder, model.fused_dim, model.text_encoder.vocab_size)
@@ -243,8 +243,8 @@ class DecoderHead(nn.Module):
             never=[token for token in special if token is not None and token != tokenizer.sep_id],
         )
         rows = zip(generated.ids_BT.cpu(), generated.mask_BT.cpu(), strict=True)
-        written = [ids_T[mask_T].tolist() for ids_T, mask_T in rows]
-        answers = [self._answer_of.get(tuple(ids)) or tokenizer.decode(ids) for ids in written]
+        id_lists = [ids_T[mask_T].tolist() for ids_T, mask_T in rows]
+        answers = [self._answer_of.get(tuple(ids)) or tokenizer.decode(ids) for ids in id_lists]
         return AnswerPredictions(answers, generated.score_B.exp())
 
     def _rest(self, chosen_BK: Tensor, memory: Memory) -> Tensor:

@@ -169,8 +169,8 @@ class FusionModel(System):
             objective.name: objective.loss(predictions[objective.name], corruption.of(objective))
             for objective in self._all_objectives
         }
-        weighted = [objective.weight * terms[objective.name] for objective in self._all_objectives]
-        total = functools.reduce(torch.add, weighted)
+        products = [objective.weight * terms[objective.name] for objective in self._all_objectives]
+        total = functools.reduce(torch.add, products)
         left_out = {objective.name: torch.zeros_like(total) for objective in self.objectives}
         return Losses(total=total, terms=left_out | terms)
 

@@ -83,8 +83,8 @@ class ImageInput(nn.Module):
         same = first != "pooled" or source.feature_dim == source.patch_dim
         self.project_pooled = None if same else nn.Linear(source.feature_dim, width)
         init_weights(self)
-        for field, wanted in (("image_positions", positions), ("image_tokens", sampled)):
-            if wanted and isinstance(source, RegionEncoder):
+        for field, value in (("image_positions", positions), ("image_tokens", sampled)):
+            if value and isinstance(source, RegionEncoder):
                 message = f"precomputed regions have no grid: leave {field} out"
                 raise ConfigError(message, "conflict", field=field)
         self.positions: nn.Parameter | None = None
