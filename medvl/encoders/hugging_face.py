@@ -69,6 +69,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"save_pretrained wrote, or all files of its repository"
         )
         raise ConfigError(message, "not_found", field="name") from None
+    except ConfigError as error:
+        raise ConfigError(str(error), error.code, field="name") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise ConfigError(
             f"{path}: expected a JSON object with a model_type", "malformed", field="name"
@@ -252,11 +254,24 @@ def check_fields(name: str, fields: Iterable[str], known: Iterable[str]) -> None
 
 
 def local_folder(name: str, presets: Mapping[str, Any]) -> Path | None:
-    """Return the local folder of a name such as `hf:FOLDER` or `FOLDER`; None for other names."""
-    if name.endswith("}"):  # fields, which may be too long for a path
+    """Return the local folder of a name such as `hf:FOLDER` or `FOLDER`; None for other names.
+
+    A model type of transformers is no folder: `hf:bert`, even beside a folder `bert`.
+    """
+    if not name or name in presets or name.endswith("}"):  # fields may be too long for a path
         return None
-    folder = Path(name.removeprefix("hf:") if "/" in name else name)
-    return folder if name and name not in presets and folder.is_dir() else None
+    folder = Path(name.removeprefix("hf:"))
+    if not folder.is_dir():
+        folder = Path(name)
+    return folder if folder.is_dir() and not _is_type(name) else None
+
+
+def _is_type(name: str) -> bool:
+    if not name.startswith("hf:") or "/" in name:
+        return False
+    import transformers
+
+    return name.removeprefix("hf:") in transformers.CONFIG_MAPPING
 
 
 # Image processors.
