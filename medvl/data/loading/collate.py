@@ -11,11 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.knowledge.finder import EntityLinker, pad_entities
 from medvl.data.reports.cleaning import swap_laterality
-from medvl.data.reports.labeler import CHEXPERT, conventions_named
 from medvl.data.reports.sentences import sentence_spans
-from medvl.data.reports.statements import mirrored_positions, positions_of
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
@@ -31,9 +28,10 @@ from medvl.data.transforms.text import (
 )
 from medvl.data.transforms.turning import mirror_labels, texts_and_names
 from medvl.errors import BudgetError, ConfigError, ShardError
-from medvl.schema import Batch, Inputs, Sample
+from medvl.schema import Batch, FindsEntities, Inputs, Sample
 
 if TYPE_CHECKING:
+    from medvl.data.knowledge.finder import EntityLinker
     from medvl.data.loading.dense_targets import DenseTargets
 
 # Stacking of the arrays and texts of samples to the tensors of a batch.
@@ -360,11 +358,12 @@ class ItemMaker:
         """Return the class of the position of each label's finding; left and right as in the
         augmented image.
         """
-        rules = (
-            conventions_named(self.text.conventions)
-            if isinstance(self.text, Statements)
-            else CHEXPERT
-        )
+        # Few systems read positions, so that most runs import no labeler.
+        from medvl.data.reports.labeler import conventions_named
+        from medvl.data.reports.statements import mirrored_positions, positions_of
+
+        named = self.text.conventions if isinstance(self.text, Statements) else "chexpert"
+        rules = conventions_named(named)
         text = "\n\n".join(choose_sections(sample.sections, REPORT_SECTIONS))
         positions = positions_of(text, self.label_names, rules)
         return tuple(mirrored_positions(positions) if self._is_mirrored(views) else positions)
@@ -412,6 +411,14 @@ class ItemMaker:
         return views.image.flipped and self.image.flip == "swap_text"
 
 
+def _entity_linker(finder: FindsEntities, tokenizer: Tokenize) -> "EntityLinker":
+    from medvl.data.knowledge.finder import EntityLinker
+
+    if not isinstance(tokenizer, Tokenizer):
+        raise ConfigError("entities need a Tokenizer; give one", "wrong_type", field="tokenizer")
+    return EntityLinker(finder, tokenizer)
+
+
 class Collate:
     """Stack items into a batch and tokenize their texts, padded to the longest text of the batch.
 
@@ -431,13 +438,8 @@ class Collate:
             raise ConfigError(
                 "sentences need a Tokenizer; give one", "wrong_type", field="tokenizer"
             )
-        self._linker: EntityLinker | None = None
-        if self.inputs.entities is not None:
-            if not isinstance(tokenizer, Tokenizer):
-                raise ConfigError(
-                    "entities need a Tokenizer; give one", "wrong_type", field="tokenizer"
-                )
-            self._linker = EntityLinker(self.inputs.entities, tokenizer)
+        finder = self.inputs.entities
+        self._linker = None if finder is None else _entity_linker(finder, tokenizer)
 
     def __call__(
         self, items: Sequence[Item | SkippedSample]
@@ -527,6 +529,8 @@ class Collate:
                 self.tokenizer(texts or [""]), sizes
             )
         if self._linker is not None:
+            from medvl.data.knowledge.finder import pad_entities
+
             batch.entity_BN, batch.mention_BT = self._linker(batch.ids_BT, batch.mask_BT)
             batch.image_entity_BN = pad_entities([item.entities for item in items])
         if self.inputs.prior_image:

@@ -7,17 +7,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.reports.headings import CONTEXT_SECTIONS, DESCRIPTIVE_SECTIONS, section_name
-from medvl.data.reports.labeler import conventions_named, label_report
 from medvl.data.reports.sentences import join_texts, split_sentences
-from medvl.data.reports.statements import read_statements, statement, statements_of
 from medvl.errors import ConfigError
 from medvl.schema import ConventionsName, Sample
+
+if TYPE_CHECKING:
+    from medvl.data.reports.labeler import Conventions
 
 _WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
@@ -203,6 +204,13 @@ sample's labels; or a file.
 """
 
 
+def _conventions(name: ConventionsName) -> "Conventions":
+    """Return conventions by name. Most policies need no labeler, so it is imported here."""
+    from medvl.data.reports.labeler import conventions_named
+
+    return conventions_named(name)
+
+
 @runtime_checkable
 class SamplePolicy(Protocol):
     """Text policy that reads more of a sample than its sections."""
@@ -247,16 +255,18 @@ class Statements:
                 "relabel needs statements of a text, not of labels", "conflict", field="relabel"
             )
         check_within(self, "[1, inf)", "most")
-        conventions_named(self.conventions)
+        _conventions(self.conventions)
 
     def of_sample(self, sample: Sample) -> Mapping[str, str]:
         """See `SamplePolicy`."""
+        from medvl.data.reports.statements import read_statements, statements_of
+
         if self.file is not None:
             return {"statements": "\n\n".join(read_statements(self.file).get(sample.study, ()))}
         if self.source == "labels":
             return {"statements": _joined(sample.labels)}
         text = "\n\n".join(choose_sections(sample.sections, self.sections))
-        rules = conventions_named(self.conventions)
+        rules = _conventions(self.conventions)
         statements = (
             statements_of(text, rules) if self.source == "labeler" else split_sentences(text)
         )
@@ -268,8 +278,10 @@ class Statements:
         """
         if not self.relabel:
             return sample
+        from medvl.data.reports.labeler import label_report
+
         text = self.of_sample(sample)["statements"]
-        labels = label_report(text, conventions_named(self.conventions))
+        labels = label_report(text, _conventions(self.conventions))
         return dataclasses.replace(sample, labels=labels, sections={REPORT_SECTIONS[0]: text})
 
     def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
@@ -313,9 +325,11 @@ class SectionOrStatement:
         if min(weights) < 0 or not 0 < sum(weights) < math.inf:
             message = f"weights must be 0 or above, and one of them above 0, got {weights}"
             raise ConfigError(message, "out_of_range", field="findings")
-        conventions_named(self.conventions)
+        _conventions(self.conventions)
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        from medvl.data.reports.statements import statements_of
+
         weights = {"findings": self.findings, "impression": self.impression}
         named = {name: weights[name] for name in REPORT_SECTIONS if sections.get(name)}
         texts = [sections[name] for name in named] or choose_sections(sections, ())
@@ -324,7 +338,7 @@ class SectionOrStatement:
         )
         whole = float(weight_N.sum())
         if not whole or rng.random() * (whole + self.statement) >= whole:
-            found = statements_of("\n\n".join(texts), conventions_named(self.conventions))
+            found = statements_of("\n\n".join(texts), _conventions(self.conventions))
             if found:
                 return found[int(rng.integers(len(found)))]
         if not texts:
@@ -380,6 +394,8 @@ def label_statements(labels: Mapping[str, int]) -> list[str]:
     """Return the statement of each label, in their order; "No Finding" is one only if it is
     positive.
     """
+    from medvl.data.reports.statements import statement
+
     return [
         statement(name, value)
         for name, value in labels.items()

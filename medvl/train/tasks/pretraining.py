@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from medvl.common.untrusted import parse_json
 from medvl.data.loading.sources import region_manifest_of
-from medvl.data.reports.statements import read_statements
 from medvl.data.shards.format import MANIFEST, Manifest, nearby_splits
 from medvl.data.shards.verify import check_against
 from medvl.data.storage.location import locate
@@ -427,8 +426,10 @@ def _check_statements(text: Any, source: Any) -> None:
     """
     if not isinstance(text, Statements) or text.file is None:
         return
-    known = read_statements(text.file)
-    if not any(known.get(source.sample(position).study) for position in range(len(source))):
+    from medvl.data.reports.statements import read_statements
+
+    statements = read_statements(text.file)
+    if not any(statements.get(source.sample(position).study) for position in range(len(source))):
         message = (
             f"{text.file} has no statement about a study of data.train: expected the "
             f"names of the shards' studies"
