@@ -15,6 +15,18 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+PROGRAM = """
+from medvl.cli.main import main
+from medvl.cli.recipes import find_recipe
+import medvl
+
+print(medvl.__file__, find_recipe("convirt"))
+main(["train", "convirt", "tiny", *"--train.epochs 1 --train.global-batch 16 --train.best-metric loss "
+      "--train.best-mode min --data.workers 0".split()])
+main("eval zero-shot --checkpoint quickstart/convirt/best --data quickstart/shards/test "
+     "--resamples 20 --workers 0".split())
+"""
+"""Commands in one process, whose imports take longer than they do."""
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
@@ -70,32 +82,10 @@ def test_installed_wheel_trains_and_evaluates_outside_of_the_checkout(
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    medvl = (sys.executable, str(installed / "bin" / "medvl"))
-    where = (
-        "import medvl, sys; from medvl.cli.recipes import find_recipe; "
-        "print(medvl.__file__, find_recipe('convirt'))"
-    )
-    assert all(path.startswith(str(installed)) for path in run(sys.executable, "-c", where).split())
-    run(
-        *medvl,
-        "phantom",
-        "quickstart",
-        "--patients",
-        "22",
-        "--size",
-        "48",
-        "--seed",
-        "10",
-        "--workers",
-        "1",
-    )
-    options = (
-        "--train.epochs 1 --train.global-batch 16 --train.best-metric loss "
-        "--train.best-mode min --data.workers 0"
-    )
-    run(*medvl, "train", "convirt", "tiny", *options.split())
-    run(*medvl, "eval", "zero-shot", "--checkpoint", "quickstart/convirt/best", "--data",
-        "quickstart/shards/test", "--resamples", "20", "--workers", "0")  # fmt: skip
+    phantom = "phantom quickstart --patients 22 --size 48 --seed 10 --workers 1"
+    run(sys.executable, str(installed / "bin" / "medvl"), *phantom.split())
+    paths = run(sys.executable, "-c", PROGRAM).splitlines()[0].split()
+    assert all(path.startswith(str(installed)) for path in paths)
     (results,) = home.glob("quickstart/convirt/eval/step-*/zero_shot")
     assert json.loads((results / "results.json").read_text())["metrics"]
     assert (results / "index.html").is_file()
