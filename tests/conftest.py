@@ -46,6 +46,16 @@ hypothesis.settings.load_profile("shared")
 torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import without garbage collections, which would look at all modules again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests on a GPU where there is none; put the files with slow tests first, and then those
     of the whole project.
