@@ -1,9 +1,5 @@
-"""Losses and gradients of saved CLIP models on two ranks.
+"""Losses and gradients of saved CLIP models on two ranks."""
 
-torchrun --standalone --nproc-per-node 2 clip_ranks.py FOLDER...
-"""
-
-import sys
 from pathlib import Path
 
 import safetensors.torch
@@ -17,7 +13,7 @@ from medvl.schema import Batch
 
 COUNTS = (4, 3)
 """Rows of the two ranks."""
-BATCH, RESULTS = "batch.safetensors", "results.safetensors"
+BATCH = "batch.safetensors"
 
 
 def whole_batch(folder: Path, rows: slice = slice(None)) -> Batch:
@@ -48,13 +44,12 @@ def step(model: torch.nn.Module, module: torch.nn.Module, batch: Batch) -> dict[
     }
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    mine = slice(0, COUNTS[0]) if rank == 0 else slice(COUNTS[0], sum(COUNTS))
-    for folder in map(Path, sys.argv[1:]):
+def steps_of_this_rank(folders: list[Path]) -> list[dict[str, Tensor]]:
+    """Return loss and gradients of the model of each folder, after DDP's average."""
+    mine = slice(0, COUNTS[0]) if dist.get_rank() == 0 else slice(COUNTS[0], sum(COUNTS))
+    found = []
+    for folder in folders:
         loaded = medvl.load(folder)
-        actual = step(loaded, DistributedDataParallel(loaded), whole_batch(folder, mine))
-        if rank == 0:
-            safetensors.torch.save_file(actual, folder / RESULTS)
+        parallel = DistributedDataParallel(loaded)
+        found.append(step(loaded, parallel, whole_batch(folder, mine)))
+    return found

@@ -1,14 +1,9 @@
 """Losses and gradients of contrastive systems on two ranks, where both, one or none have a complete
 pair.
-
-torchrun --standalone --nproc-per-node 2 contrastive_ranks.py FOLDER
 """
 
 import dataclasses
-import sys
-from pathlib import Path
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -64,12 +59,10 @@ def flat(pairs: Pairs) -> dict[str, Tensor]:
     return tensors if pairs.labels_BL is None else {**tensors, "labels": pairs.labels_BL}
 
 
-def main(folder: Path) -> None:
-    """Write the losses and gradients of every system in all cases, after DDP's average, and
+def losses_and_gradients() -> dict[str, Tensor]:
+    """Return the losses and gradients of every system in all cases, after DDP's average, and
     gathered pairs.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     results = {
         f"pairs/{name}": tensor
@@ -96,12 +89,4 @@ def main(folder: Path) -> None:
                 f"{name}/{case}/loss/{key}": term.detach() for key, term in losses.terms.items()
             }
             results[f"{name}/{case}/loss"] = losses.total.detach()
-    results = {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for name, tensor in results.items()
-    }
-    safetensors.torch.save_file(results, folder / f"rank-{rank}.safetensors")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return {name: tensor.clone() for name, tensor in results.items()}

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
@@ -56,6 +56,19 @@ def start(
     words = [str(word) for word in command[1:]]
     settings = (words, str(cwd), str(stdout), str(stderr), environment, new_session)
     process = _SERVER.Process(target=_become, args=settings)
+    process.start()
+    return process
+
+
+def start_call(
+    function: Callable[..., object],
+    *arguments: object,
+    output: Path,
+    env: Mapping[str, str],
+) -> BaseProcess:
+    """Start a function of a module. What it prints goes to a file."""
+    settings = (function, arguments, str(Path.cwd()), str(output), dict(env))
+    process = _SERVER.Process(target=_call, args=settings)
     process.start()
     return process
 
@@ -110,9 +123,39 @@ def _become(
     environment: dict[str, str],
     new_session: bool,
 ) -> None:
-    """Do what the interpreter does with these words. Outputs are paths or open files."""
+    """Do what the interpreter does with these words."""
     if new_session:
         os.setsid()
+    _prepare(folder, stdout, stderr, environment)
+    is_module = words[0] == "-m"
+    paths = [
+        folder if is_module else str(Path(words[0]).parent),
+        *environment.get("PYTHONPATH", "").split(os.pathsep),
+    ]
+    sys.path[:0] = [path for path in paths if path]
+    sys.argv[:] = words[is_module:]
+    with mock.patch.object(subprocess.Popen, "_execute_child", _fork_child):
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(Path(words[0]).absolute()), run_name="__main__")
+
+
+def _call(
+    function: Callable[..., object],
+    arguments: tuple[object, ...],
+    folder: str,
+    output: str,
+    environment: dict[str, str],
+) -> None:
+    _prepare(folder, output, output, environment)
+    function(*arguments)
+
+
+def _prepare(
+    folder: str, stdout: str | int, stderr: str | int, environment: dict[str, str]
+) -> None:
+    """Take folder, outputs (paths or open files) and environment of a new process."""
     for number, output in ((1, stdout), (2, stderr)):
         if isinstance(output, str):
             output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -129,18 +172,6 @@ def _become(
     torch.set_num_threads(1)
     # the default of this system, not that of the fork server
     multiprocessing.set_start_method(None, force=True)
-    is_module = words[0] == "-m"
-    paths = [
-        folder if is_module else str(Path(words[0]).parent),
-        *environment.get("PYTHONPATH", "").split(os.pathsep),
-    ]
-    sys.path[:0] = [path for path in paths if path]
-    sys.argv[:] = words[is_module:]
-    with mock.patch.object(subprocess.Popen, "_execute_child", _fork_child):
-        if is_module:
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(str(Path(words[0]).absolute()), run_name="__main__")
 
 
 class _SignalStack(ctypes.Structure):

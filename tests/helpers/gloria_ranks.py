@@ -1,13 +1,8 @@
-"""A small GLoRIA and its data, and the script that two ranks run.
+"""A small GLoRIA and its data, and what two ranks compute."""
 
-torchrun --standalone --nproc-per-node 2 gloria_ranks.py FOLDER
-"""
-
-import sys
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -70,12 +65,10 @@ def sequences() -> tuple[Tensor, Tensor]:
     return x_BTE * mask_BT[:, :, None], mask_BT
 
 
-def main(folder: Path) -> None:
-    """Write losses and gradients of a model in eval mode, after DDP's average, and the gathered
+def losses_and_gradients(folder: Path) -> dict[str, Tensor]:
+    """Return losses and gradients of a model in eval mode, after DDP's average, and the gathered
     sequences.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     mine = slice(0, FIRST_RANK) if rank == 0 else slice(FIRST_RANK, 7)
     model = medvl.load(folder)
@@ -95,8 +88,4 @@ def main(folder: Path) -> None:
     longest = int(mask_BT[mine].sum(dim=1).max())
     garbage_BTE = x_BTE.masked_fill(~mask_BT[:, :, None], torch.nan)[mine, :longest]
     tensors["padded"], tensors["mask"] = gather_padded(garbage_BTE, mask_BT[mine, :longest])
-    safetensors.torch.save_file(tensors, folder / f"actual-{rank}.st")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return tensors

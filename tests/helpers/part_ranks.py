@@ -1,11 +1,10 @@
 """Sharded trainings that write checkpoints in parts, on two ranks.
 
-part_ranks.py checks FOLDER  run by `run_two_ranks`: every training into a folder of FOLDER
-part_ranks.py kills FOLDER   kill one of two forked ranks before operations on files, then resume
+part_ranks.py FOLDER
+    kill one of two forked ranks before operations on files, then resume
 """
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -152,8 +151,8 @@ def full_disk(folder: Path) -> dict[str, Any]:
     return {"step": result.step, "failures": result.save_failures, "last": result.last.name}
 
 
-def checks(folder: Path) -> None:
-    """Everything that two ranks do."""
+def checks(folder: Path) -> dict[str, Any]:
+    """Do everything that two ranks do, every training into a folder of its own."""
     for kind in ("parts", "gathered"):
         in_parts = {"sharded_checkpoints": kind == "parts"}
         run(folder / f"convirt {kind}", convirt(), steps=1, **in_parts)
@@ -176,15 +175,9 @@ def checks(folder: Path) -> None:
     run(folder / "from gathered", towers(), epochs=2)
     saved = read_weights(folder / "resumed" / "last")
     kept = all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
-    found = {"kept": kept, "disk": full_disk(folder)}
-    (folder / f"{rank_and_world()[0]}.json").write_text(json.dumps(found))
+    return {"kept": kept, "disk": full_disk(folder)}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    target = Path(sys.argv[2])
-    if sys.argv[1] == "kills":
-        kill_at_writes(target)
-    else:
-        dist.init_process_group("gloo")
-        checks(target)
+    kill_at_writes(Path(sys.argv[1]))

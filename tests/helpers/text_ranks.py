@@ -1,14 +1,8 @@
-"""Script of a rank: two updates of a language model on its share of the batches; rank 0 saves the
-weights.
+"""Two updates of a language model on a rank's share of the batches; rank 0 saves the weights."""
 
-text_ranks.py SHARDS OUT ACCUMULATE OPTIMIZER [SHARD_WEIGHTS]
-"""
-
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from helpers.text_shards import text_vocabulary
@@ -63,8 +57,3 @@ def run(
             {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
             out / "weights",
         )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], len(sys.argv) > 5)

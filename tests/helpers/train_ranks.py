@@ -1,7 +1,4 @@
-"""Checks on several ranks under torchrun: each writes its result to `FOLDER/NAME-RANK.json`.
-
-torchrun --standalone --nproc-per-node 2 train_ranks.py FOLDER NAME...
-"""
+"""Checks on two ranks: each writes its result to `FOLDER/NAME-RANK.json`."""
 
 import errno
 import gc
@@ -9,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers import train_fakes as fakes
+from helpers.two_ranks import on_two_ranks
 from medvl import losses
 from medvl.errors import TrainingError
 from medvl.losses.gather import gather, no_gather
@@ -416,13 +413,14 @@ CHECKS: dict[str, Callable[[Path], Any]] = {
     if name.startswith("check_")
 }
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    target, names = Path(sys.argv[1]), sys.argv[2:]
-    if names not in (["signal"], ["error"]):  # there train itself joins the ranks
-        dist.init_process_group("gloo")
+
+def run_checks(folder: Path, *names: str) -> None:
+    """Run some of `CHECKS` on two ranks. In "signal" and "error", training joins the ranks."""
+    on_two_ranks(_run_here, folder, names, group=names not in (("signal",), ("error",)))
+
+
+def _run_here(folder: Path, names: tuple[str, ...]) -> None:
     with fakes.fake_files():
         for check in names:
-            (target / f"{check}-{rank_and_world()[0]}.json").write_text(
-                json.dumps(CHECKS[check](target))
-            )
+            found = json.dumps(CHECKS[check](folder))
+            (folder / f"{check}-{rank_and_world()[0]}.json").write_text(found)

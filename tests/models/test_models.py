@@ -7,7 +7,6 @@ import os
 import resource
 import socket
 import stat
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from helpers.errors import raises
 from helpers.fusion_samples import tiny_model
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 import medvl
 from medvl import losses
@@ -497,6 +498,28 @@ def test_the_vocabulary_size_follows_the_tokenizer(tokenizer: Tokenizer) -> None
         bare.encode_text(torch.ones(1, 3, dtype=torch.long))
 
 
+def gradients_of_this_rank(folder: Path) -> dict[str, torch.Tensor]:
+    """Return loss and gradients of a saved model on four rows of rank 0 and three of rank 1."""
+    model = medvl.load(folder)
+    parallel = DistributedDataParallel(model)
+    whole = safetensors.torch.load_file(folder / "batch.st")
+    mine = slice(0, 4) if dist.get_rank() == 0 else slice(4, 7)
+    part = {name: tensor[mine] for name, tensor in whole.items()}
+    size = len(part["ids"])
+    batch = Batch(
+        keys=[""] * size,
+        image_BCHW=part["image"],
+        ids_BT=part["ids"],
+        mask_BT=part["mask"],
+        labels_BL=torch.zeros(size, 0),
+        texts=[""] * size,
+    )
+    loss = parallel(batch).total
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**grads, "loss": loss.detach()}
+
+
 @pytest.mark.slow
 def test_two_ranks_compute_the_gradients_of_one(
     model: ConVIRT, tokenizer: Tokenizer, tmp_path: Path
@@ -508,31 +531,7 @@ def test_two_ranks_compute_the_gradients_of_one(
     batch = make_batch(tokenizer, 7)
     tensors = {"image": batch.image_BCHW, "ids": batch.ids_BT, "mask": batch.mask_BT}
     safetensors.torch.save_file(tensors, tmp_path / "batch.st")
-    code = textwrap.dedent("""
-        import sys, torch, safetensors.torch, torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-        import medvl
-        from medvl.schema import Batch
-        folder = sys.argv[1]
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        model = medvl.load(folder)
-        parallel = DistributedDataParallel(model)
-        whole = safetensors.torch.load_file(folder + "/batch.st")
-        mine = slice(0, 4) if dist.get_rank() == 0 else slice(4, 7)
-        part = {name: tensor[mine] for name, tensor in whole.items()}
-        size = len(part["ids"])
-        batch = Batch(keys=[""] * size, image_BCHW=part["image"], ids_BT=part["ids"], mask_BT=part["mask"],
-                      labels_BL=torch.zeros(size, 0), texts=[""] * size)
-        loss = parallel(batch).total
-        loss.backward()
-        if dist.get_rank() == 0:
-            actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
-            safetensors.torch.save_file(actual, folder + "/actual.st")
-    """)
-    (tmp_path / "child.py").write_text(code)
-    run_two_ranks(tmp_path / "child.py", tmp_path)
-    actual = safetensors.torch.load_file(tmp_path / "actual.st")
+    actual, _ = on_two_ranks(gradients_of_this_rank, tmp_path)
     alone = medvl.load(tmp_path)
     loss = alone(batch).total
     loss.backward()

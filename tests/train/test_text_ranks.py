@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import text_ranks
 from helpers.text_shards import write_text_shards
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from safetensors.torch import load_file
 
 from medvl.train.loop.step import Step
@@ -41,13 +41,13 @@ def test_accumulation_is_one_batch(
 
 @pytest.mark.slow
 def test_two_ranks_are_one(shards: Path, tmp_path: Path) -> None:
-    for optimizer, options in (("sgd", []), ("lamb", ["sharded"])):
+    for optimizer, sharded in (("sgd", False), ("lamb", True)):
         whole, out = (
             weights(shards, tmp_path / f"whole {optimizer}", 1, optimizer),
             tmp_path / optimizer,
         )
         out.mkdir()
-        run_two_ranks(text_ranks.__file__, shards, out, 2, optimizer, *options)
+        on_two_ranks(text_ranks.run, shards, out, 2, optimizer, sharded, group=False)
         for name, tensor in load_file(out / "weights").items():
             torch.testing.assert_close(
                 tensor, whole[name], atol=1e-4, rtol=1e-3, msg=f"{optimizer} {name}"

@@ -10,12 +10,9 @@ import pytest
 import torch
 from helpers import forked, train_fakes as fakes, train_ranks as ranks
 from helpers.train_ranks import CONTRASTIVE, COUNTS, OWN_ROWS, pairs, rows, weigh
-from helpers.two_ranks import run_two_ranks
 
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.parallel.distributed import join
-
-SCRIPT = str(ranks.__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "whole",
         "threads",
     )
-    run_two_ranks(SCRIPT, target, *names)
+    ranks.run_checks(target, *names)
     return target
 
 
@@ -175,17 +172,17 @@ def test_locked_folder_stops_all_ranks(folder: Path) -> None:
 
 @pytest.mark.fault("F4")
 def test_signal_to_one_rank_stops_both_and_resume_is_exact(folder: Path, tmp_path: Path) -> None:
-    run_two_ranks(SCRIPT, tmp_path, "signal")
+    ranks.run_checks(tmp_path, "signal")
     assert not list(tmp_path.glob("signal-*.json"))  # train did not return, on either rank
     assert (tmp_path / "resume" / "last").readlink().name == "step-00000004"
-    run_two_ranks(SCRIPT, tmp_path, "resume")
+    ranks.run_checks(tmp_path, "resume")
     assert found(tmp_path, "resume") == found(folder, "whole") == [12, 12]
     assert fakes.weights_hash(tmp_path / "resume") == fakes.weights_hash(folder / "whole")
     assert fakes.records(tmp_path / "resume") == fakes.records(folder / "whole")
 
 
 def test_an_error_releases_the_process_group(tmp_path: Path) -> None:
-    run_two_ranks(SCRIPT, tmp_path, "error")
+    ranks.run_checks(tmp_path, "error")
     assert found(tmp_path, "error") == [
         [1, 0],
         [1, 0],
@@ -229,7 +226,7 @@ def test_resume_on_another_number_of_ranks_warns(tmp_path: Path) -> None:
     ranks.training(tmp_path / "whole", epochs=4)
     with pytest.raises(KeyboardInterrupt):
         ranks.training(tmp_path / "one", Stop(20, 4), checkpoint_every=1, epochs=4)
-    run_two_ranks(SCRIPT, tmp_path, "more_ranks")
+    ranks.run_checks(tmp_path, "more_ranks")
     for result in found(tmp_path, "more_ranks"):
         assert result["step"] == 12
         assert (

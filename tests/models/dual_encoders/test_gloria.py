@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from helpers import gloria_ranks
 from helpers.errors import raises
 from helpers.gloria_ranks import RAGGED, TEXTS, make_batch, tiny_model, tiny_tokenizer
 from helpers.learning import fit
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from torch import Tensor
 
 import medvl
@@ -579,8 +578,7 @@ def test_two_ranks_compute_the_gradients_of_one(model: GLoRIA, tmp_path: Path) -
     so does gather_padded.
     """
     save(model, tmp_path)
-    run_two_ranks(gloria_ranks.__file__, tmp_path)
-    actual = [safetensors.torch.load_file(tmp_path / f"actual-{rank}.st") for rank in (0, 1)]
+    actual = on_two_ranks(gloria_ranks.losses_and_gradients, tmp_path)
     alone = medvl.load(tmp_path)
     expected = alone(make_batch(alone.tokenizer))
     expected.total.backward()

@@ -4,19 +4,17 @@ ranks.
 
 import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import gloria_ranks
 from helpers.errors import raises
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -348,10 +346,8 @@ QUERY_SYSTEMS: dict[str, Callable[[], QueryEncoder]] = {
 
 
 @pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(__file__, folder)
-    return [safetensors.torch.load_file(folder / f"rank-{rank}.safetensors") for rank in range(2)]
+def by_rank() -> list[dict[str, Tensor]]:
+    return on_two_ranks(losses_and_gradients)
 
 
 @pytest.mark.parametrize("name", QUERY_SYSTEMS)
@@ -370,10 +366,8 @@ def test_two_ranks_equal_one(name: str, by_rank: list[dict[str, Tensor]]) -> Non
                 )
 
 
-def main(folder: Path) -> None:
-    """Write the losses and gradients of every system on this rank, after DDP's average."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def losses_and_gradients() -> dict[str, Tensor]:
+    """Return the losses and gradients of every system on this rank, after DDP's average."""
     rank, results = dist.get_rank(), {}
     for name, build in QUERY_SYSTEMS.items():
         model = build().eval()
@@ -386,8 +380,4 @@ def main(folder: Path) -> None:
             if p.grad is not None
         }
         results[f"{name}/loss"] = total.detach()
-    safetensors.torch.save_file(results, folder / f"rank-{rank}.safetensors")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return results

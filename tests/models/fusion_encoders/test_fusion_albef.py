@@ -1,19 +1,19 @@
 """ALBEF: moving average, queue, hard negatives, dual-encoder interface, checkpoints and ranks."""
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import train_fakes as fakes
 from helpers.albef_ranks import make, quiet, silent, three_steps
 from helpers.errors import raises
 from helpers.fusion_samples import flags, make_batch, tiny_model, tiny_tokenizer
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from torch import Tensor
 
 import medvl
@@ -29,6 +29,7 @@ from medvl.models.fusion_encoders.bases.bert_stream import init_from_bert
 from medvl.schema import Batch, Losses
 from medvl.train.config import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.parallel.distributed import RankInfo
 from medvl.train.parallel.model import DDPModel
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -335,42 +336,35 @@ def test_paper_model_has_published_parameter_counts() -> None:
 
 
 CONTRASTIVE = ("albef", "mumc")
-RANKS = """
-import dataclasses, json, sys
-import torch, torch.distributed as dist
-from helpers.albef_ranks import silent, three_steps
-from medvl.train.parallel.distributed import RankInfo
-from medvl.train.parallel.model import DDPModel
 
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-world = RankInfo(rank=rank, size=2, local_size=2, device=torch.device("cpu"))
-for name in sys.argv[2:]:
-    model = silent(name)
-    module = DDPModel(model, world).ddp
-    ignored = sorted(module.parameters_to_ignore)
-    results = three_steps(model, module, rank, 2)
-    queue = {name: buffer.tolist() for name, buffer in model.itc_head.queue.named_buffers()}
-    with open(f"{sys.argv[1]}/{name}{rank}.json", "w") as file:
-        json.dump({**results, "queue": queue, "ignored": ignored}, file)
-"""
+
+def steps_of_this_rank() -> dict[str, dict[str, Any]]:
+    """Return the steps of each system under DDP, with its queue and what DDP leaves out."""
+    rank, found = dist.get_rank(), {}
+    world = RankInfo(rank=rank, size=2, local_size=2, device=torch.device("cpu"))
+    for name in CONTRASTIVE:
+        model = silent(name)
+        module = DDPModel(model, world).ddp
+        ignored = sorted(module.parameters_to_ignore)
+        results = three_steps(model, module, rank, 2)
+        queue = {key: buffer.tolist() for key, buffer in model.itc_head.queue.named_buffers()}
+        found[name] = {**results, "queue": queue, "ignored": ignored}
+    return found
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "ranks.py").write_text(RANKS)
-    run_two_ranks(folder / "ranks.py", folder, *CONTRASTIVE)
-    return folder
+def ranks() -> list[dict[str, dict[str, Any]]]:
+    return on_two_ranks(steps_of_this_rank)
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
-def test_contrast_on_two_ranks_equals_one(name: str, ranks: Path) -> None:
+def test_contrast_on_two_ranks_equals_one(
+    name: str, ranks: list[dict[str, dict[str, Any]]]
+) -> None:
     """Value and gradient, with a queue, also where a rank has no pair; queues are equal without
     DDP's broadcast.
     """
-    first, second = (json.loads((ranks / f"{name}{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (found[name] for found in ranks)
     model = silent(name)
     alone = three_steps(model, model, 0, 1)
     for results in (first, second):

@@ -1,11 +1,5 @@
-"""Fusion-encoders on two ranks: DDP averages the gradients of both, also with missing modalities.
+"""Fusion-encoders on two ranks: DDP averages the gradients of both, also with missing modalities."""
 
-Under torchrun this file is one rank: `test_fusion_ranks.py FOLDER` writes the rank's gradients to
-`FOLDER/RANK.pt`.
-"""
-
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +13,7 @@ from helpers.fusion_samples import (
     tiny_tokenizer,
     with_mirrors,
 )
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,11 +75,9 @@ def gradients(model: FusionModel) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def rank_gradients(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+def rank_gradients() -> list[dict[str, dict[str, Tensor]]]:
     """Return the averaged gradients of each rank, by system and case."""
-    folder = tmp_path_factory.mktemp("fusion-ranks")
-    run_two_ranks(__file__, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return on_two_ranks(gradients_under_ddp)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -108,10 +100,8 @@ def test_ddp_averages_the_gradients_of_both_ranks(
             )
 
 
-def check(folder: Path) -> None:
-    """Run every system and case under DDP on one rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def gradients_under_ddp() -> dict[str, dict[str, Tensor]]:
+    """Return the gradients of every system and case under DDP on this rank."""
     rank = dist.get_rank()
     results = {}
     for name in SYSTEMS:
@@ -122,8 +112,4 @@ def check(folder: Path) -> None:
             )  # must exist until the end of the backward pass
             loss_of(wrapped, rank, case).backward()
             results[f"{name} {case}"] = gradients(model)
-    torch.save(results, folder / f"{rank}.pt")
-
-
-if __name__ == "__main__":
-    check(Path(sys.argv[1]))
+    return results

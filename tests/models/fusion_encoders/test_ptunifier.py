@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.errors import raises
 from helpers.fusion_samples import TINY, flags, make_batch, shaken, tiny_model, tiny_tokenizer
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import medvl
@@ -218,18 +217,14 @@ def rank_gradients(rank: int, world: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_contrast_on_two_ranks_equals_one_where_a_rank_has_no_pair(tmp_path: Path) -> None:
-    run_two_ranks(__file__, tmp_path)
+def test_contrast_on_two_ranks_equals_one_where_a_rank_has_no_pair() -> None:
     alone = rank_gradients(0, 1)
-    for rank in (0, 1):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+    for found in on_two_ranks(gradients_of_this_rank):
         for name, gradient in alone.items():
             torch.testing.assert_close(
                 found[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda text, n=name: n + text
             )
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    torch.save(rank_gradients(dist.get_rank(), 2), Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
+def gradients_of_this_rank() -> dict[str, torch.Tensor]:
+    return rank_gradients(dist.get_rank(), 2)

@@ -1,12 +1,8 @@
 """GradCache: gradients in parts equal those of the complete batch, for every contrastive system and
 on two ranks.
-
-Run by torchrun it is one rank: `test_train_grad_cache.py FOLDER` writes the weights after a step to
-`FOLDER/RANK.pt`.
 """
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import torch
 from helpers import train_fakes as fakes
 from helpers.contrastive_systems import PAIRS, SYSTEMS, clip, convirt, make_batch
 from helpers.errors import raises
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from torch import Tensor, nn
 
 import medvl
@@ -233,11 +229,9 @@ def test_positive_groups_are_numbered_consistently_across_parts() -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+def found() -> list[dict[str, dict[str, Tensor]]]:
     """Weights after a step on two ranks, by system, of each rank."""
-    folder = tmp_path_factory.mktemp("grad-cache-ranks")
-    run_two_ranks(__file__, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return on_two_ranks(weights_after_a_step)
 
 
 @pytest.mark.fault("N2")
@@ -252,9 +246,8 @@ def test_grad_cache_on_two_ranks_equals_one(
         assert_same(of_rank[name], dict(model.named_parameters()))
 
 
-def check(folder: Path) -> None:
-    """One rank: a step of every system, wrapped as the trainer wraps it."""
-    torch.set_num_threads(1)
+def weights_after_a_step() -> dict[str, dict[str, Tensor]]:
+    """Make a step of every system on this rank, wrapped as the trainer wraps it."""
     with join("cpu") as ranks:
         mine = slice(0, COUNTS[0]) if ranks.rank == 0 else slice(COUNTS[0], PAIRS)
         weights = {}
@@ -262,8 +255,4 @@ def check(folder: Path) -> None:
             model = make().eval()
             step_of(model, 2, ranks)(0, 1.0, [make_batch(name, mine)], 1)
             weights[name] = {key: parameter.detach() for key, parameter in model.named_parameters()}
-        torch.save(weights, folder / f"{ranks.rank}.pt")
-
-
-if __name__ == "__main__":
-    check(Path(sys.argv[1]))
+        return weights

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import forked, part_ranks, train_fakes as fakes
 from helpers.errors import raises
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,7 +28,8 @@ from medvl.train.fault_tolerance import checkpoint
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All trainings on two ranks, then one process that resumes one of them."""
     target = tmp_path_factory.mktemp("parts")
-    run_two_ranks(part_ranks.__file__, "checks", target, timeout=900)
+    for rank, found in enumerate(on_two_ranks(part_ranks.checks, target, timeout=900)):
+        (target / f"{rank}.json").write_text(json.dumps(found))
     part_ranks.run(target / "alone", part_ranks.towers(), epochs=2, **part_ranks.UNSHARDED)
     return target
 
@@ -129,7 +130,7 @@ def test_sharded_checkpoints_need_sharded_weights(tmp_path: Path) -> None:
 @pytest.mark.fault("F1")
 @pytest.mark.slow
 def test_kill_of_a_rank_during_a_write_in_parts_leaves_complete_checkpoints(tmp_path: Path) -> None:
-    command = [sys.executable, part_ranks.__file__, "kills", str(tmp_path)]
+    command = [sys.executable, part_ranks.__file__, str(tmp_path)]
     ended = forked.run(command, timeout=600)
     assert ended.returncode == 0, ended.stderr
     _, killed, _, same = ended.stdout.split()

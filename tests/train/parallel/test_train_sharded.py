@@ -1,14 +1,9 @@
-"""FSDP: sharded runs on two ranks equal DDP runs, also across checkpoints.
-
-Run by torchrun it is one rank: `test_train_sharded.py FOLDER` trains into folders of FOLDER, and
-writes what the rank found to `FOLDER/RANK.json`.
-"""
+"""FSDP: sharded runs on two ranks equal DDP runs, also across checkpoints."""
 
 import dataclasses
 import functools
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,7 @@ from helpers import contrastive_systems, train_fakes as fakes
 from helpers.albef_ranks import quiet
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, tiny_model, tiny_tokenizer
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -38,6 +33,9 @@ from medvl.train.fault_tolerance import checkpoint
 from medvl.train.optim.optimizer import trainable
 from medvl.train.parallel.distributed import RankInfo, join, shared_buffers
 from medvl.train.parallel.model import DDPModel, FSDPModel, repeated_blocks
+
+# Two ranks train seven models with and without shards, once for all tests.
+pytestmark = pytest.mark.slow
 
 SAMPLES, MICRO = 24, 8
 """Three micro-batches an epoch: an update of two and one of one."""
@@ -308,8 +306,10 @@ def check_lacking(ranks: RankInfo) -> Any:
     return norms
 
 
-def main(folder: Path) -> None:
-    """Everything that two ranks do."""
+def train_all(folder: Path) -> None:
+    """Do everything that two ranks do: train into folders of a folder, and write there what this
+    rank found.
+    """
     for name in MODELS:
         epochs = EPOCHS.get(name, 1)
         run(folder / f"{name} ddp", name, epochs=epochs)
@@ -354,7 +354,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(
         target / "alone, then sharded", "clip", epochs=2, shard_weights=True
     )  # one rank has nothing to share
-    run_two_ranks(__file__, target, timeout=900)
+    on_two_ranks(train_all, target, timeout=900)
     run(target / "sharded, then alone", "clip", epochs=3)
     return target
 
@@ -500,9 +500,3 @@ def test_shared_buffers_exclude_momentum_queues() -> None:
     assert [id(buffer) for buffer in shared_buffers(model)] == [
         id(buffer) for buffer in model[0].buffers()
     ]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(Path(sys.argv[1]))
