@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import functools
 import hashlib
 import inspect
 import itertools
@@ -335,7 +336,8 @@ def short_help(command: str, description: str, presets: Mapping[str, Any], prese
 
 def _settings(config: Any, prefix: str = "") -> Iterator[_Setting]:
     """Yield the fields of a dataclass, and of those within it."""
-    docs = field_docs(type(config))
+    cls: type = type(config)
+    docs = field_docs(cls)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         name = prefix + field.name
@@ -346,6 +348,7 @@ def _settings(config: Any, prefix: str = "") -> Iterator[_Setting]:
             yield _Setting(name, value, docs.get(field.name, ""), changed)
 
 
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Return the texts below the fields of a dataclass, and of its bases, by name."""
     docs: dict[str, str] = {}
