@@ -54,6 +54,11 @@ def dry_run(command: ModuleType, folder: Path, names: list[str]) -> dict[str, An
     return records_in(folder)
 
 
+def profiles(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the profiles of the rows that have one: in a dry run the first contender."""
+    return [row["profile"] for row in rows if row["profile"] is not None]
+
+
 @pytest.mark.slow
 def test_every_line_of_a_cpu_works(
     command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -91,12 +96,14 @@ def test_every_line_of_a_gpu_works(
         for row in rows:
             if row["ms"] is not None:
                 assert row["ms_p10"] <= row["ms"] <= row["ms_p90"]
-                assert row["profile"]["kernels"]
-                assert sum(row["profile"]["shares"].values()) == pytest.approx(1)
+        for profile in profiles(rows):
+            assert profile["kernels"]
+            assert sum(profile["shares"].values()) == pytest.approx(1)
     for name in ("convirt", "clip-b32", "convirt-lengths", "bert", "m3ae", "medvill"):
         steps = [row for row in records[name]["report"]["rows"] if row["ms"] is not None]
         assert all(row["mfu"] > 0 for row in steps), name
-        assert all(row["profile"]["shares"]["matrix products"] > 0 for row in steps), name
+        assert profiles(steps), name
+        assert all(profile["shares"]["matrix products"] > 0 for profile in profiles(steps)), name
     assert "Tiny sizes" in table
 
 
@@ -478,6 +485,7 @@ def test_times_and_memory_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         full, ranks=dataclasses.replace(full.ranks, device=torch.device("cuda", 0))
     )
     monkeypatch.setattr(timing, "profile_steps", lambda run, steps, device: {"steps": steps})
+    monkeypatch.setattr(timing.gc, "collect", lambda: 0)  # twice for each step of each contender
 
     def build(ms: float, model: int, step: int) -> Any:
         gpu.held += model

@@ -98,8 +98,9 @@ def measure_training(bench: Bench) -> Report:
     folder = bench.folder / "clip"
     write_data(folder, patients, pixels)
     settings = medvl_settings(folder, options)
-    step = alternate(steps(settings, options, bench.ranks), repeats)
-    files = alternate(trainers(settings, folder, options, bench.ranks), repeats)
+    contenders = Contenders(settings, options, bench.ranks)
+    step = alternate(steps(contenders), repeats)
+    files = alternate(trainers(contenders, folder), repeats)
     figures: dict[str, float | None] = {}
     for place, rates in (("step", step), ("files", files)):
         figures |= {f"{place}, {name}, pairs/s": statistics.median(rates[name]) for name in rates}
@@ -237,9 +238,20 @@ class Medvl:
             yield result.pairs
 
 
-def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> dict[str, Rate]:
+class Contenders:
+    """Models of one size with their optimisers, and the settings of all."""
+
+    def __init__(self, settings: Settings, options: argparse.Namespace, world: RankInfo) -> None:
+        self.settings, self.options, self.world = settings, options, world
+        self.ours = Medvl(settings, world)
+        self.theirs = OpenClip(options, world)
+        self.plain = OpenClip(options, world)
+
+
+def steps(contenders: Contenders) -> dict[str, Rate]:
     """Return each contender's rate of steps, with inputs on the device."""
-    ours, theirs, plain = Medvl(settings, world), OpenClip(options, world), OpenClip(options, world)
+    settings, options, world = contenders.settings, contenders.options, contenders.world
+    ours, theirs, plain = contenders.ours, contenders.theirs, contenders.plain
     parameters = [
         sum(parameter.numel() for parameter in each.model.parameters()) for each in (ours, theirs)
     ]
@@ -299,13 +311,12 @@ def timed(updates: Iterable[int], options: argparse.Namespace, world: RankInfo) 
     return pairs / (clock() - started)
 
 
-def trainers(
-    settings: Settings, folder: Path, options: argparse.Namespace, world: RankInfo
-) -> dict[str, Rate]:
+def trainers(contenders: Contenders, folder: Path) -> dict[str, Rate]:
     """Return each contender's rate from files to updates."""
     import open_clip
 
-    ours, theirs, plain = Medvl(settings, world), OpenClip(options, world), OpenClip(options, world)
+    settings, options, world = contenders.settings, contenders.options, contenders.world
+    ours, theirs, plain = contenders.ours, contenders.theirs, contenders.plain
     transform = open_clip.image_transform(settings.model.image_size, is_train=False)
     tokenize = open_clip.SimpleTokenizer(context_length=CONTEXT)
     arguments = SimpleNamespace(

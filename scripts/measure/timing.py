@@ -132,8 +132,8 @@ def measure_in_turns(
     rounds: int = 3,
     profiled: int = 2,
 ) -> list[Row]:
-    """Measure contenders round by round, then profile a few steps of each; errors are recorded in
-    their rows.
+    """Measure contenders round by round, then profile a few steps of each, in a dry run of the
+    first; errors are recorded in their rows.
 
     A round has `steps` steps, or fewer of slow ones.
     """
@@ -164,11 +164,11 @@ def measure_in_turns(
                 attempt(contender, functools.partial(turns[contender.name].round, steps))
     for contender in contenders:
         if contender.name in turns:
-            turns[contender.name].fill(rows[contender.name])
-            attempt(
-                contender,
-                functools.partial(turns[contender.name].profile, rows[contender.name], profiled),
-            )
+            row, turn = rows[contender.name], turns[contender.name]
+            turn.fill(row)
+            # Reading the profile takes longer than the steps of a dry run.
+            if contender is contenders[0] or not bench.dry_run:
+                attempt(contender, functools.partial(turn.profile, row, profiled))
     return [rows[contender.name] for contender in contenders]
 
 
