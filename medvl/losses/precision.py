@@ -79,7 +79,7 @@ def fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable[
     """
     if torch.compiler.is_compiling():
         return function
-    return _fused(function) if tensor.is_cuda and can_fuse() else function
+    return _compile(function) if tensor.is_cuda and can_fuse() else function
 
 
 @functools.cache
@@ -91,5 +91,5 @@ def can_fuse() -> bool:
 
 
 @functools.cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)

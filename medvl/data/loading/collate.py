@@ -283,7 +283,7 @@ class ItemMaker:
         another image of the study, and `sample` has the texts and names for transforms that flip an
         image only where these allow it (`medvl.data.transforms.turning.texts_and_names`).
         """
-        transform = self._built(sample)
+        transform = self._transform(sample)
         image = transform(pixels, self.rng(epoch, key, "image"))
 
         def augment(pixels: np.ndarray | None, purpose: str) -> Transformed | None:
@@ -303,7 +303,7 @@ class ItemMaker:
         """Return black images of the transform's size, for a sample without an image."""
         if self._blank is None:
             pixels = np.zeros((16, 16, 3) if color else (16, 16), np.uint8)
-            example = self._built()(pixels, sample_rng(self.seed, 0, "", "placeholder"))
+            example = self._transform()(pixels, sample_rng(self.seed, 0, "", "placeholder"))
             self._blank = Transformed(
                 np.zeros_like(example.image_HWC), deferred_K=example.deferred_K
             )
@@ -317,7 +317,7 @@ class ItemMaker:
         """
         return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
 
-    def _built(self, sample: Sample | None = None) -> BuiltTransform:
+    def _transform(self, sample: Sample | None = None) -> BuiltTransform:
         image = self.image
         name = ""
         if self._for_texts is not None:
@@ -450,9 +450,8 @@ class Collate:
             return None, skipped
         texts = [item.text for item in samples]
         other_texts = [swap_laterality(text) for text in texts] if self.inputs.mirrored_text else []
-        ids_BT, mask_BT = self.tokenizer(
-            [*texts, *other_texts]
-        )  # together: padded to the same length
+        # One call pads both kinds of texts to the same length.
+        ids_BT, mask_BT = self.tokenizer([*texts, *other_texts])
         rows = len(texts)
         has_text_B = torch.tensor([bool(text.strip()) for text in texts])
         names = [
@@ -510,7 +509,7 @@ class Collate:
     def _add_inputs(self, batch: Batch, items: Sequence[Item]) -> None:
         """Add the optional parts that the system needs."""
         if self.inputs.second_image:
-            batch.second_image_BCHW = stack([_present(item.second_image_HWC) for item in items])
+            batch.second_image_BCHW = stack([_not_none(item.second_image_HWC) for item in items])
         if self.inputs.second_text:
             texts = [item.second_text or "" for item in items]
             batch.second_ids_BT, batch.second_mask_BT = self.tokenizer(texts)
@@ -541,6 +540,6 @@ class Collate:
             batch.other_view_BCHW, batch.has_other_view_B = stack_some(others, items[0].image_HWC)
 
 
-def _present(image_HWC: np.ndarray | None) -> np.ndarray:
+def _not_none(image_HWC: np.ndarray | None) -> np.ndarray:
     assert image_HWC is not None, "the ItemMaker and Collate of a loader have the same inputs"
     return image_HWC

@@ -264,7 +264,7 @@ class Statements:
         if self.file is not None:
             return {"statements": "\n\n".join(read_statements(self.file).get(sample.study, ()))}
         if self.source == "labels":
-            return {"statements": _joined(sample.labels)}
+            return {"statements": _join_labels(sample.labels)}
         text = "\n\n".join(choose_sections(sample.sections, self.sections))
         rules = _conventions(self.conventions)
         statements = (
@@ -374,7 +374,7 @@ class TextOrLabels:
             return sample.sections
         absent = {name: value for name, value in sample.labels.items() if value == 0}
         others = {name: value for name, value in sample.labels.items() if value != 0}
-        return {"labels": _joined(others), "absent labels": _joined(absent)}
+        return {"labels": _join_labels(others), "absent labels": _join_labels(absent)}
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if set(sections) != {"labels", "absent labels"}:
@@ -386,7 +386,7 @@ class TextOrLabels:
         return self.text({"labels": " ".join(rng.permutation([*findings, *absent]).tolist())}, rng)
 
 
-def _joined(labels: Mapping[str, int]) -> str:
+def _join_labels(labels: Mapping[str, int]) -> str:
     return "\n\n".join(label_statements(labels))
 
 

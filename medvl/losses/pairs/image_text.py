@@ -307,7 +307,7 @@ def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
 
     Raises ValueError unless `same_BB` is square.
     """
-    allowed_BB = _allowed(same_BB)
+    allowed_BB = _other_pairs(same_BB)
     device = allowed_BB.device
     batch = len(allowed_BB)
     possible_B = allowed_BB.any(dim=1)
@@ -343,16 +343,16 @@ def hard_pairs(
 
     Raises ValueError unless both are square and of equal size.
     """
-    allowed_BB = _allowed(same_BB)
+    allowed_BB = _other_pairs(same_BB)
     if similarity_BB.shape != same_BB.shape:
         raise ValueError(
             f"similarity is {tuple(similarity_BB.shape)}, same_BB is {tuple(same_BB.shape)}"
         )
     row_B = torch.arange(len(same_BB), device=same_BB.device)
     image_B = _draw(
-        _floored(similarity_BB.T, floor), allowed_BB.T, generator
+        _add_floor(similarity_BB.T, floor), allowed_BB.T, generator
     )  # false image of text j, from column j
-    text_B = _draw(_floored(similarity_BB, floor), allowed_BB, generator)
+    text_B = _draw(_add_floor(similarity_BB, floor), allowed_BB, generator)
     to_images_B = allowed_BB.any(dim=0)
     to_texts_B = allowed_BB.any(dim=1)
     image_N = torch.cat([row_B, image_B[to_images_B], row_B[to_texts_B]])
@@ -362,7 +362,7 @@ def hard_pairs(
     )
 
 
-def _allowed(same_BB: Tensor) -> Tensor:
+def _other_pairs(same_BB: Tensor) -> Tensor:
     if same_BB.ndim != 2 or same_BB.shape[0] != same_BB.shape[1] or same_BB.dtype != torch.bool:
         raise ValueError(
             f"same_BB must be a bool square, got {tuple(same_BB.shape)} of {same_BB.dtype}"
@@ -370,7 +370,7 @@ def _allowed(same_BB: Tensor) -> Tensor:
     return ~same_BB & ~torch.eye(len(same_BB), dtype=torch.bool, device=same_BB.device)
 
 
-def _floored(logits_BB: Tensor, floor: float) -> Tensor:
+def _add_floor(logits_BB: Tensor, floor: float) -> Tensor:
     """Return logits of the probabilities of each row plus a constant."""
     return (logits_BB.float().softmax(dim=1) + floor).log() if floor else logits_BB
 

@@ -338,7 +338,7 @@ class PseudoLabels(nn.Module):
             turn_B22 = torch.eye(2, device=prob_BLHW.device).expand(len(prob_BLHW), 2, 2)
         number_B = torch.where(number_B < 0, len(self.known_M) - 1, number_B)
         upright_BLHW, seen_BLHW = (
-            turned(each, turn_B22.mT)
+            turn_maps(each, turn_B22.mT)
             for each in (prob_BLHW.float(), torch.ones_like(prob_BLHW[:, :1], dtype=torch.float32))
         )
         number_N = gather(number_B)
@@ -351,7 +351,7 @@ class PseudoLabels(nn.Module):
         new_NLHW = torch.where(seen_NLHW > 0.999, new_NLHW, old_NLHW)
         self.map_MLHW[number_N] = new_NLHW.half()
         self.known_M[number_N] = True
-        return turned(self.map_MLHW[number_B].float(), turn_B22)
+        return turn_maps(self.map_MLHW[number_B].float(), turn_B22)
 
     def fill(
         self, mask_BLHW: Tensor, prob_BLHW: Tensor, number_B: Tensor, turn_B22: Tensor | None
@@ -413,7 +413,7 @@ class References(nn.Module):
         return self.mask_RLHW[best_B].float()
 
 
-def turned(map_BLHW: Tensor, turn_B22: Tensor) -> Tensor:
+def turn_maps(map_BLHW: Tensor, turn_B22: Tensor) -> Tensor:
     """Return square maps turned about their centres as `medvl.data.transforms.turning.turn`
     turns images.
     """

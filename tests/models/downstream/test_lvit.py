@@ -45,7 +45,7 @@ from medvl.models.downstream.lvit import (
     PseudoLabels,
     References,
     UNet,
-    turned,
+    turn_maps,
 )
 from medvl.schema import Sample
 from medvl.train import DenseDataConfig, open_dense
@@ -321,7 +321,7 @@ def test_pixels_outside_of_a_rotated_view_keep_their_pseudo_label() -> None:
     values = labels.map_MLHW[0, 0]
     assert values[0, 0] == 1
     assert values[8, 8] == 0.5
-    assert turned(turned(ones, turn), turn.mT)[0, 0, 8, 8].item() == pytest.approx(1)
+    assert turn_maps(turn_maps(ones, turn), turn.mT)[0, 0, 8, 8].item() == pytest.approx(1)
 
 
 def test_references_hold_the_newest_labelled_images_and_the_nearest_text_is_taken() -> None:

@@ -432,14 +432,14 @@ def create_encoders(
     Raises ConfigError where both set the same argument.
     """
     image_encoder = create_image_encoder(
-        config.image_encoder, **_merged("image_arguments", image, config)
+        config.image_encoder, **_merge_arguments("image_arguments", image, config)
     )
     return image_encoder, create_text_encoder(
-        config.text_encoder, **_merged("text_arguments", text, config)
+        config.text_encoder, **_merge_arguments("text_arguments", text, config)
     )
 
 
-def _merged(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def _merge_arguments(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return an encoder's arguments with those of the configuration. Raises ConfigError where
     both set the same one.
     """

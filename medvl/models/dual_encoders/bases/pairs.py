@@ -72,7 +72,7 @@ class Pairs:
         sides = {
             name: cat(
                 [
-                    _shifted(part.sides[name], start)
+                    _shift_rows(part.sides[name], start)
                     for part, start in zip(parts, starts, strict=False)
                 ]
             )
@@ -96,7 +96,7 @@ class Pairs:
             return self
         start = sum(counts[: torch.distributed.get_rank()])
         sides = {
-            name: gather_side(_shifted(side, start), local=local)
+            name: gather_side(_shift_rows(side, start), local=local)
             for name, side in self.sides.items()
         }
         labels_BL = None if self.labels_BL is None else gather(self.labels_BL)
@@ -171,7 +171,7 @@ def cat(parts: Sequence[Embeddings]) -> Embeddings:
     locals_ = [part.local_NPE for part in parts if part.local_NPE is not None]
     longest = max((local_NPE.shape[1] for local_NPE in locals_), default=0)
 
-    def padded(tensors: Sequence[Tensor | None], dims: int) -> Tensor | None:
+    def pad_rows(tensors: Sequence[Tensor | None], dims: int) -> Tensor | None:
         present = [tensor for tensor in tensors if tensor is not None]
         before = (0, 0) * (dims - 2)
         return (
@@ -184,9 +184,9 @@ def cat(parts: Sequence[Embeddings]) -> Embeddings:
     group = [part.group_N for part in parts if part.group_N is not None]
     return Embeddings(
         torch.cat([part.global_NE for part in parts]),
-        padded(locals_, 3),
-        padded([part.mask_NP for part in parts], 2),
-        padded([part.weight_NP for part in parts], 2),
+        pad_rows(locals_, 3),
+        pad_rows([part.mask_NP for part in parts], 2),
+        pad_rows([part.weight_NP for part in parts], 2),
         torch.cat(pair) if pair else None,
         torch.cat(group) if group else None,
     )
@@ -231,5 +231,5 @@ def negatives(pairs: Pairs) -> tuple[Tensor, Tensor]:
     return own_B, other_BN
 
 
-def _shifted(side: Embeddings, start: int) -> Embeddings:
+def _shift_rows(side: Embeddings, start: int) -> Embeddings:
     return side if side.pair_N is None else dataclasses.replace(side, pair_N=side.pair_N + start)
