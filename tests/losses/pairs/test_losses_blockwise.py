@@ -343,9 +343,9 @@ def test_blocks_equal_the_plain_form_in_double_precision(
     """On a GPU the passes over a block are compiled, and runs in 16 bits multiply float32 in
     TF32.
     """
-    compiled, original = set(), fused._fused
+    compiled, original = set(), fused._compile
     monkeypatch.setattr(
-        fused, "_fused", lambda function: compiled.add(function.__name__) or original(function)
+        fused, "_compile", lambda function: compiled.add(function.__name__) or original(function)
     )
     image_BE, groups = (
         20 * units(700, 0, 64),
