@@ -15,18 +15,13 @@ group `medvl.systems`, for example in its pyproject.toml:
 """
 
 import fnmatch
-import functools
-import importlib
-import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from medvl.common.config_io import nearest
-from medvl.common.entry_points import load_class
+from medvl.common.registry import Registry
 from medvl.errors import ConfigError
 from medvl.models.base import System
-
-ENTRY_POINTS = "medvl.systems"
 
 _MODULES = {
     "albef": "medvl.models.fusion_encoders.albef",
@@ -83,8 +78,11 @@ _MODULES = {
     "vqa": "medvl.models.downstream.vqa.model",
 }
 """Name of a built-in system -> module that defines it."""
-_CLASSES: dict[str, type[System]] = {}
-"""Systems registered so far."""
+
+SYSTEMS = Registry(
+    System, kind="system", modules=_MODULES, group="medvl.systems", decorator="register_system"
+)
+"""The systems by name."""
 
 Class = TypeVar("Class", bound=type[System])
 
@@ -98,25 +96,15 @@ def register_system(name: str) -> Callable[[Class], Class]:
     """
 
     def register(cls: Class) -> Class:
-        place = (cls.__module__, cls.__qualname__)
-        other = _CLASSES.get(name)
-        if _MODULES.get(name, cls.__module__) != cls.__module__ or (
-            other is not None
-            and (other.__module__, other.__qualname__) != place  # a notebook may run a cell again
-        ):
-            raise ConfigError(
-                f"a system named {name!r} exists already: choose another name",
-                "exists",
-                field="name",
-            )
+        SYSTEMS.check(name, cls)
         if vars(cls.Config).get("system", name) != name:
             message = (
                 f"{cls.__name__} needs a Config of its own: {cls.Config.__name__} is "
                 f"{cls.Config.system!r}'s"
             )
             raise ConfigError(message, "conflict", field="Config")
-        cls.name = cls.Config.system = name
-        _CLASSES[name] = cls
+        SYSTEMS.register(name, cls)
+        cls.Config.system = name
         return cls
 
     return register
@@ -124,7 +112,7 @@ def register_system(name: str) -> Callable[[Class], Class]:
 
 def list_models(pattern: str = "*") -> list[str]:
     """Return the names of the systems that match a wildcard, sorted. Imports none of them."""
-    return sorted(fnmatch.filter({*_MODULES, *_CLASSES, *_entry_points()}, pattern))
+    return sorted(fnmatch.filter(SYSTEMS.names(), pattern))
 
 
 def system(name: str) -> type[System]:
@@ -132,27 +120,7 @@ def system(name: str) -> type[System]:
 
     Raises ConfigError where no system has this name, or its entry point does not load.
     """
-    if name not in _CLASSES:
-        if name in _MODULES:
-            importlib.import_module(_MODULES[name])
-        elif name in _entry_points():
-            _CLASSES[name] = _load(_entry_points()[name])
-        else:
-            message = f"no system or checkpoint is named {name!r}: {nearest(name, list_models())}"
-            raise ConfigError(message, "unknown_name", field="name")
-    return _CLASSES[name]
-
-
-@functools.cache
-def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
-    """Return the systems of other packages by name. Built-in systems cannot be replaced."""
-    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    return {point.name: point for point in points if point.name not in _MODULES}
-
-
-def _load(point: importlib.metadata.EntryPoint) -> type[System]:
-    """Return the class of an entry point. Raises ConfigError unless it is a system registered
-    under the same name.
-    """
-    source = f"system {point.name!r} of entry point {point.value!r}"
-    return load_class(point, source, System, attribute="name", decorator="register_system")
+    if name not in SYSTEMS.names():
+        message = f"no system or checkpoint is named {name!r}: {nearest(name, list_models())}"
+        raise ConfigError(message, "unknown_name", field="name")
+    return SYSTEMS.get(name)

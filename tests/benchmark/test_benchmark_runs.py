@@ -118,7 +118,7 @@ def outside() -> Iterator[None]:
         Config = OutsideConfig
 
     yield
-    del registry._CLASSES["outside"]
+    del registry.SYSTEMS.classes["outside"]
 
 
 @pytest.fixture(scope="module")

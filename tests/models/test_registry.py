@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.errors import raises
 
+from medvl.common.registry import entry_points
 from medvl.errors import ConfigError
 from medvl.models import create_model, registry
 from medvl.models.base import System, SystemConfig
@@ -43,11 +44,11 @@ class Outside(ConVIRT):
 
 @pytest.fixture(autouse=True)
 def restored_registry() -> Iterator[None]:
-    registry._entry_points.cache_clear()
+    entry_points.cache_clear()
     yield
-    registry._entry_points.cache_clear()
-    for name in set(registry._CLASSES) - set(registry._MODULES):
-        del registry._CLASSES[name]
+    entry_points.cache_clear()
+    for name in set(registry.SYSTEMS.classes) - set(registry.SYSTEMS.modules):
+        del registry.SYSTEMS.classes[name]
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_list_models_imports_no_model_code() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", sorted(registry._MODULES))
+@pytest.mark.parametrize("name", sorted(registry.SYSTEMS.modules))
 def test_every_built_in_module_registers_its_system(name: str) -> None:
     cls = system(name)
     assert issubclass(cls, System)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medvl.cli.shards.corpora import corpus_command, corpus_line
-from medvl.data.corpora.registry import full_counts, list_corpora, summary
+from medvl.data.corpora.registry import CORPORA, full_counts
 from medvl.errors import ConfigError, ShardError, SplitError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class CorpusCommands(Mapping[str, Callable[..., Any]]):
     """
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        if name not in list_corpora():
+        if name not in CORPORA.names():
             raise KeyError(name)
         try:
             return corpus_command(name)
@@ -30,17 +30,17 @@ class CorpusCommands(Mapping[str, Callable[..., Any]]):
             return self.summaries()[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in list_corpora()
+        return name in CORPORA.names()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list_corpora())
+        return iter(CORPORA.names())
 
     def __len__(self) -> int:
-        return len(list_corpora())
+        return len(CORPORA.names())
 
     def summaries(self) -> dict[str, Callable[..., Any]]:
         """Return functions whose docstrings are the summaries, for lists. Imports no corpus."""
-        return {name: _named(name) for name in list_corpora()}
+        return {name: _named(name) for name in CORPORA.names()}
 
 
 COMMANDS = CorpusCommands()
@@ -50,7 +50,7 @@ def _named(name: str) -> Callable[..., Any]:
     def command() -> str:
         return str(corpus_command(name)())
 
-    command.__doc__ = summary(name)
+    command.__doc__ = CORPORA.summary(name)
     return command
 
 

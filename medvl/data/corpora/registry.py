@@ -15,27 +15,19 @@ package adds corpora with the entry point group `medvl.corpora`, for example in 
 """
 
 import abc
-import ast
 import dataclasses
-import functools
-import importlib
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from medvl.common.config_io import nearest
-from medvl.common.entry_points import load_class
 from medvl.common.files import private_folder
+from medvl.common.registry import Registry
 from medvl.common.untrusted import InputFolders
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
     from medvl.data.corpora.common.tables import Plan
     from medvl.data.privacy import Deidentifier
-
-ENTRY_POINTS = "medvl.corpora"
 
 _CORPORA = "medvl.data.corpora"
 _MODULES = {
@@ -74,8 +66,6 @@ _MODULES = {
 """Name of a built-in corpus -> module that defines it, in the order of the help."""
 _RELEASES = {"roco-non-radiology": "roco", "rocov2": "roco"}
 """Name in a manifest -> corpus that writes it, where the names differ."""
-_CLASSES: dict[str, "type[Corpus]"] = {}
-"""Corpora registered so far."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +145,18 @@ class Corpus(abc.ABC):
         return cls.counts
 
 
+CORPORA = Registry(
+    Corpus,
+    kind="corpus",
+    modules=_MODULES,
+    group="medvl.corpora",
+    attribute="corpus",
+    decorator="register_corpus",
+)
+"""The corpora by name."""
+list_corpora = CORPORA.names
+corpus_class = CORPORA.get
+
 Class = TypeVar("Class", bound=type[Corpus])
 
 
@@ -165,96 +167,13 @@ def register_corpus(name: str) -> Callable[[Class], Class]:
     """
 
     def register(cls: Class) -> Class:
-        place = (cls.__module__, cls.__qualname__)
-        known = _CLASSES.get(name)
-        if _MODULES.get(name, cls.__module__) != cls.__module__ or (
-            known is not None
-            and (known.__module__, known.__qualname__) != place  # a notebook may run a cell again
-        ):
-            raise ConfigError(
-                f"a corpus named {name!r} exists already: choose another name",
-                "exists",
-                field="name",
-            )
-        cls.corpus = name
-        _CLASSES[name] = cls
+        CORPORA.register(name, cls)
         return cls
 
     return register
 
 
-def list_corpora() -> list[str]:
-    """Return the names of all corpora: medvl's own, then those of other packages. Imports none."""
-    others = sorted({*_CLASSES, *_entry_points()} - _MODULES.keys())
-    return [*_MODULES, *others]
-
-
-def corpus_class(name: str) -> type[Corpus]:
-    """Return the class of a corpus. Imports its module if needed.
-
-    Raises ConfigError where no corpus has this name, or its entry point does not load.
-    """
-    if name not in _CLASSES:
-        if name in _MODULES:
-            importlib.import_module(_MODULES[name])
-        elif name in _entry_points():
-            _CLASSES[name] = _load(_entry_points()[name])
-        else:
-            message = f"no corpus is named {name!r}: {nearest(name, list_corpora())}"
-            raise ConfigError(message, "unknown_name", field="name")
-    return _CLASSES[name]
-
-
 def full_counts(release: str) -> Mapping[str, int]:
     """Return the counts of the full release that manifests call `release`; nothing for others."""
     name = _RELEASES.get(release, release)
-    return corpus_class(name).full_counts(release) if name in list_corpora() else {}
-
-
-def summary(name: str) -> str:
-    """Return the first paragraph of a corpus's help, or its package. Imports no module of it."""
-    if name in _CLASSES:
-        return _paragraph(_CLASSES[name].__doc__)
-    if name not in _MODULES:
-        return f"Convert {name}, a corpus of the package {_package(_entry_points()[name])}."
-    return _summaries(_MODULES[name])[name]
-
-
-@functools.cache
-def _summaries(module: str) -> Mapping[str, str]:
-    """Return name -> first paragraph of the docstring of the corpora in a module's source."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    lines = {}
-    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for call in node.decorator_list:
-            match call:
-                case ast.Call(ast.Name("register_corpus"), [ast.Constant(str(name))]):
-                    lines[name] = _paragraph(ast.get_docstring(node))
-    return lines
-
-
-def _paragraph(docstring: str | None) -> str:
-    return " ".join((docstring or "").partition("\n\n")[0].split())
-
-
-@functools.cache
-def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
-    """Return the corpora of other packages by name. Built-in corpora cannot be replaced."""
-    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    return {point.name: point for point in points if point.name not in _MODULES}
-
-
-def _package(point: importlib.metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else point.module
-
-
-def _load(point: importlib.metadata.EntryPoint) -> type[Corpus]:
-    """Return the class of an entry point. Raises ConfigError unless it is a corpus registered
-    under the same name.
-    """
-    source = f"corpus {point.name!r} of the package {_package(point)} ({point.value})"
-    return load_class(point, source, Corpus, attribute="corpus", decorator="register_corpus")
+    return CORPORA.get(name).full_counts(release) if name in CORPORA.names() else {}

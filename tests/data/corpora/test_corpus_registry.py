@@ -11,6 +11,7 @@ from helpers.errors import raises
 from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
+from medvl.common.registry import _summaries, entry_points
 from medvl.data import FileAccess, corpus_class, encode_png, list_corpora, register_corpus
 from medvl.data.corpora import registry
 from medvl.data.corpora.labels.chexpert import CheXpert
@@ -67,11 +68,11 @@ chexpert = my_corpus:MyCorpus
 
 @pytest.fixture(autouse=True)
 def restored_registry() -> Iterator[None]:
-    registry._entry_points.cache_clear()
+    entry_points.cache_clear()
     yield
-    registry._entry_points.cache_clear()
-    for name in set(registry._CLASSES) - set(registry._MODULES):
-        del registry._CLASSES[name]
+    entry_points.cache_clear()
+    for name in set(registry.CORPORA.classes) - set(registry.CORPORA.modules):
+        del registry.CORPORA.classes[name]
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_lists_name_the_corpora_of_packages_and_import_none(
 ) -> None:
     assert list_corpora()[-4:] == ["absent", "function", "my-corpus", "renamed"]
     cli.main(["shards", "--help"])
-    line = "my-corpus         Convert my-corpus, a corpus of the package my-corpora."
+    line = "my-corpus         The corpus my-corpus of the package my-corpora."
     assert line in capsys.readouterr().out
     assert "my_corpus" not in sys.modules
 
@@ -161,8 +162,10 @@ def test_an_unknown_corpus_names_the_nearest() -> None:
 def test_every_corpus_is_a_documented_class_under_its_name(name: str) -> None:
     cls = corpus_class(name)
     assert cls.corpus == name
-    assert registry._summaries(registry._MODULES[name])[name] == registry.summary(name)
-    assert registry.summary(name).startswith("Convert ")
+    assert _summaries(registry.CORPORA.modules[name], "register_corpus")[
+        name
+    ] == registry.CORPORA.summary(name)
+    assert registry.CORPORA.summary(name).startswith("Convert ")
     assert dataclasses.fields(cls)
 
 
@@ -177,7 +180,7 @@ def test_data_cards_contain_the_counts_of_verify(name: str) -> None:
 def test_the_names_of_corpora_import_no_corpus() -> None:
     code = (
         "import sys; from medvl.data.corpora import registry;"
-        "lines = [registry.summary(name) for name in registry.list_corpora()];"
+        "lines = [registry.CORPORA.summary(name) for name in registry.list_corpora()];"
         "print(len(lines) > 30, 'numpy' in sys.modules,"
         "'medvl.data.corpora.labels.chexpert' in sys.modules)"
     )
