@@ -31,9 +31,9 @@ from helpers.learning import SEEDS, shift_seeds
 from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 from helpers.object_store import Bucket, Proxy, proxied
 
-from medvl.cli.eval import options
 from medvl.data.privacy import Deidentifier
 from medvl.data.storage import store
+from medvl.eval import evaluation
 from medvl.eval.core import results as publish
 from medvl.eval.core.results import Results
 from medvl.schema import FINDINGS
@@ -173,9 +173,9 @@ def _announced_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `medvl eval` command that a test runs names its data before the evaluation as its
     results do after it.
     """
-    settle, write, named = options.OutputFolder.settle, publish.publish, {}
+    settle, write, named = publish.OutputFolder.settle, evaluation.publish, {}
 
-    def settle_and_keep(self: options.OutputFolder, **data: str | None) -> options.SettledFolder:
+    def settle_and_keep(self: publish.OutputFolder, **data: str | None) -> Path:
         folder = settle(self, **data)
         named[folder] = data
         return folder
@@ -189,8 +189,8 @@ def _announced_results(monkeypatch: pytest.MonkeyPatch) -> None:
         assert folder not in named or named.pop(folder) == hashes
         return write(results, folder, **settings)
 
-    monkeypatch.setattr(options.OutputFolder, "settle", settle_and_keep)
-    monkeypatch.setattr(publish, "publish", compare_and_write)
+    monkeypatch.setattr(publish.OutputFolder, "settle", settle_and_keep)
+    monkeypatch.setattr(evaluation, "publish", compare_and_write)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "encoders": set(),
     "models": {"losses", "data", "encoders"},
     "train": {"losses", "data", "encoders", "models"},
-    "eval": {"losses", "data", "encoders", "models"},
+    "eval": {"losses", "data", "encoders", "models", "phantom"},
     "inference": {"data", "encoders", "models", "eval"},
     "export": {"data", "encoders", "models"},
     "serve": {"losses", "data", "encoders", "models", "eval", "inference"},

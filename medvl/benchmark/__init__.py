@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from medvl.benchmark.config import (
         BenchmarkConfig as BenchmarkConfig,
         Budget as Budget,
-        Column as Column,
         CommandTask as CommandTask,
         CorpusConfig as CorpusConfig,
-        EvaluationConfig as EvaluationConfig,
         MakeStep as MakeStep,
         StartConfig as StartConfig,
         Variant as Variant,
@@ -43,5 +41,6 @@ if TYPE_CHECKING:
     )
     from medvl.benchmark.settings import Run as Run
     from medvl.benchmark.store import Store as Store
+    from medvl.eval.trial import Column as Column, EvaluationConfig as EvaluationConfig
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from medvl.common.config_io import from_dict, nearest
 from medvl.common.text_files import read_text
 from medvl.errors import ConfigError
+from medvl.eval.trial import Column, EvaluationConfig
 
 Family = Literal["dual", "fusion", "records", "report"]
 FAMILIES: tuple[Family, ...] = ("dual", "fusion", "records", "report")
@@ -143,55 +144,6 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """Settings of the evaluations."""
-
-    random_start: bool = False
-    """Evaluate the weights before the training as well."""
-    resamples: int = 1000
-    batch: int = 64
-    workers: int = 0
-    label_shares: tuple[float, ...] = (0.01,)
-    """Shares of the training labels of the linear probes."""
-    smoothing: float = 0.7
-    """Smoothing of grounding maps, in cells."""
-    sections: tuple[str, ...] = ("impression",)
-    """Sections of the texts that fusion-encoders match and rank."""
-    shortlist: int = 16
-    """Candidates that a fusion-encoder ranks again."""
-    shortlist_system: str = "convirt"
-    """Dual-encoder that proposes the candidates."""
-
-    def __post_init__(self) -> None:
-        _check_least(self, resamples=0, batch=1, workers=0, shortlist=1)
-        _check_shares(self.label_shares, "label_shares")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Column:
-    """A column of the table: one metric of a task."""
-
-    title: str
-    metric: str
-    targets: tuple[str, ...]
-    """The first of these that the results have, such as the mean of five findings, else of all."""
-    subgroup: str = ""
-    """Subgroup of the row, or its beginning, such as "sex: "; empty for all items. A baseline's
-    ("baseline: ") is shown and not ranked.
-    """
-    higher_is_better: bool = True
-    baseline: bool = False
-    """Whether the row is that of a baseline, which is the same for all systems, also without
-    such a subgroup.
-    """
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether the row is that of a baseline, by its subgroup or its setting."""
-        return self.baseline or self.subgroup.startswith("baseline: ")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandTask:
     """A task that is a command of medvl, which writes a results.json."""
 
@@ -265,7 +217,7 @@ class BenchmarkConfig:
     """Shares of the patients of the pretraining pairs."""
     starts: tuple[StartConfig, ...] = (StartConfig(),)
     budget: Budget = Budget()
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Settings of the recipes by "all", family or system, applied in this order, such as
     settings.dual.model.image_size = 112."""

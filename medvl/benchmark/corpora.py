@@ -13,7 +13,7 @@ from typing import Any
 from medvl.benchmark.config import CorpusConfig, MakeStep, expanded
 from medvl.benchmark.real_tables import write_table
 from medvl.benchmark.settings import Run
-from medvl.benchmark.tasks import TASKS, command_arguments, tested_folder
+from medvl.benchmark.tasks import command_arguments, evaluation_tasks, tested_folder
 from medvl.common.files import RunLock, write_atomic
 from medvl.data.shards.format import MANIFEST, Manifest
 from medvl.errors import CorpusError, EvaluationError
@@ -118,9 +118,10 @@ def _read_by(run: Run) -> Iterator[tuple[str, str]]:
     yield from (
         ("settings", text.replace("{root}", str(corpus.root))) for text in _texts(run.settings)
     )
+    tasks = evaluation_tasks()
     for task in run.tasks:
-        if task in TASKS:
-            yield from ((name, getattr(corpus, name)) for name in TASKS[task].needs)
+        if task in tasks:
+            yield from ((name, getattr(corpus, name)) for name in tasks[task][1].needs)
             yield "pairs", str(tested_folder(run, task))
         else:
             with contextlib.suppress(EvaluationError):  # the corpus lacks what the command reads

@@ -32,12 +32,18 @@ from medvl.benchmark.store import (
     read_run,
 )
 from medvl.benchmark.systems import Entry, recipe_module
-from medvl.benchmark.tasks import TASKS, Trained, free_memory, run_command
+from medvl.benchmark.tasks import (
+    evaluate_trial,
+    evaluation_tasks,
+    free_memory,
+    run_command,
+    tested_folder,
+)
 from medvl.common.files import RunLock, write_atomic
 from medvl.common.process import peak_resident_bytes, reset_peak_memory
 from medvl.data import ShardSource, UnpairedSource
 from medvl.errors import ConfigError, MedvlError
-from medvl.eval.core.results import write_results
+from medvl.eval.core.results import Results, write_results
 from medvl.models import save
 
 THREADS = "MEDVL_BENCHMARK_THREADS"
@@ -229,18 +235,20 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
     origin = checkpoint_of(run, store)
     free_memory()  # of the evaluation before it
     try:
-        trained = Trained(
-            run=run,
-            checkpoint=origin if weights == "trained" else store.folder(run) / _START,
-            origin=origin,
-            folder=folder,
-            other=functools.partial(_other, run, store),
-        )
-        if task in TASKS:
-            result = TASKS[task].evaluate(trained)
-            write_results(result.results, folder, result.predictions())
+        checkpoint = origin if weights == "trained" else store.folder(run) / _START
+        if task in evaluation_tasks():
+            result = evaluate_trial(
+                run,
+                task,
+                checkpoint=checkpoint,
+                origin=origin,
+                folder=folder,
+                other=functools.partial(_other, run, store),
+            )
+            results = _with_manifest(result.results, run, task)
+            write_results(results, folder, result.predictions(), replace=True)
         else:
-            run_command(trained, task, folder)
+            run_command(run, checkpoint, task, folder)
         write_resamples(folder, run.evaluation.resamples)
     except MedvlError as error:
         _write(folder / REFUSAL, {"reason": _reason(error), "failed": error.code != "unsupported"})
@@ -252,6 +260,15 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
     shutil.rmtree(
         folder / "run" / "checkpoints", ignore_errors=True
     )  # an interruption keeps them, to go on from them
+
+
+def _with_manifest(results: Results, run: Run, task: str) -> Results:
+    """Return results with the hash of the shards, also those that name the questions alone."""
+    data = tested_folder(run, task)
+    if data is None or "questions" not in results.inputs:
+        return results
+    inputs = {**results.inputs, "manifest": ShardSource(data).fingerprint}
+    return dataclasses.replace(results, inputs=inputs)
 
 
 def _reason(error: Exception) -> str:

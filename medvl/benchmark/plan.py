@@ -11,7 +11,7 @@ from typing import Any
 from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, StartConfig, expanded
 from medvl.benchmark.settings import Run, find_references, resolved_settings
 from medvl.benchmark.systems import Entry, find_systems
-from medvl.benchmark.tasks import TASKS, columns_of, fitting_tasks
+from medvl.benchmark.tasks import columns_of, evaluation_tasks, fitting_tasks
 from medvl.common.config_io import nearest, to_dict
 from medvl.errors import ConfigError
 from medvl.eval import list_prompts
@@ -62,11 +62,12 @@ def _check_names(config: BenchmarkConfig) -> None:
     """Raise ConfigError where a task, corpus or prompt set does not exist, or tasks or columns
     have the same name.
     """
+    tasks = evaluation_tasks()
     for number, command in enumerate(config.commands):
-        if command.name in TASKS:
+        if command.name in tasks:
             message = f"commands: {command.name!r} is a task of medvl; rename the command"
             raise ConfigError(message, "conflict", field=f"commands.{number}.name")
-    known = [*TASKS, *(command.name for command in config.commands)]
+    known = [*tasks, *(command.name for command in config.commands)]
     for field, names in (("tasks", set(config.tasks) - {"all"}), ("columns", set(config.columns))):
         for name in sorted(names):
             _check_name(name, known, "task", field)

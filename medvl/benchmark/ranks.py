@@ -35,7 +35,7 @@ from scipy.stats import t as student_t
 from medvl.common.files import new_file
 from medvl.errors import EvaluationError
 from medvl.eval import read_results
-from medvl.eval.compare.readers import read_items
+from medvl.eval.compare.items import read_items
 from medvl.eval.core.bootstrap import count_units, resample_counts
 from medvl.eval.core.metrics import Array
 

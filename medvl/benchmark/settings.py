@@ -9,7 +9,6 @@ from medvl.benchmark.config import (
     Budget,
     CommandTask,
     CorpusConfig,
-    EvaluationConfig,
     Family,
     StartConfig,
     expanded,
@@ -18,6 +17,7 @@ from medvl.benchmark.systems import Entry
 from medvl.common.config_io import from_dict, nearest, to_dict
 from medvl.data import ConVIRTAugmentation
 from medvl.errors import ConfigError
+from medvl.eval.trial import EvaluationConfig
 from medvl.train import Plateau
 
 RUN = "run:"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tyro
 
-from medvl.cli.eval.options import print_results
+from medvl.cli.eval import print_results
 from medvl.errors import ConfigError
 
 

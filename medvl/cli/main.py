@@ -2,13 +2,16 @@
 commands.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
 import functools
 import importlib
+import io
 import logging
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +21,7 @@ from typing import Any, Literal, NoReturn
 import tyro
 
 from medvl import __version__
+from medvl.cli.families import ClassCommands
 from medvl.cli.help import OVERVIEW, describe, family_help
 from medvl.common.console import console
 from medvl.errors import ERROR_CODES, ConfigError, MedvlError
@@ -83,7 +87,7 @@ def list_everything(
 _FAMILIES: dict[str, str] = {
     "phantom": "medvl.cli.phantom:FAMILY",
     "shards": "medvl.cli.shards.commands:COMMANDS",
-    "eval": "medvl.cli.eval.commands:COMMANDS",
+    "eval": "medvl.cli.eval:COMMANDS",
     "knowledge": "medvl.cli.knowledge:COMMANDS",
     "recipes": "medvl.cli.recipes:RECIPES",
     "cards": "medvl.cli.recipes:CARDS",
@@ -215,25 +219,47 @@ def run_command(command: str, arguments: list[str]) -> str | None:
 def _run_of_family(
     family: str, functions: Mapping[str, Callable[..., Any]], arguments: list[str]
 ) -> str | None:
+    made = functions if isinstance(functions, ClassCommands) else None
     if arguments[:1] in (["-h"], ["--help"]):
-        if family == "shards":
-            functions = _find("medvl.cli.shards.commands:COMMANDS").summaries()
-        return family_help(family, functions)
+        return family_help(family, functions if made is None else made.summaries())
     if not arguments or arguments[0].startswith("-"):
         got = f", got {arguments[0]}" if arguments else ""
         _fail(f"expected a command of medvl {family}{got}; {_see(family)}", status=2)
     name, *rest = arguments
     if name not in functions:
         raise _unknown(f"{family} {name}")
-    if family == "shards":
-        command = _find("medvl.cli.shards.corpora:corpus_command")(name)
-        return parse_and_run(f"{family} {name}", command, rest)
-    if family != "eval":
+    if made is None:
         return parse_and_run(f"{family} {name}", functions[name], rest)
-    from medvl.cli.eval.commands import joined_ranks
+    if rest in (["-h"], ["--help"]):
+        print(_help_of_class(family, name, made))
+        raise SystemExit(0)
+    return parse_and_run(f"{family} {name}", made.function(name), rest)
 
-    with joined_ranks(name):
-        return parse_and_run(f"{family} {name}", functions[name], rest)
+
+def _help_of_class(family: str, name: str, made: ClassCommands) -> str:
+    """Return the help of a command that is made from a class of medvl's; from the cache if medvl
+    has not changed, because the module of a class takes seconds to import.
+    """
+    from medvl.train.recipe_files import cache_help, cached_help
+
+    key = f"{shutil.get_terminal_size().columns} columns, terminal: {sys.stdout.isatty()}"
+    text = cached_help(f"{family}-{name}", key)
+    if text is None:
+        printed = _Printed()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            parse_and_run(f"{family} {name}", made.function(name), ["--help"])
+        text = printed.getvalue().rstrip("\n")
+        if made.is_own(name):
+            cache_help(f"{family}-{name}", {key: text})
+    return text
+
+
+class _Printed(io.StringIO):
+    """What a function prints, as on the terminal of this process."""
+
+    def isatty(self) -> bool:
+        """Return whether the real output is a terminal, on which help has colours."""
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
 
 
 def parse_and_run(name: str, function: Callable[..., Any], arguments: list[str]) -> str | None:

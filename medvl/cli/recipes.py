@@ -84,7 +84,7 @@ def _print_help(name: str, path: Path, settings: Sequence[str]) -> None:
     given = [] if settings[0].startswith("-") else [settings[0]]
     preset = given[0] if given else DEFAULT_PRESET
     packaged = path in packaged_files("recipes", ".py").values()
-    text = cached_help(path, preset) if packaged else None
+    text = cached_help(path.stem, preset, path) if packaged else None
     if text is None:
         module = load_recipe_module(path)
         if preset not in module.PRESETS:
@@ -98,7 +98,7 @@ def _print_help(name: str, path: Path, settings: Sequence[str]) -> None:
             one: short_help("{command}", summary, module.PRESETS, one) for one in module.PRESETS
         }
         if packaged:
-            cache_help(path, texts)
+            cache_help(path.stem, texts, path)
         text = texts[preset]
     print(text.replace("{command}", " ".join(["medvl train", name, *given])))
 

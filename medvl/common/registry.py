@@ -9,12 +9,15 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from medvl.common.config_io import nearest
 from medvl.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 Base = TypeVar("Base")
 
@@ -23,7 +26,7 @@ class Registry(Generic[Base]):
     """Classes of one kind by name.
 
     Args:
-        base: class that all extend.
+        base: module and name of the class that all extend, such as "medvl.models.base:System".
         kind: what errors call one of them, such as "corpus".
         modules: name of each of medvl's own -> module that defines it, in the order of lists.
         group: group of entry points by which other packages add classes.
@@ -33,7 +36,7 @@ class Registry(Generic[Base]):
 
     def __init__(
         self,
-        base: type[Base],
+        base: str,
         *,
         kind: str,
         modules: Mapping[str, str],
@@ -47,13 +50,13 @@ class Registry(Generic[Base]):
         self.group = group
         self.attribute = attribute
         self.decorator = decorator
-        self.classes: dict[str, type[Base]] = {}
+        self.imported: dict[str, type[Base]] = {}
         """Classes imported so far."""
 
     def check(self, name: str, cls: type[Base]) -> None:
         """Raise ConfigError where the name belongs to another class than `cls`."""
         place = (cls.__module__, cls.__qualname__)
-        known = self.classes.get(name)
+        known = self.imported.get(name)
         if self.modules.get(name, cls.__module__) != cls.__module__ or (
             known is not None
             and (known.__module__, known.__qualname__) != place  # a notebook may run a cell again
@@ -68,11 +71,11 @@ class Registry(Generic[Base]):
         """Register a class and set its name. Raises ConfigError as `check`."""
         self.check(name, cls)
         setattr(cls, self.attribute, name)
-        self.classes[name] = cls
+        self.imported[name] = cls
 
     def names(self) -> list[str]:
         """Return all names: medvl's own, then those of other packages. Imports no module."""
-        others = {*self.classes, *entry_points(self.group)} - self.modules.keys()
+        others = {*self.imported, *entry_points(self.group)} - self.modules.keys()
         return [*self.modules, *sorted(others)]
 
     def get(self, name: str) -> type[Base]:
@@ -80,20 +83,28 @@ class Registry(Generic[Base]):
 
         Raises ConfigError where the name is unknown, or its entry point does not load.
         """
-        if name not in self.classes:
+        if name not in self.imported:
             if name in self.modules:
                 importlib.import_module(self.modules[name])
             elif name in entry_points(self.group):
-                self.classes[name] = self._load(entry_points(self.group)[name])
+                self.imported[name] = self._load(entry_points(self.group)[name])
             else:
                 message = f"no {self.kind} is named {name!r}: {nearest(name, self.names())}"
                 raise ConfigError(message, "unknown_name", field="name")
-        return self.classes[name]
+        return self.imported[name]
+
+    def classes(self) -> Iterator[type[Base]]:
+        """Yield the classes of all names; those that do not load are logged and left out."""
+        for name in self.names():
+            try:
+                yield self.get(name)
+            except ConfigError as error:
+                _log.warning("%s", error)
 
     def summary(self, name: str) -> str:
         """Return the first paragraph of a class's docstring, or its package. Imports no module."""
-        if name in self.classes:
-            return _paragraph(self.classes[name].__doc__)
+        if name in self.imported:
+            return _paragraph(self.imported[name].__doc__)
         if name not in self.modules:
             return f"The {self.kind} {name} of the package {self._package(name)}."
         return _summaries(self.modules[name], self.decorator)[name]
@@ -117,12 +128,14 @@ class Registry(Generic[Base]):
         except Exception as error:  # code of another package may raise anything
             message = f"{source} cannot be imported ({type(error).__name__}: {error})"
             raise ConfigError(message, "unsupported") from error
+        module, _, base_name = self.base.partition(":")
+        base: type[Base] = getattr(importlib.import_module(module), base_name)
         if (
-            not (isinstance(cls, type) and issubclass(cls, self.base))
+            not (isinstance(cls, type) and issubclass(cls, base))
             or getattr(cls, self.attribute, None) != point.name
         ):
             message = (
-                f"expected {source} to be a {self.base.__name__} decorated with "
+                f"expected {source} to be a {base_name} decorated with "
                 f'@{self.decorator}("{point.name}"), got {cls!r}'
             )
             raise ConfigError(message, "wrong_type")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         change_classification as change_classification,
         load_change_prompts as load_change_prompts,
     )
-    from medvl.eval.change.page import write_change_page as write_change_page
+    from medvl.eval.change.evaluation import write_change_page as write_change_page
     from medvl.eval.classification.evaluate import (
         ClassifyEval as ClassifyEval,
         classify as classify,
@@ -32,10 +32,17 @@ if TYPE_CHECKING:
         bootstrap_average_precision as bootstrap_average_precision,
         bootstrap_metric as bootstrap_metric,
     )
+    from medvl.eval.core.metric_rows import (
+        MetricGroup as MetricGroup,
+        mean_metrics as mean_metrics,
+    )
     from medvl.eval.core.metrics import choose_threshold as choose_threshold
     from medvl.eval.core.open import (
         load_ensemble as load_ensemble,
         open_for_evaluation as open_for_evaluation,
+    )
+    from medvl.eval.core.predictions import (
+        LineFields as LineFields,
     )
     from medvl.eval.core.results import (
         MetricRow as MetricRow,
@@ -50,13 +57,22 @@ if TYPE_CHECKING:
         DetectionEval as DetectionEval,
         box_detection as box_detection,
     )
-    from medvl.eval.dense.pages import (
+    from medvl.eval.dense.evaluation import (
         write_detection_page as write_detection_page,
         write_segmentation_page as write_segmentation_page,
     )
     from medvl.eval.dense.segmentation import (
         SegmentationEval as SegmentationEval,
         mask_segmentation as mask_segmentation,
+    )
+    from medvl.eval.evaluation import (
+        Evaluation as Evaluation,
+        LineResult as LineResult,
+        ModelEvaluation as ModelEvaluation,
+        Outcome as Outcome,
+        RunOptions as RunOptions,
+        Setup as Setup,
+        run_evaluation as run_evaluation,
     )
     from medvl.eval.generation.distances import (
         frechet_distance as frechet_distance,
@@ -74,9 +90,17 @@ if TYPE_CHECKING:
     )
     from medvl.eval.generation.page import write_generation_page as write_generation_page
     from medvl.eval.grounding.evaluate import phrase_grounding as phrase_grounding
+    from medvl.eval.grounding.evaluation import write_grounding_page as write_grounding_page
     from medvl.eval.grounding.heatmaps import MapRules as MapRules
-    from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
-    from medvl.eval.html.page import write_page as write_page
+    from medvl.eval.html.page import (
+        Page as Page,
+        write_page as write_page,
+    )
+    from medvl.eval.html.tables import (
+        Cell as Cell,
+        Table as Table,
+        metric_cell as metric_cell,
+    )
     from medvl.eval.masked_prediction import (
         evaluate_masked_prediction as evaluate_masked_prediction,
         write_masked_prediction_page as write_masked_prediction_page,
@@ -90,40 +114,49 @@ if TYPE_CHECKING:
         RetrievalMetrics as RetrievalMetrics,
     )
     from medvl.eval.probing.evaluate import (
+        FittedProbe as FittedProbe,
         linear_probe as linear_probe,
         ordinal_table as ordinal_table,
+    )
+    from medvl.eval.probing.evaluation import (
         write_probe_page as write_probe_page,
     )
     from medvl.eval.probing.features import (
         ProbedEncoder as ProbedEncoder,
         encode_features as encode_features,
     )
-    from medvl.eval.probing.fitted import FittedProbe as FittedProbe
     from medvl.eval.published.numbers import (
         PublishedNumber as PublishedNumber,
         published_numbers as published_numbers,
+    )
+    from medvl.eval.registry import (
+        evaluation_class as evaluation_class,
+        list_evaluations as list_evaluations,
+        register_evaluation as register_evaluation,
     )
     from medvl.eval.report_generation.evaluate import (
         GeneratedReport as GeneratedReport,
         evaluate_reports as evaluate_reports,
     )
+    from medvl.eval.report_generation.evaluation import write_report_page as write_report_page
     from medvl.eval.report_generation.generate import (
         ReportEval as ReportEval,
         generate_by_decoding as generate_by_decoding,
         generate_reports as generate_reports,
     )
-    from medvl.eval.report_generation.page import write_report_page as write_report_page
     from medvl.eval.retrieval.by_class import (
         class_retrieval as class_retrieval,
         image_retrieval as image_retrieval,
-        write_class_retrieval_page as write_class_retrieval_page,
     )
     from medvl.eval.retrieval.candidate_lists import RetrievalList as RetrievalList
+    from medvl.eval.retrieval.class_evaluation import (
+        write_class_retrieval_page as write_class_retrieval_page,
+    )
+    from medvl.eval.retrieval.evaluation import write_retrieval_page as write_retrieval_page
     from medvl.eval.retrieval.image_text import (
         RetrievalEval as RetrievalEval,
         image_text_retrieval as image_text_retrieval,
     )
-    from medvl.eval.retrieval.image_text_page import write_retrieval_page as write_retrieval_page
     from medvl.eval.retrieval.rerank import (
         ShortlistModel as ShortlistModel,
         reranked_retrieval as reranked_retrieval,
@@ -132,7 +165,7 @@ if TYPE_CHECKING:
         RobustnessSettings as RobustnessSettings,
         evaluate_robustness as evaluate_robustness,
     )
-    from medvl.eval.robustness.page import write_robustness_page as write_robustness_page
+    from medvl.eval.robustness.evaluation import write_robustness_page as write_robustness_page
     from medvl.eval.text_tasks.evaluate import (
         EvaluatedEncoder as EvaluatedEncoder,
         TextTaskOptions as TextTaskOptions,
@@ -140,17 +173,22 @@ if TYPE_CHECKING:
         encoder_of_checkpoint as encoder_of_checkpoint,
         evaluate_text_tasks as evaluate_text_tasks,
     )
+    from medvl.eval.text_tasks.evaluation import write_text_page as write_text_page
     from medvl.eval.text_tasks.finetune import (
         FinetuneGrid as FinetuneGrid,
         FinetuneSettings as FinetuneSettings,
     )
     from medvl.eval.text_tasks.metrics import blurb_score as blurb_score
-    from medvl.eval.text_tasks.page import write_text_page as write_text_page
+    from medvl.eval.trial import (
+        Column as Column,
+        Task as Task,
+        Trial as Trial,
+    )
     from medvl.eval.vqa.evaluate import (
         evaluate_answers as evaluate_answers,
         published_protocols_table as published_protocols_table,
     )
-    from medvl.eval.vqa.page import write_vqa_page as write_vqa_page
+    from medvl.eval.vqa.evaluation import write_vqa_page as write_vqa_page
     from medvl.eval.vqa.predictions import (
         AnswerEval as AnswerEval,
         Prediction as Prediction,

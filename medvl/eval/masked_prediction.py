@@ -35,13 +35,20 @@ import torch
 from torch import Tensor
 
 from medvl.data.reports.sentences import split_sentences
+from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import Source, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
+from medvl.eval.core.predictions import LineFields, Lines, number
 from medvl.eval.core.results import PageHeader, Results, checkpoint_sha256
+from medvl.eval.evaluation import (
+    ModelEvaluation,
+    RunOptions,
+    Setup,
+)
 from medvl.eval.html.page import (
     Card,
     Cards,
@@ -54,6 +61,7 @@ from medvl.eval.html.page import (
     write_page,
 )
 from medvl.eval.html.tables import Table, metric_cell
+from medvl.eval.registry import register_evaluation
 from medvl.models.base import evaluating
 from medvl.models.language.base import LanguageModel
 from medvl.schema import Sample
@@ -497,3 +505,63 @@ def _card(result: MaskedPredictionResult, at: int) -> Card:
         lines=[],
         tags=[],
     )
+
+
+@register_evaluation("masked-prediction")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskedPrediction(ModelEvaluation):
+    """Evaluate a language model on report sentences: findings, sides, severities and negations are
+    hidden.
+
+    The checkpoint is one of recipes/pubmedbert.py, bioalbert.py or continue_bert.py, or imported
+    with its head (`medvl import bert_mlm`); the shards have texts.
+    """
+
+    protocols = (PROTOCOL,)
+    lines = LineFields(item=("item",))
+    fits = (LanguageModel,)
+    advice = "give a language model with a head for masked words"
+
+    sections: tuple[str, ...] = ("findings", "impression")
+    """sections of the reports; for a report without any of them, the sections that describe the
+    image
+    """
+    limit: int | None = None
+    """maximum number of distinct sentences, from the start; default all"""
+    examples: int = 6
+    """wrong words of each kind on the page; 0 for a page without sentences"""
+
+    def evaluate(
+        self, model: LanguageModel, source: ShardSource, setup: Setup
+    ) -> MaskedPredictionResult:
+        """Return the accuracy of each kind of word."""
+        assert isinstance(setup.options, RunOptions)
+        return evaluate_masked_prediction(
+            model,
+            source,
+            sections=self.sections,
+            limit=self.limit,
+            batch=setup.options.batch,
+            resamples=setup.resamples,
+            checkpoint=self.checkpoint,
+        )
+
+    def write_page(
+        self, result: MaskedPredictionResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page with wrong words."""
+        return write_masked_prediction_page(result, path, header, examples=self.examples)
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return accuracy and negative log-likelihood, of all words and by kind."""
+        kinds = [line["kind"] for line in lines]
+        metrics = {
+            field: field.replace("right", "accuracy")
+            for field in lines[0]
+            if field.startswith("right@")
+        }
+        return [
+            label_mean_metrics(metric, np.array([number(line[field]) for line in lines]), kinds)
+            for field, metric in {**metrics, "nll": "nll"}.items()
+        ]

@@ -27,11 +27,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medvl.data.reports.cleaning import swap_laterality
+from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import FullPass, Loader, embed_texts, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
+from medvl.eval.core.predictions import LineFields, Lines, number
 from medvl.eval.core.results import PageHeader, Results
+from medvl.eval.evaluation import ModelEvaluation, Setup
 from medvl.eval.html.page import (
     Card,
     Cards,
@@ -47,6 +50,7 @@ from medvl.eval.html.page import (
     write_page,
 )
 from medvl.eval.html.tables import Table, metric_cell
+from medvl.eval.registry import register_evaluation
 from medvl.eval.retrieval.rerank import (
     Encoded,
     check_matching,
@@ -55,7 +59,9 @@ from medvl.eval.retrieval.rerank import (
     match_scores,
 )
 from medvl.eval.retrieval.similarity import encode_images, paired_similarity
+from medvl.eval.trial import Column, Task, Trial
 from medvl.models.base import System, evaluating
+from medvl.models.downstream.retrieval import RetrievalModel
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Sample
@@ -388,3 +394,63 @@ def _card(result: MatchingResult, row: int, column: int, pixels: Pixels) -> Card
         lines=[],
         tags=[],
     )
+
+
+@register_evaluation("matching")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matching(ModelEvaluation):
+    """Evaluate whether a model prefers an image's own text to another patient's, and to the text
+    with sides exchanged.
+
+    The checkpoint is a dual-encoder, a fusion-encoder, or one of recipes/retrieval_finetune.py; the
+    shards have texts.
+    """
+
+    protocols = (PROTOCOL,)
+    lines = LineFields(needs=("patient",))
+    advice = "give a dual-encoder or a fusion-encoder"
+    tasks = (
+        Task(
+            fits=FusionModel,
+            columns=(
+                Column(title="matching", metric="accuracy", targets=("all",)),
+                Column(title="text above its mirror", metric="above_mirror", targets=("all",)),
+            ),
+        ),
+    )
+
+    sections: tuple[str, ...] = ()
+    """sections of the text; default the whole text"""
+    examples: int = 4
+    """images of each kind of mistake on the page"""
+
+    def evaluate(self, model: System, source: ShardSource, setup: Setup) -> MatchingResult:
+        """Return the metrics of the choices."""
+        return image_text_matching(
+            model.as_matcher() if isinstance(model, RetrievalModel) else model,
+            setup.loader(source, model, sections=self.sections),
+            resamples=setup.resamples,
+            checkpoint=self.checkpoint,
+        )
+
+    def write_page(
+        self, result: MatchingResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page with mistakes."""
+        return write_matching_page(
+            result, path, header, pixels=source.pixels, examples=self.examples
+        )
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return the metrics of the choices."""
+        scores_N3 = np.array(
+            [[number(line["scores"].get(name)) for name in COLUMNS] for line in lines]
+        )
+        decides = any(row.metric == "accuracy" for row in results.rows)
+        return matching_groups(scores_N3, decides=decides)
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "Matching":
+        """Return the evaluation with the sections of the benchmark."""
+        return cls(checkpoint=trial.checkpoint, data=trial.data, sections=trial.settings.sections)

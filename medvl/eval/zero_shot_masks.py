@@ -29,12 +29,22 @@ from medvl.common.config_io import check_choice
 from medvl.common.label_names import match_labels
 from medvl.data.loading.dense_targets import annotated_labels
 from medvl.data.reports.statements import statement
+from medvl.data.shards.source import ShardSource
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import Loader
+from medvl.eval.core.results import PageHeader
+from medvl.eval.dense.evaluation import write_segmentation_page
 from medvl.eval.dense.metrics import EmptyRule
-from medvl.eval.dense.segmentation import SegmentationResult, mask_segmentation
+from medvl.eval.dense.segmentation import (
+    MASK_LINES,
+    SegmentationResult,
+    groups_of_lines,
+    mask_segmentation,
+)
+from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, is_constant, phrase_maps
-from medvl.models import DualEncoder
+from medvl.eval.registry import register_evaluation
+from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Batch
 
 PROTOCOL = "zero_shot_masks"
@@ -189,3 +199,71 @@ def evaluate_zero_shot_masks(
         config={**result.results.config, **settings},
     )
     return dataclasses.replace(result, results=results)
+
+
+@register_evaluation("zero-shot-masks")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroShotMasks(ModelEvaluation):
+    """Evaluate the maps of a dual-encoder as masks of findings: Dice, and AUROC of pixels, without
+    any training.
+
+    The checkpoint is a dual-encoder; the shards have masks (siim, qata, ...) or boxes (rsna).
+    """
+
+    protocols = (PROTOCOL,)
+    lines = MASK_LINES
+    fits = (DualEncoder,)
+    advice = "give the checkpoint of a dual-encoder"
+    shared = SmallBatchOptions
+    metric_groups = staticmethod(groups_of_lines)
+
+    valid: Path | None = None
+    """folder of shards of other patients, on which thresholds are chosen; without it they are
+    0.5
+    """
+    labels: tuple[str, ...] = ()
+    """findings; default all that have masks. The text of each is "There is FINDING."
+    """
+    maps: Literal["attention", "similarity"] | None = None
+    """attention of statements to regions, or similarity with patches; default: the model's own"""
+    scale: Literal["unit", "sigmoid", "none"] = "unit"
+    """scaling of each map: to 0..1 within its image; by the sigmoid, for log-odds such as
+    RadZero's; or none, for maps that are within 0..1 already
+    """
+    smoothing: float = 0.0
+    """Gaussian smoothing of similarity maps, in cells of the grid"""
+    empty: EmptyRule = "one_if_both_empty"
+    """score of an image without a mask, as in `medvl eval segmentation`"""
+    side: int | None = None
+    """longer side of the images in which masks are compared; default: the published size"""
+    examples: int = 6
+    """images with a mask on the page, and as many without"""
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder of the results."""
+        return "zero-shot-masks"
+
+    def evaluate(self, model: DualEncoder, source: ShardSource, setup: Setup) -> SegmentationResult:
+        """Return the Dice of each finding."""
+        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
+        return evaluate_zero_shot_masks(
+            model,
+            setup.loader(source, model),
+            valid_loader=None if valid is None else setup.loader(valid, model),
+            labels=self.labels,
+            maps=self.maps,
+            scale=self.scale,
+            smoothing=self.smoothing,
+            empty=self.empty,
+            side=self.side,
+            resamples=setup.resamples,
+            keep_maps=self.examples,
+            checkpoint=self.checkpoint,
+        )
+
+    def write_page(
+        self, result: SegmentationResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page with masks on images."""
+        return write_segmentation_page(result, path, header, pixels=source.pixels)

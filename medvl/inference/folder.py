@@ -29,7 +29,7 @@ from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import encode_png
 from medvl.data.images.read import starts_like_dicom
 from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError
-from medvl.eval.grounding.page import draw_grounding
+from medvl.eval.grounding.evaluation import draw_grounding
 from medvl.eval.report_generation.generate import ReportWriter
 from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
 from medvl.inference.models import Expected, batches, header_of, refuse

@@ -79,8 +79,12 @@ _MODULES = {
 }
 """Name of a built-in system -> module that defines it."""
 
-SYSTEMS = Registry(
-    System, kind="system", modules=_MODULES, group="medvl.systems", decorator="register_system"
+SYSTEMS: Registry[System] = Registry(
+    "medvl.models.base:System",
+    kind="system",
+    modules=_MODULES,
+    group="medvl.systems",
+    decorator="register_system",
 )
 """The systems by name."""
 

@@ -390,33 +390,42 @@ def _shown(value: Any) -> str:
 # Cache of the texts of the recipes that come with the package.
 
 
-def cached_help(recipe: Path, preset: str) -> str | None:
-    """Return the help that `cache_help` stored for these sources; None without any."""
+def cached_help(name: str, key: str, *sources: Path) -> str | None:
+    """Return the text that `cache_help` stored for these sources; None without any."""
     try:
-        texts = json.loads(_cache_file(recipe).read_text(encoding="utf-8"))
-        return str(texts[preset])
+        texts = json.loads(_cache_file(name, sources).read_text(encoding="utf-8"))
+        return str(texts[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def cache_help(recipe: Path, texts: Mapping[str, str]) -> None:
-    """Store the help of the presets of a recipe, in place of that of earlier sources.
+def cache_help(name: str, texts: Mapping[str, str], *sources: Path) -> None:
+    """Store texts by key, in place of those of earlier sources.
 
     A folder that cannot be written is ignored.
+
+    Args:
+        name: name of the command or recipe.
+        texts: the texts.
+        sources: files beside those of the package, whose changes make the texts invalid.
     """
-    path = _cache_file(recipe)
+    path = _cache_file(name, sources)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(texts))
-        for earlier in path.parent.glob(f"{recipe.stem}-*.json"):
+        for earlier in path.parent.glob(f"{name}-{'?' * _DIGITS}.json"):
             if earlier != path:
                 earlier.unlink(missing_ok=True)
 
 
-def _cache_file(recipe: Path) -> Path:
-    """Return the file of a recipe's texts. Its name changes with each source of the package."""
-    sources = [recipe, *sorted(Path(medvl.__file__).parent.rglob("*.py"))]
-    states = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sources]
-    digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
+_DIGITS = 16
+"""Digits of the hash in the name of a file of the cache."""
+
+
+def _cache_file(name: str, sources: Sequence[Path]) -> Path:
+    """Return the file of the texts. Its name changes with each source of the package."""
+    files = [*sources, *sorted(Path(medvl.__file__).parent.rglob("*.py"))]
+    states = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files]
+    digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:_DIGITS]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "medvl" / "help" / f"{recipe.stem}-{digest}.json"
+    return cache / "medvl" / "help" / f"{name}-{digest}.json"

@@ -1,18 +1,18 @@
 """Interruptions of a benchmark: Ctrl-C in a terminal, and between the files of an evaluation."""
 
 import contextlib
-import dataclasses
 import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.benchmark_plans import write_plan
 from helpers.errors import raises
 
-from medvl.benchmark import CorpusConfig, Plan, Store, execute, execute_locally, queue, tasks
+from medvl.benchmark import CorpusConfig, Plan, Store, execute, execute_locally, queue
 from medvl.benchmark.config import MakeStep
 from medvl.benchmark.corpora import make_corpus, missing_steps
 from medvl.benchmark.store import COST, Refusal, read_evaluation
@@ -60,8 +60,7 @@ def test_an_evaluation_is_done_when_its_last_file_is_written(
     (store.folder(run) / COST).write_text("{}")
     results = Results(protocol="zero-shot", protocol_version=1, rows=(), config={}, inputs={})
     evaluated = SimpleNamespace(results=results, predictions=lambda: None)
-    task = dataclasses.replace(tasks.TASKS["zero-shot"], evaluate=lambda trained: evaluated)
-    monkeypatch.setattr(execute, "TASKS", {"zero-shot": task})
+    monkeypatch.setattr(execute, "evaluate_trial", lambda *_, **__: evaluated)
     endings: list[BaseException] = [
         KeyboardInterrupt(),
         OSError(errno.ENOSPC, "No space left on device"),
@@ -95,15 +94,11 @@ def test_an_interrupted_fine_tuning_keeps_its_checkpoints(
     checkpoints = store.evaluation(run, "trained", "zero-shot") / "run/checkpoints"
     (store.folder(run) / COST).write_text("{}")
 
-    def evaluate(trained: tasks.Trained) -> None:
+    def evaluate(*_: Any, **__: Any) -> None:
         checkpoints.mkdir(parents=True)
         raise ending
 
-    monkeypatch.setattr(
-        execute,
-        "TASKS",
-        {"zero-shot": dataclasses.replace(tasks.TASKS["zero-shot"], evaluate=evaluate)},
-    )
+    monkeypatch.setattr(execute, "evaluate_trial", evaluate)
     with contextlib.suppress(SystemExit):
         execute.execute_run(store.folder(run))
     assert checkpoints.exists() == kept

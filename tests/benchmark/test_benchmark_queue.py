@@ -77,8 +77,14 @@ def test_only_the_evaluation_with_candidates_of_a_failed_run_is_refused(
     (store.folder(vilt) / COST).write_text("{}")
     results = Results(protocol="matching", protocol_version=1, rows=(), config={}, inputs={})
     evaluated = SimpleNamespace(results=results, predictions=lambda: None)
-    matching = dataclasses.replace(tasks.TASKS["matching"], evaluate=lambda trained: evaluated)
-    monkeypatch.setattr(execute, "TASKS", {**tasks.TASKS, "matching": matching})
+    evaluate = execute.evaluate_trial
+    monkeypatch.setattr(
+        execute,
+        "evaluate_trial",
+        lambda run, task, **where: (
+            evaluated if task == "matching" else evaluate(run, task, **where)
+        ),
+    )
     monkeypatch.setattr(execute, "write_resamples", lambda folder, resamples: None)
     execute.execute_run(store.folder(vilt))
     found = {task: read_evaluation(folder) for _, task, folder in store.evaluations(vilt)}
@@ -177,10 +183,6 @@ def test_questions_are_fine_tuned_at_a_size_that_the_system_can_read(
         PRESETS=tasks.recipe_module(tasks.find_recipe("vqa_finetune")).PRESETS, prepare=prepare
     )
     monkeypatch.setattr(tasks, "recipe_module", lambda path: recipe)
-    monkeypatch.setattr(tasks, "open_source", lambda *_: None)  # there are no shards
-    trained = tasks.Trained(
-        run=plan.runs[0], checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path
-    )
     with pytest.raises(KeyboardInterrupt):
-        tasks._questions(trained)
+        tasks._finetune_for_questions(plan.runs[0], tmp_path, tmp_path / "run")
     assert given == [size]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,9 @@ from medvl.data import ShardSource
 from medvl.data.loading.studies import StudySource
 from medvl.data.shards.format import Manifest
 from medvl.errors import ConfigError, CorpusError, EvaluationError, SplitError
-from medvl.eval import Results, read_results, write_results
+from medvl.eval import Results, Setup, load_prompts, read_results, write_results
+from medvl.eval.retrieval.evaluation import Retrieval
+from medvl.eval.zero_shot_classification.evaluate import ZeroShot
 from medvl.models import ConVIRT, ConVIRTConfig, create_model, register_system, registry, save
 from medvl.schema import COMPETITION_FINDINGS
 
@@ -118,7 +121,7 @@ def outside() -> Iterator[None]:
         Config = OutsideConfig
 
     yield
-    del registry.SYSTEMS.classes["outside"]
+    del registry.SYSTEMS.imported["outside"]
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +133,10 @@ def benchmark(file: Path) -> tuple[Plan, Store, list[str]]:
     store.write_runs(plan)
     patch = pytest.MonkeyPatch()
 
-    def interrupt(trained: Any) -> Any:
+    def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    patch.setattr(tasks, "TASKS", tasks.TASKS)
-    patch.setitem(
-        tasks.TASKS, "retrieval", dataclasses.replace(tasks.TASKS["retrieval"], evaluate=interrupt)
-    )
+    patch.setattr(Retrieval, "evaluate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         execute_locally(plan, store, jobs=0, report=lines.append)
     patch.undo()
@@ -243,8 +243,10 @@ def test_memory_is_estimated_in_a_process_of_its_own(
     assert found["hours"] > 0
 
 
-@pytest.mark.parametrize("task", [name for name in tasks.TASKS if name != "change"])
-def test_evaluations_refuse_patients_of_the_training(file: Path, tmp_path: Path, task: str) -> None:
+@pytest.mark.parametrize("task", [name for name in tasks.evaluation_tasks() if name != "change"])
+def test_evaluations_refuse_patients_of_the_training(
+    file: Path, tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the run, and in a ranking also those of the system that proposes candidates."""
     [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path).runs
     pairs = run.corpus.pairs
@@ -259,15 +261,16 @@ def test_evaluations_refuse_patients_of_the_training(file: Path, tmp_path: Path,
         (tmp_path / name).mkdir()
         save(model, tmp_path / name, manifests)
     seen, unknown = tmp_path / "seen", tmp_path / "unknown"
-    trained = tasks.Trained(
-        run=dataclasses.replace(run, corpus=corpus),
-        checkpoint=unknown,  # the weights before the training have no manifest
-        origin=unknown if task == "reranking" else seen,
-        folder=tmp_path,
-        other=lambda name: seen,
-    )
+    monkeypatch.setattr(Setup, "check", lambda *_, **__: None)  # whether the system fits
     with raises(SplitError, "leak"):
-        tasks.TASKS[task].evaluate(trained)
+        tasks.evaluate_trial(
+            dataclasses.replace(run, corpus=corpus),
+            task,
+            checkpoint=unknown,  # the weights before the training have no manifest
+            origin=unknown if task == "reranking" else seen,
+            folder=tmp_path,
+            other=lambda name: seen,
+        )
 
 
 def test_results_of_other_data_are_refused(file: Path, tmp_path: Path) -> None:
@@ -354,12 +357,10 @@ def test_a_corpus_without_labels_needs_no_validation_shards(file: Path, tmp_path
     make_corpus(corpus, runs=[run])
     (tmp_path / "own").mkdir()
     save(create_model("convirt", **run.settings["model"]), tmp_path / "own")
-    trained = tasks.Trained(
-        run=run, checkpoint=tmp_path / "own", origin=tmp_path / "own", folder=tmp_path, other=Path
-    )
+    own = tmp_path / "own"
     for task in run.tasks:
         with raises(EvaluationError, "unsupported", "labels"):
-            tasks.TASKS[task].evaluate(trained)
+            tasks.evaluate_trial(run, task, checkpoint=own, origin=own, folder=tmp_path, other=Path)
 
 
 def test_all_systems_have_the_classes_of_the_prompts(
@@ -370,16 +371,20 @@ def test_all_systems_have_the_classes_of_the_prompts(
     [run] = plan_runs(read_benchmark(file, changes), tmp_path).runs
     model = create_model("convirt", **run.settings["model"], tokenizer=run.corpus.tokenizer)
     save(model, tmp_path)
-    trained = tasks.Trained(
-        run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path
-    )
     classes = []
+
+    def evaluate(evaluation: ZeroShot, setup: Setup) -> SimpleNamespace:
+        prompts = load_prompts(evaluation.prompts or "")
+        names = setup.source(evaluation.data).label_names
+        classes.append(set(prompts.for_labels(names, evaluation.labels).classes))
+        return SimpleNamespace(result=None)
+
+    monkeypatch.setattr(ZeroShot, "run", evaluate)
     for own in ("chexpert_ensemble", "statements"):
-        monkeypatch.setattr(tasks, "default_prompts", lambda _, own=own: own)
-        monkeypatch.setattr(tasks, "zero_shot", lambda models, loader, prompts, labels,
-            resamples: classes.append( set(prompts.for_labels(loader.source.label_names,
-            labels).classes)))  # fmt: skip
-        tasks.TASKS["zero-shot"].evaluate(trained)
+        monkeypatch.setattr(ConVIRT, "zero_shot_prompts", own)
+        tasks.evaluate_trial(
+            run, "zero-shot", checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path
+        )
     assert classes[0] == classes[1] == set(COMPETITION_FINDINGS)
 
 

@@ -23,7 +23,6 @@ from medvl.benchmark import (
     StartConfig,
     plan_runs,
     read_benchmark,
-    tasks,
     tasks as commands,
 )
 from medvl.benchmark.pages.curves import label_sections, loss_section
@@ -271,9 +270,6 @@ def test_commands_of_a_task_stop_at_a_failure_and_keep_to_the_cpu(
         *(command.name for command in config.commands),
     }
     assert set(run.tasks) == given
-    trained = tasks.Trained(
-        run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path
-    )
     called_with, devices, status = [], [], 0
 
     def called(
@@ -287,19 +283,19 @@ def test_commands_of_a_task_stop_at_a_failure_and_keep_to_the_cpu(
 
     monkeypatch.setattr(commands.subprocess, "run", called)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    commands.run_command(trained, "lungs", tmp_path)
+    commands.run_command(run, tmp_path, "lungs", tmp_path)
     assert [command[:2] for command in called_with] == [
         ["train", "dense_transfer"],
         ["eval", "segmentation"],
     ]
     assert called_with[0][called_with[0].index("--train.run-dir") + 1] == str(tmp_path / "run")
     settings = {**run.settings, "train": {**run.settings["train"], "device": "cpu"}}
-    on_cpu = dataclasses.replace(trained, run=dataclasses.replace(run, settings=settings))
-    commands.run_command(on_cpu, "lungs", tmp_path)
+    on_cpu = dataclasses.replace(run, settings=settings)
+    commands.run_command(on_cpu, tmp_path, "lungs", tmp_path)
     assert devices == ["3", "3", "", ""]
     called_with, status = [], 1
     with raises(EvaluationError, "missing", "lungs"):
-        commands.run_command(trained, "lungs", tmp_path)
+        commands.run_command(run, tmp_path, "lungs", tmp_path)
     assert len(called_with) == 1
     further = {"prob": COLUMNS["probe"]}
     with raises(ConfigError, "unknown_name", "columns"):

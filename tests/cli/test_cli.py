@@ -14,7 +14,7 @@ from helpers.mimic_files import write_csv_gz
 
 import medvl
 from medvl.cli import main as cli
-from medvl.cli.eval.options import print_results
+from medvl.cli.eval import print_results
 from medvl.cli.help import OVERVIEW
 from medvl.common import files
 from medvl.data.tokenizer import tokenizer
@@ -55,7 +55,7 @@ def test_help_is_the_overview(arguments: list[str], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"{OVERVIEW}\n"
     files = set(Path(cli.__file__).parent.rglob("*.py"))
     homes = {Path(inspect.getfile(function)) for function in cli.commands().values()}
-    assert {path.stem for path in files - homes} == {"__init__", "commands", "options", "help"}
+    assert {path.stem for path in files - homes} == {"__init__", "families", "help"}
 
 
 @pytest.mark.parametrize("name", cli.commands())
@@ -346,7 +346,7 @@ def test_hint_after_a_wrong_option_names_the_command(
     status, text = ends([*name.split(), *wrong], capsys)
     words = " ".join(re.sub(r"[^\w./<> -]", " ", text).split())
     assert status == 2
-    assert set(re.findall(r"medvl (?!expected)[\w -]*?--help", words)) == {f"medvl {name} --help"}
+    assert set(re.findall(r"medvl ((?:[a-z][\w-]* ){1,2})--help", words)) == {f"{name} "}
 
 
 @pytest.mark.parametrize("group", ["phantom", "shards", "eval", "knowledge", "recipes", "cards"])

@@ -14,9 +14,10 @@ from helpers.fusion_samples import TINY, tiny_tokenizer
 from helpers.script_modules import load_script
 
 import medvl
-from medvl.cli.eval.classification import EncoderOptions, _open_encoder
 from medvl.encoders import create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError, WeightsError
+from medvl.eval import RunOptions, Setup
+from medvl.eval.probing.evaluation import EncoderOptions
 from medvl.models import VQA, Detector, create_classifier, create_dense, factory, load, save
 from medvl.models.base import System, has_towers
 from medvl.train.recipe_files import choose
@@ -126,16 +127,15 @@ def test_heads_on_an_encoder_by_name(tmp_path: Path) -> None:
         "classifier", encoder=encoder, labels=["Edema"], image_weights=str(file)
     )
     assert same(built.image_encoder, state)
-    probed = _open_encoder(EncoderOptions(encoder="timm:test_vit", **options), tmp_path, "cpu")
+    setup = Setup(RunOptions(device="cpu"))
+    probed = EncoderOptions(encoder="timm:test_vit", **options).probed_encoder(setup)
     assert same(probed.module, state)
     assert "vit.safetensors" in probed.name
     save(built, tmp_path)
     with raises(ConfigError, "conflict", "image_weights"):
         create_classifier(tmp_path, ["Edema"], **options)
     with raises(ConfigError, "conflict", "image_weights"):
-        _open_encoder(
-            EncoderOptions(encoder="timm:test_vit", pretrained=True, **options), tmp_path, "cpu"
-        )
+        EncoderOptions(encoder="timm:test_vit", pretrained=True, **options).probed_encoder(setup)
 
 
 def test_recipes_name_weights_and_arguments_on_the_command_line() -> None:

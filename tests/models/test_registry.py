@@ -47,8 +47,8 @@ def restored_registry() -> Iterator[None]:
     entry_points.cache_clear()
     yield
     entry_points.cache_clear()
-    for name in set(registry.SYSTEMS.classes) - set(registry.SYSTEMS.modules):
-        del registry.SYSTEMS.classes[name]
+    for name in set(registry.SYSTEMS.imported) - set(registry.SYSTEMS.modules):
+        del registry.SYSTEMS.imported[name]
 
 
 @pytest.fixture

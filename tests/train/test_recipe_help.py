@@ -88,16 +88,16 @@ def test_cache_is_not_used_after_a_change(
 ) -> None:
     recipe = tmp_path / "own.py"
     recipe.write_text("a = 1\n")
-    recipe_files.cache_help(recipe, {"paper": "text"})
-    assert recipe_files.cached_help(recipe, "paper") == "text"
-    assert recipe_files.cached_help(recipe, "other") is None
+    recipe_files.cache_help(recipe.stem, {"paper": "text"}, recipe)
+    assert recipe_files.cached_help(recipe.stem, "paper", recipe) == "text"
+    assert recipe_files.cached_help(recipe.stem, "other", recipe) is None
     recipe.write_text("a = 12\n")
-    assert recipe_files.cached_help(recipe, "paper") is None
-    recipe_files.cache_help(recipe, {"paper": "later text"})
+    assert recipe_files.cached_help(recipe.stem, "paper", recipe) is None
+    recipe_files.cache_help(recipe.stem, {"paper": "later text"}, recipe)
     assert len(list(cache.rglob("own-*.json"))) == 1  # the file of the earlier source is gone
     monkeypatch.setenv("XDG_CACHE_HOME", str(recipe))  # a file: nothing can be stored
-    recipe_files.cache_help(recipe, {"paper": "text"})
-    assert recipe_files.cached_help(recipe, "paper") is None
+    recipe_files.cache_help(recipe.stem, {"paper": "text"}, recipe)
+    assert recipe_files.cached_help(recipe.stem, "paper", recipe) is None
 
 
 def test_field_docs_are_those_below_the_fields() -> None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medvl.benchmark.config import Column
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.ranks import Measured, read_resamples
 from medvl.benchmark.settings import Run
@@ -16,6 +15,7 @@ from medvl.benchmark.tasks import columns_of
 from medvl.common.config_io import nearest
 from medvl.eval import MetricRow, Results
 from medvl.eval.core.results import SUMMARY_TARGETS
+from medvl.eval.trial import Column
 
 RowName = tuple[str, str, str]
 """Metric, target and subgroup of a row."""

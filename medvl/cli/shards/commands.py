@@ -2,57 +2,21 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from medvl.cli.families import ClassCommands
 from medvl.cli.shards.corpora import corpus_command, corpus_line
 from medvl.data.corpora.registry import CORPORA, full_counts
-from medvl.errors import ConfigError, ShardError, SplitError
+from medvl.errors import ShardError, SplitError
 
 if TYPE_CHECKING:
     from medvl.data.shards.format import Manifest
     from medvl.data.shards.verify import RegionVerification
 
 
-class CorpusCommands(Mapping[str, Callable[..., Any]]):
-    """Name after `medvl shards` -> its function, made from the class of the corpus on first use.
-
-    The function of a corpus whose package cannot be imported raises the error.
-    """
-
-    def __getitem__(self, name: str) -> Callable[..., Any]:
-        if name not in CORPORA.names():
-            raise KeyError(name)
-        try:
-            return corpus_command(name)
-        except ConfigError:
-            return self.summaries()[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in CORPORA.names()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(CORPORA.names())
-
-    def __len__(self) -> int:
-        return len(CORPORA.names())
-
-    def summaries(self) -> dict[str, Callable[..., Any]]:
-        """Return functions whose docstrings are the summaries, for lists. Imports no corpus."""
-        return {name: _named(name) for name in CORPORA.names()}
-
-
-COMMANDS = CorpusCommands()
-
-
-def _named(name: str) -> Callable[..., Any]:
-    def command() -> str:
-        return str(corpus_command(name)())
-
-    command.__doc__ = CORPORA.summary(name)
-    return command
-
+COMMANDS = ClassCommands(CORPORA, corpus_command)
 
 # `medvl verify`: folders of shards against their manifests, data cards and other folders.
 

@@ -9,12 +9,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
+from medvl.cli.families import Flat
 from medvl.data.convert.options import ShardOptions, ShardRun
-from medvl.data.corpora.registry import Corpus, FileAccess, corpus_class
+from medvl.data.corpora.registry import CORPORA, Corpus, FileAccess
 from medvl.data.storage.location import locate
 from medvl.errors import ConfigError
 
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
     from medvl.data.corpora.common.tables import Plan
     from medvl.data.privacy import Deidentifier
     from medvl.data.shards.format import Manifest
-
-T = TypeVar("T")
-Flat = Annotated[T, tyro.conf.arg(name="")]
-"""A dataclass whose fields become options without a prefix: --out, not --run.out."""
 
 _IDENTIFYING = (
     "Texts and pixels are stored unchanged. Those counted as possible_* or says_burned_in may "
@@ -108,9 +103,9 @@ def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidenti
 def corpus_command(name: str) -> Callable[..., str]:
     """Return the function of `medvl shards NAME`, made from the fields of the corpus's class.
 
-    Raises ConfigError as `corpus_class`.
+    Raises ConfigError where no corpus has this name, or its package does not load.
     """
-    cls = corpus_class(name)
+    cls = CORPORA.get(name)
 
     def command(corpus: Corpus, shared: ConversionOptions | TextConversionOptions) -> str:
         return convert_corpus(corpus, shared)

@@ -145,8 +145,8 @@ class Corpus(abc.ABC):
         return cls.counts
 
 
-CORPORA = Registry(
-    Corpus,
+CORPORA: Registry[Corpus] = Registry(
+    "medvl.data.corpora.registry:Corpus",
     kind="corpus",
     modules=_MODULES,
     group="medvl.corpora",

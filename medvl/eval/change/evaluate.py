@@ -266,8 +266,9 @@ def change_classification(
     positions, samples = zip(*(by_key[key] for key in keys), strict=True)
     truth_NL = np.array([[_truth(sample, finding) for finding in findings] for sample in samples])
     patients = [sample.patient for sample in samples]
-    scores_NLC = encoded_NK.double().numpy().reshape(*truth_NL.shape, -1)
-    if folds is not None:
+    if folds is None:
+        scores_NLC = encoded_NK.double().numpy().reshape(*truth_NL.shape, -1)
+    else:
         scores_NLC = cross_validated_scores(encoded_NK, truth_NL, patients, folds=folds, seed=seed)
     groups = [change_metrics(scores_NLC, truth_NL, findings)]
     rows = measure(groups, len(samples), resamples=resamples, seed=seed, groups=patients)

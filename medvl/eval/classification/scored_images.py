@@ -186,6 +186,30 @@ BootstrapUnit = Literal["patient", "image"]
 ThresholdRule = Literal["f1", "mcc", "youden"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelOptions:
+    """Treatment of labels and thresholds, as options of evaluations."""
+
+    uncertain: Uncertain = "ignore"
+    """treatment of uncertain labels (-1)"""
+    missing: Missing = "negative"
+    """treatment of missing labels"""
+    threshold_rule: ThresholdRule = "f1"
+    """metric that thresholds maximise on the validation images"""
+
+    def policy(self) -> LabelPolicy:
+        """Return the label policy of these options."""
+        return LabelPolicy(uncertain=self.uncertain, missing=self.missing)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanOptions(LabelOptions):
+    """Treatment of labels, thresholds and means over findings."""
+
+    smallest_class: int = 1
+    """positive, and negative, images that a finding needs to be in the means"""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredImages:
     """Images of a data set with scores and labels, in the order of the loader."""

@@ -4,7 +4,7 @@ Runs can be compared if they used the same protocol and the same data: the hashe
 except their own weights must agree, unless `force` is set. Differing settings are noted.
 
 Differences are paired: both runs are evaluated on the same resamples of the same items
-(`medvl.eval.compare.readers`), which removes the variation between items that both share. A paired
+(`medvl.eval.compare.items`), which removes the variation between items that both share. A paired
 interval can exclude 0 where two separate intervals overlap. If the predictions name patients,
 patients are resampled.
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from medvl.common.hub import HUB_PREFIX
 from medvl.errors import EvaluationError
-from medvl.eval.compare.readers import READERS, Items, Reader, read_items, with_subgroups
+from medvl.eval.compare.items import Items, read_items, with_subgroups
 from medvl.eval.core.bootstrap import RocCurve, bootstrap, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import Array
@@ -36,6 +36,7 @@ from medvl.eval.core.results import (
     read_results,
 )
 from medvl.eval.generation.evaluate import IMAGES_OF
+from medvl.eval.registry import evaluation_of
 from medvl.models.weights import CONFIG, find_checkpoint
 
 _RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary", "generator", "other"})
@@ -240,7 +241,7 @@ def compare(
             notes.append(f"{run.name} is not paired with {runs[0].name}: {paired}")
         differences.append({} if isinstance(paired, str) else paired)
     if any(differences) and items[0] is not None:
-        notes += _unit_notes(items[0], READERS[runs[0].results.protocol])
+        notes += _unit_notes(items[0], runs[0].results.protocol)
     ordered = sorted((row for run in runs for row in run.results.rows), key=row_order)
     return Comparison(
         runs=tuple(runs),
@@ -251,15 +252,18 @@ def compare(
     )
 
 
-def _unit_notes(items: Items, reader: Reader) -> list[str]:
+def _unit_notes(items: Items, protocol: str) -> list[str]:
     """Return a note where the items name no patients, or another group than the current version
     resamples.
     """
-    if items.unit == reader.group:
+    evaluation = evaluation_of(protocol)
+    if evaluation is None or items.unit == evaluation.lines.group:
         return []
     whole = f"each {items.unit} is resampled with all its items"
     resampled = "items are resampled independently" if items.unit is None else whole
-    return [f"predictions without {reader.group}s: {resampled}, so intervals are too narrow"]
+    return [
+        f"predictions without {evaluation.lines.group}s: {resampled}, so intervals are too narrow"
+    ]
 
 
 def row_order(row: MetricRow) -> int:

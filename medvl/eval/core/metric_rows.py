@@ -28,7 +28,7 @@ from medvl.eval.core.metrics import (
     DecisionColumn,
     ProbabilityColumn,
 )
-from medvl.schema import Sample
+from medvl.schema import COMPETITION_FINDINGS, Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +136,18 @@ def ranking_metrics(
         return np.concatenate([values_RL, *mean_columns], axis=1)
 
     return MetricGroup(rows, statistic)
+
+
+def means_over(names: Sequence[str], labels_NL: Array) -> dict[str, list[str]]:
+    """Return the means over findings with positives and negatives: all, and the five of the
+    CheXpert competition.
+    """
+    both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
+    evaluable = [name for name, both in zip(names, both_L, strict=True) if both]
+    means = {"macro": evaluable} if evaluable else {}
+    if set(COMPETITION_FINDINGS) <= set(evaluable):
+        means["macro_competition"] = list(COMPETITION_FINDINGS)
+    return means
 
 
 def decision_metrics(

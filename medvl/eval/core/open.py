@@ -76,7 +76,7 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
 
 
 def unsupported_model(
-    checkpoint: Path, model: System, advice: str, *, field: str = "checkpoint"
+    checkpoint: Path, model: System | type[System], advice: str, *, field: str = "checkpoint"
 ) -> ConfigError:
     """Return the error for a checkpoint of a system that an evaluation does not support."""
     return ConfigError(f"{checkpoint} is a {model.name}, which this evaluation does not "

@@ -11,6 +11,7 @@ import errno
 import functools
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -22,11 +23,14 @@ from typing import Any
 
 import medvl
 from medvl.common.files import MARKER, refuse_links, sha256, write_atomic
+from medvl.common.ranks import rank_and_world
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import Manifest
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.models.weights import BEST, LAST, find_checkpoint, weight_files, weights_sha256
+
+_log = logging.getLogger(__name__)
 
 RESULTS_VERSION = 1
 SUMMARY_TARGETS = (
@@ -406,6 +410,59 @@ def check_output(folder: Path) -> None:
 def _unwritable(folder: Path, reason: str) -> EvaluationError:
     message = f"cannot write results into {folder}: {reason}; give another folder with --out"
     return EvaluationError(message, "unreadable", field="out")
+
+
+class OutputFolder:
+    """Folder of the results of a model, before the data is known.
+
+    Args:
+        path: the folder.
+        model: input that names the evaluated model -> function that returns its hash.
+        replace: whether results of another model and of other data are replaced.
+
+    Raises EvaluationError where the folder cannot be written, or holds results of another model
+    without `replace`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: Mapping[str, Callable[[], str | None]] | None = None,
+        *,
+        replace: bool,
+    ) -> None:
+        self.path = path
+        self._model = dict(model or {})
+        self._replace = replace
+        self._check(path)
+
+    def settle(self, **data: str | None) -> Path:
+        """Return the folder for results on this data, and print it. Called before an evaluation.
+
+        Without `replace`, results on other data stay, and these get a folder beside them.
+
+        Args:
+            data: hash of the data by its name in `Results.inputs`; none where the results hold no
+                such hash.
+
+        Raises EvaluationError as the constructor, about the folder beside.
+        """
+        folder = self.path if self._replace else folder_for_data(self.path, data)
+        if folder != self.path:
+            self._check(folder)
+        if rank_and_world()[0] == 0:
+            kept = (
+                ""
+                if folder == self.path
+                else f": {self.path} holds results on other data (--replace replaces them)"
+            )
+            _log.info("results go to %s%s", folder, kept)
+        return folder
+
+    def _check(self, folder: Path) -> None:
+        check_output(folder)
+        if self._model and not self._replace and (folder / "results.json").is_file():
+            check_replaceable(folder, {name: digest() for name, digest in self._model.items()})
 
 
 def publish(

@@ -33,6 +33,7 @@ from medvl.data.annotations import published_size
 from medvl.data.loading.dense_targets import annotated_labels, is_annotated, mask_at
 from medvl.eval.core.full_pass import Loader, check_disjoint_patients, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
+from medvl.eval.core.predictions import LineFields, Lines, number_table
 from medvl.eval.core.results import Results
 from medvl.eval.dense import metrics
 from medvl.eval.dense.annotated_images import (
@@ -388,3 +389,14 @@ class SegmentationEval:
         rows = measure(mask_groups(areas, self.empty), len(images), resamples=0)
         target = headline_target(model.config.labels)
         return {f"segmentation/{row.metric}": row.value for row in rows if row.target == target}
+
+
+MASK_LINES = LineFields(needs=("pixels",))
+"""Fields of the predictions of masks."""
+
+
+def groups_of_lines(lines: Lines, results: Results) -> list[MetricGroup]:
+    """Return the metrics of masks from lines of predictions."""
+    labels = results.config["labels"]
+    auroc_NL = number_table(lines, "pixel_auroc", labels)
+    return segmentation_groups(read_areas(lines, labels), auroc_NL, results.config["empty"])

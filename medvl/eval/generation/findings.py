@@ -28,6 +28,7 @@ from medvl.eval.core.metric_rows import (
     MetricGroup,
     MetricRow,
     mean_metrics,
+    means_over,
     measure,
     median_metric,
     ranking_metrics,
@@ -41,7 +42,7 @@ from medvl.models.base import System, evaluating
 from medvl.models.downstream.classifier import Classifier
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.weights import WEIGHTS, find_checkpoint
-from medvl.schema import COMPETITION_FINDINGS, FINDINGS, POSITIVE
+from medvl.schema import FINDINGS, POSITIVE
 
 # The classifier of findings that was trained on real images.
 #
@@ -197,18 +198,6 @@ def renamed(group: MetricGroup, metric: str, subgroup: str) -> MetricGroup:
     """Return a group whose rows have another metric and subgroup."""
     rows = [dataclasses.replace(row, metric=metric, subgroup=subgroup) for row in group.rows]
     return MetricGroup(rows, group.statistic)
-
-
-def means_over(names: Sequence[str], labels_NL: Array) -> dict[str, list[str]]:
-    """Return the means over findings with positives and negatives: all, and the five of the
-    CheXpert competition.
-    """
-    both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
-    evaluable = [name for name, both in zip(names, both_L, strict=True) if both]
-    means = {"macro": evaluable} if evaluable else {}
-    if set(COMPETITION_FINDINGS) <= set(evaluable):
-        means["macro_competition"] = list(COMPETITION_FINDINGS)
-    return means
 
 
 def stated_labels(images: ImageSet, names: Sequence[str], policy: LabelPolicy) -> Array:

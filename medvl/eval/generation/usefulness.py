@@ -14,9 +14,9 @@ from torch import Tensor
 from medvl.data.loading.sources import label_fraction
 from medvl.errors import EvaluationError, SplitError
 from medvl.eval.classification.scored_images import LabelPolicy
-from medvl.eval.core.metric_rows import MetricGroup, MetricRow, ranking_metrics
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, means_over, ranking_metrics
 from medvl.eval.core.metrics import Array
-from medvl.eval.generation.findings import Resampling, findings_of, labels_of, means_over
+from medvl.eval.generation.findings import Resampling, findings_of, labels_of
 from medvl.eval.probing.evaluate import choose_probe, suffix
 from medvl.eval.probing.features import FeatureTable, Standardizer
 

@@ -26,7 +26,6 @@ Shape letters: S runs, N images, L classes, R resamples.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +37,8 @@ from medvl.data.loading.sources import label_fraction
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError, SplitError
 from medvl.eval.classification import scored_images as scoring
-from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
 from medvl.eval.classification.scored_images import (
+    NO_FINDING,
     BootstrapUnit,
     ClassificationResult,
     LabelPolicy,
@@ -49,10 +48,15 @@ from medvl.eval.classification.scored_images import (
 from medvl.eval.core.bootstrap import bootstrap_auroc
 from medvl.eval.core.metric_rows import MetricGroup, ranking_metrics
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.results import PageHeader, format_table
-from medvl.eval.html.page import Page, Pixels, headline, write_page
-from medvl.eval.html.tables import Cell, Table, metric_cell
-from medvl.eval.probing.features import FeatureTable, LinearProbe, Standardizer, fit_path
+from medvl.eval.core.results import format_table
+from medvl.eval.probing.features import (
+    FeatureTable,
+    LinearProbe,
+    ProbedEncoder,
+    Standardizer,
+    fit_path,
+)
+from medvl.schema import Batch
 
 PROTOCOL = "linear_probe"
 PROTOCOL_VERSION = 1
@@ -359,85 +363,6 @@ def _over_runs(
     return MetricGroup(rows, statistic)
 
 
-# Page of a linear probe: AUROC by fraction of the labels, and the sections of every classifier.
-
-
-def write_probe_page(
-    result: ProbeResult,
-    path: str | Path,
-    header: PageHeader,
-    *,
-    pixels: Pixels | None = None,
-    examples: int = 3,
-) -> Path:
-    """Write the page as one HTML file and return its path; arguments as in
-    `write_zero_shot_page`.
-    """
-    page = Page(
-        title=f"Linear probe: {header.model}",
-        subtitle=subtitle(result, header.data),
-        headlines=[_headline(result, fraction) for fraction in result.fractions],
-        facts=facts(result, header, extra=_probe_facts(result)),
-        sections=[_by_fraction(result), *sections(result, pixels, examples)],
-        limits=LIMITS,
-        findings=result.images.names,
-    )
-    return write_page(page, path)
-
-
-def _headline(result: ProbeResult, fraction: float) -> tuple[str, str, str]:
-    row = result.results.row(f"auroc{suffix(fraction)}", "macro")
-    return headline(f"AUROC, {100 * fraction:g}% of the labels", row)
-
-
-def _probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
-    config = result.results.config
-    details = result.results.details
-    penalties = ", ".join(f"{value:g}" for value in config["penalties"])
-    runs = f"{config['seeds']} per fraction below 100%, nested samples of patients"
-    return [
-        ("Probe", f"logistic regression on {details['feature_dim']:,} standardised features"),
-        ("Penalty", f"selected from {penalties} on validation images"),
-        ("Runs", f"{len(details['runs'])}: {runs}"),
-        *([("Encoder", details["note"])] if "note" in details else []),
-    ]
-
-
-def _by_fraction(result: ProbeResult) -> Table:
-    rows = {(row.metric, row.target): row for row in result.results.rows if not row.subgroup}
-    means = {"macro_competition": "Mean of the five competition findings", "macro": "Mean of all"}
-    means = {
-        target: label for target, label in means.items() if (f"auroc{suffix(1)}", target) in rows
-    } or {"macro": "Mean of all"}
-    lines: list[Sequence[Cell | str]] = []
-    for target, label in {**means, **{name: name for name in result.images.names}}.items():
-        cells: list[Cell | str] = [label]
-        for fraction in result.fractions:
-            cells.append(
-                metric_cell(rows.get((f"auroc{suffix(fraction)}", target)), reference=0.5, bar=True)
-            )
-            deviation = rows.get((f"auroc_sd{suffix(fraction)}", target))
-            cells.append(
-                "" if deviation is None or np.isnan(deviation.value) else f"{deviation.value:.3f}"
-            )
-        lines.append(cells)
-    columns = [
-        name
-        for fraction in result.fractions
-        for name in (f"AUROC, {100 * fraction:g}%", "SD over runs")
-    ]
-    return Table(
-        title="Summary by fraction of the labels",
-        columns=["", *columns],
-        rows=lines,
-        strong_rows=len(means),
-        one_axis=True,
-        caption="Mean over the runs of a fraction with 95% interval over test patients, and "
-        "standard deviation (SD) "
-        "over the runs. The sections below show the first run of the largest fraction.",
-    )
-
-
 # Ordinal AUCs of severity: a graded finding as one label for each step of its scale.
 #
 # Of the levels none, mild, moderate and severe these are "severity >= mild", "severity >=
@@ -499,3 +424,101 @@ def ordinal_table(table: FeatureTable, column: str, levels: Sequence[str]) -> Fe
         samples=tuple(table.samples[row] for row in graded_M),
         positions=tuple(table.positions[row] for row in graded_M),
     )
+
+
+# A linear probe as a classifier: fitted once to a frozen image encoder, then applied to any images.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FittedProbe:
+    """One logistic regression per finding on the features of a frozen image encoder.
+
+    Attributes:
+        encoder: the encoder.
+        names: findings with positives and negatives among the training images, without No Finding.
+        patients: split -> patients that the probe was fitted to, or its penalty chosen on.
+        manifests: split -> fingerprint of its shards.
+        penalty: the chosen penalty.
+    """
+
+    encoder: ProbedEncoder
+    names: tuple[str, ...]
+    standardizer: Standardizer
+    probe: LinearProbe
+    patients: Mapping[str, frozenset[str]]
+    manifests: Mapping[str, str | None]
+    penalty: float
+
+    @classmethod
+    def fit(
+        cls,
+        encoder: ProbedEncoder,
+        train: FeatureTable,
+        valid: FeatureTable,
+        *,
+        policy: LabelPolicy | None = None,
+        penalties: Sequence[float] = PENALTIES,
+    ) -> "FittedProbe":
+        """Fit a probe to all labels, as the protocol "linear_probe" does at 100 %
+        (`medvl.eval.linear_probe`).
+
+        Args:
+            encoder: the encoder of the features.
+            train, valid: features of different patients.
+            policy: conversion of labels that are neither 1 nor 0.
+            penalties: candidate penalties; the one with the best mean AUROC on the validation
+                images is taken, over `names`, while `linear_probe` leaves out findings without
+                labels in the test data.
+
+        Raises:
+            EvaluationError: no finding has positives and negatives in both sets.
+            SplitError: the sets share a patient.
+        """
+        patients = {"train": frozenset(train.patients), "validation": frozenset(valid.patients)}
+        check_disjoint(patients, "the linear probe")
+        policy = policy or LabelPolicy()
+        labels = {"train": _labels(train, policy), "validation": _labels(valid, policy)}
+        names = tuple(
+            name
+            for name in train.label_names
+            if name in valid.label_names
+            and name != NO_FINDING
+            and {0.0, 1.0} <= set(labels["train"][name])
+        )
+        if not names:
+            message = (
+                "expected a finding with positives and negatives among the probe's "
+                "training images, got none"
+            )
+            raise EvaluationError(message, "empty", field="probe_train")
+        standardizer = Standardizer.fit(train.x_ND)
+        y_NL, valid_y_NL = (
+            np.stack([labels[part][name] for name in names], axis=1) for part in labels
+        )
+        chosen = choose_probe(
+            standardizer(train.x_ND), y_NL, standardizer(valid.x_ND), valid_y_NL, penalties
+        )
+        return cls(
+            encoder=encoder,
+            names=names,
+            standardizer=standardizer,
+            probe=chosen.probe,
+            patients=patients,
+            manifests={"train": train.fingerprint, "validation": valid.fingerprint},
+            penalty=chosen.penalty,
+        )
+
+    def probabilities(self, batch: Batch) -> Tensor:
+        """Return (B, L): float64 probabilities of a batch's images on the CPU, columns as in
+        `names`.
+        """
+        features = self.encoder.module(batch.image_BCHW.to(self.encoder.device, non_blocking=True))
+        return torch.from_numpy(
+            self.probe.probability_NL(self.standardizer(features.pooled_BD.float().cpu()))
+        )
+
+
+def _labels(table: FeatureTable, policy: LabelPolicy) -> dict[str, np.ndarray]:
+    """Return finding -> labels of 1, 0 or NaN."""
+    resolved_NL = policy.resolve(table.labels_NL, table.label_names).labels_NL
+    return dict(zip(table.label_names, resolved_NL.T, strict=True))

@@ -5,7 +5,7 @@ checkpoints on disk.
 import dataclasses
 import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +15,9 @@ from helpers.two_ranks import run_two_ranks
 
 import medvl
 from medvl.cli import main as cli
-from medvl.cli.eval import classification, images
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
-from medvl.eval import RetrievalList, read_results
+from medvl.eval import RetrievalList, Setup, read_results
 from medvl.models import create_classifier
 from medvl.models.checkpoint import save
 
@@ -155,27 +154,22 @@ def test_classify_writes_results_and_page(home: Path, capsys: pytest.CaptureFixt
     assert "recipes/linear_probe.py" in text
 
 
-@pytest.mark.parametrize(
-    ("task", "module"),
-    [
-        ("classify", classification),
-        ("detection", images),
-        ("segmentation", images),
-        ("zero-shot-masks", images),
-    ],
-)
+@pytest.mark.parametrize("task", ["classify", "detection", "segmentation", "zero-shot-masks"])
 def test_thresholds_are_not_chosen_on_training_patients(
-    home: Path, tmp_path: Path, task: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch,
+    home: Path,
+    tmp_path: Path,
+    task: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     shards, checkpoint = home / "shards", tmp_path / "best"
     trained = dataclasses.asdict(ShardSource(shards / "train").manifest)
     checkpoint.mkdir()
     save(medvl.load(home / "labels" / "best"), checkpoint, {"train_manifest": trained})
-    model, source = SimpleNamespace(name="any", tokenizer=None), ShardSource(shards / "test")
-    monkeypatch.setattr(
-        module, "open_evaluation", lambda *_, **__: (model, source, lambda each: each)
-    )
+    model = SimpleNamespace(name="any", tokenizer=None)
+    monkeypatch.setattr(Setup, "check", lambda *_, **__: None)
+    monkeypatch.setattr(Setup, "model", lambda *_, **__: model)
+    monkeypatch.setattr(Setup, "loader", lambda *_, **__: None)
     paths = [
         "--checkpoint",
         str(checkpoint),

@@ -3,6 +3,7 @@ the right ones.
 """
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -156,13 +157,18 @@ def test_results_on_other_data_are_kept(
 
 
 def test_the_folder_is_announced_before_the_evaluation(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    caplog.set_level(logging.INFO)
     shutil.copytree(home / "imported/a", tmp_path / "a", ignore=shutil.ignore_patterns("eval"))
     shutil.copytree(home / "imported/b", tmp_path / "b", ignore=shutil.ignore_patterns("eval"))
     out = tmp_path / "out"
     evaluate(home, str(tmp_path / "a"), "--out", str(out))
-    assert f"medvl: results go to {out}\n" in capsys.readouterr().err
+    assert f"results go to {out}" in caplog.messages
     other = ["--data", str(home / "shards/validate"), *COMMON, "--out", str(out)]
     aside = tmp_path / f"out-{ShardSource(home / 'shards/validate').fingerprint[:8]}"
 
@@ -176,7 +182,7 @@ def test_the_folder_is_announced_before_the_evaluation(
         expected = (
             f"results go to {aside}: {out} holds results on other data (--replace replaces them)"
         )
-        assert expected in capsys.readouterr().err
+        assert expected in caplog.messages
         aside.mkdir()
         write_results(RESULTS, aside)  # of another checkpoint
         text = failed(["eval", "retrieval", "--checkpoint", str(tmp_path / "a"), *other], capsys)
@@ -185,7 +191,7 @@ def test_the_folder_is_announced_before_the_evaluation(
             cli.main(
                 ["eval", "retrieval", "--checkpoint", str(tmp_path / "a"), *other, "--replace"]
             )
-        assert f"medvl: results go to {out}\n" in capsys.readouterr().err
+        assert caplog.messages.count(f"results go to {out}") == 2
 
 
 def test_results_are_written_over_others_on_request_only(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def restored_registry() -> Iterator[None]:
     entry_points.cache_clear()
     yield
     entry_points.cache_clear()
-    for name in set(registry.CORPORA.classes) - set(registry.CORPORA.modules):
-        del registry.CORPORA.classes[name]
+    for name in set(registry.CORPORA.imported) - set(registry.CORPORA.modules):
+        del registry.CORPORA.imported[name]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from medvl.eval.change.evaluate import (
     cross_validated_scores,
     load_change_prompts,
 )
-from medvl.eval.change.page import write_change_page
+from medvl.eval.change.evaluation import write_change_page
 from medvl.eval.core.results import PageHeader
 from medvl.schema import CHANGES, Embeddings, Inputs, Sample
 

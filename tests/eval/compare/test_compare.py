@@ -21,8 +21,8 @@ from medvl.cli import main as cli
 from medvl.errors import EvaluationError
 from medvl.eval import zero_shot
 from medvl.eval.compare.compare import Comparison, Run, compare, find_runs, short_names
+from medvl.eval.compare.items import read_items
 from medvl.eval.compare.page import format_comparison, write_comparison
-from medvl.eval.compare.readers import read_items
 from medvl.eval.core.bootstrap import resample_counts
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, read_results, write_results

@@ -20,8 +20,8 @@ from medvl.data.annotations import Phrase, Question
 from medvl.eval.change.evaluate import ChangeResult, change_metrics
 from medvl.eval.classification.scored_images import ScoredImages, evaluate_scores
 from medvl.eval.compare.compare import Comparison, compare, find_runs
+from medvl.eval.compare.items import read_items
 from medvl.eval.compare.page import format_comparison, write_comparison
-from medvl.eval.compare.readers import read_items
 from medvl.eval.core.metric_rows import (
     MetricGroup,
     label_mean_metrics,

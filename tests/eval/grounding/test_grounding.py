@@ -33,6 +33,7 @@ from medvl.eval.grounding.evaluate import (
     phrase_grounding,
     stored_boxes,
 )
+from medvl.eval.grounding.evaluation import draw_grounding, write_grounding_page
 from medvl.eval.grounding.heatmaps import (
     MapRules,
     best_cosine,
@@ -43,7 +44,6 @@ from medvl.eval.grounding.heatmaps import (
     region_mask,
     smooth,
 )
-from medvl.eval.grounding.page import draw_grounding, write_grounding_page
 from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.convirt import ConVIRT
 from medvl.models.heatmaps import on_image

@@ -26,7 +26,7 @@ from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import linear_probe, write_probe_page
 from medvl.eval.classification.scored_images import LabelPolicy
 from medvl.eval.core.results import PageHeader
-from medvl.eval.probing.evaluate import PENALTIES
+from medvl.eval.probing.evaluate import PENALTIES, FittedProbe
 from medvl.eval.probing.features import (
     FeatureTable,
     ProbedEncoder,
@@ -36,7 +36,6 @@ from medvl.eval.probing.features import (
     fit_logistic,
     fit_path,
 )
-from medvl.eval.probing.fitted import FittedProbe
 
 NAMES = ("Edema", "Fracture", "Cardiomegaly")
 

@@ -16,15 +16,14 @@ from helpers.fusion_samples import SIDE, TEXTS, tiny_model, tiny_tokenizer
 from helpers.shard_plans import OPTIONS, make_plan
 from torch import Tensor, nn
 
-from medvl.cli.eval.images import retrieval
-from medvl.cli.eval.options import EvalOptions
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.privacy import Deidentifier
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval import reranked_retrieval
+from medvl.eval import RunOptions, reranked_retrieval, run_evaluation
 from medvl.eval.retrieval import rerank
+from medvl.eval.retrieval.evaluation import Retrieval
 from medvl.eval.retrieval.rerank import ShortlistModel, reranked_ranks
 from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.bases.base import FusionModel
@@ -287,7 +286,7 @@ def test_reranking_gives_intervals_and_supports_autocast(tokenizer: Tokenizer) -
 
 
 def test_retrieval_command_reranks_with_another_checkpoint_or_its_own(
-    tokenizer: Tokenizer, deid: Deidentifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tokenizer: Tokenizer, deid: Deidentifier, tmp_path: Path
 ) -> None:
     write_shards(
         make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS
@@ -297,13 +296,14 @@ def test_retrieval_command_reranks_with_another_checkpoint_or_its_own(
         (tmp_path / name / "best").mkdir(parents=True)
         save(tiny_model(name, tokenizer), tmp_path / name / "best")
     albef, stream = tmp_path / "albef" / "best", tmp_path / "dual_stream" / "best"
-    settings: dict[str, Any] = {"data": data, "resamples": 0, "workers": 0, "device": "cpu"}
+    options = RunOptions(resamples=0, workers=0, device="cpu")
     for checkpoint, own in ((stream, False), (albef, True)):
-        retrieval(EvalOptions(checkpoint=albef, **settings), rerank=checkpoint, shortlist=3)
+        evaluation = Retrieval(checkpoint=albef, data=data, rerank=checkpoint, shortlist=3)
+        outcome, _ = run_evaluation(evaluation, options)
         written = json.loads((checkpoint / "eval" / "retrieval" / "results.json").read_text())
         assert written["protocol"] == {"name": "image_text_retrieval_reranked", "version": 3}
         assert written["config"]["own_shortlist"] is own
         assert (written["inputs"]["shortlist_checkpoint"] is None) is own
-    assert "recall@5" in capsys.readouterr().out
+        assert "recall@5" in outcome.table
     with raises(ConfigError, "unsupported", "checkpoint"):
-        retrieval(EvalOptions(checkpoint=stream, **settings))
+        run_evaluation(Retrieval(checkpoint=stream, data=data), options)

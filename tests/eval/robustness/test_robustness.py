@@ -18,7 +18,7 @@ from torch import Tensor
 
 from medvl.errors import ConfigError, EvaluationError, ShardError
 from medvl.eval import LabelPolicy, RobustnessSettings, evaluate_robustness, write_robustness_page
-from medvl.eval.compare.readers import read_items
+from medvl.eval.compare.items import read_items
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import PageHeader, Results, checkpoint_sha256, write_results
 from medvl.eval.robustness.assemble import assemble

@@ -4,6 +4,7 @@ its page.
 
 import gzip
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from helpers.errors import raises
 from sklearn.metrics import f1_score
 
 from medvl.cli import main as cli
-from medvl.cli.eval import texts as text_command
 from medvl.data.text_tasks.tasks import TASKS, TextExample
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.encoders import create_text_encoder
@@ -34,8 +34,10 @@ from medvl.eval import (
 from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, write_results
+from medvl.eval.evaluation import OutputOptions, run_evaluation
 from medvl.eval.text_tasks import evaluate
 from medvl.eval.text_tasks.evaluate import TaskRun, TextTaskResult, complete_tasks
+from medvl.eval.text_tasks.evaluation import TextTasks
 from medvl.eval.text_tasks.finetune import encode_task, finetune, predict
 from medvl.eval.text_tasks.metrics import (
     ScoredTask,
@@ -463,8 +465,9 @@ def write_data(root: Path) -> Path:
 
 
 def test_command_writes_results_and_a_page(
-    tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, vocabulary: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
     sizes = [part for name, value in SIZES.items() for part in (name, str(value))]
     chosen = [
@@ -483,9 +486,8 @@ def test_command_writes_results_and_a_page(
     ]
     encoder = ["--encoder", "hf:bert", "--tokenizer", str(vocabulary), "--text-arguments", *sizes]
     cli.main(["eval", "text", "--data", str(data), "--out", str(out), *encoder, *chosen])
-    printed = capsys.readouterr().out
-    assert "bc5-chem: entity_f1" in printed
-    fits = [line for line in printed.splitlines() if line.startswith("bc5-chem, ")]
+    assert any(line.startswith("bc5-chem: entity_f1") for line in caplog.messages)
+    fits = [line for line in caplog.messages if line.startswith("bc5-chem, ")]
     assert len(fits) == 2 * (2 + 2)  # both encoders: two rates on dev, two seeds on test
     assert fits[0].startswith("bc5-chem, hf:bert, random weights, lr 0.001, batch ")
     results = read_results(out)
@@ -606,7 +608,7 @@ def test_two_encoders_are_paired_in_every_task(tmp_path: Path) -> None:
 
 
 def test_all_tasks_are_those_that_are_complete(
-    tmp_path: Path, encoder: EvaluatedEncoder, vocabulary: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, encoder: EvaluatedEncoder, vocabulary: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Incomplete data is found before the first fine-tuning."""
     data, printed = write_data(tmp_path / "data"), list[str]()
@@ -640,7 +642,7 @@ def test_all_tasks_are_those_that_are_complete(
     ]
     arguments += ["--lrs", "1e-3", "--batches", "16", "--epochs", "1", "--resamples", "5"]
     cli.main(["eval", "text", "--data", str(data), "--out", str(tmp_path / "out"), *arguments])
-    assert "Left out: bc5-chem has no train split" in capsys.readouterr().out
+    assert any("left out: bc5-chem has no train split" in line for line in caplog.messages)
     assert set(read_results(tmp_path / "out").details) == {"gad", "biosses"}
     (data / "gad/dev.jsonl.gz").write_bytes(b"damaged")
     with raises(CorpusError, "malformed", "data"):
@@ -659,9 +661,4 @@ def test_missing_splits_and_wrong_settings(tmp_path: Path, encoder: EvaluatedEnc
     with raises(ConfigError, "empty", "grid"):
         evaluate_text_tasks(encoder, data, ["biosses"], TextTaskOptions(grid=FinetuneGrid(lrs=())))
     with raises(ConfigError, "conflict", "checkpoint"):
-        text_command.text(
-            tmp_path,
-            text_command.TextEncoderOptions(),
-            text_command.FinetuneOptions(),
-            out=tmp_path / "out",
-        )
+        run_evaluation(TextTasks(data=tmp_path), OutputOptions(out=tmp_path / "out"))

@@ -21,8 +21,6 @@ from helpers.script_modules import load_script
 from helpers.vqa_corpora import rad_row, write_image
 
 from medvl.cli import main as cli
-from medvl.cli.eval.options import RunOptions
-from medvl.cli.eval.texts import vqa
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.questions import vqa_rad
@@ -32,12 +30,12 @@ from medvl.data.loading.studies import QuestionSource
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError
-from medvl.eval import VQAData, evaluate_answers, normalize_answer
+from medvl.eval import VQAData, evaluate_answers, normalize_answer, run_evaluation
 from medvl.eval.core.open import open_for_evaluation
 from medvl.eval.core.results import PageHeader
 from medvl.eval.vqa.evaluate import VQAResult
+from medvl.eval.vqa.evaluation import QuestionAnswering, write_vqa_page
 from medvl.eval.vqa.examples import choose_examples, explain
-from medvl.eval.vqa.page import write_vqa_page
 from medvl.eval.vqa.predictions import Prediction, answer_questions, question_data
 from medvl.models import VQA, save
 from medvl.models.downstream.vqa.decoder import DecoderConfig
@@ -526,7 +524,7 @@ def test_scripts_write_the_page_with_images_of_the_corpus(
 def test_checkpoint_without_a_vqa_head_is_refused(home: Path, tmp_path: Path) -> None:
     save(tiny_model("dual_stream", tiny_tokenizer()), tmp_path)
     with raises(ConfigError, "unsupported", "checkpoint"):
-        vqa(home / "shards" / "mixed", RunOptions(), checkpoint=tmp_path)
+        run_evaluation(QuestionAnswering(data=home / "shards" / "mixed", checkpoint=tmp_path))
 
 
 def test_explanations_read_the_colors_that_answers_are_given_to(model: VQA, tmp_path: Path) -> None:

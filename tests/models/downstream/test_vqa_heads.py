@@ -13,8 +13,6 @@ from helpers.learning import fit
 from helpers.vqa_corpora import write_rad_shards
 
 import medvl
-from medvl.cli.eval.options import RunOptions
-from medvl.cli.eval.texts import vqa as eval_vqa
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.studies import QuestionSource
 from medvl.data.shards.source import ShardSource
@@ -23,11 +21,14 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import (
     AnswerEval,
+    RunOptions,
     answer_questions,
     normalize_answer,
     read_answer_vocabulary,
     read_results,
+    run_evaluation,
 )
+from medvl.eval.vqa.evaluation import QuestionAnswering
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.decoder import HEADS, DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead
@@ -288,7 +289,7 @@ def test_evaluation_accepts_every_head(
     assert all(0 <= (prediction.score or 0) <= 1 for prediction in said.values())
     save(model, tmp_path)
     shared = RunOptions(out=tmp_path / "out", resamples=10, workers=0, device="cpu")
-    eval_vqa(folder, shared, checkpoint=tmp_path)
+    run_evaluation(QuestionAnswering(data=folder, checkpoint=tmp_path), shared)
     assert (
         read_results(tmp_path / "out").row("accuracy", "overall").value == numbers["vqa/accuracy"]
     )

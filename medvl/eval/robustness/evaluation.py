@@ -2,16 +2,27 @@
 corruption.
 """
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.data.shards.source import ShardSource
+from medvl.errors import ConfigError
 from medvl.eval.classification.page import LIMITS
-from medvl.eval.classification.scored_images import notes_on_means
-from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.results import PageHeader
+from medvl.eval.classification.scored_images import LabelPolicy, MeanOptions, notes_on_means
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow
+from medvl.eval.core.open import open_source
+from medvl.eval.core.predictions import LineFields, Lines, ScoredClasses, number_table
+from medvl.eval.core.results import OutputFolder, PageHeader, Results
+from medvl.eval.evaluation import (
+    ModelEvaluation,
+    OutputOptions,
+    Setup,
+)
 from medvl.eval.html.page import (
     Page,
     Picture,
@@ -25,9 +36,25 @@ from medvl.eval.html.page import (
     write_page,
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
+from medvl.eval.matching import matching_groups
+from medvl.eval.probing.evaluate import FittedProbe
+from medvl.eval.probing.features import ProbedEncoder, encode_features
+from medvl.eval.registry import register_evaluation
 from medvl.eval.robustness.assemble import ALL, DATA
-from medvl.eval.robustness.evaluate import RobustnessResult
+from medvl.eval.robustness.evaluate import (
+    PROTOCOL,
+    RobustnessResult,
+    RobustnessSettings,
+    evaluate_robustness,
+)
 from medvl.eval.robustness.image_versions import STRENGTHS, Version
+from medvl.eval.zero_shot_classification.calibration import (
+    Calibration,
+    calibration_path,
+    read_calibration,
+)
+from medvl.eval.zero_shot_classification.prompts import default_prompts, load_prompts
+from medvl.models.base import System
 
 _LIMITS = (
     *LIMITS,
@@ -312,3 +339,170 @@ def _pictures(result: RobustnessResult, pixels: Pixels, examples: int) -> Iterat
 
 def _picture(image: NDArray[np.uint8], alternative: str, *lines: str) -> Picture:
     return Picture(source=thumbnail_uri(image, 192), alternative=alternative, lines=lines)
+
+
+@register_evaluation("robustness")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Robustness(ModelEvaluation):
+    """Test a model on other patients, sites, image qualities and wordings, and on images that are
+    not radiographs.
+
+    The checkpoint is a dual-encoder, a fusion-encoder or a classifier; the shards have labels,
+    texts or both. With --probe-train and --probe-valid it is any system with an image encoder, and
+    a linear probe scores the findings.
+    """
+
+    protocols = (PROTOCOL,)
+    lines = LineFields(needs=("labels",))
+    advice = "give a system's checkpoint"
+
+    probe_train: Path | None = None
+    """folder of labelled shards of other patients, to which a linear probe of the image encoder is
+    fitted
+    """
+    probe_valid: Path | None = None
+    """folder of labelled shards of further patients, on which the penalty of the probe is chosen"""
+    prompts: tuple[str, ...] = ()
+    """prompt sets of a dual-encoder (`medvl list prompts`, or JSON files); the first scores the
+    findings. Default chexpert_ensemble (statements for systems that are trained on statements),
+    chexpert_pairs and chexzero_template
+    """
+    corruptions: tuple[str, ...] = ("noise", "blur", "contrast", "crop", "rotation", "marks")
+    """corruptions, each at five strengths"""
+    made_up: tuple[str, ...] = ("natural noise", "inverted", "shuffled tiles")
+    """images that are not radiographs, made from those of the data"""
+    sites: tuple[Path, ...] = ()
+    """folders of labelled shards of other hospitals"""
+    outside: tuple[Path, ...] = ()
+    """folders of shards of images that are not chest radiographs, such as those of `medvl phantom
+    roco`
+    """
+    calibration: Path | None = None
+    """file of `medvl eval calibrate`; default the one beside the checkpoint, if there is one"""
+    seed: int = 0
+    """seed of the corruptions and of the intervals"""
+    label: MeanOptions = dataclasses.field(default_factory=MeanOptions)
+    """labels, thresholds and means"""
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder of the results, by what scores the findings."""
+        return "robustness_probe" if self.probe_train else "robustness"
+
+    def output(self, options: OutputOptions) -> OutputFolder:
+        """Return the folder of the results.
+
+        Raises ConfigError where an option of the probe is missing or does not apply.
+        """
+        if (self.probe_train is None) != (self.probe_valid is None):
+            message = "give both --probe-train and --probe-valid"
+            raise ConfigError(message, "conflict", field="probe_train")
+        if self.probe_train and (self.prompts or self.calibration is not None):
+            message = "a linear probe has no prompts and no calibration"
+            raise ConfigError(message, "conflict", field="probe_train")
+        return options.folder(self.checkpoint, self.folder_name)
+
+    def evaluate(self, model: System, source: ShardSource, setup: Setup) -> RobustnessResult:
+        """Return the metrics of every test."""
+        sets = [load_prompts(name) for name in self.prompts]
+        load = functools.partial(setup.loader, model=model, text=self.probe_train is None)
+        first = sets[0].name if sets else default_prompts(model)
+        return evaluate_robustness(
+            model,
+            source,
+            load,
+            prompts=sets,
+            sites={
+                name: setup.source(path, self.checkpoint)
+                for name, path in _named(self.sites).items()
+            },
+            outside={name: open_source(path) for name, path in _named(self.outside).items()},
+            calibration=None if self.probe_train else self._calibration(first),
+            probe=self._probe(model, setup),
+            settings=RobustnessSettings(
+                corruptions=self.corruptions,
+                made_up=self.made_up,
+                policy=self.label.policy(),
+                smallest_class=self.label.smallest_class,
+                resamples=setup.resamples,
+                seed=self.seed,
+            ),
+            checkpoint=self.checkpoint,
+        )
+
+    def _probe(self, model: System, setup: Setup) -> FittedProbe | None:
+        """Return a linear probe of the model's image encoder; its features are cached as those of
+        `medvl eval probe`.
+        """
+        if self.probe_train is None or self.probe_valid is None:
+            return None
+        encoder = ProbedEncoder.from_model(model, name=model.name)
+        train, valid = (
+            encode_features(
+                encoder, setup.loader(of_split, model, text=False), cache=setup.features
+            )
+            for of_split in (
+                setup.source(self.probe_train, synthetic=True),
+                setup.source(self.probe_valid),
+            )
+        )
+        return FittedProbe.fit(encoder, train, valid, policy=self.label.policy())
+
+    def _calibration(self, prompts: str) -> Calibration | None:
+        """Return the calibration of a file, or that beside the checkpoint for its prompts; None if
+        there is none.
+        """
+        default = calibration_path(self.checkpoint, prompts)
+        if self.calibration is None and not default.is_file():
+            return None
+        return read_calibration(self.calibration or default)
+
+    def model_name(self, model: System) -> str:
+        """Return the name of the model, with the probe."""
+        name = super().model_name(model)
+        return f"linear probe of {name}" if self.probe_train else name
+
+    def table(self, result: RobustnessResult) -> str:
+        """Return the table of the tests."""
+        return result.table()
+
+    def write_page(
+        self, result: RobustnessResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page with images under every corruption."""
+        return write_robustness_page(result, path, header, pixels=source.pixels)
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return the metrics of the choices between texts."""
+        if "texts" not in lines[0]:
+            return []
+        scores_N3 = np.array([line["texts"] for line in lines], dtype=float)
+        return matching_groups(scores_N3, decides=False)
+
+    @staticmethod
+    def scored_classes(lines: Lines, results: Results) -> ScoredClasses | None:
+        """Return the scores and labels of the findings."""
+        if "findings" not in lines[0]:
+            return None
+        labels = list(lines[0]["labels"])
+        names = [name for name in lines[0]["findings"] if name in labels]
+        policy = LabelPolicy(**results.config["policy"])
+        labels_NL = policy.resolve(number_table(lines, "labels", labels), labels).labels_NL
+        return ScoredClasses(
+            names,
+            number_table(lines, "findings", names),
+            labels_NL[:, [labels.index(name) for name in names]],
+        )
+
+
+def _named(folders: tuple[Path, ...]) -> dict[str, Path]:
+    """Return short name -> folder: the last two parts of the path, or all of it where these are
+    not unique.
+    """
+    short = ["/".join(path.parts[-2:]) for path in folders]
+    names = [
+        str(path) if short.count(name) > 1 else name
+        for name, path in zip(short, folders, strict=True)
+    ]
+    return dict(zip(names, folders, strict=True))

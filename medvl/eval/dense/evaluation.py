@@ -1,18 +1,26 @@
 """Shared parts of the detection and segmentation pages."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.annotations import published_size
 from medvl.data.loading.dense_targets import mask_at
+from medvl.data.loading.sources import OtherTexts
+from medvl.data.shards.source import ShardSource
+from medvl.eval.core.metric_rows import MetricGroup
+from medvl.eval.core.predictions import LineFields, Lines, at_items, number
 from medvl.eval.core.results import PageHeader, Results
+from medvl.eval.dense import detection, segmentation
 from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.dense.detection import DetectedImage, DetectionResult
-from medvl.eval.dense.segmentation import SegmentationResult, SegmentedImage
+from medvl.eval.dense.metrics import APConvention, EmptyRule
+from medvl.eval.dense.segmentation import MASK_LINES, SegmentationResult, SegmentedImage
+from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
 from medvl.eval.html.page import (
     Page,
     Picture,
@@ -26,6 +34,9 @@ from medvl.eval.html.page import (
     write_page,
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
+from medvl.eval.registry import register_evaluation
+from medvl.models.downstream.detector import Detector
+from medvl.models.downstream.segmenter import MaskModel
 
 SIDE = 384
 """Longer side of a picture, in pixels."""
@@ -425,3 +436,133 @@ def draw_masks(
     return np.asarray(
         cv2.drawContours(np.ascontiguousarray(drawn_HWC), outlines, -1, TRUTH_COLOR, 2, cv2.LINE_AA)
     )
+
+
+_ADVICE = (
+    "train a {kind} on its image encoder with recipes/dense_transfer.py --init-from {{}} "
+    "--task {task}"
+)
+
+
+@register_evaluation("detection")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Detection(ModelEvaluation):
+    """Evaluate detection of findings: average precision over all images, those without boxes
+    included.
+
+    The checkpoint is a detector (recipes/dense_transfer.py); the shards have boxes (rsna,
+    vindr-cxr, chestxdet10, ...).
+    """
+
+    protocols = (detection.PROTOCOL,)
+    lines = LineFields(needs=("true",))
+    fits = (Detector,)
+    advice = _ADVICE.format(kind="detector", task="detection")
+    shared = SmallBatchOptions
+
+    valid: Path | None = None
+    """folder of shards of other patients, on which the score threshold is chosen; without it, no
+    challenge score
+    """
+    convention: Literal["medvl", "coco", "voc2007", "voc2012"] = "medvl"
+    """convention of average precision: medvl treats equal scores as one step; coco and voc order
+    them, and voc adds a pixel to widths and has its own matching and recalls
+    """
+    examples: int = 6
+    """images with boxes on the page, and as many without"""
+
+    def evaluate(self, model: Detector, source: ShardSource, setup: Setup) -> DetectionResult:
+        """Return the average precision of each finding."""
+        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
+        return detection.box_detection(
+            model,
+            setup.loader(source, model, text=False),
+            valid_loader=None if valid is None else setup.loader(valid, model, text=False),
+            convention=self.convention,
+            resamples=setup.resamples,
+            checkpoint=self.checkpoint,
+        )
+
+    def write_page(
+        self, result: DetectionResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page with boxes on images."""
+        return write_detection_page(
+            result, path, header, pixels=source.pixels, examples=self.examples
+        )
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return the metrics of the images in the order of the data, which decides between equal
+        scores.
+        """
+        order_N = np.argsort([line["position"] for line in lines])
+        labels = results.config["labels"]
+        convention = dict(results.config["convention"])
+        convention.pop("name")
+        thresholds = results.details["thresholds"]
+        known = (
+            None if thresholds is None else {label: number(thresholds[label]) for label in labels}
+        )
+        images = [detection.read_detections(lines[index], labels) for index in order_N]
+        groups = detection.detection_groups(images, labels, APConvention(**convention), known)
+        return [at_items(group, order_N) for group in groups]
+
+
+_TEXTS = {"none": "no text", "others": "texts of other images"}
+
+
+@register_evaluation("segmentation")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segmentation(ModelEvaluation):
+    """Evaluate segmentation of findings: Dice over all images, with a named rule for empty masks.
+
+    The checkpoint is a segmenter (recipes/dense_transfer.py) or LViT (recipes/lvit_qata.py); the
+    shards have masks (siim, qata, ...) or boxes (rsna).
+    """
+
+    protocols = (segmentation.PROTOCOL,)
+    lines = MASK_LINES
+    fits = (MaskModel,)
+    advice = _ADVICE.format(kind="segmenter", task="segmentation")
+    shared = SmallBatchOptions
+    metric_groups = staticmethod(segmentation.groups_of_lines)
+
+    valid: Path | None = None
+    """folder of shards of other patients, on which thresholds are chosen; without it they are
+    fixed
+    """
+    empty: EmptyRule = "one_if_both_empty"
+    """score of an image without a mask: 1 if the prediction is empty too, else 0; or none, such
+    images being left out; or smoothed as in LViT's code
+    """
+    side: int | None = None
+    """longer side of the images in which masks are compared; default: the published size"""
+    other_texts: tuple[Literal["none", "others"], ...] = ("none", "others")
+    """texts to compare with, for a model that reads text: none, or those of other images"""
+    examples: int = 6
+    """images with a mask on the page, and as many without"""
+
+    def evaluate(self, model: MaskModel, source: ShardSource, setup: Setup) -> SegmentationResult:
+        """Return the Dice of each finding."""
+        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
+        compared = self.other_texts if model.tokenizer is not None else ()
+        return segmentation.mask_segmentation(
+            model,
+            setup.loader(source, model),
+            other_texts={
+                _TEXTS[name]: setup.loader(OtherTexts(source, name), model) for name in compared
+            },
+            valid_loader=None if valid is None else setup.loader(valid, model),
+            empty=self.empty,
+            side=self.side,
+            resamples=setup.resamples,
+            keep_maps=self.examples,
+            checkpoint=self.checkpoint,
+        )
+
+    def write_page(
+        self, result: SegmentationResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page with masks on images."""
+        return write_segmentation_page(result, path, header, pixels=source.pixels)

@@ -2,17 +2,37 @@
 and embeddings.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.data.shards.source import ShardSource
+from medvl.eval.core.full_pass import samples_by_key
+from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.results import PageHeader
+from medvl.eval.core.open import unsupported_model
+from medvl.eval.core.predictions import LineFields, Lines, at_items
+from medvl.eval.core.results import OutputFolder, PageHeader, Results, WritePage
+from medvl.eval.evaluation import (
+    ModelEvaluation,
+    OutputOptions,
+    Setup,
+)
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.page import header_facts, headline
+from medvl.eval.registry import register_evaluation
+from medvl.eval.retrieval import image_text, rerank
 from medvl.eval.retrieval.image_text import NearestCandidates, RetrievalExamples, RetrievalResult
+from medvl.eval.retrieval.rerank import ShortlistModel
+from medvl.eval.trial import Column, Task, Trial
+from medvl.models.base import System
+from medvl.models.downstream.retrieval import RetrievalModel
+from medvl.models.dual_encoders.bases.base import DualEncoder
+from medvl.models.fusion_encoders.bases.base import FusionModel
 
 _DIRECTIONS = {"image_to_text": "Image to text", "text_to_image": "Text to image"}
 _FINDINGS = 2
@@ -272,3 +292,124 @@ def _ordinal(number: int) -> str:
         "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     )
     return f"{number:,}{ending}"
+
+
+_EXAMPLES = 6
+"""Queries of each direction on the page."""
+
+
+@register_evaluation("retrieval")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retrieval(ModelEvaluation):
+    """Evaluate image-text retrieval in both directions; equal texts are positives of each other."""
+
+    protocols = (image_text.PROTOCOL, rerank.PROTOCOL)
+    lines = LineFields(earlier_group="text", needs=("text_rank",))
+    fits = (DualEncoder,)
+    advice = "give the checkpoint of a dual-encoder, and --rerank"
+    divides_batches = True
+    tasks = (
+        Task(
+            fits=DualEncoder,
+            columns=(
+                Column(title="R@10 image to text", metric="recall@10", targets=("image_to_text",)),
+                Column(title="R@10 text to image", metric="recall@10", targets=("text_to_image",)),
+            ),
+        ),
+        Task(
+            name="reranking",
+            fits=FusionModel,
+            columns=(
+                Column(title="R@1 image to text", metric="recall@1", targets=("image_to_text",)),
+                Column(title="R@1 text to image", metric="recall@1", targets=("text_to_image",)),
+            ),
+        ),
+    )
+
+    rerank: Path | None = None
+    """checkpoint of a fusion-encoder, or of recipes/retrieval_finetune.py on one, that re-ranks the
+    shortlists of the dual-encoder; the same folder if the model is both
+    """
+    shortlist: int = 256
+    """candidates per query that are re-ranked"""
+    sections: tuple[str, ...] = ()
+    """sections of the text; default the whole text"""
+
+    def output(self, options: OutputOptions) -> OutputFolder:
+        """Return the folder of the results of the fusion-encoder, if there is one."""
+        return options.folder(self.rerank or self.checkpoint, self.folder_name)
+
+    def evaluate(self, model: DualEncoder, source: ShardSource, setup: Setup) -> RetrievalResult:
+        """Return the recalls and ranks."""
+        loader = setup.loader(source, model, sections=self.sections)
+        if self.rerank is None:
+            return image_text.image_text_retrieval(
+                model,
+                loader,
+                resamples=setup.resamples,
+                checkpoint=self.checkpoint,
+                examples=_EXAMPLES,
+            )
+        shortlist_model = None
+        fusion: System = model
+        if self.rerank.resolve() != self.checkpoint.resolve():
+            shortlist_model = ShortlistModel(model, loader, self.checkpoint)
+            source = setup.source(self.data, self.rerank)
+            fusion = setup.model(self.rerank, field="rerank")
+            loader = setup.loader(source, fusion, sections=self.sections)
+        fusion = fusion.as_matcher() if isinstance(fusion, RetrievalModel) else fusion
+        if not isinstance(fusion, FusionModel):
+            advice = "give the checkpoint of a fusion-encoder"
+            raise unsupported_model(self.rerank, fusion, advice, field="rerank")
+        return rerank.reranked_retrieval(
+            fusion,
+            loader,
+            shortlist=self.shortlist,
+            shortlist_model=shortlist_model,
+            resamples=setup.resamples,
+            checkpoint=self.rerank,
+        )
+
+    def page(self, result: RetrievalResult, source: ShardSource) -> WritePage | None:
+        """Return the writer of the page; None where the result has no examples."""
+        if result.examples is None:
+            return None
+        samples = samples_by_key(source)
+        return functools.partial(
+            write_retrieval_page,
+            result,
+            pixels=lambda key: source.pixels(samples[key][0]),
+            labels=lambda key: samples[key][1].labels,
+        )
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return the metrics of images, and of the texts of these images, each drawn with its first
+        image.
+        """
+        _, first_M = np.unique([line["text"] for line in lines], return_index=True)
+        image_rank_N, text_rank_N = (
+            np.array([int(line[field]) for line in lines]) for field in ("rank", "text_rank")
+        )
+        ks: list[int] = results.config["ks"]
+        of_texts = image_text.rank_groups(text_rank_N[first_M], ks, "text_to_image")
+        return [
+            *image_text.rank_groups(image_rank_N, ks, "image_to_text"),
+            *(at_items(group, first_M) for group in of_texts),
+        ]
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "Retrieval":
+        """Return the evaluation of a dual-encoder, or of a fusion-encoder on the shortlists of the
+        benchmark's dual-encoder.
+        """
+        if task.name != "reranking":
+            return cls(checkpoint=trial.checkpoint, data=trial.data)
+        settings = trial.settings
+        return cls(
+            checkpoint=trial.other(settings.shortlist_system),
+            rerank=trial.checkpoint,
+            data=trial.data,
+            shortlist=settings.shortlist,
+            sections=settings.sections,
+        )

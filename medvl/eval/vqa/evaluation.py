@@ -1,12 +1,29 @@
 """HTML page of a VQA evaluation: accuracy next to baselines, and examples with attention maps."""
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, cast
 
 import numpy as np
 
-from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.results import PageHeader, format_value
+from medvl.common.files import sha256
+from medvl.data.annotations import Question
+from medvl.data.loading.studies import QuestionSource, questions_in_split
+from medvl.data.shards.source import ShardSource
+from medvl.errors import ConfigError
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow
+from medvl.eval.core.open import open_source
+from medvl.eval.core.predictions import LineFields, Lines, number
+from medvl.eval.core.results import (
+    OutputFolder,
+    PageHeader,
+    Results,
+    checkpoint_sha256,
+    format_value,
+)
+from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html import plots
 from medvl.eval.html.page import (
     Page,
@@ -21,9 +38,36 @@ from medvl.eval.html.page import (
     write_page,
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
+from medvl.eval.registry import register_evaluation
+from medvl.eval.trial import Column, Task, Trial
 from medvl.eval.vqa.baselines import QUESTION_ONLY
-from medvl.eval.vqa.evaluate import ACCURACY, CEILING, GAIN, MODEL, TYPES, VQAResult, subgroup_of
-from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, example_cards
+from medvl.eval.vqa.evaluate import (
+    ACCURACY,
+    CEILING,
+    GAIN,
+    MODEL,
+    TYPES,
+    VQAResult,
+    attribute_masks,
+    evaluate_answers,
+    masked_means,
+    subgroup_of,
+    type_masks,
+)
+from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, example_cards, explain
+from medvl.eval.vqa.predictions import (
+    Predictions,
+    QuestionLoader,
+    answer_questions,
+    check_answer_types,
+    model_vocabulary,
+    question_data,
+    questions_beside,
+    read_predictions,
+)
+from medvl.eval.vqa.protocol import AnswerVocabulary, VQAProtocol, get_protocol
+from medvl.models.downstream.vqa.model import VQA
+from medvl.models.fusion_encoders.bases.base import FusionModel
 
 _NAMES: Mapping[str, str] = {
     MODEL: "Model",
@@ -267,3 +311,155 @@ def _plot(result: VQAResult) -> list[Pictures]:
             "(number of questions).",
         )
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Answers:
+    """Predictions and their origin."""
+
+    predictions: Predictions
+    name: str
+    inputs: Mapping[str, str]
+    vocabulary: AnswerVocabulary | Literal["protocol"] | None = "protocol"
+    """Answers of the model; None if it generates them, "protocol" if they are unknown."""
+    explain: Explain | None = None
+
+
+@register_evaluation("vqa")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionAnswering(Evaluation):
+    """Evaluate visual question answering: accuracy with intervals, baselines without the image, and
+    a page.
+    """
+
+    protocols = ("vqa",)
+    lines = LineFields(item=("id",), needs=("closed", "model_credit"))
+    tasks = (
+        Task(
+            name="questions",
+            fits=FusionModel,
+            needs=("questions", "questions_valid"),
+            data="questions",
+            columns=(
+                Column(title="questions", metric=ACCURACY, targets=("overall",)),
+                Column(
+                    title="question alone",
+                    metric=ACCURACY,
+                    targets=("overall",),
+                    subgroup=subgroup_of(QUESTION_ONLY),
+                ),
+                Column(title="gain over question alone", metric=GAIN, targets=("overall",)),
+                Column(title="closed", metric=ACCURACY, targets=("closed",)),
+                Column(title="open", metric=ACCURACY, targets=("open",)),
+            ),
+        ),
+    )
+
+    data: Path
+    """folder of shards with questions"""
+    checkpoint: Path | None = None
+    """folder of a checkpoint of recipes/vqa_finetune.py"""
+    predictions: Path | None = None
+    """answers of another system instead of a checkpoint: JSON lines with id, answer and optional
+    score
+    """
+    train: Path | None = None
+    """folder of shards with the training questions, from which the baselines are built, and with
+    whose answers the checkpoint's vocabulary is compared; default --data, for corpora with all
+    splits in one folder
+    """
+    split: str = "test"
+    """split of the questions"""
+    protocol: str = "medvl"
+    """rules for comparing answers; `medvl` is ours, others reproduce published numbers"""
+    examples: int = 6
+    """correct and wrong answers on the page, per closed and open question type"""
+
+    def output(self, options: OutputOptions) -> OutputFolder:
+        """Return the folder of the results of the checkpoint or the file of predictions."""
+        if (self.checkpoint is None) == (self.predictions is None):
+            message = "give exactly one of --checkpoint and --predictions"
+            raise ConfigError(message, "conflict", field="checkpoint")
+        return options.folder(self.checkpoint or self.predictions, "vqa")
+
+    def run(self, setup: Setup) -> Outcome:
+        """Open the questions and the answers, and evaluate."""
+        rules = get_protocol(self.protocol)
+        shards = setup.source(self.data)
+        folders = [self.data] if self.train is None else [self.train, self.data]
+        alone = self.train is None or self.train.resolve() == self.data.resolve()
+        questions = question_data([shards] if alone else [ShardSource(folders[0]), shards])
+        setup.settle(questions=questions.fingerprint)
+        answers = self._from_checkpoint(rules, setup) if self.checkpoint else self._from_file()
+        result = evaluate_answers(
+            questions,
+            answers.predictions,
+            protocol=rules,
+            split=self.split,
+            vocabulary=answers.vocabulary,
+            elsewhere=questions_beside(folders),
+            resamples=setup.resamples,
+            inputs=answers.inputs,
+        )
+        positions = {
+            entry.question.id: entry.image for entry in questions_in_split(shards, self.split)
+        }
+        page = functools.partial(
+            write_vqa_page,
+            result,
+            pixels=lambda name: shards.pixels(positions[name], color=True),
+            explain=answers.explain,
+            examples=self.examples,
+        )
+        return Outcome(
+            result=result,
+            model=answers.name,
+            data=shards.manifest,
+            page=page,
+            table=result.table(),
+        )
+
+    def _from_checkpoint(self, rules: VQAProtocol, setup: Setup) -> _Answers:
+        assert self.checkpoint is not None
+        check_answer_types(rules)
+        shards = setup.source(self.data, self.checkpoint)
+        model: VQA = setup.model(
+            self.checkpoint, (VQA,), "fine-tune it with recipes/vqa_finetune.py"
+        )
+        source = QuestionSource(shards, self.split, model.config.answers, rules.normalize)
+        loader = setup.loader(source, model, sections=("question",))
+        return _Answers(
+            predictions=answer_questions(model, cast("QuestionLoader", loader)),
+            name=f"{model.fusion_model.name} ({self.checkpoint})",
+            inputs={"checkpoint": checkpoint_sha256(self.checkpoint)},
+            vocabulary=model_vocabulary(model, rules),
+            explain=functools.partial(explain, model, source),
+        )
+
+    def _from_file(self) -> _Answers:
+        assert self.predictions is not None
+        return _Answers(
+            predictions=read_predictions(self.predictions),
+            name=str(self.predictions),
+            inputs={"predictions": sha256(self.predictions)},
+        )
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return the accuracy, and the gain over the question alone, by type of question."""
+        credit_N, floor_N = (
+            np.array([number(line.get(f"{system}_credit")) for line in lines])
+            for system in (MODEL, QUESTION_ONLY)
+        )
+        types = type_masks(np.array([bool(line["closed"]) for line in lines]))
+        masks = types | attribute_masks([Question.from_json(line) for line in lines])
+        groups = [masked_means(ACCURACY, credit_N, masks)]
+        if np.isnan(floor_N).all():
+            return groups
+        return [*groups, masked_means(GAIN, credit_N - floor_N, types)]
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "QuestionAnswering":
+        """Fine-tune the checkpoint with the recipe for questions, and return its evaluation."""
+        open_source(trial.data, [trial.origin])  # refuses its patients before the fine-tuning
+        return cls(checkpoint=trial.finetuned(), data=trial.data, train=trial.data.parent / "train")

@@ -2,14 +2,27 @@
 of images.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.eval.change.evaluate import ChangeResult
-from medvl.eval.core.results import PageHeader
+from medvl.data.loading.studies import prior_positions
+from medvl.data.shards.source import ShardSource
+from medvl.errors import EvaluationError
+from medvl.eval.change.evaluate import (
+    PROTOCOL,
+    ChangeResult,
+    change_classification,
+    change_metrics,
+    load_change_prompts,
+)
+from medvl.eval.core.metric_rows import MetricGroup
+from medvl.eval.core.predictions import LineFields, Lines, number
+from medvl.eval.core.results import PageHeader, Results
+from medvl.eval.evaluation import ModelEvaluation, Setup
 from medvl.eval.html.page import (
     Page,
     Picture,
@@ -23,7 +36,11 @@ from medvl.eval.html.page import (
     write_page,
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
-from medvl.schema import CHANGES
+from medvl.eval.registry import register_evaluation
+from medvl.eval.trial import Column, Task, Trial
+from medvl.models.downstream.change_classifier import ChangeClassifier
+from medvl.models.dual_encoders.bases.base import DualEncoder
+from medvl.schema import CHANGES, Inputs
 
 _LIMITS = (
     "A research evaluation, not for clinical use. Labels are one reading of two images.",
@@ -184,3 +201,95 @@ def _pair(
         alternative=f"current image: {', '.join(lines)}",
         lines=lines,
     )
+
+
+@register_evaluation("change")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change(ModelEvaluation):
+    """Evaluate how well a model distinguishes improving, stable and worsening findings, from pairs
+    of images.
+
+    The checkpoint is a dual-encoder, or a classifier of recipes/change_finetune.py, to which
+    `prompts`, `use_prior` and `folds` do not apply; the shards have labels of change (ms-cxr-t).
+    """
+
+    protocols = (PROTOCOL,)
+    lines = LineFields(needs=("patient",))
+    fits = (DualEncoder, ChangeClassifier)
+    advice = "give the checkpoint of a dual-encoder or of a classifier of change"
+    tasks = (
+        Task(
+            fits=DualEncoder,
+            needs=("changes",),
+            data="changes",
+            columns=(Column(title="change", metric="macro_accuracy", targets=("macro",)),),
+        ),
+    )
+
+    prompts: Path | None = None
+    """JSON file with a list of sentences with {finding} for each of improving, stable and
+    worsening
+    """
+    use_prior: bool = True
+    """give prior images to a model that takes them"""
+    folds: int | None = None
+    """number of folds of patients over which a linear probe of the images' vectors is
+    cross-validated, such as 5; default zero-shot classification by the prompts
+    """
+    examples: int = 4
+    """pairs on the page, correct and wrong ones each"""
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder of the results, by the kind of the classification."""
+        name = "change" if self.folds is None else "change-probe"
+        return name if self.use_prior else f"{name}-without-prior"
+
+    def evaluate(
+        self, model: DualEncoder | ChangeClassifier, source: ShardSource, setup: Setup
+    ) -> ChangeResult:
+        """Return the accuracies."""
+        return change_classification(
+            model,
+            setup.loader(source, model, text=False, inputs=Inputs(prior_image=True)),
+            load_change_prompts(self.prompts),
+            use_prior=self.use_prior,
+            folds=self.folds,
+            resamples=setup.resamples,
+            checkpoint=self.checkpoint,
+        )
+
+    def write_page(
+        self, result: ChangeResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page with pairs of images."""
+        prior_N = prior_positions(source)
+        return write_change_page(
+            result,
+            path,
+            header,
+            pixels=source.pixels,
+            prior_pixels=lambda position: source.pixels(int(prior_N[position])),
+            examples=self.examples,
+        )
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return the accuracy of each finding, and its mean."""
+        findings = sorted({name for line in lines for name in line["findings"]})
+        scores_NLC = np.zeros((len(lines), len(findings), len(CHANGES)))
+        truth_NL = np.full(scores_NLC.shape[:2], -1)
+        for row, line in enumerate(lines):
+            for name, one in line["findings"].items():
+                column = findings.index(name)
+                scores_NLC[row, column] = [number(one["scores"][change]) for change in CHANGES]
+                truth_NL[row, column] = CHANGES.index(one["label"])
+        return [change_metrics(scores_NLC, truth_NL, findings)]
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "Change":
+        """Return the evaluation with prior images, of a system that reads them."""
+        if not trial.model().inputs.prior_image:
+            message = "the system reads no prior image"
+            raise EvaluationError(message, "unsupported", field="prior_image")
+        return cls(checkpoint=trial.checkpoint, data=trial.data)

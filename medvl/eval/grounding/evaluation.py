@@ -2,18 +2,37 @@
 their boxes.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import Box
-from medvl.eval.core.results import PageHeader
-from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult, stored_boxes
+from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics
+from medvl.eval.core.predictions import LineFields, Lines, number
+from medvl.eval.core.results import PageHeader, Results, format_table
+from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
+from medvl.eval.grounding.evaluate import (
+    PROTOCOL,
+    GroundedPhrase,
+    GroundingResult,
+    phrase_grounding,
+    stored_boxes,
+)
+from medvl.eval.grounding.heatmaps import MapRules
 from medvl.eval.html import page as html, tables
 from medvl.eval.html.page import header_facts, headline
 from medvl.eval.html.plots import color_ends, draw_map, mark_peak
+from medvl.eval.registry import register_evaluation
+from medvl.eval.trial import Column, Task, Trial
+from medvl.models.dual_encoders.bases.base import DualEncoder
+from medvl.models.dual_encoders.kad import KAD
+from medvl.models.dual_encoders.mavl import MAVL
+from medvl.models.dual_encoders.medklip import MedKLIP
 
 _NAMES = {
     "pointing_game": "Pointing game",
@@ -252,3 +271,107 @@ def draw_grounding(
         left, top, right, bottom = (round(corner * scale) for corner in corners)
         cv2.rectangle(drawn_HWC, (left, top), (right - 1, bottom - 1), _BOX, 2, cv2.LINE_AA)
     return np.asarray(drawn_HWC)
+
+
+_NOT_METRICS = frozenset({"key", "phrase", "patient", "subgroups", "label"})
+"""Fields of a line that are not metrics."""
+
+
+@register_evaluation("grounding")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grounding(ModelEvaluation):
+    """Evaluate phrase grounding: contrast-to-noise ratio, pointing game and overlap with the boxes
+    of each phrase.
+
+    The checkpoint is a dual-encoder; the shards have phrases (ms-cxr) or boxes (rsna, vindr-cxr,
+    chestxdet10, ...).
+    """
+
+    protocols = (PROTOCOL,)
+    lines = LineFields(item=("key", "phrase"))
+    fits = (DualEncoder,)
+    advice = "give the checkpoint of a dual-encoder"
+    shared = SmallBatchOptions
+    tasks = (
+        Task(
+            fits=DualEncoder,
+            needs=("phrases",),
+            data="phrases",
+            columns=(
+                Column(title="pointing game", metric="pointing_game", targets=("overall",)),
+                Column(title="CNR", metric="cnr", targets=("overall",)),
+            ),
+        ),
+    )
+
+    protocol: Literal["medvl", "biovil", "maco"] = "medvl"
+    """settings by name. biovil: similarity smoothed by 1.5 cells, thresholds on the cosines,
+    removed pixels left out, absolute contrast; maco: the same with maps scaled to -1..1 and signed
+    contrast; medvl: the defaults of the next four, which only it can be combined with
+    """
+    maps: Literal["attention", "similarity"] | None = None
+    """attention of words to regions, or similarity of the phrase with patches; default: the model's
+    own
+    """
+    unseen: Literal["background", "drop"] | None = None
+    """pixels that the center crop removed: background (a finding there counts as missed; default),
+    or left out
+    """
+    scale: Literal["unit", "signed", "none"] | None = None
+    """range to which each map is scaled before thresholds: 0..1 (default), -1..1, or none"""
+    smoothing: float | None = None
+    """Gaussian smoothing of similarity maps, in cells of the grid; default none"""
+    examples: int = 4
+    """images on the page for each finding"""
+
+    def evaluate(self, model: DualEncoder, source: ShardSource, setup: Setup) -> GroundingResult:
+        """Return the metrics of the phrases."""
+        rules = None
+        if self.unseen or self.scale:
+            rules = MapRules(unseen=self.unseen or "background", scale=self.scale or "unit")
+        return phrase_grounding(
+            model,
+            setup.loader(source, model),
+            protocol=self.protocol,
+            maps=self.maps,
+            rules=rules,
+            smoothing=self.smoothing,
+            resamples=setup.resamples,
+            keep_maps=self.examples,
+            checkpoint=self.checkpoint,
+        )
+
+    def table(self, result: GroundingResult) -> str:
+        """Return the table without the overlap at single thresholds."""
+        rows = [row for row in result.results.rows if not row.metric.startswith("iou@")]
+        return format_table(rows)
+
+    def write_page(
+        self, result: GroundingResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page with maps on images."""
+        return write_grounding_page(result, path, header, pixels=source.pixels)
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return the mean of each metric over the phrases, and by finding."""
+        labels = [line["label"] for line in lines]
+        return [
+            label_mean_metrics(field, np.array([number(line[field]) for line in lines]), labels)
+            for field in lines[0]
+            if field not in _NOT_METRICS
+        ]
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "Grounding":
+        """Return the evaluation by smoothed similarity; of systems whose patches and texts have no
+        common space, by the attention of their decoder.
+        """
+        if issubclass(trial.system, MedKLIP | KAD | MAVL):
+            return cls(checkpoint=trial.checkpoint, data=trial.data, maps="attention")
+        return cls(
+            checkpoint=trial.checkpoint,
+            data=trial.data,
+            maps="similarity",
+            smoothing=trial.settings.smoothing,
+        )

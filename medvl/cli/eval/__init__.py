@@ -1,1 +1,0 @@
-"""Commands that evaluate a checkpoint: `medvl eval TASK`."""

@@ -1,0 +1,486 @@
+"""The base class of evaluations, and what they open.
+
+An evaluation of one checkpoint on one folder of shards extends `ModelEvaluation`; others extend
+`Evaluation`. `medvl eval NAME`, its page, its columns in `medvl benchmark` and its place in `medvl
+compare` are made from the class.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from medvl.common.ranks import rank_and_world
+from medvl.data.loading.loader import Loader
+from medvl.data.loading.sources import Source
+from medvl.data.shards.format import Manifest
+from medvl.data.shards.source import ShardSource
+from medvl.errors import ConfigError
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
+from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
+from medvl.eval.core.predictions import LineFields, Lines, ScoredClasses
+from medvl.eval.core.results import (
+    OutputFolder,
+    PageHeader,
+    Results,
+    WritePage,
+    checkpoint_sha256,
+    default_folder,
+    format_table,
+    publish,
+)
+from medvl.eval.html.page import Page, Section, header_facts, headline, write_page
+from medvl.eval.html.tables import Table, metric_cell
+from medvl.eval.trial import Column, EvaluationConfig, Task, Trial
+from medvl.models.base import System
+from medvl.models.checkpoint import described_model
+from medvl.models.registry import system
+
+# Options that several evaluations share.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Output and device."""
+
+    out: Path | None = None
+    """folder for the output files; default RUN/eval/STEP/TASK, or CHECKPOINT/eval/TASK outside
+    of a run
+    """
+    replace: bool = False
+    """replace results of another checkpoint or of other data in the output folder"""
+    resamples: int = 1000
+    """bootstrap resamples"""
+    device: str = "auto"
+    """auto, cpu or cuda"""
+    all: bool = False
+    """print all rows; by default, those that fit on one screen"""
+
+    def folder(self, evaluated: Path | None, task: str, *, hashed: bool = True) -> OutputFolder:
+        """Return the output folder. Called before an evaluation, so that its hours are not lost at
+        its end.
+
+        Args:
+            evaluated: the evaluated checkpoint, or a file of predictions.
+            task: name of the folder.
+            hashed: whether the results hold the hash of `evaluated`; False for ensembles and
+                random weights.
+
+        Raises:
+            ConfigError: neither something evaluated nor --out is given.
+            EvaluationError: the folder cannot be written, or holds results of another checkpoint
+                without --replace.
+        """
+        if evaluated is None:
+            if self.out is None:
+                message = "--encoder needs --out: there is no run to hold the results"
+                raise ConfigError(message, "missing", field="out")
+            return OutputFolder(self.out, replace=self.replace)
+        kind = "predictions" if evaluated.is_file() else "checkpoint"
+        model = {kind: functools.partial(checkpoint_sha256, evaluated)} if hashed else {}
+        folder = self.out or default_folder(evaluated, task)
+        return OutputFolder(folder, model, replace=self.replace)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(OutputOptions):
+    """Output, device and batches."""
+
+    batch: int = 64
+    """batch size"""
+    workers: int = 2
+    """loader processes"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmallBatchOptions(RunOptions):
+    """Output, device and batches."""
+
+    batch: int = 32
+    """batch size"""
+
+
+# What an evaluation reads and returns.
+
+
+class Setup:
+    """The model and data of an evaluation, each opened once, and the folder of its results.
+
+    Args:
+        options: device, batches and resamples.
+        output: folder of the results; None where another program writes them.
+        trained: further checkpoints, on whose training patients nothing may be evaluated.
+    """
+
+    def __init__(
+        self,
+        options: OutputOptions,
+        output: OutputFolder | None = None,
+        *,
+        trained: Sequence[Path] = (),
+    ) -> None:
+        self.options = options
+        self.folder: Path | None = None
+        """Folder of the results, once the data is known."""
+        self._output = output
+        self._trained = tuple(trained)
+        self._models: dict[Path, System] = {}
+
+    @property
+    def resamples(self) -> int:
+        """Number of bootstrap resamples."""
+        return self.options.resamples
+
+    @property
+    def features(self) -> Path | None:
+        """Folder of features that evaluations of one checkpoint share; None without a folder of
+        results.
+        """
+        return None if self._output is None else self._output.path.parent / "features"
+
+    def settle(self, **data: str | None) -> None:
+        """Decide the folder of the results, and print it.
+
+        Args:
+            data: hash of the data by its name in `Results.inputs`; none where the results hold no
+                such hash.
+
+        Raises EvaluationError where the folder cannot be written, or holds results of another model
+        without --replace.
+        """
+        if self._output is not None:
+            self.folder = self._output.settle(**data)
+
+    def model(
+        self,
+        checkpoint: Path,
+        fits: tuple[type[System], ...] = (System,),
+        advice: str = "give another checkpoint",
+        *,
+        field: str = "checkpoint",
+    ) -> Any:
+        """Return the model of a checkpoint, in eval mode on the device.
+
+        Args:
+            checkpoint: folder of the checkpoint.
+            fits: classes that the evaluation supports.
+            advice: what the error for other systems advises.
+            field: option that names the checkpoint.
+
+        Raises ConfigError for other systems, and CheckpointError.
+        """
+        self.check(checkpoint, fits, advice, field=field)
+        if checkpoint not in self._models:
+            self._models[checkpoint] = load_model(checkpoint, self.options.device)
+        return self._models[checkpoint]
+
+    def check(
+        self,
+        checkpoint: Path,
+        fits: tuple[type[System], ...],
+        advice: str,
+        *,
+        field: str = "checkpoint",
+    ) -> None:
+        """Raise ConfigError for a checkpoint of another system, before its weights are read;
+        arguments as of `model`.
+        """
+        cls = system(described_model(checkpoint)["name"])
+        if not issubclass(cls, fits):
+            raise unsupported_model(checkpoint, cls, advice, field=field)
+
+    def source(self, data: Path, *checkpoints: Path, synthetic: bool = False) -> ShardSource:
+        """Open shards on which checkpoints are evaluated. Raises as `open_source`."""
+        return open_source(data, [*checkpoints, *self._trained], synthetic=synthetic)
+
+    def loader(self, source: Source, model: Any, *, text: bool = True, **options: Any) -> Loader:
+        """Open a loader of a source for a model, of this rank's batches under torchrun.
+
+        Args:
+            source: the samples.
+            model: has the image transform and the tokenizer.
+            text: tokenize the texts, for a model with a tokenizer.
+            options: further arguments of `open_for_evaluation`.
+        """
+        assert isinstance(self.options, RunOptions)
+        return open_for_evaluation(
+            source,
+            model.transform,
+            model.tokenizer if text else None,
+            batch=self.options.batch,
+            workers=self.options.workers,
+            ranks=rank_and_world(),
+            **options,
+        )
+
+
+class Result(Protocol):
+    """Metric rows and predictions of an evaluation."""
+
+    @property
+    def results(self) -> Results:
+        """Rows of metrics, with the settings of the protocol."""
+
+    def predictions(self) -> Iterable[Mapping[str, Any]]:
+        """Yield one JSON object for each image, question or pair."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LineResult:
+    """Metric rows that are computed from the lines of the predictions."""
+
+    results: Results
+    lines: Lines
+
+    def predictions(self) -> Lines:
+        """Return the lines."""
+        return self.lines
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What an evaluation returns: a result, and how it is shown."""
+
+    result: Result
+    model: str
+    """Name of the model on the page."""
+    data: Manifest | str
+    """Manifest or name of the data on the page."""
+    page: WritePage | None = None
+    """Writer of the page; None for no page."""
+    table: str
+    """Table that is printed."""
+
+
+# The classes.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation(abc.ABC):
+    """An evaluation of a model.
+
+    The docstring of a subclass is the help of `medvl eval NAME`. Its documented fields are the
+    command's options, beside those of `shared`.
+    """
+
+    name: ClassVar[str]
+    """Name of the command, which `register_evaluation` sets."""
+    protocols: ClassVar[tuple[str, ...]] = ()
+    """Names of the protocols in its results, by which `medvl compare` finds it."""
+    lines: ClassVar[LineFields] = LineFields()
+    """Fields of its predictions."""
+    tasks: ClassVar[tuple[Task, ...]] = ()
+    """Its tasks in `medvl benchmark`."""
+    shared: ClassVar[type[OutputOptions]] = RunOptions
+    """Options of output and computation."""
+    divides_batches: ClassVar[bool] = False
+    """Whether it divides the batches among the ranks of torchrun."""
+
+    @abc.abstractmethod
+    def output(self, options: OutputOptions) -> OutputFolder:
+        """Return the folder of the results. Raises as `OutputOptions.folder`."""
+
+    @abc.abstractmethod
+    def run(self, setup: Setup) -> Outcome:
+        """Open the model and the data, evaluate, and return the outcome."""
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return metrics of any items, from their lines in `predictions.jsonl`.
+
+        `medvl compare` computes paired differences, and metrics of subgroups, from them. Rows that
+        need more than the lines have no paired difference.
+        """
+        return []
+
+    @staticmethod
+    def scored_classes(lines: Lines, results: Results) -> ScoredClasses | None:
+        """Return scores and labels of classes, whose AUROC and average precision are further
+        metrics; None without such.
+        """
+        return None
+
+    @classmethod
+    def columns(cls, task: Task, settings: EvaluationConfig) -> tuple[Column, ...]:
+        """Return the columns of a task with the settings of a benchmark."""
+        return task.columns
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "Evaluation":
+        """Return the evaluation of a checkpoint in a benchmark.
+
+        Raises EvaluationError "unsupported" where the system does not support it.
+        """
+        raise NotImplementedError(f"{cls.__name__} has tasks, and needs for_trial")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelEvaluation(Evaluation):
+    """An evaluation of one checkpoint on one folder of shards."""
+
+    fits: ClassVar[tuple[type[System], ...]] = (System,)
+    """Systems that it supports."""
+    advice: ClassVar[str] = "give the checkpoint of another system"
+    """What the error for other systems advises; {} is the checkpoint."""
+    title: ClassVar[str] = ""
+    """Title of the page; empty for the name."""
+
+    checkpoint: Path
+    """folder of a checkpoint, such as runs/convirt/best"""
+    data: Path
+    """folder of shards of patients that the model was not trained on"""
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder of the results."""
+        return self.name.replace("-", "_")
+
+    def output(self, options: OutputOptions) -> OutputFolder:
+        """Return the folder of the results of the checkpoint."""
+        return options.folder(self.checkpoint, self.folder_name)
+
+    def run(self, setup: Setup) -> Outcome:
+        """Open the checkpoint and the shards, and evaluate."""
+        setup.check(self.checkpoint, self.fits, self.advice.format(self.checkpoint))
+        source = setup.source(self.data, self.checkpoint)
+        setup.settle(manifest=source.fingerprint)
+        model = setup.model(self.checkpoint)
+        result = self.evaluate(model, source, setup)
+        return Outcome(
+            result=result,
+            model=self.model_name(model),
+            data=source.manifest,
+            page=self.page(result, source),
+            table=self.table(result),
+        )
+
+    def model_name(self, model: Any) -> str:
+        """Return the name of the model on the page."""
+        return f"{model.name} ({self.checkpoint})"
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "Evaluation":
+        """Return the evaluation of the checkpoint with its defaults."""
+        return cls(checkpoint=trial.checkpoint, data=trial.data)
+
+    @abc.abstractmethod
+    def evaluate(self, model: Any, source: ShardSource, setup: Setup) -> Any:
+        """Return the result: `results` and `predictions()`.
+
+        Args:
+            model: a system of `fits`, in eval mode on the device.
+            source: the opened shards.
+            setup: opens loaders and further models.
+        """
+
+    def score_lines(
+        self,
+        lines: Lines,
+        setup: Setup,
+        source: ShardSource,
+        *,
+        version: int = 1,
+        config: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> LineResult:
+        """Return a result whose rows are `metric_groups` of the lines, with intervals.
+
+        Args:
+            lines: predictions, one for each item, with the fields of `self.lines`.
+            setup: has the number of resamples.
+            source: the evaluated shards.
+            version: version of the protocol, `self.protocols[0]`.
+            config: settings that affect the metrics.
+            seed: seed of the resamples.
+        """
+        results = Results(
+            protocol=self.protocols[0],
+            protocol_version=version,
+            rows=(),
+            config={**(config or {}), "resamples": setup.resamples, "seed": seed},
+            inputs={
+                "checkpoint": checkpoint_sha256(self.checkpoint),
+                "manifest": source.fingerprint,
+            },
+        )
+        groups = [line[self.lines.group] for line in lines]
+        rows = measure(
+            self.metric_groups(lines, results),
+            len(lines),
+            resamples=setup.resamples,
+            seed=seed,
+            groups=groups,
+        )
+        return LineResult(dataclasses.replace(results, rows=tuple(rows)), lines)
+
+    def table(self, result: Any) -> str:
+        """Return the table that is printed: by default, of all rows."""
+        return format_table(result.results.rows)
+
+    def page(self, result: Any, source: ShardSource) -> WritePage | None:
+        """Return the writer of the page; None for no page."""
+        return functools.partial(self.write_page, result, source)
+
+    def page_sections(self, result: Any, source: ShardSource) -> list[Section]:
+        """Return the sections of the page: by default, one table of all rows."""
+        rows: Sequence[MetricRow] = result.results.rows
+        cells = [(row.name, str(row.n), metric_cell(row, bar=True)) for row in rows]
+        return [Table(title="Metrics", columns=("Metric", "n", "Value"), rows=cells)]
+
+    def write_page(self, result: Any, source: ShardSource, path: Path, header: PageHeader) -> Path:
+        """Write the page of `page_sections` as one HTML file and return its path."""
+        results: Results = result.results
+        page = Page(
+            title=f"{self.title or self.name}: {header.model}",
+            subtitle=header.data,
+            headlines=[headline(*one) for one in self._main_rows(results)],
+            facts=header_facts(results, header, units="patients"),
+            sections=self.page_sections(result, source),
+            limits=(),
+        )
+        return write_page(page, path)
+
+    def _main_rows(self, results: Results) -> list[tuple[str, MetricRow]]:
+        """Return title and row of each column of the tasks."""
+        rows = {(row.metric, row.target, row.subgroup): row for row in results.rows}
+        columns = [column for task in self.tasks for column in task.columns]
+        return [
+            (column.title, rows[column.metric, target, column.subgroup])
+            for column in columns
+            for target in column.targets[:1]
+            if (column.metric, target, column.subgroup) in rows
+        ]
+
+
+def run_evaluation(
+    evaluation: Evaluation, options: OutputOptions | None = None
+) -> tuple[Outcome, list[Path]]:
+    """Run an evaluation and write its files.
+
+    Args:
+        evaluation: the evaluation with its options, such as
+            `ZeroShot(checkpoint=(Path("runs/convirt/best"),), data=Path("shards/test"))`.
+        options: output and computation; default those of the command.
+
+    Returns the outcome and the paths of the files; no paths on further ranks of torchrun.
+
+    Raises ConfigError, EvaluationError, CheckpointError, ShardError and SplitError.
+    """
+    options = options or evaluation.shared()
+    setup = Setup(options, evaluation.output(options))
+    outcome = evaluation.run(setup)
+    if rank_and_world()[0] > 0:
+        return outcome, []
+    assert setup.folder is not None, "run() decides the folder by setup.settle()"
+    paths = publish(
+        outcome.result.results,
+        setup.folder,
+        predictions=outcome.result.predictions(),
+        write_page=outcome.page,
+        model=outcome.model,
+        data=outcome.data,
+        replace=options.replace,
+    )
+    return outcome, paths

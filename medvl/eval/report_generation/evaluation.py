@@ -1,0 +1,504 @@
+"""HTML page of a report generation: overlap and findings of every decoding, beside its
+baselines.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medvl.common.files import sha256
+from medvl.data.privacy import Deidentifier, default_salt_file
+from medvl.data.reports.labeler import Conventions, label_report
+from medvl.data.shards.format import Manifest
+from medvl.errors import ConfigError
+from medvl.eval.core.full_pass import input_hashes
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
+from medvl.eval.core.predictions import LineFields, Lines, number
+from medvl.eval.core.results import OutputFolder, PageHeader, Results
+from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
+from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
+from medvl.eval.registry import register_evaluation
+from medvl.eval.report_generation import external_scores
+from medvl.eval.report_generation.evaluate import (
+    AGAINST_LABELS,
+    ONE_REPORT,
+    PROTOCOL,
+    GeneratedReport,
+    ReportResult,
+    evaluate_reports,
+    read_reports,
+    references_of,
+)
+from medvl.eval.report_generation.generate import count_cut, generate_by_decoding
+from medvl.eval.report_generation.metrics import (
+    MEANS,
+    METRICS,
+    REPORT,
+    Uncertain,
+    bleu_metrics,
+    clinical_metrics,
+    positive_findings,
+    stop_metrics,
+    words,
+    words_and_stops,
+)
+from medvl.eval.trial import Column, Task, Trial
+from medvl.models.fusion_encoders.medvill import MedViLL
+from medvl.models.report_generators.base import ReportGenerator
+from medvl.models.text_decoding import Decoding
+from medvl.phantom import read_truth
+from medvl.schema import FINDINGS, ConventionsName, Inputs
+
+_OVERLAP = {
+    "corpus_bleu_1": "BLEU-1",
+    "corpus_bleu_4": "BLEU-4",
+    "mean_rouge_l": "ROUGE-L",
+    "mean_meteor_exact_stem": "METEOR, without synonyms",
+    "mean_cider_d": "CIDEr-D",
+}
+_AVERAGES = {
+    "micro of five": "F1 of five, micro",
+    "macro of five": "F1 of five, macro",
+    "micro": "F1, micro",
+    "macro": "F1, macro",
+}
+_LIMITS = (
+    "A research evaluation, not for clinical use: overlap of words is not a measure of "
+    "correctness, and one report for "
+    "all images can have much of it.",
+    "Findings are read by a rule-based labeler, in the generated report and, except in the rows "
+    "against labels, in its "
+    "reference. The consensus of samples is selected by the same labeler.",
+    "Intervals are percentiles of a bootstrap over patients.",
+    "Texts on this page belong to the data set and stay under its terms of use.",
+)
+
+
+def write_report_page(
+    result: ReportResult, path: str | Path, header: PageHeader, *, examples: int = 4
+) -> Path:
+    """Write the page as one HTML file and return its path.
+
+    Args:
+        result: result of `evaluate_reports` or `report_generation`.
+        path: path of the file; its folder is created if missing.
+        header: display names of model and data, and the date.
+        examples: reports whose findings agree with those of the reference, and reports whose
+            findings differ.
+    """
+    results = result.results
+    rows = {(row.metric, row.target, row.subgroup): row for row in results.rows}
+    floor = rows["corpus_bleu_1", REPORT, ONE_REPORT]
+    page = Page(
+        title=f"Report generation: {header.model}",
+        subtitle=f"{header.data}: {results.details['reports']:,} reports of "
+        f"{results.details['patients']:,} patients",
+        headlines=[
+            headline("BLEU-1", results.row("corpus_bleu_1", REPORT)),
+            headline("BLEU-1 of one report for all", floor),
+            headline("F1 of findings, micro", results.row("f1", "micro")),
+        ],
+        facts=header_facts(results, header, units="patients", extra=_facts(result)),
+        sections=[_overlap(rows), _findings(rows), _by_finding(rows), _examples(result, examples)],
+        limits=_LIMITS,
+        findings=FINDINGS,
+    )
+    return write_page(page, path)
+
+
+def _facts(result: ReportResult) -> list[tuple[str, str]]:
+    details = result.results.details
+    counts = {
+        "generated": details["distinct"],
+        **details["distinct_others"],
+        "references": details["distinct_references"],
+    }
+    distinct = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return [
+        ("Distinct texts", distinct),
+        (
+            "Generated",
+            f"{details['empty']:,} empty, {details['truncated']:,} truncated, "
+            f"{details['mean_words']:.1f} words on average (references "
+            f"{details['mean_words_of_references']:.1f})",
+        ),
+        ("Labels", result.results.config.get("labels", "of the data")),
+    ]
+
+
+def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
+    subgroups = dict.fromkeys(subgroup for metric, _, subgroup in rows if metric in _OVERLAP)
+    lines: list[Sequence[Cell | str]] = [
+        [
+            _name(subgroup),
+            *(
+                metric_cell(rows[metric, REPORT, subgroup], bar="cider" not in metric)
+                for metric in _OVERLAP
+            ),
+        ]
+        for subgroup in subgroups
+    ]
+    return Table(
+        title="Summary: overlap with the references",
+        columns=["", *_OVERLAP.values()],
+        rows=lines,
+        strong_rows=1,
+        caption="With 95% intervals. The baselines give every image the report generated for "
+        "one of another "
+        "patient, and the one reference that fits all images best: a model near them does not "
+        "use the image.",
+    )
+
+
+def _findings(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
+    subgroups = dict.fromkeys(subgroup for metric, _, subgroup in rows if metric == "f1")
+    lines: list[Sequence[Cell | str]] = [
+        [
+            _name(subgroup),
+            *(metric_cell(rows["f1", target, subgroup], bar=True) for target in _AVERAGES),
+        ]
+        for subgroup in subgroups
+    ]
+    return Table(
+        title="Findings",
+        columns=["", *_AVERAGES.values()],
+        rows=lines,
+        strong_rows=1,
+        one_axis=True,
+        caption="F1 of the findings that the reports assert, against the labeler's reading of "
+        "the references or "
+        "against the labels of the images. The labeler's reading of the references against "
+        "labels is what a perfect "
+        "generator would have.",
+    )
+
+
+def _by_finding(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
+    lines: list[Sequence[Cell | str]] = [
+        [
+            name,
+            *(metric_cell(rows[metric, name, ""], bar=True) for metric in METRICS),
+            f"{rows['f1', name, ''].n_positive:,}",
+        ]
+        for name in FINDINGS
+    ]
+    return Table(
+        title="By finding",
+        columns=["", *(name.capitalize() for name in METRICS), "In references"],
+        rows=lines,
+        one_axis=True,
+        caption="Of the generated reports, with 95% intervals; the references are read by the "
+        "same labeler. F1 is the "
+        "harmonic mean of precision and recall.",
+    )
+
+
+def _examples(result: ReportResult, examples: int) -> Cards:
+    """Return generated reports beside their references, evenly spaced in the order of the data."""
+    decks = []
+    found = functools.partial(_found, conventions=result.conventions)
+    read = [(report, found(report.reference), found(report.generated)) for report in result.reports]
+    for title, good in (
+        ("Findings agree with the reference", True),
+        ("Findings differ from the reference", False),
+    ):
+        of_kind = [each for each in read if (each[1] == each[2]) == good]
+        places = np.linspace(0, len(of_kind) - 1, min(examples, len(of_kind))).astype(int).tolist()
+        cards = [_card(*of_kind[place]) for place in places]
+        if cards:
+            decks.append(
+                Deck(title=f"{title}: {len(of_kind):,} of {len(read):,}", cards=cards, good=good)
+            )
+    caption = (
+        "Evenly spaced in the order of the data. The labeler reads the findings in both texts."
+    )
+    return Cards(title="Reports", decks=decks, caption=caption)
+
+
+def _card(report: GeneratedReport, expected: frozenset[str], found: frozenset[str]) -> Card:
+    lines = [("Generated", report.generated or "(empty)"), ("Reference", report.reference)]
+    for name, findings in (
+        ("Both", expected & found),
+        ("Missed", expected - found),
+        ("Added", found - expected),
+    ):
+        if findings:
+            lines.append((name, ", ".join(sorted(findings))))
+    return Card(title=f"Image {report.key[:16]}", pictures=[], choices=[], lines=lines, tags=[])
+
+
+def _found(text: str, conventions: Conventions) -> frozenset[str]:
+    return frozenset(name for name, value in label_report(text, conventions).items() if value == 1)
+
+
+def _name(subgroup: str) -> str:
+    return f"generated, {AGAINST_LABELS}" if subgroup == AGAINST_LABELS else subgroup or "generated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodingOptions:
+    """Decoding of a checkpoint's reports."""
+
+    beams: int = 1
+    """above 1: also evaluate a beam search. It prefers "no abnormality", which has the fewest
+    paraphrases
+    """
+    max_tokens: int | None = None
+    """maximum length of a report; default: as in training"""
+    length_penalty: float = 0.0
+    """above 0 favours longer reports in the beam search"""
+    block_ngrams: int = 0
+    """above 0: never repeat an n-gram of this length"""
+    samples: int = 0
+    """above 0: also sample this many reports per image and evaluate the one whose findings agree
+    best with the others. The same labeler selects the report and computes the metrics of
+    findings
+    """
+    seed: int = 0
+    """seed of sampling"""
+
+    def decodings(self) -> dict[str, Decoding]:
+        """Return the decodings by name."""
+        common: dict[str, Any] = {"max_tokens": self.max_tokens, "block_ngrams": self.block_ngrams}
+        decodings = {"greedy": Decoding(**common)}
+        if self.beams > 1:
+            decodings["beam search"] = Decoding(
+                beams=self.beams, length_penalty=self.length_penalty, **common
+            )
+        if self.samples:
+            decodings["consensus"] = Decoding(samples=self.samples, seed=self.seed, **common)
+        return decodings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExternalOptions:
+    """Scores by other tools, of the reports in the order of predictions.jsonl."""
+
+    chexbert: tuple[Path, Path] | None = None
+    """two files of CheXbert's label.py: of the generated reports and of the references"""
+    radgraph: tuple[Path, Path] | None = None
+    """two files of RadGraph's annotations: of the generated reports and of the references"""
+    metric_scores: Path | None = None
+    """file of CXR-Report-Metric"""
+
+    def groups(self, reports: Sequence[GeneratedReport], uncertain: Uncertain) -> list[MetricGroup]:
+        """Return the requested metrics."""
+        groups: list[MetricGroup] = []
+        if self.chexbert is not None:
+            texts = [(report.generated, report.reference) for report in reports]
+            groups.append(external_scores.chexbert_metrics(*self.chexbert, texts, uncertain))
+        if self.radgraph is not None:
+            groups += external_scores.radgraph_metrics(
+                *(external_scores.read_radgraph(path, len(reports)) for path in self.radgraph)
+            )
+        if self.metric_scores is not None:
+            groups += external_scores.report_metric_scores(self.metric_scores, len(reports))
+        return groups
+
+    def inputs(self) -> dict[str, str]:
+        """Return the hashes of the files that are read."""
+        named = {"chexbert": self.chexbert, "radgraph": self.radgraph}
+        hashes = {
+            f"{name}_{side}": sha256(path)
+            for name, pair in named.items()
+            for side, path in zip(("generated", "references"), pair or (), strict=False)
+        }
+        if self.metric_scores is not None:
+            hashes["metric_scores"] = sha256(self.metric_scores)
+        return hashes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Reports:
+    """Reports to evaluate, and their origin."""
+
+    reports: list[GeneratedReport]
+    others: dict[str, list[GeneratedReport]] = dataclasses.field(default_factory=dict)
+    name: str
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inputs: Mapping[str, str | None]
+    data: Manifest | str
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@register_evaluation("report-generation")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportGeneration(Evaluation):
+    """Evaluate report generation: n-gram overlap and clinical F1 of generated reports against
+    references and labels.
+
+    The checkpoint is an R2Gen, or a MedViLL trained with objective "report". Greedy search is
+    always evaluated.
+    """
+
+    protocols = (PROTOCOL,)
+    lines = LineFields(reference="reference")
+    tasks = (
+        Task(
+            name="reports",
+            fits=(ReportGenerator, MedViLL),
+            data="reports",
+            columns=(
+                Column(title="report F1", metric="f1", targets=("macro of five", "micro")),
+                Column(title="BLEU-4", metric="corpus_bleu_4", targets=("report",)),
+            ),
+        ),
+    )
+
+    data: Path | None = None
+    """folder of shards of patients that the model was not trained on"""
+    checkpoint: Path | None = None
+    """folder of a checkpoint, such as runs/r2gen-iu/best"""
+    predictions: Path | None = None
+    """reports of another system instead of a checkpoint: JSON lines with key and generated, and
+    also reference if --data is not given
+    """
+    sections: tuple[str, ...] = ("findings", "impression")
+    """sections of the references; those that the model was trained to generate"""
+    phantom_truth: Path | None = None
+    """folder of `medvl phantom mimic-cxr` that the shards are from: compare findings with what its
+    images show, not with the labels of its reports
+    """
+    uncertain: Uncertain = "negative"
+    """label of findings that a report mentions as uncertain"""
+    conventions: ConventionsName = "chexpert"
+    """what the labeler takes as present and as uncertain: as CheXpert's labeler; as it, with any
+    borderline finding as uncertain; or as people who index reports, for whom a probable finding is
+    present
+    """
+    decoding: DecodingOptions = dataclasses.field(default_factory=DecodingOptions)
+    """decoding of a checkpoint's reports"""
+    external: ExternalOptions = dataclasses.field(default_factory=ExternalOptions)
+    """scores by other tools"""
+
+    def output(self, options: OutputOptions) -> OutputFolder:
+        """Return the folder of the results of the checkpoint or the file of predictions."""
+        if (self.checkpoint is None) == (self.predictions is None):
+            message = "give exactly one of --checkpoint and --predictions"
+            raise ConfigError(message, "conflict", field="checkpoint")
+        return options.folder(self.checkpoint or self.predictions, "report_generation")
+
+    def run(self, setup: Setup) -> Outcome:
+        """Generate or read the reports, and evaluate."""
+        written = self._from_file(setup) if self.predictions else self._from_checkpoint(setup)
+        result = evaluate_reports(
+            written.reports,
+            others=written.others,
+            uncertain=self.uncertain,
+            conventions=self.conventions,
+            extra=self.external.groups(written.reports, self.uncertain),
+            resamples=setup.resamples,
+            config={"sections": list(self.sections), **written.config},
+            inputs={**written.inputs, **self.external.inputs()},
+            details=written.details,
+        )
+        return Outcome(
+            result=result,
+            model=written.name,
+            data=written.data,
+            page=functools.partial(write_report_page, result),
+            table=result.table(),
+        )
+
+    def _from_file(self, setup: Setup) -> _Reports:
+        assert self.predictions is not None
+        source = None if self.data is None else setup.source(self.data)
+        references = None if source is None else references_of(source, self.sections)
+        reports = read_reports(self.predictions, references)
+        setup.settle()
+        return _Reports(
+            reports=reports,
+            name=str(self.predictions),
+            inputs={"predictions": sha256(self.predictions)},
+            data=str(self.predictions) if source is None else source.manifest,
+        )
+
+    def _from_checkpoint(self, setup: Setup) -> _Reports:
+        assert self.checkpoint is not None
+        if self.data is None:
+            raise ConfigError("a checkpoint needs images; give --data", "missing", field="data")
+        decodings = self.decoding.decodings()
+        labels = None if self.phantom_truth is None else _truth(self.phantom_truth)
+        advice = "give the checkpoint of an R2Gen or a MedViLL"
+        setup.check(self.checkpoint, (ReportGenerator, MedViLL), advice)
+        source = setup.source(self.data, self.checkpoint)
+        setup.settle(manifest=source.fingerprint)
+        model = setup.model(self.checkpoint)
+        loader = setup.loader(source, model, inputs=Inputs(other_view=model.inputs.other_view))
+        generated = generate_by_decoding(
+            model,
+            loader,
+            decodings,
+            sections=self.sections,
+            labels=labels,
+            conventions=self.conventions,
+        )
+        reports = generated.pop("greedy")
+        assert model.tokenizer is not None
+        return _Reports(
+            reports=reports,
+            others=generated,
+            name=f"{model.name} ({self.checkpoint})",
+            config={
+                "decodings": {name: dataclasses.asdict(each) for name, each in decodings.items()},
+                "labels": "of the data" if labels is None else "ground truth of the phantom",
+                "model": model.name,
+            },
+            inputs=input_hashes(self.checkpoint, manifest=loader),
+            data=source.manifest,
+            details={
+                "without_reference": len(loader.source) - len(reports),
+                "unreadable": dict(loader.skipped),
+                "references_cut_in_training": count_cut(model.tokenizer, reports),
+            },
+        )
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return overlap and findings of the reports."""
+        uncertain = results.config["uncertain"]
+        generated_NL, reference_NL = (
+            positive_findings([line[f"{side}_findings"] for line in lines], uncertain)
+            for side in ("generated", "reference")
+        )
+        texts = [(line["generated"], line["reference"]) for line in lines]
+        pairs = [(words(generated), words(reference)) for generated, reference in texts]
+        stops = [
+            (words_and_stops(generated), words_and_stops(reference))
+            for generated, reference in texts
+        ]
+        means = [
+            mean_metrics(name, np.array([[number(line[name])] for line in lines]), [REPORT])
+            for name in MEANS
+        ]
+        groups = [
+            bleu_metrics(pairs),
+            *means,
+            *stop_metrics(stops),
+            clinical_metrics(generated_NL, reference_NL),
+        ]
+        if all(line.get("labels") is not None for line in lines):
+            labels_NL = positive_findings([line["labels"] for line in lines], uncertain)
+            groups.append(clinical_metrics(generated_NL, labels_NL, subgroup=AGAINST_LABELS))
+        return groups
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "ReportGeneration":
+        """Return the evaluation against the sections that the system was trained on."""
+        sections = trial.sections or ("findings", "impression")
+        return cls(checkpoint=trial.checkpoint, data=trial.data, sections=sections)
+
+
+def _truth(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the ground truth of a phantom by sample key, with the default salt."""
+    deid = Deidentifier.from_file(default_salt_file())
+    return {
+        deid.image(row["dicom_id"]): row["labels"]
+        for row in read_truth(folder)
+        if "dicom_id" in row
+    }
