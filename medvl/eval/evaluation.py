@@ -191,9 +191,11 @@ class Setup:
         if not issubclass(cls, fits):
             raise unsupported_model(checkpoint, cls, advice, field=field)
 
-    def source(self, data: Path, *checkpoints: Path, synthetic: bool = False) -> ShardSource:
-        """Open shards on which checkpoints are evaluated. Raises as `open_source`."""
-        return open_source(data, [*checkpoints, *self._trained], synthetic=synthetic)
+    def source(self, data: Path, *checkpoints: Path) -> ShardSource:
+        """Open shards on which checkpoints are evaluated, without patients of their training.
+        Raises as `open_source`.
+        """
+        return open_source(data, [*checkpoints, *self._trained])
 
     def loader(self, source: Source, model: Any, *, text: bool = True, **options: Any) -> Loader:
         """Open a loader of a source for a model, of this rank's batches under torchrun.

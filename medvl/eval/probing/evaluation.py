@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
 from medvl.eval.classification.scored_images import (
     MeanOptions,
 )
-from medvl.eval.core.open import resolve_device
+from medvl.eval.core.open import open_source, resolve_device
 from medvl.eval.core.predictions import Lines, ScoredClasses, classes_of_lines
 from medvl.eval.core.results import OutputFolder, PageHeader, Results, checkpoint_sha256
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
@@ -233,15 +234,15 @@ class Probe(Evaluation):
         cache = self.cache or setup.features
         levels = None if self.levels is None else parse_levels(self.levels)
 
-        def features(folder: Path, *, synthetic: bool = False) -> FeatureTable:
-            of_split = setup.source(folder, synthetic=synthetic)
-            table = encode_features(probed, setup.loader(of_split, probed, text=False), cache=cache)
+        def features(of_split: ShardSource) -> FeatureTable:
+            loader = setup.loader(of_split, probed, text=False)
+            table = encode_features(probed, loader, cache=cache)
             return table if levels is None else ordinal_table(table, *levels)
 
         result = linear_probe(
-            features(self.train, synthetic=True),
-            features(self.valid),
-            features(self.test),
+            features(open_source(self.train, synthetic=True)),
+            features(open_source(self.valid)),
+            features(source),
             fractions=self.fractions,
             seeds=self.seeds,
             policy=self.label.policy(),

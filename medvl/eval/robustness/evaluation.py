@@ -442,8 +442,8 @@ class Robustness(ModelEvaluation):
                 encoder, setup.loader(of_split, model, text=False), cache=setup.features
             )
             for of_split in (
-                setup.source(self.probe_train, synthetic=True),
-                setup.source(self.probe_valid),
+                open_source(self.probe_train, synthetic=True),
+                open_source(self.probe_valid),
             )
         )
         return FittedProbe.fit(encoder, train, valid, policy=self.label.policy())
