@@ -35,8 +35,8 @@ from medvl.eval.html.page import (
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
+from medvl.models.downstream.dense import MaskModel
 from medvl.models.downstream.detector import Detector
-from medvl.models.downstream.segmenter import MaskModel
 
 SIDE = 384
 """Longer side of a picture, in pixels."""

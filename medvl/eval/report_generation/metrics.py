@@ -86,7 +86,8 @@ class Cider:
             others = self._weights(theirs)
             norms = math.hypot(*weights.values()) * math.hypot(*others.values())
             if norms:
-                shared = weights.keys() & others.keys()
+                # in the order of the text: that of a set differs from one process to another
+                shared = [ngram for ngram in weights if ngram in others]
                 plain += sum(weights[ngram] * others[ngram] for ngram in shared) / norms
                 clipped += (
                     sum(min(weights[ngram], others[ngram]) * others[ngram] for ngram in shared)
