@@ -47,8 +47,8 @@ def check_within(
         included = ([low] if interval[0] == "[" else []) + ([high] if interval[-1] == "]" else [])
         if value is not None and not (low < value < high or value in included):
             least = "at least" if interval[0] == "[" else "above"
-            allowed = f"within {interval}" if math.isfinite(high) else f"{least} {low:g}"
-            raise error(f"{name} must be {allowed}, got {value!r}", "out_of_range", field=name)
+            bounds = f"within {interval}" if math.isfinite(high) else f"{least} {low:g}"
+            raise error(f"{name} must be {bounds}, got {value!r}", "out_of_range", field=name)
 
 
 def check_multiple(config: Any, factor: int, *fields: str) -> None:
@@ -172,7 +172,7 @@ def _decode(value: Any, hint: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _decode_union(value, hint, path)
     if origin is Literal:
-        if not any(value == known and type(value) is type(known) for known in arguments):
+        if not any(value == choice and type(value) is type(choice) for choice in arguments):
             if not isinstance(value, str):
                 raise _wrong_type(path, _hint_name(hint), value)
             message = (
@@ -216,10 +216,10 @@ def _decode_dataclass(cls: type[Config], data: Any, path: str) -> Config:
             message = f"{cls.__name__} has no field {unknown!r}: {nearest(name, fields)}"
             raise ConfigError(message, "unknown_name", field=unknown)
     for name, field in fields.items():
-        required = (
+        is_required = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
-        if required and name not in data:
+        if is_required and name not in data:
             missing = _join(path, name)
             raise ConfigError(
                 f"{cls.__name__}.{missing} is missing; give it a value", "missing", field=missing
@@ -238,13 +238,13 @@ def _decode_dataclass(cls: type[Config], data: Any, path: str) -> Config:
 def _decode_union(value: Any, hint: Any, path: str) -> Any:
     members = typing.get_args(hint)
     if isinstance(value, Mapping) and _KIND in value:
-        known = {cls.__name__: cls for cls in _dataclasses_of(hint)}
+        class_of = {cls.__name__: cls for cls in _dataclasses_of(hint)}
         kind = str(value[_KIND])
-        if kind not in known:
+        if kind not in class_of:
             raise ConfigError(
-                f"{path}: no kind {kind!r}; {nearest(kind, known)}", "unknown_name", field=path
+                f"{path}: no kind {kind!r}; {nearest(kind, class_of)}", "unknown_name", field=path
             )
-        return _decode_dataclass(known[kind], value, path)
+        return _decode_dataclass(class_of[kind], value, path)
     for member in members:
         with contextlib.suppress(ConfigError):
             return _decode(value, member, path)
@@ -292,10 +292,10 @@ def _decode_scalar(value: Any, hint: Any, path: str) -> Any:
 
 
 def _wrong_type(path: str, expected: str, value: Any) -> ConfigError:
-    shown = (
+    name = (
         f"{value!r}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
     )
-    return ConfigError(f"{path}: expected {expected}, got {shown}", "wrong_type", field=path)
+    return ConfigError(f"{path}: expected {expected}, got {name}", "wrong_type", field=path)
 
 
 def _join(path: str, name: Any) -> str:
@@ -317,8 +317,8 @@ def _dataclasses_of(hint: Any) -> list[type]:
 def _item_hint(hint: Any) -> Any:
     """Return the type of a container's values; Any for a tuple of several types."""
     arguments = [argument for argument in typing.get_args(hint) if argument is not Ellipsis]
-    mixed = typing.get_origin(hint) is tuple and len(set(arguments)) > 1
-    return arguments[-1] if arguments and not mixed else Any
+    is_mixed = typing.get_origin(hint) is tuple and len(set(arguments)) > 1
+    return arguments[-1] if arguments and not is_mixed else Any
 
 
 def _hint_name(hint: Any) -> str:

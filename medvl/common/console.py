@@ -26,8 +26,8 @@ def console(active: bool, level: int | None = None) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     before = logger.level
     logger.addHandler(handler)
-    given = logging.getLevelNamesMapping().get(os.environ.get(LEVEL, ""), logging.INFO)
-    logger.setLevel(given if level is None else level)
+    default = logging.getLevelNamesMapping().get(os.environ.get(LEVEL, ""), logging.INFO)
+    logger.setLevel(default if level is None else level)
     try:
         yield
     finally:

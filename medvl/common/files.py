@@ -150,8 +150,8 @@ def open_own(path: Path, *, permissions: int = 0o666, buffering: int = -1) -> Bi
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.ENODEV):
             raise _not_own(path) from None
         raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
         raise _not_own(path)
     return os.fdopen(descriptor, "a+b", buffering)
@@ -293,14 +293,14 @@ def private_folder(path: Path) -> Path:
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_links(path.parent, path.name)
-    found = path.stat()
-    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
+    status = path.stat()
+    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
         path.chmod(0o700)
-        found = path.stat()
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        status = path.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         reason = (
             "belongs to another user"
-            if found.st_uid != os.geteuid()
+            if status.st_uid != os.geteuid()
             else "cannot be closed to other users"
         )
         message = (

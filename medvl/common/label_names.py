@@ -90,15 +90,15 @@ def match_labels(
 def _matched(
     classes: Sequence[str], labels: Sequence[str], synonyms: bool, *, refuse: bool
 ) -> dict[str, str]:
-    found: dict[str, str] = {name: name for name in classes if name in labels}
+    label_of: dict[str, str] = {name: name for name in classes if name in labels}
     keys: list[Callable[[str], str]] = [_key, *([_meaning] if synonyms else [])]
     for level, key in enumerate(keys):
-        free = [label for label in labels if label not in found.values()]
+        free = [label for label in labels if label not in label_of.values()]
         of_key: dict[str, list[str]] = {}
         for label in free:
             of_key.setdefault(key(label), []).append(label)
         for name in classes:
-            if name in found or not key(name):
+            if name in label_of or not key(name):
                 continue
             candidates = of_key.get(key(name), [])
             if refuse and len(candidates) > 1 and level == 0:
@@ -107,9 +107,9 @@ def _matched(
                     f"{name!r}; keep one of them"
                 )
                 raise EvaluationError(message, "conflict", field="labels")
-            if len(candidates) == 1 and candidates[0] not in found.values():
-                found[name] = candidates[0]
-    return {name: found[name] for name in classes if name in found}
+            if len(candidates) == 1 and candidates[0] not in label_of.values():
+                label_of[name] = candidates[0]
+    return {name: label_of[name] for name in classes if name in label_of}
 
 
 def named_as(

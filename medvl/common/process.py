@@ -149,9 +149,9 @@ def peak_resident_bytes() -> int:
     one that started it.
     """
     if _STATUS.is_file() and (
-        found := re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+        match := re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     ):
-        return int(found[1]) * 1024
+        return int(match[1]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

@@ -187,10 +187,14 @@ def read_csv_rows(
                 continue  # a blank line
             if not columns:
                 columns = [cell.strip() for cell in cells]
-                repeated = sorted(name for name in set(columns) if name and columns.count(name) > 1)
-                if repeated:
+                duplicates = sorted(
+                    name for name in set(columns) if name and columns.count(name) > 1
+                )
+                if duplicates:
                     raise kind(
-                        f"{path}: the column {repeated[0]} is there twice", "malformed", field=field
+                        f"{path}: the column {duplicates[0]} is there twice",
+                        "malformed",
+                        field=field,
                     )
                 continue
             if len(cells) > len(columns):

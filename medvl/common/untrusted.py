@@ -167,8 +167,8 @@ def read_file(path: Path, limit: int, kind: type[MedvlError]) -> bytes:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        repeated = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
-        name = f"the key {repeated!r}" if _FIELD_NAME.fullmatch(repeated) else "a key"
+        duplicate = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+        name = f"the key {duplicate!r}" if _FIELD_NAME.fullmatch(duplicate) else "a key"
         raise DuplicateKeyError(f"an object has {name} twice")
     return value
 

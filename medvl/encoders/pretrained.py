@@ -394,20 +394,22 @@ def _advice(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], source: 
     """Return the advice to choose the prefix below which a file has all tensors of an encoder;
     "" without one.
     """
-    needed = {name for name in state if not name.endswith("num_batches_tracked")}
-    bare = {name.removeprefix("backbone.") for name in needed}
+    names = {name for name in state if not name.endswith("num_batches_tracked")}
+    bare = {name.removeprefix("backbone.") for name in names}
     starts = {
         key[: -len(name) - 1]
         for name in sorted(bare)[:1]
         for key in tensors
         if key.endswith(f".{name}")
     }
-    found = sorted(start for start in starts if all(f"{start}.{name}" in tensors for name in bare))
-    if not found:
+    prefixes = sorted(
+        start for start in starts if all(f"{start}.{name}" in tensors for name in bare)
+    )
+    if not prefixes:
         return ""
     outer = split_set(source)[1]
-    chosen = found[0] if outer is None else f"{outer}/{found[0]}"
-    return f". Its keys under {found[0]} fit: choose them with weights={chosen!r}"
+    address = prefixes[0] if outer is None else f"{outer}/{prefixes[0]}"
+    return f". Its keys under {prefixes[0]} fit: choose them with weights={address!r}"
 
 
 def _rename_layer_norm(key: str) -> str:

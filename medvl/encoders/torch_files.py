@@ -205,10 +205,10 @@ def _open_legacy(file: BinaryIO, path: Path) -> TorchFile:
     """Open a file of torch before 1.6: five pickles, then each storage with its number of
     elements before it.
     """
-    limited: Any = _LimitedFile(file)
-    PickleReader(path).read(limited)  # the magic number
-    PickleReader(path).read(limited)  # the version of the format
-    system = PickleReader(path).read(limited)
+    stream: Any = _LimitedFile(file)
+    PickleReader(path).read(stream)  # the magic number
+    PickleReader(path).read(stream)  # the version of the format
+    system = PickleReader(path).read(stream)
     if system["little_endian"] != (sys.byteorder == "little"):
         message = (
             f"{path} was written on a machine of another byte order: save it again on a "
@@ -216,9 +216,9 @@ def _open_legacy(file: BinaryIO, path: Path) -> TorchFile:
         )
         raise WeightsError(message, "unsupported")
     reader = _CheckpointReader(path)
-    content = reader.read(limited)
+    content = reader.read(stream)
     places = {}
-    for key in PickleReader(path).read(limited):
+    for key in PickleReader(path).read(stream):
         storage = reader.storages[key]
         (numel,) = struct.unpack("<q", file.read(8))
         if numel != storage.numel:
@@ -349,10 +349,10 @@ class _CheckpointReader(PickleReader):
     def _push_global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
         package = module.partition(".")[0]
-        known = (
+        value = (
             name in _BUILTINS if package in ("builtins", "__builtin__") else package in _PACKAGES
         )
-        if not known:
+        if not value:
             raise WeightsError(
                 f"{self.path} refers to {module}.{name}, which no torch checkpoint needs: it is "
                 f"refused, because a "

@@ -158,9 +158,9 @@ def file_in_folder(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    found = next((path / name for name in CANDIDATES if (path / name).is_file()), None)
-    if found is not None:
-        return found
+    candidate = next((path / name for name in CANDIDATES if (path / name).is_file()), None)
+    if candidate is not None:
+        return candidate
     if any(path.glob("*.distcp")):
         advice = (
             "torch.distributed.checkpoint.format_utils.dcp_to_torch_save joins them into a file"
@@ -188,8 +188,10 @@ def _read_one(path: Path, weights: str | None, parts: Sequence[str]) -> WeightFi
             return _chosen(
                 _read_safetensors(path), lambda value, _: value, path, weights, parts, ()
             )
-        with open_torch_file(file, path, zipped=kind == "zip") as opened:
-            return _chosen(opened.content, opened.tensor, path, weights, parts, opened.blanks)
+        with open_torch_file(file, path, zipped=kind == "zip") as checkpoint:
+            return _chosen(
+                checkpoint.content, checkpoint.tensor, path, weights, parts, checkpoint.blanks
+            )
 
 
 def _kind(file: BinaryIO, path: Path) -> Literal["safetensors", "zip", "legacy"]:
@@ -280,8 +282,8 @@ def listed_parts(index: Path) -> list[str]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        listed: dict[str, str] = read_json(index, WeightsError)["weight_map"]
-        names = set(listed.values())
+        file_of: dict[str, str] = read_json(index, WeightsError)["weight_map"]
+        names = set(file_of.values())
     except FileNotFoundError:
         raise WeightsError(f"{index} does not exist", "not_found") from None
     except (KeyError, TypeError, AttributeError):
@@ -292,14 +294,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     )
     if wrong is not None:
         raise WeightsError(f"{index} lists {wrong!r}, which is no file beside it", "malformed")
-    return listed
+    return file_of
 
 
 def _read_parts(index: Path) -> dict[str, Tensor]:
     """Read the tensors of all parts that an index lists, which must be files beside it with
     exactly its keys.
     """
-    listed = _weight_map(index)
+    file_of = _weight_map(index)
     files = listed_parts(index)
     missing = [name for name in files if not (index.parent / name).is_file()]
     if missing:
@@ -311,7 +313,7 @@ def _read_parts(index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in files:
         part = _read_one(index.parent / name, None, ()).tensors
-        keys = {key for key, file in listed.items() if file == name}
+        keys = {key for key, file in file_of.items() if file == name}
         if part.keys() != keys:
             different = _first(sorted(part.keys() ^ keys))
             message = (
@@ -340,11 +342,9 @@ def _chosen(
         if weights is not None:
             message = f"{path} has {', '.join(parts)}, which are read together; leave weights out"
             raise WeightsError(message, "conflict", field="weights")
-        refused = [key for key in content if key not in parts and find_sets({key: content[key]})]
-        if any(_COPY_WORDS & set(str(key).lower().split("_")) for key in refused):
-            message = (
-                f"{path} has several sets of weights: {', '.join(parts)} and {_first(refused)}"
-            )
+        sets = [key for key in content if key not in parts and find_sets({key: content[key]})]
+        if any(_COPY_WORDS & set(str(key).lower().split("_")) for key in sets):
+            message = f"{path} has several sets of weights: {', '.join(parts)} and {_first(sets)}"
             raise WeightsError(
                 f"{message}; keep one of each in the file", "conflict", field="weights"
             )
@@ -388,17 +388,17 @@ def _choose(content: Any, path: Path, weights: str | None) -> tuple[str, str]:
         if len(sets) > 1:
             raise several_sets(path, list(sets))
         return next(iter(sets), TOP), ""
-    wanted = weights.replace("\\", "/").strip("/")
-    if wanted == TOP in sets:
+    address = weights.replace("\\", "/").strip("/")
+    if address == TOP in sets:
         return TOP, ""
-    below = [name for name in sets if name == wanted] or [
-        name for name in sets if name.startswith(f"{wanted}/")
+    below = [name for name in sets if name == address] or [
+        name for name in sets if name.startswith(f"{address}/")
     ]
     if len(below) == 1:
         return below[0], ""
     for name, entries in sets.items():
-        prefix = wanted.removeprefix(f"{name}/")
-        if (len(sets) == 1 or prefix != wanted) and any(
+        prefix = address.removeprefix(f"{name}/")
+        if (len(sets) == 1 or prefix != address) and any(
             str(key).startswith(f"{prefix}.") for key in entries
         ):
             return name, prefix
@@ -426,37 +426,37 @@ def find_sets(content: Any) -> dict[str, Mapping[str, Any]]:
     an optimizer, random numbers, losses and settings are left out, and so are dictionaries of
     vectors only beside one with matrices.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    sets: dict[str, Mapping[str, Any]] = {}
     seen: set[int] = set()
     level: list[tuple[str, Any]] = [("", content)]
     for _ in range(_MAX_DEPTH):
         following: list[tuple[str, Any]] = []
         for name, value in level:
             is_known = id(value) in seen or _NO_WEIGHTS.search(name.rpartition("/")[2]) is not None
-            if is_known or not isinstance(value, dict | list) or len(found) >= _MAX_SETS:
+            if is_known or not isinstance(value, dict | list) or len(sets) >= _MAX_SETS:
                 continue
             seen.add(id(value))
             if isinstance(value, dict) and "param_groups" in value:
                 continue
             if isinstance(value, dict) and any(_is_tensor(each) for each in value.values()):
-                found[name] = value
+                sets[name] = value
             items = value.items() if isinstance(value, dict) else enumerate(value)
             following += [(f"{name}/{key}" if name else str(key), each) for key, each in items]
         level = following
     sizes = {
-        name: sum(_axes(value) > 1 for value in entries.values()) for name, entries in found.items()
+        name: sum(_axes(value) > 1 for value in entries.values()) for name, entries in sets.items()
     }
     if any(sizes.values()):
-        found = {name: entries for name, entries in found.items() if sizes[name]}
+        sets = {name: entries for name, entries in sets.items() if sizes[name]}
     outer = {
         name
-        for name in found
-        for other in found
+        for name in sets
+        for other in sets
         if other != name
         and (not name or other.startswith(f"{name}/"))
         and sizes[name] * 2 <= sizes[other]
     }  # a queue or a table beside the weights
-    return {name or TOP: entries for name, entries in found.items() if name not in outer}
+    return {name or TOP: entries for name, entries in sets.items() if name not in outer}
 
 
 def copies(shapes: Mapping[str, Sequence[int]]) -> list[str]:

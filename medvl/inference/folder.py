@@ -70,9 +70,9 @@ class ImageResult:
     def as_json(self) -> str:
         """Return a line of `results.jsonl`."""
         reason = {} if self.skipped is None else {"skipped": self.skipped}
-        drawn = {"overlays": list(self.overlays)} if self.overlays else {}
+        pictures = {"overlays": list(self.overlays)} if self.overlays else {}
         header = {name: getattr(self, name) for name in HEADER if getattr(self, name) is not None}
-        row = {"image": self.image, "values": dict(self.values), **drawn, **reason, **header}
+        row = {"image": self.image, "values": dict(self.values), **pictures, **reason, **header}
         return json.dumps(row, ensure_ascii=False)
 
 
@@ -188,8 +188,8 @@ def infer_files(
 
     Raises ConfigError if `out` has other content, or results of other settings.
     """
-    finished = {} if out is None else _open_folder(out, dict(settings or {}))
-    todo = [path for path in images if _name(path) not in finished]
+    result_of = {} if out is None else _open_folder(out, dict(settings or {}))
+    todo = [path for path in images if _name(path) not in result_of]
     with tqdm(
         total=len(images), initial=len(images) - len(todo), unit="img", disable=_hidden(progress)
     ) as bar:
@@ -200,9 +200,9 @@ def infer_files(
             if out is not None:
                 with open_own(out / LINES) as file:
                     file.writelines(f"{result.as_json()}\n".encode() for result in results)
-            finished |= {result.image: result for result in results}
+            result_of |= {result.image: result for result in results}
             bar.update(len(results))
-    ordered = [finished[_name(path)] for path in images]
+    in_order = [result_of[_name(path)] for path in images]
     if out is not None:
         rows = [
             [
@@ -211,10 +211,10 @@ def infer_files(
                 one.skipped or "",
                 *(getattr(one, name) or "" for name in HEADER),
             ]
-            for one in ordered
+            for one in in_order
         ]
         write_atomic(out / TABLE, csv_text([["image", *model.names, "skipped", *HEADER], *rows]))
-    return ordered
+    return in_order
 
 
 def count_skipped(results: Sequence[ImageResult]) -> dict[str, int]:
@@ -382,18 +382,18 @@ def find_images(paths: Iterable[Path | str]) -> list[Path]:
 
     Raises ImageError for a path that does not exist, and for folders without an image.
     """
-    found: dict[Path, None] = {}
+    images: dict[Path, None] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise ImageError(f"{path} does not exist", "not_found", field="images")
-        found |= dict.fromkeys(_below(path) if path.is_dir() else [path])
-    if not found:
+        images |= dict.fromkeys(_below(path) if path.is_dir() else [path])
+    if not images:
         raise ImageError(
             "expected images, or folders with DICOM, JPEG or PNG files; got none",
             "empty",
             field="images",
         )
-    return list(found)
+    return list(images)
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -133,14 +133,14 @@ def prompts_of_shards(
         for position, sample in samples
     ]
     manifest = source.manifest
-    described = {
+    entries = {
         "corpus": manifest.corpus,
         "split": manifest.split,
         "fingerprint": manifest.fingerprint,
     }
     return prompts, {
         "kind": "shards",
-        **described,
+        **entries,
         "sections": list(sections),
         "views": list(views),
     }
@@ -179,19 +179,19 @@ def generate_images(
         raise refuse(
             model, "generate images of texts", "use a latent diffusion model such as roentgen"
         )
-    repeated = [prompt for prompt in prompts for _ in range(options.images_per_prompt)]
+    copies = [prompt for prompt in prompts for _ in range(options.images_per_prompt)]
     generation = _generation(
-        checkpoint, model, len(repeated), source, options, sampler=options.sampler,
+        checkpoint, model, len(copies), source, options, sampler=options.sampler,
         steps=options.steps, guidance=options.guidance,
     )  # fmt: skip
 
     def make(numbers: Sequence[int]) -> np.ndarray:
         seeds = [_seed(options.seed, number) for number in numbers]
-        texts = [repeated[number].text for number in numbers]
+        texts = [copies[number].text for number in numbers]
         images: np.ndarray = sample_images(model, texts, seeds, sampling).cpu().numpy()
         return images
 
-    return _write(checkpoint, model, repeated, out, generation, options, make, progress)
+    return _write(checkpoint, model, copies, out, generation, options, make, progress)
 
 
 def reconstruct_images(
@@ -299,7 +299,7 @@ def _write(
     autocast = torch.autocast(
         model.device.type, torch.bfloat16, enabled=options.precision == "bf16"
     )
-    cut = {
+    cut_tokens_of = {
         prompt.text: 0 if model.tokenizer is None else model.tokenizer.cut_tokens(prompt.text)
         for prompt in prompts
     }
@@ -316,7 +316,7 @@ def _write(
                     prompt=prompt.text,
                     prompt_key=prompt.key,
                     seed=_seed(options.seed, number),
-                    cut_tokens=cut[prompt.text],
+                    cut_tokens=cut_tokens_of[prompt.text],
                     source_key=None if prompt.position is None else prompt.key,
                 )
     images = GeneratedImages.open(out)
@@ -350,9 +350,9 @@ def marked(image_HW: np.ndarray) -> np.ndarray:
 
 def contact_sheet(images: GeneratedImages) -> np.ndarray:
     """Return a sheet, uint8 (H, W), of the first 36 images with their prompts."""
-    shown = range(min(len(images), _SHOWN))
-    columns = min(_COLUMNS, len(shown))
-    cells = [_cell(images.pixels(number), images.rows[number].prompt) for number in shown]
+    numbers = range(min(len(images), _SHOWN))
+    columns = min(_COLUMNS, len(numbers))
+    cells = [_cell(images.pixels(number), images.rows[number].prompt) for number in numbers]
     cells += [np.zeros_like(cells[0])] * (-len(cells) % columns)
     rows = [np.hstack(cells[start : start + columns]) for start in range(0, len(cells), columns)]
     head = np.zeros((24, rows[0].shape[1]), np.uint8)

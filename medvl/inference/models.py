@@ -40,8 +40,12 @@ class Expected:
         not record the kind.
         """
         kinds = image_kinds(manifests_of(model))
-        known = tuple(kind for kind in kinds if kind is not None)
-        return cls(known, recorded=len(known) == len(kinds)) if known else cls()
+        present_kinds = tuple(kind for kind in kinds if kind is not None)
+        return (
+            cls(present_kinds, recorded=len(present_kinds) == len(kinds))
+            if present_kinds
+            else cls()
+        )
 
     @property
     def name(self) -> str:
@@ -113,7 +117,7 @@ def describe_doubts(doubts: Sequence[str | None], expected: Expected) -> str | N
     counts = "; ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + (
         "; ..." if len(kinds) > 5 else ""
     )
-    found = (
+    facts = (
         f"{kinds.total()} of {len(doubts)} images are no {expected.name} by their header ({counts})"
     )
     assumed = (
@@ -122,7 +126,7 @@ def describe_doubts(doubts: Sequence[str | None], expected: Expected) -> str | N
         else "; the checkpoint does not record what all its training images show"
     )
     return (
-        f"{found}: a model trained on {expected.name} gives meaningless results for others{assumed}"
+        f"{facts}: a model trained on {expected.name} gives meaningless results for others{assumed}"
     )
 
 
@@ -181,13 +185,13 @@ def batches(model: System, images: Any, size: int = BATCH) -> Iterator[Tensor]:
     Warns (UserWarning) of DICOM files that are of another kind than the model's training images by
     their header.
     """
-    listed = as_list(images)
-    if not len(listed):
+    items = as_list(images)
+    if not len(items):
         raise ConfigError("expected at least one image, got an empty list", "empty", field="images")
-    if isinstance(listed, Sequence):
-        warn_of_other_images(model, listed)
-    for start in range(0, len(listed), size):
-        yield model.transform(listed[start : start + size]).to(model.device)
+    if isinstance(items, Sequence):
+        warn_of_other_images(model, items)
+    for start in range(0, len(items), size):
+        yield model.transform(items[start : start + size]).to(model.device)
 
 
 def make_batch(model: System, image_BCHW: Tensor, texts: Sequence[str] | None = None) -> Batch:
@@ -212,16 +216,16 @@ def texts_for(images: Any, texts: str | Sequence[str], field: str) -> tuple[list
     """Return images and texts of equal number: one of either is repeated. Raises ConfigError for
     other numbers.
     """
-    listed = list(as_list(images))
+    items = list(as_list(images))
     each = [texts] if isinstance(texts, str) else list(texts)
-    listed = listed * len(each) if len(listed) == 1 else listed
-    each = each * len(listed) if len(each) == 1 else each
-    if len(listed) != len(each):
+    items = items * len(each) if len(items) == 1 else items
+    each = each * len(items) if len(each) == 1 else each
+    if len(items) != len(each):
         message = (
-            f"expected one {field} or as many as images, got {len(each)} for {len(listed)} images"
+            f"expected one {field} or as many as images, got {len(each)} for {len(items)} images"
         )
         raise ConfigError(message, "mismatch", field=field)
-    return listed, each
+    return items, each
 
 
 def is_single(images: Any) -> bool:

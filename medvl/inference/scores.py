@@ -112,9 +112,9 @@ def _sides(text: str | tuple[str, str], base: PromptSet) -> ClassPrompts:
     """Return the sentences for and against a text."""
     competing = base.scoring in COMPETING
     if isinstance(text, str):
-        known = match_labels(list(base.classes), [text], synonyms=False)
-        if known:
-            return base.classes[next(iter(known))]
+        matches = match_labels(list(base.classes), [text], synonyms=False)
+        if matches:
+            return base.classes[next(iter(matches))]
         if not competing:
             return _pair_of(text)
         message = (
@@ -309,10 +309,10 @@ def _labels(model: LabelModel, texts: Any) -> tuple[tuple[str, ...], list[int]]:
     if texts is None:
         return tuple(labels), list(range(len(labels)))
     label_of = {
-        text: found
+        text: label
         for text in texts
         if isinstance(text, str)
-        for found in match_labels(labels, [text], synonyms=False)
+        for label in match_labels(labels, [text], synonyms=False)
     }
     unknown = [text for text in texts if text not in label_of]
     if unknown or not texts:
@@ -399,5 +399,5 @@ def _question_map(model: VQA, image_BCHW: Tensor, question: str, size: tuple[int
     if attention.grid is None:
         raise refuse(model, "locate a text in an image", HEATMAP_ADVICE)
     map_1hw = attention.words_BP.unflatten(1, attention.grid)
-    placed: Any = on_image(map_1hw, model.transform.box(*size), *size)[0]
-    return placed
+    map_HW: Any = on_image(map_1hw, model.transform.box(*size), *size)[0]
+    return map_HW

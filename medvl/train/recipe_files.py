@@ -42,14 +42,14 @@ def packaged_files(folder: str, suffix: str) -> Mapping[str, Path]:
     checkout.
     """
     inside = _PACKAGE / folder
-    found = sorted((inside if inside.is_dir() else _PACKAGE.parent / folder).glob(f"*{suffix}"))
-    if not found:
+    paths = sorted((inside if inside.is_dir() else _PACKAGE.parent / folder).glob(f"*{suffix}"))
+    if not paths:
         raise ConfigError(
             f"this installation of medvl has no {folder}; install it again",
             "not_found",
             field=folder,
         )
-    return {path.stem: path for path in found}
+    return {path.stem: path for path in paths}
 
 
 def find_recipe(name: str) -> Path:
@@ -69,8 +69,8 @@ def find_recipe(name: str) -> Path:
     stem = name.replace("-", "_")
     if stem in recipes:
         return recipes[stem]
-    fitting = sorted((one.count("_"), one) for one in recipes if one.startswith(f"{stem}_"))
-    best = [one for words, one in fitting if words == fitting[0][0]]
+    candidates = sorted((one.count("_"), one) for one in recipes if one.startswith(f"{stem}_"))
+    best = [one for words, one in candidates if words == candidates[0][0]]
     if len(best) == 1:
         return recipes[best[0]]
     message = f"expected the name of a recipe, got {name!r}; {_advice(stem, best, recipes)}"
@@ -94,15 +94,15 @@ def _advice(stem: str, fitting: Sequence[str], recipes: Mapping[str, Path]) -> s
     nearest = difflib.get_close_matches(
         stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1
     )
-    found = list(fitting) or about or nearest
-    if not found:
+    names = list(fitting) or about or nearest
+    if not names:
         return every
-    if found == about:
+    if names == about:
         return (
             f"it is part of "
-            f"{', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}; {every}"
+            f"{', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}; {every}"
         )
-    return f"did you mean {' or '.join(found)}? {every}"
+    return f"did you mean {' or '.join(names)}? {every}"
 
 
 def _trained(system: str, recipes: Mapping[str, Path]) -> list[str]:
@@ -236,15 +236,15 @@ def choose(
     import tyro
 
     arguments = list(sys.argv[1:] if argv is None else argv)
-    given = [arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
-    name = given[0] if given else DEFAULT_PRESET
+    words = [arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
+    name = words[0] if words else DEFAULT_PRESET
     command = _command.get()
     if name not in presets:
         _exit(f"no preset {name!r}: {nearest(name, presets)}")
     if {"-h", "--help"} & {*arguments}:
-        shown = command or Path(sys.argv[0]).name
+        program = command or Path(sys.argv[0]).name
         sys.stdout.write(
-            short_help(" ".join([shown, *given]), description or "", presets, name) + "\n"
+            short_help(" ".join([program, *words]), description or "", presets, name) + "\n"
         )
         raise SystemExit(0)
     arguments = ["--help" if word == "--help-all" else word for word in arguments]
@@ -252,7 +252,7 @@ def choose(
     try:
         return tyro.cli(
             type(presets[name]),
-            prog=command and " ".join([command, *given]),
+            prog=command and " ".join([command, *words]),
             args=arguments,
             default=presets[name],
             description=f"{description}\n\n{usage}" if description else usage,
@@ -322,14 +322,16 @@ def short_help(command: str, description: str, presets: Mapping[str, Any], prese
         *textwrap.wrap(f"Presets: {', '.join(presets)}. These are the values of {preset}.", WIDTH),
     ]
     tail = ["", f"Every setting: {command} --help-all"]
-    found = {setting.name: setting for setting in _settings(presets[preset])}
-    shown = [found[name] for name in SETTINGS if name in found]
-    space = LINES - len(head) - len(tail) - 2 * len({_title(one) for one in found.values()})
-    rest = (one for one in found.values() if one.changed and one.name not in SETTINGS)
-    shown = [*shown, *rest][:space]
+    settings = {setting.name: setting for setting in _settings(presets[preset])}
+    listing = [settings[name] for name in SETTINGS if name in settings]
+    space = LINES - len(head) - len(tail) - 2 * len({_title(one) for one in settings.values()})
+    rest = (one for one in settings.values() if one.changed and one.name not in SETTINGS)
+    listing = [*listing, *rest][:space]
     lines = []
-    for title in dict.fromkeys(["Recipe", *map(_title, found.values())]):
-        of_title = [_line(one) for one in found.values() if one in shown and _title(one) == title]
+    for title in dict.fromkeys(["Recipe", *map(_title, settings.values())]):
+        of_title = [
+            _line(one) for one in settings.values() if one in listing and _title(one) == title
+        ]
         lines += ["", title, *of_title] if of_title else []
     return "\n".join([*head, *lines, *tail])
 
@@ -344,8 +346,8 @@ def _settings(config: Any, prefix: str = "") -> Iterator[_Setting]:
         if dataclasses.is_dataclass(value):
             yield from _settings(value, f"{name}.")
         else:
-            changed = field.default is not dataclasses.MISSING and value != field.default
-            yield _Setting(name, value, docs.get(field.name, ""), changed)
+            is_changed = field.default is not dataclasses.MISSING and value != field.default
+            yield _Setting(name, value, docs.get(field.name, ""), is_changed)
 
 
 @functools.cache

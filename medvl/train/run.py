@@ -42,24 +42,24 @@ def describe_start(settings: Any, model: Any) -> dict[str, str]:
 
     Names of encoders and addresses on the hub, which contain a commit, are returned as they are.
     """
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for name in _CHECKPOINTS:
         if (source := getattr(settings, name, None)) is not None:
             folder = find_checkpoint(source)
-            found[name] = weights_sha256(folder) if folder.is_dir() else str(source)
+            hashes[name] = weights_sha256(folder) if folder.is_dir() else str(source)
     for part, prefix in ((settings, ""), (getattr(settings, "model", None), "model.")):
         for name in _FILES:
             if (source := getattr(part, name, None)) is not None:
                 path, weights = split_set(source)
-                found[prefix + name] = _content(Path(path)) + (f"#{weights}" if weights else "")
+                hashes[prefix + name] = _content(Path(path)) + (f"#{weights}" if weights else "")
     file = getattr(getattr(settings.data, "text", None), "file", None)
     if file is not None:
-        found["data.text.file"] = _content(Path(file))
+        hashes["data.text.file"] = _content(Path(file))
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is not None:
         words = json.dumps(sorted(tokenizer.vocabulary.items()))
-        found["vocabulary"] = hashlib.sha256(words.encode()).hexdigest()
-    return found
+        hashes["vocabulary"] = hashlib.sha256(words.encode()).hexdigest()
+    return hashes
 
 
 def _content(path: Path) -> str:

@@ -214,8 +214,8 @@ def nearby_splits(folder: str | Location) -> str:
         sorted(found.parent for found in where.glob(f"*/{MANIFEST}"))
         for where in (path, path.parent)
     )
-    listed = inside or ([] if path.exists() else beside)
-    return f"give the folder of one split: {', '.join(map(str, listed))}" if listed else ""
+    folders = inside or ([] if path.exists() else beside)
+    return f"give the folder of one split: {', '.join(map(str, folders))}" if folders else ""
 
 
 def _check_rows(content: Any) -> None:
@@ -253,8 +253,8 @@ def split_folders(folder: str | Location) -> list[Location]:
     root = locate(folder)
     if (root / MANIFEST).is_file():
         return [root]
-    found = [path.parent for path in root.glob(f"*/{MANIFEST}")]
-    return sorted(found, key=str) or [root]
+    folders = [path.parent for path in root.glob(f"*/{MANIFEST}")]
+    return sorted(folders, key=str) or [root]
 
 
 def sample_to_json(sample: Sample) -> bytes:
@@ -266,8 +266,8 @@ def sample_to_json(sample: Sample) -> bytes:
         for field in dataclasses.fields(sample)
         if field.name != "image"
     }
-    kept = {name: value for name, value in fields.items() if value not in (None, {}, "")}
-    return json.dumps(kept, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+    content = {name: value for name, value in fields.items() if value not in (None, {}, "")}
+    return json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def sample_from_json(data: bytes) -> Sample:

@@ -192,8 +192,8 @@ class RegionManifest:
         try:
             content = parse_json(path.read_bytes())
         except FileNotFoundError:
-            found = f"; there is {', '.join(list_regions(folder.parent.parent)) or 'none'}"
-            message = f"{path} does not exist: `medvl regions` did not finish here{found}"
+            advice = f"; there is {', '.join(list_regions(folder.parent.parent)) or 'none'}"
+            message = f"{path} does not exist: `medvl regions` did not finish here{advice}"
             raise ShardError(message, "not_found", field="regions") from None
         except (ValueError, OSError) as error:
             code = "malformed" if isinstance(error, ValueError) else "unreadable"
@@ -206,9 +206,9 @@ class RegionManifest:
                 f"{path}: expected version {_VERSION}, got {version}; {_AGAIN}", "version"
             )
         try:
-            parsed = {name: tuple(content[name]) for name in ("class_names", "trained_on")}
+            names = {name: tuple(content[name]) for name in ("class_names", "trained_on")}
             shards = tuple(map(RegionShard.parse, content["shards"]))
-            return cls(**{**content, **parsed, "shards": shards})
+            return cls(**{**content, **names, "shards": shards})
         except (TypeError, KeyError, ValueError) as error:
             raise ShardError(
                 f"{path}: missing or unknown fields ({error}); {_AGAIN}", "malformed"

@@ -104,16 +104,16 @@ def _upload_split(folder: Path, target: RemotePath, progress: bool) -> Upload:
             for suffix, digest in ((".tar", shard.sha256), (".index", shard.index_sha256))
         ]
         last.insert(0, regions / REGION_MANIFEST)
-    existing = target.sizes()
+    sizes = target.sizes()
     sent = 0
-    results = store.map_threads(lambda file: _send(file, existing, target), files, _THREADS)
+    results = store.map_threads(lambda file: _send(file, sizes, target), files, _THREADS)
     for was_sent in tqdm(
         results, f"upload {manifest.split}", len(files), unit="file", disable=not progress
     ):
         sent += was_sent
     for path in last:  # manifests come after all they list
         place = RemotePath(f"{target}/{path.relative_to(folder).as_posix()}")
-        sent += _send(_File(path, place, sha256(path)), existing, target)
+        sent += _send(_File(path, place, sha256(path)), sizes, target)
     total = sum(path.stat().st_size for path in [*(file.path for file in files), *last])
     return Upload(str(target), sent, len(files) + len(last) - sent, total)
 

@@ -48,8 +48,8 @@ def verify_regions(folder: Location, manifest: Manifest) -> list[RegionVerificat
     """Check every byte of the regions of a folder of shards: hashes, members, indexes, form, and
     the shards' hashes.
     """
-    found = [path for path in (folder / REGIONS).glob("*") if path.is_dir()]
-    return [_verify(path, manifest) for path in sorted(found, key=str)]
+    folders = [path for path in (folder / REGIONS).glob("*") if path.is_dir()]
+    return [_verify(path, manifest) for path in sorted(folders, key=str)]
 
 
 def _verify(folder: Location, shards: Manifest) -> RegionVerification:
@@ -74,9 +74,9 @@ def _verify(folder: Location, shards: Manifest) -> RegionVerification:
 
 def unlisted_files(folder: Location, shards: Sequence[Shard | RegionShard]) -> list[str]:
     """Return a problem for each tar and index of a folder that is not in its manifest."""
-    found = {path.name for path in folder.glob("*") if path.suffix in (".tar", ".index")}
-    listed = {shard.name + suffix for shard in shards for suffix in (".tar", ".index")}
-    return [f"{name} is not in the manifest" for name in sorted(found - listed)]
+    names = {path.name for path in folder.glob("*") if path.suffix in (".tar", ".index")}
+    expected = {shard.name + suffix for shard in shards for suffix in (".tar", ".index")}
+    return [f"{name} is not in the manifest" for name in sorted(names - expected)]
 
 
 def check_hashes(tar: Path, shard: Shard | RegionShard) -> list[str]:
@@ -92,8 +92,8 @@ def check_hashes(tar: Path, shard: Shard | RegionShard) -> list[str]:
 
 def _check_region_shard(folder: Path, shard: RegionShard, manifest: RegionManifest) -> list[str]:
     tar = folder / f"{shard.name}.tar"
-    if differing := check_hashes(tar, shard):
-        return differing
+    if difference := check_hashes(tar, shard):
+        return difference
     keys, place_N2 = read_index(tar.with_suffix(".index"))
     rows = {
         f"{key}.{REGION_SUFFIX}": place_N2[row] for row, key in enumerate(keys) if place_N2[row, 1]
@@ -108,12 +108,12 @@ def _check_region_shard(folder: Path, shard: RegionShard, manifest: RegionManife
                 problems.append(f"{tar.name}: member {member.name!r} does not match the index")
                 continue
             try:
-                parsed = Regions.from_bytes(member.data, manifest.width, len(manifest.class_names))
+                content = Regions.from_bytes(member.data, manifest.width, len(manifest.class_names))
             except ValueError as error:
                 problems.append(f"{tar.name}: {member.name}: {error}")
                 continue
-            regions += len(parsed.boxes_P4)
-            if not np.isfinite(parsed.features_PD).all():
+            regions += len(content.boxes_P4)
+            if not np.isfinite(content.features_PD).all():
                 problems.append(f"{tar.name}: {member.name}: a feature is not finite")
     problems += [f"{tar.name}: {name} is in the index but not in the tar" for name in rows]
     if not problems and (len(keys), images, regions) != (
@@ -341,9 +341,9 @@ def check_against(manifest: Manifest, other: Manifest) -> None:
         raise SplitError(
             f"{pair} share {patients}; a score on one is not held out from the other", "leak"
         )
-    for seen in itertools.islice(manifest.lineage(), 1, None):
-        if seen.salt == other.salt:
-            check_against(seen, other)
+    for ancestor in itertools.islice(manifest.lineage(), 1, None):
+        if ancestor.salt == other.salt:
+            check_against(ancestor, other)
 
 
 def shared_patients(manifest: Manifest, other: Manifest) -> set[str] | None:
@@ -422,8 +422,8 @@ def _check_shard(
     folder: Path, shard: Shard, manifest: Manifest, keys: set[str], patients: set[str], decode: bool
 ) -> list[str]:
     tar = folder / f"{shard.name}.tar"
-    if differing := check_hashes(tar, shard):
-        return differing
+    if difference := check_hashes(tar, shard):
+        return difference
     try:
         index = Index.read(tar.with_suffix(".index"))
         return _check_members(tar, index, shard, manifest, keys, patients, decode)

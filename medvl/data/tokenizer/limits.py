@@ -113,13 +113,13 @@ def check_tokenizer_file(content: Any, text: str, where: str) -> None:
         raise ConfigError(f"the tokenizer of {where} is no object with a model", "malformed")
     model = content["model"]
     _check_model(model, where)
-    added = content.get("added_tokens") or []
+    additions = content.get("added_tokens") or []
     check_ids(
         [
             *_ids(model),
             *(
                 entry.get("id")
-                for entry in added
+                for entry in additions
                 if isinstance(entry, dict) and entry.get("content")
             ),
         ],
@@ -132,10 +132,10 @@ def check_tokenizer_file(content: Any, text: str, where: str) -> None:
         steps = list(_steps(content.get(part), part, where))
         for step in steps:
             if step["type"] not in kinds:
-                known = ", ".join(sorted(kinds))
+                names = ", ".join(sorted(kinds))
                 message = (
                     f"the tokenizer of {where} has a {part} {str(step['type'])!r}; "
-                    f"expected one of {known}"
+                    f"expected one of {names}"
                 )
                 raise ConfigError(message, "unsupported", field=part)
             growth *= _growth(step, part)
@@ -153,7 +153,9 @@ def check_tokenizer_file(content: Any, text: str, where: str) -> None:
         )
         raise ConfigError(message, "too_large", field="normalizer")
     _check_ends(
-        content.get("post_processor"), {*_ids(model), *(each.get("id") for each in added)}, where
+        content.get("post_processor"),
+        {*_ids(model), *(each.get("id") for each in additions)},
+        where,
     )
     unknown = [expression for expression in expressions if expression not in _KNOWN_EXPRESSIONS]
     if unknown:
@@ -293,13 +295,13 @@ def _check_ends(value: Any, ids: set[Any], where: str) -> None:
     """
     for step in _steps(value, "post_processor", where):
         tokens = [pair for pair in (step.get("cls"), step.get("sep")) if isinstance(pair, list)]
-        used = [pair[1] for pair in tokens if len(pair) == 2]
-        used += [
+        numbers = [pair[1] for pair in tokens if len(pair) == 2]
+        numbers += [
             id_
             for each in (step.get("special_tokens") or {}).values()
             for id_ in each.get("ids") or []
         ]
-        outside = [id_ for id_ in used if id_ not in ids]
+        outside = [id_ for id_ in numbers if id_ not in ids]
         if outside:
             message = (
                 f"the tokenizer of {where} ends texts with the id {outside[0]!r}, which "
@@ -333,12 +335,12 @@ def _try(expressions: list[str], text: str, where: str) -> None:
     )
     end = f"!{''.join(letters)}"  # libraries stop early where a text lacks a letter that must occur
     texts = [letter * _TRIAL_LENGTH + end for letter in letters]
-    given = json.dumps({"tokenizer": text, "texts": texts}).encode()
+    request = json.dumps({"tokenizer": text, "texts": texts}).encode()
     command = [sys.executable, "-I", "-c", _TRIAL]
     try:
         subprocess.run(
             command,
-            input=given,
+            input=request,
             check=True,
             capture_output=True,
             timeout=_TRIAL_SECONDS + len(text) / 1e6,

@@ -31,8 +31,8 @@ def learn_pieces(words: Mapping[str, int], size: int, min_frequency: int) -> lis
     `words` has the frequency of each word, and `min_frequency` is the least frequency of characters
     and pairs. Raises ConfigError when there are more than `size` different characters.
     """
-    counted = sorted(words.items())
-    characters = _characters(counted, min_frequency)
+    counts = sorted(words.items())
+    characters = _characters(counts, min_frequency)
     if len(characters) > size:
         message = (
             f"vocab_size leaves {size} pieces, fewer than the {len(characters)} "
@@ -40,7 +40,7 @@ def learn_pieces(words: Mapping[str, int], size: int, min_frequency: int) -> lis
         )
         raise ConfigError(message, "out_of_range", field="vocab_size")
     pieces_seen = set(characters)
-    spelled = [(_spell(word), count) for word, count in counted]
+    spelled = [(_spell(word), count) for word, count in counts]
     merger = _Merger([word for word in spelled if pieces_seen.issuperset(word[0])], min_frequency)
     pieces = list(characters)
     while len(pieces) < size:
@@ -92,10 +92,10 @@ class _Merger:
         if pair is None:
             return None
         piece = pair[0] + pair[1].removeprefix(CONTINUED)
-        changed: set[tuple[str, str]] = set()
+        pairs: set[tuple[str, str]] = set()
         for index in self.where.pop(pair):
-            self._merge_in_word(index, pair, piece, changed)
-        for other in changed - {pair}:
+            self._merge_in_word(index, pair, piece, pairs)
+        for other in pairs - {pair}:
             if self.frequency[other] >= self.min_frequency:
                 heapq.heappush(self.heap, (-self.frequency[other], other))
         del self.frequency[pair]
@@ -120,26 +120,26 @@ class _Merger:
         """
         pieces, count = self.words[index]
         first, second = pair
-        merged: list[str] = []
+        new_pieces: list[str] = []
         position = 0
         last = len(pieces) - 1
         while position <= last:
             if pieces[position] == first and position < last and pieces[position + 1] == second:
-                merged.append(piece)
+                new_pieces.append(piece)
                 position += 2
             else:
-                merged.append(pieces[position])
+                new_pieces.append(pieces[position])
                 position += 1
-        if len(merged) == len(pieces):
+        if len(new_pieces) == len(pieces):
             return
         for other in itertools.pairwise(pieces):
             self.frequency[other] -= count
             changed.add(other)
-        for other in itertools.pairwise(merged):
+        for other in itertools.pairwise(new_pieces):
             self.frequency[other] += count
             self.where[other].add(index)
             changed.add(other)
-        self.words[index] = (merged, count)
+        self.words[index] = (new_pieces, count)
 
 
 # Word frequencies of large texts in bounded memory, and statistics of a vocabulary's pieces per
@@ -186,8 +186,8 @@ def count_words(
                 chunks.clear()
         words = _split(chunks, lowercase)
         if runs:
-            merged = _merge([*map(_read_run, runs), iter(sorted(words.items()))])
-            words = dict(heapq.nsmallest(kept, merged, key=_rank))
+            counts = _merge([*map(_read_run, runs), iter(sorted(words.items()))])
+            words = dict(heapq.nsmallest(kept, counts, key=_rank))
     if len(words) > kept:
         words = dict(heapq.nsmallest(kept, words.items(), key=_rank))
     return words, count
@@ -337,13 +337,13 @@ def token_texts(backend: Backend, vocab_size: int, special: Sequence[int]) -> li
         byte_of = {character: byte for byte, character in byte_characters().items()}
         end = model.end_of_word_suffix or ""
         words = [token.removesuffix(end) for token in tokens]
-        decoded = [
+        texts = [
             bytes(byte_of[c] for c in word if c in byte_of).decode(errors="replace")
             for word in words
         ]
         return [
             text + " " * (text != "" and end != "" and token.endswith(end))
-            for text, token in zip(decoded, tokens, strict=True)
+            for text, token in zip(texts, tokens, strict=True)
         ]
     if isinstance(model, models.Unigram):
         return [token.replace(_SENTENCE_SPACE, " ") for token in tokens]

@@ -273,10 +273,13 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
         is_known = target in names or target.partition(".")[0] in names  # timm: NAME.TAG
         if is_known or name == f"open_clip:{OPEN_CLIP_CUSTOM}":
             return candidate, target, None
-    known = dict.fromkeys(
-        [*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))]
+    all_names = dict.fromkeys(
+        [
+            *IMAGE_PRESETS,
+            *(each for candidate in _LIBRARIES for each in _names(candidate)),
+        ]
     )
-    near = difflib.get_close_matches(model or name, known, n=4)
+    near = difflib.get_close_matches(model or name, all_names, n=4)
     hint = (
         f"did you mean {', '.join(near)}?"
         if near

@@ -174,11 +174,11 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
     tower = config["vision_cfg"] | {
         key: value for key, value in arguments.items() if key != "embed_dim"
     }
-    known = [field.name for field in dataclasses.fields(open_clip.CLIPVisionCfg)]
-    unknown = sorted(set(tower) - set(known))
+    fields = [field.name for field in dataclasses.fields(open_clip.CLIPVisionCfg)]
+    unknown = sorted(set(tower) - set(fields))
     if unknown:
         message = (
-            f"open_clip has no image argument {', '.join(unknown)}; choose from {', '.join(known)}"
+            f"open_clip has no image argument {', '.join(unknown)}; choose from {', '.join(fields)}"
         )
         raise ConfigError(message, "unknown_name", field=unknown[0])
     embed_dim = int(arguments.get("embed_dim", config["embed_dim"]))

@@ -150,8 +150,10 @@ class RawPatches(nn.Module):
             )
             raise ConfigError(message, "mismatch", field="image_size")
         cells = image_BCHW.unflatten(3, (-1, self.side)).unflatten(2, (-1, self.side))
-        kept: Tensor = self.patch_drop(cells.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
-        return kept
+        patches_BPC: Tensor = self.patch_drop(
+            cells.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        )
+        return patches_BPC
 
 
 class RawPatchesAdapter(VisionAdapter):

@@ -75,7 +75,7 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
         model_type = (
             "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])
         )  # a plain BERT
-        known = transformers.AutoConfig.for_model(model_type).to_dict()
+        defaults = transformers.AutoConfig.for_model(model_type).to_dict()
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} describes no transformers model: {error}", "malformed", field="name"
@@ -83,10 +83,10 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
     fields = {
         key: value
         for key, value in content.items()
-        if key in known
+        if key in defaults
         and key != "model_type"
         and isinstance(value, bool | int | float | str)
-        and value != known[key]
+        and value != defaults[key]
     }
     fields.pop("dtype", None)
     return model_type, fields
@@ -105,7 +105,7 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
     import transformers
 
     try:
-        known = transformers.AutoConfig.for_model(model_type).to_dict()
+        defaults = transformers.AutoConfig.for_model(model_type).to_dict()
     except (KeyError, ValueError):
         near = difflib.get_close_matches(model_type, transformers.CONFIG_MAPPING, n=3)
         hint = (
@@ -117,7 +117,7 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
             f"transformers has no model type {model_type!r} and there is no such folder: {hint}"
         )
         raise ConfigError(message, "unknown_name", field="name") from None
-    check_fields(f"hf:{model_type}", arguments, known)
+    check_fields(f"hf:{model_type}", arguments, defaults)
     options = {"add_pooling_layer": False} if model_type in _WITH_POOLER else {}
     try:
         config = transformers.AutoConfig.for_model(model_type, **arguments)

@@ -76,10 +76,12 @@ class BufferGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        kept = (module for module in model.modules() if not getattr(module, "written_once", False))
+        modules = (
+            module for module in model.modules() if not getattr(module, "written_once", False)
+        )
         # Listed once: torch's walk through all modules takes milliseconds, in which a GPU waits in
         # every step.
-        self._by_module = [module._buffers for module in kept]
+        self._by_module = [module._buffers for module in modules]
         self._saved: list[Tensor] = []
 
     def save(self) -> None:

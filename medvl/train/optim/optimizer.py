@@ -217,10 +217,10 @@ class Precision:
 
 
 def _cpu_multiplies_bf16() -> bool:
-    supported: bool = (
+    is_supported: bool = (
         torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
-    return supported
+    return is_supported
 
 
 # LAMB (You et al., arXiv 1904.00962, ICLR 2020, algorithm 2), the optimiser of ALBERT and

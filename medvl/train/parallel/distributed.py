@@ -120,21 +120,21 @@ def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
     for decisions alone. Raises ConfigError where a GPU is requested and this rank has none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    chosen = choose_device(device, local_rank)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    target = choose_device(device, local_rank)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
     else:
         keep_freed_memory()  # before gloo starts its threads
     rank, size = rank_and_world()
     starting = size > 1 and not dist.is_initialized()
     if starting:
-        _init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+        _init_process_group("cpu:gloo,cuda:nccl" if target.type == "cuda" else "gloo")
     hosts = None
     try:
         if size > 1:
             hosts = dist.new_group(backend="gloo", timeout=_HOST_TIMEOUT)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        yield RankInfo(rank=rank, size=size, local_size=local_size, device=chosen, hosts=hosts)
+        yield RankInfo(rank=rank, size=size, local_size=local_size, device=target, hosts=hosts)
     finally:
         if starting:
             dist.destroy_process_group()
@@ -461,11 +461,11 @@ class BatchStream:
         return self.loader.state_dict() if self._prefetched is None else self._position
 
     def _next(self, at_start: bool) -> Batch:
-        started = time.perf_counter()
+        start = time.perf_counter()
         try:
             return self._from_loader(at_start)
         finally:
-            self.wait_seconds += time.perf_counter() - started
+            self.wait_seconds += time.perf_counter() - start
 
     def _from_loader(self, at_start: bool) -> Batch:
         batch = next(self._iterator, None) if self._iterator is not None else None

@@ -92,16 +92,16 @@ def open_images(data: ImageDataConfig, model: Any, micro_batch: int) -> DataLoad
 
     train, valid = open_split(data)
     options: dict[str, Any] = {"tokenizer": no_text, "text": WholeText()}
-    described = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
+    entries = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
     loader = open_train(
         data, select_samples(train, data.views), micro_batch, image=data.image, **options
     )
     if valid is None:
-        return DataLoaders(loader, None, None, described)
-    chosen = select_samples(valid, data.views)
-    losses = open_valid(data, chosen, image=model.transform, keep_imageless=False, **options)
-    images = open_valid(data, chosen, shared=False, image=model.transform, **options)
-    return DataLoaders(loader, losses, images, described)
+        return DataLoaders(loader, None, None, entries)
+    samples = select_samples(valid, data.views)
+    losses = open_valid(data, samples, image=model.transform, keep_imageless=False, **options)
+    images = open_valid(data, samples, shared=False, image=model.transform, **options)
+    return DataLoaders(loader, losses, images, entries)
 
 
 def open_generation(
@@ -122,7 +122,7 @@ def open_generation(
 
     check_tokenizer(model)
     train, valid = open_split(data)
-    described = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
+    entries = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
     sources = [None if source is None else _with_texts(source, data) for source in (train, valid)]
     if data.cache is None:
         _measure_scale(data, sources[0], model)
@@ -135,7 +135,7 @@ def open_generation(
             None if valid is None else open_valid(data, sources[1], keep_imageless=False, **options)
         )
         return DataLoaders(
-            open_train(data, sources[0], micro_batch, **options), losses, None, described
+            open_train(data, sources[0], micro_batch, **options), losses, None, entries
         )
     caches = [
         None if source is None else open_cache(data, source, model, device) for source in sources
@@ -146,9 +146,9 @@ def open_generation(
     )
     loader = open_latent_loader(caches[0], batch=micro_batch, train=True, seed=data.seed)
     if caches[1] is None:
-        return DataLoaders(loader, None, None, described)
+        return DataLoaders(loader, None, None, entries)
     losses = open_latent_loader(caches[1], batch=data.valid_batch, train=False, seed=data.seed)
-    return DataLoaders(loader, losses, None, described)
+    return DataLoaders(loader, losses, None, entries)
 
 
 def open_cache(

@@ -81,10 +81,10 @@ class LoaderConfig:
                 _no_tokenizer(self.train, missing[0][1]), "not_found", field="data.tokenizer"
             )
         if missing:
-            listed = ", ".join(f"data.{name} {path}" for name, path, _ in missing)
+            folders = ", ".join(f"data.{name} {path}" for name, path, _ in missing)
             splits = "" if missing[0][2] != MANIFEST else nearby_splits(missing[0][1])
             message = (
-                f"no shards in {listed}; {splits}" if splits else f"not found: {listed}\n{advice}"
+                f"no shards in {folders}; {splits}" if splits else f"not found: {folders}\n{advice}"
             )
             raise ConfigError(message, "not_found", field=f"data.{missing[0][0]}")
 
@@ -286,17 +286,19 @@ def check_features(model: Any, source: Any) -> dict[str, Any]:
     assert manifest is not None, "the source was opened with its regions"
     settings = grid_settings(model.image_encoder, model.transform, all_tokens=True)
     ours = parse_json(json.dumps(settings))
-    differing = [name for name in ours if manifest.settings.get(name) != ours[name]]
-    if not differing and manifest.detector_sha256 != weights_sha256(model.image_encoder, settings):
-        differing = ["weights"]
-    if differing:
+    differences = [name for name in ours if manifest.settings.get(name) != ours[name]]
+    if not differences and manifest.detector_sha256 != weights_sha256(
+        model.image_encoder, settings
+    ):
+        differences = ["weights"]
+    if differences:
         pairs = [
             f"{name} {manifest.settings.get(name)}, expected {ours[name]}"
-            for name in differing
+            for name in differences
             if name in ours
         ]
         message = (
-            f"{manifest.detector} has other {', '.join(differing)} than the model's "
+            f"{manifest.detector} has other {', '.join(differences)} than the model's "
             f"frozen image encoder"
         )
         advice = (
@@ -409,15 +411,15 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
             check_against(source.manifest, valid.manifest)
     _check_statements(data.text, source)
     is_stored = data.image_features is not None
-    chosen = check_features(model, source) if is_stored else bind_regions(model, source)
+    selection = check_features(model, source) if is_stored else bind_regions(model, source)
     if data.paired_fraction < 1:
-        chosen |= {"paired_fraction": data.paired_fraction, "others": data.others}
+        selection |= {"paired_fraction": data.paired_fraction, "others": data.others}
     if data.weights:
-        chosen["weights"] = list(data.weights)
-    described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
+        selection["weights"] = list(data.weights)
+    entries = describe(source.manifest, None if valid is None else valid.manifest, **selection)
     inputs = dataclasses.replace(model.inputs, regions=True) if is_stored else model.inputs
     loader = open_train(data, source, micro_batch, image=data.image, inputs=inputs, **options)
-    return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
+    return DataLoaders(loader, *_valid_loaders(data, valid, model, options), entries)
 
 
 def _check_statements(text: Any, source: Any) -> None:
@@ -482,10 +484,10 @@ def _open_tars(
         "samples": data.samples,
         "fingerprint": loader.fingerprint,
     }
-    described: dict[str, Any] = {"data": {"train": entry}}
+    entries: dict[str, Any] = {"data": {"train": entry}}
     if valid is not None:
-        described["data"]["valid"] = describe(valid.manifest, None)["data"]["train"]
-    return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
+        entries["data"]["valid"] = describe(valid.manifest, None)["data"]["train"]
+    return DataLoaders(loader, *_valid_loaders(data, valid, model, options), entries)
 
 
 def _valid_loaders(
@@ -494,6 +496,6 @@ def _valid_loaders(
     if valid is None:
         return None, None
     options = {**options, "image": model.transform}
-    needed = Inputs(regions=model.inputs.regions, other_view=model.inputs.other_view)
+    needs = Inputs(regions=model.inputs.regions, other_view=model.inputs.other_view)
     losses = open_valid(data, valid, inputs=model.inputs, keep_imageless=True, **options)
-    return losses, open_valid(data, valid, shared=False, inputs=needed, **options)
+    return losses, open_valid(data, valid, shared=False, inputs=needs, **options)

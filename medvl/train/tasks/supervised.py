@@ -143,17 +143,17 @@ def open_labelled(
     regions = bind_regions(model, train)
     training_images = _training_images(data, model.transform)
     patients = [train.sample(position).patient for position in range(len(train))]
-    selected = Subset(train, label_fraction(patients, data.fraction, data.fraction_seed))
-    loader = open_train(data, with_labels(selected), batch, image=training_images, **options)
+    subset = Subset(train, label_fraction(patients, data.fraction, data.fraction_seed))
+    loader = open_train(data, with_labels(subset), batch, image=training_images, **options)
     selection = {
         "fraction": data.fraction,
         "fraction_seed": data.fraction_seed,
-        "images": len(selected),
+        "images": len(subset),
     }
-    described = describe(train.manifest, valid.manifest, **selection, **regions)
+    entries = describe(train.manifest, valid.manifest, **selection, **regions)
     options["image"] = model.transform
     losses = open_valid(data, with_labels(valid), **options)
-    return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), described)
+    return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), entries)
 
 
 def _training_images(data: ClassificationDataConfig, transform: EvalTransform) -> ImageTransform:
@@ -197,10 +197,10 @@ class ChangeDataConfig(ClassificationDataConfig):
         from medvl.data.shards.source import ShardSource
 
         source = ShardSource(self.train)
-        found = {
+        findings = {
             name for position in range(len(source)) for name in changes_of(source.sample(position))
         }
-        return self.choose_labels(sorted(found), "label of change")
+        return self.choose_labels(sorted(findings), "label of change")
 
 
 def open_change(data: ChangeDataConfig, model: Any, batch: int) -> DataLoaders:
@@ -282,15 +282,13 @@ def open_vqa(
     questions = QuestionSource(train, "train", answers, normalize)
     image = model.transform if isinstance(data.image, EvalTransform) else data.image
     loader = open_train(data, questions, batch, image=image, together=data.together, **options)
-    described = describe(train.manifest, None if valid is None else valid.manifest, **regions)
+    entries = describe(train.manifest, None if valid is None else valid.manifest, **regions)
     if valid is None:
-        return DataLoaders(loader, None, None, described)
+        return DataLoaders(loader, None, None, entries)
     held_out = QuestionSource(valid, data.valid_split, answers, normalize)
     options["image"] = model.transform
     losses = open_valid(data, held_out, **options)
-    return DataLoaders(
-        loader, losses, open_valid(data, held_out, shared=False, **options), described
-    )
+    return DataLoaders(loader, losses, open_valid(data, held_out, shared=False, **options), entries)
 
 
 # Data settings and loaders for detection and segmentation.
@@ -355,7 +353,7 @@ def open_dense(data: DenseDataConfig, model: Any, kind: "Kind", batch: int) -> D
     options: dict[str, Any] = {"tokenizer": model.tokenizer or no_text, "text": data.text}
     train, valid = open_split(data)
     assert valid is not None
-    selected, unlabelled = _annotated(train, kind, data)
+    subset, unlabelled = _annotated(train, kind, data)
     held_out, _ = _annotated(valid, kind)
     targets = DenseTargets(kind, model.config.labels, model.transform, model.grid)
     options["image"] = model.transform
@@ -364,11 +362,11 @@ def open_dense(data: DenseDataConfig, model: Any, kind: "Kind", batch: int) -> D
     if data.unlabelled:
         targets = dataclasses.replace(targets, unlabelled=unlabelled)
     options |= {"image": data.image or model.transform, "targets": targets}
-    loader = open_train(data, selected, batch, **options)
+    loader = open_train(data, subset, batch, **options)
     selection = {
         "fraction": data.fraction,
         "fraction_seed": data.fraction_seed,
-        "images": len(selected),
+        "images": len(subset),
     }
     if data.unlabelled:
         selection["unlabelled"] = len(unlabelled)

@@ -77,12 +77,12 @@ def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders
         "sections": data.sections,
     }
     loader = open_train(data, source, micro_batch, **options)
-    chosen = {"weights": list(data.weights)} if data.weights else {}
-    described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
+    selection = {"weights": list(data.weights)} if data.weights else {}
+    entries = describe(source.manifest, None if valid is None else valid.manifest, **selection)
     if valid is None:
-        return DataLoaders(loader, None, None, described)
+        return DataLoaders(loader, None, None, entries)
     losses = open_valid(data, valid, **options)
-    return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), described)
+    return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), entries)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
