@@ -30,6 +30,7 @@ import torch
 from helpers.learning import SEEDS, shift_seeds
 from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 from helpers.object_store import Bucket, Proxy, proxied
+from helpers.unsynced import WITHOUT_WAITING
 
 from medvl.data.privacy import Deidentifier
 from medvl.data.storage import store
@@ -152,6 +153,12 @@ def mimic_root(tmp_path: Path) -> Path:
             ],
         )
     return root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_waiting_for_the_disk() -> Iterator[None]:
+    with WITHOUT_WAITING:
+        yield
 
 
 SALT = b"0123456789abcdef0123456789abcdef"

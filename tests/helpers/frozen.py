@@ -4,5 +4,8 @@ collection of its forks, which would copy all of its memory.
 
 import gc
 
+from helpers.unsynced import WITHOUT_WAITING
+
+WITHOUT_WAITING.start()
 gc.collect()
 gc.freeze()
