@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.errors import raises
 
+from medvl.common.config_io import from_dict
 from medvl.common.registry import entry_points
 from medvl.errors import ConfigError
 from medvl.models import create_model, registry
@@ -88,6 +89,37 @@ def test_every_built_in_module_registers_its_system(name: str) -> None:
     cls = system(name)
     assert issubclass(cls, System)
     assert (cls.name, cls.Config.system) == (name, name)
+
+
+FORMER = {
+    "albef": {"itc_weight": 1.0},
+    "albert_text": {"pair_weight": 1.0},
+    "arl": {"whole_entities": True, "max_entities": 24, "graph_dropout": 0.2},
+    "autoencoder": {"l1_weight": 1.0, "l2_weight": 1.0, "edge_weight": 0.5, "kl_weight": 1e-3},
+    "bfspr": {"report_weight": 1.0},
+    "cxrclip": {"image_weight": 1.0, "text_weight": 0.5},
+    "kad": {"contrast_weight": 1.0, "report_weight": 1.0},
+    "lvit": {"lv_weight": 0.1},
+    "lxmert": {"region_probability": 0.15},
+    "m2i2": {"itc_weight": 1.0},
+    "masked_text": {"pair_weight": 1.0},
+    "mrm": {"contrast_scale": 1 / 0.03},
+    "mumc": {"itc_weight": 1.0},
+    "ptunifier": {"itc_weight": 0.1},
+    "uniter": {"region_probability": 0.15, "wpa_weight": 0.1},
+    "vilt": {"wpa_weight": 0.1},
+}
+"""Fields that checkpoints of earlier versions have, with the values that are constants now."""
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_settings_with_former_fields_are_read(name: str) -> None:
+    config = system(name).Config
+    needed: dict[str, Any] = {"labels": ("edema",)} if name == "lvit" else {}
+    assert from_dict(config, {**needed, **FORMER[name]}) == config(**needed)
+    for field in FORMER[name]:
+        with raises(ConfigError, "unsupported", field):
+            from_dict(config, {**needed, field: 0.75})
 
 
 def test_a_config_creates_its_own_system() -> None:
