@@ -208,8 +208,10 @@ if TYPE_CHECKING:
     )
     from medvl.eval.zero_shot_classification.evaluate import (
         ZeroShotEval as ZeroShotEval,
-        write_zero_shot_page as write_zero_shot_page,
         zero_shot as zero_shot,
+    )
+    from medvl.eval.zero_shot_classification.evaluation import (
+        write_zero_shot_page as write_zero_shot_page,
     )
     from medvl.eval.zero_shot_classification.prompts import (
         PromptSet as PromptSet,

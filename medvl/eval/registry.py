@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from medvl.eval.evaluation import Evaluation
 
 _MODULES = {
-    "zero-shot": "medvl.eval.zero_shot_classification.evaluate",
+    "zero-shot": "medvl.eval.zero_shot_classification.evaluation",
     "retrieval": "medvl.eval.retrieval.evaluation",
     "grounding": "medvl.eval.grounding.evaluation",
     "probe": "medvl.eval.probing.evaluation",
@@ -32,7 +32,7 @@ _MODULES = {
     "matching": "medvl.eval.matching",
     "vqa": "medvl.eval.vqa.evaluation",
     "report-generation": "medvl.eval.report_generation.evaluation",
-    "classify": "medvl.eval.classification.evaluate",
+    "classify": "medvl.eval.classification.evaluation",
     "class-retrieval": "medvl.eval.retrieval.class_evaluation",
     "detection": "medvl.eval.dense.evaluation",
     "segmentation": "medvl.eval.dense.evaluation",

@@ -47,7 +47,7 @@ from medvl.data.shards.format import Manifest
 from medvl.errors import ConfigError, CorpusError, EvaluationError, SplitError
 from medvl.eval import Results, Setup, load_prompts, read_results, write_results
 from medvl.eval.retrieval.evaluation import Retrieval
-from medvl.eval.zero_shot_classification.evaluate import ZeroShot
+from medvl.eval.zero_shot_classification.evaluation import ZeroShot
 from medvl.models import ConVIRT, ConVIRTConfig, create_model, register_system, registry, save
 from medvl.schema import COMPETITION_FINDINGS
 

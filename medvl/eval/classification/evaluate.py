@@ -27,26 +27,18 @@ import torch
 from torch import Tensor
 
 from medvl.common.label_names import match_labels, named_as, renamed_labels
-from medvl.data.shards.source import ShardSource
 from medvl.errors import EvaluationError
 from medvl.eval.classification import scored_images as scoring
-from medvl.eval.classification.page import write_classification_page
 from medvl.eval.classification.scored_images import (
     BootstrapUnit,
     ClassificationResult,
     LabelPolicy,
-    MeanOptions,
     ScoredImages,
     ThresholdRule,
 )
 from medvl.eval.core.full_pass import FullPass, Loader, column, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, top1_metrics
-from medvl.eval.core.predictions import classes_of_lines
-from medvl.eval.core.results import PageHeader
-from medvl.eval.evaluation import ModelEvaluation, Setup
-from medvl.eval.registry import register_evaluation
 from medvl.models.base import HasModules, evaluating
-from medvl.models.downstream.classifier import LabelModel
 from medvl.schema import Batch
 
 PROTOCOL = "classification"
@@ -219,54 +211,3 @@ def _name(row: MetricRow) -> str:
     if row.metric != "auroc":
         return f"classify/{row.metric}"
     return f"classify/auroc{'_' if row.target.startswith('macro') else '/'}{row.target}"
-
-
-@register_evaluation("classify")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Classification(ModelEvaluation):
-    """Evaluate a classifier of recipes/linear_probe.py or recipes/classify_openi.py, with intervals
-    and a page.
-    """
-
-    protocols = (PROTOCOL,)
-    fits = (LabelModel,)
-    advice = "train a classifier on it with recipes/linear_probe.py"
-    divides_batches = True
-    scored_classes = staticmethod(classes_of_lines)
-
-    valid: Path | None = None
-    """folder of shards of other patients, on which thresholds are chosen; without it, no yes/no
-    metrics
-    """
-    label: MeanOptions = dataclasses.field(default_factory=MeanOptions)
-    """labels, thresholds and means"""
-
-    def evaluate(
-        self, model: LabelModel, source: ShardSource, setup: Setup
-    ) -> ClassificationResult:
-        """Return the metrics of the classifier."""
-        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
-        return classify(
-            model,
-            setup.loader(source, model),
-            valid_loader=None if valid is None else setup.loader(valid, model),
-            policy=self.label.policy(),
-            threshold_rule=self.label.threshold_rule,
-            resamples=setup.resamples,
-            smallest_class=self.label.smallest_class,
-            checkpoint=self.checkpoint,
-        )
-
-    def model_name(self, model: LabelModel) -> str:
-        """Return the name of the model, with what it reads."""
-        return f"{model.name} of {model.reads} ({self.checkpoint})"
-
-    def table(self, result: ClassificationResult) -> str:
-        """Return the table, with notes on the means."""
-        return result.table()
-
-    def write_page(
-        self, result: ClassificationResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page of the classifier."""
-        return write_classification_page(result, path, header, pixels=source.pixels)

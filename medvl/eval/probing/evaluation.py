@@ -10,7 +10,7 @@ import numpy as np
 
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
-from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
+from medvl.eval.classification.evaluation import LIMITS, facts, sections, subtitle
 from medvl.eval.classification.scored_images import (
     MeanOptions,
 )

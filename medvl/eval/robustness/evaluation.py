@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
-from medvl.eval.classification.page import LIMITS
+from medvl.eval.classification.evaluation import LIMITS
 from medvl.eval.classification.scored_images import LabelPolicy, MeanOptions, notes_on_means
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.open import open_source

@@ -8,10 +8,10 @@ from helpers.errors import raises
 from helpers.eval_fakes import FakeLoader, FakeModel, make_source
 
 from medvl.errors import EvaluationError
-from medvl.eval import LabelPolicy, zero_shot
+from medvl.eval import LabelPolicy, write_zero_shot_page, zero_shot
 from medvl.eval.core.results import PageHeader
 from medvl.eval.robustness.image_versions import paraphrases, statements
-from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult, write_zero_shot_page
+from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 
 PROPER = ("Cardiomegaly", "Edema", "Pleural Effusion")

@@ -8,12 +8,11 @@ from helpers.errors import raises
 from helpers.eval_fakes import FakeLoader, FakeModel, make_source
 
 from medvl.errors import EvaluationError
-from medvl.eval import bootstrap_auroc, zero_shot
+from medvl.eval import bootstrap_auroc, write_zero_shot_page, zero_shot
 from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.bootstrap import mean_over_labels, resample_counts
 from medvl.eval.core.metric_rows import decision_metrics, measure, ranking_metrics
 from medvl.eval.core.results import PageHeader, write_results
-from medvl.eval.zero_shot_classification.evaluate import write_zero_shot_page
 
 NAMES = ("Edema", "Fracture")
 

@@ -235,7 +235,7 @@ def test_errors_of_prompts_come_before_the_model_is_loaded(tmp_path, deid, monke
     def load(*_: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("medvl.eval.zero_shot_classification.evaluate.load_ensemble", load)
+    monkeypatch.setattr("medvl.eval.zero_shot_classification.evaluation.load_ensemble", load)
     monkeypatch.setattr("medvl.eval.core.open.detector_of", lambda checkpoint: None)
     write_shards(
         make_plan(tmp_path / "images", 2), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS

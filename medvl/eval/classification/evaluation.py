@@ -1,19 +1,30 @@
-"""Page of a classifier: tables, curves, subgroups, and images with extreme scores."""
+"""`medvl eval classify`, and its page: tables, curves, subgroups, images with extreme scores."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from medvl.data.shards.source import ShardSource
 from medvl.errors import MedvlError
-from medvl.eval.classification.scored_images import ClassificationResult, notes_on_means
+from medvl.eval.classification.evaluate import PROTOCOL, classify
+from medvl.eval.classification.scored_images import (
+    ClassificationResult,
+    MeanOptions,
+    notes_on_means,
+)
 from medvl.eval.core.bootstrap import RocCurve, calibration_bins, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, ECE_BINS
+from medvl.eval.core.predictions import classes_of_lines
 from medvl.eval.core.results import PageHeader, format_value
+from medvl.eval.evaluation import ModelEvaluation, Setup
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.page import header_facts, headline
+from medvl.eval.registry import register_evaluation
+from medvl.models.downstream.classifier import LabelModel
 
 _log = logging.getLogger(__name__)
 
@@ -443,3 +454,54 @@ def _thumbnail(
         f"{lines[0].partition(',')[0]} (one of the {kind})"
     )
     return html.Picture(source=html.thumbnail_uri(image), alternative=alternative, lines=lines)
+
+
+@register_evaluation("classify")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classification(ModelEvaluation):
+    """Evaluate a classifier of recipes/linear_probe.py or recipes/classify_openi.py, with intervals
+    and a page.
+    """
+
+    protocols = (PROTOCOL,)
+    fits = (LabelModel,)
+    advice = "train a classifier on it with recipes/linear_probe.py"
+    divides_batches = True
+    scored_classes = staticmethod(classes_of_lines)
+
+    valid: Path | None = None
+    """folder of shards of other patients, on which thresholds are chosen; without it, no yes/no
+    metrics
+    """
+    label: MeanOptions = dataclasses.field(default_factory=MeanOptions)
+    """labels, thresholds and means"""
+
+    def evaluate(
+        self, model: LabelModel, source: ShardSource, setup: Setup
+    ) -> ClassificationResult:
+        """Return the metrics of the classifier."""
+        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
+        return classify(
+            model,
+            setup.loader(source, model),
+            valid_loader=None if valid is None else setup.loader(valid, model),
+            policy=self.label.policy(),
+            threshold_rule=self.label.threshold_rule,
+            resamples=setup.resamples,
+            smallest_class=self.label.smallest_class,
+            checkpoint=self.checkpoint,
+        )
+
+    def model_name(self, model: LabelModel) -> str:
+        """Return the name of the model, with what it reads."""
+        return f"{model.name} of {model.reads} ({self.checkpoint})"
+
+    def table(self, result: ClassificationResult) -> str:
+        """Return the table, with notes on the means."""
+        return result.table()
+
+    def write_page(
+        self, result: ClassificationResult, source: ShardSource, path: Path, header: PageHeader
+    ) -> Path:
+        """Write the page of the classifier."""
+        return write_classification_page(result, path, header, pixels=source.pixels)
