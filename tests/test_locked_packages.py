@@ -63,3 +63,15 @@ def test_the_image_installs_by_hash_alone() -> None:
     assert [
         "--require-hashes" in line or "--no-deps --no-build-isolation" in line for line in lines
     ] == [True, True]
+
+
+def test_every_extra_is_tested_alone_in_the_workflow() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"]) - {"dev", "docs"}
+    script = (ROOT / "scripts/test_extra.sh").read_text(encoding="utf-8")
+    tests = dict(re.findall(r"^ +([\w-]+)\) echo \"(tests/\S+?\.py)\"", script, re.MULTILINE))
+    assert set(tests) == extras
+    assert all((ROOT / path).is_file() for path in tests.values())
+    workflow = (ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8")
+    [matrix] = re.findall(r"extra: \[(.*)\]", workflow)
+    assert set(matrix.split(", ")) == extras

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from medvl.common.text_files import read_text
-from medvl.common.untrusted import parse_json
+from medvl.common.text_files import read_json_objects
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import (
     Masks,
@@ -98,11 +97,7 @@ def read_items(folder: Path, results: Results) -> Items | None:
         return None
     reader = evaluation.lines
     try:
-        lines = [
-            parse_json(line)
-            for line in read_text(path, EvaluationError).split("\n")
-            if line.strip()
-        ]
+        lines = [line for _, line in read_json_objects(path, EvaluationError, reader.item)]
         if any(field not in line for line in lines for field in reader.needs):
             return None
         named = sorted(

@@ -240,7 +240,7 @@ def test_read_items_rejects_predictions_of_other_results(tmp_path: Path) -> None
     with raises(EvaluationError, "malformed", names="predictions.jsonl"):
         read_items(tmp_path / "a", other)
     path.write_text('{"key": 1}\n')
-    with raises(EvaluationError, "malformed", names="KeyError"):
+    with raises(EvaluationError, "malformed", names="none with phrase"):
         read_items(tmp_path / "a", results)
     assert read_items(tmp_path / "a", dataclasses.replace(results, protocol="another")) is None
 
