@@ -1,6 +1,7 @@
 """Signals before, while and after `StopSignals` handles them."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,23 +17,55 @@ from medvl.train.fault_tolerance.guards import StopSignals
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 PROGRAM = """
-import os, signal, sys
+import json, os, signal, sys
 from medvl.train.fault_tolerance.guards import StopSignals
+
 def send(name):
     os.kill(os.getpid(), getattr(signal, name))
+
+for line in sys.stdin:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        break
+    os.close(write)
+    with open(read) as pipe:
+        printed = pipe.read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), printed]), flush=True)
+else:
+    sys.exit()
+os.dup2(write, 1)
+os.close(write)
+signal.alarm(60)
 # A shell that starts the tests in the background has them ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 stop = StopSignals()
+exec(json.loads(line))
 """
+"""An interpreter that forks for each line of its input, so that torch is imported once. A fork ends
+as the interpreter does.
+"""
+Run = Callable[..., tuple[int, str]]
 
 
-def run(*lines: str) -> tuple[int, str]:
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
     """Return the exit status and output of a program that has `stop` and `send(name)`."""
-    program = PROGRAM + "\n".join(lines)
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
-    )
-    return ended.returncode, ended.stdout
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        requests, answers = server.stdin, server.stdout
+
+        def run_lines(*lines: str) -> tuple[int, str]:
+            requests.write(json.dumps("\n".join(lines)) + "\n")
+            requests.flush()
+            status, printed = json.loads(answers.readline())
+            return status, printed
+
+        yield run_lines
 
 
 def ignore(number: int, frame: FrameType | None) -> None:
@@ -58,12 +91,12 @@ def test_first_signal_requests_a_stop(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_signal_before_the_block_has_its_usual_effect(number: signal.Signals) -> None:
+def test_signal_before_the_block_has_its_usual_effect(number: signal.Signals, run: Run) -> None:
     assert run(f"send({number.name!r})", "with stop: print('trains')") == (-number, "")
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_signal_after_the_block_has_its_usual_effect(number: signal.Signals) -> None:
+def test_signal_after_the_block_has_its_usual_effect(number: signal.Signals, run: Run) -> None:
     lines = (
         "with stop: print('trains', flush=True)",
         f"send({number.name!r})",
@@ -74,7 +107,9 @@ def test_signal_after_the_block_has_its_usual_effect(number: signal.Signals) -> 
 
 @pytest.mark.parametrize("second", STOPS)
 @pytest.mark.parametrize("first", STOPS)
-def test_second_signal_ends_the_process(first: signal.Signals, second: signal.Signals) -> None:
+def test_second_signal_ends_the_process(
+    first: signal.Signals, second: signal.Signals, run: Run
+) -> None:
     sent = f"  send({first.name!r}); print(stop.requested, flush=True); send({second.name!r})"
     assert run("with stop:", sent, "  print('still here')") == (-second, f"{first.name}\n")
 
