@@ -40,6 +40,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "mimic-cxr-jpg",
             "openi",
             "padchest",
+            "chexpert-plus",
             "roco",
             "medicat",
         ),
@@ -52,7 +53,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "shards": {
         "Reports and captions": (
-            *("mimic-cxr", "openi", "padchest", "roco", "medicat", "melinda"),
+            *("mimic-cxr", "chexpert-plus", "openi", "padchest", "roco", "medicat", "melinda"),
             *("r2gen-annotation", "medvill-jsonl", "m3ae-arrow"),
         ),
         "Labels": ("chexpert", "nih-cxr14", "covidx"),
@@ -87,6 +88,7 @@ _EXAMPLES: Mapping[str, str] = {
     "phantom umls": "--out umls",
     "phantom contact-sheet": "--out sheet.png",
     "shards mimic-cxr": "--root MIMIC-CXR --views PA AP --out shards/mimic-cxr",
+    "shards chexpert-plus": "--root CheXpert-Plus --exclude 5x200.csv --out shards/chexpert-plus",
     "shards roco": "--root ROCO --references roco_references --out shards/roco",
     "shards medicat": "--root MedICaT --radiology-only --out shards/medicat",
     "shards openi": "--root Open-i --views PA --out shards/openi",

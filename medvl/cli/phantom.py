@@ -158,6 +158,13 @@ COMMANDS: dict[str, Callable[..., str]] = {
         size=320,
         seed=1,
     ),
+    "chexpert-plus": _command(
+        "chexpert_plus",
+        "CheXpert Plus: a table of reports, labels in JSON and PNG files",
+        _shards("chexpert-plus"),
+        size=320,
+        seed=1,
+    ),
     "rsna": _command(
         "rsna",
         "the RSNA pneumonia challenge: images with boxes of opacities",

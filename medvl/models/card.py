@@ -35,6 +35,7 @@ _CORPORA = {
             *(
                 "chestxdet10",
                 "chexpert",
+                "chexpert-plus",
                 "covidx",
                 "medvill-jsonl",
                 "mimic-cxr",

@@ -33,6 +33,7 @@ _CORPORA = "medvl.data.corpora"
 _MODULES = {
     "mimic-cxr": f"{_CORPORA}.reports.mimic_cxr",
     "chexpert": f"{_CORPORA}.labels.chexpert",
+    "chexpert-plus": f"{_CORPORA}.reports.chexpert_plus",
     "roco": f"{_CORPORA}.figures.roco",
     "medicat": f"{_CORPORA}.figures.medicat",
     "melinda": f"{_CORPORA}.figures.melinda",

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import csv
 import dataclasses
+import enum
 import gzip
 import io
 import json
@@ -160,6 +161,17 @@ class PatientRows:
     truth: Sequence[Mapping[str, object]]
 
 
+class Form(enum.Enum):
+    """Form of a file that is not a table."""
+
+    LINES = enum.auto()
+    """One line for each row, whose only cell is the line."""
+    JSON_OBJECT = enum.auto()
+    """A JSON object; rows are a key and its value as JSON."""
+    ZIP = enum.auto()
+    """A zip archive; rows are the name of a member and its text."""
+
+
 WritePatient = Callable[[Path, Patient, Options], PatientRows]
 
 
@@ -178,7 +190,7 @@ def write_release(
     root: Path,
     options: Options,
     write_patient: WritePatient,
-    columns: Mapping[str, Sequence[str] | None],
+    columns: Mapping[str, Sequence[str] | Form | None],
     workers: int | None,
 ) -> Path:
     """Write all patients, then the tables, and return `root`. A finished release with the same
@@ -189,7 +201,7 @@ def write_release(
         write_patient: function that writes the files of one patient below `root`; at module level,
             to be picklable.
         columns: file name of each table -> its header; None for a file of lines, or for a JSON list
-            (`.json`), whose rows are one text each.
+            (`.json`), whose rows are one text each; or another form.
         workers: number of processes; None for one per core.
 
     Raises ConfigError ("out_of_range") for `workers`, and CorpusError ("exists") if `root` contains
@@ -302,8 +314,12 @@ class _Task:
 
 
 def _table_bytes(
-    name: str, header: Sequence[str] | None, rows: Iterable[Sequence[object]]
+    name: str, header: Sequence[str] | Form | None, rows: Iterable[Sequence[object]]
 ) -> bytes:
+    if header is Form.ZIP:
+        return _zip_bytes(rows)
+    if isinstance(header, Form):
+        return _json_bytes(header, rows)
     if name.endswith(".xlsx") and header is not None:
         return workbook_bytes(header, rows)
     text = io.StringIO()
@@ -317,6 +333,23 @@ def _table_bytes(
         writer.writerows(rows)
     content = text.getvalue().encode()
     return gzip.compress(content, mtime=0) if name.endswith(".gz") else content
+
+
+def _json_bytes(form: Form, rows: Iterable[Sequence[object]]) -> bytes:
+    if form is Form.LINES:
+        return "".join(f"{line}\n" for (line,) in rows).encode()
+    entries = ",\n".join(f"{json.dumps(key)}: {value}" for key, value in rows)
+    return f"{{\n{entries}\n}}\n".encode()
+
+
+def _zip_bytes(rows: Iterable[Sequence[object]]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in rows:
+            member = zipfile.ZipInfo(str(name))  # with a fixed date, as in workbooks
+            member.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(member, str(text))
+    return content.getvalue()
 
 
 def _write_options(root: Path, options: Options, finished: bool) -> None:

@@ -24,6 +24,7 @@ SELECTION = {
     "mimic-cxr": ("--views", "PA", "AP"),
     "mimic-cxr-jpg": ("--views", "PA"),
     "chexpert": ("--frontal-only",),
+    "chexpert-plus": ("--views", "PA", "AP"),
     "openi": ("--views", "FRONTAL"),
     "padchest": ("--views", "PA"),
     "medicat": ("--radiology-only",),

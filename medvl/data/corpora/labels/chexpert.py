@@ -26,7 +26,7 @@ _TEST_COLUMNS = (
 _PATH = re.compile(
     r"(?:.*/)?(train|valid|test)/(patient\d+)/(study\d+)/(view\d+_(?:frontal|lateral)\.jpg)"
 )
-_SEX = {"Male": "M", "Female": "F"}
+SEX = {"Male": "M", "Female": "F"}
 
 
 @register_corpus("chexpert")
@@ -86,10 +86,13 @@ def image_key(path: str, deid: Deidentifier) -> str:
     """Return the sample key of the image at a `Path` of the release. Raises CorpusError when it
     is malformed.
     """
-    return deid.image("/".join(_parse_path(path)))
+    return deid.image("/".join(parse_path(path)))
 
 
-def _parse_path(path: str) -> tuple[str, ...]:
+def parse_path(path: str) -> tuple[str, ...]:
+    """Return split, patient, study and file name of a `Path`. Raises CorpusError when it is
+    malformed.
+    """
     match = _PATH.fullmatch(path)
     if match is None:
         raise CorpusError(
@@ -104,7 +107,7 @@ def _sample(
     root: Path, table: Path, split: str, row: Mapping[str, str], deid: Deidentifier
 ) -> Sample:
     try:
-        folder, patient, study, file = _parse_path(row["Path"])
+        folder, patient, study, file = parse_path(row["Path"])
     except CorpusError as error:
         raise error.prefixed(f"{table}: ") from None
     view = "LATERAL" if "lateral" in file else row.get("AP/PA") or "FRONTAL"
@@ -118,6 +121,6 @@ def _sample(
         image=root / folder / patient / study / file,
         labels=parse_findings(row, table),
         view=view,
-        sex=_SEX.get(row.get("Sex", "")),
+        sex=SEX.get(row.get("Sex", "")),
         age=cap_age(row.get("Age", "")) or None,  # the release writes 0 for a missing age
     )
