@@ -9,8 +9,7 @@ from medvl.schema import Batch
 from medvl.train import OptimConfig, TrainConfig
 
 # Internals on purpose: the step is timed without the rest of the loop.
-from medvl.train.loop.prepare import parallelize
-from medvl.train.loop.step import Step
+from medvl.train.loop.step import Step, parallelize
 from medvl.train.optim.optimizer import build_optimizer
 
 ADAMW = OptimConfig(optimizer="adamw", lr=1e-5, weight_decay=1e-2)

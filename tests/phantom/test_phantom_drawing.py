@@ -11,8 +11,7 @@ from medvl.errors import ConfigError
 from medvl.phantom import Finding, Part, World, boxes, draw, masks
 from medvl.phantom.geometry import Camera, Surface, ellipse, ribbon, spline
 from medvl.phantom.population.findings import PART_SAMPLERS, RENDERED_LABELS
-from medvl.phantom.population.world import sample_view
-from medvl.phantom.seeds import generator
+from medvl.phantom.population.world import generator, sample_view
 
 CHEST = World(2).patient(4).chest
 

@@ -31,7 +31,7 @@ from medvl.phantom.language.captions import (
 )
 from medvl.phantom.language.lexicon import PRESENT
 from medvl.phantom.layouts.figures import figure_bytes
-from medvl.phantom.seeds import generator
+from medvl.phantom.population.world import generator
 
 PATIENTS, SEED, SIZE = 20, 4, 48
 SPLIT = (0.6, 0.2, 0.2)

@@ -20,7 +20,7 @@ from medvl.phantom.language.reports import (
     uncertain_sentence,
 )
 from medvl.phantom.population.findings import PART_SAMPLERS, RENDERED_LABELS
-from medvl.phantom.seeds import generator
+from medvl.phantom.population.world import generator
 from medvl.schema import FINDINGS
 
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from medvl.phantom.language import lexicon, lexicon as report_sections
 from medvl.phantom.population.findings import CHRONIC, Finding, Part, change_of
-from medvl.phantom.population.world import Study
-from medvl.phantom.seeds import generator
+from medvl.phantom.population.world import Study, generator
 from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
 
 # Sentences about findings, from the templates of `lexicon`.

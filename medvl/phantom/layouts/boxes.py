@@ -15,11 +15,10 @@ from medvl.phantom.layouts.dicom_writer import dicom_bytes
 from medvl.phantom.layouts.kaggle import REFERENCE_SIZE, image_uid_hex, square_frontal_views
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
 from medvl.phantom.population.findings import Finding
-from medvl.phantom.population.world import Patient, Study, View
+from medvl.phantom.population.world import Patient, Study, View, generator
 from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.findings import Box, boxes
 from medvl.phantom.rendering.scene import WHITE, encode_jpeg, encode_png
-from medvl.phantom.seeds import generator
 
 # The phantom corpus in the layout of ChestX-Det10 (2020): PNG files, and boxes in JSON.
 

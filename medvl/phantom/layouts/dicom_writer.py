@@ -14,9 +14,8 @@ from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.pixels import get_encoder
 from pydicom.uid import UID
 
-from medvl.phantom.population.world import Patient, Study, View
+from medvl.phantom.population.world import Patient, Study, View, generator
 from medvl.phantom.rendering.scene import WHITE
-from medvl.phantom.seeds import generator
 
 _STREAM = 96
 # DX for presentation, CR

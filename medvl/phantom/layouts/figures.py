@@ -12,10 +12,9 @@ from medvl.phantom.language.captions import Figure, article_figures, article_id
 from medvl.phantom.language.reports import pick
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
 from medvl.phantom.population.findings import truth_labels
-from medvl.phantom.population.world import MAX_STUDIES, Patient
+from medvl.phantom.population.world import MAX_STUDIES, Patient, generator
 from medvl.phantom.rendering.draw import draw_image
 from medvl.phantom.rendering.scene import encode_jpeg, encode_png
-from medvl.phantom.seeds import generator
 
 # Image files of the figures of case reports.
 

@@ -15,10 +15,9 @@ from pydicom.uid import UID, ExplicitVRLittleEndian
 
 from medvl.phantom.layouts.dicom_writer import view_position
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
-from medvl.phantom.population.world import Patient, Study, View
+from medvl.phantom.population.world import Patient, Study, View, generator
 from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.findings import boxes, masks
-from medvl.phantom.seeds import generator
 
 # Shared code of the Kaggle challenges' layouts: square 8-bit frontal images.
 #

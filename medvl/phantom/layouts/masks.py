@@ -14,11 +14,10 @@ from medvl.phantom.layouts.kaggle import image_uid_hex, square_frontal_views
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
 from medvl.phantom.population.anatomy import SIDES
 from medvl.phantom.population.findings import PART_SAMPLERS, Finding
-from medvl.phantom.population.world import Patient, View
+from medvl.phantom.population.world import Patient, View, generator
 from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.findings import boxes, make_lung, masks
 from medvl.phantom.rendering.scene import encode_png
-from medvl.phantom.seeds import generator
 
 INFECTIONS = ("Consolidation", "Lung Opacity")
 """Labels of the phantom whose masks are the infection."""

@@ -25,10 +25,9 @@ from medvl.phantom.layouts.writer import (
     write_release,
 )
 from medvl.phantom.population.findings import Finding
-from medvl.phantom.population.world import Patient, Study, View
+from medvl.phantom.population.world import Patient, Study, View, generator
 from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.scene import encode_jpeg, encode_png
-from medvl.phantom.seeds import generator
 from medvl.schema import FINDINGS, NEGATIVE, UNCERTAIN
 
 # The phantom corpus in the layouts of MIMIC-CXR 2.0.0 (DICOM) and MIMIC-CXR-JPG 2.0.0.

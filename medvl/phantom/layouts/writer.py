@@ -28,9 +28,8 @@ from tqdm import tqdm
 from medvl.common.files import write_atomic
 from medvl.common.process import interrupts_blocked
 from medvl.errors import ConfigError, CorpusError
-from medvl.phantom.population.world import MAX_PATIENTS, Patient, Study, View, World
+from medvl.phantom.population.world import MAX_PATIENTS, Patient, Study, View, World, generator
 from medvl.phantom.rendering.findings import boxes
-from medvl.phantom.seeds import generator
 
 # Workbooks (.xlsx) of the phantom's releases.
 

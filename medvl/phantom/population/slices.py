@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from medvl.phantom.geometry import Camera
-from medvl.phantom.seeds import generator
+from medvl.phantom.population.world import generator
 
 ORGANS = ("head", "chest", "abdomen")
 MODALITIES = ("CT", "MRI")

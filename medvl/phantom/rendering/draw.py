@@ -12,7 +12,7 @@ from medvl.errors import ConfigError
 from medvl.phantom.geometry import Image, Points, Surface, ellipse
 from medvl.phantom.population.findings import PART_SAMPLERS, RENDERED_LABELS, SEVERITIES, Finding
 from medvl.phantom.population.slices import MODALITIES, Slice
-from medvl.phantom.population.world import View, World, sample_view
+from medvl.phantom.population.world import View, World, generator, sample_view
 from medvl.phantom.rendering.findings import boxes, draw_findings, fractured_bones
 from medvl.phantom.rendering.radiographs import frontal_scene, lateral_scene
 from medvl.phantom.rendering.scene import (
@@ -23,7 +23,6 @@ from medvl.phantom.rendering.scene import (
     random_crop,
     white_noise,
 )
-from medvl.phantom.seeds import generator
 
 # Drawing of axial CT and MR slices, which give questions about modality, plane and organ several
 # answers.

@@ -1,30 +1,33 @@
-"""One update of the weights."""
+"""One update of the weights, and the preparation of a model for training."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medvl.common.seeding import derive, reseed
+from medvl.encoders import TextEncoder, checkpoint_activations
+from medvl.encoders.base import Encoder
 from medvl.errors import ConfigError
 from medvl.models.base import System
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.fusion_encoders.parts.encoder import DualStream
 from medvl.schema import Batch, Losses
+from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance.guards import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.optim.optimizer import Precision, set_lr, trainable
-from medvl.train.parallel.distributed import average_gradients, place
-from medvl.train.parallel.model import ParallelModel
+from medvl.train.parallel.distributed import RankInfo, average_gradients, place
+from medvl.train.parallel.model import DDPModel, ParallelModel
 
 # Large contrastive batches in the memory of small ones (GradCache: Gao et al., arXiv 2101.06983,
 # section 3.2).
 #
 #     encode every part, without a graph     embeddings of the complete batch
-#     loss over all of them, backward        a gradient for every embedding, and for the
-#     temperature
+#     loss over all of them, backward        a gradient for every embedding and the temperature
 #     encode every part again, with a graph  backward from its embeddings' gradients
 #
 # The gradient equals that of the complete batch up to the order of sums. A part draws the same
@@ -325,3 +328,78 @@ class Step:
         """Return the mean loss of the update over micro-batches and ranks."""
         local = float(torch.stack([loss.total for loss in losses]).double().mean())
         return sum(self.model.ranks.exchange(local)) / self.model.ranks.size
+
+
+# Preparation of a model for training: device, memory format, packing, checkpointing, compilation,
+# parallelism.
+
+
+def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Move the model to its device, switch to train mode, and apply the settings of its
+    computation.
+
+    Raises ConfigError where `packed_text` or `checkpoint_activations` does not apply to this model.
+    """
+    model.to(device)
+    if config.channels_last:
+        torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    model.train()
+    encoders = [module for module in model.modules() if isinstance(module, Encoder)]
+    if config.packed_text:
+        _pack(model)
+    if config.checkpoint_activations:
+        _checkpoint(encoders)
+    if config.compile:
+        model.compile()
+
+
+def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> ParallelModel:
+    """Prepare the model, and wrap it for the ranks: sharded where the settings say so and there are
+    several.
+
+    Raises ConfigError as `prepare` does.
+    """
+    if not config.shard_weights or ranks.size == 1:
+        prepare(model, config, ranks.device)
+        return DDPModel(model, ranks, config.find_unused_parameters)
+    from medvl.train.parallel.model import FSDPModel  # torch's part of it takes seconds to import
+
+    # The complete model may not fit on the device, and sharding needs contiguous weights. Blocks
+    # are compiled alone.
+    prepare(
+        model, dataclasses.replace(config, channels_last=False, compile=False), torch.device("cpu")
+    )
+    return FSDPModel(model, ranks, compile=config.compile)
+
+
+def _pack(model: nn.Module) -> None:
+    """Pack the text encoders, and the text's stream of a dual-stream fusion-encoder."""
+    modules = list(model.modules())
+    if not any(isinstance(module, TextEncoder) for module in modules):
+        raise ConfigError(
+            "the model has no text encoder; leave packed_text unset",
+            "unsupported",
+            field="packed_text",
+        )
+    for module in modules:
+        if isinstance(module, (TextEncoder, DualStream)):
+            module.pack()
+
+
+def _checkpoint(encoders: Sequence[Encoder]) -> None:
+    """Checkpoint the activations of all encoders that support it; a CNN beside a Transformer is
+    left unchanged.
+    """
+    refusals = []
+    for encoder in encoders:
+        try:
+            checkpoint_activations(encoder)
+        except ConfigError as error:
+            refusals.append(str(error))
+    if len(refusals) == len(encoders):
+        reasons = "; ".join(refusals) or "the model has no encoder"
+        raise ConfigError(
+            f"{reasons}; leave checkpoint_activations unset",
+            "unsupported",
+            field="checkpoint_activations",
+        )

@@ -37,9 +37,8 @@ from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
 from medvl.train.fault_tolerance.guards import StopSignals, freeze_existing_objects, with_advice
 from medvl.train.loop.logger import RunLogger, SpeedMeter
-from medvl.train.loop.prepare import parallelize
 from medvl.train.loop.state import TrainState, resume_path
-from medvl.train.loop.step import Step, StepResult
+from medvl.train.loop.step import Step, StepResult, parallelize
 from medvl.train.loop.validate import Evaluator, RollbackPolicy, run_evaluators, validation_loss
 from medvl.train.optim.optimizer import LearningRate, build_optimizer
 from medvl.train.parallel.distributed import (

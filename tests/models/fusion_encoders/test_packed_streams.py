@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from medvl.encoders.text.packing import Packing
 from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Sizes, padding_mask
-from medvl.train.loop.prepare import prepare
+from medvl.train.loop.step import prepare
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 STREAMS = ("albef", "m2i2", "mumc", "m3ae", "arl", "ptunifier", "dual_stream")

@@ -19,8 +19,7 @@ from medvl.errors import ConfigError
 from medvl.models import DualEncoder
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.loop.prepare import prepare
-from medvl.train.loop.step import Step
+from medvl.train.loop.step import Step, prepare
 from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo, machine_settings
 from medvl.train.parallel.model import DDPModel
