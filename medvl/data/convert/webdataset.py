@@ -37,7 +37,7 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     fields = fields or TarFields()
     check_tars(tars)
     sizes = [(str(tar), tar.stat().st_size) for tar in tars]
-    names = [fields.image, fields.text, fields.key_end]
+    names = [fields.image, fields.text, fields.key_end, *fields.where]
     identity = hashlib.sha256(json.dumps([sizes, *names]).encode()).hexdigest()
     out = subfolder(Cache.from_environment().make_private(), "webdataset") / identity[:32]
     _log.warning(

@@ -35,6 +35,8 @@ from medvl.schema import Sample
 
 SECTION = "caption"
 """Section of the texts."""
+_VALUES = 20  # values of a field that are counted one by one
+_REASON = 60  # characters of the name of a count
 
 
 @register_corpus("webdataset")
@@ -57,6 +59,10 @@ class WebdatasetTars(Corpus):
     """
     splits: tuple[str, ...] = ("train=0.98", "validate=0.01", "test=0.01")
     """fractions of the splits."""
+    keep_field: tuple[str, ...] = ()
+    """fields of the JSON that samples keep, such as json:article_license."""
+    max_samples: int | None = None
+    """maximum number of samples, from the first tar on; default all."""
     members: TarFields
     """names of the members."""
 
@@ -81,7 +87,10 @@ class WebdatasetTars(Corpus):
             )
             raise ConfigError(message, "conflict", field="tars")
         unpacked = access.unpack_folder()
-        reader = _Reader(deid, unpacked, self.name, self.members, self.group, fractions)
+        if self.max_samples is not None and self.max_samples < 1:
+            message = f"max_samples must be at least 1, got {self.max_samples}"
+            raise ConfigError(message, "out_of_range", field="max_samples")
+        reader = _Reader(deid, unpacked, self, fractions)
         records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
         if not records:
             detail = f"{listed(reader.rows.left_out) or 'none read'}; {reader.counts}"
@@ -110,16 +119,16 @@ class _Reader:
         self,
         deid: Deidentifier,
         unpacked: Path,
-        name: str,
-        fields: TarFields,
-        group: str | None,
+        corpus: WebdatasetTars,
         fractions: Mapping[str, float],
     ) -> None:
         self.deid = deid
         self.unpacked = unpacked
-        self.name = name
-        self.fields = fields
-        self.group = group
+        self.name = corpus.name
+        self.fields = corpus.members
+        self.group = corpus.group
+        self.keep_field = corpus.keep_field
+        self.max_samples = corpus.max_samples
         self.fractions = fractions
         self.rows = RowCounts("samples")
         self.counts = TarCounts()
@@ -127,22 +136,40 @@ class _Reader:
 
     def samples(self, tar: Location) -> Iterator[Sample]:
         """Yield the samples of a tar, with their images unpacked."""
+        if self._is_full():
+            return
         before = self.counts.samples
         found = 0
-        for members in read_tar(tar, self.fields, self.group, counts=self.counts):
+        fields = (self.group, *self.keep_field)
+        for members in read_tar(tar, self.fields, *fields, counts=self.counts):
             found += 1
             sample = self._sample(tar.name, members)
             if sample is not None:
                 self.rows.kept += 1
                 yield sample
+            if self._is_full():
+                self.rows.read += found
+                return
         samples = self.counts.samples - before
         self.rows.read += samples
         self.rows.exclude("no_image_or_text", samples - found)
 
+    def _is_full(self) -> bool:
+        return self.max_samples is not None and self.rows.kept >= self.max_samples
+
     def _sample(self, tar: str, members: Mapping[str, Any]) -> Sample | None:
         identity = f"{self.name} {tar} {members['__key__']}"
         try:
+            unmet = self.fields.unmet(members)
+            if unmet is not None:
+                self.rows.exclude(self._reason(unmet))
+                return None
             text = first_text(self.fields.texts_of(members), self.warnings)
+            extra = {
+                name.partition(":")[2] or name: value
+                for name in self.keep_field
+                if (value := member_value(members, name)) is not None
+            }
             group = (
                 None
                 if self.group is None
@@ -170,4 +197,13 @@ class _Reader:
             study=self.deid.study(patient, identity),
             image=path,
             sections={SECTION: text} if text else {},
+            extra=extra,
         )
+
+    def _reason(self, unmet: str) -> str:
+        """Return the reason for a sample that does not meet `where`: field and value, of so many
+        values that one reads them.
+        """
+        field = unmet.partition("=")[0]
+        known = sum(reason.startswith(f"{field}=") for reason in self.rows.left_out)
+        return unmet[:_REASON] if known < _VALUES else f"{field}=others"

@@ -89,7 +89,10 @@ as unreadable.
 """
 NO_TEXT = "no_text"
 """Reason for skipping a sample without the text that is read. It does not count as unreadable."""
-_READABLE = (NO_IMAGE, NO_TEXT)
+NOT_WHERE = "where_not_met"
+"""Reason for leaving out a sample that does not meet a condition. It does not count as unreadable.
+"""
+_READABLE = (NO_IMAGE, NO_TEXT, NOT_WHERE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

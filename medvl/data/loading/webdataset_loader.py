@@ -9,6 +9,7 @@ limits. The randomness of a sample is that of other loaders: (seed, epoch, key).
 
 import functools
 import hashlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from medvl.common.ranks import check_ranks
 from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
-from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize
+from medvl.data.loading.collate import (
+    NOT_WHERE,
+    Collate,
+    Item,
+    ItemMaker,
+    SkipBudget,
+    SkippedSample,
+    Tokenize,
+)
 from medvl.data.loading.loader import check_identity
 from medvl.data.loading.workers import TIMEOUT, init_worker, with_worker_errors
 from medvl.data.reports.cleaning import first_text
@@ -68,6 +77,7 @@ class _BatchStream(IterableDataset[Result]):
         rank: int,
         world: int,
         buffer: int,
+        open_tars: int,
         color: bool,
     ) -> None:
         self.tars = tuple(tars)
@@ -78,17 +88,21 @@ class _BatchStream(IterableDataset[Result]):
         self.rank = rank
         self.world = world
         self.buffer = buffer
+        self.open_tars = open_tars
         self.color = color
         self.epoch = 0
 
     def __iter__(self) -> Iterator[Result]:
         items: list[Item | SkippedSample] = []
+        left_out: list[SkippedSample] = []
         try:
-            for members in self._shuffle(self._read()):
+            for members in self._shuffle(self._read(left_out)):
                 items.append(self._item(members))
                 if len(items) == self.local_batch:
-                    yield self.collate(items)
+                    batch, skipped = self.collate(items)
+                    yield batch, [*skipped, *left_out]
                     items = []
+                    left_out.clear()
         except (
             ShardError,
             StorageError,
@@ -105,9 +119,10 @@ class _BatchStream(IterableDataset[Result]):
         ]
         return np.random.default_rng(seeds if purpose == "buffer" else seeds[:2])
 
-    def _read(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the members of each sample in this worker's tars, repeatedly. Raises ShardError
-        where there is none.
+    def _read(self, left_out: list[SkippedSample]) -> Iterator[Mapping[str, Any]]:
+        """Yield the members of each sample in this worker's tars, repeatedly, in turn from several
+        tars; those that do not meet `fields.where` are added to `left_out`. Raises ShardError where
+        there is none.
         """
         worker = get_worker_info()
         part = self.rank * (worker.num_workers if worker else 1) + (worker.id if worker else 0)
@@ -117,16 +132,45 @@ class _BatchStream(IterableDataset[Result]):
         has_samples = True
         while has_samples:
             has_samples = False
-            for number in order:
-                for members in read_tar(self.tars[number], self.fields):
+            for members in self._in_turn([self.tars[number] for number in order]):
+                if self._meets_conditions(members, left_out):
                     has_samples = True
-                    yield members | {"__tar__": self.tars[number].name}
+                    yield members
         names = describe_tars([self.tars[number] for number in order])
         suffixes = ", ".join(sorted(self.fields.suffixes()))
+        condition = f" and meets {', '.join(self.fields.where)}" if self.fields.where else ""
         raise ShardError(
-            f"{names}: no sample has a member with a suffix of {suffixes}; correct the suffixes",
+            f"{names}: no sample has a member with a suffix of {suffixes}{condition}; correct them",
             "empty",
         )
+
+    def _in_turn(self, tars: Sequence[Location]) -> Iterator[Mapping[str, Any]]:
+        """Yield the samples of tars, one of each open tar in turn: neighbours in a tar are often
+        alike.
+        """
+        waiting = iter(tars)
+        readers = [self._samples(tar) for tar in itertools.islice(waiting, self.open_tars)]
+        while readers:
+            for reader in list(readers):
+                members = next(reader, None)
+                if members is not None:
+                    yield members
+                    continue
+                readers.remove(reader)
+                readers += [self._samples(tar) for tar in itertools.islice(waiting, 1)]
+
+    def _samples(self, tar: Location) -> Iterator[Mapping[str, Any]]:
+        for members in read_tar(tar, self.fields):
+            yield members | {"__tar__": tar.name}
+
+    def _meets_conditions(self, members: Mapping[str, Any], left_out: list[SkippedSample]) -> bool:
+        try:
+            unmet = self.fields.unmet(members)
+        except ValueError:
+            return True  # counted as unreadable where its text is read
+        if unmet is not None:
+            left_out.append(SkippedSample(_key(members), NOT_WHERE))
+        return unmet is None
 
     def _shuffle(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         rng = self._rng("buffer")
@@ -140,8 +184,7 @@ class _BatchStream(IterableDataset[Result]):
             yield sample
 
     def _item(self, members: Mapping[str, Any]) -> Item | SkippedSample:
-        name = f"{members['__tar__']} {members['__key__']}".encode(errors="surrogateescape")
-        key = hashlib.sha256(name).hexdigest()[:32]
+        key = _key(members)
         try:
             text = first_text(self.fields.texts_of(members), Counter())
         except ValueError:
@@ -173,6 +216,11 @@ class _BatchStream(IterableDataset[Result]):
         return pixels
 
 
+def _key(members: Mapping[str, Any]) -> str:
+    name = f"{members['__tar__']} {members['__key__']}".encode(errors="surrogateescape")
+    return hashlib.sha256(name).hexdigest()[:32]
+
+
 class WebdatasetLoader:
     """Training batches of webdataset tars; open one with `open_webdataset_loader`."""
 
@@ -199,8 +247,9 @@ class WebdatasetLoader:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the tars' names: their content is not known."""
-        return hashlib.sha256("\n".join(tar.name for tar in self._stream.tars).encode()).hexdigest()
+        """sha256 of the tars' names and the conditions: their content is not known."""
+        names = [tar.name for tar in self._stream.tars]
+        return hashlib.sha256("\n".join([*names, *self._stream.fields.where]).encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Batch]:
         batches: DataLoader[Result] = DataLoader(
@@ -263,6 +312,7 @@ def open_webdataset_loader(
     world: int | None = None,
     workers: int = 2,
     buffer: int = 2000,
+    open_tars: int = 4,
     color: bool = True,
     max_skipped: float = 0.001,
     inputs: Inputs | None = None,
@@ -272,8 +322,9 @@ def open_webdataset_loader(
     Args:
         tars: paths or addresses, with webdataset's braces.
         samples: number of samples that make an epoch, usually that of all tars.
-        fields: suffixes of image and text.
+        fields: suffixes of image and text, and conditions that samples meet.
         buffer: samples that are shuffled at once by each reader.
+        open_tars: tars that each reader reads in turn, because neighbours in a tar are often alike.
         color: read RGB images, as evaluations of tars do; False reads grey ones, in less time.
             batch, image, text, tokenizer, seed, rank, world, workers, max_skipped, inputs: as in
             `open_loader`.
@@ -317,6 +368,7 @@ def open_webdataset_loader(
         rank=rank,
         world=world,
         buffer=min(buffer, samples // readers // 2 + 1),
+        open_tars=open_tars,
         color=color,
     )
     return WebdatasetLoader(stream, samples, workers=workers, max_skipped=max_skipped)

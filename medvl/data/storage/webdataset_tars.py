@@ -46,8 +46,39 @@ class TarFields:
     the last one, for names such as 1.2.840.113.jpg.
     """
 
+    where: tuple[str, ...] = ()
+    """Conditions on fields of the JSON that samples meet, such as
+    json:image_primary_label='Clinical Imaging': the field is the value, or a list with it. Values
+    of one field are alternatives; all fields must fit.
+    """
+
     def __post_init__(self) -> None:
         check_choice(self.key_end, ("first-dot", "last-dot"), "key_end")
+        self.conditions()
+
+    def conditions(self) -> dict[tuple[str, str], set[str]]:
+        """Return (suffix, field) -> allowed values. Raises ConfigError for other forms."""
+        found: dict[tuple[str, str], set[str]] = {}
+        for condition in self.where:
+            name, equals, value = condition.partition("=")
+            suffix, colon, field = name.partition(":")
+            if not (suffix and colon and field and equals):
+                message = f"expected json:FIELD=VALUE, got {condition!r}"
+                raise ConfigError(message, "malformed", field="where")
+            found.setdefault((suffix.lower(), field), set()).add(value)
+        return found
+
+    def unmet(self, members: Mapping[str, Any]) -> str | None:
+        """Return "FIELD=VALUE" of the first condition that a sample does not meet; None if it meets
+        all. Raises ValueError where its JSON is damaged.
+        """
+        for (suffix, field), allowed in self.conditions().items():
+            content = parse_json(members[suffix]) if suffix in members else None
+            value = content.get(field) if isinstance(content, dict) else None
+            values = [str(each) for each in (value if isinstance(value, list) else [value])]
+            if not allowed & set(values):
+                return f"{field}={'+'.join(values) if value is not None else 'missing'}"
+        return None
 
     @property
     def text_suffixes(self) -> set[str]:
@@ -84,6 +115,7 @@ class TarFields:
     def suffixes(self, *others: str | None) -> set[str]:
         """Return the suffixes of the members to read; `others` are further members or fields."""
         names = [*self.image.split(";"), *self.text.split(";"), *(name for name in others if name)]
+        names += self.where
         return {name.partition(":")[0].lower() for name in names}
 
 

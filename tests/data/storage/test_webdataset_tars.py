@@ -32,7 +32,7 @@ from medvl.data.shards.verify import verify_folder
 from medvl.data.storage.webdataset_tars import TarFields, expand_tars, read_tar
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ConfigError, MedvlError, ShardError
+from medvl.errors import ConfigError, CorpusError, MedvlError, ShardError
 from medvl.eval.core.open import open_source
 from medvl.schema import Inputs
 
@@ -354,3 +354,89 @@ def test_errors_of_workers_name_the_tar(folder: Path, tmp_path: Path) -> None:
     with raises(ShardError, "truncated") as caught:
         next(iter(loader))
     assert str(caught.value).startswith(str(path))
+
+
+def write_clusters(home: Path) -> str:
+    """Four tars of ten samples, each of one kind of figure but its last, as BIOMEDICA's clusters."""
+    kinds = ("Clinical Imaging", "Plots", "Microscopy", "Plots")
+    for number, kind in enumerate(kinds):
+        with tarfile.open(home / f"c-{number}.tar", "w") as tar:
+            for place in range(10):
+                labels = ["Clinical Imaging"] if place == 9 else [kind]
+                content = {"label": labels, "license": f"CC BY {number}"}
+                add(tar, f"{place}.jpg", encode_jpeg(textured(10 * number + place, 40, 50), 95))
+                add(tar, f"{place}.txt", f"{number}:{place}".encode())
+                add(tar, f"{place}.json", json.dumps(content).encode())
+    return str(home / "c-{0..3}.tar")
+
+
+CLINICAL = "json:label=Clinical Imaging"
+
+
+def test_conversion_keeps_samples_that_meet_conditions_and_counts_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern, salt = write_clusters(tmp_path), tmp_path / "salt"
+    salt.write_text("5a" * 32)
+    command = [
+        "shards",
+        "webdataset",
+        "--tars",
+        pattern,
+        "--salt-file",
+        str(salt),
+        "--workers",
+        "1",
+    ]
+    command += ["--splits", "train=1", "--keep-field", "json:license"]
+    main([*command, "--out", str(tmp_path / "out"), "--where", CLINICAL])
+    printed = capsys.readouterr().out
+    source = ShardSource(tmp_path / "out/train")
+    samples = [source.sample(place) for place in range(len(source))]
+    texts = {sample.sections["caption"] for sample in samples}
+    assert texts == {*(f"0:{place}" for place in range(10)), "1:9", "2:9", "3:9"}
+    assert {(sample.sections["caption"][0], sample.extra["license"]) for sample in samples} == {
+        (str(number), f"CC BY {number}") for number in range(4)
+    }
+    assert "read 40 samples: kept 13" in printed
+    assert "18 label=Plots" in printed
+    assert "9 label=Microscopy" in printed
+    main([*command, "--out", str(tmp_path / "both"), "--where", CLINICAL, "json:label=Plots"])
+    assert len(ShardSource(tmp_path / "both/train")) == 13 + 18  # values of one field: any of them
+    main([*command, "--out", str(tmp_path / "some"), "--max-samples", "7"])
+    assert len(ShardSource(tmp_path / "some/train")) == 7
+    with raises(CorpusError, "empty"):  # no sample meets both
+        webdataset_tars.WebdatasetTars(
+            tars=(pattern,), members=TarFields(where=(CLINICAL, "json:license=none"))
+        ).plan(Deidentifier(bytes(16)), FileAccess(unpacked=tmp_path / "images"))
+
+
+@pytest.mark.parametrize("condition", ["label=Plots", "json:label", "json:=Plots", ":label=Plots"])
+def test_conditions_of_other_forms_are_refused(condition: str) -> None:
+    with raises(ConfigError, "malformed", "where"):
+        TarFields(where=(condition,))
+
+
+def test_training_reads_samples_that_meet_conditions_and_counts_the_others(tmp_path: Path) -> None:
+    pattern = write_clusters(tmp_path)
+    loader = opened(pattern, fields=TarFields(where=(CLINICAL,)), samples=13, batch=2, buffer=4)
+    batches = list(loader)
+    texts = [text for batch in batches for text in batch.texts]
+    assert len(batches) == 13 // 2
+    assert all(len(batch) == 2 for batch in batches)  # those left out take no place in a batch
+    assert set(texts) <= {*(f"0:{place}" for place in range(10)), "1:9", "2:9", "3:9"}
+    assert 0 < loader.skipped["where_not_met"] <= 2 * 27  # of two passes over the tars at most
+    with raises(ShardError, "empty", names="label=Maps"):
+        list(opened(pattern, fields=TarFields(where=("json:label=Maps",)), buffer=4))
+
+
+@pytest.mark.parametrize(("open_tars", "kinds"), [(1, 1), (4, 4)])
+def test_neighbours_in_a_batch_come_from_several_tars(
+    tmp_path: Path, open_tars: int, kinds: int
+) -> None:
+    pattern = write_clusters(tmp_path)
+    loader = opened(pattern, samples=40, batch=4, buffer=1, open_tars=open_tars)
+    batches = list(loader)
+    assert len({text.partition(":")[0] for text in batches[0].texts}) == kinds
+    texts = Counter(text for batch in batches for text in batch.texts)
+    assert len(texts) >= 38  # one sample waits in the buffer of each pass
