@@ -41,18 +41,24 @@ def joined_ranks(name: str, *, divides_batches: bool) -> Iterator[None]:
     Raises ConfigError where there are several ranks and the command does not divide the batches
     among them.
     """
+    if not divides_batches:
+        _check_alone(name)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
-    if not divides_batches:
-        message = (
-            f"expected one process for medvl eval {name}, got several; start it without torchrun"
-        )
-        raise ConfigError(message, "unsupported", field="ranks")
     from medvl.train.parallel.distributed import join
 
     with join():
         yield
+
+
+def _check_alone(name: str) -> None:
+    """Raise ConfigError where torchrun started several processes."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        message = (
+            f"expected one process for medvl eval {name}, got several; start it without torchrun"
+        )
+        raise ConfigError(message, "unsupported", field="ranks")
 
 
 _SCREEN_LINES = 38
@@ -125,6 +131,7 @@ def calibrate(
     from medvl.eval.zero_shot_classification.evaluate import common_classes
     from medvl.eval.zero_shot_classification.prompts import load_prompts
 
+    _check_alone("calibrate")
     prompt_set = load_prompts(prompts)
     path = out or fit.calibration_path(checkpoint, prompt_set.name)
     check_output(path.parent)
@@ -180,6 +187,7 @@ def make_retrieval_list(
     from medvl.eval.retrieval.candidate_lists import read_chexpert_8x200, sample_list
     from medvl.schema import COMPETITION_FINDINGS
 
+    _check_alone("make-retrieval-list")
     if data is not None and chexpert_8x200 is None:
         chosen = sample_list(
             open_source(data),

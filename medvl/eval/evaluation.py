@@ -270,7 +270,9 @@ class Evaluation(abc.ABC):
     name: ClassVar[str]
     """Name of the command, which `register_evaluation` sets."""
     protocols: ClassVar[tuple[str, ...]] = ()
-    """Names of the protocols in its results, by which `medvl compare` finds it."""
+    """Names of the protocols in its results, by which `medvl compare` finds it; empty for that of
+    the command, with underscores.
+    """
     lines: ClassVar[LineFields] = LineFields()
     """Fields of its predictions."""
     tasks: ClassVar[tuple[Task, ...]] = ()

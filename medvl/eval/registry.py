@@ -66,6 +66,7 @@ def register_evaluation(name: str) -> Callable[[Class], Class]:
 
     def register(cls: Class) -> Class:
         EVALUATIONS.register(name, cls)
+        cls.protocols = cls.protocols or (name.replace("-", "_"),)
         return cls
 
     return register

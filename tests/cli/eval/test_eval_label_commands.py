@@ -246,14 +246,16 @@ def test_other_evaluations_are_refused_on_several_ranks(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    data = str(home / "shards/test")
-    message = error_text(
-        ["eval", "matching", "--checkpoint", str(home / "run/best"), "--data", data], capsys
-    )
-    assert (
-        "expected one process for medvl eval matching, got several; start it without torchrun"
-        in message
-    )
+    data = ["--data", str(home / "shards/test")]
+    checkpoint = ["--checkpoint", str(home / "run/best")]
+    for name, options in (
+        ("matching", checkpoint),
+        ("calibrate", checkpoint),
+        ("make-retrieval-list", ["--out", "list.json"]),
+    ):
+        message = error_text(["eval", name, *options, *data], capsys)
+        expected = f"expected one process for medvl eval {name}, got several"
+        assert f"{expected}; start it without torchrun" in message
 
 
 def test_robustness_of_a_dual_encoder_and_a_classifier(
