@@ -41,6 +41,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "openi",
             "padchest",
             "chexpert-plus",
+            "rexgradient",
             "roco",
             "medicat",
         ),
@@ -53,7 +54,8 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "shards": {
         "Reports and captions": (
-            *("mimic-cxr", "chexpert-plus", "openi", "padchest", "roco", "medicat", "melinda"),
+            *("mimic-cxr", "chexpert-plus", "rexgradient", "openi", "padchest"),
+            *("roco", "medicat", "melinda"),
             *("r2gen-annotation", "medvill-jsonl", "m3ae-arrow"),
         ),
         "Labels": ("chexpert", "nih-cxr14", "covidx"),
@@ -89,6 +91,7 @@ _EXAMPLES: Mapping[str, str] = {
     "phantom contact-sheet": "--out sheet.png",
     "shards mimic-cxr": "--root MIMIC-CXR --views PA AP --out shards/mimic-cxr",
     "shards chexpert-plus": "--root CheXpert-Plus --exclude 5x200.csv --out shards/chexpert-plus",
+    "shards rexgradient": "--root ReXGradient-160K --views PA AP --out shards/rexgradient",
     "shards roco": "--root ROCO --references roco_references --out shards/roco",
     "shards medicat": "--root MedICaT --radiology-only --out shards/medicat",
     "shards openi": "--root Open-i --views PA --out shards/openi",

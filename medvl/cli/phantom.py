@@ -165,6 +165,12 @@ COMMANDS: dict[str, Callable[..., str]] = {
         size=320,
         seed=1,
     ),
+    "rexgradient": _command(
+        "rexgradient",
+        "ReXGradient-160K: metadata in JSON and PNG files",
+        _shards("rexgradient"),
+        seed=47,
+    ),
     "rsna": _command(
         "rsna",
         "the RSNA pneumonia challenge: images with boxes of opacities",

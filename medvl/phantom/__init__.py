@@ -38,7 +38,10 @@ if TYPE_CHECKING:
         write_slake as write_slake,
         write_vqa_rad as write_vqa_rad,
     )
-    from medvl.phantom.layouts.report_tables import write_chexpert_plus as write_chexpert_plus
+    from medvl.phantom.layouts.report_tables import (
+        write_chexpert_plus as write_chexpert_plus,
+        write_rexgradient as write_rexgradient,
+    )
     from medvl.phantom.layouts.reports import (
         write_mimic_cxr as write_mimic_cxr,
         write_mimic_cxr_jpg as write_mimic_cxr_jpg,

@@ -34,6 +34,7 @@ _MODULES = {
     "mimic-cxr": f"{_CORPORA}.reports.mimic_cxr",
     "chexpert": f"{_CORPORA}.labels.chexpert",
     "chexpert-plus": f"{_CORPORA}.reports.chexpert_plus",
+    "rexgradient": f"{_CORPORA}.reports.rexgradient",
     "roco": f"{_CORPORA}.figures.roco",
     "medicat": f"{_CORPORA}.figures.medicat",
     "melinda": f"{_CORPORA}.figures.melinda",

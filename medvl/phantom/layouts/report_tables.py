@@ -1,8 +1,10 @@
-"""The phantom corpus in the layout of CheXpert Plus: a table of reports, and labels in JSON."""
+"""The phantom corpus in the layouts of CheXpert Plus and ReXGradient-160K."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+
+import cv2
 
 from medvl.phantom.language.reports import compose_report
 from medvl.phantom.layouts.labels import CHEXPERT_LABELS
@@ -112,3 +114,95 @@ def _plus_row(path: str, patient: Patient, number: int, study: Study, view: View
         "split": path.split("/")[0],
     }
     return [cells.get(column, "") for column in PLUS_COLUMNS]
+
+
+# The phantom corpus in the layout of ReXGradient-160K (2025).
+
+REX_SPLITS = ("train", "valid", "test")
+_REX_SPELLINGS = {"PA": "POSTERO_ANTERIOR", "AP": "AP AXIAL", "LATERAL": "LAT", "LL": "LL"}
+_MONTHS_OF_YOUNGEST = "011M"
+
+
+def write_rexgradient(
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.8, 0.1, 0.1),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom ReXGradient-160K: three files of metadata, and PNG files in `deid_png/`.
+
+    A quarter of the patients has views in other spellings, another quarter UNKNOWN. Each seventh
+    patient is 11 months old and has an image of the abdomen (KUB), whose file is missing. Each
+    fifth patient's first image has 16 bits.
+
+    `split` has the shares of patients in train, valid and test. The other arguments and the errors
+    are those of `write_mimic_cxr`. Returns the folder.
+    """
+    options = Options(
+        corpus="rexgradient", patients=patients, seed=seed, size=size, split=split, reports=True
+    )
+    files = {
+        f"metadata/{name}_metadata_view_position.json": Form.JSON_OBJECT for name in REX_SPLITS
+    }
+    return write_release(Path(out), options, _write_rexgradient_patient, files, workers)
+
+
+def _write_rexgradient_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    split = REX_SPLITS[options.split_index(patient.index)]
+    rows: list[list[object]] = []
+    truth = []
+    special = patient.index % 7 == 6
+    for number, study in enumerate(patient.studies):
+        folder = f"deid_png/P{patient.index}/A{study.study_id}/studies/{study.study_id}/series/1"
+        paths = []
+        spellings = []
+        for i, view in enumerate(study.views):
+            path = f"{folder}/instances/{int(view.dicom_id[:8], 16)}.{i}.png"
+            if not (root / path).exists():
+                pixels_HW = draw(view, options.size)
+                deep = not patient.index % 5 and number == i == 0
+                png = (
+                    cv2.imencode(".png", pixels_HW)[1].tobytes() if deep else encode_png(pixels_HW)
+                )
+                write_file(root / path, png)
+            paths.append(f"../{path}")
+            spellings.append(_spelling(patient.index, view.position))
+            truth.append(truth_row(view, study, options.size, path=path, split=split))
+        if special and number == 0:
+            spellings += ["KUB"]
+            paths += [f"../{folder}/instances/{study.study_id}.kub.png"]
+        entry = _rexgradient_entry(patient, study, paths, spellings, young=special)
+        rows.append([f"{patient.index}_{study.study_id}", json.dumps(entry)])
+    return PatientRows(
+        patient.index, {f"metadata/{split}_metadata_view_position.json": rows}, truth
+    )
+
+
+def _spelling(index: int, view: str) -> str:
+    return {1: _REX_SPELLINGS[view], 2: "UNKNOWN"}.get(index % 4, view)
+
+
+def _rexgradient_entry(
+    patient: Patient, study: Study, paths: list[str], spellings: list[str], *, young: bool
+) -> dict[str, object]:
+    report = compose_report(study)
+    return {
+        "StudyInstanceUid": str(study.study_id),
+        "PatientID": f"P{patient.index}",
+        "AccessionNumber": f"A{study.study_id}",
+        "PatientSex": study.sex,
+        "PatientAge": _MONTHS_OF_YOUNGEST if young else f"{study.age:03d}Y",
+        "StudyDate": study.taken.strftime("%Y%m%d"),
+        "Indication": "Cough.",
+        "Comparison": "None",
+        "Findings": report.findings,
+        "Impression": report.impression,
+        "ImagePath": paths,
+        "ImageViewPosition": spellings,
+        "ImageShape": [[0, 0]] * len(paths),
+        "ImageModality": ["DX"] * len(paths),
+        "ImageBodyPart": ["CHEST"] * len(paths),
+    }

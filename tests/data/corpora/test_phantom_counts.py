@@ -25,6 +25,7 @@ SELECTION = {
     "mimic-cxr-jpg": ("--views", "PA"),
     "chexpert": ("--frontal-only",),
     "chexpert-plus": ("--views", "PA", "AP"),
+    "rexgradient": ("--views", "PA", "AP"),
     "openi": ("--views", "FRONTAL"),
     "padchest": ("--views", "PA"),
     "medicat": ("--radiology-only",),
