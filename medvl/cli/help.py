@@ -24,6 +24,7 @@ Evaluate
   compare, benchmark        put evaluations side by side; run all systems on all tasks
 Use a model
   infer, serve, generate    score images against texts, open a page in the browser, draw images
+  embed                     write the embeddings of images to a Parquet file
 Exchange checkpoints
   import, export            read published checkpoints; write open_clip, Hugging Face or ONNX
   consolidate, interpolate  join a checkpoint in parts; average two checkpoints
@@ -130,6 +131,7 @@ _EXAMPLES: Mapping[str, str] = {
     "verify": "shards/mimic-cxr --against shards/chexpert",
     "regions": "--data shards/mimic-cxr --detector grid:resnet50 --weights published",
     "infer": "scan.dcm --checkpoint runs/convirt --texts 'pleural effusion' edema",
+    "embed": "--checkpoint runs/convirt --data shards/mimic-cxr --out mimic-cxr.parquet",
     "generate": "--checkpoint runs/roentgen --prompt 'Left pleural effusion.' --out generated",
     "compare": "runs/convirt runs/gloria --out comparison",
     "benchmark": "mine.toml --out benchmark --dry-run",

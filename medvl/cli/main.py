@@ -101,6 +101,7 @@ _COMMANDS: dict[str, str] = {
     "verify": "medvl.cli.shards.commands:verify",
     "regions": "medvl.cli.shards.regions:regions",
     "infer": "medvl.cli.infer:infer",
+    "embed": "medvl.cli.embed:embed",
     "generate": "medvl.cli.infer:generate",
     "compare": "medvl.cli.benchmark:compare",
     "benchmark": "medvl.cli.benchmark:benchmark",
@@ -119,7 +120,7 @@ _RECIPE_COMMANDS: dict[str, str] = {
 }
 """Commands whose arguments are the command line of a recipe."""
 _WITH_FLAGS = {
-    *("infer", "generate", "vocab", "fit-pixelhop", "regions", "consolidate", "export"),
+    *("infer", "embed", "generate", "vocab", "fit-pixelhop", "regions", "consolidate", "export"),
 }
 """Commands whose required arguments are flags, unless marked as positional."""
 _FORMER_ARGUMENTS = {
@@ -138,7 +139,17 @@ _FORMER_OPTIONS = {
     "doctor": {"--json": "--out"},
 }
 """Command -> former name of an option -> its name."""
-_RESUMABLE = {"shards", "merge", "upload", "regions", "train", "infer", "benchmark", "generate"}
+_RESUMABLE = {
+    "shards",
+    "merge",
+    "upload",
+    "regions",
+    "train",
+    "infer",
+    "embed",
+    "benchmark",
+    "generate",
+}
 """Commands that continue where they were interrupted."""
 _LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
 """Options of every command -> the lowest level of log lines on stderr."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from medvl.inference.embeddings import EmbeddingFile as EmbeddingFile, embed as embed
     from medvl.inference.generation import (
         GenerateOptions as GenerateOptions,
         Prompt as Prompt,

@@ -189,7 +189,7 @@ def infer_files(
     Raises ConfigError if `out` has other content, or results of other settings.
     """
     result_of = {} if out is None else _open_folder(out, dict(settings or {}))
-    todo = [path for path in images if _name(path) not in result_of]
+    todo = [path for path in images if image_name(path) not in result_of]
     with tqdm(
         total=len(images), initial=len(images) - len(todo), unit="img", disable=_hidden(progress)
     ) as bar:
@@ -202,7 +202,7 @@ def infer_files(
                     file.writelines(f"{result.as_json()}\n".encode() for result in results)
             result_of |= {result.image: result for result in results}
             bar.update(len(results))
-    in_order = [result_of[_name(path)] for path in images]
+    in_order = [result_of[image_name(path)] for path in images]
     if out is not None:
         rows = [
             [
@@ -232,27 +232,14 @@ def _infer_batch(
 ) -> list[ImageResult]:
     headers = {path: header_of(path) for path in paths}
     expected = Expected.by(model.model)
-
-    def read(path: Path) -> np.ndarray | str:
-        header = headers[path]
-        if modality and header is not None and header.modality not in modality:
-            return "other_modality"
-        try:
-            return model.model.transform.read(path, frame=frame)
-        except MedvlError as error:
-            return error.code or type(error).__name__
-        except OSError:
-            return "unreadable"
-
-    with ThreadPoolExecutor(_READERS) as pool:  # decoders run outside of Python's lock
-        read_images = list(pool.map(read, paths))
+    read_images = read_files(model.model, paths, frame, modality)
     readable = [pixels for pixels in read_images if not isinstance(pixels, str)]
     values = iter(model(readable) if readable else [])
     results = []
     for path, pixels in zip(paths, read_images, strict=True):
         header = headers[path]
         result = ImageResult(
-            image=_name(path),
+            image=image_name(path),
             modality=None if header is None else header.modality,
             body_part=None if header is None else header.body_part,
             warning=None if modality else expected.doubt(header),
@@ -266,6 +253,34 @@ def _infer_batch(
         )
         results.append(dataclasses.replace(result, values=row, overlays=drawn))
     return results
+
+
+def read_files(
+    model: System, paths: Sequence[Path], frame: int | None, modality: Sequence[str]
+) -> list[np.ndarray | str]:
+    """Return the pixels of image files as `transform.read` does, or the reason why one is skipped:
+    the code of an error, or "other_modality".
+
+    Args:
+        model: has the transform.
+        paths: the files.
+        frame: frame of multi-frame DICOM files; with None, these are skipped.
+        modality: modalities of DICOM files to accept; empty for all.
+    """
+
+    def read(path: Path) -> np.ndarray | str:
+        header = header_of(path) if modality else None
+        if header is not None and header.modality not in modality:
+            return "other_modality"
+        try:
+            return model.transform.read(path, frame=frame)
+        except MedvlError as error:
+            return error.code or type(error).__name__
+        except OSError:
+            return "unreadable"
+
+    with ThreadPoolExecutor(_READERS) as pool:  # decoders run outside of Python's lock
+        return list(pool.map(read, paths))
 
 
 def _draw(
@@ -289,7 +304,7 @@ def _draw(
             pixels, map_HW, [], side=min(_OVERLAY_SIDE, max(pixels.shape[:2]))
         )
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]  # files of equal names
-        names.append(f"{OVERLAYS}/{_name(Path(path.stem))[:60]}-{digest}-{_slug(text)}.png")
+        names.append(f"{OVERLAYS}/{image_name(Path(path.stem))[:60]}-{digest}-{_slug(text)}.png")
         subfolder(out, OVERLAYS)
         write_atomic(out / names[-1], encode_png(drawn_HWC))
     return tuple(names)
@@ -306,7 +321,7 @@ def can_draw(model: ImageModel) -> bool:
     return True
 
 
-def _name(path: Path) -> str:
+def image_name(path: Path) -> str:
     """Return the path as text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
