@@ -11,14 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.process import memory_limited
 from medvl.common.untrusted import ANYWHERE
+from medvl.data.corpora.common.parquet import ParquetLimits, is_text, read_parquet
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import (
     IMAGES,
     RowChecks,
     RowCounts,
     cell_id,
+    cell_label,
     cell_list,
     cell_text,
     equals,
@@ -31,7 +32,6 @@ from medvl.data.corpora.common.tables import (
     MAX_CELL_CHARACTERS,
     Plan,
     Record,
-    check_columns,
     malformed,
     number_json_lines,
     number_table_rows,
@@ -54,13 +54,13 @@ from medvl.schema import Sample
 
 _SEX = {"f": "F", "female": "F", "m": "M", "male": "M"}
 _MAX_CATEGORIES = 200
-_LABEL_VALUES = {"1": 1, "0": 0, "-1": -1, "1.0": 1, "0.0": 0, "-1.0": -1, "true": 1, "false": 0}
-_LABEL_VALUES |= {"1,0": 1, "0,0": 0, "-1,0": -1}  # decimal commas
-_PARQUET_ROWS = 1 << 4  # read at once: a text that many rows share is copied for each of them
-_PARQUET_GROUP = 1 << 28  # bytes of a column in a group of rows, as stated in the file
-_PARQUET_OVERHEAD = 1 << 16  # bytes of pages and dictionaries
-_PARQUET_MEMORY = 1 << 28  # bytes that may be allocated to decode rows: one cell can fill a group
-_PARQUET_BUFFER = 1 << 20  # bytes of a column that are read from the file at a time
+_PARQUET_LIMITS = ParquetLimits(
+    rows=1 << 4,  # a text that many rows share is copied for each of them
+    memory=1 << 28,  # one cell can fill a group
+    group=1 << 28,
+    cell=4 * MAX_CELL_CHARACTERS,
+    advice="shorten the texts, or write the table with a smaller row_group_size",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -378,12 +378,12 @@ class _RowReader:
         labels: dict[str, int] = {}
         invalid = []
         for column in self.columns.label_column:
-            text = cell_text(row[column])
-            if text and text != "None":
-                label = _LABEL_VALUES.get(text.lower())
-                if label is None:
-                    invalid.append(column)
-                else:
+            try:
+                label = cell_label(row[column])
+            except ValueError:
+                invalid.append(column)
+            else:
+                if label is not None:
                     labels[column] = label
         if invalid:
             raise self._malformed(
@@ -457,80 +457,21 @@ def _read_rows(
 
 def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     import pyarrow.compute
-    import pyarrow.parquet
 
-    number = 0
-    try:
-        with ANYWHERE.open(table, CorpusError) as opened:
-            file = pyarrow.parquet.ParquetFile(
-                opened, pre_buffer=False, buffer_size=_PARQUET_BUFFER
-            )
-            check_columns(table, file.schema_arrow.names, required)
-            wanted = set(required)
-            for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-                for column in map(group.column, range(group.num_columns)):
-                    if column.path_in_schema.split(".")[0] in wanted:
-                        _check_size(table, column.total_uncompressed_size, group.num_rows)
-            texts = [name for name in wanted if _is_text(file.schema_arrow.field(name).type)]
-            # One thread: the stacks of others would count towards the memory limit.
-            batches = file.iter_batches(_PARQUET_ROWS, columns=sorted(wanted), use_threads=False)
-            while (batch := _next_batch(batches)) is not None:
-                parts = [
-                    getattr(batch.column(name), "dictionary", batch.column(name)) for name in texts
-                ]
-                longest = [
-                    pyarrow.compute.max(pyarrow.compute.binary_length(part)).as_py() or 0
-                    for part in parts
-                ]
-                others = sum(batch.column(name).nbytes for name in wanted.difference(texts))
-                if (
-                    max([0, *longest]) > 4 * MAX_CELL_CHARACTERS
-                    or others > _PARQUET_ROWS * MAX_CELL_CHARACTERS
-                ):
-                    limit = f"at most {MAX_CELL_CHARACTERS} characters in a text"
-                    raise CorpusError(f"{table}, after row {number}: expected {limit}", "too_large")
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except FileNotFoundError:
-        raise CorpusError(f"{table} does not exist", "not_found") from None
-    except MemoryError:
-        limit = f"at most {_PARQUET_MEMORY >> 20} MB to decode {_PARQUET_ROWS} rows"
-        raise CorpusError(
-            f"{table}, after row {number}: expected {limit}; shorten the texts", "too_large"
-        ) from None
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise CorpusError(
-            f"{table} cannot be read as Parquet ({type(error).__name__})", "malformed"
-        ) from error
-
-
-def _next_batch(batches: Iterator[Any]) -> Any:
-    """Return the next batch of rows, None at the end. Raises MemoryError where decoding it takes
-    too much memory.
-    """
-    with memory_limited(_PARQUET_MEMORY):
-        return next(batches, None)
-
-
-def _is_text(kind: Any) -> bool:
-    """Return whether an Arrow type holds texts, plain or dictionary-encoded."""
-    from pyarrow import types
-
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    return bool(types.is_string(value) or types.is_large_string(value))
-
-
-def _check_size(table: Path, size: int, rows: int) -> None:
-    """Raise CorpusError where a column of a group of rows can only have overlong cells, or is
-    too large to be read.
-    """
-    if size > min(4 * MAX_CELL_CHARACTERS * rows + _PARQUET_OVERHEAD, _PARQUET_GROUP):
-        limit = (
-            f"at most {MAX_CELL_CHARACTERS} characters in a text and {_PARQUET_GROUP >> 20} "
-            f"MB of a column in a group"
+    def check_batch(batch: Any, number: int) -> None:
+        texts = [name for name in batch.schema.names if is_text(batch.schema.field(name).type)]
+        parts = [getattr(batch.column(name), "dictionary", batch.column(name)) for name in texts]
+        longest = [
+            pyarrow.compute.max(pyarrow.compute.binary_length(part)).as_py() or 0 for part in parts
+        ]
+        others = sum(
+            batch.column(name).nbytes for name in set(batch.schema.names).difference(texts)
         )
-        advice = "shorten the texts, or write the table with a smaller row_group_size"
-        raise CorpusError(
-            f"{table}: expected {limit} of rows, got {size >> 20} MB; {advice}", "too_large"
-        )
+        if (
+            max([0, *longest]) > 4 * MAX_CELL_CHARACTERS
+            or others > _PARQUET_LIMITS.rows * MAX_CELL_CHARACTERS
+        ):
+            limit = f"at most {MAX_CELL_CHARACTERS} characters in a text"
+            raise CorpusError(f"{table}, after row {number}: expected {limit}", "too_large")
+
+    return read_parquet(table, required, ANYWHERE, _PARQUET_LIMITS, check_batch=check_batch)

@@ -519,7 +519,8 @@ def test_parquet_cells_are_refused_before_they_take_memory(
     """A cell that fills its group of rows, or the limit of a group, or that all rows share (3 GB
     if each had its own).
     """
-    monkeypatch.setattr(table, "_PARQUET_GROUP", 3 << 20)
+    limits = dataclasses.replace(table._PARQUET_LIMITS, group=3 << 20)
+    monkeypatch.setattr(table, "_PARQUET_LIMITS", limits)
     texts = {
         "alone": ["a" * (1 << 20)],
         "among others": ["b"] * 90 + ["a" * (4 << 20)],

@@ -25,6 +25,8 @@ _MISSING = {"nan", "NaN", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL"}
 _ROUNDED = re.compile(r"\d(?:\.\d+)?[eE]\+\d+")
 _LARGEST_EXACT = 1 << 53
 """Floating-point numbers above have lost digits."""
+_LABEL_VALUES = {"1": 1, "0": 0, "-1": -1, "1.0": 1, "0.0": 0, "-1.0": -1, "true": 1, "false": 0}
+_LABEL_VALUES |= {"1,0": 1, "0,0": 0, "-1,0": -1}  # decimal commas
 
 
 def raw_text(value: object) -> str:
@@ -60,6 +62,19 @@ def cell_id(value: object) -> str:
     if _ROUNDED.fullmatch(text):
         raise ValueError("a rounded number")
     return text
+
+
+def cell_label(value: object) -> int | None:
+    """Return the label of a cell: 1 or true, 0 or false, -1 (uncertain), None for a missing value.
+
+    Raises ValueError for another value.
+    """
+    text = cell_text(value)
+    if not text or text == "None":
+        return None
+    if text.lower() not in _LABEL_VALUES:
+        raise ValueError("not a label")
+    return _LABEL_VALUES[text.lower()]
 
 
 def is_like_decimal(text: str) -> bool:
