@@ -66,7 +66,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "Questions": ("vqa-rad", "slake", "vqa-med", "path-vqa"),
         "Text and knowledge": ("text", "concepts"),
-        "Your own data": ("table", "webdataset", "generated"),
+        "Your own data and the hub": ("table", "parquet", "webdataset", "generated"),
     },
     "eval": {
         "Findings": ("zero-shot", "classify", "probe", "robustness", "calibrate"),
@@ -102,6 +102,8 @@ _EXAMPLES: Mapping[str, str] = {
     "shards concepts": "--knowledge graph --out shards/concepts",
     "shards table": "--table rows.csv --image-column path --patient-column patient "
     "--text-column report --out shards/ours",
+    "shards parquet": "--files 'hf://datasets/OWNER/NAME/data/*.parquet' --text-column caption "
+    "--rows-are-patients --out shards/figures",
     "shards webdataset": "--tars 'pmc_oa/{000..099}.tar' --name pmc-oa --out shards/pmc-oa",
     "shards generated": "--root generated --out shards/generated",
     "eval calibrate": "--checkpoint runs/convirt/best --data shards/chexpert/valid",

@@ -64,6 +64,7 @@ _MODULES = {
     "webdataset": f"{_CORPORA}.webdataset_tars",
     "generated": "medvl.data.convert.generated",
     "table": f"{_CORPORA}.table",
+    "parquet": f"{_CORPORA}.parquet_files",
 }
 """Name of a built-in corpus -> module that defines it, in the order of the help."""
 _RELEASES = {"roco-non-radiology": "roco", "rocov2": "roco"}

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.corpora.common.parquet import ParquetLimits, is_text, read_parquet
+from medvl.data.corpora.common.parquet import (
+    ParquetLimits,
+    check_text_lengths,
+    is_text,
+    read_parquet,
+)
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import (
     IMAGES,
@@ -456,22 +461,13 @@ def _read_rows(
 
 
 def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    import pyarrow.compute
-
     def check_batch(batch: Any, number: int) -> None:
-        texts = [name for name in batch.schema.names if is_text(batch.schema.field(name).type)]
-        parts = [getattr(batch.column(name), "dictionary", batch.column(name)) for name in texts]
-        longest = [
-            pyarrow.compute.max(pyarrow.compute.binary_length(part)).as_py() or 0 for part in parts
-        ]
-        others = sum(
-            batch.column(name).nbytes for name in set(batch.schema.names).difference(texts)
-        )
-        if (
-            max([0, *longest]) > 4 * MAX_CELL_CHARACTERS
-            or others > _PARQUET_LIMITS.rows * MAX_CELL_CHARACTERS
+        check_text_lengths(table, batch, number, 4 * MAX_CELL_CHARACTERS)
+        fields = filter(lambda field: not is_text(field.type), batch.schema)
+        if sum(batch.column(field.name).nbytes for field in fields) > (
+            _PARQUET_LIMITS.rows * MAX_CELL_CHARACTERS
         ):
-            limit = f"at most {MAX_CELL_CHARACTERS} characters in a text"
+            limit = f"at most {MAX_CELL_CHARACTERS} bytes in a cell"
             raise CorpusError(f"{table}, after row {number}: expected {limit}", "too_large")
 
     return read_parquet(table, required, ANYWHERE, _PARQUET_LIMITS, check_batch=check_batch)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.files import write_atomic
+from medvl.common.files import write_once
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, listed
@@ -185,9 +185,6 @@ class _Reader:
         if self.group is not None and group is None:
             self.warnings["no_group"] += 1
         key = self.deid.image(identity)
-        path = self.unpacked / key
-        if not path.is_file() or path.stat().st_size != len(image):
-            write_atomic(path, image, permissions=0o600)
         patient = self.deid.patient(identity if group is None else f"{self.name} {group}")
         return Sample(
             key=key,
@@ -195,7 +192,7 @@ class _Reader:
             split=hash_split(patient, self.fractions),
             patient=patient,
             study=self.deid.study(patient, identity),
-            image=path,
+            image=write_once(self.unpacked / key, image),
             sections={SECTION: text} if text else {},
             extra=extra,
         )

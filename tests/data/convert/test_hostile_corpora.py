@@ -292,7 +292,7 @@ def test_shards_with_fields_of_other_types_are_named(tmp_path: Path, deid: Deide
 READERS = [
     *(ROOT / "medvl/data/corpora").glob("*/*.py"),
     *(ROOT / f"medvl/data/corpora/{name}.py" for name in ("table", "text", "concepts")),
-    ROOT / "medvl/data/corpora/webdataset_tars.py",
+    *(ROOT / f"medvl/data/corpora/{name}.py" for name in ("webdataset_tars", "parquet_files")),
     *(
         ROOT / f"medvl/data/{name}.py"
         for name in ("images/read", "dicom/reader", "reports/sections")

@@ -106,6 +106,22 @@ def _next_batch(batches: Iterator[Any], memory: int) -> Any:
         return next(batches, None)
 
 
+def check_text_lengths(path: Path, batch: Any, number: int, longest: int) -> None:
+    """Raise CorpusError where a text of a `pyarrow.RecordBatch` has more than `longest` bytes.
+
+    A text that rows share would be copied for each of them. `number` is the row before the batch.
+    """
+    import pyarrow.compute
+
+    for name in batch.schema.names:
+        if is_text(batch.schema.field(name).type):
+            column = batch.column(name)
+            lengths = pyarrow.compute.binary_length(getattr(column, "dictionary", column))
+            if (pyarrow.compute.max(lengths).as_py() or 0) > longest:
+                limit = f"at most {longest} bytes in a text of {name}"
+                raise CorpusError(f"{path}, after row {number}: expected {limit}", "too_large")
+
+
 def is_text(kind: Any) -> bool:
     """Return whether an Arrow type holds texts, plain or dictionary-encoded."""
     from pyarrow import types

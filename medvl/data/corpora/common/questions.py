@@ -30,11 +30,15 @@ class QuestionCorpus(Corpus):
     textless: ClassVar[bool] = True
 
     def notes(self, plan: Plan) -> list[str]:
-        """Return a line with the number of questions in each split."""
-        counts = Counter(
-            question.split for record in plan.records for question in questions_of(record.sample)
-        )
-        return [", ".join(f"{count} questions in {split}" for split, count in counts.items())]
+        return question_notes(plan)
+
+
+def question_notes(plan: Plan) -> list[str]:
+    """Return a line with the number of questions in each split."""
+    counts = Counter(
+        question.split for record in plan.records for question in questions_of(record.sample)
+    )
+    return [", ".join(f"{count} questions in {split}" for split, count in counts.items())]
 
 
 def plan_questions(
@@ -46,20 +50,21 @@ def plan_questions(
     warnings: Counter[str],
     extra: Mapping[str, Mapping[str, str]] | None = None,
     folders: InputFolders = ANYWHERE,
+    patients: Mapping[str, str] | None = None,
 ) -> Plan:
     """Return a plan with one record per image, which carries its questions in the order of the
     release.
 
     Args:
         corpus: its name.
-        deid: hashes the image names. These corpora do not name patients, so each image counts as a
-            patient.
+        deid: hashes the image names.
         images: image name -> file.
         questions: (image name, question) pairs.
         rows: questions that were read; those that are kept are counted here.
         warnings: counts of repairs; counts of repeated and of blank questions are added.
         extra: image name -> further fields of the sample's `extra`.
         folders: folders that the images must be in.
+        patients: image name -> patient. An image without one counts as a patient.
 
     Raises CorpusError when two questions have the same id.
     """
@@ -77,12 +82,13 @@ def plan_questions(
     mixed = any(len({question.split for question in group}) > 1 for group in by_image.values())
     records = Records()
     for image, group in by_image.items():
+        patient = (patients or {}).get(image, image)
         sample = Sample(
             key=deid.image(image),
             corpus=corpus,
             split=MIXED if mixed else group[0].split,
-            patient=deid.patient(image),
-            study=deid.study(image, image),
+            patient=deid.patient(patient),
+            study=deid.study(patient, image),
             image=images[image],
             extra={
                 **(extra or {}).get(image, {}),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.files import write_atomic
+from medvl.common.files import write_once
 from medvl.common.process import memory_limited
 from medvl.common.untrusted import InputFolders, PickleReader, read_limited
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
@@ -145,9 +145,6 @@ def _sample(
     if not all(isinstance(text, str) for text in texts):
         raise malformed(where, "expected texts", "caption")
     key = deid.image(name)
-    path = unpacked / key
-    if not path.is_file() or path.stat().st_size != len(image):
-        write_atomic(path, image, permissions=0o600)
     patient, study, report = _group(name, warnings)
     sections = (
         _report_sections(texts, warnings) if report else _figure_sections(name, texts, warnings)
@@ -158,7 +155,7 @@ def _sample(
         split=split,
         patient=deid.patient(patient),
         study=deid.study(patient, study),
-        image=path,
+        image=write_once(unpacked / key, image),
         sections=sections,
     )
 
