@@ -96,7 +96,7 @@ _FAMILIES: dict[str, str] = {
 _COMMANDS: dict[str, str] = {
     "merge": "medvl.cli.shards.corpora:merge",
     "upload": "medvl.cli.shards.commands:upload",
-    "vocab": "medvl.cli.shards.text:vocab",
+    "vocab": "medvl.cli.shards.commands:vocab",
     "fit-pixelhop": "medvl.cli.import_export:fit_pixelhop",
     "verify": "medvl.cli.shards.commands:verify",
     "regions": "medvl.cli.shards.regions:regions",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from medvl.cli.shards import corpora, text
+from medvl.cli.shards import commands, corpora
 from medvl.common.files import write_atomic
 from medvl.data.convert.options import ShardOptions, ShardRun
 
@@ -284,7 +284,7 @@ def quickstart(out: Path = Path("quickstart"), options: ViewsOptions = _DEFAULTS
     shared = corpora.ConversionOptions(run=run, options=ShardOptions(short_side=160))
     made = [
         corpora.convert_corpus(MimicCXR(root=corpus, views=("PA", "AP")), shared),
-        text.vocab(of_shards / "train", out / "vocab", size=4000),
+        commands.vocab(of_shards / "train", out / "vocab", size=4000),
     ]
     return "\n".join([*made, "Next: medvl train convirt tiny"])
 

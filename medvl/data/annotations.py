@@ -363,3 +363,21 @@ def questions_of(sample: Sample) -> tuple[Question, ...]:
             "a sample's questions must be a list of objects", "wrong_type", field="questions"
         )
     return tuple(Question.from_json(entry) for entry in entries)
+
+
+# Frontal and lateral views, from the words that corpora use for the projection of an image.
+
+_LATERAL = {"LATERAL", "LL", "RL"}
+_FRONTAL = {"FRONTAL", "PA", "AP", "LLD", "RLD"}
+
+
+def frontal_or_lateral(view: str | None) -> Literal["frontal", "lateral"] | None:
+    """Return the kind of a view such as `Sample.view` ("PA", "AP LLD", "XTABLE LATERAL"); None:
+    unknown or neither.
+
+    Decubitus films (LLD, RLD) are frontal projections of a patient who lies on the side.
+    """
+    words = set((view or "").upper().split())
+    if words & _LATERAL:
+        return "lateral"
+    return "frontal" if words & _FRONTAL else None

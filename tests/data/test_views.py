@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from medvl.data.annotations import frontal_or_lateral
 from medvl.data.loading.studies import StudySource
-from medvl.data.views import frontal_or_lateral
 from medvl.eval.core.metric_rows import subgroups_of
 from medvl.schema import Sample
 

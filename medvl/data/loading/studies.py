@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medvl.data.annotations import Question, questions_of
+from medvl.data.annotations import Question, frontal_or_lateral, questions_of
 from medvl.data.loading.sources import Source, Subset
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
-from medvl.data.views import frontal_or_lateral
 from medvl.errors import CorpusError, ImageError
 from medvl.schema import Sample
 

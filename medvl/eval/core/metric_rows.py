@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.data.views import frontal_or_lateral
+from medvl.data.annotations import frontal_or_lateral
 from medvl.eval.core.bootstrap import (
     Statistic,
     bootstrap,

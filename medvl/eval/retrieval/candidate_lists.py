@@ -22,10 +22,10 @@ from medvl.common.config_io import check_choice
 from medvl.common.files import write_atomic
 from medvl.common.label_names import match_labels
 from medvl.common.untrusted import ANYWHERE, parse_json
+from medvl.data.annotations import frontal_or_lateral
 from medvl.data.corpora.common.tables import check_columns, read_lines
 from medvl.data.corpora.labels import chexpert
 from medvl.data.privacy import Deidentifier
-from medvl.data.views import frontal_or_lateral
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval.classification.scored_images import NO_FINDING
 from medvl.eval.core.full_pass import Source
