@@ -43,6 +43,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "padchest",
             "chexpert-plus",
             "rexgradient",
+            "padchest-gr",
             "roco",
             "medicat",
         ),
@@ -55,7 +56,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "shards": {
         "Reports and captions": (
-            *("mimic-cxr", "chexpert-plus", "rexgradient", "openi", "padchest"),
+            *("mimic-cxr", "chexpert-plus", "rexgradient", "openi", "padchest", "padchest-gr"),
             *("roco", "medicat", "melinda"),
             *("r2gen-annotation", "medvill-jsonl", "m3ae-arrow"),
         ),
@@ -93,6 +94,7 @@ _EXAMPLES: Mapping[str, str] = {
     "shards mimic-cxr": "--root MIMIC-CXR --views PA AP --out shards/mimic-cxr",
     "shards chexpert-plus": "--root CheXpert-Plus --exclude 5x200.csv --out shards/chexpert-plus",
     "shards rexgradient": "--root ReXGradient-160K --views PA AP --out shards/rexgradient",
+    "shards padchest-gr": "--root PadChest-GR --language english --out shards/padchest-gr",
     "shards roco": "--root ROCO --references roco_references --out shards/roco",
     "shards medicat": "--root MedICaT --radiology-only --out shards/medicat",
     "shards openi": "--root Open-i --views PA --out shards/openi",

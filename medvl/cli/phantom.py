@@ -220,6 +220,13 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "padchest": _command(
         "padchest", "PadChest: 16-bit PNG files and a table", _shards("padchest"), seed=43
     ),
+    "padchest-gr": _command(
+        "padchest_gr",
+        "PadChest-GR: reports with boxes for sentences, 16-bit PNG files and prior images",
+        _shards("padchest-gr"),
+        patients=100,
+        seed=43,
+    ),
     "roco": _command(
         "roco",
         f"ROCO: {_FIGURES}",

@@ -43,6 +43,7 @@ _MODULES = {
     "medvill-jsonl": f"{_CORPORA}.reports.medvill_jsonl",
     "m3ae-arrow": f"{_CORPORA}.figures.m3ae_arrow",
     "padchest": f"{_CORPORA}.reports.padchest",
+    "padchest-gr": f"{_CORPORA}.reports.padchest_gr",
     "vqa-rad": f"{_CORPORA}.questions.vqa_rad",
     "slake": f"{_CORPORA}.questions.slake",
     "vqa-med": f"{_CORPORA}.questions.vqa_med",

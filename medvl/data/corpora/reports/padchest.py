@@ -38,7 +38,7 @@ _COLUMNS = (
     "PatientSex_DICOM", "Projection", "PhotometricInterpretation_DICOM", "Report", "MethodLabel",
     "Labels", "LabelsLocalizationsBySentence", "labelCUIS", "LocalizationsCUIS",
 )  # fmt: skip
-_RENAMED = {
+RENAMED = {
     "normal": "No Finding", "atelectasis": "Atelectasis", "cardiomegaly": "Cardiomegaly",
     "consolidation": "Consolidation", "pulmonary edema": "Edema",
     "pleural effusion": "Pleural Effusion", "pneumonia": "Pneumonia",
@@ -80,6 +80,8 @@ class PadChest(Corpus):
     """keep only these of PA, AP, LATERAL and COSTAL."""
     splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1")
     """fractions of the splits, by patient."""
+    without: tuple[Path, ...] = ()
+    """folders of shards whose patients are excluded, such as PadChest-GR for evaluation."""
 
     def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
         """Plan the samples of PadChest from its table; no image is opened.
@@ -137,6 +139,9 @@ class PadChest(Corpus):
             rows.kept += 1
         return Plan(self.corpus, records, label_names, rows, +warnings, allowed)
 
+    def excluded_folders(self) -> Sequence[Path]:
+        return self.without
+
 
 def _orders(rows: Iterable[Mapping[str, str]]) -> dict[str, int]:
     """Return the place of each study among its patient's studies; studies without a date are
@@ -189,7 +194,7 @@ def _exclusion(
 
 def _labels(row: Mapping[str, str], table: Path) -> set[str]:
     names = _read_list(row, "Labels", table)
-    return {_RENAMED.get(name, name) for name in names if not name.startswith(_PLACE)}
+    return {RENAMED.get(name, name) for name in names if not name.startswith(_PLACE)}
 
 
 def _extra(row: Mapping[str, str], table: Path, sentences: list[list[str]]) -> dict[str, object]:

@@ -226,7 +226,7 @@ def test_phantom_round_trip(
         for label, side in row["side"].items():
             if label in NAMES:
                 name = NAMES[label][0]
-                assert sample.labels[padchest._RENAMED.get(name, name)] == 1
+                assert sample.labels[padchest.RENAMED.get(name, name)] == 1
                 place = f", {side}" if side != "midline" else ""
                 assert f"{name.capitalize()}{place}." in sample.sections["findings"]
     assert {sample.order for sample in samples.values()} >= {0, 1}

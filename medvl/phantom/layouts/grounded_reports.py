@@ -1,0 +1,145 @@
+"""The phantom corpus in the layout of PadChest-GR."""
+
+import json
+from pathlib import Path
+
+import cv2
+
+from medvl.phantom.layouts.boxes import phrases
+from medvl.phantom.layouts.kaggle import image_uid_hex
+from medvl.phantom.layouts.reports import NAMES
+from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
+from medvl.phantom.population.findings import change_of
+from medvl.phantom.population.world import Patient, Study
+from medvl.phantom.rendering.draw import draw
+
+# The phantom corpus in the layout of PadChest-GR (2024).
+
+GR_REPORTS = "grounded_reports_20240819.json"
+GR_TABLE = "master_table.csv"
+GR_COLUMNS = (
+    "StudyID", "ImageID", "label", "boxes_count", "extra_boxes_count", "locations", "prior_study",
+    "progression_status", "prior_imageID", "sentence_en", "sentence_es", "study_is_benchmark",
+    "study_is_validation", "split", "PatientID", "patient_is_benchmark", "PatientBirth",
+    "PatientSex_DICOM", "StudyDate", "StudyDate_DICOM", "PatientAge", "label_group", "Year",
+)  # fmt: skip
+GR_SPLITS = ("train", "validation", "test")
+_NORMAL = ("The lungs are otherwise clear.", "Pulmones sin otros hallazgos.")
+_WITHOUT_BOX = ("Degenerative changes of the spine.", "Cambios degenerativos de la columna.")
+_IMAGES = Path("images_grounding")
+_PRIORS = Path("prior_studies")
+
+
+def write_padchest_gr(
+    out: Path | str,
+    *,
+    patients: int = 100,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.7, 0.1, 0.2),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom PadChest-GR: reports with boxes, a table, and PNG files of 12 bits in 16.
+
+    Each patient's last study has a report of its frontal image; the study before is its prior.
+    Findings have a sentence with the boxes of their parts. Each report has a normal sentence
+    without labels and boxes; each third one has an abnormal sentence without a box. The patients
+    and images are those of `write_padchest` with the same seed.
+
+    `split` has the shares of patients in train, validation and test. The other arguments and the
+    errors are those of `write_mimic_cxr`. Returns the folder.
+    """
+    options = Options(
+        corpus="padchest-gr", patients=patients, seed=seed, size=size, split=split, reports=True
+    )
+    columns = {GR_REPORTS: None, GR_TABLE: GR_COLUMNS}
+    return write_release(Path(out), options, _write_padchest_gr_patient, columns, workers)
+
+
+def _write_padchest_gr_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    split = GR_SPLITS[options.split_index(patient.index)]
+    study = patient.studies[-1]
+    before = patient.studies[-2] if len(patient.studies) > 1 else None
+    findings = _findings(study, before, options.size, bare=not patient.index % 3)
+    entry: dict[str, object] = {"StudyID": str(study.study_id), "ImageID": _file_name(study)}
+    if before is not None:
+        entry |= {"PreviousStudyID": str(before.study_id), "PreviousImageID": _file_name(before)}
+    entry["findings"] = findings
+    for folder, each in ((_IMAGES, study), (_PRIORS, before)):
+        path = root / folder / _file_name(each or study)
+        if each is not None and not path.exists():
+            pixels_HW = draw(each.frontal, options.size)
+            write_file(path, cv2.imencode(".png", pixels_HW)[1].tobytes())
+    rows = [_row(entry, finding, patient, study, split) for finding in findings]
+    listed = (_IMAGES / _file_name(study)).as_posix()
+    truth = [truth_row(study.frontal, study, options.size, path=listed, split=split)]
+    return PatientRows(patient.index, {GR_REPORTS: [[json.dumps(entry)]], GR_TABLE: rows}, truth)
+
+
+def _file_name(study: Study) -> str:
+    """Return the name of a study's frontal image, as in the phantom PadChest."""
+    number = int(image_uid_hex(study.frontal), 16)
+    return f"{number}_{number % 100:02d}-{number % 199:03d}-000.png"
+
+
+def _findings(
+    study: Study, before: Study | None, size: int, *, bare: bool
+) -> list[dict[str, object]]:
+    height, width = study.frontal.camera.shape(size)
+    result: list[dict[str, object]] = []
+    for finding, text, boxes in phrases(study, study.frontal, size):
+        corners = [
+            [box.x / width, box.y / height, (box.x + box.width) / width,
+             (box.y + box.height) / height]
+            for box in boxes
+        ]  # fmt: skip
+        spanish = f"{NAMES[finding.label][2]} {finding.side}."
+        entry = _finding((text, spanish), NAMES[finding.label][0], [finding.side], corners)
+        if before is not None:
+            entry["progression"] = change_of(finding.label, before.findings, study.findings)
+        result.append(entry)
+    if bare:
+        result.append(_finding(_WITHOUT_BOX, "vertebral degenerative changes", ["spine"], []))
+    return [*result, {"sentence_en": _NORMAL[0], "sentence_es": _NORMAL[1], "abnormal": False}]
+
+
+def _finding(
+    sentences: tuple[str, str], label: str, locations: list[str], boxes: list[list[float]]
+) -> dict[str, object]:
+    return {
+        "sentence_en": sentences[0],
+        "sentence_es": sentences[1],
+        "abnormal": True,
+        "boxes": boxes,
+        "extra_boxes": [],
+        "labels": [label],
+        "locations": locations,
+        "progression": None,
+    }
+
+
+def _row(
+    entry: dict[str, object],
+    finding: dict[str, object],
+    patient: Patient,
+    study: Study,
+    split: str,
+) -> list[object]:
+    labels = finding.get("labels")
+    label = labels[0] if isinstance(labels, list) else "Normal"
+    cells: dict[str, object] = {
+        "StudyID": entry["StudyID"],
+        "ImageID": entry["ImageID"],
+        "label": label,
+        "prior_imageID": entry.get("PreviousImageID", ""),
+        "sentence_en": finding["sentence_en"],
+        "sentence_es": finding["sentence_es"],
+        "split": split,
+        "PatientID": patient.subject_id,
+        "patient_is_benchmark": split == "test",
+        "PatientSex_DICOM": study.sex,
+        "StudyDate_DICOM": study.taken.strftime("%Y%m%d"),
+        "PatientAge": study.age,
+        "label_group": label,
+    }
+    return [cells.get(column, "") for column in GR_COLUMNS]
