@@ -70,7 +70,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Your own data and the hub": ("table", "parquet", "webdataset", "generated"),
     },
     "eval": {
-        "Findings": ("zero-shot", "classify", "probe", "robustness", "calibrate"),
+        "Findings": ("zero-shot", "classify", "probe", "neighbours", "robustness", "calibrate"),
         "Retrieval and matching": (
             *("retrieval", "class-retrieval", "make-retrieval-list", "matching"),
         ),
@@ -114,6 +114,8 @@ _EXAMPLES: Mapping[str, str] = {
     "eval make-retrieval-list": "--data shards/mimic-cxr/test --out lists/mimic-cxr",
     "eval text": "--checkpoint runs/pubmedbert/best --data blurb --task all",
     "eval probe": "--checkpoint runs/convirt/best --train shards/rsna/train "
+    "--valid shards/rsna/validate --test shards/rsna/test",
+    "eval neighbours": "--checkpoint runs/convirt/best --train shards/rsna/train "
     "--valid shards/rsna/validate --test shards/rsna/test",
     "eval generation": "--generated generated --train shards/mimic-cxr/train "
     "--test shards/mimic-cxr/test --classifier runs/convirt/best --out runs/generation",

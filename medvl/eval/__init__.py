@@ -125,6 +125,10 @@ if TYPE_CHECKING:
         ProbedEncoder as ProbedEncoder,
         encode_features as encode_features,
     )
+    from medvl.eval.probing.neighbours import (
+        evaluate_neighbours as evaluate_neighbours,
+        write_neighbours_page as write_neighbours_page,
+    )
     from medvl.eval.published.numbers import (
         PublishedNumber as PublishedNumber,
         published_numbers as published_numbers,

@@ -28,6 +28,7 @@ _MODULES = {
     "retrieval": "medvl.eval.retrieval.evaluation",
     "grounding": "medvl.eval.grounding.evaluation",
     "probe": "medvl.eval.probing.evaluation",
+    "neighbours": "medvl.eval.probing.neighbours",
     "change": "medvl.eval.change.evaluation",
     "matching": "medvl.eval.matching",
     "vqa": "medvl.eval.vqa.evaluation",

@@ -176,7 +176,7 @@ def linear_probe(
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config=config,
-        inputs={**_fingerprints(train, valid, test), **(inputs or {})},
+        inputs={**fingerprints(train, valid, test), **(inputs or {})},
         details={
             "runs": [run.details for run in runs],
             "feature_dim": train.x_ND.shape[1],
@@ -188,15 +188,26 @@ def linear_probe(
     )
 
 
-def _prepare(
-    train: FeatureTable, valid: FeatureTable, test: FeatureTable, policy: LabelPolicy
-) -> tuple[_Data, dict[str, ScoredImages]]:
-    """Return the data of the three sets for their common labels, and their images with scores of
-    zero.
+def labelled_images(
+    train: FeatureTable,
+    valid: FeatureTable,
+    test: FeatureTable,
+    policy: LabelPolicy,
+    *,
+    user: str = "the linear probe",
+) -> dict[str, ScoredImages]:
+    """Return the images of "train", "valid" and "test" with their common labels, and with scores
+    of zero.
+
+    Args:
+        train, valid, test: features of one encoder for different patients.
+        policy: conversion of labels that are neither 1 nor 0.
+        user: name of the evaluation, for errors.
+
+    Raises EvaluationError where no label is common, SplitError as `linear_probe`.
     """
     check_disjoint(
-        {"train": train.patients, "validation": valid.patients, "test": test.patients},
-        "the linear probe",
+        {"train": train.patients, "validation": valid.patients, "test": test.patients}, user
     )
     label_of = {part: match_labels(test.label_names, table.label_names) for part, table in
                 (("train", train), ("valid", valid), ("test", test))}  # fmt: skip
@@ -211,7 +222,7 @@ def _prepare(
     for part, table in (("train", train), ("valid", valid), ("test", test)):
         if part != "train" and any(sample.extra.get("synthetic") for sample in table.samples):
             raise SplitError(
-                f"the {part} images of the probe are synthetic; give real ones",
+                f"the {part} images of {user} are synthetic; give real ones",
                 "synthetic",
                 field=part,
             )
@@ -229,9 +240,19 @@ def _prepare(
                 "renamed_labels": renamed_labels(label_of["train"]),
             },
         )
+    return scored
+
+
+def _prepare(
+    train: FeatureTable, valid: FeatureTable, test: FeatureTable, policy: LabelPolicy
+) -> tuple[_Data, dict[str, ScoredImages]]:
+    """Return the data of the three sets for their common labels, and their images with scores of
+    zero.
+    """
+    scored = labelled_images(train, valid, test, policy)
     standardize = Standardizer.fit(train.x_ND)
     data = _Data(
-        names=names,
+        names=scored["test"].names,
         train=train,
         x_ND=standardize(train.x_ND),
         y_NL=scored["train"].labels_NL,
@@ -278,9 +299,10 @@ def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) 
     return ProbeRun(fraction=fraction, probe=chosen.probe, scores_NL=scores_NL, details=details)
 
 
-def _fingerprints(
+def fingerprints(
     train: FeatureTable, valid: FeatureTable, test: FeatureTable
 ) -> dict[str, str | None]:
+    """Return the fingerprints of the three sets, for `Results.inputs`."""
     return {
         "manifest": test.fingerprint,
         "train_manifest": train.fingerprint,
@@ -313,7 +335,8 @@ def choose_probe(
     """
     probes = fit_path(x_ND, y_NL, penalties)
     auroc = {
-        penalty: _mean_auroc(probe, valid_x_ND, valid_y_NL) for penalty, probe in probes.items()
+        penalty: mean_auroc(probe.probability_NL(valid_x_ND), valid_y_NL)
+        for penalty, probe in probes.items()
     }
     best = max(
         auroc, key=auroc.__getitem__
@@ -321,12 +344,16 @@ def choose_probe(
     return ChosenProbe(probes[best], best, auroc[best])
 
 
-def _mean_auroc(probe: LinearProbe, x_ND: Tensor, y_NL: Array) -> float:
-    auroc_L, _, _ = bootstrap_auroc(probe.probability_NL(x_ND), y_NL, resamples=0)
+def mean_auroc(scores_NL: Array, y_NL: Array) -> float:
+    """Return the mean AUROC over the labels with positives and negatives.
+
+    Raises EvaluationError if there is no such label among these validation images.
+    """
+    auroc_L, _, _ = bootstrap_auroc(scores_NL, y_NL, resamples=0)
     if np.isnan(auroc_L).all():
         message = (
-            "expected validation images with positives and negatives of a label to select "
-            "the penalty, got none"
+            "expected validation images with positives and negatives of a label to choose "
+            "settings by, got none"
         )
         raise EvaluationError(message, "empty", field="valid")
     return float(np.nanmean(auroc_L))
@@ -337,26 +364,29 @@ def _fraction_metrics(runs: Sequence[ProbeRun], images: ScoredImages) -> list[Me
     for run in runs:
         by_fraction.setdefault(run.fraction, []).append(run)
     return [
-        _over_runs(metric, of_fraction, images, suffix(fraction))
+        over_runs(metric, [run.scores_NL for run in of_fraction], images, suffix(fraction))
         for fraction, of_fraction in by_fraction.items()
         for metric in ("auroc", "average_precision")
     ]
 
 
-def _over_runs(
-    metric: str, runs: Sequence[ProbeRun], images: ScoredImages, ending: str
+def over_runs(
+    metric: str, scores: Sequence[Array], images: ScoredImages, ending: str
 ) -> MetricGroup:
+    """Return the mean of a metric over the scores (N, L) of one or more runs, and their standard
+    deviation as `METRIC_sd`.
+    """
     by_run = [
-        ranking_metrics(metric, run.scores_NL, images.labels_NL, images.names, means=images.means)
-        for run in runs
+        ranking_metrics(metric, scores_NL, images.labels_NL, images.names, means=images.means)
+        for scores_NL in scores
     ]
     rows = [dataclasses.replace(row, metric=f"{metric}{ending}") for row in by_run[0].rows]
-    if len(runs) > 1:
+    if len(scores) > 1:
         rows += [dataclasses.replace(row, metric=f"{metric}_sd{ending}") for row in by_run[0].rows]
 
     def statistic(counts_NR: Array) -> Array:
         values_SRK = np.stack([group.statistic(counts_NR) for group in by_run])
-        if len(runs) == 1:
+        if len(scores) == 1:
             return values_SRK[0]
         return np.concatenate([values_SRK.mean(axis=0), values_SRK.std(axis=0, ddof=1)], axis=1)
 

@@ -4,16 +4,14 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.eval.classification.evaluation import LIMITS, facts, sections, subtitle
-from medvl.eval.classification.scored_images import (
-    MeanOptions,
-)
+from medvl.eval.classification.scored_images import ClassificationResult, MeanOptions
 from medvl.eval.core.open import open_source, resolve_device
 from medvl.eval.core.predictions import Lines, ScoredClasses, classes_of_lines
 from medvl.eval.core.results import OutputFolder, PageHeader, Results, checkpoint_sha256
@@ -57,7 +55,17 @@ def write_probe_page(
         subtitle=subtitle(result, header.data),
         headlines=[_headline(result, fraction) for fraction in result.fractions],
         facts=facts(result, header, extra=_probe_facts(result)),
-        sections=[_by_fraction(result), *sections(result, pixels, examples)],
+        sections=[
+            summary_table(
+                result,
+                {suffix(fraction): f"{100 * fraction:g}%" for fraction in result.fractions},
+                title="Summary by fraction of the labels",
+                caption="Mean over the runs of a fraction with 95% interval over test patients, "
+                "and standard deviation (SD) over the runs. The sections below show the first run "
+                "of the largest fraction.",
+            ),
+            *sections(result, pixels, examples),
+        ],
         limits=LIMITS,
         findings=result.images.names,
     )
@@ -82,38 +90,49 @@ def _probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
     ]
 
 
-def _by_fraction(result: ProbeResult) -> Table:
+def summary_table(
+    result: ClassificationResult, columns: Mapping[str, str], *, title: str, caption: str
+) -> Table:
+    """Return the AUROC of every finding, with a column for each suffix of the metric, and one for
+    the standard deviation where it has runs.
+
+    Args:
+        result: has the rows `auroc{suffix}` and `auroc_sd{suffix}`.
+        columns: suffix -> title.
+        title: title of the table.
+        caption: text below it.
+    """
     rows = {(row.metric, row.target): row for row in result.results.rows if not row.subgroup}
     means = {"macro_competition": "Mean of the five competition findings", "macro": "Mean of all"}
     means = {
-        target: label for target, label in means.items() if (f"auroc{suffix(1)}", target) in rows
-    } or {"macro": "Mean of all"}
+        target: label
+        for target, label in means.items()
+        if any((f"auroc{ending}", target) in rows for ending in columns)
+    }
+    with_runs = {ending for ending in columns if (f"auroc_sd{ending}", "macro") in rows}
     lines: list[Sequence[Cell | str]] = []
     for target, label in {**means, **{name: name for name in result.images.names}}.items():
         cells: list[Cell | str] = [label]
-        for fraction in result.fractions:
-            cells.append(
-                metric_cell(rows.get((f"auroc{suffix(fraction)}", target)), reference=0.5, bar=True)
-            )
-            deviation = rows.get((f"auroc_sd{suffix(fraction)}", target))
-            cells.append(
-                "" if deviation is None or np.isnan(deviation.value) else f"{deviation.value:.3f}"
-            )
+        for ending in columns:
+            row = rows.get((f"auroc{ending}", target))
+            cells.append(metric_cell(row, reference=0.5, bar=True))
+            if ending in with_runs:
+                deviation = rows.get((f"auroc_sd{ending}", target))
+                unknown = deviation is None or np.isnan(deviation.value)
+                cells.append("" if deviation is None or unknown else f"{deviation.value:.3f}")
         lines.append(cells)
-    columns = [
+    titles = [
         name
-        for fraction in result.fractions
-        for name in (f"AUROC, {100 * fraction:g}%", "SD over runs")
+        for ending, column in columns.items()
+        for name in (f"AUROC, {column}", *(["SD over runs"] if ending in with_runs else []))
     ]
     return Table(
-        title="Summary by fraction of the labels",
-        columns=["", *columns],
+        title=title,
+        columns=["", *titles],
         rows=lines,
         strong_rows=len(means),
         one_axis=True,
-        caption="Mean over the runs of a fraction with 95% interval over test patients, and "
-        "standard deviation (SD) "
-        "over the runs. The sections below show the first run of the largest fraction.",
+        caption=caption,
     )
 
 
@@ -178,6 +197,49 @@ class EncoderOptions:
         }
 
 
+class OpenedFeatures(NamedTuple):
+    """An encoder, its features of three sets, and the test shards."""
+
+    encoder: ProbedEncoder
+    tables: tuple[FeatureTable, ...]
+    """Features of training, validation and test."""
+    source: ShardSource
+
+
+def open_features(
+    image: EncoderOptions,
+    setup: Setup,
+    train: Path,
+    valid: Path,
+    test: Path,
+    *,
+    cache: Path | None = None,
+) -> OpenedFeatures:
+    """Encode the images of three folders of shards, or read their features from the cache.
+
+    Decides the folder of the results. Raises SplitError where the encoder was trained on patients
+    of the test.
+
+    Args:
+        image: the encoder.
+        setup: opens shards and loaders.
+        train, valid, test: folders of shards.
+        cache: folder of cached features; None for `features` beside the folder of the results.
+    """
+    if image.checkpoint is not None:
+        setup.source(test, image.checkpoint)  # the features themselves are of no regions
+    probed = image.probed_encoder(setup)
+    source = setup.source(test)
+    setup.settle(manifest=source.fingerprint)
+    tables = tuple(
+        encode_features(
+            probed, setup.loader(of_split, probed, text=False), cache=cache or setup.features
+        )
+        for of_split in (open_source(train, synthetic=True), open_source(valid), source)
+    )
+    return OpenedFeatures(probed, tables, source)
+
+
 @register_evaluation("probe")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe(Evaluation):
@@ -224,25 +286,17 @@ class Probe(Evaluation):
 
     def run(self, setup: Setup) -> Outcome:
         """Open the data and the encoder, and evaluate."""
-        # patients of the test are not those of the training of the checkpoint; a probe reads no
-        # regions
-        if self.image.checkpoint is not None:
-            setup.source(self.test, self.image.checkpoint)
-        probed = self.image.probed_encoder(setup)
-        source = setup.source(self.test)
-        setup.settle(manifest=source.fingerprint)
-        cache = self.cache or setup.features
         levels = None if self.levels is None else parse_levels(self.levels)
-
-        def features(of_split: ShardSource) -> FeatureTable:
-            loader = setup.loader(of_split, probed, text=False)
-            table = encode_features(probed, loader, cache=cache)
-            return table if levels is None else ordinal_table(table, *levels)
-
+        opened = open_features(
+            self.image, setup, self.train, self.valid, self.test, cache=self.cache
+        )
+        probed = opened.encoder
+        source = opened.source
+        tables = opened.tables
+        if levels is not None:
+            tables = tuple(ordinal_table(table, *levels) for table in tables)
         result = linear_probe(
-            features(open_source(self.train, synthetic=True)),
-            features(open_source(self.valid)),
-            features(source),
+            *tables,
             fractions=self.fractions,
             seeds=self.seeds,
             policy=self.label.policy(),
