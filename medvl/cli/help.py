@@ -48,6 +48,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "medicat",
         ),
         "Labels, boxes and masks": (
+            "chest-imagenome",
             *("chexpert", "rsna", "siim", "qata", "vindr-cxr", "chestxdet10", "object-cxr"),
             *("ms-cxr", "ms-cxr-t"),
         ),
@@ -63,7 +64,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Labels": ("chexpert", "nih-cxr14", "covidx"),
         "Boxes and masks": (
             *("ms-cxr", "ms-cxr-t", "rsna", "siim", "vindr-cxr", "chestxdet10", "object-cxr"),
-            *("qata", "mosmed", "monuseg"),
+            *("chest-imagenome", "qata", "mosmed", "monuseg"),
         ),
         "Questions": ("vqa-rad", "slake", "vqa-med", "path-vqa"),
         "Text and knowledge": ("text", "concepts"),
@@ -95,6 +96,8 @@ _EXAMPLES: Mapping[str, str] = {
     "shards chexpert-plus": "--root CheXpert-Plus --exclude 5x200.csv --out shards/chexpert-plus",
     "shards rexgradient": "--root ReXGradient-160K --views PA AP --out shards/rexgradient",
     "shards padchest-gr": "--root PadChest-GR --language english --out shards/padchest-gr",
+    "shards chest-imagenome": "--root Chest-ImaGenome --images MIMIC-CXR-JPG "
+    "--without shards/ms-cxr/test --out shards/chest-imagenome",
     "shards roco": "--root ROCO --references roco_references --out shards/roco",
     "shards medicat": "--root MedICaT --radiology-only --out shards/medicat",
     "shards openi": "--root Open-i --views PA --out shards/openi",

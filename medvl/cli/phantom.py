@@ -150,6 +150,12 @@ COMMANDS: dict[str, Callable[..., str]] = {
         patients=200,
         seed=33,
     ),
+    "chest-imagenome": _command(
+        "chest_imagenome",
+        "Chest ImaGenome: scene graphs of regions, images and tables of MIMIC-CXR beside them",
+        _shards("chest-imagenome"),
+        patients=100,
+    ),
     "chexpert": _command(
         "chexpert",
         "CheXpert-v1.0-small",

@@ -43,7 +43,7 @@ _CORPORA = {
                 "ms-cxr-t",
             ),
             *("nih-cxr14", "object-cxr", "openi", "padchest", "qata", "r2gen-annotation", "rsna"),
-            *("padchest-gr", "rexgradient", "siim", "vindr-cxr"),
+            *("chest-imagenome", "padchest-gr", "rexgradient", "siim", "vindr-cxr"),
         ),
         CHEST_RADIOGRAPHS,
     ),

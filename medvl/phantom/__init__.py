@@ -28,7 +28,10 @@ if TYPE_CHECKING:
         write_medicat as write_medicat,
         write_roco as write_roco,
     )
-    from medvl.phantom.layouts.grounded_reports import write_padchest_gr as write_padchest_gr
+    from medvl.phantom.layouts.grounded_reports import (
+        write_chest_imagenome as write_chest_imagenome,
+        write_padchest_gr as write_padchest_gr,
+    )
     from medvl.phantom.layouts.kaggle import write_rsna as write_rsna, write_siim as write_siim
     from medvl.phantom.layouts.labels import (
         write_chexpert as write_chexpert,

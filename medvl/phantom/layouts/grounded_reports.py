@@ -1,6 +1,7 @@
-"""The phantom corpus in the layout of PadChest-GR."""
+"""The phantom corpus in the layouts of PadChest-GR and Chest ImaGenome."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
@@ -8,10 +9,18 @@ import cv2
 from medvl.phantom.layouts.boxes import phrases
 from medvl.phantom.layouts.kaggle import image_uid_hex
 from medvl.phantom.layouts.reports import NAMES
-from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
+from medvl.phantom.layouts.writer import (
+    Form,
+    Options,
+    PatientRows,
+    truth_row,
+    write_file,
+    write_release,
+)
 from medvl.phantom.population.findings import change_of
 from medvl.phantom.population.world import Patient, Study
 from medvl.phantom.rendering.draw import draw
+from medvl.phantom.rendering.scene import encode_jpeg
 
 # The phantom corpus in the layout of PadChest-GR (2024).
 
@@ -143,3 +152,125 @@ def _row(
         "label_group": label,
     }
     return [cells.get(column, "") for column in GR_COLUMNS]
+
+
+# The phantom corpus in the layout of Chest ImaGenome (silver), with images of MIMIC-CXR-JPG.
+
+GENOME_ARCHIVE = "silver_dataset/scene_graph.zip"
+GENOME_SPLITS = {
+    split: f"silver_dataset/splits/{split}.csv" for split in ("train", "valid", "test")
+}
+GENOME_AVOID = "silver_dataset/splits/images_to_avoid.csv"
+GENOME_METADATA = "mimic-cxr-2.0.0-metadata.csv.gz"
+_REGIONS = {
+    "right lung": (0.1, 0.1, 0.45, 0.8),
+    "left lung": (0.55, 0.1, 0.9, 0.8),
+    "cardiac silhouette": (0.35, 0.45, 0.7, 0.8),
+    "trachea": (0.5, 0.0, 0.5, 0.2),
+}
+"""Region -> its corners in parts of the image; the last one is empty."""
+_CATEGORIES = {"Pneumonia": "disease", "Support Devices": "device"}
+_SQUARE = 224
+
+
+def write_chest_imagenome(
+    out: Path | str,
+    *,
+    patients: int = 100,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.7, 0.1, 0.2),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom Chest ImaGenome: scene graphs in a zip archive, splits, and images and
+    metadata of MIMIC-CXR-JPG.
+
+    There is one frontal image of each study, with the patients and images of `write_mimic_cxr` with
+    the same seed. Four regions lie at fixed places; one is empty. A region has the findings of its
+    side, and Pneumothorax where it is absent. Each eleventh patient's first image has no scene
+    graph. Each seventh patient's images are to be avoided.
+
+    `split` has the shares of patients in train, valid and test. The other arguments and the errors
+    are those of `write_mimic_cxr`. Returns the folder.
+    """
+    options = Options(
+        corpus="chest-imagenome",
+        patients=patients,
+        seed=seed,
+        size=size,
+        split=split,
+        reports=False,
+    )
+    ids = ("subject_id", "study_id", "dicom_id")
+    columns: dict[str, Sequence[str] | Form] = dict.fromkeys(GENOME_SPLITS.values(), ids)
+    columns |= {GENOME_ARCHIVE: Form.ZIP, GENOME_AVOID: ids}
+    columns[GENOME_METADATA] = (*ids, "ViewPosition", "Rows", "Columns", "StudyDate", "StudyTime")
+    return write_release(Path(out), options, _write_chest_imagenome_patient, columns, workers)
+
+
+def _write_chest_imagenome_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    split = tuple(GENOME_SPLITS)[options.split_index(patient.index)]
+    tables: dict[str, list[list[object]]] = {
+        name: [] for name in (GENOME_SPLITS[split], GENOME_ARCHIVE, GENOME_AVOID, GENOME_METADATA)
+    }
+    truth = []
+    subject = patient.subject_id
+    for number, study in enumerate(patient.studies):
+        view = study.frontal
+        folder = Path("files", f"p{subject // 10**6}", f"p{subject}", f"s{study.study_id}")
+        path = folder / f"{view.dicom_id}.jpg"
+        if not (root / path).exists():
+            write_file(root / path, encode_jpeg(draw(view, options.size)))
+        height, width = view.camera.shape(options.size)
+        ids = [subject, study.study_id, view.dicom_id]
+        taken = (study.taken.strftime("%Y%m%d"), study.taken.strftime("%H%M%S.%f"))
+        tables[GENOME_METADATA].append([*ids, view.position, height, width, *taken])
+        tables[GENOME_SPLITS[split]].append(ids)
+        if not patient.index % 7:
+            tables[GENOME_AVOID].append(ids)
+        if patient.index % 11 or number:
+            member = f"scene_graph/{view.dicom_id}_SceneGraph.json"
+            tables[GENOME_ARCHIVE].append([member, json.dumps(_scene_graph(study, width, height))])
+        truth.append(truth_row(view, study, options.size, path=path.as_posix(), split=split))
+    return PatientRows(subject, tables, truth)
+
+
+def _scene_graph(study: Study, width: int, height: int) -> dict[str, object]:
+    objects = []
+    attributes = []
+    for name, corners in _REGIONS.items():
+        x1, y1, x2, y2 = corners
+        region: dict[str, object] = {"object_id": f"{study.study_id}_{name}", "bbox_name": name}
+        square = dict(
+            zip(("x1", "y1", "x2", "y2"), (round(_SQUARE * c) for c in corners), strict=True)
+        )
+        pixels = (round(x1 * width), round(y1 * height), round(x2 * width), round(y2 * height))
+        names = ("original_x1", "original_y1", "original_x2", "original_y2")
+        objects.append(region | square | dict(zip(names, pixels, strict=True)))
+        relations = _relations(study, name)
+        if relations:
+            phrases = [f"{text.rpartition('|')[2]} seen." for text in relations]
+            groups = [[text, "nlp|yes|abnormal"] for text in relations]
+            attributes.append(region | {"attributes": groups, "phrases": phrases})
+    return {
+        "viewpoint": study.frontal.position,
+        "gender": study.sex,
+        "objects": objects,
+        "attributes": attributes,
+    }
+
+
+def _relations(study: Study, region: str) -> list[str]:
+    """Return the findings of a lung, and of the heart, as relations."""
+    side = region.partition(" ")[0]
+    found = [
+        finding.label
+        for finding in study.findings
+        if (finding.side in (side, "bilateral") if side in ("left", "right") else False)
+        or (region == "cardiac silhouette" and finding.label == "Cardiomegaly")
+    ]
+    present = [
+        f"{_CATEGORIES.get(label, 'anatomicalfinding')}|yes|{label.lower()}" for label in found
+    ]
+    absent = side in ("left", "right") and "Pneumothorax" not in found
+    return [*dict.fromkeys(present), *(["anatomicalfinding|no|pneumothorax"] if absent else [])]

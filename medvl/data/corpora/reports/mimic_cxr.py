@@ -66,11 +66,11 @@ class MimicCXR(Corpus):
             check_choice(self.split, SPLITS, "split")
         labels = _read_labels(root, self.labeler, allowed)
         splits = _read_splits(root, allowed)
-        table = _table(root, "metadata")
+        table = find_table(root, "metadata")
         rows = RowCounts()
         warnings = Counter[str]()
         records = Records()
-        orders = _read_orders(table, allowed)
+        orders = read_orders(table, allowed)
         suffix: str | None = None
         for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
             dicom_id = row["dicom_id"]
@@ -85,7 +85,7 @@ class MimicCXR(Corpus):
             if self.views and row["ViewPosition"] not in self.views:
                 rows.exclude("view")
                 continue
-            folder = _folder(table, dicom_id, subject, study)
+            folder = study_folder(table, dicom_id, subject, study)
             suffix = suffix or tables.find_suffix(root / folder / dicom_id, (".dcm", ".jpg"))
             sample = Sample(
                 key=deid.image(dicom_id),
@@ -119,7 +119,7 @@ def _check_folders(root: Path, reports: Path) -> None:
         raise CorpusError(message, "not_found", field="reports")
 
 
-def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
+def study_folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
     """Return a study's folder in the release. Raises CorpusError when an id is not safe as part
     of a path.
     """
@@ -128,7 +128,8 @@ def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
     return Path("files", f"p{subject[:2]}", f"p{subject}", f"s{study}")
 
 
-def _table(root: Path, kind: str) -> Path:
+def find_table(root: Path, kind: str) -> Path:
+    """Return a table of either release. Raises CorpusError when there is none."""
     names = [
         f"mimic-cxr-{release}-{kind}.csv{suffix}" for release in _RELEASES for suffix in (".gz", "")
     ]
@@ -136,7 +137,7 @@ def _table(root: Path, kind: str) -> Path:
 
 
 def _read_splits(root: Path, allowed: InputFolders) -> dict[str, str]:
-    path = _table(root, "split")
+    path = find_table(root, "split")
     known = {name: name for name in SPLITS}  # one string object per split instead of one per image
     splits = {}
     for row in tables.read_table(path, ("dicom_id", "split"), allowed):
@@ -148,7 +149,7 @@ def _read_splits(root: Path, allowed: InputFolders) -> dict[str, str]:
     return splits
 
 
-def _read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
+def read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
     """Return the place of each study among its patient's studies; dates and times are used here
     only.
 
@@ -174,7 +175,7 @@ def _labels_of(
 
 def _read_labels(root: Path, labeler: str, allowed: InputFolders) -> dict[str, Mapping[str, int]]:
     check_choice(labeler, ("chexpert", "negbio"), "labeler")
-    path = _table(root, labeler)
+    path = find_table(root, labeler)
     labels: dict[str, Mapping[str, int]] = {}
     for row in tables.read_table(path, ("study_id", *FINDINGS), allowed):
         labels[row["study_id"]] = tables.parse_findings(row, path)
