@@ -157,7 +157,8 @@ OWN_JSON = {
     *("benchmark/estimate", "benchmark/store"),
     *("common/untrusted", "data/corpora/common/record_file", "data/loading/latents"),
     *("eval/core/full_pass", "eval/probing/features"),
-    *("export/exporters/towers", "export/exporters/zero_shot", "inference/folder"),
+    *("export/exporters/towers", "export/exporters/zero_shot"),
+    *("inference/embeddings", "inference/folder"),
     *("models/checkpoint", "phantom/layouts/writer", "train/loop/logger", "train/loop/state"),
     *("train/parallel/distributed", "train/recipe_files"),
 }
