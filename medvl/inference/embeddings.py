@@ -495,7 +495,7 @@ def _facts(path: Path) -> dict[str, Any]:
         if name.startswith(_PREFIX.encode()):
             text = value.decode()
             values[name.decode().removeprefix(_PREFIX)] = (
-                text if name.decode().removeprefix(_PREFIX) in _TEXTS else json.loads(text)
+                text if name.decode().removeprefix(_PREFIX) in _TEXTS else parse_json(text)
             )
     return values
 

@@ -158,7 +158,7 @@ OWN_JSON = {
     *("common/untrusted", "data/corpora/common/record_file", "data/loading/latents"),
     *("eval/core/full_pass", "eval/probing/features"),
     *("export/exporters/towers", "export/exporters/zero_shot"),
-    *("inference/embeddings", "inference/folder"),
+    "inference/folder",
     *("models/checkpoint", "phantom/layouts/writer", "train/loop/logger", "train/loop/state"),
     *("train/parallel/distributed", "train/recipe_files"),
 }
