@@ -38,11 +38,11 @@ from medvl.data.corpora.common.rows import (
     json_value,
     raw_text,
     report_text,
+    text_sections,
 )
 from medvl.data.corpora.common.tables import MAX_CELL_CHARACTERS, Plan, Record, malformed
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
-from medvl.data.reports.headings import column_section
 from medvl.data.reports.sentences import join_texts
 from medvl.data.splits import check_disjoint, check_name, hash_split, named_values, parse_fractions
 from medvl.data.storage.location import Location, RemotePath, locate
@@ -112,8 +112,7 @@ class ParquetColumns:
     @property
     def sections(self) -> list[tuple[str, str]]:
         """Section and column of each text column."""
-        parts = [column.rpartition("=") for column in self.text_column]
-        return [(section or column_section(column), column) for section, _, column in parts]
+        return text_sections(self.text_column)
 
     @property
     def plain(self) -> list[str]:

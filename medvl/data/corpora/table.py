@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from medvl.data.corpora.common.rows import (
     json_value,
     raw_text,
     report_text,
+    text_sections,
 )
 from medvl.data.corpora.common.tables import (
     MAX_CELL_CHARACTERS,
@@ -44,7 +46,6 @@ from medvl.data.corpora.common.tables import (
 )
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import CODES, Deidentifier, cap_age, find_identifiers, free_texts
-from medvl.data.reports.headings import column_section
 from medvl.data.reports.sections import parse_report
 from medvl.data.reports.sentences import join_texts
 from medvl.data.splits import (
@@ -59,6 +60,8 @@ from medvl.schema import Sample
 
 _SEX = {"f": "F", "female": "F", "m": "M", "male": "M"}
 _MAX_CATEGORIES = 200
+_SUFFIX = re.compile(r"\.\w{1,10}")
+_IMAGE_SUFFIX = re.compile(r"\.(?:jpe?g|png|dcm|dicom|tiff?|bmp|webp)$", re.IGNORECASE)
 _PARQUET_LIMITS = ParquetLimits(
     rows=1 << 4,  # a text that many rows share is copied for each of them
     memory=1 << 28,  # one cell can fill a group
@@ -80,7 +83,8 @@ class TableColumns:
     """Patient id, which splits are disjoint by; hashed."""
     text_column: tuple[str, ...] = ()
     """Columns with a report, a caption, or sections of a report, which are stored under the
-    section's name (`findings` for `section_findings`). Texts of the same section are joined.
+    section's name (`findings` for `section_findings`), or under a given one as SECTION=COLUMN.
+    Texts of the same section are joined.
     """
     study_column: str | None = None
     """Study id; images of one study share their report. Default: each row is a study. Hashed."""
@@ -108,15 +112,25 @@ class TableColumns:
                 "give an image column, a text column, or both", "missing", field="image_column"
             )
 
+    @property
+    def sections(self) -> list[tuple[str, str]]:
+        """Section and column of each text column."""
+        return text_sections(self.text_column)
+
     def names(self) -> list[str]:
-        """Return every column that is read."""
-        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return [
+        """Return every column that is read, once."""
+        texts = tuple(column for _, column in self.sections)
+        values = [
+            texts if field.name == "text_column" else getattr(self, field.name)
+            for field in dataclasses.fields(self)
+        ]
+        names = (
             name
             for value in values
             if value
             for name in ((value,) if isinstance(value, str) else value)
-        ]
+        )
+        return list(dict.fromkeys(names))
 
 
 @register_corpus("table")
@@ -136,6 +150,12 @@ class Table(Corpus):
     """name of the corpus."""
     image_root: Path | None = None
     """folder that image paths are relative to; default: the folder of the table."""
+    image_suffix: str = ""
+    """suffix of the image files, such as .png, where the table has another one."""
+    patient_pattern: str = ""
+    """regular expression of the id within the patient column, such as 'PMC\\d+'; its first group,
+    if it has one.
+    """
     where: tuple[str, ...] = ()
     """keep only rows with these values, such as source=nih."""
     splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1")
@@ -161,6 +181,9 @@ class Table(Corpus):
         table = self.table
         columns = self.columns
         where = named_values(self.where, "where")
+        if self.image_suffix and not _SUFFIX.fullmatch(self.image_suffix):
+            message = f"expected a suffix such as .png, got {self.image_suffix}"
+            raise ConfigError(message, "malformed", field="image_suffix")
         root = self.image_root if self.image_root is not None else table.parent
         folders = access.folders(root)
         _check_root(table, root, columns)
@@ -186,6 +209,8 @@ class Table(Corpus):
             labels,
             warnings,
             self.keep_imageless,
+            self.image_suffix,
+            _compile(self.patient_pattern),
         )
         rows = RowCounts("rows" if columns.image_column is None else IMAGES)
         records = Records()
@@ -206,6 +231,16 @@ class Table(Corpus):
                 checks.add(number, sample)
         checks.finish()
         return Plan(self.name, records, labels.names, rows, +warnings, folders)
+
+
+def _compile(pattern: str) -> re.Pattern[str] | None:
+    if not pattern:
+        return None
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        message = f"expected a regular expression, got {pattern} ({error})"
+        raise ConfigError(message, "malformed", field="patient_pattern") from None
 
 
 def _check_root(table: Path, root: Path, columns: TableColumns) -> None:
@@ -247,6 +282,8 @@ class _RowReader:
     labels: _Labels
     warnings: Counter[str]
     keep_imageless: bool
+    image_suffix: str
+    patient_pattern: re.Pattern[str] | None
 
     def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
         """Return the sample of a row. Raises CorpusError for an empty required cell or an
@@ -255,7 +292,7 @@ class _RowReader:
         columns = self.columns
         self._check_plain(number, row)
         image_text = cell_text(row[columns.image_column]) if columns.image_column else ""
-        patient_text = self._id(number, row, columns.patient_column)
+        patient_text = self._patient(number, row)
         if not patient_text or not (
             image_text or self.keep_imageless or columns.image_column is None
         ):
@@ -323,6 +360,16 @@ class _RowReader:
         self.warnings["ids_like_1.0"] += is_like_decimal(text)
         return text
 
+    def _patient(self, number: int, row: Mapping[str, Any]) -> str:
+        column = self.columns.patient_column
+        text = self._id(number, row, column)
+        if self.patient_pattern is None or not text:
+            return text
+        match = self.patient_pattern.search(text)
+        if match is None or not match[min(match.re.groups, 1)]:
+            raise self._malformed(number, column, "has no match of --patient-pattern")
+        return match[min(match.re.groups, 1)]
+
     def _sex(self, row: Mapping[str, Any]) -> str | None:
         text = cell_text(row[self.columns.sex_column]).lower() if self.columns.sex_column else ""
         self.warnings["unknown_sex"] += bool(text) and text not in _SEX
@@ -338,6 +385,8 @@ class _RowReader:
         return age
 
     def _image(self, number: int, text: str) -> Path:
+        if self.image_suffix:
+            text = f"{_IMAGE_SUFFIX.sub('', text)}{self.image_suffix}"
         path = Path(os.path.normpath(self.root / text))  # links are checked when the file is opened
         if not path.is_relative_to(self.root):
             raise self._malformed(
@@ -359,7 +408,7 @@ class _RowReader:
 
     def _sections(self, number: int, row: Mapping[str, Any]) -> dict[str, str]:
         sections: dict[str, str] = {}
-        for column in self.columns.text_column:
+        for section, column in self.columns.sections:
             text = report_text(row[column], self.warnings)
             if len(text) > MAX_CELL_CHARACTERS:
                 message = (
@@ -369,7 +418,7 @@ class _RowReader:
                 raise CorpusError(
                     f"{message}; shorten the text, or leave the row out", "too_large", field=column
                 )
-            parts = {column_section(column): text} if text else {}
+            parts = {section: text} if text else {}
             if text and self.parse_reports:
                 report = parse_report(text)
                 if report.has_headers:

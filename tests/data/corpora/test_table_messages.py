@@ -337,3 +337,28 @@ def test_extra_columns_of_parquet_are_kept_as_json(tmp_path: Path, deid: Deident
     columns = TableColumns(image_column="image", patient_column="patient", extra_column=("taken",))
     (record,) = table.Table(table=tmp_path / "rows.parquet", columns=columns).plan(deid).records
     assert record.sample.extra == {"taken": [{"at": "2020-01-02", "values": [1, None]}]}
+
+
+def test_sections_suffixes_and_patients_within_names(tmp_path: Path, deid: Deidentifier) -> None:
+    content = "image,text,section_findings\nx/PMC12_F1.jpg,Clear.,A.\nPMC12_F2,Clear.,\nq.png,C,C\n"
+    columns = TableColumns(
+        image_column="image",
+        patient_column="image",
+        text_column=("impression=text", "section_findings"),
+    )
+    options = {"image_suffix": ".png", "patient_pattern": r"PMC\d+"}
+    path = write(tmp_path, content)
+    plan = table.Table(table=path, columns=columns, **options).plan(deid)
+    first, second = (record.sample for record in plan.records)
+    assert first.sections == {"impression": "Clear.", "findings": "A."}
+    assert (first.image, second.image) == (tmp_path / "x/PMC12_F1.png", tmp_path / "PMC12_F2.png")
+    assert first.patient == second.patient == deid.patient("PMC12")
+    assert first.key == deid.image("x/PMC12_F1.jpg"), "the suffix changes no key"
+    assert "--patient-pattern" in assert_skipped(plan, "cell_malformed", names="row 3")
+    group = {"patient_pattern": r"PMC(\d+)_|(q)"}
+    plan = table.Table(table=path, columns=columns, **group).plan(deid)
+    assert plan.records[0].sample.patient == deid.patient("12")
+    assert_skipped(plan, "cell_malformed", names="row 3")
+    for field, value in (("image_suffix", "png"), ("patient_pattern", "(")):
+        with raises(ConfigError, "malformed", field):
+            table.Table(table=path, columns=columns, **{field: value}).plan(deid)

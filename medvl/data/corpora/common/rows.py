@@ -14,6 +14,7 @@ import numpy as np
 
 from medvl.common.untrusted import parse_json
 from medvl.data.reports.cleaning import stored_text
+from medvl.data.reports.headings import column_section
 from medvl.errors import CorpusError, SplitError
 from medvl.schema import Sample
 
@@ -47,6 +48,12 @@ def cell_text(value: object) -> str:
 def report_text(value: object, warnings: Counter[str]) -> str:
     """Return the text of a cell with a report, a section or a caption, as `stored_text`."""
     return stored_text(raw_text(value), warnings)
+
+
+def text_sections(text_columns: Iterable[str]) -> list[tuple[str, str]]:
+    """Return section and column of each text column, given as COLUMN or as SECTION=COLUMN."""
+    parts = [column.rpartition("=") for column in text_columns]
+    return [(section or column_section(column), column) for section, _, column in parts]
 
 
 def cell_id(value: object) -> str:
