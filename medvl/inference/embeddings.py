@@ -34,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medvl.common.files import RunLock, discard, new_file, sha256, subfolder, sweep, write_json
-from medvl.common.untrusted import read_json
+from medvl.common.untrusted import parse_json, read_json
 from medvl.data.loading.sources import ConcatSource, Subset
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.source import ShardSource
