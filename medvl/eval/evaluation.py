@@ -17,7 +17,7 @@ from medvl.data.loading.loader import Loader
 from medvl.data.loading.sources import Source
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
 from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
 from medvl.eval.core.predictions import LineFields, Lines, ScoredClasses
@@ -217,6 +217,21 @@ class Setup:
             **options,
         )
 
+    def valid_loader(
+        self, data: Path | None, model: Any, *checkpoints: Path, text: bool = True
+    ) -> Loader | None:
+        """Open a loader of the shards on which thresholds are chosen; None without a folder.
+
+        Args:
+            data: folder of shards of other patients.
+            model: as in `loader`.
+            checkpoints: evaluated checkpoints, whose training patients are refused here too.
+            text: as in `loader`.
+        """
+        return (
+            None if data is None else self.loader(self.source(data, *checkpoints), model, text=text)
+        )
+
 
 class Result(Protocol):
     """Metric rows and predictions of an evaluation."""
@@ -317,7 +332,8 @@ class Evaluation(abc.ABC):
 
         Raises EvaluationError "unsupported" where the system does not support it.
         """
-        raise NotImplementedError(f"{cls.__name__} has tasks, and needs for_trial")
+        message = f"expected {cls.__name__} with tasks to define for_trial"
+        raise EvaluationError(message, "unsupported", field="task")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

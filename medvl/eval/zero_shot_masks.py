@@ -246,11 +246,10 @@ class ZeroShotMasks(ModelEvaluation):
 
     def evaluate(self, model: DualEncoder, source: ShardSource, setup: Setup) -> SegmentationResult:
         """Return the Dice of each finding."""
-        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
         return evaluate_zero_shot_masks(
             model,
             setup.loader(source, model),
-            valid_loader=None if valid is None else setup.loader(valid, model),
+            valid_loader=setup.valid_loader(self.valid, model, self.checkpoint),
             labels=self.labels,
             maps=self.maps,
             scale=self.scale,

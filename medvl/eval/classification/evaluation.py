@@ -480,11 +480,10 @@ class Classification(ModelEvaluation):
         self, model: LabelModel, source: ShardSource, setup: Setup
     ) -> ClassificationResult:
         """Return the metrics of the classifier."""
-        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
         return classify(
             model,
             setup.loader(source, model),
-            valid_loader=None if valid is None else setup.loader(valid, model),
+            valid_loader=setup.valid_loader(self.valid, model, self.checkpoint),
             policy=self.label.policy(),
             threshold_rule=self.label.threshold_rule,
             resamples=setup.resamples,

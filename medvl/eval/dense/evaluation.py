@@ -473,11 +473,10 @@ class Detection(ModelEvaluation):
 
     def evaluate(self, model: Detector, source: ShardSource, setup: Setup) -> DetectionResult:
         """Return the average precision of each finding."""
-        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
         return detection.box_detection(
             model,
             setup.loader(source, model, text=False),
-            valid_loader=None if valid is None else setup.loader(valid, model, text=False),
+            valid_loader=setup.valid_loader(self.valid, model, self.checkpoint, text=False),
             convention=self.convention,
             resamples=setup.resamples,
             checkpoint=self.checkpoint,
@@ -545,7 +544,6 @@ class Segmentation(ModelEvaluation):
 
     def evaluate(self, model: MaskModel, source: ShardSource, setup: Setup) -> SegmentationResult:
         """Return the Dice of each finding."""
-        valid = None if self.valid is None else setup.source(self.valid, self.checkpoint)
         compared = self.other_texts if model.tokenizer is not None else ()
         return segmentation.mask_segmentation(
             model,
@@ -553,7 +551,7 @@ class Segmentation(ModelEvaluation):
             other_texts={
                 _TEXTS[name]: setup.loader(OtherTexts(source, name), model) for name in compared
             },
-            valid_loader=None if valid is None else setup.loader(valid, model),
+            valid_loader=setup.valid_loader(self.valid, model, self.checkpoint),
             empty=self.empty,
             side=self.side,
             resamples=setup.resamples,

@@ -133,13 +133,12 @@ class ZeroShot(Evaluation):
             common_classes(prompts.for_labels(source.label_names, self.labels), source)
         setup.settle(manifest=source.fingerprint)
         models = load_ensemble(self.checkpoint, setup.options.device)
-        valid = None if self.valid is None else setup.source(self.valid, *self.checkpoint)
         result = zero_shot(
             models,
             setup.loader(source, models[0]),
             prompts,
             labels=self.labels,
-            valid_loader=None if valid is None else setup.loader(valid, models[0]),
+            valid_loader=setup.valid_loader(self.valid, models[0], *self.checkpoint),
             policy=self.label.policy(),
             threshold_rule=self.label.threshold_rule,
             resamples=setup.resamples,
