@@ -4,6 +4,7 @@ VinDr-CXR.
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -12,11 +13,15 @@ from numpy.typing import NDArray
 
 from medvl.phantom.language.reports import present_sentences
 from medvl.phantom.layouts.dicom_writer import dicom_bytes
-from medvl.phantom.layouts.kaggle import REFERENCE_SIZE, image_uid_hex, square_frontal_views
-from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
+from medvl.phantom.layouts.kaggle import (
+    REFERENCE_SIZE,
+    challenge_options,
+    image_uid_hex,
+    square_frontal_views,
+)
+from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_release, write_view
 from medvl.phantom.population.findings import Finding
 from medvl.phantom.population.world import Patient, Study, View, generator
-from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.findings import Box, boxes
 from medvl.phantom.rendering.scene import WHITE, encode_jpeg, encode_png
 
@@ -49,21 +54,9 @@ def write_chestxdet10(
     1024 in the real release. The other arguments and the errors are those of `write_mimic_cxr`.
     Returns the folder.
     """
-    options = Options(
-        corpus="chestxdet10",
-        patients=patients,
-        seed=seed,
-        size=size,
-        split=(6 / 7, 0.0, 1 / 7),
-        reports=False,
-    )
-    return write_release(
-        Path(out),
-        options,
-        _write_chestxdet10_patient,
-        {"train.json": None, "test.json": None},
-        workers,
-    )
+    options = challenge_options("chestxdet10", patients, seed, size, test=1 / 7)
+    columns = {"train.json": None, "test.json": None}
+    return write_release(Path(out), options, _write_chestxdet10_patient, columns, workers)
 
 
 def _write_chestxdet10_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
@@ -72,8 +65,7 @@ def _write_chestxdet10_patient(root: Path, patient: Patient, options: Options) -
     truth = []
     for study, view in square_frontal_views(patient):
         path = Path(f"{split}_data", f"{study.study_id}.png")
-        if not (root / path).exists():
-            write_file(root / path, encode_png(draw(view, options.size)))
+        write_view(root / path, view, options.size, encode_png)
         found = [box for box in boxes(view, REFERENCE_SIZE) if box.label in NAMES]
         row = {
             "file_name": path.name,
@@ -150,8 +142,7 @@ def _write_ms_cxr_patient(root: Path, patient: Patient, options: Options) -> Pat
         subject = patient.subject_id
         folder = Path("files", f"p{subject // 10**6}", f"p{subject}", f"s{study.study_id}")
         path = folder / f"{view.dicom_id}.jpg"
-        if not (root / path).exists():
-            write_file(root / path, encode_jpeg(draw(view, options.size)))
+        write_view(root / path, view, options.size, encode_jpeg)
         height, width = view.camera.shape(options.size)
         for finding, text, finding_boxes in study_phrases:
             for box in finding_boxes:
@@ -204,14 +195,7 @@ def write_object_cxr(
     `write_mimic_cxr`; rows of the ground truth have `objects`, the annotation of the table. Returns
     the folder.
     """
-    options = Options(
-        corpus="object-cxr",
-        patients=patients,
-        seed=seed,
-        size=size,
-        split=(8 / 9, 0.0, 1 / 9),
-        reports=False,
-    )
+    options = challenge_options("object-cxr", patients, seed, size, test=1 / 9)
     columns = {f"{split}.csv": ("image_name", "annotation") for split in SPLITS}
     return write_release(Path(out), options, _write_object_cxr_patient, columns, workers)
 
@@ -258,6 +242,11 @@ def paint(image_HW: NDArray[np.uint16], shapes: list[Shape]) -> None:
     image_HW[mask_HW > 0] = int(_METAL * WHITE)
 
 
+def _encode_painted(image_HW: NDArray[np.uint16], shapes: list[Shape]) -> bytes:
+    paint(image_HW, shapes)
+    return encode_jpeg(image_HW)
+
+
 def _write_object_cxr_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     split = SPLITS[min(1, options.split_index(patient.index))]
     rows: list[list[object]] = []
@@ -266,10 +255,8 @@ def _write_object_cxr_patient(root: Path, patient: Patient, options: Options) ->
         view = study.frontal
         shapes = list(foreign_objects(study, *view.camera.shape(options.size)))
         path = Path(split, f"{study.study_id}.jpg")
-        if not (root / path).exists():
-            image_HW = draw(view, options.size)
-            paint(image_HW, shapes)
-            write_file(root / path, encode_jpeg(image_HW))
+        encode = partial(_encode_painted, shapes=shapes)
+        write_view(root / path, view, options.size, encode)
         text = ";".join(
             " ".join(map(str, (kind, *points_N2.ravel().tolist()))) for kind, points_N2 in shapes
         )
@@ -345,14 +332,7 @@ def write_vindr_cxr(
     Each patient has 2.3 images on average. The other arguments and the errors are those of
     `write_mimic_cxr`. Returns the folder.
     """
-    options = Options(
-        corpus="vindr-cxr",
-        patients=patients,
-        seed=seed,
-        size=size,
-        split=(0.8, 0.0, 0.2),
-        reports=False,
-    )
+    options = challenge_options("vindr-cxr", patients, seed, size, test=0.2)
     return write_release(Path(out), options, _write_vindr_cxr_patient, _tables(), workers)
 
 
@@ -376,8 +356,7 @@ def _write_vindr_cxr_patient(root: Path, patient: Patient, options: Options) -> 
         view = study.frontal
         name = image_uid_hex(view)
         path = Path(split, f"{name}.dicom")
-        if not (root / path).exists():
-            write_file(root / path, dicom_bytes(patient, study, view, draw(view, options.size)))
+        write_view(root / path, view, options.size, partial(dicom_bytes, patient, study, view))
         for ids, shift, seen in _readings(name, split, study, view):
             rows = [
                 [*ids, finding, box.x + shift, box.y, box.x + box.width + shift, box.y + box.height]

@@ -4,8 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import cv2
-
 from medvl.phantom.layouts.boxes import phrases
 from medvl.phantom.layouts.kaggle import image_uid_hex
 from medvl.phantom.layouts.reports import NAMES
@@ -14,13 +12,12 @@ from medvl.phantom.layouts.writer import (
     Options,
     PatientRows,
     truth_row,
-    write_file,
     write_release,
+    write_view,
 )
 from medvl.phantom.population.findings import change_of
 from medvl.phantom.population.world import Patient, Study
-from medvl.phantom.rendering.draw import draw
-from medvl.phantom.rendering.scene import encode_jpeg
+from medvl.phantom.rendering.scene import encode_deep_png, encode_jpeg
 
 # The phantom corpus in the layout of PadChest-GR (2024).
 
@@ -75,10 +72,9 @@ def _write_padchest_gr_patient(root: Path, patient: Patient, options: Options) -
         entry |= {"PreviousStudyID": str(before.study_id), "PreviousImageID": _file_name(before)}
     entry["findings"] = findings
     for folder, each in ((_IMAGES, study), (_PRIORS, before)):
-        path = root / folder / _file_name(each or study)
-        if each is not None and not path.exists():
-            pixels_HW = draw(each.frontal, options.size)
-            write_file(path, cv2.imencode(".png", pixels_HW)[1].tobytes())
+        if each is not None:
+            path = root / folder / _file_name(each)
+            write_view(path, each.frontal, options.size, encode_deep_png)
     rows = [_row(entry, finding, patient, study, split) for finding in findings]
     listed = (_IMAGES / _file_name(study)).as_posix()
     truth = [truth_row(study.frontal, study, options.size, path=listed, split=split)]
@@ -219,8 +215,7 @@ def _write_chest_imagenome_patient(root: Path, patient: Patient, options: Option
         view = study.frontal
         folder = Path("files", f"p{subject // 10**6}", f"p{subject}", f"s{study.study_id}")
         path = folder / f"{view.dicom_id}.jpg"
-        if not (root / path).exists():
-            write_file(root / path, encode_jpeg(draw(view, options.size)))
+        write_view(root / path, view, options.size, encode_jpeg)
         height, width = view.camera.shape(options.size)
         ids = [subject, study.study_id, view.dicom_id]
         taken = (study.taken.strftime("%Y%m%d"), study.taken.strftime("%H%M%S.%f"))

@@ -36,12 +36,16 @@ def square_frontal_views(patient: Patient) -> Iterator[tuple[Study, View]]:
         yield study, dataclasses.replace(view, camera=dataclasses.replace(view.camera, aspect=1.0))
 
 
-def challenge_options(corpus: str, patients: int, seed: int, size: int) -> Options:
-    """Return the options of a challenge: one labelled split, no reports. Raises ConfigError:
-    "out_of_range".
+def challenge_options(
+    corpus: str, patients: int, seed: int, size: int, *, test: float = 0.0
+) -> Options:
+    """Return the options of a release without reports, with a share of patients in the test split.
+
+    Raises ConfigError ("out_of_range").
     """
+    shares = (1 - test, 0.0, test)
     return Options(
-        corpus=corpus, patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=False
+        corpus=corpus, patients=patients, seed=seed, size=size, split=shares, reports=False
     )
 
 

@@ -9,12 +9,11 @@ from medvl.phantom.layouts.writer import (
     PatientRows,
     label_cells,
     truth_row,
-    write_file,
     write_release,
+    write_view,
 )
 from medvl.phantom.population.findings import change_of
 from medvl.phantom.population.world import Patient, Study, View
-from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.scene import encode_jpeg
 
 # The phantom corpus in the layout of CheXpert v1.0 (small).
@@ -66,8 +65,7 @@ def _write_chexpert_patient(root: Path, patient: Patient, options: Options) -> P
         for i, view in enumerate(study.views, 1):
             name = f"view{i}_{'lateral' if view.lateral else 'frontal'}.jpg"
             path = Path(split, f"patient{patient.index + 1:05d}", f"study{number}", name)
-            if not (root / path).exists():
-                write_file(root / path, encode_jpeg(draw(view, options.size)))
+            write_view(root / path, view, options.size, encode_jpeg)
             full = Path(FOLDER, path).as_posix()
             sex = "Female" if study.sex == "F" else "Male"
             rows.append(
@@ -153,8 +151,7 @@ def _write_ms_cxr_t_patient(root: Path, patient: Patient, options: Options) -> P
         names = [_name(patient, study) for study in (after, before)]
         for name, study in zip(names, (after, before), strict=True):
             path = Path("files", f"{name}.jpg")
-            if not (root / path).exists():
-                write_file(root / path, encode_jpeg(draw(study.frontal, options.size)))
+            write_view(root / path, study.frontal, options.size, encode_jpeg)
             truth[name] = truth_row(study.frontal, study, options.size, path=path.as_posix())
         cells = [
             cell

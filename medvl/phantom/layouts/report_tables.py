@@ -4,8 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import cv2
-
 from medvl.phantom.language.reports import compose_report
 from medvl.phantom.layouts.labels import CHEXPERT_LABELS
 from medvl.phantom.layouts.writer import (
@@ -15,10 +13,10 @@ from medvl.phantom.layouts.writer import (
     truth_row,
     write_file,
     write_release,
+    write_view,
 )
 from medvl.phantom.population.world import Patient, Study, View
-from medvl.phantom.rendering.draw import draw
-from medvl.phantom.rendering.scene import encode_png
+from medvl.phantom.rendering.scene import encode_deep_png, encode_png
 
 # The phantom corpus in the layout of CheXpert Plus (2024).
 
@@ -76,8 +74,7 @@ def _write_chexpert_plus_patient(root: Path, patient: Patient, options: Options)
         for i, view in enumerate(study.views, 1):
             name = f"view{i}_{'lateral' if view.lateral else 'frontal'}.png"
             path = Path(split, f"patient{patient.index + 1:05d}", f"study{number}", name)
-            if not (root / "PNG/PNG" / path).exists():
-                write_file(root / "PNG/PNG" / path, encode_png(draw(view, options.size)))
+            write_view(root / "PNG/PNG" / path, view, options.size, encode_png)
             listed = path.with_suffix(".jpg").as_posix()
             tables[PLUS_TABLE].append(_plus_row(listed, patient, number, study, view))
             hidden = () if i == 1 else ("No Finding", "Support Devices")
@@ -161,13 +158,8 @@ def _write_rexgradient_patient(root: Path, patient: Patient, options: Options) -
         spellings = []
         for i, view in enumerate(study.views):
             path = f"{folder}/instances/{int(view.dicom_id[:8], 16)}.{i}.png"
-            if not (root / path).exists():
-                pixels_HW = draw(view, options.size)
-                deep = not patient.index % 5 and number == i == 0
-                png = (
-                    cv2.imencode(".png", pixels_HW)[1].tobytes() if deep else encode_png(pixels_HW)
-                )
-                write_file(root / path, png)
+            deep = not patient.index % 5 and number == i == 0
+            write_view(root / path, view, options.size, encode_deep_png if deep else encode_png)
             paths.append(f"../{path}")
             spellings.append(_spelling(patient.index, view.position))
             truth.append(truth_row(view, study, options.size, path=path, split=split))

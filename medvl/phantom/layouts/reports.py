@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-import cv2
-
 from medvl.phantom.language.reports import compose_report
 from medvl.phantom.layouts.dicom_writer import (
     dicom_bytes,
@@ -23,11 +21,11 @@ from medvl.phantom.layouts.writer import (
     truth_row,
     write_file,
     write_release,
+    write_view,
 )
 from medvl.phantom.population.findings import Finding
 from medvl.phantom.population.world import Patient, Study, View, generator
-from medvl.phantom.rendering.draw import draw
-from medvl.phantom.rendering.scene import encode_jpeg, encode_png
+from medvl.phantom.rendering.scene import encode_deep_png, encode_jpeg, encode_png
 from medvl.schema import FINDINGS, NEGATIVE, UNCERTAIN
 
 # The phantom corpus in the layouts of MIMIC-CXR 2.0.0 (DICOM) and MIMIC-CXR-JPG 2.0.0.
@@ -171,14 +169,9 @@ def _write_mimic_cxr_patient(
             if options.frontal_only and view.lateral:
                 continue
             path = folder / f"{view.dicom_id}{suffix}"
-            if not (root / path).exists():
-                image_HW = draw(view, options.size)
-                content = (
-                    dicom_bytes(patient, study, view, image_HW)
-                    if suffix == ".dcm"
-                    else encode_jpeg(image_HW)
-                )
-                write_file(root / path, content)
+            as_dicom = functools.partial(dicom_bytes, patient, study, view)
+            encode = as_dicom if suffix == ".dcm" else encode_jpeg
+            write_view(root / path, view, options.size, encode)
             tables[_METADATA].append([view.dicom_id, *ids, *_metadata(study, view, options.size)])
             tables[_SPLIT].append([view.dicom_id, study.study_id, patient.subject_id, split])
             tables[_RECORDS].append([*ids, view.dicom_id, path.as_posix()])
@@ -288,8 +281,7 @@ def _write_openi_patient(root: Path, patient: Patient, options: Options) -> Pati
     for number, view in enumerate(study.views, start=1):
         image = f"CXR{uid}_IM-{uid:04d}-{number}001"
         path = Path("NLMCXR_png", f"{image}.png")
-        if not (root / path).exists():
-            write_file(root / path, encode_png(draw(view, options.size)))
+        write_view(root / path, view, options.size, encode_png)
         rows.append([uid, path.name, "Lateral" if view.lateral else "Frontal"])
         truth.append(truth_row(view, study, options.size, path=path.as_posix(), uid=uid))
     write_file(root / "ecgen-radiology" / f"{uid}.xml", _xml(uid, study).encode())
@@ -429,8 +421,7 @@ def _write_padchest_patient(root: Path, patient: Patient, options: Options) -> P
                 str(patient.index % _FOLDERS),
                 f"{number}_{number % 100:02d}-{number % 199:03d}-000.png",
             )
-            if not (root / path).exists():
-                write_file(root / path, cv2.imencode(".png", draw(view, options.size))[1].tobytes())
+            write_view(root / path, view, options.size, encode_deep_png)
             rows.append(_row(path, patient, study, view, options.size))
             truth.append(
                 truth_row(

@@ -23,12 +23,15 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import cv2
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from medvl.common.files import write_atomic
 from medvl.common.process import interrupts_blocked
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom.population.world import MAX_PATIENTS, Patient, Study, View, World, generator
+from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.findings import boxes
 
 # Workbooks (.xlsx) of the phantom's releases.
@@ -172,6 +175,8 @@ class Form(enum.Enum):
 
 
 WritePatient = Callable[[Path, Patient, Options], PatientRows]
+Encode = Callable[[NDArray[np.uint16]], bytes]
+"""Function from a 12-bit image to the content of a file."""
 
 
 def split_of(index: int, seed: int, shares: tuple[float, float, float]) -> int:
@@ -228,6 +233,12 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, content, durable=False)
+
+
+def write_view(path: Path, view: View, size: int, encode: Encode) -> None:
+    """Draw a view into an image file, unless the file exists: drawing takes most of the time."""
+    if not path.exists():
+        write_file(path, encode(draw(view, size)))
 
 
 def read_truth(root: str | Path) -> Iterator[dict[str, Any]]:

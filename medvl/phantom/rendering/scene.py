@@ -235,3 +235,8 @@ def encode_jpeg(image_HW: NDArray[np.uint16]) -> bytes:
 def encode_png(image_HW: NDArray[np.uint16]) -> bytes:
     """Return a 12-bit image as an 8-bit grey PNG."""
     return cv2.imencode(".png", (image_HW >> 4).astype(np.uint8))[1].tobytes()
+
+
+def encode_deep_png(image_HW: NDArray[np.uint16]) -> bytes:
+    """Return a 12-bit image as a grey PNG of 16 bits with the same values."""
+    return cv2.imencode(".png", image_HW)[1].tobytes()
