@@ -44,12 +44,14 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "chexpert-plus",
             "rexgradient",
             "padchest-gr",
+            *("candid-ptx", "bimcv-covid19"),
             "roco",
             "medicat",
         ),
         "Labels, boxes and masks": (
             "chest-imagenome",
-            *("chexpert", "rsna", "siim", "qata", "vindr-cxr", "chestxdet10", "object-cxr"),
+            *("chexpert", "brax", "rsna", "siim", "qata", "vindr-cxr", "vindr-pcxr"),
+            *("chestxdet10", "chestxdet", "object-cxr"),
             *("ms-cxr", "ms-cxr-t"),
         ),
         "Questions": ("vqa-rad", "slake"),
@@ -58,13 +60,13 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "shards": {
         "Reports and captions": (
             *("mimic-cxr", "chexpert-plus", "rexgradient", "openi", "padchest", "padchest-gr"),
-            *("roco", "medicat", "melinda"),
+            *("candid-ptx", "bimcv-covid19", "roco", "medicat", "melinda"),
             *("r2gen-annotation", "medvill-jsonl", "m3ae-arrow"),
         ),
-        "Labels": ("chexpert", "nih-cxr14", "covidx"),
+        "Labels": ("chexpert", "nih-cxr14", "covidx", "brax"),
         "Boxes and masks": (
-            *("ms-cxr", "ms-cxr-t", "rsna", "siim", "vindr-cxr", "chestxdet10", "object-cxr"),
-            *("chest-imagenome", "qata", "mosmed", "monuseg"),
+            *("ms-cxr", "ms-cxr-t", "rsna", "siim", "vindr-cxr", "vindr-pcxr", "chestxdet10"),
+            *("chestxdet", "object-cxr", "chest-imagenome", "qata", "mosmed", "monuseg"),
         ),
         "Questions": ("vqa-rad", "slake", "vqa-med", "path-vqa"),
         "Text and knowledge": ("text", "concepts"),

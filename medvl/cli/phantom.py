@@ -177,6 +177,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
         _shards("rexgradient"),
         seed=47,
     ),
+    "brax": _command("brax", "BRAX: PNG files and a table of labels", _shards("brax"), seed=48),
     "rsna": _command(
         "rsna",
         "the RSNA pneumonia challenge: images with boxes of opacities",
@@ -213,6 +214,20 @@ COMMANDS: dict[str, Callable[..., str]] = {
         size=1024,
         seed=44,
     ),
+    "chestxdet": _command(
+        "chestxdet",
+        "ChestX-Det: images with boxes and outlines of findings in JSON",
+        _shards("chestxdet"),
+        size=1024,
+        seed=44,
+    ),
+    "vindr-pcxr": _command(
+        "vindr_pcxr",
+        "VinDr-PCXR: DICOM files of children with labels and boxes",
+        _shards("vindr-pcxr"),
+        size=1024,
+        seed=49,
+    ),
     "object-cxr": _command(
         "object_cxr",
         "Object-CXR: images with shapes of foreign objects",
@@ -232,6 +247,18 @@ COMMANDS: dict[str, Callable[..., str]] = {
         _shards("padchest-gr"),
         patients=100,
         seed=43,
+    ),
+    "candid-ptx": _command(
+        "candid_ptx",
+        "CANDID-PTX: images with reports, and masks in three tables",
+        _shards("candid-ptx"),
+        seed=50,
+    ),
+    "bimcv-covid19": _command(
+        "bimcv_covid19",
+        "BIMCV-COVID19+: 16-bit PNG files and reports in Spanish, with translations",
+        _shards("bimcv-covid19"),
+        seed=51,
     ),
     "roco": _command(
         "roco",

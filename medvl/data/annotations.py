@@ -205,6 +205,34 @@ def encode_runs(mask_HW: NDArray[np.bool_]) -> str:
     return " ".join(map(str, np.diff(edges, prepend=0).tolist()))
 
 
+def read_starts(text: str, height: int, width: int) -> str:
+    """Return the run-length text, as `decode_runs` reads it, of pairs of a start and a length.
+
+    Starts count pixels from 1, column by column from the top left corner, and increase: a list of
+    gaps, as in SIIM-ACR, is refused where its numbers show that it is one.
+
+    Raises CorpusError when the text is malformed, or exceeds a mask of (height, width).
+    """
+    if text.strip() in ("", EMPTY):
+        return EMPTY
+    try:
+        pairs_N2 = np.array(text.split(), dtype=np.int64).reshape(-1, 2)
+    except (ValueError, OverflowError):
+        message = "expected pairs of a start and a length for the runs of a mask"
+        raise CorpusError(message, "malformed", field="masks") from None
+    if (pairs_N2 < 1).any() or (pairs_N2 > height * width).any():
+        message = f"the runs of a mask exceed its {height} x {width} pixels, counted from 1"
+        raise CorpusError(message, "out_of_range", field="masks")
+    ends_N = pairs_N2.sum(axis=1)
+    gaps_N = pairs_N2[:, 0] - np.concatenate([[1], ends_N[:-1]])
+    if (gaps_N < 0).any():
+        message = "expected runs that do not overlap, by increasing start; are these gaps?"
+        raise CorpusError(message, "malformed", field="masks")
+    runs = " ".join(map(str, np.stack([gaps_N, pairs_N2[:, 1]], axis=1).ravel().tolist()))
+    decode_runs(runs, height, width)
+    return runs
+
+
 # Report phrases with the boxes that radiologists drew for them, in `Sample.extra`.
 #
 #     {"phrases": [{"label": "Pneumonia", "text": "Bibasilar opacities", "boxes": [{"x": 196,

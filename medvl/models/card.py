@@ -44,6 +44,7 @@ _CORPORA = {
             ),
             *("nih-cxr14", "object-cxr", "openi", "padchest", "qata", "r2gen-annotation", "rsna"),
             *("chest-imagenome", "padchest-gr", "rexgradient", "siim", "vindr-cxr"),
+            *("bimcv-covid19", "brax", "candid-ptx", "chestxdet", "vindr-pcxr"),
         ),
         CHEST_RADIOGRAPHS,
     ),

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from medvl.phantom.language.reports import Report as Report, compose_report as compose_report
     from medvl.phantom.language.vqa import vqa_images as vqa_images
     from medvl.phantom.layouts.boxes import (
+        write_chestxdet as write_chestxdet,
         write_chestxdet10 as write_chestxdet10,
         write_ms_cxr as write_ms_cxr,
         write_object_cxr as write_object_cxr,
         write_vindr_cxr as write_vindr_cxr,
+        write_vindr_pcxr as write_vindr_pcxr,
     )
     from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
     from medvl.phantom.layouts.figures import (
@@ -51,6 +53,11 @@ if TYPE_CHECKING:
         write_mimic_cxr_jpg as write_mimic_cxr_jpg,
         write_openi as write_openi,
         write_padchest as write_padchest,
+    )
+    from medvl.phantom.layouts.small_sets import (
+        write_bimcv_covid19 as write_bimcv_covid19,
+        write_brax as write_brax,
+        write_candid_ptx as write_candid_ptx,
     )
     from medvl.phantom.layouts.umls import write_umls as write_umls
     from medvl.phantom.layouts.writer import read_truth as read_truth, split_of as split_of

@@ -1,9 +1,9 @@
-"""The phantom corpus in the layouts of corpora with boxes: ChestX-Det10, MS-CXR, Object-CXR and
-VinDr-CXR.
+"""The phantom corpus in the layouts of corpora with boxes: ChestX-Det10 and ChestX-Det, MS-CXR,
+Object-CXR, VinDr-CXR and VinDr-PCXR.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from medvl.phantom.layouts.kaggle import (
     REFERENCE_SIZE,
     challenge_options,
     image_uid_hex,
+    plain_dicom,
     square_frontal_views,
 )
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_release, write_view
 from medvl.phantom.population.findings import Finding
 from medvl.phantom.population.world import Patient, Study, View, generator
-from medvl.phantom.rendering.findings import Box, boxes
+from medvl.phantom.rendering.findings import Box, boxes, part_masks
 from medvl.phantom.rendering.scene import WHITE, encode_jpeg, encode_png
 
 # The phantom corpus in the layout of ChestX-Det10 (2020): PNG files, and boxes in JSON.
@@ -34,6 +35,7 @@ NAMES = {
 """Label of the phantom -> category of the release; the phantom has no calcification, emphysema,
 fibrosis or mass.
 """
+NAMES_13 = {**NAMES, "Cardiomegaly": "Cardiomegaly", "Pleural Other": "Pleural Thickening"}
 
 
 def write_chestxdet10(
@@ -59,23 +61,62 @@ def write_chestxdet10(
     return write_release(Path(out), options, _write_chestxdet10_patient, columns, workers)
 
 
+def write_chestxdet(
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = REFERENCE_SIZE,
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom ChestX-Det: as `write_chestxdet10`, with eight of thirteen findings and the
+    outline of every box's mask. Nodules of each third patient are Diffuse Nodule.
+    """
+    options = challenge_options("chestxdet", patients, seed, size, test=1 / 7)
+    columns = {f"ChestX_Det_{split}.json": None for split in ("train", "test")}
+    return write_release(Path(out), options, _write_chestxdet_patient, columns, workers)
+
+
 def _write_chestxdet10_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    return _write_detections(root, patient, options, "", NAMES)
+
+
+def _write_chestxdet_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    nodule = "Nodule" if patient.index % 3 else "Diffuse Nodule"
+    return _write_detections(
+        root, patient, options, "ChestX_Det_", NAMES_13 | {"Lung Lesion": nodule}
+    )
+
+
+def _outline(mask_HW: NDArray[np.uint8]) -> list[list[int]]:
+    """Return the points of the largest contour of a mask."""
+    contours, _ = cv2.findContours(mask_HW, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
+    return [[int(x), int(y)] for x, y in max(contours, key=len).reshape(-1, 2)]
+
+
+def _write_detections(
+    root: Path, patient: Patient, options: Options, prefix: str, names: Mapping[str, str]
+) -> PatientRows:
+    """Write the images of a patient, and rows of boxes of the findings in `names`, with outlines
+    where the files have a `prefix`.
+    """
     split = "test" if options.split_index(patient.index) else "train"
     rows: list[list[object]] = []
     truth = []
     for study, view in square_frontal_views(patient):
         path = Path(f"{split}_data", f"{study.study_id}.png")
         write_view(root / path, view, options.size, encode_png)
-        found = [box for box in boxes(view, REFERENCE_SIZE) if box.label in NAMES]
-        row = {
-            "file_name": path.name,
-            "syms": [NAMES[box.label] for box in found],
-            "boxes": [[box.x, box.y, box.x + box.width, box.y + box.height] for box in found],
-        }
+        row: dict[str, object] = {"file_name": path.name}
+        found = [box for box in boxes(view, REFERENCE_SIZE) if box.label in names]
+        row["syms"] = [names[box.label] for box in found]
+        row["boxes"] = [_corners(box) for box in found]
+        if prefix:
+            parts = part_masks(view, REFERENCE_SIZE)
+            row["polygons"] = [_outline(mask_HW) for label, _, mask_HW in parts if label in names]
         rows.append([json.dumps(row)])
         ids = {"path": path.as_posix(), "subject_id": patient.subject_id, "split": split}
         truth.append(truth_row(view, study, REFERENCE_SIZE, **ids))
-    return PatientRows(patient.index, {f"{split}.json": rows}, truth)
+    return PatientRows(patient.index, {f"{prefix}{split}.json": rows}, truth)
 
 
 # The phantom corpus in the layout of MS-CXR 1.1.0: phrases about findings, and their boxes.
@@ -393,3 +434,77 @@ def _readings(
     mild = {finding.label for finding in study.findings if finding.severity == "mild"}
     for reader, shift in _READERS.items():
         yield [name, reader], shift, present - mild if reader == "R10" else present
+
+
+# The phantom corpus in the layout of VinDr-PCXR 1.0.0: DICOM files of children, labels and boxes.
+
+PCXR_DISEASES = (
+    "No finding", "Bronchitis", "Brocho-pneumonia", "Other disease", "Bronchiolitis",
+    "Situs inversus", "Pneumonia", "Pleuro-pneumonia", "Diagphramatic hernia", "Tuberculosis",
+    "Congenital emphysema", "CPAM", "Hyaline membrane disease", "Mediastinal tumor", "Lung tumor",
+)  # fmt: skip
+PCXR_FINDINGS = {
+    "Atelectasis": "Atelectasis", "Cardiomegaly": "Cardiomegaly", "Consolidation": "Consolidation",
+    "Edema": "Edema", "Lung Lesion": "Other nodule/mass", "Lung Opacity": "Diffuse aveolar opacity",
+    "Pleural Effusion": "Pleural effusion", "Pleural Other": "Pleural thickening",
+    "Pneumothorax": "Pneumothorax",
+}  # fmt: skip
+"""Label of the phantom -> finding of the release, in its spelling."""
+
+
+def write_vindr_pcxr(
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 1024,
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom VinDr-PCXR: its four tables and DICOM images of 8 bits.
+
+    There is one frontal image of each study, with a box around every part of nine findings. A
+    pneumonia is a Brocho-pneumonia (the release's spelling) in each second patient; images with
+    findings and without pneumonia have Other disease. Ages are in months. A sixth of the patients
+    is in the test split.
+
+    Each patient has 2.3 images on average. The other arguments and the errors are those of
+    `write_mimic_cxr`. Returns the folder.
+    """
+    options = challenge_options("vindr-pcxr", patients, seed, size, test=1 / 6)
+    ids = ("image_id", "rad_ID")
+    columns: dict[str, tuple[str, ...]] = {}
+    columns |= {f"annotations_{split}.csv": (*ids, *_BOX) for split in ("train", "test")}
+    columns |= {f"image_labels_{split}.csv": (*ids, *PCXR_DISEASES) for split in ("train", "test")}
+    return write_release(Path(out), options, _write_vindr_pcxr_patient, columns, workers)
+
+
+def _write_vindr_pcxr_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    split = "test" if options.split_index(patient.index) else "train"
+    annotations: list[list[object]] = []
+    labels: list[list[object]] = []
+    truth = []
+    pneumonia = "Pneumonia" if patient.index % 2 else "Brocho-pneumonia"
+    for study in patient.studies:
+        view = study.frontal
+        name = image_uid_hex(view)
+        path = Path(split, f"{name}.dicom")
+        months = study.age
+        encode = partial(plain_dicom, name, study, view, age=f"{months:03d}M")
+        write_view(root / path, view, options.size, encode)
+        rows = [
+            [name, "R1", PCXR_FINDINGS[box.label], *_corners(box)]
+            for box in boxes(view, options.size)
+            if box.label in PCXR_FINDINGS
+        ]
+        annotations += rows or [[name, "R1", "No finding", "", "", "", ""]]
+        disease = pneumonia if study.labels["Pneumonia"] else "Other disease" if rows else ""
+        given = disease or "No finding"
+        labels.append([name, "R1", *(int(each == given) for each in PCXR_DISEASES)])
+        row = truth_row(view, study, options.size, path=path.as_posix(), split=split)
+        truth.append({**row, "age": months // 12})
+    tables = {f"annotations_{split}.csv": annotations, f"image_labels_{split}.csv": labels}
+    return PatientRows(patient.index, tables, truth)
+
+
+def _corners(box: Box) -> tuple[int, int, int, int]:
+    return box.x, box.y, box.x + box.width, box.y + box.height

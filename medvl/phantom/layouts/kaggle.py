@@ -3,6 +3,7 @@
 """
 
 import dataclasses
+import functools
 import io
 import json
 from collections.abc import Iterator
@@ -14,9 +15,8 @@ from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import UID, ExplicitVRLittleEndian
 
 from medvl.phantom.layouts.dicom_writer import view_position
-from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
+from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_release, write_view
 from medvl.phantom.population.world import Patient, Study, View, generator
-from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.findings import boxes, masks
 
 # Shared code of the Kaggle challenges' layouts: square 8-bit frontal images.
@@ -55,8 +55,7 @@ def write_image(
     """Write the DICOM file of a view to `path` below `root` if it is missing; return its ground
     truth row.
     """
-    if not (root / path).exists():
-        write_file(root / path, plain_dicom(name, study, view, size))
+    write_view(root / path, view, size, functools.partial(plain_dicom, name, study, view))
     return truth_row(
         view, study, REFERENCE_SIZE, path=path.as_posix(), subject_id=patient.subject_id
     )
@@ -72,11 +71,13 @@ def uid(view: View) -> UID:
     return UID(f"2.25.{int(image_uid_hex(view), 16)}")
 
 
-def plain_dicom(name: str, study: Study, view: View, size: int) -> bytes:
-    """Return an uncompressed 8-bit DICOM file of `size` x `size` pixels; `name` becomes name and
-    id of the patient.
+def plain_dicom(
+    name: str, study: Study, view: View, image_HW: NDArray[np.uint16], *, age: str = ""
+) -> bytes:
+    """Return an uncompressed 8-bit DICOM file of a 12-bit image; `name` becomes name and id of the
+    patient. `age` is PatientAge, by default the study's in years.
     """
-    image_HW = (draw(view, size) >> 4).astype("u1")
+    grey_HW = (image_HW >> 4).astype("u1")
     meta = FileMetaDataset()
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
     dataset = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
@@ -87,15 +88,15 @@ def plain_dicom(name: str, study: Study, view: View, size: int) -> bytes:
     dataset.ViewPosition = view_position(view)
     dataset.PatientID = dataset.PatientName = name
     dataset.PatientSex = study.sex
-    dataset.PatientAge = f"{study.age:03d}Y"
-    dataset.Rows, dataset.Columns = image_HW.shape
+    dataset.PatientAge = age or f"{study.age:03d}Y"
+    dataset.Rows, dataset.Columns = grey_HW.shape
     dataset.SamplesPerPixel = 1
     dataset.PixelRepresentation = 0
     dataset.BitsAllocated = 8
     dataset.BitsStored = 8
     dataset.HighBit = 7
     dataset.PhotometricInterpretation = "MONOCHROME2"
-    dataset.PixelData = image_HW.tobytes()
+    dataset.PixelData = grey_HW.tobytes()
     dataset["PixelData"].VR = "OB"
     buffer = io.BytesIO()
     dataset.save_as(buffer, enforce_file_format=True)

@@ -162,7 +162,8 @@ def _write_rexgradient_patient(root: Path, patient: Patient, options: Options) -
             write_view(root / path, view, options.size, encode_deep_png if deep else encode_png)
             paths.append(f"../{path}")
             spellings.append(_spelling(patient.index, view.position))
-            truth.append(truth_row(view, study, options.size, path=path, split=split))
+            row = truth_row(view, study, options.size, path=path, split=split)
+            truth.append({**row, "age": 0} if special else row)
         if special and number == 0:
             spellings += ["KUB"]
             paths += [f"../{folder}/instances/{study.study_id}.kub.png"]

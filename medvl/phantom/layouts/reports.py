@@ -1,7 +1,8 @@
 """The phantom corpus in the layouts of corpora with reports: MIMIC-CXR, Open-i and PadChest."""
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -15,6 +16,7 @@ from medvl.phantom.layouts.dicom_writer import (
 )
 from medvl.phantom.layouts.kaggle import image_uid_hex
 from medvl.phantom.layouts.writer import (
+    Form,
     Options,
     PatientRows,
     label_cells,
@@ -355,6 +357,8 @@ NAMES = {
 """Label of the phantom, or kind of a fracture's or device's part -> label, CUI (where it has one
 here), word stems.
 """
+ENGLISH = ("image.tok", "report.en.tok")
+"""Files of the translations of RRG24."""
 _PADCHEST_NORMAL = ("normal", "C0205307", "sin hallazg patolog")
 _PADCHEST_SIDES = {"right": "derech", "left": "izquierd", "bilateral": "bilateral"}
 _PROJECTIONS = {"LATERAL": "L", "LL": "L"}
@@ -380,8 +384,9 @@ def write_padchest(
     All views of each study are written. Labels are the ground truth in PadChest's words, one
     sentence per finding with its side as place; fractures and devices are named by their kind.
     Where there is nothing but devices, the label normal is added, like the phantom's No Finding.
-    The reports are the same in Spanish word stems. A share of 27% of the studies is labelled by
-    physicians, as in the release. UMLS codes are given for a part of the labels.
+    The reports are the same in Spanish word stems; their translations, in tokens, are impressions
+    of the phantom. A share of 27% of the studies is labelled by physicians, as in the release. UMLS
+    codes are given for a part of the labels.
 
     The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
     """
@@ -393,7 +398,28 @@ def write_padchest(
         split=(1.0, 0.0, 0.0),
         reports=True,
     )
-    return write_release(Path(out), options, _write_padchest_patient, {TABLE: COLUMNS}, workers)
+    columns: dict[str, Sequence[str] | Form] = {
+        TABLE: COLUMNS,
+        **dict.fromkeys(ENGLISH, Form.LINES),
+    }
+    return write_release(Path(out), options, _write_padchest_patient, columns, workers)
+
+
+def tokens(text: str) -> str:
+    """Return a text as RRG24 tokenised it: lower case, with blanks around marks."""
+    return " ".join(re.sub(r"([.,;:()?!])", r" \1 ", text.lower()).split())
+
+
+def spanish_report(study: Study) -> str:
+    """Return the report of a study in Spanish word stems."""
+    return "".join(f"{stem} . " for stem in _stems(sentences(study)))
+
+
+def _stems(parts: list[Sentence]) -> list[str]:
+    return [
+        " ".join([*(stem for _, _, stem in names), _PADCHEST_SIDES.get(side, "")]).strip()
+        for names, side in parts
+    ]
 
 
 def sentences(study: Study) -> list[Sentence]:
@@ -413,8 +439,11 @@ def _sentence(finding: Finding) -> Sentence:
 
 def _write_padchest_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     rows: list[list[object]] = []
+    images: list[list[object]] = []
+    reports: list[list[object]] = []
     truth = []
     for study in patient.studies:
+        names = []
         for view in study.views:
             number = int(image_uid_hex(view), 16)
             path = Path(
@@ -428,17 +457,17 @@ def _write_padchest_patient(root: Path, patient: Patient, options: Options) -> P
                     view, study, options.size, path=path.as_posix(), subject_id=patient.subject_id
                 )
             )
-    return PatientRows(patient.index, {TABLE: rows}, truth)
+            names.append(path.name)
+        images.append([",".join(names)])
+        reports.append([tokens(compose_report(study).impression)])
+    tables = {TABLE: rows, **dict(zip(ENGLISH, (images, reports), strict=True))}
+    return PatientRows(patient.index, tables, truth)
 
 
 def _row(path: Path, patient: Patient, study: Study, view: View, size: int) -> list[object]:
     height, width = view.camera.shape(size)
     parts = sentences(study)
     places = [[f"loc {side}"] if side in _PADCHEST_SIDES else [] for _, side in parts]
-    stems = [
-        " ".join([*(stem for _, _, stem in names), _PADCHEST_SIDES.get(side, "")]).strip()
-        for names, side in parts
-    ]
     by_sentence = [
         [*(name for name, _, _ in names), *place]
         for (names, _), place in zip(parts, places, strict=True)
@@ -466,7 +495,7 @@ def _row(path: Path, patient: Patient, study: Study, view: View, size: int) -> l
         "Rows_DICOM": height,
         "Columns_DICOM": width,
         "ReportID": study.study_id,
-        "Report": "".join(f"{stem} . " for stem in stems),
+        "Report": spanish_report(study),
         "MethodLabel": "Physician" if physician else "RNN_model",
         "Labels": [name for names, _ in parts for name, _, _ in names],
         "Localizations": [name for place in places for name in place],

@@ -416,7 +416,7 @@ class Box:
 def boxes(view: View, size: int = 512) -> list[Box]:
     """Return a box for every visible part of a finding, in pixels of `draw(view, size)`."""
     result = []
-    for label, part, mask_HW in _parts(view, size):
+    for label, part, mask_HW in part_masks(view, size):
         x, y, width, height = cv2.boundingRect(mask_HW)
         result.append(
             Box(label=label, side=part.side, zone=part.zone, x=x, y=y, width=width, height=height)
@@ -427,13 +427,13 @@ def boxes(view: View, size: int = 512) -> list[Box]:
 def masks(view: View, size: int = 512) -> dict[str, NDArray[np.bool_]]:
     """Return label -> bool mask (H, W) of the visible findings, in pixels of `draw(view, size)`."""
     union: dict[str, NDArray[np.bool_]] = {}
-    for label, _, mask_HW in _parts(view, size):
+    for label, _, mask_HW in part_masks(view, size):
         visible_HW = mask_HW > 0
         union[label] = union[label] | visible_HW if label in union else visible_HW
     return union
 
 
-def _parts(view: View, size: int) -> Iterator[tuple[str, Part, Canvas]]:
+def part_masks(view: View, size: int) -> Iterator[tuple[str, Part, Canvas]]:
     """Yield label, part and mask (H, W; 0 or 255) of every visible part."""
     surface = Surface(view.camera, view.camera.shape(size))
     lungs = surface.fill([make_lung(view.chest, view.lateral, side).outline() for side in SIDES])

@@ -1,5 +1,5 @@
-"""Counts of every corpus that the phantom writes: the printed summary, the manifests, `medvl
-verify` and the budget.
+"""Every corpus that the phantom writes: its samples are those of the ground truth, and the printed
+summary, the manifests, `medvl verify` and the budget have its counts.
 
 Each layout is written, converted and verified as a user does it, by `medvl` commands.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers.phantom_truth import check_truth
 
 from medvl.cli import main as cli
 from medvl.cli.phantom import COMMANDS as LAYOUTS
@@ -28,9 +29,18 @@ SELECTION = {
     "rexgradient": ("--views", "PA", "AP"),
     "openi": ("--views", "FRONTAL"),
     "padchest": ("--views", "PA"),
+    "brax": ("--views", "PA", "AP"),
     "medicat": ("--radiology-only",),
 }
 """Layout -> options that leave rows out."""
+OTHER_MEANING = {
+    "rsna": ("Pneumonia",),  # any opacity
+    "vindr-cxr": ("Lung Opacity", "No Finding"),
+    "vindr-pcxr": ("Pneumonia", "No Finding"),
+}
+"""Layout -> labels that mean another thing than the phantom's of the same name."""
+WITHOUT_TRUTH = {"roco", "medicat"}
+"""Layouts with figures that no study of the phantom is the source of."""
 ROOT_OF = {"chexpert": "CheXpert-v1.0-small"}
 DAMAGED = 2
 CORPUS_LINE = re.compile(
@@ -121,7 +131,7 @@ def test_every_layout_has_a_corpus() -> None:
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - NOT_CONVERTED))
-def test_rows_and_images_of_a_layout_are_counted(
+def test_a_layout_gives_the_samples_of_the_phantom_and_counts_them(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = ("--patients", 8, "--size", 64, "--workers", 1)
@@ -147,6 +157,10 @@ def test_rows_and_images_of_a_layout_are_counted(
         split: each.planned
         for split, each in check_counts(capsys, whole.out, tmp_path / "whole").items()
     }
+    meaning = OTHER_MEANING.get(layout, ())
+    same = check_truth(root, tmp_path / "whole", other_meaning=meaning)
+    stored = [Manifest.read(folder).samples for folder in split_folders(tmp_path / "whole")]
+    assert same == sum(stored) or (layout in WITHOUT_TRUTH and same > 0)
     options = SELECTION.get(layout, ())
     if options:
         selected = convert("selected", *options)

@@ -1,14 +1,17 @@
-"""ChestX-Det10 (2020): boxes of ten findings on images of NIH ChestX-ray14. See
-`data_cards/chestxdet10.md`.
+"""ChestX-Det10 (2020) and ChestX-Det (2021): boxes of ten and of thirteen findings, and masks of
+the latter, on images of NIH ChestX-ray14. See `data_cards/chestxdet10.md`.
 """
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from medvl.data.annotations import Box, read_corners, region_fields
+import cv2
+import numpy as np
+
+from medvl.data.annotations import Box, encode_runs, read_corners, region_fields
 from medvl.data.corpora.common.questions import read_rows
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
@@ -22,6 +25,9 @@ LABELS = (
     "Atelectasis", "Calcification", "Consolidation", "Emphysema", "Fibrosis", "Fracture", "Mass",
     "Nodule", "Pleural Effusion", "Pneumothorax",
 )  # fmt: skip
+
+LABELS_13 = tuple(sorted((*LABELS, "Cardiomegaly", "Diffuse Nodule", "Pleural Thickening")))
+"""Findings of ChestX-Det."""
 
 _RENAMED = {"Effusion": "Pleural Effusion"}
 """Release name -> CheXpert name."""
@@ -37,6 +43,9 @@ class ChestXDet10(Corpus):
     labels: ClassVar[tuple[str, ...]] = LABELS
     counts: ClassVar[Mapping[str, int]] = {"images": 3_543, "test": 542}
     textless: ClassVar[bool] = True
+    annotations: ClassVar[str] = ""
+    """Text before train.json and test.json in the names of the files."""
+    has_masks: ClassVar[bool] = False
 
     root: Path
     """folder with train.json, test.json, train_data/ and test_data/."""
@@ -44,7 +53,7 @@ class ChestXDet10(Corpus):
     """fraction of the patients of the official training images for validation."""
 
     def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
-        """Plan the samples of ChestX-Det10 from its annotations; no image is opened.
+        """Plan the samples from the annotations; no image is opened.
 
         Training images of patients in the test split are left out, counted as `patient_in_test`.
         Raises CorpusError when a file is missing, or a value does not match the data card;
@@ -57,11 +66,12 @@ class ChestXDet10(Corpus):
         records = Records()
         tested = set[str]()
         for folder in ("test", "train"):
-            path = root / f"{folder}.json"
-            for row in rows.reading(read_rows(path, ("file_name", "syms", "boxes"), allowed)):
+            path = root / f"{self.annotations}{folder}.json"
+            for row in rows.reading(read_rows(path, self._columns(), allowed)):
                 name, number = _read_name(row, path)
                 patient = deid.patient(number)
-                boxes = _read_boxes(row, path)
+                boxes = _read_boxes(row, path, self.labels)
+                masks = {"masks": _read_masks(row, path, boxes)} if self.has_masks else {}
                 if folder == "test":
                     tested.add(patient)
                 elif patient in tested:
@@ -76,11 +86,28 @@ class ChestXDet10(Corpus):
                     study=deid.study(number, name),
                     image=root / f"{folder}_data" / name,
                     labels={label: int(label in found) for label in self.labels},
-                    extra=region_fields(_SIZE, {"boxes": boxes}),
+                    extra=region_fields(_SIZE, {"boxes": boxes, **masks}),
                 )
                 records.append(Record(sample))
                 rows.kept += 1
         return Plan(self.corpus, records, self.labels, rows, folders=allowed)
+
+    def _columns(self) -> tuple[str, ...]:
+        return ("file_name", "syms", "boxes", *(("polygons",) if self.has_masks else ()))
+
+
+@register_corpus("chestxdet")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChestXDet(ChestXDet10):
+    """Convert ChestX-Det, with the official test split: boxes and masks of thirteen findings."""
+
+    labels: ClassVar[tuple[str, ...]] = LABELS_13
+    counts: ClassVar[Mapping[str, int]] = {"images": 3_578}
+    annotations: ClassVar[str] = "ChestX_Det_"
+    has_masks: ClassVar[bool] = True
+
+    root: Path
+    """folder with ChestX_Det_train.json, ChestX_Det_test.json, train_data/ and test_data/."""
 
 
 def _read_name(row: Mapping[str, Any], path: Path) -> tuple[str, str]:
@@ -94,7 +121,7 @@ def _read_name(row: Mapping[str, Any], path: Path) -> tuple[str, str]:
     return name, match[1] or name
 
 
-def _read_boxes(row: Mapping[str, Any], path: Path) -> list[Box]:
+def _read_boxes(row: Mapping[str, Any], path: Path, labels: Sequence[str]) -> list[Box]:
     names = row["syms"]
     corners = row["boxes"]
     if not isinstance(names, list) or not isinstance(corners, list) or len(names) != len(corners):
@@ -102,9 +129,30 @@ def _read_boxes(row: Mapping[str, Any], path: Path) -> list[Box]:
     boxes = []
     for name, fields in zip(names, corners, strict=True):
         label = _RENAMED.get(name, name) if isinstance(name, str) else None
-        if label not in LABELS:
-            raise malformed(path, "expected one of the ten findings in syms", "syms")
+        if label is None or label not in labels:
+            raise malformed(path, f"expected one of {', '.join(labels)} in syms", "syms")
         if not isinstance(fields, list):
             raise malformed(path, "expected a list of four numbers for each box", "boxes")
         boxes.append(read_corners(label, fields, _SIZE, path))
     return boxes
+
+
+def _read_masks(row: Mapping[str, Any], path: Path, boxes: Sequence[Box]) -> list[dict[str, str]]:
+    """Return the mask of each finding from the points of its outline."""
+    polygons = row["polygons"]
+    if not isinstance(polygons, list) or len(polygons) != len(boxes):
+        raise malformed(path, "expected a polygon for each of syms", "polygons")
+    masks = []
+    for box, polygon in zip(boxes, polygons, strict=True):
+        try:
+            points_N2 = np.array(polygon, dtype=np.float64).reshape(-1, 2)
+        except (TypeError, ValueError):
+            points_N2 = np.zeros((0, 2))
+        inside = (points_N2 >= -1).all() and (points_N2 <= np.array(_SIZE)).all()
+        if not len(points_N2) or not inside:
+            message = "expected points inside of the image for each of polygons"
+            raise malformed(path, message, "polygons")
+        mask_HW = np.zeros(_SIZE[::-1], np.uint8)
+        cv2.fillPoly(mask_HW, [np.rint(points_N2).astype(np.int32)], (1,))
+        masks.append({"label": str(box["label"]), "runs": encode_runs(mask_HW > 0)})
+    return masks

@@ -49,8 +49,10 @@ _RENAMED = {
 """Release name -> label name here: the CheXpert or NIH name where the finding is the same."""
 _READERS = 3
 _ID = re.compile(r"[0-9a-f]{32}")
-_CORNERS = ("x_min", "y_min", "x_max", "y_max")
-_VALUES = {"1": True, "1.0": True, "0": False, "0.0": False, "": False}
+CORNERS = ("x_min", "y_min", "x_max", "y_max")
+"""Columns of a box."""
+VALUES = {"1": True, "1.0": True, "0": False, "0.0": False, "": False}
+"""Cell of a label -> whether it is given."""
 
 
 @register_corpus("vindr-cxr")
@@ -149,8 +151,8 @@ def _read_votes(table: Path, folder: str, allowed: InputFolders) -> dict[str, Co
             raise CorpusError(
                 f"{table} lacks the column of {missing[0]}", "missing", field=missing[0]
             )
-        image = _image(cells, table)
-        unknown = [label for label in LABELS if cells[label] not in _VALUES]
+        image = read_image_id(cells, table)
+        unknown = [label for label in LABELS if cells[label] not in VALUES]
         if unknown:
             raise malformed(
                 table, f"expected 1, 0 or blank for {unknown[0]}, got another value", unknown[0]
@@ -159,9 +161,7 @@ def _read_votes(table: Path, folder: str, allowed: InputFolders) -> dict[str, Co
         if reader in seen:
             raise malformed(table, "the same reader has two rows for one image", "image_id")
         seen.add(reader)
-        votes.setdefault(image, Counter()).update(
-            label for label in LABELS if _VALUES[cells[label]]
-        )
+        votes.setdefault(image, Counter()).update(label for label in LABELS if VALUES[cells[label]])
     return votes
 
 
@@ -171,21 +171,21 @@ def _read_boxes(
     """Read image -> reader -> boxes. Rows without a finding have no coordinates."""
     boxes: dict[str, dict[str, list[Box]]] = {}
     known = set(images)
-    for row in read_table(table, (*_columns(folder), "class_name", *_CORNERS), allowed):
-        image = _image(row, table)
+    for row in read_table(table, (*_columns(folder), "class_name", *CORNERS), allowed):
+        image = read_image_id(row, table)
         label = _name(row["class_name"])
         if image not in known:
             raise CorpusError(
                 f"{table} has an image that the table of labels lacks: download both again",
                 "mismatch",
             )
-        if label in GLOBAL_LABELS and not any(row[name].strip() for name in _CORNERS):
+        if label in GLOBAL_LABELS and not any(row[name].strip() for name in CORNERS):
             continue
         if label not in LOCAL_LABELS:
             raise malformed(
                 table, "expected a finding with a box, or No finding without one", "class_name"
             )
-        box = read_corners(label, [row[name] for name in _CORNERS], None, table)
+        box = read_corners(label, [row[name] for name in CORNERS], None, table)
         boxes.setdefault(image, {}).setdefault(row.get("rad_id", ""), []).append(box)
     return boxes
 
@@ -198,7 +198,8 @@ def _name(text: str) -> str:
     return _RENAMED.get(text.strip(), text.strip())
 
 
-def _image(row: Mapping[str, str], table: Path) -> str:
+def read_image_id(row: Mapping[str, str], table: Path) -> str:
+    """Return the image of a row. Raises CorpusError when it is malformed."""
     if not _ID.fullmatch(row["image_id"]):
         raise malformed(table, "expected an image_id of 32 hexadecimal digits", "image_id")
     return row["image_id"]

@@ -483,6 +483,15 @@ def order_studies(times: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[st
     }
 
 
+def read_header(path: Path, folders: InputFolders) -> list[str]:
+    """Return the column names of a CSV table with commas, for releases whose names differ.
+
+    Raises CorpusError as `read_lines`.
+    """
+    line = next(read_lines(path, folders), "")
+    return [name.strip() for name in next(csv.reader([line]), [])]
+
+
 def find_file(root: Path, *names: str) -> Path:
     """Return the first of `names` that is a file below `root`. Raises CorpusError naming all of
     them when none is.
@@ -514,6 +523,14 @@ def split_training(validate_share: float) -> dict[str, float]:
         message = f"validate_share must be between 0 and 1, got {validate_share:g}"
         raise ConfigError(message, "out_of_range", field="validate_share")
     return {"train": 1 - validate_share, "validate": validate_share}
+
+
+def no_patients_note(unit: str, warning: str) -> str:
+    """Return the note of a release without patient ids, where each image or study is a patient."""
+    return (
+        f"The release names no patient: each {unit} counts as one, and a patient may be in two "
+        f"splits (warnings.{warning} of the manifest)."
+    )
 
 
 def parse_findings(row: Mapping[str, str], path: Path) -> dict[str, int]:

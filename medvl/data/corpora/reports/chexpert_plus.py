@@ -15,6 +15,7 @@ from medvl.data.corpora.common.tables import (
     Record,
     malformed,
     order_studies,
+    read_header,
     read_json_lines,
     read_lines,
     read_table,
@@ -211,8 +212,7 @@ def _label(value: object, name: str, where: str) -> int | None:
 
 def _read_list(path: Path, allowed: InputFolders) -> Iterator[str]:
     """Yield the images of a list: a table with a column Path, or one path a line."""
-    header = next(iter(read_lines(path, allowed)), "")
-    if _LIST_COLUMN in (name.strip() for name in header.split(",")):
+    if _LIST_COLUMN in read_header(path, allowed):
         for row in read_table(path, (_LIST_COLUMN,), allowed):
             yield _name(row[_LIST_COLUMN], path)
     else:

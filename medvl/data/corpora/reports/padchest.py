@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from medvl.common.config_io import check_choice
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import (
@@ -19,6 +20,7 @@ from medvl.data.corpora.common.tables import (
     order_studies,
     read_table,
 )
+from medvl.data.corpora.common.translations import read_translations
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier, cap_age
 from medvl.data.splits import hash_split, parse_fractions
@@ -76,6 +78,10 @@ class PadChest(Corpus):
     """english writes sentences from the names of findings and places; spanish keeps the reports'
     word stems.
     """
+    reports_en: Path | None = None
+    """report.en.tok of RRG24, with image.tok beside it: translated reports in place of text; images
+    that it lacks have no text.
+    """
     views: tuple[str, ...] = ()
     """keep only these of PA, AP, LATERAL and COSTAL."""
     splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1")
@@ -93,7 +99,8 @@ class PadChest(Corpus):
         """
         root = self.root
         images = self.images or root
-        allowed = access.folders(root, images)
+        beside = () if self.reports_en is None else (self.reports_en.parent,)
+        allowed = access.folders(root, images, *beside)
         check_choice(self.annotators, get_args(Annotators), "annotators")
         check_choice(self.text, get_args(Text), "text")
         for view in self.views:
@@ -117,6 +124,7 @@ class PadChest(Corpus):
         orders = _orders(read_rows())
         rows = RowCounts()
         warnings = Counter[str]()
+        english = self._read_translations(allowed, warnings)
         records = Records()
         folders = dict[str, Path]()
         for row in rows.reading(read_rows()):
@@ -128,6 +136,10 @@ class PadChest(Corpus):
             if name not in folders:
                 folders[name] = images / name if (images / name).is_dir() else images
             sample = _sample(row, table, deid, label_names, self.text)
+            if english is not None:
+                text = english.get(row["ImageID"], "")
+                warnings["no_translation"] += not text
+                sample = dataclasses.replace(sample, sections={"report": text} if text else {})
             warnings["no_labels"] += not sample.labels
             warnings["unknown_projection"] += sample.view is None
             split = hash_split(sample.patient, fractions)
@@ -138,6 +150,13 @@ class PadChest(Corpus):
             )
             rows.kept += 1
         return Plan(self.corpus, records, label_names, rows, +warnings, allowed)
+
+    def _read_translations(
+        self, allowed: InputFolders, warnings: Counter[str]
+    ) -> dict[str, str] | None:
+        if self.reports_en is None:
+            return None
+        return read_translations(self.reports_en, allowed, warnings)
 
     def excluded_folders(self) -> Sequence[Path]:
         return self.without

@@ -1,4 +1,4 @@
-"""VinDr-CXR and ChestX-Det10 converters on valid and damaged fixtures in the published layout,
+"""VinDr-CXR, VinDr-PCXR and ChestX-Det converters on valid and damaged fixtures in the published layout,
 and on their phantoms.
 """
 
@@ -6,21 +6,29 @@ import json
 from pathlib import Path
 
 import cv2
+import numpy as np
 import pytest
 from helpers.box_corpora import box, convert, samples_of, write_phantom
 from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
 from helpers.mimic_files import textured
 
-from medvl.data.annotations import add_size, merge_readers, read_corners
-from medvl.data.corpora.boxes_and_masks import chestxdet10, vindr_cxr
+from medvl.data.annotations import add_size, decode_runs, merge_readers, read_corners
+from medvl.data.corpora.boxes_and_masks import chestxdet10, vindr_cxr, vindr_pcxr
 from medvl.data.corpora.labels import nih_cxr14
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, ImageError
-from medvl.phantom import World, read_truth
-from medvl.phantom.layouts.boxes import NAMES as DET10_NAMES, findings
+from medvl.phantom import World, masks, read_truth
+from medvl.phantom.layouts.boxes import (
+    NAMES as DET10_NAMES,
+    NAMES_13,
+    PCXR_DISEASES,
+    PCXR_FINDINGS,
+    findings,
+)
+from medvl.phantom.layouts.kaggle import square_frontal_views
 from medvl.schema import Sample
 
 CARDS = Path(__file__).parents[4] / "data_cards"
@@ -352,3 +360,151 @@ def test_det10_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
         assert (sample.split == "test") == (row["split"] == "test")
     path = next((tmp_path / "corpus" / "test_data").iterdir())
     assert cv2.imread(str(path), cv2.IMREAD_UNCHANGED).shape == (64, 64)
+
+
+# ChestX-Det
+
+DET_TRAIN = [
+    {
+        "file_name": "36200.png",
+        "syms": ["Diffuse Nodule", "Cardiomegaly"],
+        "boxes": [[10, 20, 14, 23], [0, 0, 1, 1]],
+        "polygons": [[[10, 20], [13, 20], [13, 22], [10, 22]], [[0, 0]]],
+    }
+]
+
+
+def write_det(root: Path, train: object = DET_TRAIN) -> Path:
+    empty = {"file_name": "1.png", "syms": [], "boxes": [], "polygons": []}
+    for split, rows in (("train", train), ("test", [empty])):
+        (root / f"ChestX_Det_{split}.json").write_text(json.dumps(rows))
+    return root
+
+
+def test_det_outlines_become_masks(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = chestxdet10.ChestXDet(root=write_det(tmp_path)).plan(deid)
+    test, sample = plan.iter_samples()
+    assert (test.split, test.extra["masks"]) == ("test", [])
+    assert set(plan.label_names) - set(chestxdet10.LABELS) == {
+        "Cardiomegaly", "Diffuse Nodule", "Pleural Thickening",
+    }  # fmt: skip
+    assert {name for name, value in sample.labels.items() if value} == {
+        "Diffuse Nodule", "Cardiomegaly",
+    }  # fmt: skip
+    first, second = sample.extra["masks"]
+    mask_HW = decode_runs(first["runs"], 1024, 1024)
+    assert (mask_HW.sum(), mask_HW[20:23, 10:14].all()) == (12, True)
+    assert (second["label"], decode_runs(second["runs"], 1024, 1024).sum()) == ("Cardiomegaly", 1)
+
+
+@pytest.mark.parametrize("polygons", [[], [[], [[0, 0]]], [[[1, 2, 3]], [[0, 0]]], "x",
+                                      [[[1, 2000]], [[0, 0]]], [[["a", "b"]], [[0, 0]]]])  # fmt: skip
+def test_det_damaged_outlines_raise(polygons: object, tmp_path: Path, deid: Deidentifier) -> None:
+    with raises(CorpusError, "malformed", "polygons", names="ChestX_Det_train"):
+        train = [DET_TRAIN[0] | {"polygons": polygons}]
+        chestxdet10.ChestXDet(root=write_det(tmp_path, train)).plan(deid)
+
+
+def test_det_phantom_masks_are_those_of_the_world(tmp_path: Path, deid: Deidentifier) -> None:
+    write_phantom("chestxdet", tmp_path / "corpus", 4, 64, 44)
+    plan = chestxdet10.ChestXDet(root=tmp_path / "corpus").plan(deid)
+    samples = {sample.key: sample for sample in plan.iter_samples()}
+    found = set()
+    for patient in World(44).patients(4):
+        for study, view in square_frontal_views(patient):
+            sample = samples[deid.image(f"{study.study_id}.png")]
+            truth = masks(view, 1024)
+            for label in ("Cardiomegaly", "Pleural Effusion", "Pneumothorax", "Consolidation"):
+                runs = [one["runs"] for one in sample.extra["masks"] if one["label"] == label]
+                assert bool(runs) == (label in truth) == bool(sample.labels[label])
+                if runs:
+                    found.add(label)
+                    mask_HW = np.any([decode_runs(text, 1024, 1024) for text in runs], axis=0)
+                    overlap = (mask_HW & truth[label]).sum() / (mask_HW | truth[label]).sum()
+                    assert overlap > 0.9
+    assert len(found) > 1
+    assert NAMES_13.keys() > DET10_NAMES.keys()
+
+
+# VinDr-PCXR
+
+
+def write_pcxr(root: Path, **changes: tuple[str, str]) -> Path:
+    header = ",".join(["image_id", "rad_ID", *PCXR_DISEASES])
+
+    def labels(image: str, *named: str) -> str:
+        return ",".join([image, "R1", *(str(int(name in named)) for name in PCXR_DISEASES)])
+
+    content = {
+        "image_labels_train": "\n".join(
+            [header, labels(SICK, "Brocho-pneumonia", "No finding"), labels(SICK, "CPAM")]
+        ),
+        "image_labels_test": "\n".join([header, labels(TEST, "No finding")]),
+        "annotations_train": "image_id,rad_ID,class_name,x_min,y_min,x_max,y_max\n"
+        f"{SICK},R1,Bronchectasis,1,2,3,4\n{SICK},R1,Pleural effusion,1,2,3,4\n",
+        "annotations_test": "image_id,rad_ID,class_name,x_min,y_min,x_max,y_max\n"
+        f"{TEST},R1,No finding,,,,\n",
+    }
+    for name, text in content.items():
+        old, new = changes.get(name, ("", ""))
+        (root / f"{name}.csv").write_text(text.replace(old, new) if old else text)
+    return root
+
+
+def test_pcxr_names_are_spelled_right_and_kept(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = vindr_pcxr.VinDrPCXR(root=write_pcxr(tmp_path)).plan(deid)
+    sick, well = plan.iter_samples()
+    assert len(plan.label_names) == 15
+    assert {name for name, value in sick.labels.items() if value} == {"Broncho-pneumonia", "CPAM"}
+    assert {name for name, value in well.labels.items() if value} == {"No Finding"}
+    assert sick.extra["boxes"] == [
+        {**box("Bronchiectasis", 1, 2, 2, 2), "release_label": "Bronchectasis"},
+        {**box("Pleural Effusion", 1, 2, 2, 2), "release_label": "Pleural effusion"},
+    ]
+    assert sick.extra["release_names"] == {
+        "Broncho-pneumonia": "Brocho-pneumonia", "Bronchiectasis": "Bronchectasis",
+        "No Finding": "No finding", "Pleural Effusion": "Pleural effusion",
+    }  # fmt: skip
+    assert plan.warnings == {"rows_are_patients": 2, "several_readers": 1}
+    assert (well.split, well.extra["boxes"]) == ("test", [])
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "expected"),
+    [
+        ("image_labels_train", ("CPAM,", "CPAM,More,"), ("malformed", "image_id")),
+        ("image_labels_train", (",1,", ",2,"), ("malformed",)),
+        ("annotations_train", (SICK, "e" * 32), ("mismatch",)),
+        ("annotations_train", ("1,2,3,4", "3,2,1,4"), ("out_of_range", "boxes")),
+        ("annotations_train", (f"{SICK},R1,B", "../x,R1,B"), ("malformed", "image_id")),
+    ],
+)
+def test_pcxr_damaged_tables_raise(
+    table: str, change: tuple[str, str], expected: tuple[str, ...], tmp_path: Path, deid
+) -> None:
+    with raises(CorpusError, *expected):
+        vindr_pcxr.VinDrPCXR(root=write_pcxr(tmp_path, **{table: change})).plan(deid)
+
+
+def test_pcxr_too_many_findings_raise(tmp_path: Path, deid: Deidentifier) -> None:
+    write_pcxr(tmp_path)
+    lines = [f"{SICK},R1,Finding {number},1,2,3,4" for number in range(37)]
+    header = "image_id,rad_ID,class_name,x_min,y_min,x_max,y_max"
+    (tmp_path / "annotations_train.csv").write_text("\n".join([header, *lines]))
+    with raises(CorpusError, "malformed", "class_name"):
+        vindr_pcxr.VinDrPCXR(root=tmp_path).plan(deid)
+
+
+def test_pcxr_phantom_has_children_and_their_boxes(tmp_path: Path, deid: Deidentifier) -> None:
+    write_phantom("vindr-pcxr", tmp_path / "corpus", 6, 64, 49)
+    convert(tmp_path / "corpus", "vindr-pcxr", tmp_path / "shards", "--validate-share", "0.3")
+    truth = {deid.image(Path(row["path"]).stem): row for row in read_truth(tmp_path / "corpus")}
+    samples = samples_of(tmp_path / "shards", "train", "validate", "test")
+    assert {sample.key for sample in samples} == truth.keys()
+    for sample in samples:
+        row = truth[sample.key]
+        names = [
+            PCXR_FINDINGS[one["label"]] for one in row["boxes"] if one["label"] in PCXR_FINDINGS
+        ]
+        assert [one["release_label"] for one in sample.extra["boxes"]] == names
+        assert (sample.age, sample.age < 10) == (row["age"], True)
