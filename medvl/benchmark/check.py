@@ -22,7 +22,7 @@ from medvl.data.shards.regions import find_regions
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval import Results
 from medvl.models import System, system
-from medvl.models.checkpoint import detector_of, train_manifests
+from medvl.models.checkpoint_folder import detector_of, train_manifests
 
 _LATER = ("missing", "not_found")
 """Codes of what the corpora lack until they are made: vocabularies, graphs of entities,

@@ -1,4 +1,4 @@
-"""Atomic writes, hashes, and the marker of a complete checkpoint."""
+"""Atomic writes, hashes and locks."""
 
 import contextlib
 import errno
@@ -16,43 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from medvl.common.untrusted import read_json
-from medvl.errors import CheckpointError, ConfigError, MedvlError, TrainingError
-
-MARKER = "complete.json"
-"""File of a checkpoint that is written last: size and sha256 of all others."""
+from medvl.errors import ConfigError, MedvlError, TrainingError
 
 
 def sha256(path: Path) -> str:
     """Return the hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_marker(folder: Path, *, exclude: str | None = None) -> None:
-    """Compare the files of a checkpoint with its marker, optionally without those of one subfolder.
-
-    Raises CheckpointError that names the first file that differs.
-    """
-    marker = folder / MARKER
-    try:
-        recorded = read_json(marker, CheckpointError)["files"]
-        for name, entry in recorded.items():
-            path = folder / name
-            if exclude is not None and name.startswith(f"{exclude}/"):
-                continue
-            if (
-                not path.is_file()
-                or path.stat().st_size != entry["bytes"]
-                or sha256(path) != entry["sha256"]
-            ):
-                raise CheckpointError(
-                    f"{path} differs from {MARKER}: the checkpoint is damaged", "mismatch"
-                )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{marker} is damaged ({type(error).__name__})", "malformed"
-        ) from error
 
 
 def fsync(path: Path) -> None:

@@ -35,7 +35,7 @@ from medvl.eval.html.page import Page, Section, header_facts, headline, write_pa
 from medvl.eval.html.tables import Table, metric_cell
 from medvl.eval.trial import Column, EvaluationConfig, Task, Trial
 from medvl.models.base import System
-from medvl.models.checkpoint import described_model
+from medvl.models.checkpoint_folder import described_model
 from medvl.models.registry import system
 
 # Options that several evaluations share.

@@ -27,10 +27,10 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.inference.models import refuse
-from medvl.models.checkpoint import load, train_manifests
+from medvl.models.checkpoint import load
+from medvl.models.checkpoint_folder import WEIGHTS, find_checkpoint, train_manifests
 from medvl.models.image_generation.latent_diffusion import LatentDiffusion
 from medvl.models.image_generation.sampling import Sampling, sample_images
-from medvl.models.weights import WEIGHTS, find_checkpoint
 
 CONTACT_SHEET = "contact_sheet.png"
 _MAX_PROMPT_BYTES = 64 * 2**20

@@ -19,7 +19,7 @@ from medvl.errors import ConfigError, DicomError
 from medvl.models.base import System
 from medvl.models.card import CHEST_RADIOGRAPHS, ImageKind, image_kinds
 from medvl.models.checkpoint import load
-from medvl.models.weights import manifests_of
+from medvl.models.checkpoint_folder import manifests_of
 from medvl.schema import Batch
 
 # Whether an image is of the kind that a model was trained on: modality and body part of its DICOM

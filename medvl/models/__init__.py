@@ -15,13 +15,18 @@ if TYPE_CHECKING:
         TowersConfig as TowersConfig,
     )
     from medvl.models.checkpoint import (
+        consolidate as consolidate,
         interpolate as interpolate,
         load as load,
         load_towers as load_towers,
-        load_weights as load_weights,
         save as save,
-        train_manifests as train_manifests,
         warm_start as warm_start,
+    )
+    from medvl.models.checkpoint_folder import (
+        copy_training as copy_training,
+        find_checkpoint as find_checkpoint,
+        load_weights as load_weights,
+        train_manifests as train_manifests,
     )
     from medvl.models.downstream.change_classifier import (
         ChangeClassifier as ChangeClassifier,
@@ -269,10 +274,5 @@ if TYPE_CHECKING:
     from medvl.models.report_generators.base import ReportGenerator as ReportGenerator
     from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
     from medvl.models.text_decoding import Decoding as Decoding
-    from medvl.models.weights import (
-        consolidate as consolidate,
-        copy_training as copy_training,
-        find_checkpoint as find_checkpoint,
-    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

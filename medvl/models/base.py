@@ -100,7 +100,7 @@ class System(nn.Module, abc.ABC):
             records it; else empty.
         trained_on: manifests of the shards that the weights of a loaded checkpoint were trained on,
             as JSON objects; encoders, which other systems take, have their own
-            (`medvl.models.weights`).
+            (`medvl.models.checkpoint_folder`).
     """
 
     name: ClassVar[str]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
-from medvl.models.weights import CARD, generator_manifests
+from medvl.models.checkpoint_folder import CARD
 
 # Kinds of images that a model was trained on, by the corpora that its checkpoint records.
 
@@ -82,6 +82,19 @@ def image_kinds(manifests: Iterable[Mapping[str, Any]]) -> tuple[ImageKind | Non
             for each in [*originals, *generator_manifests(image_manifests)]
         )
     )
+
+
+def generator_manifests(manifests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the manifests of the training data of the generators of synthetic images, theirs
+    included.
+    """
+    generators = [
+        each
+        for manifest in manifests
+        for one in manifest.get("generators", ())
+        for each in one["trained_on"]
+    ]
+    return [*generators, *generator_manifests(generators)] if generators else []
 
 
 def _has_images(manifest: Mapping[str, Any]) -> bool:

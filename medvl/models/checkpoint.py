@@ -4,49 +4,52 @@ need pickle.
 
 import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
 
 import medvl
 from medvl.common.config_io import differences, former_fields, from_dict, to_dict
-from medvl.common.files import MARKER, check_marker, new_path, write_atomic
-from medvl.common.untrusted import read_json
-from medvl.data.convert.options import ShardOptions
-from medvl.data.shards.format import Manifest
+from medvl.common.files import new_folder, new_path, write_atomic
 from medvl.data.tokenizer.tokenizer import load_tokenizer
-from medvl.data.transforms.image import EvalTransform, OriginalTransform
+from medvl.data.transforms.image import OriginalTransform
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System
 from medvl.models.card import model_card
-from medvl.models.registry import list_models, system
-from medvl.models.weights import (
+from medvl.models.checkpoint_folder import (
     ANCESTORS,
     CARD,
     CONFIG,
+    FORMAT,
+    MARKER,
+    MODEL_FILES,
     TOKENIZER,
     TRAIN_MANIFEST,
     TRAIN_STATE,
     WEIGHTS,
-    add_training,
+    check_fit,
+    check_marker,
+    check_version,
+    complete_folder,
+    described_model,
     find_checkpoint,
-    hub_advice,
     limited_allocation,
+    load_weights,
     manifests_of,
-    nearby_checkpoints,
+    read_config,
     read_weights,
     record_training,
+    recorded_run,
+    recording_modules,
+    shard_options,
 )
+from medvl.models.registry import system
 
 _log = logging.getLogger(__name__)
-_FORMAT = 2
-_PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
-_SHOWN = 4
-_GIVE_RUN = "give a run or a checkpoint, such as runs/convirt or runs/convirt/best"
 
 
 def save(
@@ -66,12 +69,12 @@ def save(
             tokenizer, `tokenizer/`.
         run: how the model was trained (recipe, data, versions); JSON values only. The manifest of
             the training data, under `train_manifest`, gets a file of its own, and so do those of
-            earlier training (`medvl.models.weights`): evaluators refuse data that shares a patient
-            with one of them. With `marker`, the name of the file that the caller writes last, the
-            checkpoint is not loaded without that file.
+            earlier training: evaluators refuse data that shares a patient with one of them. With
+            `marker`, the name of the file that the caller writes last, the checkpoint is not loaded
+            without that file.
         licence, results: entries of the card (`medvl.models.card`).
         weights: False leaves out `model.safetensors`, where ranks write the weights in parts
-            (`medvl.models.weights`).
+            (`medvl.models.checkpoint_folder`).
     """
     run = dict(run or {})
     marker = run.pop("marker", None)
@@ -82,7 +85,7 @@ def save(
     if ancestors:
         write_atomic(folder / ANCESTORS, json.dumps(ancestors, sort_keys=True) + "\n")
     config: dict[str, Any] = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "medvl": medvl.__version__,
         "model": {
             "name": model.name,
@@ -125,9 +128,7 @@ def load(folder: Path | str) -> System:
     wrote, or a weight is missing, unexpected or of another shape; a file that needs pickle is
     refused.
     """
-    folder = _check_folder(Path(folder))
-    if (folder / MARKER).exists():  # training writes it, `save` alone does not
-        check_marker(folder, exclude=TRAIN_STATE)
+    folder = complete_folder(folder)
     description = described_model(folder)
     try:
         cls = system(description["name"])
@@ -149,59 +150,11 @@ def load(folder: Path | str) -> System:
         )
         raise CheckpointError(f"{message}: copy the checkpoint again", "mismatch")
     load_weights(model, folder)
-    _record_training(model, folder)
-    model.provenance = _read_config(folder).get("run") or {}
-    model.transform = _transform_of_originals(model, folder)
+    record_training(model, folder)
+    model.provenance = recorded_run(folder)
+    if (options := shard_options(folder)) is not None:
+        model.transform = OriginalTransform(**model.transform.settings(), **options)
     return model.eval()
-
-
-def _transform_of_originals(model: System, folder: Path) -> EvalTransform:
-    """Return the model's transform, which prepares original images as the shards of its training
-    were made.
-
-    Without a training manifest, original images go through the model's transform only.
-    """
-    if not (folder / TRAIN_MANIFEST).is_file():
-        return model.transform
-    options = _read_training(folder)[0].get("options", {})
-    fields = {
-        name: options[name]
-        for name in ("short_side", "image_format", "quality", "color")
-        if name in options
-    }
-    if len(fields) < 4:
-        return model.transform
-    try:
-        ShardOptions(**fields)
-    except (ConfigError, TypeError) as error:
-        message = f"{folder / TRAIN_MANIFEST} has impossible options of the shards: {error}"
-        raise CheckpointError(message, "malformed") from error
-    return OriginalTransform(**model.transform.settings(), **fields)
-
-
-def train_manifests(folder: Path | str) -> list[Manifest]:
-    """Return the manifests of all data that a checkpoint was trained on: its own run's, then those
-    of its ancestors.
-
-    After a manifest of synthetic images come those of their generators' training data
-    (`Manifest.lineage`). Empty for weights of unknown origin. Raises CheckpointError or ShardError
-    when one is damaged.
-    """
-    folder = find_checkpoint(folder)
-    manifests = [
-        Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in _read_training(folder)
-    ]
-    return [manifest for each in manifests for manifest in each.lineage()]
-
-
-def load_weights(model: nn.Module, folder: Path | str) -> None:
-    """Load the weights of a checkpoint strictly into a model. Raises CheckpointError naming the
-    first differences.
-    """
-    _check_version(model, Path(folder))
-    tensors = read_weights(Path(folder))
-    _check_fit(model, tensors, str(Path(folder) / WEIGHTS))
-    model.load_state_dict(tensors, strict=True)
 
 
 def load_towers(model: System, folder: Path | str) -> None:
@@ -242,10 +195,10 @@ def load_parts(model: System, folder: Path | str, parts: Sequence[str]) -> None:
         for name in parts
     }
     for name, part in states.items():
-        _check_fit(model.get_submodule(name), part, f"{name} of {folder / WEIGHTS}")
+        check_fit(model.get_submodule(name), part, f"{name} of {folder / WEIGHTS}")
     for name, part in states.items():
         model.get_submodule(name).load_state_dict(part, strict=True)
-        _record_training(model.get_submodule(name), folder)
+        record_training(model.get_submodule(name), folder)
 
 
 def warm_start(model: System, folder: Path | str) -> None:
@@ -265,9 +218,9 @@ def warm_start(model: System, folder: Path | str) -> None:
         settings = {**former, **description["settings"]}
         for field, old, new in differences(settings, {**former, **to_dict(model.config)}):
             _log.warning("%s was trained with %s %r, this model has %r", folder, field, old, new)
-        _check_version(model, folder)
+        check_version(model, folder)
         _load_with_optional_parts(model, folder)
-        _record_training(model, folder)
+        record_training(model, folder)
     else:
         load_towers(model, folder)
 
@@ -289,7 +242,7 @@ def _load_with_optional_parts(model: System, folder: Path) -> None:
         for name, tensor in own.items()
         if name not in state and name.startswith(optional)
     }
-    _check_fit(model, state, str(folder / WEIGHTS))
+    check_fit(model, state, str(folder / WEIGHTS))
     model.load_state_dict(state, strict=True)
 
 
@@ -301,7 +254,7 @@ def _load_but_words(model: System, folder: Path) -> None:
     tensors = read_weights(folder)
     own = model.state_dict()
     if description["name"] == model.name:
-        _check_version(model, folder)
+        check_version(model, folder)
     words = {name for name in own if name.endswith(("word_embeddings.weight", "word_head.bias"))}
     start = (
         ""
@@ -316,24 +269,9 @@ def _load_but_words(model: System, folder: Path) -> None:
         for name, tensor in tensors.items()
         if name.startswith(start) and name not in words
     }
-    _check_fit(model, rest | state, str(folder / WEIGHTS))
+    check_fit(model, rest | state, str(folder / WEIGHTS))
     model.load_state_dict(rest | state, strict=True)
-    _record_training(model, folder)
-
-
-def described_model(folder: Path | str) -> Mapping[str, Any]:
-    """Return `name` and `settings` of a checkpoint's model. Raises CheckpointError when there is
-    none.
-    """
-    folder = _check_folder(Path(folder))
-    description: Mapping[str, Any] = _read_config(folder)["model"]
-    if not isinstance(description.get("name"), str) or not isinstance(
-        description.get("settings"), dict
-    ):
-        raise CheckpointError(
-            f"{folder / CONFIG} has no name or no settings of a model", "malformed"
-        )
-    return description
+    record_training(model, folder)
 
 
 def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Path:
@@ -342,9 +280,7 @@ def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Pa
 
     Raises CheckpointError otherwise.
     """
-    folder = _check_folder(Path(folder))
-    if (folder / MARKER).exists():
-        check_marker(folder, exclude=TRAIN_STATE)
+    folder = complete_folder(folder)
     shares_words = (
         "text_encoder" in model.shared_encoders or described_model(folder)["name"] == model.name
     )
@@ -377,139 +313,47 @@ def _shared_encoders(folder: Path) -> tuple[str, ...]:
         return ()
 
 
-def detector_of(folder: Path | str) -> str | None:
-    """Return the hash of the detector whose regions a checkpoint was trained with; None for models
-    of pixels.
+def consolidate(checkpoint: Path | str, out: Path) -> Path:
+    """Write the model of a checkpoint with weights in one `model.safetensors`, and return its
+    folder.
 
-    Raises CheckpointError when the checkpoint cannot be read.
+    The state of the training is left out: a run resumes from its own checkpoints, on any number of
+    ranks. The complete weights are held in memory.
+
+    Args:
+        checkpoint: a checkpoint of a training run or the run (`find_checkpoint`).
+        out: a new folder.
+
+    Raises CheckpointError where the checkpoint is incomplete or damaged, or `out` exists.
     """
-    run: Any = _read_config(_check_folder(Path(folder))).get("run")
-    try:
-        regions = run["data"]["train"]["regions"]
-        return None if regions is None else str(regions["sha256"])
-    except (KeyError, TypeError):
-        return None
-
-
-def _record_training(model: nn.Module, folder: Path) -> None:
-    """Record in a model, or a part of one, the training data of the checkpoint that it was
-    loaded from.
-    """
-    record_training(model, _read_training(folder), detector_of(folder))
-
-
-def _read_training(folder: Path) -> list[Any]:
-    """Return the JSON of all manifests that a checkpoint holds. Raises CheckpointError when a
-    file is damaged.
-    """
-    manifests: list[Any] = []
-    for path in (folder / TRAIN_MANIFEST, folder / ANCESTORS):
-        try:
-            content = read_json(path, CheckpointError)
-        except FileNotFoundError:
-            continue
-        manifests += content if isinstance(content, list) else [content]
-    return manifests
-
-
-def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Raise CheckpointError unless the tensors have exactly the names and shapes of the
-    module's.
-    """
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differences = [f"missing {name}" for name in expected if name not in shapes]
-    differences += [f"unexpected {name}" for name in shapes if name not in expected]
-    for name, shape in expected.items():
-        if shapes.get(name, shape) != shape:
-            differences.append(f"{name}: expected {shape}, got {shapes[name]}")
-    if differences:
-        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        reason = f"{source} does not fit the model: {'; '.join(differences[:_SHOWN])}{more}"
-        raise CheckpointError(reason, "mismatch")
-
-
-def _check_version(model: nn.Module, folder: Path) -> None:
-    """Raise CheckpointError unless the weights of a checkpoint have the layout of the model's
-    system.
-    """
-    expected = getattr(model, "weights_version", 1)
-    version = described_model(folder).get("version", 1)
-    if version != expected:
-        system_name = getattr(model, "name", type(model).__name__)
-        message = (
-            f"{folder / CONFIG}: expected version {expected} of the weights of "
-            f"{system_name}, got {version}"
-        )
-        raise CheckpointError(f"{message}; train or import again", "version")
-
-
-def _check_folder(folder: Path) -> Path:
-    """Return the folder of a checkpoint (`find_checkpoint`). Raises CheckpointError where there
-    is none.
-    """
-    folder = find_checkpoint(folder)
-    if folder.is_file():
-        kind = (
-            "it may need pickle, which can run foreign code"
-            if folder.suffix in _PICKLES
-            else "it is a file"
-        )
-        message = f"{folder} is not loaded: {kind}; give a folder with {CONFIG} and {WEIGHTS}"
-        raise CheckpointError(message, "unsupported")
+    folder = find_checkpoint(checkpoint)
+    if out.exists():
+        raise CheckpointError(f"{out} exists; choose another folder", "exists", field="out")
     if not folder.is_dir():
-        advice = nearby_checkpoints(folder.parent) or _GIVE_RUN
-        if hub := hub_advice(folder):
-            advice = f"{hub}; {advice}"
-        if str(folder) in list_models():
-            advice = (
-                f"it is the name of a system, and create_model({str(folder)!r}) makes a "
-                f"new model; {advice}"
-            )
-        raise CheckpointError(f"{folder} does not exist; {advice}", "not_found")
-    return folder
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    try:
-        config = read_json(path, CheckpointError)
-    except FileNotFoundError:
-        advice = nearby_checkpoints(folder) or _GIVE_RUN
-        message = f"{path} is missing: {folder} is not a checkpoint of medvl; {advice}"
-        raise CheckpointError(message, "not_found") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise CheckpointError(f"{path} is not the configuration of a medvl model", "malformed")
-    if config.get("format") != _FORMAT:
-        message = (
-            f"{path}: expected format {_FORMAT}, got {config.get('format')}; train or import again"
-        )
-        raise CheckpointError(message, "version")
-    _check_complete(folder, config)
-    return config
-
-
-def _check_complete(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError "missing" where a checkpoint was copied in part.
-
-    Its configuration lists the files that belong to it: without its manifest, patients of its
-    training would be tested on unnoticed. A checkpoint of an earlier version of medvl that holds
-    the state of its training needs the marker.
-    """
-    files = config.get("files", [MARKER] if (folder / TRAIN_STATE).exists() else [])
-    missing = (
-        [name for name in files if not (folder / str(name)).exists()]
-        if isinstance(files, list)
-        else [CONFIG]
-    )
-    if missing:
-        message = (
-            f"{folder} lacks {', '.join(map(str, missing))}: it was copied in part. Copy "
-            f"the whole folder again; "
-        )
+        raise CheckpointError(f"{folder} does not exist", "not_found")
+    if not (folder / MARKER).is_file():
         raise CheckpointError(
-            f"{message}model.save_pretrained writes a model without its training", "missing"
+            f"{folder} has no {MARKER}, without which a missing part is not noticed", "missing"
         )
+    check_marker(folder, exclude=TRAIN_STATE)
+    tensors = read_weights(folder)
+    with new_folder(out) as aside:
+        for path in (
+            found
+            for pattern in MODEL_FILES
+            for found in folder.glob(pattern)
+            if found.name != WEIGHTS
+        ):
+            copy = aside / path.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+        config = read_config(folder)
+        files = [name for name in config.get("files", []) if name != MARKER]
+        (aside / CONFIG).write_text(
+            json.dumps({**config, "files": files}, indent=1, sort_keys=True) + "\n"
+        )
+        safetensors.torch.save_file(tensors, aside / WEIGHTS)
+    return out
 
 
 # Interpolation of a model's weights before and after fine-tuning (WiSE-FT, Wortsman et al., arXiv
@@ -562,5 +406,15 @@ def interpolate(start: Path | str, end: Path | str, share: float) -> System:
         for name, tensor in ours.items():
             if tensor.is_floating_point():
                 tensor.copy_(torch.lerp(theirs[name].to(tensor.dtype), tensor, share))
-    add_training(other, model)
+    _add_training(other, model)
     return model
+
+
+def _add_training(source: System, target: System) -> None:
+    """Add the training data of a model to that of one of the same structure, whose weights it
+    was mixed into.
+    """
+    theirs = recording_modules(source)
+    for name, module in recording_modules(target).items():
+        more = [each for each in theirs[name].trained_on if each not in module.trained_on]
+        module.trained_on = (*module.trained_on, *more)

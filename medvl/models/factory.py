@@ -21,16 +21,17 @@ from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenize
 from medvl.encoders.text.factory import without_folder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System, SystemConfig, has_towers
-from medvl.models.checkpoint import described_model, load, save, warm_start
-from medvl.models.registry import system
-from medvl.models.weights import (
+from medvl.models.checkpoint import load, save, warm_start
+from medvl.models.checkpoint_folder import (
     MODEL_FILES,
     TOKENIZER,
+    described_model,
     find_checkpoint,
     hub_advice,
     manifests_of,
     on_hub,
 )
+from medvl.models.registry import system
 
 _LOG = logging.getLogger(__name__)
 

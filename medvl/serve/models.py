@@ -35,8 +35,8 @@ from medvl.inference.scores import Scorer, encode_images, heatmap
 from medvl.inference.texts import CAN_ANSWER, CAN_WRITE
 from medvl.models import VQA, DualEncoder
 from medvl.models.base import System, evaluating
+from medvl.models.checkpoint_folder import find_checkpoint, on_hub
 from medvl.models.text_decoding import Decoding
-from medvl.models.weights import find_checkpoint, on_hub
 from medvl.schema import Embeddings
 
 Encoded = Embeddings | torch.Tensor

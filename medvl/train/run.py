@@ -16,7 +16,7 @@ from medvl.common.files import sha256
 from medvl.common.seeding import seeded
 from medvl.encoders.pretrained import split_set
 from medvl.models import create_model
-from medvl.models.weights import find_checkpoint, weights_sha256
+from medvl.models.checkpoint_folder import find_checkpoint, weights_sha256
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.loop.validate import Evaluator

@@ -21,7 +21,7 @@ import medvl
 from helpers import train_fakes as fakes
 from helpers.train_child import kill_before_write
 from medvl.models import checkpoint as model_checkpoint
-from medvl.models.weights import read_weights
+from medvl.models.checkpoint_folder import read_weights
 from medvl.schema import Batch
 from medvl.train import TrainResult, rank_and_world
 from medvl.train.fault_tolerance import checkpoint

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medvl import train as _train  # the package: submodules by name
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
-from medvl.models.weights import read_weights
+from medvl.models.checkpoint_folder import read_weights
 from medvl.schema import Batch, Losses
 from medvl.train import OptimConfig, TrainConfig
 from medvl.train.fault_tolerance import checkpoint

@@ -12,7 +12,7 @@ from helpers.generators import AUTOENCODER
 from medvl.cli.main import main
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import System, create_model, interpolate, load, save
-from medvl.models.weights import recording_modules
+from medvl.models.checkpoint_folder import recording_modules
 
 
 def saved(folder: Path, model: torch.nn.Module) -> Path:

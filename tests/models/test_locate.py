@@ -14,8 +14,7 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import CheckpointError, ConfigError
 from medvl.eval.core.results import checkpoint_sha256, default_folder
 from medvl.models import save
-from medvl.models.checkpoint import described_model, detector_of
-from medvl.models.weights import find_checkpoint
+from medvl.models.checkpoint_folder import described_model, detector_of, find_checkpoint
 
 TINY = {
     "image_encoder": "resnet_tiny",

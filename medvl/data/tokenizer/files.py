@@ -120,6 +120,8 @@ MODEL_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 VOCABULARY_FILE = "vocab.txt"
 _BPE_FILES = ("vocab.json", "merges.txt")
+_FORMATS = ((MODEL_FILE,), (VOCABULARY_FILE,), _BPE_FILES)
+"""Files of a tokenizer; the first complete format is read."""
 _LARGEST_FILE = 100 * 2**20
 _LARGEST_LENGTH = 1_000_000  # transformers writes a larger number for "no limit"
 
@@ -170,57 +172,37 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (MODEL_FILE, VOCABULARY_FILE, _BPE_FILES[0]))
 
 
-def read_local_tokenizer(folder: Path, lowercase: bool | None) -> LoadedTokenizer:
-    """Read the tokenizer in a folder. Raises ConfigError when it is missing, damaged or too
-    large.
-    """
-    files = {
-        name: folder / name for name in (MODEL_FILE, VOCABULARY_FILE, CONFIG_FILE, *_BPE_FILES)
-    }
-    return _read(
-        {name: path for name, path in files.items() if path.exists()},
-        str(folder),
-        lowercase,
-        folder.name,
-    )
-
-
-def read_hub_tokenizer(
-    hub_id: str, revision: str | None, lowercase: bool | None
+def read_tokenizer(
+    source: str | Path, revision: str | None, lowercase: bool | None
 ) -> LoadedTokenizer:
-    """Read the tokenizer of a hub repository at a commit. Raises WeightsError when it cannot be
+    """Read the tokenizer in a folder or, with a revision, that of a hub repository at this commit.
+
+    Raises ConfigError when it is missing, damaged or too large; WeightsError when it cannot be
     fetched.
     """
-    files: dict[str, Path] = {}
-    failures = []
-    for names in ((MODEL_FILE,), (VOCABULARY_FILE,), _BPE_FILES):
-        try:
-            files |= {name: fetch(hub_id, name, revision) for name in names}
-            break
-        except WeightsError as error:
-            failures.append(error)
-    if not files:
-        raise failures[0]
-    with contextlib.suppress(WeightsError):  # old repositories have none; defaults are used
-        files[CONFIG_FILE] = fetch(hub_id, CONFIG_FILE, revision)
-    return _read(files, hub_id, lowercase, f"{hub_id}@{revision}")
-
-
-def _read(
-    files: Mapping[str, Path], where: str, lowercase: bool | None, source: str
-) -> LoadedTokenizer:
+    where = str(source)
+    if revision is None:
+        folder = Path(source)
+        names = [name for form in _FORMATS for name in form]
+        paths = {name: folder / name for name in (*names, CONFIG_FILE)}
+        files = {name: path for name, path in paths.items() if path.exists()}
+        origin = folder.name
+    else:
+        files = _fetch_files(where, revision)
+        origin = f"{where}@{revision}"
     if lowercase is not None and MODEL_FILE in files:
         raise ConfigError(
             f"lowercase of {where} is defined by its {MODEL_FILE}", "conflict", field="lowercase"
         )
     try:
-        config: dict[str, Any] = (
-            parse_json(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
-        )
+        used = next((names for names in _FORMATS if set(names) <= set(files)), ())
+        texts = {name: _text(files[name]) for name in (CONFIG_FILE, *used) if name in files}
+        values = {name: parse_json(text) for name, text in texts.items() if name.endswith(".json")}
+        config: dict[str, Any] = values.get(CONFIG_FILE, {})
         if not isinstance(config, dict):
             raise ConfigError(f"{files[CONFIG_FILE]}: expected a JSON object", "malformed")
         with backend_errors(where):
-            backend = _backend(files, config, lowercase, where)
+            backend = _backend(texts, values, lowercase, where)
     except ConfigError:
         raise
     except Exception as error:  # the backend raises bare Exception on a file that it cannot use
@@ -247,10 +229,27 @@ def _read(
         max_tokens=int(longest)
         if isinstance(longest, int | float) and longest < _LARGEST_LENGTH
         else None,
-        source=str(config.get("medvl_source", source)),
+        source=str(config.get("medvl_source", origin)),
         cleaning=cleaning,
         closing=closing,
     )
+
+
+def _fetch_files(hub_id: str, revision: str) -> dict[str, Path]:
+    """Return the files of a hub repository's tokenizer. Raises WeightsError."""
+    files: dict[str, Path] = {}
+    failures = []
+    for names in _FORMATS:
+        try:
+            files |= {name: fetch(hub_id, name, revision) for name in names}
+            break
+        except WeightsError as error:
+            failures.append(error)
+    if not files:
+        raise failures[0]
+    with contextlib.suppress(WeightsError):  # old repositories have none; defaults are used
+        files[CONFIG_FILE] = fetch(hub_id, CONFIG_FILE, revision)
+    return files
 
 
 def _cleaning_of_class(config: Mapping[str, Any], where: str) -> Cleaning | None:
@@ -270,15 +269,16 @@ def _cleaning_of_class(config: Mapping[str, Any], where: str) -> Cleaning | None
 
 
 def _backend(
-    files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bool | None, where: str
+    texts: Mapping[str, str], values: Mapping[str, Any], lowercase: bool | None, where: str
 ) -> Backend | None:
-    if MODEL_FILE in files:
-        text = _text(files[MODEL_FILE])
-        check_tokenizer_file(parse_json(text), text, where)
-        return Backend.from_str(text)
-    if VOCABULARY_FILE in files:
-        tokens = [token.rstrip("\r") for token in _text(files[VOCABULARY_FILE]).split("\n")]
+    """Return the tokenizer of one format's files: their texts, and the values of JSON files."""
+    if MODEL_FILE in texts:
+        check_tokenizer_file(values[MODEL_FILE], texts[MODEL_FILE], where)
+        return Backend.from_str(texts[MODEL_FILE])
+    if VOCABULARY_FILE in texts:
+        tokens = [token.rstrip("\r") for token in texts[VOCABULARY_FILE].split("\n")]
         vocabulary = {token: index for index, token in enumerate(tokens) if token}
+        config = values.get(CONFIG_FILE, {})
         lowercase = config.get("do_lower_case", True) if lowercase is None else lowercase
         return build_wordpiece(
             vocabulary,
@@ -286,10 +286,10 @@ def _backend(
             strip_accents=config.get("strip_accents"),
             split_chinese=bool(config.get("tokenize_chinese_chars", True)),
         )
-    if set(_BPE_FILES) <= set(files):
-        vocabulary = parse_json(_text(files["vocab.json"]))
+    if set(_BPE_FILES) <= set(texts):
+        vocabulary = values["vocab.json"]
         check_ids(list(vocabulary.values()), where)
-        return _build_byte_level(vocabulary, _text(files["merges.txt"]))
+        return _build_byte_level(vocabulary, texts["merges.txt"])
     return None
 
 

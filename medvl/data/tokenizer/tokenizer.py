@@ -485,20 +485,19 @@ def load_tokenizer(
             source.
         WeightsError: the repository cannot be fetched, or the revision is not a commit.
     """
-    if str(source) == files.CLIP:
+    is_folder = Path(source).is_dir()
+    is_clip = str(source) == files.CLIP
+    if is_clip:
         loaded = files.build_clip_tokenizer()
-    elif Path(source).is_dir():
-        loaded = files.read_local_tokenizer(Path(source), lowercase)
-    elif revision is not None:
-        loaded = files.read_hub_tokenizer(str(source), revision, lowercase)
-        revision = None
+    elif is_folder or revision is not None:
+        loaded = files.read_tokenizer(source, None if is_folder else revision, lowercase)
     else:
         message = (
             f"{source} is not a folder; for a hub repository also give its revision, a "
             f"commit of 40 digits"
         )
         raise ConfigError(message, "not_found", field="revision")
-    if revision is not None:
+    if revision is not None and (is_folder or is_clip):
         raise ConfigError(
             f"{source} is not a hub repository and has no revision", "conflict", field="revision"
         )

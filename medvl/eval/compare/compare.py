@@ -37,7 +37,7 @@ from medvl.eval.core.results import (
 )
 from medvl.eval.generation.evaluate import IMAGES_OF
 from medvl.eval.registry import evaluation_of
-from medvl.models.weights import CONFIG, find_checkpoint
+from medvl.models.checkpoint_folder import CONFIG, find_checkpoint
 
 _RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary", "generator", "other"})
 """Inputs that may differ between runs, beside generated images ("images, guidance 3"); all

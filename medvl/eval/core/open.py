@@ -23,7 +23,8 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, SplitError
 from medvl.models.base import System
-from medvl.models.checkpoint import detector_of, load, train_manifests
+from medvl.models.checkpoint import load
+from medvl.models.checkpoint_folder import detector_of, train_manifests
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Inputs
 

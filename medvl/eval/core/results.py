@@ -22,13 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import medvl
-from medvl.common.files import MARKER, refuse_links, sha256, write_atomic
+from medvl.common.files import refuse_links, sha256, write_atomic
 from medvl.common.ranks import rank_and_world
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import Manifest
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.models.weights import BEST, LAST, find_checkpoint, weight_files, weights_sha256
+from medvl.models.checkpoint_folder import (
+    BEST,
+    LAST,
+    MARKER,
+    find_checkpoint,
+    weight_files,
+    weights_sha256,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -39,9 +39,9 @@ from medvl.eval.generation.inputs import ImageSet, LoaderOptions
 from medvl.eval.probing.evaluate import choose_probe
 from medvl.eval.probing.features import FeatureTable, LinearProbe, ProbedEncoder, Standardizer
 from medvl.models.base import System, evaluating
+from medvl.models.checkpoint_folder import WEIGHTS, find_checkpoint
 from medvl.models.downstream.classifier import Classifier
 from medvl.models.dual_encoders.bases.base import DualEncoder
-from medvl.models.weights import WEIGHTS, find_checkpoint
 from medvl.schema import FINDINGS, POSITIVE
 
 # The classifier of findings that was trained on real images.

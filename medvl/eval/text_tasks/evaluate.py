@@ -58,8 +58,8 @@ from medvl.eval.text_tasks.metrics import (
     score_rows,
     summed_metric,
 )
+from medvl.models.checkpoint_folder import find_checkpoint
 from medvl.models.downstream.retrieval import TextPool
-from medvl.models.weights import find_checkpoint
 
 PROTOCOL = "text_tasks"
 PROTOCOL_VERSION = 2

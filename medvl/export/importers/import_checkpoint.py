@@ -47,7 +47,7 @@ from medvl.export.importers.importer import (
 from medvl.export.importers.key_map import MappedTensors, count_covered, to_medvl, without_wrapper
 from medvl.models import checkpoint, create_model
 from medvl.models.base import System
-from medvl.models.weights import AllocationLimit, limited_allocation
+from medvl.models.checkpoint_folder import AllocationLimit, limited_allocation
 
 # All importers of published checkpoints, by name.
 

@@ -30,12 +30,12 @@ from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, System
+from medvl.models.checkpoint_folder import copy_training
 from medvl.models.downstream.classifier import check_encoder, encoder_at
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.heatmaps import on_image
 from medvl.models.registry import register_system
-from medvl.models.weights import copy_training
 from medvl.schema import Batch, ImageFeatures, Losses
 
 _GROUPS = 8

@@ -15,6 +15,7 @@ from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.pairs.image_text import MatchingPairs
 from medvl.models.base import Parts
+from medvl.models.checkpoint_folder import copy_training
 from medvl.models.fusion_encoders.bases.base import (
     FusionConfig,
     check_attention,
@@ -27,7 +28,6 @@ from medvl.models.fusion_encoders.parts.inputs import encode_present, sample_cel
 from medvl.models.fusion_encoders.parts.transformer import CAUSAL_ATTENTIONS, AttentionKind
 from medvl.models.registry import register_system
 from medvl.models.text_decoding import Decoding, Generated, search
-from medvl.models.weights import copy_training
 from medvl.schema import Batch
 
 # A BERT that encodes text and image cells jointly, with masks under which it writes texts about

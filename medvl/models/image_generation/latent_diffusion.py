@@ -28,7 +28,8 @@ from medvl.models.base import (
     complete_rows,
     zero_loss,
 )
-from medvl.models.checkpoint import described_model, load_parts
+from medvl.models.checkpoint import load_parts
+from medvl.models.checkpoint_folder import TOKENIZER, WEIGHTS, described_model, find_checkpoint
 from medvl.models.factory import create_model
 from medvl.models.image_generation.autoencoder import (
     AutoencoderConfig,
@@ -39,7 +40,6 @@ from medvl.models.image_generation.autoencoder import (
     to_signal,
 )
 from medvl.models.registry import register_system
-from medvl.models.weights import TOKENIZER, WEIGHTS, find_checkpoint
 from medvl.schema import Batch, Losses
 
 

@@ -26,13 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from medvl.common import files as folders
-from medvl.common.files import MARKER, check_marker, fsync, sha256
+from medvl.common.files import fsync, sha256
 from medvl.common.untrusted import parse_json
 from medvl.data.loading.workers import worker_error
 from medvl.errors import CheckpointError
 from medvl.models import checkpoint as model_checkpoint
 from medvl.models.card import add_results
-from medvl.models.weights import CARD, WEIGHT_PARTS, join_parts
+from medvl.models.checkpoint_folder import CARD, MARKER, WEIGHT_PARTS, check_marker, join_parts
 from medvl.train.parallel.model import ParallelModel, write_parts
 
 _log = logging.getLogger(__name__)

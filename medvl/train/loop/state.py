@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medvl.common.config_io import differences, to_dict
 from medvl.common.seeding import RULE
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models.weights import WEIGHT_PARTS
+from medvl.models.checkpoint_folder import WEIGHT_PARTS
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import OPTIMIZER_PARTS, Saved

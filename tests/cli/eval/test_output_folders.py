@@ -23,7 +23,7 @@ from medvl.eval.compare.compare import find_runs
 from medvl.eval.core.results import Results, check_output, checkpoint_sha256, publish
 from medvl.eval.retrieval import image_text
 from medvl.eval.zero_shot_classification import calibration
-from medvl.models import weights
+from medvl.models import checkpoint_folder
 from medvl.models.checkpoint import save
 
 COMMON = ["--workers", "0", "--resamples", "5", "--device", "cpu"]
@@ -260,7 +260,7 @@ def test_default_folders(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "copy/best/complete.json").write_text('{"step": 200}')
     assert default_folder(tmp_path / "copy", "t") == tmp_path / "copy/eval/step-00000200/t"
     # models of the hub: in the folder of their commit in the hub's cache
-    monkeypatch.setattr(weights, "fetch_snapshot", lambda hub_id, *_: tmp_path / hub_id)
+    monkeypatch.setattr(checkpoint_folder, "fetch_snapshot", lambda hub_id, *_: tmp_path / hub_id)
     for name in ("one", "two"):
         assert (
             default_folder(Path(f"hf-hub:owner/{name}"), "t")

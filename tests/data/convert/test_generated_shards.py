@@ -28,7 +28,8 @@ from medvl.eval.core.full_pass import FullPass
 from medvl.eval.core.open import open_source
 from medvl.models import Classifier
 from medvl.models.card import model_card
-from medvl.models.checkpoint import save, train_manifests
+from medvl.models.checkpoint import save
+from medvl.models.checkpoint_folder import train_manifests
 from medvl.train.tasks.pretraining import LoaderConfig, open_split
 
 

@@ -17,7 +17,8 @@ from medvl.data.privacy import Deidentifier, default_salt_file
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.eval import load_prompts, read_results
-from medvl.models.checkpoint import TRAIN_MANIFEST, save
+from medvl.models.checkpoint import save
+from medvl.models.checkpoint_folder import TRAIN_MANIFEST
 from medvl.schema import FINDINGS
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "zeroshot_chexpert.py"

@@ -23,7 +23,7 @@ from medvl import losses
 from medvl.data import statement
 from medvl.data.reports.statements import ASPECTS, describe_aspects
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models import KAD, MAVL, MedKLIP, checkpoint
+from medvl.models import KAD, MAVL, MedKLIP, checkpoint, load_weights
 from medvl.models.dual_encoders.bases.queries import QueryEncoder
 from medvl.schema import FINDINGS, Batch
 
@@ -89,7 +89,7 @@ def test_checkpoints_of_earlier_versions_are_refused(version: int | None, tmp_pa
     for load in (
         medvl.load,
         functools.partial(checkpoint.warm_start, model),
-        functools.partial(checkpoint.load_weights, model),
+        functools.partial(load_weights, model),
     ):
         with raises(CheckpointError, "version", names="expected version 3"):
             load(tmp_path)

@@ -18,7 +18,7 @@ from medvl.data.loading.text_loader import open_text_loader
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.data.transforms.masked_text import TextBatch
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models import checkpoint, create_model
+from medvl.models import checkpoint, create_model, train_manifests
 from medvl.models.language.base import MaskedWordScore
 
 SMALL = {
@@ -254,7 +254,7 @@ def test_the_trained_encoder_starts_other_systems(
     folder = tmp_path / "started"
     folder.mkdir()
     checkpoint.save(started, folder)
-    assert checkpoint.train_manifests(folder)[0].fingerprint == source.manifest.fingerprint
+    assert train_manifests(folder)[0].fingerprint == source.manifest.fingerprint
     back = make("masked_text", tokenizer, text_encoder="bert")
     checkpoint.load_towers(back, folder)  # and back: the image encoder is left out
 

@@ -19,7 +19,7 @@ import medvl
 from medvl.cli.main import main
 from medvl.errors import CheckpointError, ConfigError
 from medvl.eval.core.results import checkpoint_sha256
-from medvl.models.weights import read_weights
+from medvl.models.checkpoint_folder import read_weights
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 

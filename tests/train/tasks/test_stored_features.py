@@ -25,7 +25,8 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.errors import ConfigError, ShardError
 from medvl.eval.core.open import open_source
-from medvl.models.checkpoint import detector_of, load, save
+from medvl.models.checkpoint import load, save
+from medvl.models.checkpoint_folder import detector_of
 from medvl.models.downstream.regions.create import GridRegions
 from medvl.schema import Batch
 from medvl.train import DataLoaders, TrainResult, train

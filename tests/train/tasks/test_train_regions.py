@@ -18,7 +18,8 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError, ShardError, SplitError
 from medvl.eval.core.open import open_for_evaluation, open_source
-from medvl.models.checkpoint import detector_of, load, save
+from medvl.models.checkpoint import load, save
+from medvl.models.checkpoint_folder import detector_of
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
 TOKENIZER = train_wordpiece(["the left lung of number is clear"], vocab_size=60, min_frequency=1)
