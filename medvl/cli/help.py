@@ -51,7 +51,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Labels, boxes and masks": (
             "chest-imagenome",
             *("chexpert", "brax", "rsna", "siim", "qata", "vindr-cxr", "vindr-pcxr"),
-            *("chestxdet10", "chestxdet", "object-cxr"),
+            *("chestxdet10", "chestxdet", "object-cxr", "vindr-mammo", "embed-mammo"),
             *("ms-cxr", "ms-cxr-t"),
         ),
         "Questions": ("vqa-rad", "slake"),
@@ -67,6 +67,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Boxes and masks": (
             *("ms-cxr", "ms-cxr-t", "rsna", "siim", "vindr-cxr", "vindr-pcxr", "chestxdet10"),
             *("chestxdet", "object-cxr", "chest-imagenome", "qata", "mosmed", "monuseg"),
+            *("vindr-mammo", "embed-mammo"),
         ),
         "Questions": ("vqa-rad", "slake", "vqa-med", "path-vqa"),
         "Text and knowledge": ("text", "concepts"),

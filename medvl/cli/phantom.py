@@ -228,6 +228,20 @@ COMMANDS: dict[str, Callable[..., str]] = {
         size=1024,
         seed=49,
     ),
+    "vindr-mammo": _command(
+        "vindr_mammo",
+        "VinDr-Mammo: mammograms in DICOM files with boxes, BI-RADS and density",
+        _shards("vindr-mammo"),
+        patients=100,
+        seed=52,
+    ),
+    "embed-mammo": _command(
+        "embed_mammo",
+        "EMBED: mammograms in DICOM files, tables of images and of findings of breasts",
+        _shards("embed-mammo"),
+        patients=100,
+        seed=53,
+    ),
     "object-cxr": _command(
         "object_cxr",
         "Object-CXR: images with shapes of foreign objects",

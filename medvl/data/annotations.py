@@ -155,6 +155,56 @@ def region_fields(size: tuple[int, int], regions: Mapping[str, object]) -> dict[
     return {**regions, "image_width": size[0], "image_height": size[1]}
 
 
+def crop_regions(
+    extra: Mapping[str, object], area: tuple[int, int, int, int], size: tuple[int, int]
+) -> dict[str, object]:
+    """Return `Sample.extra` for the part of an image inside of an area: left, top, width, height.
+
+    Boxes, phrases, shapes and masks are those of the part; `crop` has the area, in pixels of the
+    published image of `size` (width, height), and that size.
+    """
+    left, top, width, height = area
+
+    def shift(box: Mapping[str, Any]) -> Box:
+        return {**box, "x": box["x"] - left, "y": box["y"] - top}
+
+    cropped: dict[str, Any] = dict(extra)
+    if "boxes" in extra:
+        cropped["boxes"] = [shift(box) for box in _list(extra["boxes"])]
+    if "phrases" in extra:
+        cropped["phrases"] = [
+            {**phrase, "boxes": [shift(box) for box in phrase["boxes"]]}
+            for phrase in _list(extra["phrases"])
+        ]
+    if "shapes" in extra:
+        cropped["shapes"] = [
+            {
+                **shape,
+                "points": [
+                    value - (top if place % 2 else left)
+                    for place, value in enumerate(shape["points"])
+                ],
+            }
+            for shape in _list(extra["shapes"])
+        ]
+    if "masks" in extra:
+        part = (slice(top, top + height), slice(left, left + width))
+        masks = [(each, decode_runs(each["runs"], *size[::-1])) for each in _list(extra["masks"])]
+        cropped["masks"] = [{**each, "runs": encode_runs(mask_HW[part])} for each, mask_HW in masks]
+    if "image_width" in extra:
+        cropped = region_fields((width, height), cropped)
+    place = {"x": left, "y": top, "width": width, "height": height}
+    cropped["crop"] = {**place, "image_width": size[0], "image_height": size[1]}
+    return cropped
+
+
+def box_edges(extra: Mapping[str, object]) -> list[tuple[float, float, float, float]]:
+    """Return left, top, right and bottom of all boxes of a sample, those of phrases included."""
+    boxes = list(_list(extra.get("boxes", [])))
+    boxes += [box for phrase in _list(extra.get("phrases", [])) for box in phrase["boxes"]]
+    return [_edges(box) for box in boxes]
+
+
 # Run-length encoded masks in the format of the SIIM-ACR release.
 #
 # The text is a list of pairs "gap length gap length ...": pixels outside and then inside the

@@ -27,6 +27,7 @@ class ImageKind:
 _CHEST = ("CHEST", "PORT CHEST", "THORAX", "LUNG", "HEART")
 CHEST_RADIOGRAPHS = ImageKind("chest radiographs", ("CR", "DX", "RG"), _CHEST)
 _CHEST_CT = ImageKind("chest CT", ("CT",), _CHEST)
+_MAMMOGRAMS = ImageKind("mammograms", ("MG",), ("BREAST",))
 _HISTOLOGY = ImageKind("histology", ("SM", "GM"))
 _SEVERAL = ImageKind("images of several modalities")
 _CORPORA = {
@@ -49,6 +50,7 @@ _CORPORA = {
         CHEST_RADIOGRAPHS,
     ),
     "mosmed": _CHEST_CT,
+    **dict.fromkeys(("embed-mammo", "vindr-mammo"), _MAMMOGRAMS),
     **dict.fromkeys(("monuseg", "path-vqa"), _HISTOLOGY),
     **dict.fromkeys(
         (

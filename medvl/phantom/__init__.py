@@ -39,6 +39,10 @@ if TYPE_CHECKING:
         write_chexpert as write_chexpert,
         write_ms_cxr_t as write_ms_cxr_t,
     )
+    from medvl.phantom.layouts.mammography import (
+        write_embed_mammo as write_embed_mammo,
+        write_vindr_mammo as write_vindr_mammo,
+    )
     from medvl.phantom.layouts.masks import write_qata as write_qata
     from medvl.phantom.layouts.questions import (
         write_slake as write_slake,

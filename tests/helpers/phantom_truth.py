@@ -39,7 +39,7 @@ def check_truth(root: Path, out: Path, *, other_meaning: Collection[str] = ()) -
             (row,) = [
                 each for each in truth[path.name] if path.as_posix().endswith(each["path"])
             ] or [{}]
-            _check_pixels(source.pixels(place), path)
+            _check_pixels(source.pixels(place), path, sample.extra.get("crop"))
             assert sample.sex in (None, row.get("sex"))
             assert sample.age in (None, min(MAX_AGE, row.get("age", -1)))
             kind = frontal_or_lateral(sample.view)
@@ -52,8 +52,11 @@ def check_truth(root: Path, out: Path, *, other_meaning: Collection[str] = ()) -
     return compared
 
 
-def _check_pixels(stored: np.ndarray, path: Path) -> None:
+def _check_pixels(stored: np.ndarray, path: Path, crop: Any) -> None:
     original, _ = read_pixels(path, color=stored.ndim == 3)
+    if crop is not None:
+        rows = slice(crop["y"], crop["y"] + crop["height"])
+        original = original[rows, crop["x"] : crop["x"] + crop["width"]]
     height, width = stored.shape[:2]
     expected = cv2.resize(original, (width, height), interpolation=cv2.INTER_AREA)
     assert np.abs(stored.astype(float) - expected).mean() < _ROUNDING, path

@@ -133,6 +133,7 @@ def convert_corpus(corpus: Corpus, shared: ConversionOptions | TextConversionOpt
         options,
         keep_textless=options.keep_textless or corpus.keeps_textless(),
         color=options.color or corpus.color,
+        crop_background=options.crop_background or corpus.crop_background,
     )
     lines = _convert(plan, deid, shared.run, options)
     if unpacked.is_dir():

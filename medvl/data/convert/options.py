@@ -30,6 +30,10 @@ class ShardOptions:
     """JPEG quality."""
     color: bool = False
     """Keep three channels. Radiographs, CT and MR are grey."""
+    crop_background: bool = False
+    """Cut images to their largest bright object before they are shrunk, such as the breast of a
+    mammogram; boxes and masks move with it.
+    """
     keep_textless: bool = False
     """Keep images without text (for evaluation by labels)."""
     samples_per_shard: int = 1000
@@ -52,10 +56,10 @@ class ShardOptions:
         check_within(self, "[0, inf)", "frame")
 
     def stored(self) -> dict[str, Any]:
-        """Return the options as the manifest stores them: `frame` and `follow_links` only where
-        they are used.
+        """Return the options as the manifest stores them: `frame`, `follow_links` and
+        `crop_background` only where they are used.
         """
-        unused = {"frame": None, "follow_links": False}
+        unused = {"frame": None, "follow_links": False, "crop_background": False}
         values = dataclasses.asdict(self)
         return {
             name: value

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,10 +13,18 @@ import numpy as np
 
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import InputFolders, parse_json
-from medvl.data.annotations import add_size, encode_runs, region_fields
+from medvl.data.annotations import (
+    add_size,
+    box_edges,
+    crop_regions,
+    encode_runs,
+    published_size,
+    region_fields,
+)
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.dicom.reader import DicomHeader
+from medvl.data.images.background import find_foreground
 from medvl.data.images.codecs import encode_stored
 from medvl.data.images.read import check_sides, read_pixels
 from medvl.data.shards.format import NO_IMAGE, Index, Shard, TarWriter, new_tar, sample_to_json
@@ -145,6 +154,8 @@ def _convert(
         check_sides(pixels, sample.image)
         sample = sample if header is None else _fill_in(sample, header)
         sample = _with_masks(_with_size(sample, pixels), pixels, record.masks, folders)
+        if options.crop_background:
+            sample, pixels = _crop_background(sample, pixels, note.warnings)
         image = encode_stored(pixels, options.short_side, options.image_format, options.quality)
     except (DicomError, ImageError) as error:
         skipped = error.code, str(error)
@@ -168,6 +179,40 @@ def _convert(
         return EncodedSample(key, options.image_format, image, sample_to_json(sample))
     note.skipped.append(SkippedImage(key, *skipped, tuple(map(str, record.files))))
     return None
+
+
+def _crop_background(
+    sample: Sample, pixels: np.ndarray, warnings: Counter[str]
+) -> tuple[Sample, np.ndarray]:
+    """Return the sample and the pixels of the foreground and of all boxes, or those of the whole
+    image where no foreground is found.
+    """
+    found = find_foreground(pixels)
+    if found is None:
+        warnings["no_foreground"] += 1
+        return sample, pixels
+    height, width = pixels.shape[:2]
+    size = (width, height)
+    if "image_width" in sample.extra:  # masks may refer to a larger copy
+        published_height, published_width = published_size(sample)
+        size = (published_width, published_height)
+    across, down = size[0] / width, size[1] / height
+    edges = [(found[0], found[1], found[0] + found[2], found[1] + found[3])]
+    edges += [
+        (left / across, top / down, right / across, bottom / down)
+        for left, top, right, bottom in box_edges(sample.extra)
+    ]
+    lefts, tops, rights, bottoms = zip(*edges, strict=True)
+    left, top = max(0, math.floor(min(lefts))), max(0, math.floor(min(tops)))
+    right, bottom = min(width, math.ceil(max(rights))), min(height, math.ceil(max(bottoms)))
+    area = (
+        round(left * across),
+        round(top * down),
+        round((right - left) * across),
+        round((bottom - top) * down),
+    )
+    extra = crop_regions(sample.extra, area, size)
+    return dataclasses.replace(sample, extra=extra), pixels[top:bottom, left:right]
 
 
 def _with_size(sample: Sample, pixels: np.ndarray) -> Sample:

@@ -66,6 +66,8 @@ _MODULES = {
     "chestxdet10": f"{_CORPORA}.boxes_and_masks.chestxdet10",
     "chestxdet": f"{_CORPORA}.boxes_and_masks.chestxdet10",
     "object-cxr": f"{_CORPORA}.boxes_and_masks.object_cxr",
+    "vindr-mammo": f"{_CORPORA}.boxes_and_masks.vindr_mammo",
+    "embed-mammo": f"{_CORPORA}.boxes_and_masks.embed_mammo",
     "text": "medvl.data.convert.shard_documents",
     "concepts": f"{_CORPORA}.concepts",
     "webdataset": f"{_CORPORA}.webdataset_tars",
@@ -123,6 +125,8 @@ class Corpus(abc.ABC):
     """Whether images without text are kept: the corpus has labels, boxes, masks or questions."""
     color: ClassVar[bool] = False
     """Whether images are always stored in colour."""
+    crop_background: ClassVar[bool] = False
+    """Whether images are always cut to their foreground."""
     has_images: ClassVar[bool] = True
     """Whether the command has the options of stored images."""
 

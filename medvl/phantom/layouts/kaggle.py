@@ -77,18 +77,23 @@ def plain_dicom(
     """Return an uncompressed 8-bit DICOM file of a 12-bit image; `name` becomes name and id of the
     patient. `age` is PatientAge, by default the study's in years.
     """
-    grey_HW = (image_HW >> 4).astype("u1")
-    meta = FileMetaDataset()
-    meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    dataset = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
-    dataset.SOPClassUID = meta.MediaStorageSOPClassUID = _SECONDARY_CAPTURE
-    dataset.SOPInstanceUID = meta.MediaStorageSOPInstanceUID = uid(view)
+    dataset = plain_dataset(uid(view), (image_HW >> 4).astype("u1"))
     dataset.Modality = "CR"
     dataset.BodyPartExamined = "CHEST"
     dataset.ViewPosition = view_position(view)
     dataset.PatientID = dataset.PatientName = name
     dataset.PatientSex = study.sex
     dataset.PatientAge = age or f"{study.age:03d}Y"
+    return dataset_bytes(dataset)
+
+
+def plain_dataset(number: UID, grey_HW: NDArray[np.uint8]) -> FileDataset:
+    """Return a dataset with a grey image and its UID, to which a layout adds its fields."""
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    dataset = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
+    dataset.SOPClassUID = meta.MediaStorageSOPClassUID = _SECONDARY_CAPTURE
+    dataset.SOPInstanceUID = meta.MediaStorageSOPInstanceUID = number
     dataset.Rows, dataset.Columns = grey_HW.shape
     dataset.SamplesPerPixel = 1
     dataset.PixelRepresentation = 0
@@ -98,6 +103,11 @@ def plain_dicom(
     dataset.PhotometricInterpretation = "MONOCHROME2"
     dataset.PixelData = grey_HW.tobytes()
     dataset["PixelData"].VR = "OB"
+    return dataset
+
+
+def dataset_bytes(dataset: FileDataset) -> bytes:
+    """Return the content of a DICOM file."""
     buffer = io.BytesIO()
     dataset.save_as(buffer, enforce_file_format=True)
     return buffer.getvalue()

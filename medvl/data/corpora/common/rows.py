@@ -120,6 +120,28 @@ def cell_list(value: object) -> list[str]:
     return [part.strip() for part in text.split("|") if part.strip()]
 
 
+_NAME = r"'[^']*'|\"[^\"]*\"|nan|None"
+_NAMES = re.compile(rf"\[[\s,]*+(?:(?:{_NAME})[\s,]*+)*+\]")
+_QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
+
+
+def python_names(text: str) -> list[str]:
+    """Return the distinct names of a list as Python prints it, or as NumPy does, without commas.
+
+    White space is collapsed; blank names, `nan` and `None` are left out. Raises ValueError for
+    another text.
+    """
+    if not _NAMES.fullmatch(text):
+        raise ValueError("not a list of names")
+    return quoted_names(text)
+
+
+def quoted_names(text: str) -> list[str]:
+    """Return the distinct quoted names of a text, white space collapsed, without blank ones."""
+    names = (" ".join((one or other).split()) for one, other in _QUOTED.findall(text))
+    return list(dict.fromkeys(filter(None, names)))
+
+
 # Checks over all rows of a table, whose messages name rows: repeated images and shared patients.
 
 _SHOWN = 10

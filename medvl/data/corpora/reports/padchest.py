@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.rows import RowCounts
+from medvl.data.corpora.common.rows import RowCounts, python_names, quoted_names
 from medvl.data.corpora.common.tables import (
     Plan,
     Record,
@@ -53,10 +53,7 @@ _EXCLUDED = (
 _PLACE = "loc "
 _IMAGE = re.compile(r"\d[\w.-]{0,200}\.png")
 _ITEM = r"'[^']*'|\"[^\"]*\"|nan|None"
-_LIST = re.compile(rf"\[[\s,]*+(?:(?:{_ITEM})[\s,]*+)*+\]")
-"""A list as Python prints it, or as NumPy does, without commas."""
 _LISTS = re.compile(rf"\[[\s,]*+(?:\[[\s,]*+(?:(?:{_ITEM})[\s,]*+)*+\][\s,]*+)*+\]")
-_TEXT = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 _NO_LIST = ("", "nan")
 
 
@@ -249,24 +246,17 @@ def _sentences(row: Mapping[str, str], table: Path) -> list[list[str]]:
         return []
     if not _LISTS.fullmatch(cell):
         raise malformed(table, f"expected a list of lists of names in {column}", column)
-    return [names for part in cell[1:-1].split("]") if (names := _names(part))]
+    return [names for part in cell[1:-1].split("]") if (names := quoted_names(part))]
 
 
 def _read_list(row: Mapping[str, str], column: str, table: Path) -> list[str]:
     cell = row[column].strip()
     if cell in _NO_LIST:
         return []
-    if not _LIST.fullmatch(cell):
-        raise malformed(table, f"expected a list of names in {column}", column)
-    return _names(cell)
-
-
-def _names(cell: str) -> list[str]:
-    """Return the distinct names of a list, white space collapsed; the release has blank and
-    repeated ones.
-    """
-    names = (" ".join((one or other).split()) for one, other in _TEXT.findall(cell))
-    return list(dict.fromkeys(filter(None, names)))
+    try:
+        return python_names(cell)
+    except ValueError:
+        raise malformed(table, f"expected a list of names in {column}", column) from None
 
 
 def _age(row: Mapping[str, str]) -> int | None:
