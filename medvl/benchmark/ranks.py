@@ -36,8 +36,7 @@ from medvl.common.files import new_file
 from medvl.errors import EvaluationError
 from medvl.eval import read_results
 from medvl.eval.compare.items import read_items
-from medvl.eval.core.bootstrap import count_units, resample_counts
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, count_units, resample_counts
 
 # Values of a run's metrics on bootstrap resamples, the same for all runs, so that their
 # differences are paired.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from medvl.cli.families import ClassCommands, Flat
+from medvl.cli.help import ClassCommands, Flat
 from medvl.errors import ConfigError
 from medvl.eval.registry import EVALUATIONS
 
@@ -128,8 +128,8 @@ def calibrate(
     from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
     from medvl.eval.core.results import check_output
     from medvl.eval.zero_shot_classification import calibration as fit
-    from medvl.eval.zero_shot_classification.evaluate import common_classes
     from medvl.eval.zero_shot_classification.prompts import load_prompts
+    from medvl.eval.zero_shot_classification.protocol import common_classes
 
     _check_alone("calibrate")
     prompt_set = load_prompts(prompts)

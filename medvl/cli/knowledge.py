@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from medvl.cli.families import Flat
+from medvl.cli.help import Flat
 from medvl.data.knowledge.graph import TransEConfig, UMLSOptions
 from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN, ConventionsName
 

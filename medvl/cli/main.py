@@ -21,9 +21,8 @@ from typing import Any, Literal, NoReturn
 import tyro
 
 from medvl import __version__
-from medvl.cli.families import ClassCommands
-from medvl.cli.help import OVERVIEW, describe, family_help
-from medvl.common.console import console
+from medvl.cli.help import OVERVIEW, ClassCommands, describe, family_help
+from medvl.common.process import console
 from medvl.errors import ERROR_CODES, ConfigError, MedvlError
 
 _log = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ _COMMANDS: dict[str, str] = {
     "verify": "medvl.cli.shards.commands:verify",
     "regions": "medvl.cli.shards.regions:regions",
     "infer": "medvl.cli.infer:infer",
-    "embed": "medvl.cli.embed:embed",
+    "embed": "medvl.cli.infer:embed",
     "generate": "medvl.cli.infer:generate",
     "compare": "medvl.cli.benchmark:compare",
     "benchmark": "medvl.cli.benchmark:benchmark",

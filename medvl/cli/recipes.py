@@ -21,8 +21,8 @@ import tyro
 
 from medvl.cli.help import example
 from medvl.common.config_io import nearest
-from medvl.common.console import LEVEL
 from medvl.common.files import write_atomic
+from medvl.common.process import LEVEL
 from medvl.data.storage.location import is_address
 from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.errors import ConfigError, TrainingError

@@ -15,36 +15,34 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.eval.change.evaluate import (
+    from medvl.eval.change.evaluation import write_change_page as write_change_page
+    from medvl.eval.change.protocol import (
         ChangeEval as ChangeEval,
         change_classification as change_classification,
         load_change_prompts as load_change_prompts,
     )
-    from medvl.eval.change.evaluation import write_change_page as write_change_page
-    from medvl.eval.classification.evaluate import (
+    from medvl.eval.classification.protocol import (
         ClassifyEval as ClassifyEval,
         classify as classify,
     )
     from medvl.eval.classification.scored_images import LabelPolicy as LabelPolicy
-    from medvl.eval.core.bootstrap import (
-        bootstrap as bootstrap,
-        bootstrap_auroc as bootstrap_auroc,
-        bootstrap_average_precision as bootstrap_average_precision,
-        bootstrap_metric as bootstrap_metric,
-    )
     from medvl.eval.core.metric_rows import (
         MetricGroup as MetricGroup,
         mean_metrics as mean_metrics,
     )
-    from medvl.eval.core.metrics import choose_threshold as choose_threshold
+    from medvl.eval.core.metrics import (
+        bootstrap as bootstrap,
+        bootstrap_auroc as bootstrap_auroc,
+        bootstrap_average_precision as bootstrap_average_precision,
+        bootstrap_metric as bootstrap_metric,
+        choose_threshold as choose_threshold,
+    )
     from medvl.eval.core.open import (
         load_ensemble as load_ensemble,
         open_for_evaluation as open_for_evaluation,
     )
-    from medvl.eval.core.predictions import (
-        LineFields as LineFields,
-    )
     from medvl.eval.core.results import (
+        LineFields as LineFields,
         MetricRow as MetricRow,
         PageHeader as PageHeader,
         Results as Results,
@@ -79,19 +77,19 @@ if TYPE_CHECKING:
         kernel_distance as kernel_distance,
         manifolds as manifolds,
     )
-    from medvl.eval.generation.evaluate import (
-        GenerationModels as GenerationModels,
-        GenerationOptions as GenerationOptions,
-        evaluate_generation as evaluate_generation,
-    )
     from medvl.eval.generation.inputs import (
         GeneratedSource as GeneratedSource,
         RealData as RealData,
     )
     from medvl.eval.generation.page import write_generation_page as write_generation_page
-    from medvl.eval.grounding.evaluate import phrase_grounding as phrase_grounding
+    from medvl.eval.generation.protocol import (
+        GenerationModels as GenerationModels,
+        GenerationOptions as GenerationOptions,
+        evaluate_generation as evaluate_generation,
+    )
     from medvl.eval.grounding.evaluation import write_grounding_page as write_grounding_page
     from medvl.eval.grounding.heatmaps import MapRules as MapRules
+    from medvl.eval.grounding.protocol import phrase_grounding as phrase_grounding
     from medvl.eval.html.page import (
         Page as Page,
         write_page as write_page,
@@ -113,11 +111,6 @@ if TYPE_CHECKING:
         LabelMetrics as LabelMetrics,
         RetrievalMetrics as RetrievalMetrics,
     )
-    from medvl.eval.probing.evaluate import (
-        FittedProbe as FittedProbe,
-        linear_probe as linear_probe,
-        ordinal_table as ordinal_table,
-    )
     from medvl.eval.probing.evaluation import (
         write_probe_page as write_probe_page,
     )
@@ -129,6 +122,11 @@ if TYPE_CHECKING:
         evaluate_neighbours as evaluate_neighbours,
         write_neighbours_page as write_neighbours_page,
     )
+    from medvl.eval.probing.protocol import (
+        FittedProbe as FittedProbe,
+        linear_probe as linear_probe,
+        ordinal_table as ordinal_table,
+    )
     from medvl.eval.published.numbers import (
         PublishedNumber as PublishedNumber,
         published_numbers as published_numbers,
@@ -138,25 +136,25 @@ if TYPE_CHECKING:
         list_evaluations as list_evaluations,
         register_evaluation as register_evaluation,
     )
-    from medvl.eval.report_generation.evaluate import (
-        GeneratedReport as GeneratedReport,
-        evaluate_reports as evaluate_reports,
-    )
     from medvl.eval.report_generation.evaluation import write_report_page as write_report_page
     from medvl.eval.report_generation.generate import (
         ReportEval as ReportEval,
         generate_by_decoding as generate_by_decoding,
         generate_reports as generate_reports,
     )
+    from medvl.eval.report_generation.protocol import (
+        GeneratedReport as GeneratedReport,
+        evaluate_reports as evaluate_reports,
+    )
     from medvl.eval.retrieval.by_class import (
         class_retrieval as class_retrieval,
         image_retrieval as image_retrieval,
     )
     from medvl.eval.retrieval.candidate_lists import RetrievalList as RetrievalList
-    from medvl.eval.retrieval.class_evaluation import (
+    from medvl.eval.retrieval.evaluation import (
         write_class_retrieval_page as write_class_retrieval_page,
+        write_retrieval_page as write_retrieval_page,
     )
-    from medvl.eval.retrieval.evaluation import write_retrieval_page as write_retrieval_page
     from medvl.eval.retrieval.image_text import (
         RetrievalEval as RetrievalEval,
         image_text_retrieval as image_text_retrieval,
@@ -165,17 +163,10 @@ if TYPE_CHECKING:
         ShortlistModel as ShortlistModel,
         reranked_retrieval as reranked_retrieval,
     )
-    from medvl.eval.robustness.evaluate import (
+    from medvl.eval.robustness.evaluation import write_robustness_page as write_robustness_page
+    from medvl.eval.robustness.protocol import (
         RobustnessSettings as RobustnessSettings,
         evaluate_robustness as evaluate_robustness,
-    )
-    from medvl.eval.robustness.evaluation import write_robustness_page as write_robustness_page
-    from medvl.eval.text_tasks.evaluate import (
-        EvaluatedEncoder as EvaluatedEncoder,
-        TextTaskOptions as TextTaskOptions,
-        encoder_by_name as encoder_by_name,
-        encoder_of_checkpoint as encoder_of_checkpoint,
-        evaluate_text_tasks as evaluate_text_tasks,
     )
     from medvl.eval.text_tasks.evaluation import write_text_page as write_text_page
     from medvl.eval.text_tasks.finetune import (
@@ -183,12 +174,19 @@ if TYPE_CHECKING:
         FinetuneSettings as FinetuneSettings,
     )
     from medvl.eval.text_tasks.metrics import blurb_score as blurb_score
+    from medvl.eval.text_tasks.protocol import (
+        EvaluatedEncoder as EvaluatedEncoder,
+        TextTaskOptions as TextTaskOptions,
+        encoder_by_name as encoder_by_name,
+        encoder_of_checkpoint as encoder_of_checkpoint,
+        evaluate_text_tasks as evaluate_text_tasks,
+    )
     from medvl.eval.trial import (
         Column as Column,
         Task as Task,
         Trial as Trial,
     )
-    from medvl.eval.vqa.evaluate import (
+    from medvl.eval.vqa.accuracy import (
         evaluate_answers as evaluate_answers,
         published_protocols_table as published_protocols_table,
     )
@@ -210,10 +208,6 @@ if TYPE_CHECKING:
         get_protocol as get_protocol,
         normalize_answer as normalize_answer,
     )
-    from medvl.eval.zero_shot_classification.evaluate import (
-        ZeroShotEval as ZeroShotEval,
-        zero_shot as zero_shot,
-    )
     from medvl.eval.zero_shot_classification.evaluation import (
         write_zero_shot_page as write_zero_shot_page,
     )
@@ -221,6 +215,10 @@ if TYPE_CHECKING:
         PromptSet as PromptSet,
         list_prompts as list_prompts,
         load_prompts as load_prompts,
+    )
+    from medvl.eval.zero_shot_classification.protocol import (
+        ZeroShotEval as ZeroShotEval,
+        zero_shot as zero_shot,
     )
     from medvl.eval.zero_shot_masks import evaluate_zero_shot_masks as evaluate_zero_shot_masks
 

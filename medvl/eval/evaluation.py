@@ -20,11 +20,13 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
 from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
-from medvl.eval.core.predictions import LineFields, Lines, ScoredClasses
 from medvl.eval.core.results import (
+    LineFields,
+    Lines,
     OutputFolder,
     PageHeader,
     Results,
+    ScoredClasses,
     WritePage,
     checkpoint_sha256,
     default_folder,

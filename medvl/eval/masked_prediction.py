@@ -42,8 +42,14 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import Source, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.predictions import LineFields, Lines, number
-from medvl.eval.core.results import PageHeader, Results, checkpoint_sha256
+from medvl.eval.core.results import (
+    LineFields,
+    Lines,
+    PageHeader,
+    Results,
+    checkpoint_sha256,
+    number,
+)
 from medvl.eval.evaluation import (
     ModelEvaluation,
     RunOptions,

@@ -34,7 +34,7 @@ _MODULES = {
     "vqa": "medvl.eval.vqa.evaluation",
     "report-generation": "medvl.eval.report_generation.evaluation",
     "classify": "medvl.eval.classification.evaluation",
-    "class-retrieval": "medvl.eval.retrieval.class_evaluation",
+    "class-retrieval": "medvl.eval.retrieval.evaluation",
     "detection": "medvl.eval.dense.evaluation",
     "segmentation": "medvl.eval.dense.evaluation",
     "zero-shot-masks": "medvl.eval.zero_shot_masks",

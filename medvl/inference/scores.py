@@ -21,7 +21,7 @@ from medvl.eval.zero_shot_classification.prompts import (
     PromptSet,
     load_prompts,
 )
-from medvl.eval.zero_shot_classification.scores import PromptScorer
+from medvl.eval.zero_shot_classification.protocol import PromptScorer
 from medvl.inference.models import (
     AnyImage,
     Images,
@@ -34,7 +34,7 @@ from medvl.inference.models import (
 )
 from medvl.models import VQA, DualEncoder, LabelModel
 from medvl.models.base import System, evaluating
-from medvl.models.downstream.vqa.heads import question_attention
+from medvl.models.downstream.vqa.model import question_attention
 from medvl.models.heatmaps import on_image
 from medvl.schema import Embeddings
 

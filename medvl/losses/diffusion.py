@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from medvl.losses.precision import full_precision, mean_or_zero, shapes
+from medvl.losses.common import full_precision, mean_or_zero, shapes
 
 DenoisingTarget = Literal["epsilon", "v"]
 

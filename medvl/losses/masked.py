@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import check_share, full_precision, mean_of, shapes
+from medvl.losses.common import check_share, full_precision, mean_of, shapes
 
 # Masked language modelling: cross-entropy at the masked tokens.
 #

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.gather import gather
-from medvl.losses.precision import check_share, full_precision, mean_of, mean_or_zero, shapes
+from medvl.losses.common import check_share, full_precision, gather, mean_of, mean_or_zero, shapes
 
 # Classification of findings: several labels per image, some of them unknown. B images, L labels.
 

@@ -58,9 +58,7 @@ if TYPE_CHECKING:
         create_fused_classifier as create_fused_classifier,
     )
     from medvl.models.downstream.lvit import LViT as LViT, LViTConfig as LViTConfig
-    from medvl.models.downstream.regions.create import (
-        create_region_detector as create_region_detector,
-    )
+    from medvl.models.downstream.regions import create_region_detector as create_region_detector
     from medvl.models.downstream.retrieval import (
         RetrievalConfig as RetrievalConfig,
         RetrievalModel as RetrievalModel,

@@ -19,9 +19,8 @@ from medvl.data.transforms.masked_text import TextMasking
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError, WeightsError
-from medvl.losses.gather import no_gather
+from medvl.losses.common import mean_of, no_gather
 from medvl.losses.masked import masked_positions
-from medvl.losses.precision import mean_of
 from medvl.schema import Batch, Inputs, Losses
 
 

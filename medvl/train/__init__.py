@@ -45,8 +45,8 @@ if TYPE_CHECKING:
         TrainConfig as TrainConfig,
     )
     from medvl.train.doctor.examine import Examination as Examination, examine as examine
+    from medvl.train.loop.state import Evaluator as Evaluator
     from medvl.train.loop.trainer import TrainResult as TrainResult, train as train
-    from medvl.train.loop.validate import Evaluator as Evaluator
     from medvl.train.parallel.distributed import TrainLoader as TrainLoader
     from medvl.train.recipe import (
         Recipe as Recipe,

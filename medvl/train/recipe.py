@@ -24,7 +24,7 @@ from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.tasks.pretraining import DataConfig
 
 if TYPE_CHECKING:
-    from medvl.train.loop.validate import Evaluator
+    from medvl.train.loop.state import Evaluator
     from medvl.train.run import Run
 
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import medvl
 from medvl.common.config_io import nearest
-from medvl.common.console import console
 from medvl.common.files import write_atomic
+from medvl.common.process import console
 from medvl.errors import ConfigError, MedvlError
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from medvl.encoders.pretrained import split_set
 from medvl.models import create_model
 from medvl.models.checkpoint_folder import find_checkpoint, weights_sha256
 from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train.loop.state import Evaluator
 from medvl.train.loop.trainer import TrainResult, train
-from medvl.train.loop.validate import Evaluator
 from medvl.train.tasks.pretraining import DataLoaders, LoaderConfig, open_data
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 from medvl.eval import bootstrap_auroc
 
 # Internal on purpose: resamples are compared one by one.
-from medvl.eval.core import bootstrap
+from medvl.eval.core import metrics
 
 RESAMPLES, LABELS = 1000, 14
 
@@ -37,7 +37,7 @@ def measure_bootstrap(bench: Bench) -> Report:
 
 def plain_loop(scores_NL: np.ndarray, labels_NL: np.ndarray, resamples: int) -> tuple[float, float]:
     """Return the seconds of 1,000 resamples, and the largest difference from medvl's values."""
-    indices_RN = bootstrap.bootstrap_indices(len(scores_NL), resamples)
+    indices_RN = metrics.bootstrap_indices(len(scores_NL), resamples)
     started = time.perf_counter()
     loop_RL = [
         [
@@ -47,8 +47,8 @@ def plain_loop(scores_NL: np.ndarray, labels_NL: np.ndarray, resamples: int) -> 
         for index_N in indices_RN
     ]
     seconds = (time.perf_counter() - started) * RESAMPLES / resamples
-    (counts_NR,) = bootstrap.resample_counts(len(scores_NL), resamples, seed=0)
-    columns = bootstrap.ranked_columns(scores_NL, labels_NL)
+    (counts_NR,) = metrics.resample_counts(len(scores_NL), resamples, seed=0)
+    columns = metrics.ranked_columns(scores_NL, labels_NL)
     ours_RL = np.stack([column.auroc_R(counts_NR) for column in columns], axis=1)
     return seconds, float(np.abs(ours_RL - np.array(loop_RL)).max())
 

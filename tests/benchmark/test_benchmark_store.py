@@ -35,7 +35,7 @@ from medvl.eval import (
     matching as matching,
     write_results,
 )
-from medvl.eval.report_generation import evaluate as report_generation
+from medvl.eval.report_generation import protocol as report_generation
 from medvl.eval.retrieval import image_text, rerank
 
 BENCHMARK = """

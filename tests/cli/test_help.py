@@ -15,7 +15,7 @@ import pytest
 from medvl.cli import main as cli
 from medvl.cli.help import GROUPS, OVERVIEW, WIDTH, describe, example, family_help
 from medvl.cli.recipes import load_recipe
-from medvl.common.console import LEVEL
+from medvl.common.process import LEVEL
 from medvl.train.recipe_files import find_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
-from medvl.losses.gather import gather_padded
+from medvl.losses.common import gather_padded
 from medvl.models.dual_encoders.gloria import GLoRIA
 from medvl.schema import Batch
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from medvl import train as _train  # the package: submodules by name
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.models.checkpoint_folder import read_weights
 from medvl.schema import Batch, Losses
 from medvl.train import OptimConfig, TrainConfig

@@ -20,13 +20,13 @@ from helpers import train_fakes as fakes
 from helpers.two_ranks import on_two_ranks
 from medvl import losses
 from medvl.errors import TrainingError
-from medvl.losses.gather import gather, no_gather
+from medvl.losses.common import gather, no_gather
 from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
 from medvl.models.base import evaluating
 from medvl.models.dual_encoders.parts.layers import MaskedBatchNorm
 from medvl.schema import Batch, Losses
 from medvl.train import Cosine, rank_and_world
-from medvl.train.loop.validate import validation_loss
+from medvl.train.loop.state import validation_loss
 from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo, join
 

@@ -26,7 +26,7 @@ from medvl.eval.zero_shot_classification.calibration import (
     write_calibration,
 )
 from medvl.eval.zero_shot_classification.prompts import load_prompts
-from medvl.eval.zero_shot_classification.scores import PromptScorer
+from medvl.eval.zero_shot_classification.protocol import PromptScorer
 from medvl.inference import infer
 from medvl.models import DualEncoder
 from medvl.serve import Gallery, ServeConfig, ServedModel, open_models

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from medvl.cli.families import ClassCommands
+from medvl.cli.help import ClassCommands
 from medvl.cli.shards.corpora import corpus_command, corpus_line
 from medvl.data.corpora.registry import CORPORA, full_counts
 from medvl.errors import ConfigError, ShardError, SplitError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medvl.cli.families import Flat
+from medvl.cli.help import Flat
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.corpora.registry import CORPORA, Corpus, FileAccess
 from medvl.data.storage.location import locate

@@ -51,7 +51,7 @@ class DetectorOptions:
         """Create the detector. Raises as `create_region_detector` does."""
         from medvl.eval.core.open import resolve_device
         from medvl.models.downstream.detector import RegionSelection
-        from medvl.models.downstream.regions.create import create_region_detector
+        from medvl.models.downstream.regions import create_region_detector
 
         return create_region_detector(
             detector,

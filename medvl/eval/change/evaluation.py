@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from medvl.data.loading.studies import prior_positions
 from medvl.data.shards.source import ShardSource
 from medvl.errors import EvaluationError
-from medvl.eval.change.evaluate import (
+from medvl.eval.change.protocol import (
     PROTOCOL,
     ChangeResult,
     change_classification,
@@ -20,8 +20,7 @@ from medvl.eval.change.evaluate import (
     load_change_prompts,
 )
 from medvl.eval.core.metric_rows import MetricGroup
-from medvl.eval.core.predictions import LineFields, Lines, number
-from medvl.eval.core.results import PageHeader, Results
+from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, number
 from medvl.eval.evaluation import ModelEvaluation, Setup
 from medvl.eval.html.page import (
     Page,

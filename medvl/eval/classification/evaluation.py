@@ -9,17 +9,22 @@ import numpy as np
 
 from medvl.data.shards.source import ShardSource
 from medvl.errors import MedvlError
-from medvl.eval.classification.evaluate import PROTOCOL, classify
+from medvl.eval.classification.protocol import PROTOCOL, classify
 from medvl.eval.classification.scored_images import (
     ClassificationResult,
     MeanOptions,
     notes_on_means,
 )
-from medvl.eval.core.bootstrap import RocCurve, calibration_bins, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, ECE_BINS
-from medvl.eval.core.predictions import classes_of_lines
-from medvl.eval.core.results import PageHeader, format_value
+from medvl.eval.core.metrics import (
+    CALIBRATION_METRICS,
+    DECISION_METRICS,
+    ECE_BINS,
+    RocCurve,
+    calibration_bins,
+    roc_curve,
+)
+from medvl.eval.core.results import PageHeader, classes_of_lines, format_value
 from medvl.eval.evaluation import ModelEvaluation, Setup
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.page import header_facts, headline

@@ -24,9 +24,8 @@ import numpy as np
 from medvl.common.hub import HUB_PREFIX
 from medvl.errors import EvaluationError
 from medvl.eval.compare.items import Items, read_items, with_subgroups
-from medvl.eval.core.bootstrap import RocCurve, bootstrap, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, RocCurve, bootstrap, roc_curve
 from medvl.eval.core.results import (
     EVALUATIONS,
     SUMMARY_TARGETS,
@@ -35,7 +34,7 @@ from medvl.eval.core.results import (
     evaluations_of,
     read_results,
 )
-from medvl.eval.generation.evaluate import IMAGES_OF
+from medvl.eval.generation.protocol import IMAGES_OF
 from medvl.eval.registry import evaluation_of
 from medvl.models.checkpoint_folder import CONFIG, find_checkpoint
 

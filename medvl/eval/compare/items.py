@@ -32,8 +32,7 @@ from medvl.eval.core.metric_rows import (
     subgroup_metrics,
 )
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.predictions import Line, ScoredClasses, at_items
-from medvl.eval.core.results import Results
+from medvl.eval.core.results import Line, Results, ScoredClasses, at_items
 from medvl.eval.evaluation import Evaluation
 from medvl.eval.registry import evaluation_of
 

@@ -14,19 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.annotations import frontal_or_lateral
-from medvl.eval.core.bootstrap import (
-    Statistic,
-    bootstrap,
-    defined_labels,
-    mean_over_labels,
-    ranked_columns,
-)
 from medvl.eval.core.metrics import (
     CALIBRATION_METRICS,
     DECISION_METRICS,
     Array,
     DecisionColumn,
     ProbabilityColumn,
+    Statistic,
+    bootstrap,
+    defined_labels,
+    mean_over_labels,
+    ranked_columns,
 )
 from medvl.schema import COMPETITION_FINDINGS, Sample
 

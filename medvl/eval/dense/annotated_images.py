@@ -11,10 +11,9 @@ import torch
 
 from medvl.data.loading.dense_targets import Kind, is_annotated
 from medvl.errors import EvaluationError
-from medvl.eval.core.bootstrap import defined_labels, mean_over_labels
 from medvl.eval.core.full_pass import FullPass, Loader, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, defined_labels, mean_over_labels
 from medvl.models.base import HasModules, evaluating
 from medvl.schema import Batch, Sample
 

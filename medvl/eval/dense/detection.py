@@ -31,10 +31,9 @@ from torch import Tensor
 
 from medvl.data.annotations import published_size
 from medvl.data.loading.dense_targets import boxes_of
-from medvl.eval.core.bootstrap import mean_over_labels
 from medvl.eval.core.full_pass import Loader, check_disjoint_patients, input_hashes
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, subgroups_of
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, mean_over_labels
 from medvl.eval.core.results import Results
 from medvl.eval.dense import metrics
 from medvl.eval.dense.annotated_images import (

@@ -13,8 +13,7 @@ from medvl.data.loading.dense_targets import mask_at
 from medvl.data.loading.sources import OtherTexts
 from medvl.data.shards.source import ShardSource
 from medvl.eval.core.metric_rows import MetricGroup
-from medvl.eval.core.predictions import LineFields, Lines, at_items, number
-from medvl.eval.core.results import PageHeader, Results
+from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, at_items, number
 from medvl.eval.dense import detection, segmentation
 from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.dense.detection import DetectedImage, DetectionResult

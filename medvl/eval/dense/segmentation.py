@@ -33,8 +33,7 @@ from medvl.data.annotations import published_size
 from medvl.data.loading.dense_targets import annotated_labels, is_annotated, mask_at
 from medvl.eval.core.full_pass import Loader, check_disjoint_patients, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
-from medvl.eval.core.predictions import LineFields, Lines, number_table
-from medvl.eval.core.results import Results
+from medvl.eval.core.results import LineFields, Lines, Results, number_table
 from medvl.eval.dense import metrics
 from medvl.eval.dense.annotated_images import (
     AnnotatedImage,

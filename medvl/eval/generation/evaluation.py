@@ -13,20 +13,21 @@ from medvl.errors import ConfigError
 from medvl.eval.classification.scored_images import LabelOptions
 from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.open import resolve_device
-from medvl.eval.core.predictions import LineFields, Lines, at_items, number_table
-from medvl.eval.core.results import OutputFolder, Results, checkpoint_sha256
+from medvl.eval.core.results import (
+    LineFields,
+    Lines,
+    OutputFolder,
+    Results,
+    at_items,
+    checkpoint_sha256,
+    number_table,
+)
 from medvl.eval.evaluation import (
     Evaluation,
     Outcome,
     OutputOptions,
     RunOptions,
     Setup,
-)
-from medvl.eval.generation.evaluate import (
-    PROTOCOL,
-    GenerationModels,
-    GenerationOptions,
-    evaluate_generation,
 )
 from medvl.eval.generation.fidelity import FidelityOptions
 from medvl.eval.generation.findings import (
@@ -38,6 +39,12 @@ from medvl.eval.generation.findings import (
 from medvl.eval.generation.inputs import LoaderOptions, RealData
 from medvl.eval.generation.memorisation import SPACES, too_near_metrics
 from medvl.eval.generation.page import write_generation_page
+from medvl.eval.generation.protocol import (
+    PROTOCOL,
+    GenerationModels,
+    GenerationOptions,
+    evaluate_generation,
+)
 from medvl.eval.generation.usefulness import UseOptions
 from medvl.eval.probing.features import ProbedEncoder
 from medvl.eval.registry import register_evaluation

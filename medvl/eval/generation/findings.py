@@ -22,7 +22,6 @@ from medvl.data.reports.statements import places_of
 from medvl.data.splits import check_disjoint
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.classification.scored_images import LabelPolicy
-from medvl.eval.core.bootstrap import bootstrap_auroc
 from medvl.eval.core.full_pass import concatenate, embed_texts, encode_batch
 from medvl.eval.core.metric_rows import (
     MetricGroup,
@@ -33,11 +32,11 @@ from medvl.eval.core.metric_rows import (
     median_metric,
     ranking_metrics,
 )
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, bootstrap_auroc
 from medvl.eval.core.open import open_for_evaluation
 from medvl.eval.generation.inputs import ImageSet, LoaderOptions
-from medvl.eval.probing.evaluate import choose_probe
 from medvl.eval.probing.features import FeatureTable, LinearProbe, ProbedEncoder, Standardizer
+from medvl.eval.probing.protocol import choose_probe
 from medvl.models.base import System, evaluating
 from medvl.models.checkpoint_folder import WEIGHTS, find_checkpoint
 from medvl.models.downstream.classifier import Classifier

@@ -17,8 +17,8 @@ from medvl.eval.classification.scored_images import LabelPolicy
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, means_over, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.generation.findings import Resampling, findings_of, labels_of
-from medvl.eval.probing.evaluate import choose_probe, suffix
 from medvl.eval.probing.features import FeatureTable, Standardizer
+from medvl.eval.probing.protocol import choose_probe, suffix
 
 REAL = "real"
 BOTH = "real and synthetic"

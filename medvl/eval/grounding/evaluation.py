@@ -13,17 +13,16 @@ from numpy.typing import NDArray
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import Box
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics
-from medvl.eval.core.predictions import LineFields, Lines, number
-from medvl.eval.core.results import PageHeader, Results, format_table
+from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, format_table, number
 from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
-from medvl.eval.grounding.evaluate import (
+from medvl.eval.grounding.heatmaps import MapRules
+from medvl.eval.grounding.protocol import (
     PROTOCOL,
     GroundedPhrase,
     GroundingResult,
     phrase_grounding,
     stored_boxes,
 )
-from medvl.eval.grounding.heatmaps import MapRules
 from medvl.eval.html import page as html, tables
 from medvl.eval.html.page import header_facts, headline
 from medvl.eval.html.plots import color_ends, draw_map, mark_peak

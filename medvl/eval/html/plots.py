@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.data.transforms.image import Box
-from medvl.eval.core.bootstrap import CalibrationBins, RocCurve
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, CalibrationBins, RocCurve
 from medvl.models.heatmaps import on_image
 
 if TYPE_CHECKING:

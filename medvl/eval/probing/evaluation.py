@@ -13,23 +13,30 @@ from medvl.errors import ConfigError
 from medvl.eval.classification.evaluation import LIMITS, facts, sections, subtitle
 from medvl.eval.classification.scored_images import ClassificationResult, MeanOptions
 from medvl.eval.core.open import open_source, resolve_device
-from medvl.eval.core.predictions import Lines, ScoredClasses, classes_of_lines
-from medvl.eval.core.results import OutputFolder, PageHeader, Results, checkpoint_sha256
+from medvl.eval.core.results import (
+    Lines,
+    OutputFolder,
+    PageHeader,
+    Results,
+    ScoredClasses,
+    checkpoint_sha256,
+    classes_of_lines,
+)
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Page, Pixels, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
-from medvl.eval.probing.evaluate import (
+from medvl.eval.probing.features import (
+    FeatureTable,
+    ProbedEncoder,
+    encode_features,
+)
+from medvl.eval.probing.protocol import (
     PROTOCOL,
     ProbeResult,
     linear_probe,
     ordinal_table,
     parse_levels,
     suffix,
-)
-from medvl.eval.probing.features import (
-    FeatureTable,
-    ProbedEncoder,
-    encode_features,
 )
 from medvl.eval.registry import register_evaluation
 from medvl.eval.trial import MEAN, Column, EvaluationConfig, Task, Trial

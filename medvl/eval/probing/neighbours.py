@@ -41,19 +41,26 @@ from medvl.eval.classification.scored_images import (
     ThresholdRule,
 )
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.predictions import Lines, ScoredClasses, classes_of_lines
-from medvl.eval.core.results import OutputFolder, PageHeader, Results, format_table
+from medvl.eval.core.results import (
+    Lines,
+    OutputFolder,
+    PageHeader,
+    Results,
+    ScoredClasses,
+    classes_of_lines,
+    format_table,
+)
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Page, Pixels, headline, write_page
-from medvl.eval.probing.evaluate import (
+from medvl.eval.probing.evaluation import EncoderOptions, open_features, summary_table
+from medvl.eval.probing.features import FeatureTable, Standardizer
+from medvl.eval.probing.protocol import (
     choose_probe,
     fingerprints,
     labelled_images,
     mean_auroc,
     over_runs,
 )
-from medvl.eval.probing.evaluation import EncoderOptions, open_features, summary_table
-from medvl.eval.probing.features import FeatureTable, Standardizer
 from medvl.eval.registry import register_evaluation
 
 PROTOCOL = "neighbours"

@@ -17,23 +17,12 @@ from medvl.data.shards.format import Manifest
 from medvl.errors import ConfigError
 from medvl.eval.core.full_pass import input_hashes
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
-from medvl.eval.core.predictions import LineFields, Lines, number
-from medvl.eval.core.results import OutputFolder, PageHeader, Results
+from medvl.eval.core.results import LineFields, Lines, OutputFolder, PageHeader, Results, number
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.report_generation import external_scores
-from medvl.eval.report_generation.evaluate import (
-    AGAINST_LABELS,
-    ONE_REPORT,
-    PROTOCOL,
-    GeneratedReport,
-    ReportResult,
-    evaluate_reports,
-    read_reports,
-    references_of,
-)
+from medvl.eval.report_generation import metrics
 from medvl.eval.report_generation.generate import count_cut, generate_by_decoding
 from medvl.eval.report_generation.metrics import (
     MEANS,
@@ -46,6 +35,16 @@ from medvl.eval.report_generation.metrics import (
     stop_metrics,
     words,
     words_and_stops,
+)
+from medvl.eval.report_generation.protocol import (
+    AGAINST_LABELS,
+    ONE_REPORT,
+    PROTOCOL,
+    GeneratedReport,
+    ReportResult,
+    evaluate_reports,
+    read_reports,
+    references_of,
 )
 from medvl.eval.trial import Column, Task, Trial
 from medvl.models.fusion_encoders.medvill import MedViLL
@@ -291,13 +290,13 @@ class ExternalOptions:
         groups: list[MetricGroup] = []
         if self.chexbert is not None:
             texts = [(report.generated, report.reference) for report in reports]
-            groups.append(external_scores.chexbert_metrics(*self.chexbert, texts, uncertain))
+            groups.append(metrics.chexbert_metrics(*self.chexbert, texts, uncertain))
         if self.radgraph is not None:
-            groups += external_scores.radgraph_metrics(
-                *(external_scores.read_radgraph(path, len(reports)) for path in self.radgraph)
+            groups += metrics.radgraph_metrics(
+                *(metrics.read_radgraph(path, len(reports)) for path in self.radgraph)
             )
         if self.metric_scores is not None:
-            groups += external_scores.report_metric_scores(self.metric_scores, len(reports))
+            groups += metrics.report_metric_scores(self.metric_scores, len(reports))
         return groups
 
     def inputs(self) -> dict[str, str]:

@@ -14,8 +14,8 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.metric_rows import subgroups_of
-from medvl.eval.report_generation.evaluate import GeneratedReport, evaluate_reports
 from medvl.eval.report_generation.metrics import Uncertain, positive_findings
+from medvl.eval.report_generation.protocol import GeneratedReport, evaluate_reports
 from medvl.models.base import evaluating
 from medvl.models.text_decoding import Decoding, Generated
 from medvl.schema import FINDINGS, Batch, ConventionsName, Sample

@@ -39,7 +39,6 @@ from medvl.data.reports.sentences import join_texts, one_line
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import EvaluationError
 from medvl.eval.classification.scored_images import LabelPolicy, image_counts
-from medvl.eval.core.bootstrap import defined_labels, mean_over_labels
 from medvl.eval.core.full_pass import (
     FullPass,
     Loader,
@@ -49,7 +48,7 @@ from medvl.eval.core.full_pass import (
     samples_by_key,
 )
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, subgroups_of
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, defined_labels, mean_over_labels
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.candidate_lists import Item, RetrievalList
 from medvl.eval.retrieval.image_text import check_ks

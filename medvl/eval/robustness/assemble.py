@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.classification.scored_images import NO_FINDING, LabelPolicy, few_patients
-from medvl.eval.core.bootstrap import defined_labels, mean_over_labels, ranked_columns
 from medvl.eval.core.metric_rows import (
     MetricGroup,
     MetricRow,
@@ -23,12 +22,18 @@ from medvl.eval.core.metric_rows import (
     subgroup_metrics,
     subgroups_of,
 )
-from medvl.eval.core.metrics import Array, RankedColumn
+from medvl.eval.core.metrics import (
+    Array,
+    RankedColumn,
+    defined_labels,
+    mean_over_labels,
+    ranked_columns,
+)
 from medvl.eval.robustness.image_versions import Version
 from medvl.eval.robustness.passes import Scores
 from medvl.eval.zero_shot_classification.calibration import Calibration
 
-# Metric groups of the robustness tests; `medvl.eval.robustness.evaluate` defines the metrics.
+# Metric groups of the robustness tests; `medvl.eval.robustness.protocol` defines the metrics.
 #
 # Letters: N items, R resamples, L findings, K prompt sets.
 

@@ -16,8 +16,15 @@ from medvl.eval.classification.evaluation import LIMITS
 from medvl.eval.classification.scored_images import LabelPolicy, MeanOptions, notes_on_means
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.open import open_source
-from medvl.eval.core.predictions import LineFields, Lines, ScoredClasses, number_table
-from medvl.eval.core.results import OutputFolder, PageHeader, Results
+from medvl.eval.core.results import (
+    LineFields,
+    Lines,
+    OutputFolder,
+    PageHeader,
+    Results,
+    ScoredClasses,
+    number_table,
+)
 from medvl.eval.evaluation import (
     ModelEvaluation,
     OutputOptions,
@@ -37,17 +44,17 @@ from medvl.eval.html.page import (
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.matching import matching_groups
-from medvl.eval.probing.evaluate import FittedProbe
 from medvl.eval.probing.features import ProbedEncoder, encode_features
+from medvl.eval.probing.protocol import FittedProbe
 from medvl.eval.registry import register_evaluation
 from medvl.eval.robustness.assemble import ALL, DATA
-from medvl.eval.robustness.evaluate import (
+from medvl.eval.robustness.image_versions import STRENGTHS, Version
+from medvl.eval.robustness.protocol import (
     PROTOCOL,
     RobustnessResult,
     RobustnessSettings,
     evaluate_robustness,
 )
-from medvl.eval.robustness.image_versions import STRENGTHS, Version
 from medvl.eval.zero_shot_classification.calibration import (
     Calibration,
     calibration_path,

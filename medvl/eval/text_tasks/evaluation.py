@@ -14,8 +14,15 @@ from medvl.data.text_tasks.tasks import TASKS, RelationText, TextExample
 from medvl.errors import ConfigError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.open import resolve_device
-from medvl.eval.core.predictions import LineFields, Lines, at_items
-from medvl.eval.core.results import OutputFolder, PageHeader, Results, format_table
+from medvl.eval.core.results import (
+    LineFields,
+    Lines,
+    OutputFolder,
+    PageHeader,
+    Results,
+    at_items,
+    format_table,
+)
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import (
     Card,
@@ -29,7 +36,9 @@ from medvl.eval.html.page import (
 )
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.text_tasks.evaluate import (
+from medvl.eval.text_tasks.finetune import FinetuneGrid
+from medvl.eval.text_tasks.metrics import entity_spans, mean_over_seeds, summed_metric
+from medvl.eval.text_tasks.protocol import (
     PROTOCOL,
     EvaluatedEncoder,
     TextTaskOptions,
@@ -39,8 +48,6 @@ from medvl.eval.text_tasks.evaluate import (
     encoder_of_checkpoint,
     evaluate_text_tasks,
 )
-from medvl.eval.text_tasks.finetune import FinetuneGrid
-from medvl.eval.text_tasks.metrics import entity_spans, mean_over_seeds, summed_metric
 
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 AdamW without weight decay of biases and norms, a linear warm-up over 10 % of the steps and a linear
 decay to 0, dropout 0.1 before the linear layer and that of the encoder within it
-(`medvl.eval.text_tasks.evaluate` sets it for the attention), the gradient's norm at most 1. The
+(`medvl.eval.text_tasks.protocol` sets it for the attention), the gradient's norm at most 1. The
 last weights are used: the number of epochs is a setting that is chosen on the dev split, as the
 learning rate.
 """

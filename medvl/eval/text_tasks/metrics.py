@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from medvl.data.text_tasks.tasks import BLURB, TextExample, TextTask
-from medvl.eval.core.bootstrap import percentile_interval, resample_counts
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, percentile_interval, resample_counts
 from medvl.eval.probing.features import comparable_probabilities, fit_logistic
 
 Predicted = Sequence[str | float | tuple[str, ...]]

@@ -15,13 +15,15 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.open import open_source
-from medvl.eval.core.predictions import LineFields, Lines, number
 from medvl.eval.core.results import (
+    LineFields,
+    Lines,
     OutputFolder,
     PageHeader,
     Results,
     checkpoint_sha256,
     format_value,
+    number,
 )
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html import plots
@@ -40,8 +42,7 @@ from medvl.eval.html.page import (
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
 from medvl.eval.trial import Column, Task, Trial
-from medvl.eval.vqa.baselines import QUESTION_ONLY
-from medvl.eval.vqa.evaluate import (
+from medvl.eval.vqa.accuracy import (
     ACCURACY,
     CEILING,
     GAIN,
@@ -56,6 +57,7 @@ from medvl.eval.vqa.evaluate import (
 )
 from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, example_cards, explain
 from medvl.eval.vqa.predictions import (
+    QUESTION_ONLY,
     Predictions,
     QuestionLoader,
     answer_questions,

@@ -29,11 +29,11 @@ from medvl.eval.html.page import (
     thumbnail_uri,
 )
 from medvl.eval.html.plots import color_ends, draw_map, peak_ratio
-from medvl.eval.vqa.evaluate import MODEL, VQAResult
+from medvl.eval.vqa.accuracy import MODEL, VQAResult
 from medvl.eval.vqa.predictions import Prediction
 from medvl.models import VQA
 from medvl.models.base import evaluating
-from medvl.models.downstream.vqa.heads import question_attention
+from medvl.models.downstream.vqa.model import question_attention
 from medvl.schema import Batch
 
 # Explanations of single questions: the next best answers, and attention maps.

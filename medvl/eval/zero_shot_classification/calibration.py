@@ -30,13 +30,13 @@ from medvl.eval.classification.scored_images import LabelPolicy, ScoredImages
 from medvl.eval.core.full_pass import Loader, Model
 from medvl.eval.core.metrics import Array, ProbabilityColumn
 from medvl.eval.core.results import checkpoint_sha256, default_folder
-from medvl.eval.zero_shot_classification.evaluate import score_images
 from medvl.eval.zero_shot_classification.prompts import (
     COMPETING,
     STANDARDIZED,
     ClassPrompts,
     PromptSet,
 )
+from medvl.eval.zero_shot_classification.protocol import score_images
 
 _VERSION = 1
 _FOLDS = 5

@@ -9,21 +9,20 @@ from medvl.eval.classification.scored_images import (
     MeanOptions,
 )
 from medvl.eval.core.open import load_ensemble
-from medvl.eval.core.predictions import classes_of_lines
-from medvl.eval.core.results import OutputFolder, PageHeader
+from medvl.eval.core.results import OutputFolder, PageHeader, classes_of_lines
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Page, Pixels, hashed, write_page
 from medvl.eval.registry import register_evaluation
 from medvl.eval.trial import MEAN, Column, Task, Trial
-from medvl.eval.zero_shot_classification.evaluate import (
+from medvl.eval.zero_shot_classification.prompts import (
+    default_prompts,
+    load_prompts,
+)
+from medvl.eval.zero_shot_classification.protocol import (
     PROTOCOL,
     ZeroShotResult,
     common_classes,
     zero_shot,
-)
-from medvl.eval.zero_shot_classification.prompts import (
-    default_prompts,
-    load_prompts,
 )
 from medvl.models.dual_encoders.bases.base import DualEncoder
 

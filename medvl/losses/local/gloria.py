@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from medvl.losses.precision import full_precision, fused_if_possible, shapes
+from medvl.losses.common import full_precision, fused_if_possible, shapes
 
 WordPool = Literal["sum", "mean", "max"]
 

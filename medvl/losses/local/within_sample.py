@@ -10,7 +10,7 @@
 Items need not have unit length; all losses normalise them. Padding is ignored, even if it is not
 finite, and gets a zero gradient. Means are over the samples of all ranks, which exchange only two
 numbers: every rank passes its own samples and gets the loss of the global batch, and all ranks must
-call a loss equally often (`medvl.losses.gather`). Gathered samples give the same loss.
+call a loss equally often (`medvl.losses.common`). Gathered samples give the same loss.
 
 B samples of this rank, N items of a sample, P regions, E shared embedding dim.
 """
@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from medvl.losses.gather import mean_over_ranks
-from medvl.losses.precision import full_precision, one_number, shapes
+from medvl.losses.common import full_precision, mean_over_ranks, one_number, shapes
 
 
 def within_sample_nce(

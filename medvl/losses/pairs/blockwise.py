@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import full_precision, fused_if_possible
+from medvl.losses.common import full_precision, fused_if_possible
 
 # Groups of rows of a batch that are positives of each other, besides each row's own image and
 # text.

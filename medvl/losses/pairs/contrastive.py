@@ -1,7 +1,7 @@
 """Contrastive losses of dual-encoders.
 
 Row i of `image_BE` and row i of `text_BE` are a pair; all other rows are negatives. In a run of
-several ranks the caller gathers first (`medvl.losses.gather.gather`); these functions do not
+several ranks the caller gathers first (`medvl.losses.common.gather`); these functions do not
 communicate.
 
 A large matrix of logits is computed in blocks (`medvl.losses.pairs.blockwise`): the same value and
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.losses.common import check_share, full_precision, one_number, product_dtype, shapes
 from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
-from medvl.losses.precision import check_share, full_precision, one_number, product_dtype, shapes
 
 # B pairs, E shared embedding dim.
 
@@ -124,7 +124,7 @@ def _check_pairs(image_BE: Tensor, text_BE: Tensor, groups: Sequence[Tensor]) ->
 #     loss = soft_targets(gather(image_BE), gather(text_BE), similarity_NM, logit_scale)
 #
 # In a run of several ranks the caller gathers embeddings and labels first
-# (`medvl.losses.gather.gather`); these functions do not communicate.
+# (`medvl.losses.common.gather`); these functions do not communicate.
 #
 # N images, M texts, L labels, E shared embedding dim.
 

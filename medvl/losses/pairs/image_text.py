@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.losses.precision import check_share, full_precision, one_number, shapes
+from medvl.losses.common import check_share, full_precision, one_number, shapes
 
 
 def itc(
@@ -183,7 +183,7 @@ class MomentumQueue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, image_BE: Tensor, text_BE: Tensor, names_B: Tensor) -> None:
-        """Add momentum embeddings, of all ranks (`medvl.losses.gather.gather`) so that all queues
+        """Add momentum embeddings, of all ranks (`medvl.losses.common.gather`) so that all queues
         stay equal.
 
         Raises ValueError when there are not as many of each.

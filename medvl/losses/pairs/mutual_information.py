@@ -7,7 +7,7 @@ all their pairs.
     loss = -info_nce_bound(scores_BN[row_B, own_column_B], scores_BN, ~same_BN)
 
 Every rank gives the scores of its own pairs and gets the bound of the global batch, from a few
-numbers of each rank; all ranks must call a bound equally often (`medvl.losses.gather`).
+numbers of each rank; all ranks must call a bound equally often (`medvl.losses.common`).
 
 Liao et al., arXiv 2103.04537. In its released code the positive is missing in the sum of InfoNCE,
 whose gradient is then exactly that of the other bound, and pairs are concatenated one by one.
@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from medvl.common.cpu_rows import filling_rows
-from medvl.losses.gather import gather, mean_over_ranks
-from medvl.losses.precision import full_precision, shapes
+from medvl.losses.common import full_precision, gather, mean_over_ranks, shapes
 
 SentenceSum = Literal["sum", "mean"]
 

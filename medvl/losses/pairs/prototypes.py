@@ -2,7 +2,7 @@
 versa.
 
 Every rank gives its own rows and gets the loss of the global batch; all ranks must call these
-functions equally often (`medvl.losses.gather`). Gathered rows give the same.
+functions equally often (`medvl.losses.common`). Gathered rows give the same.
 
 N pairs and B samples of this rank, K prototypes, E shared embedding dim.
 """
@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.losses.gather import gather, mean_over_ranks
-from medvl.losses.precision import full_precision, shapes
+from medvl.losses.common import full_precision, gather, mean_over_ranks, shapes
 
 
 def prototype_swap(

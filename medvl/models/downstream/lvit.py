@@ -17,8 +17,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather, mean_over_ranks
-from medvl.losses.precision import full_precision
+from medvl.losses.common import full_precision, gather, mean_over_ranks
 from medvl.models.base import EncoderArguments, SystemConfig
 from medvl.models.downstream.dense import MaskModel
 from medvl.models.dual_encoders.bases.local import sum_by_slot, word_slots

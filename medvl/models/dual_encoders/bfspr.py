@@ -12,9 +12,8 @@ from torch import Tensor
 from medvl import losses
 from medvl.common.config_io import check_choice, check_within
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import full_precision, gather
 from medvl.losses.local.gloria import gloria_contrast
-from medvl.losses.precision import full_precision
 from medvl.models.dual_encoders.bases.base import BertDualConfig, Positives
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side

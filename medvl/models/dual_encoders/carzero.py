@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.losses.local.within_sample import statement_contrast
 from medvl.losses.pairs.blockwise import same_pairs
 from medvl.models.dual_encoders.bases.base import Positives

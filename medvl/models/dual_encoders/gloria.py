@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.common.config_io import check_within
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.losses.local.gloria import WordPool, gloria_attention, gloria_similarity
 from medvl.models.dual_encoders.bases.local import (
     LocalDualConfig,

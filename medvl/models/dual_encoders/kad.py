@@ -17,7 +17,7 @@ from medvl.common.label_names import spoken_name
 from medvl.data.reports.statements import stated_name
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.adapters import knowledge_head
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.models.base import complete_rows
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.registry import register_system

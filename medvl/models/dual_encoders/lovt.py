@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.models.dual_encoders.bases.local import (
     LocalDualConfig,
     LocalDualEncoder,

@@ -13,7 +13,7 @@ from medvl.common.config_io import check_choice, check_within
 from medvl.data.reports.statements import ASPECTS, describe_aspects
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.losses.pairs.contrastive import multi_hot, multi_positive
 from medvl.models.dual_encoders.bases.queries import QueryBook, QueryEncoder
 from medvl.models.dual_encoders.medklip import MedKLIPConfig, place_heads, place_terms

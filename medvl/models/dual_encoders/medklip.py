@@ -14,8 +14,7 @@ from medvl.common.config_io import check_within
 from medvl.data.reports.statements import PLACES
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.losses.gather import mean_over_ranks
-from medvl.losses.precision import full_precision
+from medvl.losses.common import full_precision, mean_over_ranks
 from medvl.models.base import EncoderArguments
 from medvl.models.dual_encoders.bases.queries import QueryBook, QueryConfig, QueryEncoder
 from medvl.models.registry import register_system

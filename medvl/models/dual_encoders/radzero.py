@@ -15,7 +15,7 @@ from medvl.common.config_io import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.losses.local.within_sample import patch_cosine, statement_contrast
 from medvl.losses.pairs.blockwise import text_ids
 from medvl.models.dual_encoders.bases.base import (

@@ -16,9 +16,8 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses import modality_confusion
-from medvl.losses.gather import mean_over_ranks
+from medvl.losses.common import full_precision, mean_over_ranks
 from medvl.losses.pairs.blockwise import in_share
-from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
 from medvl.models.dual_encoders.bases.base import BertDualConfig, DualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs

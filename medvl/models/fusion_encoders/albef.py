@@ -21,7 +21,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, create_text_encoder
 from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import full_precision, gather
 from medvl.losses.masked import mask_patches
 from medvl.losses.pairs.blockwise import name_ids
 from medvl.losses.pairs.image_text import (
@@ -32,7 +32,6 @@ from medvl.losses.pairs.image_text import (
     hard_pairs,
     ramped_alpha,
 )
-from medvl.losses.precision import full_precision
 from medvl.models.base import (
     EncoderArguments,
     MaskedWords,

@@ -18,7 +18,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import full_precision, gather
 from medvl.losses.masked import (
     IGNORED,
     PatchMask,
@@ -27,7 +27,6 @@ from medvl.losses.masked import (
     patchify,
     standardize,
 )
-from medvl.losses.precision import full_precision
 from medvl.models.base import (
     TOWERS,
     EncoderArguments,

@@ -13,7 +13,7 @@ from medvl.common.config_io import check_within
 from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.models.base import Parts, complete_rows
 from medvl.models.fusion_encoders.bases.objectives import (
     AlignedEncoded,

@@ -28,8 +28,8 @@ from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.encoders.pretrained import Pretrained, read_source
 from medvl.errors import ConfigError, WeightsError
+from medvl.losses.common import mean_of
 from medvl.losses.masked import IGNORED, masked_positions
-from medvl.losses.precision import mean_of
 from medvl.models.base import (
     EncoderArguments,
     Parts,

@@ -20,7 +20,7 @@ from medvl.data.transforms.masked_text import ConceptPairs
 from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.encoders.text.adapters import knowledge_head
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.losses.pairs.blockwise import name_ids
 from medvl.models.base import System
 from medvl.models.language.base import TextModelConfig

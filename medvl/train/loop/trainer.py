@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from medvl.common.config_io import nearest, to_dict
-from medvl.common.console import console
 from medvl.common.files import RunLock, refuse_links, wait_for
+from medvl.common.process import console
 from medvl.common.seeding import preserve_generators
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.models.base import evaluating
@@ -37,9 +37,15 @@ from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
 from medvl.train.fault_tolerance.guards import StopSignals, freeze_existing_objects, with_advice
 from medvl.train.loop.logger import RunLogger, SpeedMeter
-from medvl.train.loop.state import TrainState, resume_path
+from medvl.train.loop.state import (
+    Evaluator,
+    RollbackPolicy,
+    TrainState,
+    resume_path,
+    run_evaluators,
+    validation_loss,
+)
 from medvl.train.loop.step import Step, StepResult, parallelize
-from medvl.train.loop.validate import Evaluator, RollbackPolicy, run_evaluators, validation_loss
 from medvl.train.optim.optimizer import LearningRate, build_optimizer
 from medvl.train.parallel.distributed import (
     BatchStream,

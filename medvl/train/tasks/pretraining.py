@@ -280,7 +280,7 @@ def check_features(model: Any, source: Any) -> dict[str, Any]:
     Raises ConfigError ("mismatch") if they are of another encoder, image size, transform or
     weights, or lack a token.
     """
-    from medvl.models.downstream.regions.create import grid_settings
+    from medvl.models.downstream.regions import grid_settings
 
     manifest = region_manifest_of(source)
     assert manifest is not None, "the source was opened with its regions"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from medvl.data.loading.dense_targets import Kind
     from medvl.data.loading.sources import Subset
     from medvl.data.shards.source import ShardSource
-    from medvl.train.loop.validate import Evaluator
+    from medvl.train.loop.state import Evaluator
     from medvl.train.run import Run
 
 

@@ -21,7 +21,7 @@ from medvl.train.tasks.pretraining import (
 )
 
 if TYPE_CHECKING:
-    from medvl.train.loop.validate import Evaluator
+    from medvl.train.loop.state import Evaluator
     from medvl.train.run import Run
 
 

@@ -32,7 +32,7 @@ from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, Orig
 from medvl.data.transforms.text import WholeText
 from medvl.encoders import create_image_encoder
 from medvl.eval.core.open import open_for_evaluation
-from medvl.models.downstream.regions.create import GridRegions
+from medvl.models.downstream.regions import GridRegions
 from medvl.schema import Inputs
 
 COUNT, SIZE = 8, 32

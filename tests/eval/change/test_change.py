@@ -20,13 +20,13 @@ from medvl.data.loading.sources import no_text
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import EvaluationError
-from medvl.eval.change.evaluate import (
+from medvl.eval.change.evaluation import write_change_page
+from medvl.eval.change.protocol import (
     ChangeResult,
     change_classification,
     cross_validated_scores,
     load_change_prompts,
 )
-from medvl.eval.change.evaluation import write_change_page
 from medvl.eval.core.results import PageHeader
 from medvl.schema import CHANGES, Embeddings, Inputs, Sample
 

@@ -11,8 +11,8 @@ from medvl.errors import EvaluationError
 from medvl.eval import LabelPolicy, write_zero_shot_page, zero_shot
 from medvl.eval.core.results import PageHeader
 from medvl.eval.robustness.image_versions import paraphrases, statements
-from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 from medvl.eval.zero_shot_classification.prompts import load_prompts
+from medvl.eval.zero_shot_classification.protocol import ZeroShotResult
 
 PROPER = ("Cardiomegaly", "Edema", "Pleural Effusion")
 ODD = ("cardiomegaly", "EDEMA", "Pleural_Effusion")

@@ -23,12 +23,12 @@ from medvl.eval import zero_shot
 from medvl.eval.compare.compare import Comparison, Run, compare, find_runs, short_names
 from medvl.eval.compare.items import read_items
 from medvl.eval.compare.page import format_comparison, write_comparison
-from medvl.eval.core.bootstrap import resample_counts
 from medvl.eval.core.metric_rows import MetricRow, measure
+from medvl.eval.core.metrics import resample_counts
 from medvl.eval.core.results import Results, read_results, write_results
-from medvl.eval.grounding.evaluate import label_mean_metrics
+from medvl.eval.grounding.protocol import label_mean_metrics
 from medvl.eval.retrieval.image_text import image_text_retrieval
-from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
+from medvl.eval.zero_shot_classification.protocol import ZeroShotResult
 
 NAMES = ("Edema", "Fracture")
 

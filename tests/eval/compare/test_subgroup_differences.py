@@ -17,7 +17,7 @@ from helpers.html_pages import read
 from sklearn.metrics import roc_auc_score
 
 from medvl.data.annotations import Phrase, Question
-from medvl.eval.change.evaluate import ChangeResult, change_metrics
+from medvl.eval.change.protocol import ChangeResult, change_metrics
 from medvl.eval.classification.scored_images import ScoredImages, evaluate_scores
 from medvl.eval.compare.compare import Comparison, compare, find_runs
 from medvl.eval.compare.items import read_items
@@ -42,14 +42,14 @@ from medvl.eval.dense.metrics import (
     stack,
 )
 from medvl.eval.dense.segmentation import SegmentationResult, SegmentedImage, segmentation_groups
-from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult
+from medvl.eval.grounding.protocol import GroundedPhrase, GroundingResult
 from medvl.eval.masked_prediction import HiddenWord, MaskedPredictionResult, Sentences
 from medvl.eval.matching import Items, MatchingResult, matching_groups
-from medvl.eval.probing.evaluate import ProbeResult
-from medvl.eval.report_generation.evaluate import GeneratedReport, evaluate_reports
+from medvl.eval.probing.protocol import ProbeResult
+from medvl.eval.report_generation.protocol import GeneratedReport, evaluate_reports
 from medvl.eval.retrieval.by_class import ClassRetrievalResult, Queries, Query, precision_metrics
 from medvl.eval.retrieval.image_text import Gallery, RetrievalResult, rank_rows
-from medvl.eval.vqa.evaluate import evaluate_answers
+from medvl.eval.vqa.accuracy import evaluate_answers
 from medvl.eval.vqa.predictions import Prediction, VQAData
 from medvl.schema import Sample
 

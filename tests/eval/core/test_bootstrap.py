@@ -10,7 +10,7 @@ from sklearn import metrics as reference
 import medvl.eval
 from medvl.errors import EvaluationError
 from medvl.eval import bootstrap_auroc, bootstrap_average_precision, bootstrap_metric
-from medvl.eval.core import bootstrap
+from medvl.eval.core import metrics
 
 RESAMPLES = 60
 
@@ -41,9 +41,9 @@ def tied_scores(n: int, labels: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
 )
 def test_each_resample_matches_scikit_learn(metric, referee):
     scores_NL, labels_NL = tied_scores(120, 4)
-    indices_RN = bootstrap.bootstrap_indices(120, RESAMPLES, seed=3)
-    (counts_NR,) = bootstrap.resample_counts(120, RESAMPLES, seed=3)
-    for label, column in enumerate(bootstrap.ranked_columns(scores_NL, labels_NL)):
+    indices_RN = metrics.bootstrap_indices(120, RESAMPLES, seed=3)
+    (counts_NR,) = metrics.resample_counts(120, RESAMPLES, seed=3)
+    for label, column in enumerate(metrics.ranked_columns(scores_NL, labels_NL)):
         values_R = getattr(column, metric)(counts_NR)
         for drawn_N, value in zip(indices_RN, values_R, strict=True):
             known_N = drawn_N[~np.isnan(labels_NL[drawn_N, label])]
@@ -61,7 +61,7 @@ def test_each_resample_matches_scikit_learn(metric, referee):
 def test_values_and_percentiles_match_loop(ours, referee):
     scores_NL, labels_NL = tied_scores(90, 3)
     value_L, low_L, high_L = ours(scores_NL, labels_NL, resamples=RESAMPLES, seed=5)
-    indices_RN = bootstrap.bootstrap_indices(90, RESAMPLES, seed=5)
+    indices_RN = metrics.bootstrap_indices(90, RESAMPLES, seed=5)
     for label in range(3):
         known_N = ~np.isnan(labels_NL[:, label])
         assert value_L[label] == pytest.approx(
@@ -100,8 +100,8 @@ def test_small_columns_match_scikit_learn(rows):
 def test_chunk_size_does_not_change_resamples(monkeypatch):
     scores_NL, labels_NL = tied_scores(70, 3)
     expected = bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1)
-    monkeypatch.setattr(bootstrap, "_CHUNK_ELEMENTS", 500)  # 7 resamples at a time
-    assert len(list(bootstrap.resample_counts(70, 50, seed=1))) == 8
+    monkeypatch.setattr(metrics, "_CHUNK_ELEMENTS", 500)  # 7 resamples at a time
+    assert len(list(metrics.resample_counts(70, 50, seed=1))) == 8
     np.testing.assert_array_equal(
         bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1), expected
     )
@@ -135,7 +135,7 @@ def test_interval_covers_true_auroc_in_95_percent():
 def test_low_is_at_most_high_for_few_resamples(resamples):
     """CheXzero's index rule gives low > high below 40 resamples."""
     values_R1 = np.random.default_rng(resamples).random((resamples, 1))
-    low_K, high_K = bootstrap.percentile_interval(values_R1)
+    low_K, high_K = metrics.percentile_interval(values_R1)
     assert values_R1.min() <= low_K[0] <= high_K[0] <= values_R1.max()
     if resamples > 2:
         assert low_K[0] < np.median(values_R1) < high_K[0]
@@ -154,12 +154,12 @@ def test_a_single_unit_has_no_interval(n, groups):
     """Its resamples are all the same; `scipy.stats.bootstrap` refuses fewer than two
     observations.
     """
-    estimate = bootstrap.bootstrap(
+    estimate = metrics.bootstrap(
         lambda counts_NR: counts_NR.mean(axis=0)[:, None], n, resamples=20, groups=groups
     )
     assert estimate.value_K == [1.0]
     assert np.isnan([estimate.low_K, estimate.high_K]).all()
-    two = bootstrap.bootstrap(
+    two = metrics.bootstrap(
         lambda counts_NR: counts_NR[:1].T, 2, resamples=20, groups=None if n == 1 else ["a", "b"]
     )
     assert two.low_K < two.high_K
@@ -177,14 +177,14 @@ def test_single_class_or_unlabelled_columns_give_nan_without_warning(recwarn):
 def test_resamples_without_both_classes_are_left_out():
     nan = np.nan
     values_RK = np.array([[0.1, nan], [0.3, nan], [nan, nan], [0.2, 0.5]])
-    low_K, high_K = bootstrap.percentile_interval(values_RK)
+    low_K, high_K = metrics.percentile_interval(values_RK)
     assert (low_K[0], high_K[0]) == pytest.approx((0.105, 0.295))
     assert np.isnan([low_K[1], high_K[1]]).all()
 
 
 def test_groups_are_resampled_with_all_items():
     groups = ["b", "a", "b", "c", "a", "b"]
-    for counts_NR in bootstrap.resample_counts(6, 40, seed=0, groups=groups):
+    for counts_NR in metrics.resample_counts(6, 40, seed=0, groups=groups):
         np.testing.assert_array_equal(counts_NR[0], counts_NR[2])
         np.testing.assert_array_equal(counts_NR[0], counts_NR[5])
         np.testing.assert_array_equal(counts_NR[1], counts_NR[4])
@@ -207,14 +207,14 @@ def test_mean_over_labels_is_over_the_same_labels_in_every_resample():
     nan = np.nan
     values_RL = np.array([[0.5, 0.7, nan], [nan, 0.5, 0.5], [0.1, 0.2, 0.6]])
     first_two, none = np.array([True, True, False]), np.zeros(3, dtype=bool)
-    np.testing.assert_allclose(bootstrap.mean_over_labels(values_RL, first_two), [0.6, nan, 0.15])
-    np.testing.assert_allclose(bootstrap.mean_over_labels(values_RL, none), [nan] * 3)
+    np.testing.assert_allclose(metrics.mean_over_labels(values_RL, first_two), [0.6, nan, 0.15])
+    np.testing.assert_allclose(metrics.mean_over_labels(values_RL, none), [nan] * 3)
 
 
 def test_bootstrap_metric_uses_same_resamples():
     values_N = np.random.default_rng(0).normal(size=50)
     median_K, low_K, high_K = bootstrap_metric(np.median, values_N, resamples=40, seed=7)
-    loop = [np.median(values_N[drawn_N]) for drawn_N in bootstrap.bootstrap_indices(50, 40, seed=7)]
+    loop = [np.median(values_N[drawn_N]) for drawn_N in metrics.bootstrap_indices(50, 40, seed=7)]
     assert median_K[0] == np.median(values_N)
     assert (low_K[0], high_K[0]) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))
     both = bootstrap_metric(

@@ -10,8 +10,8 @@ from helpers.eval_fakes import FakeLoader, FakeModel, make_source
 from medvl.errors import EvaluationError
 from medvl.eval import bootstrap_auroc, write_zero_shot_page, zero_shot
 from medvl.eval.compare.compare import compare, find_runs
-from medvl.eval.core.bootstrap import mean_over_labels, resample_counts
 from medvl.eval.core.metric_rows import decision_metrics, measure, ranking_metrics
+from medvl.eval.core.metrics import mean_over_labels, resample_counts
 from medvl.eval.core.results import PageHeader, write_results
 
 NAMES = ("Edema", "Fracture")

@@ -7,7 +7,7 @@ from sklearn import metrics as reference
 
 from medvl.errors import EvaluationError
 from medvl.eval import choose_threshold
-from medvl.eval.core import bootstrap, bootstrap as curves
+from medvl.eval.core import metrics, metrics as curves
 from medvl.eval.core.metrics import (
     CALIBRATION_METRICS,
     DECISION_METRICS,
@@ -36,10 +36,10 @@ def sample(n: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def test_decision_metrics_match_scikit_learn():
     probability_N, labels_N = sample()
     predicted_N = probability_N >= 0.6
-    (counts_NR,) = bootstrap.resample_counts(200, 25, seed=1)
+    (counts_NR,) = metrics.resample_counts(200, 25, seed=1)
     values_RK = DecisionColumn(predicted_N, labels_N).metrics_RK(counts_NR)
     for drawn_N, values_K in zip(
-        bootstrap.bootstrap_indices(200, 25, seed=1), values_RK, strict=True
+        metrics.bootstrap_indices(200, 25, seed=1), values_RK, strict=True
     ):
         known_N = drawn_N[~np.isnan(labels_N[drawn_N])]
         expected = [
@@ -61,10 +61,10 @@ def test_decision_metrics_of_constant_decisions_and_single_class():
 
 def test_calibration_metrics_match_formulas():
     probability_N, labels_N = sample()
-    (counts_NR,) = bootstrap.resample_counts(200, 20, seed=1)
+    (counts_NR,) = metrics.resample_counts(200, 20, seed=1)
     values_RK = ProbabilityColumn(probability_N, labels_N, bins=15).metrics_RK(counts_NR)
     for drawn_N, values_K in zip(
-        bootstrap.bootstrap_indices(200, 20, seed=1), values_RK, strict=True
+        metrics.bootstrap_indices(200, 20, seed=1), values_RK, strict=True
     ):
         known_N = drawn_N[~np.isnan(labels_N[drawn_N])]
         probability, positive = probability_N[known_N], labels_N[known_N]
@@ -132,7 +132,7 @@ def test_roc_band_matches_loop():
     labels_N = np.nan_to_num(labels_N)
     curve = curves.roc_curve(scores_N, labels_N, resamples=30, seed=9, grid_points=11)
     heights_RG = []
-    for drawn_N in bootstrap.bootstrap_indices(60, 30, seed=9):
+    for drawn_N in metrics.bootstrap_indices(60, 30, seed=9):
         false_T, true_T, _ = reference.roc_curve(
             labels_N[drawn_N], scores_N[drawn_N], drop_intermediate=False
         )

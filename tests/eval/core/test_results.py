@@ -15,8 +15,8 @@ from helpers.errors import raises
 import medvl
 from medvl.errors import EvaluationError
 from medvl.eval import MetricRow, format_table, read_results, write_results
-from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.core.metric_rows import mean_metrics, measure, median_metric
+from medvl.eval.core.metrics import bootstrap_indices
 from medvl.eval.core.results import Results, checkpoint_sha256, package_versions
 
 ROWS = (

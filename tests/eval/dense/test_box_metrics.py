@@ -11,7 +11,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.bootstrap import resample_counts
+from medvl.eval.core.metrics import resample_counts
 from medvl.eval.dense.detection import match_by_label, precision_group
 from medvl.eval.dense.metrics import (
     ALL_OVERLAPS,

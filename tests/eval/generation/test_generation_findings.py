@@ -16,7 +16,6 @@ from medvl.data.reports.labeler import CONVENTIONS
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval.classification.scored_images import LabelPolicy
-from medvl.eval.generation.evaluate import GenerationOptions
 from medvl.eval.generation.findings import (
     FindingClassifier,
     Resampling,
@@ -32,6 +31,7 @@ from medvl.eval.generation.findings import (
     stated_labels,
 )
 from medvl.eval.generation.inputs import GeneratedSource, ImageSet, LoaderOptions
+from medvl.eval.generation.protocol import GenerationOptions
 from medvl.eval.generation.usefulness import UseOptions, use_rows
 from medvl.eval.probing.features import FeatureTable, LinearProbe
 from medvl.schema import FINDINGS, Embeddings, Sample

@@ -26,13 +26,6 @@ from medvl.data.transforms.image import Box, EvalTransform
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.results import PageHeader, read_results, write_results
-from medvl.eval.grounding.evaluate import (
-    GroundingResult,
-    grounding_protocol,
-    label_mean_metrics,
-    phrase_grounding,
-    stored_boxes,
-)
 from medvl.eval.grounding.evaluation import draw_grounding, write_grounding_page
 from medvl.eval.grounding.heatmaps import (
     MapRules,
@@ -43,6 +36,13 @@ from medvl.eval.grounding.heatmaps import (
     phrase_maps,
     region_mask,
     smooth,
+)
+from medvl.eval.grounding.protocol import (
+    GroundingResult,
+    grounding_protocol,
+    label_mean_metrics,
+    phrase_grounding,
+    stored_boxes,
 )
 from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.convirt import ConVIRT

@@ -37,7 +37,7 @@ from medvl.eval.html.page import (
     write_page,
 )
 from medvl.eval.html.tables import Cell, Table, as_csv, as_latex, as_markdown
-from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
+from medvl.eval.zero_shot_classification.protocol import ZeroShotResult
 
 NAMES = ("Edema", "Fracture", "Pneumonia")
 

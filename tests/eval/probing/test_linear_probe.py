@@ -26,7 +26,6 @@ from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import linear_probe, write_probe_page
 from medvl.eval.classification.scored_images import LabelPolicy
 from medvl.eval.core.results import PageHeader
-from medvl.eval.probing.evaluate import PENALTIES, FittedProbe
 from medvl.eval.probing.features import (
     FeatureTable,
     ProbedEncoder,
@@ -36,6 +35,7 @@ from medvl.eval.probing.features import (
     fit_logistic,
     fit_path,
 )
+from medvl.eval.probing.protocol import PENALTIES, FittedProbe
 
 NAMES = ("Edema", "Fracture", "Cardiomegaly")
 

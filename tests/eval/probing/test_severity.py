@@ -15,8 +15,8 @@ from medvl.cli import main as cli
 from medvl.data.shards.source import ShardSource
 from medvl.errors import EvaluationError
 from medvl.eval import linear_probe, ordinal_table
-from medvl.eval.probing.evaluate import parse_levels
 from medvl.eval.probing.features import FeatureTable
+from medvl.eval.probing.protocol import parse_levels
 
 LEVELS = ("none", "mild", "moderate", "severe")
 NAMES = tuple(f"edema={level}" for level in sorted(LEVELS))

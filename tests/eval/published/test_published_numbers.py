@@ -28,7 +28,7 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import Evaluation, load_prompts, published_numbers
 from medvl.eval.published.numbers import published_markdown, without_numbers
 from medvl.eval.zero_shot_classification.prompts import COMPETING
-from medvl.eval.zero_shot_classification.scores import _text_functions
+from medvl.eval.zero_shot_classification.protocol import _text_functions
 from medvl.models.registry import system as system_of
 from medvl.phantom import write_chexpert
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS

@@ -12,13 +12,13 @@ from medvl.cli import main as cli
 from medvl.errors import EvaluationError
 from medvl.eval import GeneratedReport, evaluate_reports, read_results
 from medvl.eval.core.metric_rows import MetricGroup, measure
-from medvl.eval.report_generation.evaluate import Reference, read_reports
-from medvl.eval.report_generation.external_scores import (
+from medvl.eval.report_generation.metrics import (
     chexbert_metrics,
     radgraph_metrics,
     read_radgraph,
     report_metric_scores,
 )
+from medvl.eval.report_generation.protocol import Reference, read_reports
 from medvl.schema import FINDINGS
 
 GENERATED = ["There is edema.", "No edema.", "Cardiomegaly."]

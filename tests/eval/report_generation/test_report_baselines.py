@@ -18,14 +18,14 @@ from medvl.cli import main as cli
 from medvl.data.reports.labeler import label_report
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval import GeneratedReport, evaluate_reports, read_results
-from medvl.eval.report_generation.evaluate import (
+from medvl.eval.report_generation.metrics import positive_findings, words
+from medvl.eval.report_generation.protocol import (
     AGAINST_LABELS,
     ONE_REPORT,
     REFERENCE,
     ReportResult,
     constant_report,
 )
-from medvl.eval.report_generation.metrics import positive_findings, words
 from medvl.models.checkpoint import save
 from medvl.phantom import World, compose_report, read_truth, write_mimic_cxr_jpg
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS

@@ -29,11 +29,10 @@ from medvl.eval import (
     read_results,
     write_report_page,
 )
-from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.core.metric_rows import measure
+from medvl.eval.core.metrics import bootstrap_indices
 from medvl.eval.core.results import PageHeader, Results
 from medvl.eval.report_generation import generate
-from medvl.eval.report_generation.evaluate import OTHER_IMAGES
 from medvl.eval.report_generation.generate import mbr_select
 from medvl.eval.report_generation.metrics import (
     Cider,
@@ -44,6 +43,7 @@ from medvl.eval.report_generation.metrics import (
     words,
     words_and_stops,
 )
+from medvl.eval.report_generation.protocol import OTHER_IMAGES
 from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.medvill import MedViLL
 from medvl.models.text_decoding import Decoding

@@ -20,7 +20,7 @@ from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.results import PageHeader, write_results
 from medvl.eval.retrieval.by_class import precision_at
 from medvl.eval.retrieval.candidate_lists import CHEXPERT_8X200, read_chexpert_8x200, sample_list
-from medvl.eval.retrieval.class_evaluation import write_class_retrieval_page
+from medvl.eval.retrieval.evaluation import write_class_retrieval_page
 from medvl.schema import Embeddings
 
 NAMES = ("Edema", "Fracture", "Cardiomegaly")

@@ -9,8 +9,8 @@ from helpers.retrieval_images import noisy_images
 
 from medvl.errors import EvaluationError
 from medvl.eval import RetrievalEval, image_text_retrieval
-from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.core.full_pass import concatenate
+from medvl.eval.core.metrics import bootstrap_indices
 from medvl.eval.retrieval import similarity as similarity_module
 from medvl.eval.retrieval.image_text import Gallery
 from medvl.schema import Embeddings

@@ -22,7 +22,6 @@ from medvl.eval.compare.items import read_items
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import PageHeader, Results, checkpoint_sha256, write_results
 from medvl.eval.robustness.assemble import assemble
-from medvl.eval.robustness.evaluate import RobustnessResult
 from medvl.eval.robustness.image_versions import (
     CORRUPTIONS,
     MADE_UP,
@@ -35,6 +34,7 @@ from medvl.eval.robustness.image_versions import (
     statements,
 )
 from medvl.eval.robustness.passes import score_everything
+from medvl.eval.robustness.protocol import RobustnessResult
 from medvl.eval.robustness.scorers import ClassifierScorer, Scorer, make_scorer
 from medvl.eval.zero_shot_classification.calibration import Calibration
 from medvl.eval.zero_shot_classification.prompts import load_prompts

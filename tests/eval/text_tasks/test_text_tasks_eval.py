@@ -35,8 +35,7 @@ from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, write_results
 from medvl.eval.evaluation import OutputOptions, run_evaluation
-from medvl.eval.text_tasks import evaluate
-from medvl.eval.text_tasks.evaluate import TaskRun, TextTaskResult, complete_tasks
+from medvl.eval.text_tasks import protocol
 from medvl.eval.text_tasks.evaluation import TextTasks
 from medvl.eval.text_tasks.finetune import encode_task, finetune, predict
 from medvl.eval.text_tasks.metrics import (
@@ -48,6 +47,7 @@ from medvl.eval.text_tasks.metrics import (
     score_rows,
     summed_metric,
 )
+from medvl.eval.text_tasks.protocol import TaskRun, TextTaskResult, complete_tasks
 from medvl.models import create_model, save
 from medvl.models.downstream.retrieval import TextHead
 
@@ -249,8 +249,8 @@ def test_a_seed_with_constant_predictions_leaves_the_correlation_undefined(
     encoder: EvaluatedEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_seed = iter([[float(number) for number in range(12)], [2.5] * 12])
-    monkeypatch.setattr(evaluate, "finetune", lambda *arguments, **options: None)
-    monkeypatch.setattr(evaluate, "predict", lambda *arguments, **options: next(by_seed))
+    monkeypatch.setattr(protocol, "finetune", lambda *arguments, **options: None)
+    monkeypatch.setattr(protocol, "predict", lambda *arguments, **options: next(by_seed))
     options = TextTaskOptions(
         grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=2, resamples=5
     )
@@ -291,8 +291,8 @@ def test_attention_has_dropout_whatever_the_pretraining_had(
         encoder_by_name("hf:distilbert", vocabulary, None, {"n_layers": 1}).attention_dropout
         is None
     )
-    monkeypatch.setattr(evaluate, "finetune", lambda *arguments, **options: None)
-    monkeypatch.setattr(evaluate, "predict", lambda *arguments, **options: [1.0] * 12)
+    monkeypatch.setattr(protocol, "finetune", lambda *arguments, **options: None)
+    monkeypatch.setattr(protocol, "predict", lambda *arguments, **options: [1.0] * 12)
     options = TextTaskOptions(
         grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=1, resamples=5
     )

@@ -13,12 +13,14 @@ from medvl.data.corpora.questions import vqa_rad
 from medvl.data.privacy import Deidentifier
 from medvl.errors import EvaluationError
 from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, evaluate_answers, read_results
-from medvl.eval.vqa.baselines import QuestionOnly, baselines, features_of
-from medvl.eval.vqa.evaluate import published_protocols_table
+from medvl.eval.vqa.accuracy import published_protocols_table
 from medvl.eval.vqa.examples import example_cards
 from medvl.eval.vqa.predictions import (
     Prediction,
+    QuestionOnly,
+    baselines,
     constant_predictions,
+    features_of,
     predictions_from_scores,
     read_predictions,
 )
@@ -259,7 +261,7 @@ def ridge(counts_NF, classes_N, penalty, size):
 
 
 def test_question_only_model_equals_ridge_regression(monkeypatch):
-    monkeypatch.setattr("medvl.eval.vqa.baselines._BLOCK", 2)
+    monkeypatch.setattr("medvl.eval.vqa.predictions._BLOCK", 2)
     texts = [
         "is there a mass",
         "where is it",

@@ -33,13 +33,13 @@ from medvl.errors import ConfigError, ImageError
 from medvl.eval import VQAData, evaluate_answers, normalize_answer, run_evaluation
 from medvl.eval.core.open import open_for_evaluation
 from medvl.eval.core.results import PageHeader
-from medvl.eval.vqa.evaluate import VQAResult
+from medvl.eval.vqa.accuracy import VQAResult
 from medvl.eval.vqa.evaluation import QuestionAnswering, write_vqa_page
 from medvl.eval.vqa.examples import choose_examples, explain
 from medvl.eval.vqa.predictions import Prediction, answer_questions, question_data
 from medvl.models import VQA, save
 from medvl.models.downstream.vqa.decoder import DecoderConfig
-from medvl.models.downstream.vqa.heads import question_attention
+from medvl.models.downstream.vqa.model import question_attention
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
 ANSWERS = ("yes", "no", "left", "right", "two")

@@ -15,7 +15,7 @@ from torch import Tensor
 from medvl.errors import EvaluationError
 from medvl.eval import load_prompts, zero_shot
 from medvl.eval.zero_shot_classification.prompts import _FOLDER
-from medvl.eval.zero_shot_classification.scores import predict
+from medvl.eval.zero_shot_classification.protocol import predict
 from medvl.schema import COMPETITION_FINDINGS, Embeddings
 
 PUBLISHED = "gloria_published"

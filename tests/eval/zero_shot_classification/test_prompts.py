@@ -20,8 +20,7 @@ from medvl.data.convert.pipeline import write_shards
 from medvl.errors import EvaluationError
 from medvl.eval import list_prompts, load_prompts
 from medvl.eval.zero_shot_classification import prompts
-from medvl.eval.zero_shot_classification.evaluate import common_classes
-from medvl.eval.zero_shot_classification.scores import PromptScorer
+from medvl.eval.zero_shot_classification.protocol import PromptScorer, common_classes
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS, Embeddings
 
 OURS = ("chexpert_classes", "chexpert_ensemble", "chexpert_pairs")

@@ -12,9 +12,9 @@ from sklearn import metrics as reference
 
 from medvl.errors import EvaluationError, SplitError
 from medvl.eval import LabelPolicy, ZeroShotEval, load_prompts, write_results, zero_shot
-from medvl.eval.core.bootstrap import bootstrap_indices
+from medvl.eval.core.metrics import bootstrap_indices
 from medvl.eval.zero_shot_classification.prompts import default_prompts
-from medvl.eval.zero_shot_classification.scores import PromptScorer, predict
+from medvl.eval.zero_shot_classification.protocol import PromptScorer, predict
 from medvl.models import system
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS, Embeddings
 

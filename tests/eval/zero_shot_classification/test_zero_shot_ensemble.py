@@ -23,7 +23,7 @@ from medvl.data.transforms.image import OriginalTransform
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import load_prompts, zero_shot
 from medvl.eval.core.open import load_ensemble, load_model, open_for_evaluation, open_source
-from medvl.eval.zero_shot_classification.scores import predict
+from medvl.eval.zero_shot_classification.protocol import predict
 from medvl.models.checkpoint import load, save
 from medvl.schema import FINDINGS, Embeddings
 

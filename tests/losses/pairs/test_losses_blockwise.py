@@ -14,10 +14,10 @@ from helpers.train_fakes import one_rank
 from torch import Tensor
 
 from medvl import losses
-from medvl.losses import precision as fused
+from medvl.losses import common as fused
+from medvl.losses.common import product_dtype
 from medvl.losses.pairs import blockwise
 from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid, same_pairs, text_ids
-from medvl.losses.precision import product_dtype
 from medvl.train.parallel.distributed import machine_settings
 
 STUDIES = torch.tensor([3, 1, 3, 2, 5, 3, 4, 1, 9])

@@ -29,10 +29,11 @@ from medvl.models.downstream.detector import (
     suppress,
     visible_part,
 )
-from medvl.models.downstream.regions.create import GridRegions, create_region_detector
-from medvl.models.downstream.regions.faster_rcnn import (
+from medvl.models.downstream.regions import (
     DetectorRegions,
     FasterRCNNRegions,
+    GridRegions,
+    create_region_detector,
     with_background,
 )
 

@@ -31,7 +31,7 @@ from medvl.eval import (
 from medvl.eval.vqa.evaluation import QuestionAnswering
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.decoder import HEADS, DecoderConfig, Head, VQAConfig
-from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead
+from medvl.models.downstream.vqa.model import AnswerPredictions, DecoderHead
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.schema import Batch
 

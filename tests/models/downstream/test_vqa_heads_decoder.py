@@ -15,7 +15,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError
 from medvl.models import VQA
 from medvl.models.downstream.vqa.decoder import DecoderConfig, Head
-from medvl.models.downstream.vqa.heads import DecoderHead
+from medvl.models.downstream.vqa.model import DecoderHead
 from medvl.models.fusion_encoders.albef import ALBEF
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.models.text_decoding import Decoding, search
@@ -164,8 +164,8 @@ def test_chunked_ranking_changes_no_score(
     model, batch = decoding_vqa("m3ae", tokenizer), make_batch(tokenizer, 5)
     with torch.no_grad():
         expected = model.answer_logits(batch)
-        monkeypatch.setattr("medvl.models.downstream.vqa.heads._ANSWERS_AT_ONCE", 3)
-        monkeypatch.setattr("medvl.models.downstream.vqa.heads._WORDS_AT_ONCE", 4)
+        monkeypatch.setattr("medvl.models.downstream.vqa.model._ANSWERS_AT_ONCE", 3)
+        monkeypatch.setattr("medvl.models.downstream.vqa.model._WORDS_AT_ONCE", 4)
         torch.testing.assert_close(model.answer_logits(batch), expected, rtol=1e-5, atol=1e-4)
 
 

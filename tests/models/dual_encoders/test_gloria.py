@@ -24,7 +24,7 @@ from medvl.errors import ConfigError
 from medvl.eval.core.full_pass import concatenate
 from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.eval.zero_shot_classification.prompts import load_prompts
-from medvl.eval.zero_shot_classification.scores import PromptScorer
+from medvl.eval.zero_shot_classification.protocol import PromptScorer
 from medvl.losses.local.gloria import gloria_attention, gloria_similarity
 from medvl.models import GLoRIAConfig, load_towers, save
 from medvl.models.dual_encoders.bases.local import most_slots, sum_by_slot, word_slots

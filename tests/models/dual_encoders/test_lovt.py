@@ -19,7 +19,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError
 from medvl.eval.grounding.heatmaps import choose_maps, phrase_maps
 from medvl.eval.zero_shot_classification.prompts import load_prompts
-from medvl.eval.zero_shot_classification.scores import PromptScorer
+from medvl.eval.zero_shot_classification.protocol import PromptScorer
 from medvl.models import LocalAnalysisConfig, LoVT, LoVTConfig
 from medvl.schema import Batch
 

@@ -18,16 +18,16 @@ from helpers.errors import raises
 from helpers.train_fakes import ONE_RANK, FakeLoader, TwoTowers, TwoTowersConfig, records, train
 from torch import nn
 
-from medvl.common.console import console
+from medvl.common.process import console
 from medvl.errors import ConfigError, TrainingError
-from medvl.losses.gather import gather
+from medvl.losses.common import gather
 from medvl.models.base import evaluating
 from medvl.schema import Batch, Losses
 from medvl.train import Constant, Cosine, Linear, Plateau
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.logger import BestTracker, LossMeter, RunLogger, remove_records_after
+from medvl.train.loop.state import validation_loss
 from medvl.train.loop.step import StepResult
-from medvl.train.loop.validate import validation_loss
 from medvl.train.optim.optimizer import Precision
 
 

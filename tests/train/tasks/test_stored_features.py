@@ -27,7 +27,7 @@ from medvl.errors import ConfigError, ShardError
 from medvl.eval.core.open import open_source
 from medvl.models.checkpoint import load, save
 from medvl.models.checkpoint_folder import detector_of
-from medvl.models.downstream.regions.create import GridRegions
+from medvl.models.downstream.regions import GridRegions
 from medvl.schema import Batch
 from medvl.train import DataLoaders, TrainResult, train
 from medvl.train.tasks.pretraining import DataConfig, open_data

@@ -2,22 +2,385 @@
 or by a decoder.
 """
 
+import abc
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from medvl import losses
+from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
 from medvl.losses.pairs.image_text import ramped_alpha
+from medvl.losses.supervised import word_log_probability
+from medvl.models.base import init_weights
 from medvl.models.downstream.fused_classifier import FusionTask, described_fusion, open_fusion
-from medvl.models.downstream.vqa.decoder import DecoderConfig, Head, VQAConfig
-from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead, create_head
+from medvl.models.downstream.vqa.decoder import (
+    AnswerDecoder,
+    AnswerWriter,
+    DecoderConfig,
+    Head,
+    Memory,
+    VQAConfig,
+    init_decoder,
+)
 from medvl.models.fusion_encoders.bases.base import FusionModel, StreamConfig
+from medvl.models.fusion_encoders.parts.encoder import Fused
 from medvl.models.registry import register_system
+from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch, Losses
+
+# Answer heads on the states of any fusion-encoder: classifiers, and a decoder that ranks or
+# writes answers.
+#
+# B questions, V answers of the vocabulary, K answers of a shortlist, T tokens of an answer, S
+# tokens of K answers including padding, N without it, C tokens that are read, D width.
+
+_ANSWERS_AT_ONCE = 128
+_WORDS_AT_ONCE = 2048
+"""Chunk sizes of a ranking pass: they limit its memory and change no result."""
+
+
+class AnswerPredictions(NamedTuple):
+    """The answer to each question of a batch."""
+
+    answers: list[str]
+    score_B: Tensor
+    """float32, within [0, 1]: the head's probability of its answer."""
+
+
+class _Classifier(nn.Sequential, abc.ABC):
+    """Layers from one vector for each question to an independent logit for each answer,
+    initialised as BERT's.
+    """
+
+    reads_pooled = True
+    """Whether the head reads `Fused.pooled_BD`."""
+
+    def __init__(self, answers: Sequence[str], *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self._answers = tuple(answers)
+        init_weights(self)
+
+    @abc.abstractmethod
+    def vector(self, fused: Fused) -> Tensor:
+        """(B, D): the input of the layers."""
+
+    def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
+        """Return the loss for targets within [0, 1]; a row of zeros has no answer in the
+        vocabulary.
+        """
+        return losses.vqa_bce(self.scores(fused), target_BV)
+
+    def scores(self, fused: Fused) -> Tensor:
+        """Return the logits (B, V)."""
+        logits_BV: Tensor = self(self.vector(fused))
+        return logits_BV
+
+    def predict(self, fused: Fused) -> AnswerPredictions:
+        """Return the best answers."""
+        best_B, place_B = self.scores(fused).float().max(dim=1)
+        return AnswerPredictions(
+            [self._answers[place] for place in place_B.tolist()], best_B.sigmoid()
+        )
+
+
+class ClassifierHead(_Classifier):
+    """Linear, LayerNorm, GELU, Linear on the pooled vector (METER and M3AE, card 1.1)."""
+
+    def __init__(self, width: int, answers: Sequence[str]) -> None:
+        super().__init__(
+            answers,
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+            nn.GELU(),
+            nn.Linear(width, len(answers)),
+        )
+
+    def vector(self, fused: Fused) -> Tensor:
+        """Return the pooled vector."""
+        return fused.pooled_BD
+
+
+class ProductHead(_Classifier):
+    """Linear, ReLU, Linear on the product of CLS and the first SEP (MedViLL; VLP, Zhou et al.,
+    arXiv 1909.11059).
+
+    Needs a system whose `Fused.image` starts with CLS and ends with SEP. The published head can
+    never give its first answer; this one can.
+    """
+
+    reads_pooled = False
+
+    def __init__(self, width: int, answers: Sequence[str]) -> None:
+        super().__init__(
+            answers, nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, len(answers))
+        )
+
+    def vector(self, fused: Fused) -> Tensor:
+        """Return the product of the two tokens around the image."""
+        block_BND = fused.image.states_BND
+        return block_BND[:, 0] * block_BND[:, -1]
+
+
+class DecoderHead(nn.Module):
+    """An `AnswerDecoder` that ranks the answers of the vocabulary or writes its own.
+
+    It reads `FusionModel.answer_memory`. Answers with equal tokens are one answer to this head,
+    which returns the first of them. An answer with a word unknown to the tokenizer can be ranked,
+    but is never written.
+
+    With `config.decoder.alpha` it also learns the soft targets of a moving average of the model
+    (`VQA`).
+
+    Raises ConfigError if the model has no tokenizer, an answer has no token, or the sizes do not
+    fit.
+    """
+
+    reads_pooled = False
+
+    ids_VT: Tensor
+    length_V: Tensor
+
+    def __init__(self, config: VQAConfig, model: FusionModel) -> None:
+        super().__init__()
+        self.config = config
+        self.tokenizer = model.require_tokenizer(f"head {config.head!r}")
+        ids_VT, mask_VT = self.tokenizer.for_answers()(config.answers)
+        length_V = mask_VT.sum(dim=1).clamp(max=config.decoder.max_tokens)
+        if length_V.min() < 3:
+            number = int(length_V.argmin()) + 1
+            raise ConfigError(
+                f"answer {number} has no token; remove it", "unsupported", field="answers"
+            )
+        ids_VT = ids_VT[:, : int(length_V.max())].scatter(
+            1, length_V[:, None] - 1, self.tokenizer.sep_id
+        )
+        self.register_buffer("ids_VT", ids_VT, persistent=False)
+        self.register_buffer("length_V", length_V, persistent=False)
+        answers = zip(ids_VT.tolist(), length_V.tolist(), config.answers, strict=True)
+        self._answer_of = {
+            tuple(ids[1 : length - 1]): answer for ids, length, answer in reversed(list(answers))
+        }
+        self._read_states = model.answer_memory
+        self.decoder = AnswerDecoder(config.decoder, model.fused_dim, model.text_encoder.vocab_size)
+        init_decoder(self.decoder, model)
+
+    def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
+        """Return the loss for targets within [0, 1]; answers above 0 are predicted word by word."""
+        return self.distilled_loss(fused, target_BV, None, 0.0)
+
+    def distilled_loss(
+        self, fused: Fused, target_BV: Tensor, teacher_NV: Tensor | None, alpha: float
+    ) -> Tensor:
+        """Return the loss with soft targets; a share `alpha` is from `teacher_NV`, the teacher's
+        `score_targets`.
+        """
+        logits_NV, ids_N, weight_N = self.score_targets(fused, target_BV)
+        return losses.answer_words(logits_NV, ids_N, weight_N, len(target_BV), teacher_NV, alpha)
+
+    def score_targets(self, fused: Fused, target_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores (N, V) of the words of all right answers, the words (N,), and their
+        answers' targets (N,).
+        """
+        row_N, answer_N = (target_BV > 0).nonzero().unbind(dim=1)
+        mask_NT = self._mask(answer_N)
+        ids_NT = self.ids_VT[answer_N, : mask_NT.shape[1]]
+        given_NT = ids_NT[:, :-1]
+        next_NT = ids_NT[:, 1:]
+        real_NT = mask_NT[:, 1:]
+        place_T = torch.arange(given_NT.shape[1], device=ids_NT.device)
+        memory = self.decoder.read(self._read_states(fused).rows(row_N))
+        states_NTD, _ = self.decoder(given_NT, place_T, memory, (place_T <= place_T[:, None])[None])
+        weight_NT = target_BV[row_N, answer_N, None].expand_as(real_NT)
+        return self.decoder.score_words(states_NTD[real_NT]), next_NT[real_NT], weight_NT[real_NT]
+
+    def scores(self, fused: Fused) -> Tensor:
+        """Return the log-likelihoods (B, V), minus infinity for answers that are not on the
+        shortlist.
+
+        The sum of the log-probabilities of an answer's words and its closing token, not divided by
+        their number. With `config.decoder.first_word` "twice" the first word counts twice (ALBEF's
+        `rank_answer`).
+        """
+        decoder = self.decoder
+        settings = self.config.decoder
+        memory = decoder.read(self._read_states(fused))
+        first_B1 = self.ids_VT[:1, :1].expand(len(fused.pooled_BD), 1)
+        states_B1D, memory = decoder(first_B1, first_B1.new_zeros(1), memory)
+        first_id_V = self.ids_VT[:, 1]
+        first_BV = decoder.score_words(states_B1D[:, 0]).float().log_softmax(dim=1)[:, first_id_V]
+        # stable: answers with equal first words keep their order on every device
+        chosen_BK = first_BV.sort(dim=1, descending=True, stable=True).indices[
+            :, : settings.shortlist
+        ]
+        rest_BK = torch.cat(
+            [self._rest(some_BK, memory) for some_BK in chosen_BK.split(_ANSWERS_AT_ONCE, 1)], dim=1
+        )
+        times = 2 if settings.first_word == "twice" else 1
+        return torch.full_like(first_BV, -torch.inf).scatter(
+            1, chosen_BK, times * first_BV.gather(1, chosen_BK) + rest_BK
+        )
+
+    def predict(self, fused: Fused) -> AnswerPredictions:
+        """Return the best answers."""
+        if self.config.head == "generation":
+            return self.write(fused)
+        best_B, place_B = self.scores(fused).max(dim=1)
+        return AnswerPredictions(
+            [self.config.answers[place] for place in place_B.tolist()], best_B.exp()
+        )
+
+    def write(self, fused: Fused) -> AnswerPredictions:
+        """Decode answers: the answer of the vocabulary with the same tokens if there is one,
+        else the text.
+        """
+        tokenizer = self.tokenizer
+        settings = self.config.decoder
+        special = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id)
+        generated = search(
+            AnswerWriter(
+                self.decoder, self.decoder.read(self._read_states(fused)), tokenizer.cls_id
+            ),
+            Decoding(beams=settings.beams),
+            max_tokens=settings.max_tokens - 1,
+            end_id=tokenizer.sep_id,
+            pad_id=tokenizer.pad_id,
+            never=[token for token in special if token is not None and token != tokenizer.sep_id],
+        )
+        rows = zip(generated.ids_BT.cpu(), generated.mask_BT.cpu(), strict=True)
+        id_lists = [ids_T[mask_T].tolist() for ids_T, mask_T in rows]
+        answers = [self._answer_of.get(tuple(ids)) or tokenizer.decode(ids) for ids in id_lists]
+        return AnswerPredictions(answers, generated.score_B.exp())
+
+    def _rest(self, chosen_BK: Tensor, memory: Memory) -> Tensor:
+        """(B, K): log-probability of the tokens after the first word of these answers.
+
+        The answers of a question are packed into one row without padding; words attend to their own
+        answer only. Most answers have one or two words, but the longest of VQA-RAD has over twenty.
+        """
+        mask_BKT = self._mask(chosen_BK)
+        ids_BKT = self.ids_VT[chosen_BK][:, :, : mask_BKT.shape[2]]
+        given_BS = ids_BKT[:, :, 1:-1].flatten(1)
+        next_BS = ids_BKT[:, :, 2:].flatten(1)
+        real_BS = mask_BKT[:, :, 2:].flatten(1)
+        most = int(real_BS.sum(dim=1).max())
+        order_BN = (~real_BS).sort(dim=1, stable=True).indices[:, :most]
+        real_BN = real_BS.gather(1, order_BN)
+        steps = mask_BKT.shape[2] - 2
+        answer_BN = order_BN // steps
+        place_BN = order_BN % steps + 1
+        seen_BNN = (answer_BN[:, :, None] == answer_BN[:, None]) & (
+            place_BN[:, None] <= place_BN[:, :, None]
+        )
+        start_BN1 = torch.ones_like(seen_BNN[:, :, :1])  # all answers share the first token
+        states_BND, _ = self.decoder(
+            given_BS.gather(1, order_BN), place_BN, memory, torch.cat([start_BN1, seen_BNN], dim=2)
+        )
+        states_ND = states_BND[real_BN]
+        next_N = next_BS.gather(1, order_BN)[real_BN]
+        pairs = zip(states_ND.split(_WORDS_AT_ONCE), next_N.split(_WORDS_AT_ONCE), strict=True)
+        log_N = torch.cat(
+            [word_log_probability(self.decoder.score_words(states), ids) for states, ids in pairs]
+        )
+        log_BN = log_N.new_zeros(real_BN.shape).masked_scatter(real_BN, log_N)
+        log_BS = log_BN.new_zeros(real_BS.shape).scatter(1, order_BN, log_BN)
+        return log_BS.unflatten(1, (chosen_BK.shape[1], steps)).sum(dim=2)
+
+    def _mask(self, answer: Tensor) -> Tensor:
+        """(..., T): True on the tokens of these answers; T is the longest length."""
+        length = self.length_V[answer]
+        longest = int(length.max()) if length.numel() else 0
+        return torch.arange(longest, device=length.device) < length[..., None]
+
+
+def create_head(
+    config: VQAConfig, model: FusionModel
+) -> ClassifierHead | ProductHead | DecoderHead:
+    """Create a head for a fusion-encoder.
+
+    Raises ConfigError if the head "product" or a decoder does not fit the model.
+    """
+    if config.head == "classifier":
+        return ClassifierHead(model.pooled_dim, config.answers)
+    if config.head == "product":
+        if not model.image_between_text_tokens:
+            message = (
+                f"head 'product' needs an image between two text tokens, as in medvill; "
+                f"{model.name} has none"
+            )
+            raise ConfigError(message, "unsupported", field="head")
+        return ProductHead(model.pooled_dim, config.answers)
+    return DecoderHead(config, model)
+
+
+# Attention maps of a question over its image, for plots and for checking answers.
+#
+# Maps are the attention of the last fusion layer, mean over its heads. They show where that layer
+# gathers information, not why an answer was given: the layers below have mixed the cells already
+# (Jain and Wallace, arXiv 1902.10186).
+
+# P cells of the image's grid in row-major order; the other letters as in `medvl.schema`.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuestionAttention:
+    """Attention of each question over the cells of its image, float32.
+
+    A row sums to at most 1: the rest goes to words, and to tokens without a place in the image.
+    """
+
+    pooled_BP: Tensor
+    """From the token that is pooled for the answer."""
+    words_BP: Tensor
+    """Mean over the question's words, without its first and its closing token; zeros if it has
+    no words.
+    """
+    grid: tuple[int, int] | None
+    """(rows, columns) of the cells; None for the regions of a detector."""
+
+
+@torch.no_grad()
+def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
+    """Return the attention of a batch's texts over their images.
+
+    It does not depend on padding or on the rest of the batch. The forward pass keeps no weights, so
+    this is a separate pass through both encoders and all fusion layers but the last.
+
+    Raises ConfigError in training mode, where cells may be left out.
+    """
+    if model.training:
+        raise ConfigError("attention maps need eval mode; call eval() first", "conflict")
+    text = model.texts_of(batch)
+    maps = model.cross_attention(text, model.images_of_rows(batch))
+    words_BT = _words(batch).float()
+    count_B1 = words_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    words_BP = torch.einsum("bt,btp->bp", words_BT / count_B1, maps.text_BTP)
+    if not isinstance(model.image_encoder, ImageEncoder):
+        return QuestionAttention(pooled_BP=maps.pooled_BP, words_BP=words_BP, grid=None)
+    height, width = batch.image_BCHW.shape[2:]
+    grid = model.image_encoder.grid(height, width)
+    if (
+        batch.has_image_B is not None and not batch.has_image_B.any()
+    ):  # no image was encoded: there are no cells
+        cells = words_BP.shape[1] if grid is None else grid[0] * grid[1]
+        zeros_BP = words_BP.new_zeros(len(batch), cells)
+        return QuestionAttention(pooled_BP=zeros_BP, words_BP=zeros_BP, grid=grid)
+    return QuestionAttention(pooled_BP=maps.pooled_BP, words_BP=words_BP, grid=grid)
+
+
+def _words(batch: Batch) -> Tensor:
+    """(B, T) bool: real tokens without the first and the last, which a tokenizer adds to every
+    text.
+    """
+    place_T = torch.arange(batch.mask_BT.shape[1], device=batch.mask_BT.device)
+    last_B1 = batch.mask_BT.sum(dim=1, keepdim=True) - 1
+    words_BT = batch.mask_BT.bool() & (place_T > 0) & (place_T < last_B1)
+    return words_BT if batch.has_text_B is None else words_BT & batch.has_text_B[:, None]
 
 
 class Answerer(nn.Module):
@@ -33,7 +396,7 @@ class Answerer(nn.Module):
 
 @register_system("vqa")
 class VQA(FusionTask):
-    """A fusion-encoder with the answer head `config.head` (`medvl.models.downstream.vqa.heads`).
+    """A fusion-encoder with the answer head `config.head` (`medvl.models.downstream.vqa.model`).
 
     The text of a batch is the question and its labels are the answers: column v of `labels_BL` is 1
     if answer v of `config.answers` is right (`medvl.data.loading.studies.QuestionSource`).

@@ -25,7 +25,7 @@ from medvl.encoders import (
     freeze_layers,
 )
 from medvl.errors import ConfigError
-from medvl.losses.gather import rows_by_rank
+from medvl.losses.common import rows_by_rank
 from medvl.losses.masked import mask_patches
 from medvl.losses.pairs.blockwise import name_ids, text_ids
 from medvl.models.base import (
@@ -329,7 +329,7 @@ class DualEncoder(System):
         none.
 
         At least one rank has a pair. Gather other ranks' embeddings with
-        `medvl.losses.gather.gather` or `Pairs.gather`.
+        `medvl.losses.common.gather` or `Pairs.gather`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs compare_pairs or forward")
 

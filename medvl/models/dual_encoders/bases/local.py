@@ -15,10 +15,9 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.losses.gather import gather
+from medvl.losses.common import full_precision, gather
 from medvl.losses.local.gloria import WordPool, gloria_contrast, gloria_similarity
 from medvl.losses.local.within_sample import in_chunks
-from medvl.losses.precision import full_precision
 from medvl.models.dual_encoders.bases.base import BertDualConfig, DualEncoder
 from medvl.models.dual_encoders.parts.layers import BatchNormHead
 from medvl.models.heatmaps import maps_of_cells

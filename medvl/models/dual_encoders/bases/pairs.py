@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.gather import gather, gather_padded, rows_by_rank
+from medvl.losses.common import gather, gather_padded, rows_by_rank
 from medvl.schema import Embeddings
 
 
@@ -87,7 +87,7 @@ class Pairs:
         )
 
     def gather(self, *, local: bool = True) -> Self:
-        """Return the pairs of all ranks in rank order, as `medvl.losses.gather.gather` does.
+        """Return the pairs of all ranks in rank order, as `medvl.losses.common.gather` does.
 
         With `local` False, local features stay behind: regions of images are large.
         """

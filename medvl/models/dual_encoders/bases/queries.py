@@ -17,8 +17,7 @@ from medvl.data.reports.statements import describe, statement
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics, freeze_layers
 from medvl.errors import CheckpointError, ConfigError
-from medvl.losses.gather import mean_over_ranks
-from medvl.losses.precision import full_precision
+from medvl.losses.common import full_precision, mean_over_ranks
 from medvl.models.base import list_of_texts
 from medvl.models.dual_encoders.bases.base import DualEncoder, DualEncoderConfig, projection_head
 from medvl.models.dual_encoders.parts.layers import mask_of

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from medvl.losses.gather import gather
-from medvl.losses.precision import full_precision
+from medvl.losses.common import full_precision, gather
 
 
 def mask_of(x_BND: Tensor, mask_BN: Tensor | None) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
+from medvl.losses.common import full_precision
 from medvl.losses.masked import blank
 from medvl.losses.pairs.blockwise import name_ids, same_pairs, text_ids
 from medvl.losses.pairs.image_text import MatchingPairs, random_pairs
-from medvl.losses.precision import full_precision
 from medvl.models.base import INIT_STD, complete_rows, init_weights
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.schema import Batch, ImageFeatures

@@ -21,7 +21,7 @@ from medvl.data.knowledge.graph import read_knowledge
 from medvl.data.knowledge.transe import load_embeddings
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
-from medvl.losses.precision import full_precision
+from medvl.losses.common import full_precision
 from medvl.models.base import LAYER_NORM_EPS, init_weights
 from medvl.models.fusion_encoders.parts.encoder import DualStream, EntityTokens, Tokens
 from medvl.models.fusion_encoders.parts.transformer import (

@@ -45,9 +45,8 @@ from medvl.eval.classification.scored_images import (
     ScoredImages,
     ThresholdRule,
 )
-from medvl.eval.core.bootstrap import bootstrap_auroc
 from medvl.eval.core.metric_rows import MetricGroup, ranking_metrics
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, bootstrap_auroc
 from medvl.eval.core.results import format_table
 from medvl.eval.probing.features import (
     FeatureTable,

@@ -55,7 +55,7 @@ from medvl.eval.core.full_pass import samples_by_key
 from medvl.eval.core.metric_rows import measure, subgroups_of
 from medvl.eval.core.metrics import ECE_BINS
 from medvl.eval.core.results import Results, checkpoint_sha256, format_table
-from medvl.eval.probing.evaluate import FittedProbe
+from medvl.eval.probing.protocol import FittedProbe
 from medvl.eval.robustness.assemble import Tests, assemble
 from medvl.eval.robustness.image_versions import (
     CORRUPTIONS,

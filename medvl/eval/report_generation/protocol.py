@@ -182,7 +182,7 @@ def evaluate_reports(
         uncertain: label of findings that a report mentions as uncertain.
         conventions: what the labeler takes as present and as uncertain.
         extra: further metrics of `reports`, such as those of
-            `medvl.eval.report_generation.external_scores`.
+            `medvl.eval.report_generation.metrics`.
         resamples, seed: number and seed of the bootstrap resamples.
         config, inputs, details: further entries of the results.
 

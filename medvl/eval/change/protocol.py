@@ -9,7 +9,7 @@ are medvl's):
 * The score of a class is the mean similarity of the image with the sentences of that class about
   the finding. The highest score is the prediction; a tie is wrong.
 * With `folds` the score of a class is the probability by a linear probe of the image's vector,
-  which has not seen the patient (`medvl.eval.change.evaluate`).
+  which has not seen the patient (`medvl.eval.change.protocol`).
 * The score of a class by a `ChangeClassifier` is its probability.
 * "macro_accuracy" of a finding is the mean of the three classes' accuracies (of those that occur),
   "accuracy" the share of correct items; target "macro" is the mean over findings. Chance is 1/3 in
@@ -39,13 +39,12 @@ from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
 from medvl.data.loading.sources import changes_of
 from medvl.errors import EvaluationError
-from medvl.eval.core.bootstrap import mean_over_labels
 from medvl.eval.core.full_pass import FullPass, Loader, Model, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, subgroups_of
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import Array, mean_over_labels
 from medvl.eval.core.results import Results
-from medvl.eval.probing.evaluate import choose_probe
 from medvl.eval.probing.features import Standardizer, comparable_probabilities
+from medvl.eval.probing.protocol import choose_probe
 from medvl.models.base import evaluating
 from medvl.models.downstream.change_classifier import ChangeClassifier
 from medvl.models.dual_encoders.biovil_t import SupportsPriors
@@ -104,7 +103,7 @@ def cross_validated_scores(
     return scores_NK.reshape(class_NLC.shape)
 
 
-# Sentences about change: the prompts of `medvl.eval.change.evaluate`.
+# Sentences about change: the prompts of `medvl.eval.change.protocol`.
 
 _DEFAULT = {
     "improving": (

@@ -30,8 +30,7 @@ from medvl.data.reports.cleaning import swap_laterality
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.results import Results, format_table, format_value
-from medvl.eval.vqa.baselines import QUESTION_ONLY, baselines
-from medvl.eval.vqa.predictions import Predictions, VQAData
+from medvl.eval.vqa.predictions import QUESTION_ONLY, Predictions, VQAData, baselines
 from medvl.eval.vqa.protocol import (
     PROTOCOL,
     PROTOCOLS,

@@ -1,24 +1,117 @@
-"""All-gather of rows with gradient, for contrastive losses with the negatives of the global batch.
-
-Every rank gathers the rows of all ranks and computes the same loss over them. The backward pass
-sums the gradients of a row over all ranks and returns the sum to the rank that owns it. Each rank
-then has W times its share of the gradient (W ranks), and DDP's average over ranks gives the
-parameter gradients of one process with the global batch. A parameter of the loss itself, such as a
-learned temperature, has the same gradient everywhere, which the average does not change.
-
-Letters: B rows of this rank, N rows of all ranks in rank order, E embedding dim, T tokens, Q tokens
-of all rows.
-"""
+"""What losses share: precision, means, checks of arguments, and rows of all ranks."""
 
 import contextlib
 import contextvars
+import functools
+import importlib.util
+import shutil
+import sysconfig
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# Precision of losses, which compute in float32, their means, and checks of their arguments.
+
+
+def full_precision(tensor: Tensor) -> torch.autocast:
+    """Disable autocast on the tensor's device: it would compute products in 16 bits in spite of
+    `.float()`.
+    """
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype for operands of a loss's largest products: that of a GPU's 16-bit
+    autocast, else float32.
+    """
+    if tensor.is_cuda and torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    return torch.float32
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """Return the mean of `count` elements from their sum; 0 with a zero gradient where there is
+    none.
+
+    The count may be a mean over micro-batches, and so below 1.
+    """
+    return total / torch.where(count > 0, count, 1)
+
+
+def mean_or_zero(values: Tensor) -> Tensor:
+    """Return the mean of all elements; 0 with a zero gradient where there is none."""
+    return values.sum() / max(values.numel(), 1)
+
+
+def one_number(name: str, value: Tensor | float) -> Tensor | float:
+    """Return a scale, bias or temperature as float32 without dimensions, so that it changes no
+    dtype and no shape.
+
+    Raises ValueError naming the argument unless it is one number.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {shapes(value)}")
+    return value.float().reshape(())
+
+
+def shapes(*tensors: Tensor) -> str:
+    """Return the shapes of tensors, for error messages."""
+    return " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ValueError naming the argument unless the value is within [0, 1]."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be within [0, 1], got {value}")
+
+
+# Functions of losses that torch.compile fuses into few kernels, where a GPU's tensors have a
+# compiler.
+
+
+def fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    """Return the function compiled, where the tensor's device has a compiler; otherwise the
+    function itself.
+
+    Within a function that is compiled as a whole, the function itself: it becomes a part of that
+    graph, and the search for a compiler cannot be traced.
+    """
+    if torch.compiler.is_compiling():
+        return function
+    return _compile(function) if tensor.is_cuda and can_fuse() else function
+
+
+@functools.cache
+def can_fuse() -> bool:
+    """Return whether Triton is installed, and what it calls: a C compiler, and Python's headers."""
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    has_compiler = any(map(shutil.which, ("gcc", "clang", "cc")))
+    return importlib.util.find_spec("triton") is not None and has_compiler and has_headers
+
+
+@functools.cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+# All-gather of rows with gradient, for contrastive losses with the negatives of the global batch.
+#
+# Every rank gathers the rows of all ranks and computes the same loss over them. The backward pass
+# sums the gradients of a row over all ranks and returns the sum to the rank that owns it. Each
+# rank then has W times its share of the gradient (W ranks), and DDP's average over ranks gives
+# the parameter gradients of one process with the global batch. A parameter of the loss itself,
+# such as a learned temperature, has the same gradient everywhere, which the average does not
+# change.
+#
+# Letters: B rows of this rank, N rows of all ranks in rank order, E embedding dim, T tokens, Q
+# tokens of all rows.
 
 _MAX_DIMS = 8
 

@@ -1,1 +1,0 @@
-"""Frozen detectors that write region features (`medvl regions`)."""
