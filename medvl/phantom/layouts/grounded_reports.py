@@ -1,8 +1,9 @@
 """The phantom corpus in the layouts of PadChest-GR and Chest ImaGenome."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from medvl.phantom.layouts.boxes import phrases
 from medvl.phantom.layouts.kaggle import image_uid_hex
@@ -11,6 +12,7 @@ from medvl.phantom.layouts.writer import (
     Form,
     Options,
     PatientRows,
+    Tabs,
     truth_row,
     write_release,
     write_view,
@@ -150,13 +152,15 @@ def _row(
     return [cells.get(column, "") for column in GR_COLUMNS]
 
 
-# The phantom corpus in the layout of Chest ImaGenome (silver), with images of MIMIC-CXR-JPG.
+# The phantom corpus in the layout of Chest ImaGenome, with images of MIMIC-CXR-JPG.
 
 GENOME_ARCHIVE = "silver_dataset/scene_graph.zip"
 GENOME_SPLITS = {
     split: f"silver_dataset/splits/{split}.csv" for split in ("train", "valid", "test")
 }
 GENOME_AVOID = "silver_dataset/splits/images_to_avoid.csv"
+GENOME_GOLD_BOXES = "gold_dataset/gold_bbox_coordinate_annotations_1000images.csv"
+GENOME_GOLD_ATTRIBUTES = "gold_dataset/gold_object_attribute_with_coordinates.txt"
 GENOME_METADATA = "mimic-cxr-2.0.0-metadata.csv.gz"
 _REGIONS = {
     "right lung": (0.1, 0.1, 0.45, 0.8),
@@ -167,6 +171,7 @@ _REGIONS = {
 """Region -> its corners in parts of the image; the last one is empty."""
 _CATEGORIES = {"Pneumonia": "disease", "Support Devices": "device"}
 _SQUARE = 224
+_ORIGINAL = ("original_x1", "original_y1", "original_x2", "original_y2")
 
 
 def write_chest_imagenome(
@@ -184,7 +189,8 @@ def write_chest_imagenome(
     There is one frontal image of each study, with the patients and images of `write_mimic_cxr` with
     the same seed. Four regions lie at fixed places; one is empty. A region has the findings of its
     side, and Pneumothorax where it is absent. Each eleventh patient's first image has no scene
-    graph. Each seventh patient's images are to be avoided.
+    graph. Each seventh patient's images are to be avoided: they are the gold set, in two tables
+    with a row for each region and for each relation, and one that does not hold.
 
     `split` has the shares of patients in train, valid and test. The other arguments and the errors
     are those of `write_mimic_cxr`. Returns the folder.
@@ -200,6 +206,10 @@ def write_chest_imagenome(
     ids = ("subject_id", "study_id", "dicom_id")
     columns: dict[str, Sequence[str] | Form] = dict.fromkeys(GENOME_SPLITS.values(), ids)
     columns |= {GENOME_ARCHIVE: Form.ZIP, GENOME_AVOID: ids}
+    columns[GENOME_GOLD_BOXES] = ("image_id", "bbox_name", *_ORIGINAL)
+    columns[GENOME_GOLD_ATTRIBUTES] = Tabs(
+        ("image_id", "bbox", "relation", "context", "categoryID", "label_name", "sentence")
+    )
     columns[GENOME_METADATA] = (*ids, "ViewPosition", "Rows", "Columns", "StudyDate", "StudyTime")
     return write_release(Path(out), options, _write_chest_imagenome_patient, columns, workers)
 
@@ -207,7 +217,11 @@ def write_chest_imagenome(
 def _write_chest_imagenome_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     split = tuple(GENOME_SPLITS)[options.split_index(patient.index)]
     tables: dict[str, list[list[object]]] = {
-        name: [] for name in (GENOME_SPLITS[split], GENOME_ARCHIVE, GENOME_AVOID, GENOME_METADATA)
+        name: []
+        for name in (
+            *(GENOME_SPLITS[split], GENOME_ARCHIVE, GENOME_AVOID, GENOME_METADATA),
+            *(GENOME_GOLD_BOXES, GENOME_GOLD_ATTRIBUTES),
+        )
     }
     truth = []
     subject = patient.subject_id
@@ -223,6 +237,9 @@ def _write_chest_imagenome_patient(root: Path, patient: Patient, options: Option
         tables[GENOME_SPLITS[split]].append(ids)
         if not patient.index % 7:
             tables[GENOME_AVOID].append(ids)
+            boxes, attributes = _gold_rows(view.dicom_id, _scene_graph(study, width, height))
+            tables[GENOME_GOLD_BOXES] += boxes
+            tables[GENOME_GOLD_ATTRIBUTES] += attributes
         if patient.index % 11 or number:
             member = f"scene_graph/{view.dicom_id}_SceneGraph.json"
             tables[GENOME_ARCHIVE].append([member, json.dumps(_scene_graph(study, width, height))])
@@ -230,7 +247,26 @@ def _write_chest_imagenome_patient(root: Path, patient: Patient, options: Option
     return PatientRows(subject, tables, truth)
 
 
-def _scene_graph(study: Study, width: int, height: int) -> dict[str, object]:
+def _gold_rows(
+    dicom_id: str, graph: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> tuple[list[list[object]], list[list[object]]]:
+    """Return the rows of an image in the tables of the gold set, from its scene graph."""
+    name = f"{dicom_id}.dcm"
+    boxes = [
+        [name, region["bbox_name"], *(region[corner] for corner in _ORIGINAL)]
+        for region in graph["objects"]
+    ]
+    attributes: list[list[object]] = []
+    for region in graph["attributes"]:
+        for group, phrase in zip(region["attributes"], region["phrases"], strict=True):
+            for relation in group:
+                category, context, label = relation.split("|")
+                attributes.append([name, region["bbox_name"], 1, context, category, label, phrase])
+        attributes.append([name, region["bbox_name"], 0, "yes", "disease", "hernia", ""])
+    return boxes, attributes
+
+
+def _scene_graph(study: Study, width: int, height: int) -> dict[str, Any]:
     objects = []
     attributes = []
     for name, corners in _REGIONS.items():
@@ -240,8 +276,7 @@ def _scene_graph(study: Study, width: int, height: int) -> dict[str, object]:
             zip(("x1", "y1", "x2", "y2"), (round(_SQUARE * c) for c in corners), strict=True)
         )
         pixels = (round(x1 * width), round(y1 * height), round(x2 * width), round(y2 * height))
-        names = ("original_x1", "original_y1", "original_x2", "original_y2")
-        objects.append(region | square | dict(zip(names, pixels, strict=True)))
+        objects.append(region | square | dict(zip(_ORIGINAL, pixels, strict=True)))
         relations = _relations(study, name)
         if relations:
             phrases = [f"{text.rpartition('|')[2]} seen." for text in relations]

@@ -174,6 +174,10 @@ class Form(enum.Enum):
     """A zip archive; rows are the name of a member and its text."""
 
 
+class Tabs(tuple[str, ...]):
+    """Header of a table that is separated by tabs."""
+
+
 WritePatient = Callable[[Path, Patient, Options], PatientRows]
 Encode = Callable[[NDArray[np.uint16]], bytes]
 """Function from a 12-bit image to the content of a file."""
@@ -338,7 +342,8 @@ def _table_bytes(
     elif header is None:
         text.writelines(f"{line}\n" for (line,) in rows)
     else:
-        writer = csv.writer(text, lineterminator="\n")
+        separator = "\t" if isinstance(header, Tabs) else ","
+        writer = csv.writer(text, delimiter=separator, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)
     content = text.getvalue().encode()

@@ -1,5 +1,5 @@
-"""Chest ImaGenome (silver): regions of MIMIC-CXR's images with findings and attributes. Layout,
-counts and access: `data_cards/chest-imagenome.md`.
+"""Chest ImaGenome (silver or gold): regions of MIMIC-CXR's images with findings and attributes.
+Layout, counts and access: `data_cards/chest-imagenome.md`.
 """
 
 import contextlib
@@ -38,8 +38,14 @@ FINDING_CATEGORIES = ("anatomicalfinding", "disease", "tubesandlines", "device")
 _ARCHIVE = "silver_dataset/scene_graph.zip"
 _SPLITS = "silver_dataset/splits"
 _AVOID = f"{_SPLITS}/images_to_avoid.csv"
+_GOLD_BOXES = "gold_dataset/gold_bbox_coordinate_annotations_1000images.csv"
+_GOLD_ATTRIBUTES = "gold_dataset/gold_object_attribute_with_coordinates.txt"
+_GOLD_COLUMNS = (
+    "image_id", "bbox", "relation", "context", "categoryID", "label_name", "sentence",
+)  # fmt: skip
 _METADATA = ("dicom_id", "subject_id", "study_id", "ViewPosition", "Rows", "Columns")
 _MEMBER = re.compile(r"(?:.*/)?([0-9a-f-]+)_SceneGraph\.json")
+_IMAGE = re.compile(r"[0-9a-f-]{8,64}")
 _MAX_BYTES = 1 << 24
 _CORNERS = ("original_x1", "original_y1", "original_x2", "original_y2")
 _PARTS = ("objects", "attributes")
@@ -72,6 +78,8 @@ class ChestImaGenome(Corpus):
     """folder of MIMIC-CXR-JPG or MIMIC-CXR, with its tables; default root."""
     reports: Path | None = None
     """folder with files/ of MIMIC-CXR's reports; without it, samples have no text."""
+    gold: bool = False
+    """convert the gold set, 1,000 images that radiologists annotated, as split test."""
     without: tuple[Path, ...] = ()
     """folders of shards whose patients are excluded, such as MS-CXR for evaluation."""
 
@@ -88,16 +96,19 @@ class ChestImaGenome(Corpus):
         reports = () if self.reports is None else (self.reports,)
         allowed = access.folders(self.root, images, *reports)
         table = find_table(images, "metadata")
-        split_of = dict(_read_splits(self.root, allowed))
+        gold = _read_gold(self.root, allowed) if self.gold else None
+        split_of = (
+            dict(_read_splits(self.root, allowed)) if gold is None else dict.fromkeys(gold, "test")
+        )
         metadata = _read_metadata(table, allowed, split_of.keys())
-        avoided = set(_read_avoided(self.root, table, allowed))
+        avoided = set[str]() if self.gold else set(_read_avoided(self.root, table, allowed))
         orders = read_orders(table, allowed)
         rows = RowCounts()
         warnings = Counter[str]()
         records = Records()
         names = set[str]()
         suffix: str | None = None
-        with _open_archive(find_file(self.root, _ARCHIVE), allowed) as graphs:
+        with self._open_graphs(gold, allowed) as graphs:
             for dicom_id, split in rows.reading(split_of.items()):
                 image = metadata.get(dicom_id)
                 if image is None:
@@ -109,7 +120,7 @@ class ChestImaGenome(Corpus):
                 if dicom_id not in graphs:
                     rows.exclude("no_scene_graph")
                     continue
-                sample = _sample(graphs.read(dicom_id), image, deid, warnings)
+                sample = _sample(graphs[dicom_id], image, deid, warnings)
                 names.update(sample.labels)
                 folder = study_folder(table, dicom_id, image.subject, image.study)
                 suffix = suffix or find_suffix(images / folder / dicom_id, (".jpg", ".dcm"))
@@ -126,11 +137,19 @@ class ChestImaGenome(Corpus):
                 rows.kept += 1
         return Plan(self.corpus, records, tuple(sorted(names)), rows, +warnings, allowed)
 
+    def _open_graphs(
+        self, gold: Mapping[str, Mapping[str, Any]] | None, allowed: InputFolders
+    ) -> "contextlib.AbstractContextManager[Mapping[str, Mapping[str, Any]]]":
+        """Open the scene graphs by image: those of the archive, or of the gold set."""
+        if gold is not None:
+            return contextlib.nullcontext(gold)
+        return _open_archive(find_file(self.root, _ARCHIVE), allowed)
+
     def excluded_folders(self) -> Sequence[Path]:
         return self.without
 
     def notes(self, plan: Plan) -> list[str]:
-        if self.without:
+        if self.without or self.gold:
             return []
         return [
             "579 of the 851 patients of MS-CXR are in train: leave them out with --without MS-CXR "
@@ -167,8 +186,55 @@ def _read_avoided(root: Path, table: Path, allowed: InputFolders) -> Iterator[st
             yield row["subject_id"]
 
 
-class _SceneGraphs:
-    """Scene graphs of an archive by image."""
+def _read_gold(root: Path, allowed: InputFolders) -> dict[str, dict[str, Any]]:
+    """Return the gold set in the form of scene graphs, by image.
+
+    A row of attributes counts where its relation is 1; its context is yes or no.
+    """
+    table = find_file(root, _GOLD_BOXES)
+    graphs: dict[str, dict[str, Any]] = {}
+    for row in read_table(table, ("image_id", "bbox_name", *_CORNERS), allowed):
+        graph = graphs.setdefault(_gold_image(row, table), {"objects": [], "attributes": []})
+        corners = {name: _number(row[name]) for name in _CORNERS}
+        graph["objects"].append({"bbox_name": row["bbox_name"], **corners})
+    table = find_file(root, _GOLD_ATTRIBUTES)
+    regions: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in read_table(table, _GOLD_COLUMNS, allowed):
+        image, name = _gold_image(row, table), row["bbox"].strip()
+        if image not in graphs:
+            message = f"{table} has an image without boxes: download the gold set again"
+            raise CorpusError(message, "mismatch")
+        if row["relation"].strip() not in ("0", "1", "0.0", "1.0"):
+            raise malformed(table, "expected 0 or 1", "relation")
+        if (image, name) not in regions:
+            regions[image, name] = {"bbox_name": name, "attributes": [[]], "phrases": []}
+            graphs[image]["attributes"].append(regions[image, name])
+        region = regions[image, name]
+        if row["sentence"].strip() and row["sentence"] not in region["phrases"]:
+            region["phrases"].append(row["sentence"])
+        if float(row["relation"]):
+            parts = (row[column].strip() for column in ("categoryID", "context", "label_name"))
+            region["attributes"][0].append("|".join(parts))
+    return graphs
+
+
+def _gold_image(row: Mapping[str, str], table: Path) -> str:
+    image = row["image_id"].strip().removesuffix(".dcm")
+    if not _IMAGE.fullmatch(image):
+        raise malformed(table, "expected a dicom_id, or one with .dcm", "image_id")
+    return image
+
+
+def _number(text: str) -> float | None:
+    """Return the number of a cell; None where it has none, as for a region that is absent."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+class _SceneGraphs(Mapping[str, Mapping[str, Any]]):
+    """Scene graphs of an archive by image, which are read one by one."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         self._path = path
@@ -179,10 +245,16 @@ class _SceneGraphs:
             if (match := _MEMBER.fullmatch(info.filename))
         }
 
-    def __contains__(self, dicom_id: str) -> bool:
+    def __contains__(self, dicom_id: object) -> bool:
         return dicom_id in self._members
 
-    def read(self, dicom_id: str) -> Mapping[str, Any]:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, dicom_id: str) -> Mapping[str, Any]:
         """Return the scene graph of an image. Raises CorpusError when it is damaged."""
         info = self._members[dicom_id]
         where = f"{self._path}, a member"

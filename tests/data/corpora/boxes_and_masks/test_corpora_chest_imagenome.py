@@ -165,3 +165,82 @@ def test_phantom_has_the_patients_of_mimic_cxr_and_ms_cxr(
     assert manifests[0].excluded_from_corpus["gold_patient"] > 0
     assert manifests[0].excluded_from_corpus["no_scene_graph"] > 0
     assert not [name for each in manifests for name in each.warnings if name.startswith("possible")]
+
+
+GOLD_BOXES = f"""image_id,bbox_name,original_x1,original_y1,original_x2,original_y2,annotator
+{GOLD}.dcm,left lung,800,100,1500,1500,A
+{GOLD}.dcm,carina,,,,,A
+{GOLD_2}.dcm,left lung,800,100,700,1500,A
+"""
+GOLD_ATTRIBUTES = "\n".join(
+    "\t".join(cells)
+    for cells in (
+        ("row_id", "image_id", "bbox", "relation", "context", "categoryID", "label_name", "sentence"),
+        ("1", f"{GOLD}.dcm", "left lung", "1", "yes", "anatomicalfinding", "lung opacity", "Opacity."),
+        ("1", f"{GOLD}.dcm", "left lung", "1", "no", "disease", "pneumonia", "Opacity."),
+        ("2", f"{GOLD}.dcm", "left lung", "0", "yes", "disease", "hernia", "Hernia."),
+        ("3", f"{GOLD}.dcm", "right lung", "1", "yes", "severity", "mild", "Mild."),
+    )
+)  # fmt: skip
+
+
+def write_gold(root: Path, boxes: str = GOLD_BOXES, attributes: str = GOLD_ATTRIBUTES) -> Path:
+    write(root)
+    (root / "gold_dataset").mkdir(exist_ok=True)
+    name = "gold_bbox_coordinate_annotations_1000images.csv"
+    (root / "gold_dataset" / name).write_text(boxes)
+    name = "gold_object_attribute_with_coordinates.txt"
+    (root / "gold_dataset" / name).write_text(attributes)
+    return root
+
+
+def test_the_gold_set_is_a_test_split(tmp_path: Path, deid: Deidentifier) -> None:
+    corpus = ChestImaGenome(root=write_gold(tmp_path), gold=True)
+    plan = corpus.plan(deid)
+    first, second = plan.iter_samples()
+    assert {first.split, second.split} == {"test"}
+    assert first.key == deid.image(GOLD)
+    assert first.patient == second.patient == deid.patient("11000001")
+    assert first.labels == {"Lung Opacity": 1, "Pneumonia": 0}
+    left, right = first.extra["regions"]
+    assert left["findings"] == {"lung opacity": 1, "pneumonia": 0}
+    assert left["phrases"] == ["Opacity.", "Hernia."]
+    assert right["attributes"] == {"severity": ["mild"]}
+    assert [box["label"] for box in first.extra["boxes"]] == ["left lung"]
+    assert (plan.warnings["box_malformed"], plan.warnings["box_empty"]) == (1, 1)
+    assert (second.labels, corpus.notes(plan)) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("boxes", "attributes", "expected"),
+    [
+        (GOLD_BOXES.replace(GOLD, "../a"), GOLD_ATTRIBUTES, ("malformed", "image_id")),
+        (GOLD_BOXES, GOLD_ATTRIBUTES.replace(GOLD, FIRST), ("mismatch",)),
+        (GOLD_BOXES, GOLD_ATTRIBUTES.replace("\t1\tno", "\t2\tno"), ("malformed", "relation")),
+        (GOLD_BOXES, GOLD_ATTRIBUTES.replace("context", "polarity"), ("missing", "context")),
+    ],
+)
+def test_a_damaged_gold_set_raises(
+    boxes: str, attributes: str, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier
+) -> None:
+    with raises(CorpusError, *expected):
+        ChestImaGenome(root=write_gold(tmp_path, boxes, attributes), gold=True).plan(deid)
+
+
+def test_the_gold_set_of_the_phantom_has_the_regions_of_its_scene_graphs(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
+    root = write_chest_imagenome(tmp_path / "genome", patients=8, seed=3, size=64, workers=1)
+    avoided = root / "silver_dataset/splits/images_to_avoid.csv"
+    listed = avoided.read_text().splitlines()
+    avoided.write_text(listed[0] + "\n")
+    silver = {one.key: one for one in ChestImaGenome(root=root).plan(deid).iter_samples()}
+    gold = list(ChestImaGenome(root=root, gold=True).plan(deid).iter_samples())
+    assert len(gold) == len(listed) - 1 > 1
+    compared = [(one, silver[one.key]) for one in gold if one.key in silver]
+    assert compared
+    for one, other in compared:
+        assert (one.labels, one.extra["boxes"]) == (other.labels, other.extra["boxes"])
+        assert [each["findings"] for each in one.extra["regions"]] == [
+            each["findings"] for each in other.extra["regions"]
+        ]
