@@ -163,6 +163,7 @@ def make_retrieval_list(
     views: Literal["frontal", "all"] = "frontal",
     seed: int = 0,
     chexpert_8x200: Path | None = None,
+    published: Path | None = None,
     salt_file: Path | None = None,
 ) -> str:
     """Write candidates and queries for class-retrieval: sampled once from shards, or as published.
@@ -179,32 +180,44 @@ def make_retrieval_list(
         seed: seed of the sampling.
         chexpert_8x200: folder of ConVIRT's published lists (image-retrieval/ and text-retrieval/),
             instead of --data.
-        salt_file: salt file of the CheXpert shards; default $MEDVL_SALT_FILE or
+        published: published table of images of CheXpert or MIMIC-CXR with a column for each class,
+            such as a chexpert_5x200.csv, instead of --data.
+        salt_file: salt file of the shards; default $MEDVL_SALT_FILE or
             ~/.config/medvl/salt.
     """
     from medvl.data.privacy import Deidentifier, default_salt_file
     from medvl.eval.core.open import open_source
-    from medvl.eval.retrieval.candidate_lists import read_chexpert_8x200, sample_list
+    from medvl.eval.retrieval.candidate_lists import (
+        read_chexpert_8x200,
+        read_published,
+        sample_list,
+    )
     from medvl.schema import COMPETITION_FINDINGS
 
     _check_alone("make-retrieval-list")
-    if data is not None and chexpert_8x200 is None:
+    given = [name for name in (data, chexpert_8x200, published) if name is not None]
+    of_list = classes or COMPETITION_FINDINGS
+    if data is not None and len(given) == 1:
         chosen = sample_list(
             open_source(data),
-            classes=classes or COMPETITION_FINDINGS,
+            classes=of_list,
             per_class=per_class,
             seed=seed,
             exclusive=exclusive,
             views=views,
         )
-    elif chexpert_8x200 is not None and data is None:
-        chosen = read_chexpert_8x200(
-            chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file())
+    elif len(given) == 1:
+        deid = Deidentifier.from_file(salt_file or default_salt_file())
+        chosen = (
+            read_chexpert_8x200(chexpert_8x200, deid)
+            if chexpert_8x200 is not None
+            else read_published(given[0], deid, of_list)
         )
     else:
-        raise ConfigError("expected --data to sample from or --chexpert-8x200; give exactly one",
-            "conflict",
-                          field="data")  # fmt: skip
+        message = (
+            "expected --data to sample from, --chexpert-8x200 or --published; give exactly one"
+        )
+        raise ConfigError(message, "conflict", field="data")
     chosen.write(out)
     return (
         f"Wrote {out}: {chosen.name}, {len(chosen.candidates)} candidates, "

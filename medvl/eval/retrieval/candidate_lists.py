@@ -23,8 +23,10 @@ from medvl.common.files import write_atomic
 from medvl.common.label_names import match_labels
 from medvl.common.untrusted import ANYWHERE, parse_json
 from medvl.data.annotations import frontal_or_lateral
+from medvl.data.corpora.common.published_lists import read_published_list
 from medvl.data.corpora.common.tables import check_columns, read_lines
 from medvl.data.corpora.labels import chexpert
+from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval.classification.scored_images import NO_FINDING
@@ -132,8 +134,8 @@ def sample_list(
 
     An image belongs to a class if its label is 1 and no other is 1 or uncertain. Of these, the
     first `per_class` are taken in the order of a hash of (seed, key). The defaults are the rule of
-    GLoRIA's 5x200 (`gloria/datasets/ preprocess_datasets.py`); the images that its authors drew are
-    not public.
+    GLoRIA's 5x200 (`gloria/datasets/preprocess_datasets.py`), whose own draw its authors did not
+    publish; `read_published` reads the draws of others.
 
     Args:
         source: samples with labels.
@@ -225,6 +227,41 @@ def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
             for row in _rows(texts / "query.csv", ("Variable", "Text"))
         ),
     )
+
+
+def read_published(
+    path: Path, deid: Deidentifier, classes: Sequence[str] = COMPETITION_FINDINGS
+) -> RetrievalList:
+    """Read the candidates of a published list, such as CheXpert 5x200 in GLoRIA's layout, with the
+    keys of these shards; every candidate is a query among the others.
+
+    Args:
+        path: a table with a column of CheXpert's or MIMIC-CXR's image paths (or dicom_id), and a
+            column of 1 and 0 for each class.
+        deid: the deidentifier of the shards.
+        classes: names of the columns.
+
+    Raises CorpusError if the table is damaged; EvaluationError if a candidate has no class.
+    """
+    listed = read_published_list(path, ANYWHERE, _image_name)
+    if listed.studies:
+        raise CorpusError(f"{path} lists studies: expected images", "malformed", field="Path")
+    return RetrievalList(
+        name=path.stem,
+        classes=tuple(classes),
+        candidates=tuple(
+            (deid.image(name), tuple(label for label in classes if labels.get(label) == POSITIVE))
+            for name, labels in listed.images.items()
+        ),
+    )
+
+
+def _image_name(text: str) -> str:
+    """Return the name of an image of CheXpert, else of MIMIC-CXR, as their converters hash it."""
+    try:
+        return chexpert.image_name(text)
+    except CorpusError:
+        return mimic_cxr.image_name(text)
 
 
 def _rows(path: Path, required: Sequence[str]) -> list[Mapping[str, str]]:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from medvl.common.config_io import check_choice
+from medvl.data.corpora.common.published_lists import Place, Selection, list_folders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, parse_findings, read_table
@@ -45,6 +47,12 @@ class CheXpert(Corpus):
     """exclude lateral views."""
     split: Split | None = None
     """read only this split; default all whose table exists."""
+    only: Path | None = None
+    """published list of images, such as CheXpert 5x200: convert them alone, as split test with the
+    labels of the list.
+    """
+    exclude: Path | None = None
+    """published list of images whose patients are excluded."""
 
     def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
         """Plan the samples of CheXpert from its tables; no image is opened. CheXpert has labels and
@@ -54,7 +62,7 @@ class CheXpert(Corpus):
         card; ConfigError when the split is unknown.
         """
         root = self.root
-        allowed = access.folders(root)
+        allowed = access.folders(root, *list_folders(self.only, self.exclude))
         if self.split is not None:
             check_choice(self.split, SPLITS, "split")
         splits = (
@@ -68,25 +76,53 @@ class CheXpert(Corpus):
                 "not_found",
             )
         rows = RowCounts()
+        warnings = Counter[str]()
         records = Records()
+        places = (
+            _place(row["Path"], root / f"{name}.csv")
+            for name in splits
+            for row in read_table(root / f"{name}.csv", ("Path",), allowed)
+        )
+        selection = Selection(self.only, self.exclude, allowed, image_name, places)
         for name in splits:
             table = root / f"{name}.csv"
             columns = _TEST_COLUMNS if name == "test" else _COLUMNS
             for row in rows.reading(read_table(table, columns, allowed)):
-                sample = _sample(root, table, name, row, deid)
+                place = _place(row["Path"], table)
+                reason = selection.reason(place)
+                if reason is not None:
+                    rows.exclude(reason)
+                    continue
+                sample = selection.apply(_sample(root, table, name, row, deid), place)
                 if self.frontal_only and sample.view == "LATERAL":
                     rows.exclude("lateral")
                     continue
                 records.append(Record(sample))
                 rows.kept += 1
-        return Plan(self.corpus, records, self.labels, rows, folders=allowed)
+        selection.count_missing(warnings)
+        return Plan(self.corpus, records, self.labels, rows, +warnings, allowed)
 
 
 def image_key(path: str, deid: Deidentifier) -> str:
     """Return the sample key of the image at a `Path` of the release. Raises CorpusError when it
     is malformed.
     """
-    return deid.image("/".join(parse_path(path)))
+    return deid.image(image_name(path))
+
+
+def image_name(path: str) -> str:
+    """Return split, patient, study and file name of a `Path`, joined by slashes. Raises CorpusError
+    when it is malformed.
+    """
+    return "/".join(parse_path(path))
+
+
+def _place(path: str, table: Path) -> Place:
+    try:
+        folder, patient, study, file = parse_path(path)
+    except CorpusError as error:
+        raise error.prefixed(f"{table}: ") from None
+    return Place(f"{folder}/{patient}/{study}/{file}", f"{patient}/{study}", patient)
 
 
 def parse_path(path: str) -> tuple[str, ...]:

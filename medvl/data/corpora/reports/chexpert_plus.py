@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.published_lists import Place, Selection, list_folders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, report_text
 from medvl.data.corpora.common.tables import (
@@ -15,12 +16,10 @@ from medvl.data.corpora.common.tables import (
     Record,
     malformed,
     order_studies,
-    read_header,
     read_json_lines,
-    read_lines,
     read_table,
 )
-from medvl.data.corpora.labels.chexpert import SEX, parse_path
+from medvl.data.corpora.labels.chexpert import SEX, image_name
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier, cap_age
 from medvl.errors import CorpusError
@@ -47,7 +46,6 @@ _COLUMNS = (
     *SECTIONS,
     *("age", "sex", "split"),
 )
-_LIST_COLUMN = "Path"
 
 
 class _StudyText(NamedTuple):
@@ -81,8 +79,12 @@ class CheXpertPlus(Corpus):
     """part of the report that the labels come from."""
     views: tuple[str, ...] = ()
     """keep only these of PA, AP, LATERAL, LL, RL and FRONTAL."""
+    only: Path | None = None
+    """published list of images, such as CheXpert 5x200: convert them alone, as split test with the
+    labels of the list.
+    """
     exclude: Path | None = None
-    """list of images, such as those of CheXpert 5x200, whose patients are excluded."""
+    """published list of images whose patients are excluded."""
     all_texts: bool = False
     """keep the text and labels of each image, not those of its study's first row."""
 
@@ -96,12 +98,15 @@ class CheXpertPlus(Corpus):
         or the images are in several trees; ConfigError when an option is unknown.
         """
         check_choice(self.labels_from, get_args(Labels), "labels_from")
-        listed = () if self.exclude is None else (self.exclude.parent,)
+        listed = list_folders(self.only, self.exclude)
         allowed = access.folders(self.root, self.images or self.root, *listed)
         table = self.root / TABLE
         labels = _read_labels(self.root / f"{self.labels_from}_fixed.json", allowed)
-        in_list = set() if self.exclude is None else set(_read_list(self.exclude, allowed))
-        excluded = {name.split("/")[1] for name in in_list}
+        places = (
+            _place(_name(row["path_to_image"], table))
+            for row in read_table(table, ("path_to_image",), allowed)
+        )
+        selection = Selection(self.only, self.exclude, allowed, image_name, places)
         tree = _find_tree(self.images or self.root, table, allowed)
         sizes, orders = _scan(table, allowed)
         rows = RowCounts()
@@ -119,9 +124,9 @@ class CheXpertPlus(Corpus):
                 warnings["texts_of_study_differ"] += text.sections != own.sections
                 warnings["labels_of_study_differ"] += text.labels != own.labels
             view = row["ap_pa"].strip() or row["frontal_lateral"].strip().upper() or None
-            if patient in excluded:
-                rows.exclude("listed_image" if name in in_list else "patient_of_listed_image")
-                in_list.discard(name)
+            reason = selection.reason(_place(name))
+            if reason is not None:
+                rows.exclude(reason)
                 continue
             if self.views and view not in self.views:
                 rows.exclude("view")
@@ -141,13 +146,13 @@ class CheXpertPlus(Corpus):
                 age=cap_age(row["age"]),
                 order=orders.get(number),
             )
-            records.append(Record(sample))
+            records.append(Record(selection.apply(sample, _place(name))))
             rows.kept += 1
-        warnings["listed_without_row"] += len(in_list)
+        selection.count_missing(warnings)
         return Plan(self.corpus, records, self.labels, rows, +warnings, allowed)
 
     def notes(self, plan: Plan) -> list[str]:
-        if self.exclude is not None:
+        if self.exclude is not None or self.only is not None:
             return []
         return [
             "The 1,000 images of CheXpert 5x200 are in train: give their list with --exclude if "
@@ -158,9 +163,14 @@ class CheXpertPlus(Corpus):
 def _name(path: str, where: Path) -> str:
     """Return a path of the release without its prefix: split, patient, study and file."""
     try:
-        return "/".join(parse_path(path.strip()))
+        return image_name(path.strip())
     except CorpusError as error:
         raise error.prefixed(f"{where}: ") from None
+
+
+def _place(name: str) -> Place:
+    _, patient, study, _ = name.split("/")
+    return Place(name, f"{patient}/{study}", patient)
 
 
 def _sections(row: Mapping[str, str], warnings: Counter[str]) -> dict[str, str]:
@@ -208,17 +218,6 @@ def _label(value: object, name: str, where: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value not in (1, 0, -1):
         raise malformed(where, f"expected 1, 0, -1 or null for {name}", name)
     return int(value)
-
-
-def _read_list(path: Path, allowed: InputFolders) -> Iterator[str]:
-    """Yield the images of a list: a table with a column Path, or one path a line."""
-    if _LIST_COLUMN in read_header(path, allowed):
-        for row in read_table(path, (_LIST_COLUMN,), allowed):
-            yield _name(row[_LIST_COLUMN], path)
-    else:
-        for line in read_lines(path, allowed):
-            if line.strip():
-                yield _name(line, path)
 
 
 def _find_tree(images: Path, table: Path, allowed: InputFolders) -> _Tree:

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common import tables
+from medvl.data.corpora.common.published_lists import Place, Selection, list_folders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
@@ -23,6 +24,7 @@ from medvl.schema import FINDINGS, Sample
 SPLITS = ("train", "validate", "test")
 
 _ID = re.compile(r"[\w-]{1,80}")  # used as a file or folder name, so without dots and slashes
+_DICOM_ID = re.compile(r"(?:.*/)?([0-9a-f]{8}(?:-[0-9a-f]{8}){4})(?:\.\w+)?")
 _RELEASES = ("2.1.0", "2.0.0")
 _COLUMNS = ("dicom_id", "subject_id", "study_id", "ViewPosition")
 
@@ -48,6 +50,12 @@ class MimicCXR(Corpus):
     """folders of shards whose patients are excluded, such as MS-CXR for evaluation."""
     split: Literal["train", "validate", "test"] | None = None
     """read only this split; default all three."""
+    only: Path | None = None
+    """published list of images or studies, such as MIMIC 5x200: convert them alone, as split test
+    with the labels of the list.
+    """
+    exclude: Path | None = None
+    """published list of images or studies whose patients are excluded."""
 
     def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
         """Plan the samples of MIMIC-CXR from its tables; no image or report is opened.
@@ -60,7 +68,7 @@ class MimicCXR(Corpus):
         """
         root = self.root
         reports = self.reports or root
-        allowed = access.folders(root, reports)
+        allowed = access.folders(root, reports, *list_folders(self.only, self.exclude))
         _check_folders(root, reports)
         if self.split is not None:
             check_choice(self.split, SPLITS, "split")
@@ -71,6 +79,8 @@ class MimicCXR(Corpus):
         warnings = Counter[str]()
         records = Records()
         orders = read_orders(table, allowed)
+        places = (_place(row) for row in tables.read_table(table, _COLUMNS, allowed))
+        selection = Selection(self.only, self.exclude, allowed, image_name, places)
         suffix: str | None = None
         for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
             dicom_id = row["dicom_id"]
@@ -85,6 +95,10 @@ class MimicCXR(Corpus):
             if self.views and row["ViewPosition"] not in self.views:
                 rows.exclude("view")
                 continue
+            reason = selection.reason(_place(row))
+            if reason is not None:
+                rows.exclude(reason)
+                continue
             folder = study_folder(table, dicom_id, subject, study)
             suffix = suffix or tables.find_suffix(root / folder / dicom_id, (".dcm", ".jpg"))
             sample = Sample(
@@ -98,12 +112,29 @@ class MimicCXR(Corpus):
                 view=row["ViewPosition"] or None,
                 order=orders.get(study),
             )
+            sample = selection.apply(sample, _place(row))
             records.append(Record(sample, report=(reports / folder).with_suffix(".txt")))
             rows.kept += 1
+        selection.count_missing(warnings)
         return Plan(self.corpus, records, self.labels, rows, +warnings, allowed)
 
     def excluded_folders(self) -> Sequence[Path]:
         return self.without
+
+
+def image_name(text: str) -> str:
+    """Return the dicom_id of an image from its path or from itself. Raises CorpusError when it is
+    malformed.
+    """
+    match = _DICOM_ID.fullmatch(text)
+    if match is None:
+        message = "expected a dicom_id, or a path that ends in one"
+        raise CorpusError(message, "malformed", field="dicom_id")
+    return match[1]
+
+
+def _place(row: Mapping[str, str]) -> Place:
+    return Place(row["dicom_id"], row["study_id"], row["subject_id"])
 
 
 def _check_folders(root: Path, reports: Path) -> None:
