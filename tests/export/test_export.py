@@ -25,7 +25,8 @@ from medvl.export.exporters.common import difference, random_ids
 from medvl.export.importers.backbones import hugging_face_swin, hugging_face_vit
 from medvl.export.importers.key_map import to_medvl, to_published
 from medvl.models import checkpoint, create_model
-from medvl.models.dual_encoders.clip import CheXzeroConfig, CLIPConfig
+from medvl.models.dual_encoders.chexzero import CheXzeroConfig
+from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig

@@ -11,7 +11,8 @@ from medvl.export.importers.importer import Importer, bert_fields, encoder_field
 from medvl.export.importers.key_map import Change, KeyRule, Shapes, ZeroTensor, drop, keep
 from medvl.models.dual_encoders.biovil import BioViLConfig
 from medvl.models.dual_encoders.biovil_t import BioViLTConfig
-from medvl.models.dual_encoders.clip import CheXzeroConfig, CLIPConfig
+from medvl.models.dual_encoders.chexzero import CheXzeroConfig
+from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
 from medvl.models.dual_encoders.cxrclip import CXRCLIPConfig
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
