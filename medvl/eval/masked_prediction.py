@@ -24,6 +24,7 @@ Shape letters: N words, B words of a batch, T tokens, K kinds.
 """
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from medvl.eval.core.results import (
     Lines,
     PageHeader,
     Results,
+    WritePage,
     checkpoint_sha256,
     number,
 )
@@ -552,11 +554,8 @@ class MaskedPrediction(ModelEvaluation):
             checkpoint=self.checkpoint,
         )
 
-    def write_page(
-        self, result: MaskedPredictionResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page with wrong words."""
-        return write_masked_prediction_page(result, path, header, examples=self.examples)
+    def page(self, result: MaskedPredictionResult, source: ShardSource) -> WritePage:
+        return functools.partial(write_masked_prediction_page, result, examples=self.examples)
 
     @staticmethod
     def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:

@@ -17,6 +17,7 @@ Letters: N images with text, M distinct texts, Q pairs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import FullPass, Loader, embed_texts, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, number
+from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, WritePage, number
 from medvl.eval.evaluation import ModelEvaluation, Setup
 from medvl.eval.html.page import (
     Card,
@@ -432,12 +433,9 @@ class Matching(ModelEvaluation):
             checkpoint=self.checkpoint,
         )
 
-    def write_page(
-        self, result: MatchingResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page with mistakes."""
-        return write_matching_page(
-            result, path, header, pixels=source.pixels, examples=self.examples
+    def page(self, result: MatchingResult, source: ShardSource) -> WritePage:
+        return functools.partial(
+            write_matching_page, result, pixels=source.pixels, examples=self.examples
         )
 
     @staticmethod

@@ -18,6 +18,7 @@ Shape letters: B images, L labels; H, W pixels.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -32,7 +33,7 @@ from medvl.data.reports.statements import statement
 from medvl.data.shards.source import ShardSource
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import Loader
-from medvl.eval.core.results import PageHeader
+from medvl.eval.core.results import WritePage
 from medvl.eval.dense.evaluation import write_segmentation_page
 from medvl.eval.dense.metrics import EmptyRule
 from medvl.eval.dense.segmentation import (
@@ -261,8 +262,5 @@ class ZeroShotMasks(ModelEvaluation):
             checkpoint=self.checkpoint,
         )
 
-    def write_page(
-        self, result: SegmentationResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page with masks on images."""
-        return write_segmentation_page(result, path, header, pixels=source.pixels)
+    def page(self, result: SegmentationResult, source: ShardSource) -> WritePage:
+        return functools.partial(write_segmentation_page, result, pixels=source.pixels)

@@ -3,6 +3,7 @@ of images.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from medvl.eval.change.protocol import (
     load_change_prompts,
 )
 from medvl.eval.core.metric_rows import MetricGroup
-from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, number
+from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, WritePage, number
 from medvl.eval.evaluation import ModelEvaluation, Setup
 from medvl.eval.html.page import (
     Page,
@@ -258,15 +259,11 @@ class Change(ModelEvaluation):
             checkpoint=self.checkpoint,
         )
 
-    def write_page(
-        self, result: ChangeResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page with pairs of images."""
+    def page(self, result: ChangeResult, source: ShardSource) -> WritePage:
         prior_N = prior_positions(source)
-        return write_change_page(
+        return functools.partial(
+            write_change_page,
             result,
-            path,
-            header,
             pixels=source.pixels,
             prior_pixels=lambda position: source.pixels(int(prior_N[position])),
             examples=self.examples,

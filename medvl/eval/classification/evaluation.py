@@ -1,6 +1,7 @@
 """`medvl eval classify`, and its page: tables, curves, subgroups, images with extreme scores."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from medvl.eval.core.metrics import (
     calibration_bins,
     roc_curve,
 )
-from medvl.eval.core.results import PageHeader, classes_of_lines, format_value
+from medvl.eval.core.results import PageHeader, WritePage, classes_of_lines, format_value
 from medvl.eval.evaluation import ModelEvaluation, Setup
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.page import header_facts, headline
@@ -504,8 +505,5 @@ class Classification(ModelEvaluation):
         """Return the table, with notes on the means."""
         return result.table()
 
-    def write_page(
-        self, result: ClassificationResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page of the classifier."""
-        return write_classification_page(result, path, header, pixels=source.pixels)
+    def page(self, result: ClassificationResult, source: ShardSource) -> WritePage:
+        return functools.partial(write_classification_page, result, pixels=source.pixels)

@@ -1,6 +1,7 @@
 """Shared parts of the detection and segmentation pages."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,15 @@ from medvl.data.loading.dense_targets import mask_at
 from medvl.data.loading.sources import OtherTexts
 from medvl.data.shards.source import ShardSource
 from medvl.eval.core.metric_rows import MetricGroup
-from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, at_items, number
+from medvl.eval.core.results import (
+    LineFields,
+    Lines,
+    PageHeader,
+    Results,
+    WritePage,
+    at_items,
+    number,
+)
 from medvl.eval.dense import detection, segmentation
 from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.dense.detection import DetectedImage, DetectionResult
@@ -481,12 +490,9 @@ class Detection(ModelEvaluation):
             checkpoint=self.checkpoint,
         )
 
-    def write_page(
-        self, result: DetectionResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page with boxes on images."""
-        return write_detection_page(
-            result, path, header, pixels=source.pixels, examples=self.examples
+    def page(self, result: DetectionResult, source: ShardSource) -> WritePage:
+        return functools.partial(
+            write_detection_page, result, pixels=source.pixels, examples=self.examples
         )
 
     @staticmethod
@@ -558,8 +564,5 @@ class Segmentation(ModelEvaluation):
             checkpoint=self.checkpoint,
         )
 
-    def write_page(
-        self, result: SegmentationResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page with masks on images."""
-        return write_segmentation_page(result, path, header, pixels=source.pixels)
+    def page(self, result: SegmentationResult, source: ShardSource) -> WritePage:
+        return functools.partial(write_segmentation_page, result, pixels=source.pixels)

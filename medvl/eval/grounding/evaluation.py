@@ -3,6 +3,7 @@ their boxes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,15 @@ from numpy.typing import NDArray
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import Box
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics
-from medvl.eval.core.results import LineFields, Lines, PageHeader, Results, format_table, number
+from medvl.eval.core.results import (
+    LineFields,
+    Lines,
+    PageHeader,
+    Results,
+    WritePage,
+    format_table,
+    number,
+)
 from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
 from medvl.eval.grounding.heatmaps import MapRules
 from medvl.eval.grounding.protocol import (
@@ -345,11 +354,8 @@ class Grounding(ModelEvaluation):
         rows = [row for row in result.results.rows if not row.metric.startswith("iou@")]
         return format_table(rows)
 
-    def write_page(
-        self, result: GroundingResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page with maps on images."""
-        return write_grounding_page(result, path, header, pixels=source.pixels)
+    def page(self, result: GroundingResult, source: ShardSource) -> WritePage:
+        return functools.partial(write_grounding_page, result, pixels=source.pixels)
 
     @staticmethod
     def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:

@@ -23,6 +23,7 @@ from medvl.eval.core.results import (
     PageHeader,
     Results,
     ScoredClasses,
+    WritePage,
     number_table,
 )
 from medvl.eval.evaluation import (
@@ -473,11 +474,8 @@ class Robustness(ModelEvaluation):
         """Return the table of the tests."""
         return result.table()
 
-    def write_page(
-        self, result: RobustnessResult, source: ShardSource, path: Path, header: PageHeader
-    ) -> Path:
-        """Write the page with images under every corruption."""
-        return write_robustness_page(result, path, header, pixels=source.pixels)
+    def page(self, result: RobustnessResult, source: ShardSource) -> WritePage:
+        return functools.partial(write_robustness_page, result, pixels=source.pixels)
 
     @staticmethod
     def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
