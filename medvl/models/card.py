@@ -195,7 +195,7 @@ def _data(manifests: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         f"| {each.get('corpus', '-')} | {_kind(each)} | {each.get('split', '-')} | "
         f"{each.get('samples', '-')} "
-        f"| {len(each.get('patients', ()))} | {use} |"
+        f"| {_patients(each)} | {use} |"
         for each, use in [
             *uses,
             *(
@@ -213,6 +213,14 @@ def _data(manifests: Sequence[Mapping[str, Any]]) -> str:
         "JSON manifests."
     )
     return "\n".join([head, *rows, "", note])
+
+
+def _patients(manifest: Mapping[str, Any]) -> str:
+    """Return the number of patients, and what counts as one where the release names none."""
+    count = len(manifest.get("patients", ()))
+    warnings = manifest.get("warnings") or {}
+    units = [unit for unit in ("rows", "studies") if warnings.get(f"{unit}_are_patients")]
+    return f"{count} ({units[0]}: the release names no patient)" if units else str(count)
 
 
 def _kind(manifest: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ import medvl
 from medvl.data.shards.format import Manifest
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.models import ConVIRT, System, save
-from medvl.models.card import add_results
+from medvl.models.card import add_results, model_card
 from medvl.models.dual_encoders.gloria import GLoRIA
 
 TINY = {
@@ -171,3 +171,12 @@ def test_names_of_open_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads((plain / "config.json").read_text())["run"] == {}
     with raises(CheckpointError, "not_found"):
         medvl.get_tokenizer(plain)
+
+
+def test_the_card_says_what_counts_as_a_patient() -> None:
+    manifest = {"corpus": "vindr-pcxr", "split": "train", "samples": 3, "patients": ["a", "b"]}
+    assert "| 3 | 2 | this training |" in model_card("convirt", {}, [manifest], {})
+    for unit in ("rows", "studies"):
+        declared = manifest | {"warnings": {f"{unit}_are_patients": 3}}
+        expected = f"| 3 | 2 ({unit}: the release names no patient) | this training |"
+        assert expected in model_card("convirt", {}, [declared], {})
