@@ -55,7 +55,7 @@ def test_help_is_the_overview(arguments: list[str], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"{OVERVIEW}\n"
     files = set(Path(cli.__file__).parent.rglob("*.py"))
     homes = {Path(inspect.getfile(function)) for function in cli.commands().values()}
-    assert {path.stem for path in files - homes} == {"__init__", "families", "help"}
+    assert {path.stem for path in files - homes} == {"__init__", "help"}
 
 
 @pytest.mark.parametrize("name", cli.commands())
