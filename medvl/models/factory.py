@@ -16,7 +16,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
 from medvl.encoders.image.factory import without_image_folder
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
-from medvl.encoders.pretrained import hub_address, split_set
+from medvl.encoders.pretrained import hub_address, installed_file, split_set
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
 from medvl.encoders.text.factory import without_folder
 from medvl.errors import CheckpointError, ConfigError
@@ -251,6 +251,8 @@ def preset_tokenizer(text_encoder: str, max_tokens: int | None) -> Tokenizer | N
         return load_tokenizer("clip", max_tokens=max_tokens) if clip else None
     if preset.tokenizer is not None:
         return load_tokenizer(preset.tokenizer, max_tokens=max_tokens)
+    if (weights := installed_file(preset.weights)) is not None:
+        return load_tokenizer(weights.parent, max_tokens=max_tokens)
     if preset.hub_id is None:
         return None
     return load_tokenizer(preset.hub_id, revision=preset.revision, max_tokens=max_tokens)
@@ -426,7 +428,7 @@ def push_to_hub(
 
 def list_pretrained(match: str = "*") -> list[tuple[str, str]]:
     """Return (encoder, weights) of all published weights that medvl names, sorted; `weights` is
-    OWNER/NAME@COMMIT.
+    OWNER/NAME@COMMIT or a download address.
 
     `create_image_encoder(encoder, pretrained=True)` and `create_text_encoder` load them, and
     `create_model(..., pretrained=True)` starts from them. Complete systems that others published
@@ -436,6 +438,6 @@ def list_pretrained(match: str = "*") -> list[tuple[str, str]]:
     presets: Mapping[str, Any] = {**IMAGE_PRESETS, **TEXT_PRESETS}
     named = {name: preset.weights for name, preset in presets.items() if preset.weights is not None}
     return [
-        (name, f"{named[name].hub_id}@{named[name].revision}")
+        (name, named[name].address)
         for name in sorted(fnmatch.filter(named, match))
     ]

