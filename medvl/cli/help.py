@@ -60,7 +60,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("ms-cxr", "ms-cxr-t"),
         ),
         "Questions": ("vqa-rad", "slake"),
-        "Knowledge and pictures": ("umls", "contact-sheet"),
+        "Knowledge and pictures": ("umls", "contact-sheet", "example"),
     },
     "shards": {
         "Reports and captions": (
@@ -68,7 +68,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("candid-ptx", "bimcv-covid19", "roco", "medicat", "melinda"),
             *("r2gen-annotation", "medvill-jsonl", "m3ae-arrow"),
         ),
-        "Labels": ("chexpert", "nih-cxr14", "covidx", "brax"),
+        "Labels": ("chexpert", "nih-cxr14", "covidx", "brax", "odir"),
         "Boxes and masks": (
             *("ms-cxr", "ms-cxr-t", "rsna", "siim", "vindr-cxr", "vindr-pcxr", "chestxdet10"),
             *("chestxdet", "object-cxr", "chest-imagenome", "qata", "mosmed", "monuseg"),
@@ -100,6 +100,7 @@ _EXAMPLES: Mapping[str, str] = {
     "phantom quickstart": "--out quickstart",
     "phantom umls": "--out umls",
     "phantom contact-sheet": "--out sheet.png",
+    "phantom example": "--out chest.png",
     "shards mimic-cxr": "--root MIMIC-CXR --views PA AP --out shards/mimic-cxr",
     "shards chexpert-plus": "--root CheXpert-Plus --exclude 5x200.csv --out shards/chexpert-plus",
     "shards rexgradient": "--root ReXGradient-160K --views PA AP --out shards/rexgradient",
@@ -108,6 +109,7 @@ _EXAMPLES: Mapping[str, str] = {
     "--without shards/ms-cxr/test --out shards/chest-imagenome",
     "shards roco": "--root ROCO --references roco_references --out shards/roco",
     "shards medicat": "--root MedICaT --radiology-only --out shards/medicat",
+    "shards odir": "--root ODIR-5K --short-side 224 --out shards/odir",
     "shards openi": "--root Open-i --views PA --out shards/openi",
     "shards slake": "--root SLAKE --language en --out shards/slake",
     "shards medvill-jsonl": "--root openi --source openi --out shards/medvill",

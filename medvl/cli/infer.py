@@ -23,7 +23,7 @@ _WIDTH = 100
 
 
 def infer(
-    images: tyro.conf.Positional[tuple[Path, ...]],
+    images: tyro.conf.Positional[tuple[Path, ...]] = (),
     *,
     checkpoint: str,
     texts: tuple[str, ...] = (),
@@ -40,8 +40,10 @@ def infer(
     table.
 
     Args:
-        images: DICOM, JPEG and PNG files, and folders with them.
-        checkpoint: a run or a checkpoint, such as runs/convirt, or hf-hub:OWNER/NAME.
+        images: DICOM, JPEG and PNG files, and folders with them; for the checkpoint demo, by
+            default demo.png, a synthetic radiograph that is drawn where there is none.
+        checkpoint: a run or a checkpoint, such as runs/convirt, hf-hub:OWNER/NAME, or demo, a small
+            model of synthetic radiographs.
         texts: findings or phrases for a dual-encoder, labels of a classifier (default: all of
             them), questions for a VQA model; report generators take none.
         prompts: prompt set of dual-encoders: a name (`medvl list prompts`) or a JSON file.
@@ -75,7 +77,7 @@ def infer(
             raise ConfigError(
                 f"expected {field} of {low} or more, got {value}", "out_of_range", field=field
             )
-    paths = find_images(images)
+    paths = find_images(images or _example(checkpoint))
     loaded = load_model(Path(checkpoint), device)
     fitted = None
     reason = "only scores by prompts are calibrated"
@@ -125,6 +127,23 @@ def infer(
     return "\n".join(
         [*lines, "", *(str(out / name) for name in sorted(path.name for path in out.iterdir()))]
     )
+
+
+def _example(checkpoint: str) -> tuple[Path, ...]:
+    """Return the example radiograph of the demo, drawn into the current folder where there is
+    none.
+    """
+    from medvl.models.weights import is_demo
+    from medvl.phantom import write_example
+
+    if not is_demo(checkpoint):
+        message = "expected image files, or folders with them; name them after `medvl infer`"
+        raise ConfigError(message, "missing", field="images")
+    path = Path("demo.png")
+    if not path.exists():
+        impression = write_example(path)
+        print(f"Drew {path}, a synthetic radiograph. Its report: {impression}", file=sys.stderr)
+    return (path,)
 
 
 def _notes(

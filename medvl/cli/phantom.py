@@ -119,6 +119,19 @@ def contact_sheet(out: Path, *, seed: int = 0) -> str:
     return f"Wrote {out}"
 
 
+def example(out: Path, *, size: int = 512) -> str:
+    """Draw one radiograph, and print the impression of its report.
+
+    Args:
+        out: PNG, JPEG or DICOM file, by its suffix.
+        size: longer side in pixels.
+    """
+    from medvl import phantom
+
+    impression = phantom.write_example(out, size=size)
+    return f"Wrote {out}. Its report: {impression}"
+
+
 def _shards(corpus: str, arguments: str = "") -> str:
     return f"medvl shards {corpus} --root {{out}}{arguments} --out {{out}}-shards"
 
@@ -304,6 +317,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
     ),
     "umls": umls,
     "contact-sheet": contact_sheet,
+    "example": example,
 }
 
 

@@ -322,9 +322,7 @@ _TINY_BERT_SIZES = _frozen(
     max_position_embeddings=256,
 )
 
-_TIMM_RELEASE = (
-    "https://github.com/rwightman/pytorch-image-models/releases/download/v0.1-weights"
-)
+_TIMM_RELEASE = "https://github.com/rwightman/pytorch-image-models/releases/download/v0.1-weights"
 _HALF: tuple[Statistics, Statistics] = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _CLIP_STATISTICS = (CLIP_MEAN, CLIP_STD)
 _EVA_X_STATISTICS = ((0.4919, 0.4919, 0.4919), (0.2851, 0.2851, 0.2851))

@@ -29,6 +29,7 @@ CHEST_RADIOGRAPHS = ImageKind("chest radiographs", ("CR", "DX", "RG"), _CHEST)
 _CHEST_CT = ImageKind("chest CT", ("CT",), _CHEST)
 _MAMMOGRAMS = ImageKind("mammograms", ("MG",), ("BREAST",))
 _HISTOLOGY = ImageKind("histology", ("SM", "GM"))
+_FUNDUS = ImageKind("fundus photographs", ("OP",), ("EYE", "RETINA"))
 _SEVERAL = ImageKind("images of several modalities")
 _CORPORA = {
     **dict.fromkeys(
@@ -51,6 +52,7 @@ _CORPORA = {
     ),
     "mosmed": _CHEST_CT,
     **dict.fromkeys(("embed-mammo", "vindr-mammo"), _MAMMOGRAMS),
+    "odir": _FUNDUS,
     **dict.fromkeys(("monuseg", "path-vqa"), _HISTOLOGY),
     **dict.fromkeys(
         (

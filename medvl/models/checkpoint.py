@@ -121,8 +121,8 @@ def save(
 def load(folder: Path | str) -> System:
     """Load a model in eval mode, with `.tokenizer` and `.transform`.
 
-    `folder` is a checkpoint, a run (its best checkpoint), or `hf-hub:OWNER/NAME`
-    (`find_checkpoint`).
+    `folder` is a checkpoint, a run (its best checkpoint), `hf-hub:OWNER/NAME`, or `demo`, a small
+    model of synthetic radiographs that is part of medvl (`find_checkpoint`).
 
     Raises CheckpointError when the checkpoint is incomplete, a file differs from what training
     wrote, or a weight is missing, unexpected or of another shape; a file that needs pickle is

@@ -62,6 +62,9 @@ MARKER = "complete.json"
 BEST = "best"
 LAST = "last"
 """Links in the folder of a run."""
+DEMO = "demo"
+"""Name of the checkpoint in the package: a small ConVIRT that the phantom corpus trained."""
+_DEMO_FOLDER = Path(__file__).parent / DEMO
 _SHOWN_CHECKPOINTS = 5
 _SHOWN = 4
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
@@ -74,12 +77,14 @@ def find_checkpoint(source: Path | str) -> Path:
 
     Args:
         source: the folder of a checkpoint; or of a run, for its best checkpoint, or its last one
-            where it has no best; or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded. Other
-            paths are returned as they are.
+            where it has no best; or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded; or
+            `demo`, which is part of medvl. Other paths are returned as they are.
 
     Raises CheckpointError "not_found" for a model of the hub that is not available.
     """
     name = str(source)
+    if is_demo(source):
+        return _DEMO_FOLDER
     if not on_hub(source):
         return _of_run(Path(source))
     if not _is_hub_name(name.removeprefix(HUB_PREFIX)):
@@ -113,6 +118,13 @@ def nearby_checkpoints(folder: Path) -> str:
     names = [str(entry) for entry in entries if (_of_run(entry) / CONFIG).is_file()]
     more = ", ..." if len(names) > _SHOWN_CHECKPOINTS else ""
     return f"give one of {', '.join(names[:_SHOWN_CHECKPOINTS])}{more}" if names else ""
+
+
+def is_demo(source: Path | str) -> bool:
+    """Return whether `find_checkpoint` takes a name for the demo: `demo`, unless there is a
+    folder of this name.
+    """
+    return str(source) == DEMO and not Path(source).exists()
 
 
 def on_hub(source: Path | str) -> bool:

@@ -437,7 +437,4 @@ def list_pretrained(match: str = "*") -> list[tuple[str, str]]:
     """
     presets: Mapping[str, Any] = {**IMAGE_PRESETS, **TEXT_PRESETS}
     named = {name: preset.weights for name, preset in presets.items() if preset.weights is not None}
-    return [
-        (name, named[name].address)
-        for name in sorted(fnmatch.filter(named, match))
-    ]
+    return [(name, named[name].address) for name in sorted(fnmatch.filter(named, match))]

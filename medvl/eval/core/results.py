@@ -33,9 +33,11 @@ from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.metrics import Array
 from medvl.models.checkpoint_folder import (
     BEST,
+    DEMO,
     LAST,
     MARKER,
     find_checkpoint,
+    is_demo,
     weight_files,
     weights_sha256,
 )
@@ -371,6 +373,8 @@ def evaluations_of(checkpoint: Path | str) -> Path:
     """Return the folder with the evaluations of a checkpoint or of a file of predictions (see
     the module).
     """
+    if is_demo(checkpoint):
+        return Path("runs", DEMO, EVALUATIONS)  # not into the package
     folder = find_checkpoint(checkpoint)
     if folder.is_file():
         return folder.parent / EVALUATIONS / folder.name

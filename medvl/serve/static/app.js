@@ -122,6 +122,14 @@ async function open(chosen) {
   if (await load()) await score();
 }
 
+// The radiograph that the server draws for its demo model.
+async function openExample() {
+  const headers = token ? { authorization: `Bearer ${token}` } : {};
+  const response = await fetch("/api/example", { headers }).catch(() => undefined);
+  if (response?.ok) await open(new File([await response.blob()], "example.png"));
+  else complain("The server does not answer. Is it still running?");
+}
+
 async function load() {
   version += 1;
   for (const id of ["scores", "map-notes", "answers", "reports", "neighbor-list"]) find(id).replaceChildren();
@@ -358,6 +366,7 @@ function connect() {
   });
   find("clear-map").addEventListener("click", () => { hideMap(); find("phrase").focus(); });
   find("report").addEventListener("click", writeReport);
+  find("example").addEventListener("click", openExample);
   find("neighbors").addEventListener("click", findNeighbors);
   for (const [id, act] of [["findings-form", score], ["question-form", answerQuestion],
     ["map-form", () => find("phrase").value.trim() && showMap(find("phrase").value.trim(), null)]]) {
@@ -382,6 +391,7 @@ async function start() {
     const state = model.abilities.scores ? ` ${model.calibrated ? "calibrated" : "uncalibrated"}` : "";
     return element("li", { title: model.calibration || "" }, model.title, " ", element("small", {}, `${model.system}${state && ","}${state}`));
   }));
+  find("example-row").hidden = !served.example;
   find("limit").textContent = `up to ${served.max_bytes / 1e6} MB`;
   find("findings-hint").textContent = `(empty: the ${served.findings.length} findings of ${served.prompts})`;
   find("findings").placeholder = `${served.findings.slice(0, 3).join("\n")}\nLarge left pleural effusion`;

@@ -1,0 +1,58 @@
+"""Write the demo checkpoint of the package from a run: `medvl.load("demo")`.
+
+    bash scripts/quickstart.sh                    # the data
+    torchrun --nproc-per-node 2 recipes/convirt_mimic.py tiny --train.run-dir runs/demo-convirt \\
+        --model.text-arguments hidden_size 128 num_hidden_layers 2 num_attention_heads 2 \\
+        intermediate_size 512 max_position_embeddings 64
+    python scripts/make_demo.py runs/demo-convirt
+
+The text encoder is smaller than the quickstart's, so that the weights have under 4 MB in 16 bits.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import safetensors.torch
+import tyro
+
+import medvl
+from medvl.common.files import MARKER, sha256, write_json
+from medvl.models.checkpoint import save, train_manifests
+from medvl.models.weights import TRAIN_MANIFEST, WEIGHTS, find_checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo:
+    """The demo checkpoint."""
+
+    run: tyro.conf.Positional[Path]
+    """Run of ConVIRT on the phantom corpus."""
+    out: Path = Path("medvl/models/demo")
+    """Folder of the package."""
+
+
+def main(demo: Demo) -> None:
+    """Write the model of a run in 16 bits, with its card, and the hashes of all files."""
+    model = medvl.load(demo.run)
+    manifest = train_manifests(find_checkpoint(demo.run))[0]
+    run = {TRAIN_MANIFEST.removesuffix(".json"): manifest.to_json(), "marker": MARKER}
+    demo.out.mkdir(parents=True, exist_ok=True)
+    save(model, demo.out, {**model.provenance, **run}, licence="apache-2.0")
+    tensors = safetensors.torch.load_file(demo.out / WEIGHTS)
+    halves = {
+        name: tensor.half() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    safetensors.torch.save_file(halves, demo.out / WEIGHTS)
+    files = sorted(path for path in demo.out.rglob("*") if path.is_file() and path.name != MARKER)
+    entries = {
+        str(path.relative_to(demo.out)): {"sha256": sha256(path), "bytes": path.stat().st_size}
+        for path in files
+    }
+    write_json(demo.out / MARKER, {"format": 2, "files": entries})
+    total = sum(path.stat().st_size for path in files)
+    print(f"{demo.out}: {len(files)} files, {total / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Demo, description=__doc__))
