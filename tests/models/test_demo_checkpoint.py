@@ -38,7 +38,11 @@ def test_it_scores_what_the_example_shows_above_what_it_does_not():
     assert "left pleural effusion" in impression
     scores = medvl.infer(model, "chest.png")
     assert scores["Pleural Effusion"] > 0.5 > scores["Pneumothorax"]
-    assert max(scores, key=scores.__getitem__) in ("Pleural Effusion", "Consolidation", "Lung Opacity")
+    assert max(scores, key=scores.__getitem__) in (
+        "Pleural Effusion",
+        "Consolidation",
+        "Lung Opacity",
+    )
 
 
 def test_a_damaged_copy_is_refused(tmp_path):

@@ -133,6 +133,7 @@ def _table(result: RetrievalResult) -> tables.Table:
         ]
         ranks = [tables.metric_cell(rows[each]) for each in ("mrr", "median_rank")]
         lines.append([title, *cells, *ranks, f"{rows['median_rank'].n:,}"])
+    lines.append(_baseline_line(result, recalls, len(gains)))
     return tables.Table(
         title="Summary: recall",
         columns=[
@@ -150,6 +151,22 @@ def _table(result: RetrievalResult) -> tables.Table:
         "by the agreement of "
         "labels; MRR is the mean of 1 / rank.",
     )
+
+
+def _baseline_line(
+    result: RetrievalResult, recalls: Sequence[str], gains: int
+) -> list[tables.Cell | str]:
+    """Return the line of the baseline that names the commonest texts for every image."""
+    rows = {
+        row.metric: row for row in result.results.rows if row.target == image_text.COMMONEST_TEXTS
+    }
+    return [
+        "The commonest texts for every image",
+        *(tables.metric_cell(rows[each], bar=True) for each in recalls),
+        *[""] * gains,
+        *(tables.metric_cell(rows[each]) for each in ("mrr", "median_rank")),
+        f"{rows['median_rank'].n:,}",
+    ]
 
 
 def _plots(
@@ -334,6 +351,12 @@ class Retrieval(ModelEvaluation):
             columns=(
                 Column(title="R@10 image to text", metric="recall@10", targets=("image_to_text",)),
                 Column(title="R@10 text to image", metric="recall@10", targets=("text_to_image",)),
+                Column(
+                    title="R@10 of the commonest texts",
+                    metric="recall@10",
+                    targets=(image_text.COMMONEST_TEXTS,),
+                    baseline=True,
+                ),
             ),
         ),
         Task(

@@ -7,6 +7,8 @@ Protocol "image_text_retrieval", version 3:
 * Images without text are left out and counted.
 * The rank of a query is that of its best positive among the candidates that are not its positives.
   Ties count against the positive, so a model with constant scores gets the last rank.
+* The target "commonest_texts" is the baseline that looks at no image: all images get the same
+  order of texts, by the number of images that they belong to. Where texts recur, it can be high.
 * "recall@k" is the share of queries with a rank of k or better; "median_rank" is the median of the
   ranks; "mrr" is the mean of 1 / rank.
 * Where images have labels, "ndcg@k" is the gain of the first k candidates by the agreement of
@@ -179,6 +181,8 @@ def _nearest(query_Q: torch.Tensor, similarity_QN: torch.Tensor) -> tuple[Neares
 
 PROTOCOL = "image_text_retrieval"
 PROTOCOL_VERSION = 3
+COMMONEST_TEXTS = "commonest_texts"
+"""Target of the rows of the baseline that orders texts by frequency."""
 
 Ranks = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(image_rank_N, text_rank_M), from 1."""
@@ -483,7 +487,24 @@ def rank_rows(
         seed=seed,
         groups=gallery.patients_of_texts,
     )
-    return of_images + of_texts
+    baseline = measure(
+        rank_groups(commonest_text_ranks(gallery.text_of_N.numpy()), ks, COMMONEST_TEXTS),
+        len(image_rank_N),
+        resamples=resamples,
+        seed=seed,
+        groups=gallery.patients,
+    )
+    return of_images + of_texts + baseline
+
+
+def commonest_text_ranks(text_of_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rank of each image's text, from 1, among texts ordered by their number of images;
+    ties are in the order of the first image.
+    """
+    count_M = np.bincount(text_of_N)
+    rank_M = np.empty_like(count_M)
+    rank_M[np.argsort(-count_M, kind="stable")] = np.arange(1, len(count_M) + 1)
+    return rank_M[text_of_N]
 
 
 def rank_groups(rank_Q: NDArray[np.int64], ks: Sequence[int], target: str) -> list[MetricGroup]:

@@ -12,7 +12,7 @@ from medvl.eval import RetrievalEval, image_text_retrieval
 from medvl.eval.core.full_pass import concatenate
 from medvl.eval.core.metrics import bootstrap_indices
 from medvl.eval.retrieval import similarity as similarity_module
-from medvl.eval.retrieval.image_text import Gallery
+from medvl.eval.retrieval.image_text import Gallery, retrieval_ranks
 from medvl.schema import Embeddings
 
 TEXTS = [f"report {index % 20}" for index in range(50)]
@@ -134,6 +134,40 @@ def test_a_text_of_several_patients_is_of_the_patient_of_its_first_key():
     gallery = Gallery.from_texts(keys, ["normal", "effusion", "normal", "edema"], {}, source)
     assert gallery.patients == ("p2", "p3", "p0", "p1")
     assert gallery.patients_of_texts == ["p0", "p3", "p1"]
+
+
+def test_the_commonest_texts_are_a_baseline_without_images():
+    texts = ["rare", *["normal"] * 6, "edema", *["effusion"] * 3, "other"]
+    result = image_text_retrieval(FakeModel(), loader_of(texts, noise=0), ks=(1, 2), resamples=20)
+    ranks = [3, *[1] * 6, 4, *[2] * 3, 5]  # equal counts in the order of their first images
+    for metric, expected in (
+        ("recall@1", 6 / 12),
+        ("recall@2", 9 / 12),
+        ("median_rank", np.median(ranks)),
+        ("mrr", np.mean([1 / rank for rank in ranks])),
+    ):
+        row = result.results.row(metric, "commonest_texts")
+        assert (row.value, row.n) == (pytest.approx(expected), 12)
+    assert row.low < row.value < row.high
+
+
+@pytest.mark.real
+def test_recalls_of_published_embeddings(real_data):
+    """1,000 pairs of ROCO under a trained dual-encoder; figures of athulpp06/MedCLIP-Radiology-Search."""
+    import safetensors.torch
+
+    file = real_data / "retrieval_embeddings_roco/embeddings.safetensors"
+    sides = safetensors.torch.load_file(file)
+    images, texts = (
+        Embeddings(global_NE=torch.nn.functional.normalize(sides[f"{side}_NE"].float(), dim=1))
+        for side in ("image", "text")
+    )
+    image_rank_N, text_rank_M = retrieval_ranks(FakeModel(), images, texts, torch.arange(1000))
+    recalls = [(text_rank_M <= k).mean() for k in (1, 5, 10)]
+    assert recalls == [0.123, 0.329, 0.504]
+    assert round((1 / text_rank_M).mean(), 4) == 0.24
+    assert np.median(text_rank_M) == 10
+    assert [(image_rank_N <= k).mean() for k in (1, 5, 10)] == [0.121, 0.351, 0.509]
 
 
 def test_chance_equals_the_mean_over_random_orders():
