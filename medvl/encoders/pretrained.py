@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from medvl.common.files import sha256
 from medvl.common.hub import fetch
-from medvl.encoders.presets import Weights, Wheel
+from medvl.encoders.published_weights import Weights, Wheel
 from medvl.encoders.weight_files import (
     CANDIDATES,
     copies,

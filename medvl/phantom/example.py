@@ -11,12 +11,12 @@ from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.scene import encode_jpeg, encode_png
 
 _SEED = 1
-_PATIENT = 3
+_PATIENT = 48
 
 
 def write_example(out: Path | str, *, size: int = 512) -> str:
-    """Write the radiograph of a patient with a pleural effusion, and return the impression of its
-    report.
+    """Write the radiograph of a patient with a large right pleural effusion and an enlarged heart,
+    and return the impression of its report.
 
     Arguments and errors are those of `draw_example`; `out` is the file.
     """
@@ -28,8 +28,7 @@ def write_example(out: Path | str, *, size: int = 512) -> str:
 
 
 def draw_example(suffix: str, *, size: int = 512) -> tuple[bytes, str]:
-    """Return the radiograph of a patient with a pleural effusion as a file, and the impression of
-    its report.
+    """Return the radiograph of `write_example` as a file, and the impression of its report.
 
     The patient belongs to the phantom world of seed 1, which the quickstart and the demo checkpoint
     were not trained on.

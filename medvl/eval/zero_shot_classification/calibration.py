@@ -37,6 +37,7 @@ from medvl.eval.zero_shot_classification.prompts import (
     PromptSet,
 )
 from medvl.eval.zero_shot_classification.protocol import score_images
+from medvl.models.weights import find_checkpoint, is_demo
 
 _VERSION = 1
 _FOLDS = 5
@@ -345,6 +346,8 @@ def calibration_for(
     checkpoint. Raises EvaluationError if the file is missing or damaged.
     """
     default = calibration_path(checkpoint, prompts.name)
+    if is_demo(checkpoint) and not default.is_file():
+        default = calibration_path(find_checkpoint(checkpoint), prompts.name)
     if path is None and not default.is_file():
         return None, NOT_MADE
     found = read_calibration(path or default)

@@ -3,8 +3,8 @@
 import csv
 
 import pytest
-
 from helpers.errors import raises
+
 from medvl.data.corpora.labels.odir import ODIR
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
