@@ -20,9 +20,16 @@ import safetensors.torch
 import tyro
 
 import medvl
-from medvl.common.files import MARKER, sha256, write_atomic, write_json
-from medvl.models.checkpoint import save, train_manifests
-from medvl.models.weights import CARD, TRAIN_MANIFEST, WEIGHTS, find_checkpoint
+from medvl.common.files import sha256, write_atomic, write_json
+from medvl.models.checkpoint import save
+from medvl.models.checkpoint_folder import (
+    CARD,
+    MARKER,
+    TRAIN_MANIFEST,
+    WEIGHTS,
+    find_checkpoint,
+    train_manifests,
+)
 
 CARD_TEXT = """---
 library_name: medvl

@@ -133,7 +133,7 @@ def _example(checkpoint: str) -> tuple[Path, ...]:
     """Return the example radiograph of the demo, drawn into the current folder where there is
     none.
     """
-    from medvl.models.weights import is_demo
+    from medvl.models.checkpoint_folder import is_demo
     from medvl.phantom import write_example
 
     if not is_demo(checkpoint):

@@ -64,7 +64,6 @@ LAST = "last"
 """Links in the folder of a run."""
 DEMO = "demo"
 """Name of the checkpoint in the package: a small ConVIRT that the phantom corpus trained."""
-_DEMO_FOLDER = Path(__file__).parent / DEMO
 _SHOWN_CHECKPOINTS = 5
 _SHOWN = 4
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
@@ -78,13 +77,14 @@ def find_checkpoint(source: Path | str) -> Path:
     Args:
         source: the folder of a checkpoint; or of a run, for its best checkpoint, or its last one
             where it has no best; or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded; or
-            `demo`, which is part of medvl. Other paths are returned as they are.
+            `demo`, which is part of medvl, unless there is a folder of this name. Other paths are
+            returned as they are.
 
     Raises CheckpointError "not_found" for a model of the hub that is not available.
     """
     name = str(source)
     if is_demo(source):
-        return _DEMO_FOLDER
+        return Path(__file__).parent / DEMO
     if not on_hub(source):
         return _of_run(Path(source))
     if not _is_hub_name(name.removeprefix(HUB_PREFIX)):
@@ -103,9 +103,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return the sha256 of a checkpoint's weights; of weights in several parts that of their
-    hashes.
-    """
+    """Return the sha256 of a checkpoint's weights; of several parts that of their hashes."""
     hashes = [sha256(file) for file in weight_files(folder)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
@@ -121,16 +119,12 @@ def nearby_checkpoints(folder: Path) -> str:
 
 
 def is_demo(source: Path | str) -> bool:
-    """Return whether `find_checkpoint` takes a name for the demo: `demo`, unless there is a
-    folder of this name.
-    """
+    """Return whether `find_checkpoint` takes a name for the demo."""
     return str(source) == DEMO and not Path(source).exists()
 
 
 def on_hub(source: Path | str) -> bool:
-    """Return whether `find_checkpoint` takes a name from the hub: one that begins with
-    `hf-hub:`.
-    """
+    """Return whether `find_checkpoint` takes a name from the hub, which begins with `hf-hub:`."""
     return str(source).startswith(HUB_PREFIX)
 
 

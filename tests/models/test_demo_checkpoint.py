@@ -16,7 +16,7 @@ from medvl.errors import CheckpointError, ConfigError, EvaluationError
 from medvl.eval.core.results import evaluations_of
 from medvl.eval.zero_shot_classification.calibration import calibration_for, calibration_path
 from medvl.eval.zero_shot_classification.prompts import load_prompts
-from medvl.models.weights import MARKER, find_checkpoint
+from medvl.models.checkpoint_folder import MARKER, find_checkpoint
 from medvl.phantom import World, compose_report, draw, write_example
 
 FOLDER = find_checkpoint("demo")

@@ -37,7 +37,7 @@ from medvl.eval.zero_shot_classification.prompts import (
     PromptSet,
 )
 from medvl.eval.zero_shot_classification.protocol import score_images
-from medvl.models.weights import find_checkpoint, is_demo
+from medvl.models.checkpoint_folder import find_checkpoint, is_demo
 
 _VERSION = 1
 _FOLDS = 5
