@@ -77,8 +77,7 @@ def find_checkpoint(source: Path | str) -> Path:
     Args:
         source: the folder of a checkpoint; or of a run, for its best checkpoint, or its last one
             where it has no best; or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded; or
-            `demo`, which is part of medvl, unless there is a folder of this name. Other paths are
-            returned as they are.
+            `demo`, which is part of medvl, unless a folder has this name. Others are left as is.
 
     Raises CheckpointError "not_found" for a model of the hub that is not available.
     """
