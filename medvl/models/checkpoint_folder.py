@@ -339,10 +339,10 @@ def shard_options(folder: Path) -> dict[str, Any] | None:
     options = read_training(folder)[0].get("options", {})
     fields = {
         name: options[name]
-        for name in ("short_side", "image_format", "quality", "color")
+        for name in ("short_side", "image_format", "quality", "color", "crop_background")
         if name in options
     }
-    if len(fields) < 4:
+    if len(fields) < 4:  # manifests state crop_background only where it is used
         return None
     try:
         ShardOptions(**fields)

@@ -16,6 +16,15 @@ _MARGIN = 0.01
 """Border around the object, as a part of the longer side."""
 
 
+def cut_background(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the area of the foreground of an image, or the whole where none is found."""
+    area = find_foreground(pixels)
+    if area is None:
+        return pixels
+    left, top, width, height = area
+    return pixels[top : top + height, left : left + width]
+
+
 def find_foreground(pixels: NDArray[np.uint8]) -> Area | None:
     """Return the area of the largest bright object of an image (H, W) or (H, W, C).
 

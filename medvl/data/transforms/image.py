@@ -344,22 +344,26 @@ class OriginalTransform(EvalTransform):
 
     Images that are larger than those of the shards are shrunk and compressed like them first, so
     that a model gets the same pixels from an original file as from the shards that the file is
-    converted to. Smaller images, and pixels from shards, are taken as they are.
+    converted to. Where the shards were cut to their foreground, so is the original image. Smaller
+    images, and pixels from shards, are taken as they are.
     """
 
     short_side: int
     image_format: Literal["jpg", "png"]
     quality: int
     color: bool
+    crop_background: bool = False
 
     @property
     def trained_color(self) -> bool | None:
         return self.color
 
     def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
+        from medvl.data.images.background import cut_background
         from medvl.data.images.read import read_image
 
-        return read_image(image, color=self.color, frame=frame)
+        pixels = read_image(image, color=self.color, frame=frame)
+        return cut_background(pixels) if self.crop_background else pixels
 
     def _square_of(self, pixels: np.ndarray) -> np.ndarray:
         if min(pixels.shape[:2]) > self.short_side:

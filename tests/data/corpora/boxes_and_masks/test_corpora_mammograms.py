@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.box_corpora import box, convert, samples_of, write_phantom
 from helpers.errors import raises
 from helpers.mimic_files import textured
@@ -18,8 +19,12 @@ from medvl.data.corpora.common.mammograms import most_suspicious
 from medvl.data.images.background import find_foreground
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
+from medvl.data.transforms.image import EvalTransform
+from medvl.encoders import create_image_encoder
 from medvl.errors import CorpusError
 from medvl.models.card import image_kind
+from medvl.models.checkpoint import load, save
+from medvl.models.downstream.classifier import Classifier
 from medvl.phantom import World, read_truth
 from medvl.phantom.layouts.mammography import Breast, Lesion, draw_breast, sample_breast
 
@@ -186,6 +191,26 @@ def test_vindr_phantom_boxes_are_around_the_lesions(tmp_path: Path, deid: Deiden
                 boxes += 1
     assert boxes > 4
     assert image_kind("vindr-mammo").modalities == ("MG",)
+
+
+def test_a_model_of_cut_shards_cuts_original_images(tmp_path: Path) -> None:
+    write_phantom("vindr-mammo", tmp_path / "corpus", 2, 160, 52)
+    command = ("--image-format", "png")
+    convert(tmp_path / "corpus", "vindr-mammo", tmp_path / "shards", *command)
+    source = ShardSource(tmp_path / "shards/train")
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    encoder = create_image_encoder("resnet_tiny", image_size=32)
+    model = Classifier.on(encoder, ("Mass",), EvalTransform(size=32))
+    save(model, checkpoint, {"train_manifest": source.manifest.to_json()})
+    trained = load(checkpoint).transform
+    lines = (tmp_path / "shards-private/sources.tsv").read_text().splitlines()
+    paths = dict(line.split("\t") for line in lines)
+    plain = EvalTransform(**trained.settings())
+    for place in range(len(source)):
+        expected = plain(source.pixels(place))
+        assert torch.equal(trained(paths[source.key(place)]), expected)
+        assert not torch.equal(plain(paths[source.key(place)]), expected)
 
 
 # EMBED
