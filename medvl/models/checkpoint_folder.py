@@ -229,9 +229,8 @@ def train_manifests(folder: Path | str) -> list[Manifest]:
     when one is damaged.
     """
     folder = find_checkpoint(folder)
-    manifests = [
-        Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in read_training(folder)
-    ]
+    contents = read_training(folder)
+    manifests = [Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in contents]
     return [manifest for each in manifests for manifest in each.lineage()]
 
 

@@ -88,7 +88,8 @@ class VQAResult:
         question-only baseline.
         """
         lines = []
-        closed_N = _closed_questions(self.data, self.systems.get(MODEL), self.protocol)
+        types = _predicted_types(self.systems)
+        closed_N = self.protocol.closed_questions(self.data.questions, types)
         for index, question in enumerate(self.data.questions):
             line: dict[str, Any] = {**question.as_json(), "patient": self.data.groups[index]}
             groups = self.data.subgroups[index] if self.data.subgroups else {}
@@ -133,6 +134,7 @@ def evaluate_answers(
     """
     protocol = get_protocol(protocol) if isinstance(protocol, str) else protocol
     evaluated = data.part(split)
+    data.check_ids(predictions or {})
     evaluated = evaluated.choose(
         [n for n, question in enumerate(evaluated.questions) if protocol.includes(question)]
     )
@@ -140,35 +142,36 @@ def evaluate_answers(
         raise EvaluationError(
             f"{data.name}: protocol {protocol.name} includes no question of {split}", "empty"
         )
-    _check_ids(predictions, data)
     if vocabulary == "protocol":
         vocabulary = (
             AnswerVocabulary.build(data.questions, protocol) if protocol.vocabulary else None
         )
     elif vocabulary is not None:
         others = [question for question in elsewhere if question.split != split]
-        protocol = _with_leak(
-            protocol, vocabulary.leaked([*data.questions, *others], split, protocol), split
-        )
+        leaked = vocabulary.leaked([*data.questions, *others], split, protocol)
+        protocol = protocol.with_leak(leaked, split)
+    questions = evaluated.questions
     systems: dict[str, Predictions] = {} if predictions is None else {MODEL: predictions}
-    systems |= baselines(data.part("train").questions, evaluated.questions, protocol)
-    credits = {name: _credits(evaluated, answers, protocol) for name, answers in systems.items()}
-    groups = _metric_groups(evaluated, systems, credits, protocol, vocabulary)
-    rows = measure(
-        groups, len(evaluated.questions), resamples=resamples, seed=seed, groups=evaluated.groups
-    )
+    systems |= baselines(data.part("train").questions, questions, protocol)
+    credits = {
+        system: protocol.credits(questions, {name: one.answer for name, one in answers.items()})
+        for system, answers in systems.items()
+    }
+    details = _details(evaluated, predictions, protocol) | {"vocabulary_of": _origin(vocabulary)}
+    config = _config(data, protocol, vocabulary)
+    groups = _metric_groups(questions, systems, credits, protocol, vocabulary)
+    rows = measure(groups, len(questions), resamples=resamples, seed=seed, groups=evaluated.groups)
     results = Results(
         protocol="vqa",
         protocol_version=protocol.version,
         rows=rows,
-        config=_config(data, protocol, vocabulary)
-        | {"split": split, "resamples": resamples, "seed": seed},
+        config=config | {"split": split, "resamples": resamples, "seed": seed},
         inputs={
             "questions": data.fingerprint,
             "vocabulary": None if vocabulary is None else vocabulary.fingerprint,
             **(inputs or {}),
         },
-        details=_details(evaluated, predictions, protocol) | {"vocabulary_of": _origin(vocabulary)},
+        details=details,
     )
     return VQAResult(results, evaluated, systems, credits, protocol)
 
@@ -184,86 +187,42 @@ def _config(
     }
 
 
-def _with_leak(protocol: VQAProtocol, leaked: Sequence[str], split: str) -> VQAProtocol:
-    """Return the protocol with a flaw that states the answers that a vocabulary has from the
-    evaluated split.
-    """
-    if not leaked:
-        return protocol
-    flaw = (
-        f"the model's vocabulary has {len(leaked)} answers of {split} that no other split "
-        f"has, such as {leaked[0]!r}"
-    )
-    return dataclasses.replace(protocol, flaw="; ".join(filter(None, (protocol.flaw, flaw))))
-
-
 def _origin(vocabulary: AnswerVocabulary | None) -> str | None:
     return None if vocabulary is None else ", ".join(vocabulary.splits) or "the model"
 
 
-def _check_ids(predictions: Predictions | None, data: VQAData) -> None:
-    known = {question.id for question in data.questions}
-    unknown = [name for name in predictions or () if name not in known]
-    if unknown:
-        message = (
-            f"{len(unknown)} predictions have question ids that are not in {data.name}, "
-            f"first {min(unknown)}"
-        )
-        raise EvaluationError(message, "mismatch")
-
-
-def _credits(
-    evaluated: VQAData, predictions: Predictions, protocol: VQAProtocol
-) -> NDArray[np.float64]:
-    return np.array(
-        [
-            protocol.credit(predictions[question.id].answer, question)
-            if question.id in predictions
-            else 0.0
-            for question in evaluated.questions
-        ]
-    )
+def _predicted_types(systems: Mapping[str, Predictions]) -> dict[str, str | None]:
+    """Return the answer types that the model predicts, by question id."""
+    return {name: one.answer_type for name, one in systems.get(MODEL, {}).items()}
 
 
 def _metric_groups(
-    evaluated: VQAData,
+    questions: Sequence[Question],
     systems: Mapping[str, Predictions],
     credits: Mapping[str, NDArray[np.float64]],
     protocol: VQAProtocol,
     vocabulary: AnswerVocabulary | None,
 ) -> list[MetricGroup]:
-    by_attribute = attribute_masks(evaluated.questions)
-    groups = []
-    for system, credit_N in credits.items():
-        closed_N = _closed_questions(
-            evaluated, systems[MODEL] if system == MODEL else None, protocol
+    """Return accuracy of the systems, the gain of the model and the ceiling."""
+    predicted = _predicted_types(systems)
+    by_attribute = attribute_masks(questions)
+    known = None if vocabulary is None else vocabulary.answers
+    ceiling_N = protocol.highest_credits(questions, known)
+    types = type_masks(protocol.closed_questions(questions, predicted))
+    types_by_field = type_masks(protocol.closed_questions(questions, {}))
+    values = [
+        (
+            ACCURACY,
+            credit_N,
+            (types if system == MODEL else types_by_field) | by_attribute,
+            subgroup_of(system),
         )
-        groups.append(
-            masked_means(
-                ACCURACY, credit_N, type_masks(closed_N) | by_attribute, subgroup_of(system)
-            )
-        )
-    types = type_masks(_closed_questions(evaluated, systems.get(MODEL), protocol))
+        for system, credit_N in credits.items()
+    ]
     if MODEL in credits:
-        groups.append(masked_means(GAIN, credits[MODEL] - credits[QUESTION_ONLY], types))
-    groups.append(masked_means(CEILING, _ceiling(evaluated, protocol, vocabulary), types))
-    return groups
-
-
-def _ceiling(
-    evaluated: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None
-) -> NDArray[np.float64]:
-    """Return the highest credit of any vocabulary answer to each question."""
-    known = None if vocabulary is None else set(vocabulary.answers)
-    credits = []
-    for question in evaluated.questions:
-        right = protocol.accepted(question)
-        if known is not None and protocol.match == "part_of":
-            credits.append(float(any(answer in one for one in right for answer in known)))
-            continue
-        possible = right if known is None else right & known
-        credits.append(max((protocol.credit(answer, question) for answer in possible), default=0.0))
-    return np.array(credits)
+        values.append((GAIN, credits[MODEL] - credits[QUESTION_ONLY], types, ""))
+    values.append((CEILING, ceiling_N, types, ""))
+    return [masked_means(*one) for one in values]
 
 
 def masked_means(
@@ -280,23 +239,6 @@ def masked_means(
 def type_masks(closed_N: NDArray[np.bool_]) -> dict[str, NDArray[np.bool_]]:
     """Return masks for overall, closed and open."""
     return dict(zip(TYPES, (np.ones(len(closed_N), np.bool_), closed_N, ~closed_N), strict=True))
-
-
-def _closed_questions(
-    evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol
-) -> NDArray[np.bool_]:
-    """Return which questions are closed (N,). Without a predicted answer type, the dataset's
-    field is used.
-    """
-
-    def type_of(question: Question) -> str | None:
-        prediction = None if predictions is None else predictions.get(question.id)
-        return question.answer_type if prediction is None else prediction.answer_type
-
-    return np.array(
-        [protocol.is_closed(question, type_of(question)) for question in evaluated.questions],
-        np.bool_,
-    )
 
 
 def attribute_masks(questions: Sequence[Question]) -> dict[str, NDArray[np.bool_]]:

@@ -61,7 +61,6 @@ from medvl.eval.vqa.predictions import (
     Predictions,
     QuestionLoader,
     answer_questions,
-    check_answer_types,
     model_vocabulary,
     question_data,
     questions_beside,
@@ -387,19 +386,26 @@ class QuestionAnswering(Evaluation):
     def run(self, setup: Setup) -> Outcome:
         """Open the questions and the answers, and evaluate."""
         rules = get_protocol(self.protocol)
-        shards = setup.source(self.data)
+        if self.checkpoint is not None:
+            rules.check_answer_types()
+        shards = setup.source(self.data, *([] if self.checkpoint is None else [self.checkpoint]))
         folders = [self.data] if self.train is None else [self.train, self.data]
         alone = self.train is None or self.train.resolve() == self.data.resolve()
         questions = question_data([shards] if alone else [ShardSource(folders[0]), shards])
         setup.settle(questions=questions.fingerprint)
-        answers = self._from_checkpoint(rules, setup) if self.checkpoint else self._from_file()
+        elsewhere = questions_beside(folders)
+        answers = (
+            self._from_file()
+            if self.checkpoint is None
+            else self._from_checkpoint(self.checkpoint, shards, rules, setup)
+        )
         result = evaluate_answers(
             questions,
             answers.predictions,
             protocol=rules,
             split=self.split,
             vocabulary=answers.vocabulary,
-            elsewhere=questions_beside(folders),
+            elsewhere=elsewhere,
             resamples=setup.resamples,
             inputs=answers.inputs,
         )
@@ -421,19 +427,17 @@ class QuestionAnswering(Evaluation):
             table=result.table(),
         )
 
-    def _from_checkpoint(self, rules: VQAProtocol, setup: Setup) -> _Answers:
-        assert self.checkpoint is not None
-        check_answer_types(rules)
-        shards = setup.source(self.data, self.checkpoint)
-        model: VQA = setup.model(
-            self.checkpoint, (VQA,), "fine-tune it with recipes/vqa_finetune.py"
-        )
+    def _from_checkpoint(
+        self, checkpoint: Path, shards: ShardSource, rules: VQAProtocol, setup: Setup
+    ) -> _Answers:
+        advice = "fine-tune it with recipes/vqa_finetune.py"
+        model: VQA = setup.model(checkpoint, (VQA,), advice)
         source = QuestionSource(shards, self.split, model.config.answers, rules.normalize)
         loader = setup.loader(source, model, sections=("question",))
         return _Answers(
             predictions=answer_questions(model, cast("QuestionLoader", loader)),
-            name=f"{model.fusion_model.name} ({self.checkpoint})",
-            inputs={"checkpoint": checkpoint_sha256(self.checkpoint)},
+            name=f"{model.fusion_model.name} ({checkpoint})",
+            inputs={"checkpoint": checkpoint_sha256(checkpoint)},
             vocabulary=model_vocabulary(model, rules),
             explain=functools.partial(explain, model, source),
         )

@@ -155,6 +155,17 @@ class VQAData:
             raise EvaluationError(message, "empty", field="split")
         return self.choose(kept)
 
+    def check_ids(self, predictions: Predictions) -> None:
+        """Raise EvaluationError for predictions of other questions."""
+        known = {question.id for question in self.questions}
+        unknown = [name for name in predictions if name not in known]
+        if unknown:
+            message = (
+                f"{len(unknown)} predictions have question ids that are not in {self.name}, "
+                f"first {min(unknown)}"
+            )
+            raise EvaluationError(message, "mismatch")
+
     def choose(self, indices: Sequence[int]) -> "VQAData":
         """Return the questions at these indices."""
         return dataclasses.replace(
@@ -248,20 +259,6 @@ def model_vocabulary(model: VQA, protocol: VQAProtocol) -> AnswerVocabulary | No
     )
 
 
-def check_answer_types(protocol: VQAProtocol) -> None:
-    """Raise EvaluationError for a protocol that needs predicted answer types: models of medvl do
-    not predict them.
-    """
-    if protocol.closed == "predicted":
-        message = (
-            f"protocol {protocol.name} needs a predicted answer type of each question, "
-            f"and the model predicts none"
-        )
-        raise EvaluationError(
-            f"{message}; choose another protocol", "unsupported", field="protocol"
-        )
-
-
 def questions_beside(folders: Sequence[Path]) -> list[Question]:
     """Return the questions of the splits of a corpus in the folders beside some of its folders,
     without theirs.
@@ -320,19 +317,15 @@ class AnswerEval:
     def __init__(self, loader: QuestionLoader, protocol: str = PROTOCOL) -> None:
         self.loader = loader
         self.protocol = get_protocol(protocol)
-        check_answer_types(self.protocol)
+        self.protocol.check_answer_types()
 
     def __call__(self, model: AnswerModel) -> Mapping[str, float]:
         """Return the metrics of the model."""
         predictions = answer_questions(model, self.loader)
         questions = [entry.question for entry in self.loader.source.questions]
-        credit_N = np.array(
-            [
-                self.protocol.credit(predictions[q.id].answer, q) if q.id in predictions else 0.0
-                for q in questions
-            ]
-        )
-        closed_N = np.array([self.protocol.is_closed(question) for question in questions])
+        answers = {name: prediction.answer for name, prediction in predictions.items()}
+        credit_N = self.protocol.credits(questions, answers)
+        closed_N = self.protocol.closed_questions(questions, {})
         parts = {"accuracy": np.ones_like(closed_N), "closed": closed_N, "open": ~closed_N}
         return {
             f"vqa/{name}": float(credit_N[part].mean())
@@ -467,27 +460,29 @@ def baselines(
     vocabulary = AnswerVocabulary.build(
         train, VQAProtocol(name=protocol.name, normalizer=protocol.normalizer)
     )
-    answered = [question for question in train if protocol.normalize(question.answer)]
+    pairs = [(question, protocol.normalize(question.answer)) for question in train]
+    answered = [(question, answer) for question, answer in pairs if answer]
     ids = [question.id for question in test]
     majority = vocabulary.answers[0]
     return {
         "always_yes": constant_predictions(ids, "yes"),
         "always_no": constant_predictions(ids, "no"),
         "majority": constant_predictions(ids, majority),
-        "majority_by_kind": _by_key(
-            answered, test, protocol, majority, lambda q: (q.answer_type, q.kind)
-        ),
+        "majority_by_kind": _by_key(answered, test, majority, lambda q: (q.answer_type, q.kind)),
         "question_lookup": _by_key(
-            answered, test, protocol, majority, lambda q: " ".join(q.question.lower().split())
+            answered, test, majority, lambda q: " ".join(q.question.lower().split())
         ),
-        QUESTION_ONLY: _question_only(answered, test, protocol, vocabulary),
+        QUESTION_ONLY: _question_only(answered, test, vocabulary),
     }
 
 
+_Answered = Sequence[tuple[Question, str]]
+"""Training questions with their normalized answers."""
+
+
 def _by_key(
-    train: Sequence[Question],
+    train: _Answered,
     test: Sequence[Question],
-    protocol: VQAProtocol,
     default: str,
     key_of: Callable[[Question], Hashable],
 ) -> dict[str, Prediction]:
@@ -495,8 +490,8 @@ def _by_key(
     alphabetical order.
     """
     counts: dict[Hashable, Counter[str]] = {}
-    for question in train:
-        counts.setdefault(key_of(question), Counter())[protocol.normalize(question.answer)] += 1
+    for question, answer in train:
+        counts.setdefault(key_of(question), Counter())[answer] += 1
     best = {
         key: min(answers, key=lambda answer: (-answers[answer], answer))
         for key, answers in counts.items()
@@ -505,13 +500,10 @@ def _by_key(
 
 
 def _question_only(
-    train: Sequence[Question],
-    test: Sequence[Question],
-    protocol: VQAProtocol,
-    vocabulary: AnswerVocabulary,
+    train: _Answered, test: Sequence[Question], vocabulary: AnswerVocabulary
 ) -> dict[str, Prediction]:
     index = vocabulary.index()
-    classes = [index[protocol.normalize(question.answer)] for question in train]
-    model = QuestionOnly([question.question for question in train], classes, len(vocabulary))
+    classes = [index[answer] for _, answer in train]
+    model = QuestionOnly([question.question for question, _ in train], classes, len(vocabulary))
     scores_MV = model.scores([question.question for question in test])
     return predictions_from_scores([question.id for question in test], scores_MV, vocabulary)

@@ -15,8 +15,11 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from medvl.common.config_io import check_choice
 from medvl.data.annotations import Question
@@ -170,7 +173,7 @@ class VQAProtocol:
 
     def normalize(self, answer: str) -> str:
         """Return an answer in normalized form."""
-        return get_normalizer(self.normalizer)(answer)
+        return NORMALIZERS[self.normalizer](answer)
 
     def includes(self, question: Question) -> bool:
         """Return whether the question is in the denominator."""
@@ -215,6 +218,75 @@ class VQAProtocol:
         if self.match == "part_of":
             return float(any(normalized in right for right in accepted))
         return float(normalized in accepted)
+
+    def credits(
+        self, questions: Sequence[Question], answers: Mapping[str, str]
+    ) -> NDArray[np.float64]:
+        """Return the credit of the answer to each question (N,); 0 without an answer.
+
+        `answers` are those of a system, by question id.
+        """
+        return np.array(
+            [
+                self.credit(answers[question.id], question) if question.id in answers else 0.0
+                for question in questions
+            ]
+        )
+
+    def highest_credits(
+        self, questions: Sequence[Question], known: Collection[str] | None
+    ) -> NDArray[np.float64]:
+        """Return the highest credit of any known answer to each question (N,); of any answer
+        where `known` is None.
+        """
+        credits = []
+        for question in questions:
+            right = self.accepted(question)
+            if known is not None and self.match == "part_of":
+                credits.append(float(any(answer in one for one in right for answer in known)))
+                continue
+            possible = right if known is None else right.intersection(known)
+            credits.append(max((self.credit(answer, question) for answer in possible), default=0.0))
+        return np.array(credits)
+
+    def closed_questions(
+        self, questions: Sequence[Question], predicted_types: Mapping[str, str | None]
+    ) -> NDArray[np.bool_]:
+        """Return which questions are closed (N,). Without a predicted answer type, by question id,
+        the dataset's field is used.
+        """
+        return np.array(
+            [
+                self.is_closed(question, predicted_types.get(question.id, question.answer_type))
+                for question in questions
+            ],
+            np.bool_,
+        )
+
+    def with_leak(self, leaked: Sequence[str], split: str) -> "VQAProtocol":
+        """Return the protocol with a flaw that states the answers that a vocabulary has from the
+        evaluated split.
+        """
+        if not leaked:
+            return self
+        flaw = (
+            f"the model's vocabulary has {len(leaked)} answers of {split} that no other split "
+            f"has, such as {leaked[0]!r}"
+        )
+        return dataclasses.replace(self, flaw="; ".join(filter(None, (self.flaw, flaw))))
+
+    def check_answer_types(self) -> None:
+        """Raise EvaluationError if the protocol needs predicted answer types: models of medvl do
+        not predict them.
+        """
+        if self.closed == "predicted":
+            message = (
+                f"protocol {self.name} needs a predicted answer type of each question, "
+                f"and the model predicts none"
+            )
+            raise EvaluationError(
+                f"{message}; choose another protocol", "unsupported", field="protocol"
+            )
 
 
 _BRACKETS = re.compile(r"\([^()]*\)")
