@@ -120,7 +120,7 @@ class Corpus(abc.ABC):
     """Names of the labels, where the release fixes them."""
     counts: ClassVar[Mapping[str, int]] = {}
     """Counts of the full release, which `medvl verify --full` compares with: images, a split, or
-    patients.
+    rows where the corpus counts other rows than images.
     """
     textless: ClassVar[bool] = False
     """Whether images without text are kept: the corpus has labels, boxes, masks or questions."""

@@ -395,12 +395,13 @@ def compare_counts(
     """Return the counts that differ from the data card's: name -> (actual, expected).
 
     `images` is the total over all splits. Excluded and skipped images count as present: the
-    manifest lists them.
+    manifest lists them. `rows` are those that the conversion read, where they are not images.
     """
     actual = {split: manifest.planned for split, manifest in manifests.items()}
     actual["images"] = sum(actual.values()) + max(
         map(_images_left_out, manifests.values()), default=0
     )
+    actual["rows"] = max((int(each.rows.get("read", 0)) for each in manifests.values()), default=0)
     return {
         name: (actual.get(name, 0), count)
         for name, count in expected.items()

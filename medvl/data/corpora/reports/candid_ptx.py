@@ -58,6 +58,8 @@ class CandidPTX(Corpus):
     """Convert CANDID-PTX: reports, and masks of pneumothoraces, chest tubes and rib fractures."""
 
     labels: ClassVar[tuple[str, ...]] = LABELS
+    counts: ClassVar[Mapping[str, int]] = {"rows": 19_640}
+    """Rows of the table of reports."""
     textless: ClassVar[bool] = True
 
     root: Path
@@ -77,16 +79,16 @@ class CandidPTX(Corpus):
         allowed = access.folders(self.root, folder)
         fractions = parse_fractions(self.splits)
         warnings = Counter[str]()
-        images = _read_images(self.root / TABLE, warnings, allowed)
+        rows = RowCounts(unit="rows")
+        images = _read_images(self.root / TABLE, rows, warnings, allowed)
         annotated = [PNEUMOTHORAX]
         for name, label in OTHER_MASKS.items():
             if (self.root / name).is_file():
                 annotated.append(label)
                 _add_masks(self.root / name, label, images, warnings, allowed)
         files = _find_images(folder, images)
-        rows = RowCounts()
         records = Records()
-        for name, image in rows.reading(images.items()):
+        for name, image in images.items():
             patient = deid.patient(image.study)
             masks = [
                 {"label": label, "runs": runs} for label in annotated for runs in image.masks[label]
@@ -103,17 +105,18 @@ class CandidPTX(Corpus):
                 extra=region_fields(_SIZE, {"masks": masks}),
             )
             records.append(Record(sample))
-            rows.kept += 1
-        warnings["studies_are_patients"] = rows.kept
+        warnings["studies_are_patients"] = len(records)
         return Plan(self.corpus, records, tuple(annotated), rows, +warnings, allowed)
 
     def notes(self, plan: Plan) -> list[str]:
         return [no_patients_note("study", "studies_are_patients")]
 
 
-def _read_images(table: Path, warnings: Counter[str], allowed: InputFolders) -> dict[str, _Image]:
+def _read_images(
+    table: Path, rows: RowCounts, warnings: Counter[str], allowed: InputFolders
+) -> dict[str, _Image]:
     images: dict[str, _Image] = {}
-    for row in read_table(table, _COLUMNS, allowed):
+    for row in rows.reading(read_table(table, _COLUMNS, allowed)):
         name, study = (_uid(row, column, table) for column in _COLUMNS[:2])
         image = images.get(name)
         if image is None:
@@ -123,6 +126,7 @@ def _read_images(table: Path, warnings: Counter[str], allowed: InputFolders) -> 
             raise malformed(table, "expected one study in all rows of an image", _COLUMNS[1])
         warnings["reports_of_image_differ"] += image.report != row["Report"]
         _add_mask(image.masks[PNEUMOTHORAX], row["EncodedPixels"], table, warnings)
+        rows.kept += 1
     return images
 
 

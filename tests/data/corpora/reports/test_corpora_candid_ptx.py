@@ -1,5 +1,6 @@
 """CANDID-PTX: the converter on fixtures in the published layout, and its run-length masks."""
 
+import csv
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from helpers.errors import raises
 from medvl.data.annotations import decode_runs, encode_runs, read_starts
 from medvl.data.corpora.reports.candid_ptx import CandidPTX
 from medvl.data.privacy import Deidentifier
+from medvl.data.shards.format import Manifest, split_folders
+from medvl.data.shards.verify import compare_counts
 from medvl.errors import CorpusError
 from medvl.phantom import World, masks, read_truth
 from medvl.phantom.layouts.kaggle import REFERENCE_SIZE, square_frontal_views, uid
@@ -57,7 +60,8 @@ def test_rows_of_an_image_are_one_sample(tmp_path: Path, deid: Deidentifier) -> 
         (tmp_path / "deep" / name).write_bytes(b"")
     plan = CandidPTX(root=write(tmp_path)).plan(deid)
     first, second = plan.iter_samples()
-    assert (plan.rows.read, plan.label_names) == (2, ("Pneumothorax", "Chest tube"))
+    assert (plan.rows.unit, plan.rows.read, plan.rows.kept) == ("rows", 4, 4)
+    assert plan.label_names == ("Pneumothorax", "Chest tube")
     assert first.labels == {"Pneumothorax": 1, "Chest tube": 1}
     assert second.labels == {"Pneumothorax": 0, "Chest tube": 0}
     assert first.extra["masks"] == [
@@ -92,6 +96,17 @@ def test_damaged_tables_raise(
 ) -> None:
     with raises(CorpusError, *expected):
         CandidPTX(root=write(tmp_path, reports, tubes)).plan(deid)
+
+
+def test_verify_compares_the_rows_of_the_release(tmp_path: Path) -> None:
+    write_phantom("candid-ptx", tmp_path / "corpus", 2, 64, 50)
+    convert(tmp_path / "corpus", "candid-ptx", tmp_path / "shards")
+    table = (tmp_path / "corpus/Pneumothorax_reports.csv").read_text()
+    folders = split_folders(tmp_path / "shards")
+    manifests = {folder.name: Manifest.read(folder) for folder in folders}
+    rows = len(list(csv.DictReader(table.splitlines(keepends=True))))
+    assert compare_counts(manifests, CandidPTX.counts) == {"rows": (rows, 19_640)}
+    assert compare_counts(manifests, {"rows": rows}) == {}
 
 
 def test_phantom_masks_are_those_of_the_world(tmp_path: Path, deid: Deidentifier) -> None:
