@@ -18,7 +18,7 @@ from medvl.cli.phantom import COMMANDS as LAYOUTS
 from medvl.data import list_corpora
 from medvl.data.shards.format import Manifest, split_folders
 
-NOT_CONVERTED = {"umls", "contact-sheet"}
+NOT_CONVERTED = {"umls", "contact-sheet", "example"}
 CORPUS_OF = {"mimic-cxr-jpg": "mimic-cxr"}
 """Layout -> command of `medvl shards`, where the names differ."""
 SELECTION = {
