@@ -19,7 +19,7 @@ from medvl.data.corpora.common.mammograms import (
     most_suspicious,
 )
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.rows import RowCounts
+from medvl.data.corpora.common.rows import RowCounts, cell_text
 from medvl.data.corpora.common.tables import (
     Plan,
     Record,
@@ -125,7 +125,7 @@ class EmbedMammo(Corpus):
             birads = most_suspicious(sorted(categories))
             density = next((each.density for each in of_breast if each.density), None)
             path = _path(row, table)
-            view = row["ViewPosition"].strip()
+            view = cell_text(row["ViewPosition"])
             warnings["unknown_view"] += bool(view) and view not in VIEWS
             hashed = deid.patient(patient)
             sample = Sample(
@@ -146,7 +146,7 @@ class EmbedMammo(Corpus):
                     "breast_density": density,
                     "findings": [{"birads": each.birads, **each.fields} for each in of_breast],
                     "image_type": row["FinalImageType"].strip(),
-                    "boxes": _regions(row.get("ROI_coords", ""), table),
+                    "boxes": _regions(cell_text(row.get("ROI_coords")), table),
                 },
             )
             records.append(Record(sample))
@@ -190,15 +190,15 @@ def _read_findings(
     """Read (patient, exam) -> findings, in the order of the table."""
     findings: defaultdict[tuple[str, str], list[_Finding]] = defaultdict(list)
     for row in read_table(table, _FINDING_COLUMNS, allowed):
-        side, letter = row["side"].strip(), row["asses"].strip()
+        side, letter = cell_text(row["side"]), cell_text(row["asses"])
         if side not in ("L", "R", *_BOTH):
             raise malformed(table, "expected L, R, B or blank", "side")
         if letter and letter not in ASSESSMENTS:
             message = f"expected one of {', '.join(ASSESSMENTS)}, or blank"
             raise malformed(table, message, "asses")
-        density = row["tissueden"].strip().removesuffix(".0")
+        density = cell_text(row["tissueden"]).removesuffix(".0")
         warnings["unknown_density"] += bool(density) and density not in DENSITIES
-        codes = {name: row.get(column, "").strip() for column, name in FIELDS.items()}
+        codes = {name: cell_text(row.get(column)) for column, name in FIELDS.items()}
         codes["path_severity"] = codes["path_severity"].removesuffix(".0")
         finding = _Finding(
             side,

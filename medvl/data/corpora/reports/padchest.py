@@ -24,6 +24,7 @@ from medvl.data.corpora.common.translations import read_translations
 from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier, cap_age
 from medvl.data.splits import hash_split, parse_fractions
+from medvl.errors import ConfigError
 from medvl.schema import Sample
 
 VIEWS = {"PA": "PA", "L": "LATERAL", "AP": "AP", "AP_horizontal": "AP", "COSTAL": "COSTAL"}
@@ -100,6 +101,9 @@ class PadChest(Corpus):
         allowed = access.folders(root, images, *beside)
         check_choice(self.annotators, get_args(Annotators), "annotators")
         check_choice(self.text, get_args(Text), "text")
+        if self.reports_en is not None and self.text != "english":
+            message = "reports_en are in English, got text spanish; give one of them"
+            raise ConfigError(message, "conflict", field="reports_en")
         for view in self.views:
             check_choice(view, tuple(dict.fromkeys(VIEWS.values())), "views")
         fractions = parse_fractions(self.splits)

@@ -217,7 +217,7 @@ def test_a_model_of_cut_shards_cuts_original_images(tmp_path: Path) -> None:
 
 IMAGES = """empi_anon,acc_anon,study_date_anon,anon_dicom_path,FinalImageType,ViewPosition,ImageLateralityFinal,ROI_coords
 100,9000000000000001.0,2014-02-03,/mnt/NAS/cohort_1/100/1/s/a.dcm,2D,MLO,L,"[[20, 10, 40, 30]]"
-100,9000000000000001.0,2014-02-03,/mnt/NAS/cohort_1/100/1/s/b.dcm,2D,CC,R,[]
+100,9000000000000001.0,2014-02-03,/mnt/NAS/cohort_1/100/1/s/b.dcm,2D,CC,R,nan
 100,9000000000000001.0,2014-02-03,/mnt/NAS/cohort_1/100/1/s/c.dcm,cview,CC,R,
 100,9000000000000000,2013-02-03,images/cohort_1/100/0/s/d.dcm,2D,SPOT,R,
 """
@@ -226,7 +226,7 @@ CLINICAL = """empi_anon,acc_anon,side,asses,tissueden,massshape,path_severity,RA
 100,9000000000000001,L,M,3.0,R,0.0,X
 100,9000000000000001,R,A,3.0,,,X
 100,9000000000000000,B,N,2.0,,,X
-100,9000000000000000,,P,2.0,,,X
+100,9000000000000000,nan,P,2.0,,,X
 200,9000000000000000,R,K,2.0,,,X
 """
 

@@ -11,7 +11,7 @@ from medvl.data.corpora.common.translations import detokenize, read_translations
 from medvl.data.corpora.reports.bimcv_covid19 import BimcvCovid19
 from medvl.data.corpora.reports.padchest import PadChest
 from medvl.data.privacy import Deidentifier
-from medvl.errors import CorpusError
+from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import write_padchest
 
 A = "sub-S01_ses-E1_run-1_bp-chest_vp-pa_dx.png"
@@ -102,6 +102,8 @@ def test_padchest_in_english(tmp_path: Path, deid: Deidentifier) -> None:
     assert all(text[0].isupper() and " ." not in text for text in texts if text)
     assert {each.key for each in plan.iter_samples()} == plain.keys()
     assert [each.labels for each in plan.iter_samples()] == [each.labels for each in plain.values()]
+    with raises(ConfigError, "conflict", "reports_en"):
+        PadChest(root=root, text="spanish", reports_en=root / "report.en.tok").plan(deid)
     lines = (root / "report.en.tok").read_text().splitlines()
     (root / "report.en.tok").write_text("\n".join(lines[:-1]) + "\n")
     with raises(CorpusError, "malformed", names="report.en.tok"):

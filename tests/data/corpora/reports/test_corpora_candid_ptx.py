@@ -54,6 +54,17 @@ def test_starts_become_runs_by_column() -> None:
             read_starts(text, 4, 3)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_starts_of_any_mask_are_its_runs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    height, width = rng.integers(1, 12, 2)
+    mask_HW = rng.random((height, width)) < rng.uniform(0.1, 1.0)
+    mask_HW[rng.integers(height), rng.integers(width)] = True
+    runs = read_starts(encode_starts(mask_HW), int(height), int(width))
+    assert runs == encode_runs(mask_HW)
+    assert (decode_runs(runs, int(height), int(width)) == mask_HW).all()
+
+
 def test_rows_of_an_image_are_one_sample(tmp_path: Path, deid: Deidentifier) -> None:
     (tmp_path / "deep").mkdir()
     for name in (f"{ONE}.jpg", TWO):
