@@ -7,11 +7,16 @@ of a contrastive loss.
 """
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Literal, Self
 
 from medvl.common.config_io import check_choice, check_within
 from medvl.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_LONG_WARMUP = 1 / 8
+"""Share of a run above which a warm-up is reported: a tenth is usual."""
 
 Interval = int | Literal["epoch"]
 """A number of steps, or the end of every epoch."""
@@ -349,6 +354,26 @@ class TrainConfig:
             checkpoint_every=shorter(self.checkpoint_every),
         )
         return dataclasses.replace(optim, schedule=schedule), train
+
+    def warn_of_short_run(self, optim: OptimConfig, total_steps: int, *, validates: bool) -> None:
+        """Warn of settings for a longer run: a warm-up that takes much of this one, and validation
+        only at its end.
+        """
+        warmup = optim.schedule.warmup_steps
+        every = self.validate_every
+        if warmup > total_steps * _LONG_WARMUP:
+            _log.warning(
+                "the learning rate rises during %d of %d steps, and reaches %.1e: "
+                "--optim.schedule.warmup-steps %d takes a tenth of them",
+                *(min(warmup, total_steps), total_steps),
+                *(optim.lr * min(1, total_steps / warmup), total_steps // 10),
+            )
+        if validates and every != "epoch" and every > total_steps:
+            _log.warning(
+                "the run validates once, after its %d steps: --train.validate-every %d validates "
+                "four times",
+                *(total_steps, max(1, total_steps // 4)),
+            )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Return the updates until the end of the run: of `steps` or `epochs`, whichever comes

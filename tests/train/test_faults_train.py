@@ -72,8 +72,8 @@ def test_buffered_records_are_written_when_the_disk_has_space(
     run("whole")
     opened = logger._BufferedLines.__init__
 
-    def on_a_full_disk(self: logger._BufferedLines, path: Path) -> None:
-        opened(self, path)
+    def on_a_full_disk(self: logger._BufferedLines, path: Path, step: int) -> None:
+        opened(self, path, step)
         self._file = Refusing(self._file, range(4, 9))
 
     monkeypatch.setattr(logger._BufferedLines, "__init__", on_a_full_disk)
@@ -91,7 +91,8 @@ def test_lost_records_are_counted(
     opened.
     """
     monkeypatch.setattr(logger, "open_own", lambda path, buffering: path.open("ab", buffering))
-    lines = logger._BufferedLines(Path("/dev/full"))
+    monkeypatch.setattr(logger, "remove_records_after", lambda *_: None)
+    lines = logger._BufferedLines(Path("/dev/full"), 0)
     for number in range(3):
         lines.add(str(number))
     lines.flush()

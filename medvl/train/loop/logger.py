@@ -71,8 +71,7 @@ class RunLogger:
         if config.wandb is not None:
             self._wandb = _start_wandb(config.wandb, config.run_dir, run or {})
         path = config.run_dir / "metrics.jsonl"
-        remove_records_after(path, step)
-        self._file = _BufferedLines(path)
+        self._file = _BufferedLines(path, step)
         if (
             config.tensorboard and step < total_steps
         ):  # a finished run that is started again needs no empty file
@@ -164,11 +163,12 @@ class RunLogger:
 
 
 class _BufferedLines:
-    """File to which lines are appended. Lines that cannot be written are buffered and written
-    before the next ones.
+    """Records of a run up to a step, to which lines are appended. Lines that cannot be written are
+    buffered and written before the next ones.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, step: int) -> None:
+        remove_records_after(path, step)
         self._path = path
         self._file = open_own(path, buffering=0)
         self._buffer = b""

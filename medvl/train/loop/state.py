@@ -103,6 +103,7 @@ class TrainState:
         stream: BatchStream,
         optimizer: torch.optim.Optimizer,
         rate: LearningRate,
+        precision: Precision,
         config: TrainConfig,
         run: Mapping[str, Any],
     ) -> Self:
@@ -111,7 +112,7 @@ class TrainState:
             model=model,
             stream=stream,
             optimizer=optimizer,
-            precision=Precision(config.precision, model.ranks.device),
+            precision=precision,
             rate=rate,
             tracker=BestTracker(mode=config.best_mode, patience=config.early_stop_patience),
             meter=LossMeter(model.ranks),

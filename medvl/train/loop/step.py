@@ -21,7 +21,7 @@ from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance.guards import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.optim.optimizer import Precision, set_lr, trainable
 from medvl.train.parallel.distributed import RankInfo, average_gradients, place
-from medvl.train.parallel.model import DDPModel, ParallelModel
+from medvl.train.parallel.model import DDPModel, FSDPModel, ParallelModel
 
 # Large contrastive batches in the memory of small ones (GradCache: Gao et al., arXiv 2101.06983,
 # section 3.2).
@@ -362,13 +362,10 @@ def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> Paral
     if not config.shard_weights or ranks.size == 1:
         prepare(model, config, ranks.device)
         return DDPModel(model, ranks, config.find_unused_parameters)
-    from medvl.train.parallel.model import FSDPModel  # torch's part of it takes seconds to import
-
     # The complete model may not fit on the device, and sharding needs contiguous weights. Blocks
     # are compiled alone.
-    prepare(
-        model, dataclasses.replace(config, channels_last=False, compile=False), torch.device("cpu")
-    )
+    complete = dataclasses.replace(config, channels_last=False, compile=False)
+    prepare(model, complete, torch.device("cpu"))
     return FSDPModel(model, ranks, compile=config.compile)
 
 

@@ -46,7 +46,7 @@ from medvl.train.loop.state import (
     validation_loss,
 )
 from medvl.train.loop.step import Step, StepResult, parallelize
-from medvl.train.optim.optimizer import LearningRate, build_optimizer
+from medvl.train.optim.optimizer import LearningRate, Precision, build_optimizer
 from medvl.train.parallel.distributed import (
     BatchStream,
     RankInfo,
@@ -62,9 +62,6 @@ _MAX_EMPTY_UPDATES = 1000
 """Updates without any loss or gradient at the start of a run, where an epoch has more, before it
 ends with an error.
 """
-
-_LONG_WARMUP = 1 / 8
-"""Share of a run above which a warm-up is reported: a tenth is usual."""
 
 _FOLDERS = ("checkpoints", "tensorboard", "wandb")
 """Folders of a run that a training writes into."""
@@ -151,8 +148,12 @@ def train(
         stack.enter_context(preserve_generators(ranks.device))
         stack.enter_context(console(ranks.is_main))
         signals = stack.enter_context(StopSignals())
-        ranks.on_main(lambda: stack.enter_context(RunLock(config.run_dir)) and None)
-        ranks.on_main(lambda: refuse_links(config.run_dir, *_FOLDERS))
+
+        def take_folder() -> None:
+            stack.enter_context(RunLock(config.run_dir))
+            refuse_links(config.run_dir, *_FOLDERS)
+
+        ranks.on_main(take_folder)
         training = Training(model, train_loader, ranks, optim, config, valid_loader, evals, run)
         stack.callback(training.close)
         stack.enter_context(freeze_existing_objects())
@@ -202,13 +203,16 @@ class Training:
         )
         total_steps = config.total_steps(stream.steps_per_epoch)
         optim, config = config.scaled(optim, total_steps)
-        self.config = config
-        _warn_of_short_run(
-            optim, config, total_steps, validates=valid_loader is not None or bool(evals)
+        config.warn_of_short_run(
+            optim, total_steps, validates=valid_loader is not None or bool(evals)
         )
+        self.config = config
         rate = LearningRate(optim, total_steps, config.best_mode, stream.steps_per_epoch)
         optimizer = build_optimizer(parallel.trained, optim)
-        self.state = TrainState.create(parallel, stream, optimizer, rate, config, entries)
+        precision = Precision(config.precision, ranks.device)
+        self.state = TrainState.create(
+            parallel, stream, optimizer, rate, precision, config, entries
+        )
         self._checkpoints = Checkpoints(config.run_dir, config.keep_last, entries)
         self._last_saved: int | None = None
         self._save_pending = False
@@ -351,7 +355,12 @@ class Training:
         """Restore the checkpoint that this run continues, if there is one; rank 0 chooses it."""
         state = self.state
         path = state.ranks.on_main(self._find_checkpoint)
-        self._check_ranks_agree()
+        own = {
+            "settings": state.identity,
+            "batches": state.stream.loader.steps_per_epoch,
+            "steps": state.total_steps,
+        }
+        state.ranks.check_equal(own)
         if path is None:
             return
         folder = Path(path)
@@ -375,22 +384,6 @@ class Training:
         if start != own:
             checkpoint.verify(start)
         return str(start)
-
-    def _check_ranks_agree(self) -> None:
-        """Raise TrainingError where the ranks have other settings or another number of steps."""
-        state = self.state
-        own = {
-            "settings": state.identity,
-            "batches": state.stream.loader.steps_per_epoch,
-            "steps": state.total_steps,
-        }
-        for rank, other in enumerate(state.ranks.exchange(own)):
-            if other != own:
-                names = ", ".join(name for name in own if other[name] != own[name])
-                message = f"ranks {state.ranks.rank} and {rank} differ in {names}"
-                raise TrainingError(
-                    f"{message}; start all ranks with the same command and data", "mismatch"
-                )
 
     def _update(self) -> bool:
         """Make and count one update; return whether the weights were rolled back."""
@@ -499,34 +492,6 @@ class Training:
         """Return whether this step ends an interval. The last step of a run ends all of them."""
         every = self.state.stream.steps_per_epoch if interval == "epoch" else interval
         return self.state.step % every == 0 or self.state.step == self.state.total_steps
-
-
-def _warn_of_short_run(
-    optim: OptimConfig, config: TrainConfig, total_steps: int, validates: bool
-) -> None:
-    """Warn of settings for a longer run: a warm-up that takes much of this one, and validation
-    only at its end.
-    """
-    warmup = optim.schedule.warmup_steps
-    every = config.validate_every
-    if warmup > total_steps * _LONG_WARMUP:
-        _log.warning(
-            "the learning rate rises during %d of %d steps, and reaches %.1e: "
-            "--optim.schedule.warmup-steps %d takes a "
-            "tenth of them",
-            *(
-                min(warmup, total_steps),
-                total_steps,
-                optim.lr * min(1, total_steps / warmup),
-                total_steps // 10,
-            ),
-        )
-    if validates and every != "epoch" and every > total_steps:
-        _log.warning(
-            "the run validates once, after its %d steps: --train.validate-every %d validates "
-            "four times",
-            *(total_steps, max(1, total_steps // 4)),
-        )
 
 
 def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validates: bool) -> None:

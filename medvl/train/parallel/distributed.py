@@ -110,6 +110,16 @@ class RankInfo:
         """
         return self.on_all(function if self.is_main else lambda: None)[0]
 
+    def check_equal(self, own: Mapping[str, Any]) -> None:
+        """Raise TrainingError where the JSON values of another rank differ. Collective call."""
+        for rank, other in enumerate(self.exchange(own)):
+            if other != own:
+                names = ", ".join(name for name in own if other[name] != own[name])
+                message = f"ranks {self.rank} and {rank} differ in {names}"
+                raise TrainingError(
+                    f"{message}; start all ranks with the same command and data", "mismatch"
+                )
+
 
 @contextlib.contextmanager
 def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
