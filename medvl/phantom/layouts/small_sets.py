@@ -116,10 +116,10 @@ def write_candid_ptx(
 ) -> Path:
     """Write a phantom CANDID-PTX: its three tables, and JPEG or DICOM images in `dataset/`.
 
-    There is one frontal image of each study, with a row for every part of a pneumothorax, or one
-    row without a mask. Chest tubes and rib fractures have masks in tables of their own. Masks are
-    starts and lengths in images of 1024 x 1024 pixels, by column and counted from 1. The images of
-    each fourth patient are DICOM files without a suffix.
+    There is one frontal image of each study, with a row for the upper and the lower half of every
+    part of a pneumothorax, or one row without a mask. Chest tubes and rib fractures have masks in
+    tables of their own. Masks are starts and lengths in images of 1024 x 1024 pixels, by column and
+    counted from 1. The images of each fourth patient are DICOM files without a suffix.
 
     Each patient has 2.3 images on average. The arguments and the errors are those of
     `write_mimic_cxr`. Returns the folder.
@@ -140,14 +140,21 @@ def _write_candid_patient(root: Path, patient: Patient, options: Options) -> Pat
         ids = [name, f"2.25.{study.study_id}", compose_report(study).text]
         masks = []
         for label, part, mask_HW in part_masks(view, REFERENCE_SIZE):
-            runs = encode_starts(mask_HW > 0)
             if label == "Pneumothorax":
-                masks.append(runs)
+                masks += [encode_starts(piece_HW) for piece_HW in _halves(mask_HW > 0)]
             elif part.kind in CANDID_KINDS:
+                runs = encode_starts(mask_HW > 0)
                 tables[CANDID_KINDS[part.kind]].append([name, "A1", runs])
         tables["Pneumothorax_reports.csv"] += [[*ids, runs] for runs in masks or ["-1"]]
         truth.append(truth_row(view, study, REFERENCE_SIZE, path=path.as_posix()))
     return PatientRows(patient.index, tables, truth)
+
+
+def _halves(mask_HW: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+    """Return the upper and the lower half of a mask, of those that have pixels."""
+    rows_N = np.flatnonzero(mask_HW.any(axis=1))
+    upper_H1 = (np.arange(len(mask_HW)) <= rows_N.mean())[:, None]
+    return [half_HW for half_HW in (mask_HW & upper_H1, mask_HW & ~upper_H1) if half_HW.any()]
 
 
 def encode_starts(mask_HW: NDArray[np.bool_]) -> str:
