@@ -69,6 +69,35 @@ _FUNDUS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "Pathological Myopia": (["pathological myopia"], ["severe short-sightedness"]),
 }
 """Labels of ODIR, with the doctor's commonest keywords and with other words for them."""
+_FUNDUS_PARAPHRASES = {
+    "normal fundus": ["no abnormality of the retina", "retina without findings"],
+    "mild nonproliferative retinopathy": ["a few microaneurysms", "mild diabetic changes"],
+    "moderate non proliferative retinopathy": [
+        "haemorrhages and exudates of a diabetic",
+        "moderate diabetic changes without new vessels",
+    ],
+    "severe nonproliferative retinopathy": [
+        "haemorrhages in all quadrants of a diabetic",
+        "severe diabetic changes",
+    ],
+    "proliferative diabetic retinopathy": ["new vessels on the retina of a diabetic"],
+    "diabetic retinopathy": ["retinal disease due to diabetes"],
+    "cataract": ["opacity of the lens", "blurred view through a cloudy lens"],
+    "glaucoma": ["cupping of the optic disc", "optic neuropathy from raised pressure"],
+    "dry age-related macular degeneration": ["ageing of the macula without fluid"],
+    "wet age-related macular degeneration": ["bleeding and fluid under an ageing macula"],
+    "hypertensive retinopathy": ["narrow arterioles due to hypertension", "hypertensive vessels"],
+    "pathological myopia": ["changes of a stretched, very nearsighted eye", "degenerative myopia"],
+    "drusen": ["yellow deposits under the retina"],
+    "epiretinal membrane": ["a film on the surface of the retina"],
+    "macular epiretinal membrane": ["a film on the surface of the macula"],
+    "myelinated nerve fibers": ["white streaks of nerve fibres with myelin"],
+    "vitreous degeneration": ["opacities in the vitreous"],
+    "refractive media opacity": ["a hazy view"],
+    "laser spot": ["scars of laser treatment"],
+    "branch retinal vein occlusion": ["a blocked branch of the retinal vein"],
+}
+"""Other words for the doctor's keywords in training, none of them a prompt of `_FUNDUS`."""
 _OPAQUE = {"Atelectasis", "Consolidation", "Edema", "Infiltration", "Pneumonia"}
 """NIH's labels that are opacities, which the boxes are named after."""
 _PARTS = {"train": "train", "val": "validate", "test": "test"}

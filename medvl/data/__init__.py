@@ -166,6 +166,7 @@ if TYPE_CHECKING:
         TextSequences as TextSequences,
     )
     from medvl.data.transforms.text import (
+        Paraphrases as Paraphrases,
         RandomSection as RandomSection,
         RandomSentence as RandomSentence,
         SectionOrStatement as SectionOrStatement,

@@ -3,6 +3,7 @@ sample.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 import numpy as np
 
 from medvl.common.config_io import check_choice, check_within
+from medvl.common.untrusted import read_json
 from medvl.data.reports.headings import CONTEXT_SECTIONS, DESCRIPTIVE_SECTIONS, section_name
 from medvl.data.reports.sentences import join_texts, split_sentences
 from medvl.errors import ConfigError
@@ -143,6 +145,67 @@ class WholeText:
             text = join_texts(choose_sections(sections, self.sections))
             return text if len(_WORD.findall(text)) >= self.min_tokens else ""
         return f"NO {self.sections[0].upper()}" if self.missing == "literal" else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Paraphrases:
+    """The joined sections, in which phrases are replaced by others of the same meaning at random.
+
+    Where texts recur, as keywords do, a model learns the map from texts from a few dozen of them,
+    and prompts in other words fail. Positives should come from labels then (`positives="labels"`),
+    because two wordings of a finding are not equal texts.
+    """
+
+    file: Path
+    """JSON object of phrases and their paraphrases: {"cataract": ["opacity of the lens"]}. Case
+    does not count; of phrases at one place, the longest is replaced.
+    """
+    rate: float = 0.5
+    """Share of the phrases that are replaced."""
+    sections: tuple[str, ...] = REPORT_SECTIONS
+
+    def __post_init__(self) -> None:
+        check_within(self, "[0, 1]", "rate")
+        _read_paraphrases(self.file)
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        pattern, others_of = _read_paraphrases(self.file)
+
+        def replace(match: re.Match[str]) -> str:
+            if rng.random() >= self.rate:
+                return match[0]
+            others = others_of[match[0].lower()]
+            return others[int(rng.integers(len(others)))]
+
+        return pattern.sub(replace, join_texts(choose_sections(sections, self.sections)))
+
+
+@functools.cache
+def _read_paraphrases(file: Path) -> tuple[re.Pattern[str], Mapping[str, Sequence[str]]]:
+    """Return the pattern of the phrases, the longest first, and the paraphrases of each in lower
+    case.
+
+    Raises ConfigError for a missing file ("not_found") or other content ("malformed").
+    """
+    try:
+        content = read_json(file, ConfigError)
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist", "not_found", field="file") from None
+    is_table = isinstance(content, dict) and all(
+        phrase.strip() and isinstance(others, list) and others and all(map(_is_phrase, others))
+        for phrase, others in content.items()
+    )
+    if not is_table or not content:
+        message = f'{file}: expected {{"PHRASE": ["PARAPHRASE", ...], ...}}, none of them empty'
+        raise ConfigError(message, "malformed", field="file")
+    others_of = {phrase.lower(): tuple(others) for phrase, others in content.items()}
+    phrases = sorted(others_of, key=len, reverse=True)
+    pattern = rf"(?<!\w)(?:{'|'.join(map(re.escape, phrases))})(?!\w)"
+    return re.compile(pattern, re.IGNORECASE), others_of
+
+
+def _is_phrase(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

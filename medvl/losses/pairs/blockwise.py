@@ -72,6 +72,19 @@ def text_ids(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return ((ids_BT + 1) * weight_T).masked_fill(~mask_BT, 0).sum(dim=1)
 
 
+def label_ids(labels_BL: Tensor, others_B: Tensor) -> Tensor:
+    """Return (B,) int64: equal for rows with equal sets of positive labels, on every rank;
+    `others_B` for rows without a positive label.
+
+    As `text_ids`, the result is a sum of random numbers, and does not wait for the device.
+    """
+    names = [f"label {place}" for place in range(labels_BL.shape[1])]
+    weight_L = name_ids(names).to(labels_BL.device)
+    positive_BL = labels_BL == 1
+    set_B = (positive_BL * weight_L).sum(dim=1)
+    return torch.where(positive_BL.any(dim=1), set_B, others_B)
+
+
 def same_pairs(*groups_B: Tensor, rows: slice = slice(None)) -> Tensor:
     """Return (B, B) bool: True where rows i and j agree in any of the groups, so always on the
     diagonal.

@@ -14,6 +14,7 @@ from medvl.data.storage.location import locate
 from medvl.data.storage.webdataset_tars import TarFields, is_tar_pattern
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.text import (
+    Paraphrases,
     RandomSection,
     RandomSentence,
     SectionOrStatement,
@@ -361,6 +362,7 @@ class DataConfig(LoaderConfig):
         RandomSentence
         | WholeText
         | RandomSection
+        | Paraphrases
         | SectionOrStatement
         | SwappedSentences
         | ShuffledSentences

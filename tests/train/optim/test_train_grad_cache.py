@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import medvl
 from medvl.errors import CheckpointError, ConfigError
+from medvl.losses.pairs.blockwise import same_pairs
 from medvl.models.dual_encoders.bases.base import groups_of
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch
@@ -226,6 +227,38 @@ def test_positive_groups_are_numbered_consistently_across_parts() -> None:
     for name in ("convirt", "clip"):
         with raises(ConfigError, "unknown_name", "positives"):
             medvl.create_model(name, positives="texts")
+
+
+def test_equal_sets_of_positive_labels_are_positives() -> None:
+    """Rows: {a}, {a, b}, {a} with an uncertain b, {a, b}, none, none with the text of row 0, none."""
+    nan = torch.nan
+    labels_BL = torch.tensor(
+        [[1, 0], [1, 1], [1, -1], [1, 1], [0, -1], [nan, nan], [0, 0]], dtype=torch.float32
+    )
+    ids_BT = torch.arange(7)[:, None] % 5  # rows 0 and 5, and 1 and 6, have equal texts
+    batch = dataclasses.replace(
+        make_batch(),
+        ids_BT=ids_BT,
+        mask_BT=torch.ones_like(ids_BT, dtype=torch.bool),
+        labels_BL=labels_BL,
+    )
+    together = {(0, 2), (1, 3), (0, 5), (1, 6)}
+    same_BB = same_pairs(*groups_of(batch, "labels"))
+    found = {(row, column) for row, column in same_BB.nonzero().tolist() if row < column}
+    assert found == together
+    parts = [
+        groups_of(
+            dataclasses.replace(
+                batch, ids_BT=ids_BT[rows], mask_BT=batch.mask_BT[rows], labels_BL=labels_BL[rows]
+            ),
+            "labels",
+        )
+        for rows in (slice(0, 3), slice(3, 7))
+    ]
+    for whole, first, second in zip(groups_of(batch, "labels"), *parts, strict=True):
+        assert torch.equal(whole, torch.cat([first, second]))
+    with pytest.raises(ConfigError, match="the data have none"):
+        groups_of(dataclasses.replace(batch, labels_BL=torch.empty(7, 0)), "labels")
 
 
 @pytest.fixture(scope="module")

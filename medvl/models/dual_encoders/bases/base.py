@@ -27,7 +27,7 @@ from medvl.encoders import (
 from medvl.errors import ConfigError
 from medvl.losses.common import rows_by_rank
 from medvl.losses.masked import mask_patches
-from medvl.losses.pairs.blockwise import name_ids, text_ids
+from medvl.losses.pairs.blockwise import label_ids, name_ids, text_ids
 from medvl.models.base import (
     TOWERS,
     Parts,
@@ -39,9 +39,11 @@ from medvl.models.base import (
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
-Positives = Literal["own", "study", "text", "either"]
+Positives = Literal["own", "study", "text", "either", "labels"]
 """Positives of an image among the texts of a batch, and vice versa: its own text only, as
-published; also those of the same study; also equal texts; or both. All others are negatives.
+published; also those of the same study; also equal texts; or both; or equal texts, and texts of
+samples with the same positive labels (UniCL, Yang et al., arXiv 2204.03610), one or more. All
+others are negatives.
 """
 
 
@@ -398,7 +400,7 @@ def groups_of(batch: Batch, positives: Positives) -> tuple[Tensor, ...]:
     """Return the groups by which rows are positives of each other, (B,) int64 each, with equal
     numbers on every rank.
 
-    Raises ConfigError where positives come from studies and the batch has none.
+    Raises ConfigError where positives come from studies or labels and the batch has none.
     """
     groups = []
     if positives in ("study", "either"):
@@ -408,8 +410,13 @@ def groups_of(batch: Batch, positives: Positives) -> tuple[Tensor, ...]:
             )
             raise ConfigError(message, "conflict", field="positives")
         groups.append(name_ids(batch.studies).to(batch.ids_BT.device))
-    if positives in ("text", "either"):
+    if positives in ("text", "either", "labels"):
         groups.append(text_ids(batch.ids_BT, batch.mask_BT))
+    if positives == "labels":
+        if not batch.labels_BL.shape[1]:
+            message = "positives is 'labels', but the data have none: take 'text' or 'own'"
+            raise ConfigError(message, "conflict", field="positives")
+        groups.append(label_ids(batch.labels_BL, groups[-1]))
     return tuple(groups)
 
 
