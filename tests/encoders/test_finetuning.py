@@ -13,6 +13,7 @@ from helpers.errors import raises
 from helpers.tiny_towers import TINY_BERT
 from torch import Tensor, nn
 
+import medvl
 from medvl.encoders import (
     add_lora,
     create_image_encoder,
@@ -171,6 +172,45 @@ def test_an_unfrozen_encoder_trains_everything() -> None:
     assert not encoder.is_frozen
     assert all(parameter.requires_grad for parameter in encoder.parameters())
     assert all(module.training for module in encoder.modules())
+
+
+@pytest.mark.parametrize(("layers", "trained"), [(0, 5), (2, 2), (-1, 0)])
+def test_dual_encoders_freeze_stem_and_stages_of_their_image_encoder(
+    layers: int, trained: int
+) -> None:
+    model = medvl.create_model(
+        "convirt",
+        image_encoder="resnet50",
+        image_arguments=TINY_RESNET,
+        image_size=64,
+        text_encoder="bert",
+        text_arguments=TINY_BERT,
+        frozen_text_layers=0,
+        frozen_image_layers=layers,
+    ).train()
+    groups = model.image_encoder.parameter_layers()
+    with_gradient = [
+        any(model.image_encoder.get_parameter(name).requires_grad for name in group)
+        for group in groups
+    ]
+    assert with_gradient == [False] * (5 - trained) + [True] * trained
+    norms = [each for each in model.image_encoder.modules() if isinstance(each, nn.BatchNorm2d)]
+    assert any(each.training for each in norms) == (trained > 0)
+    assert all(parameter.requires_grad for parameter in model.image_head.parameters())
+
+
+def test_a_dual_encoder_with_fewer_stages_than_are_to_be_frozen_is_refused() -> None:
+    for layers, field in ((-2, "frozen_image_layers"), (9, "n")):
+        with raises(ConfigError, "out_of_range", field):
+            medvl.create_model(
+                "convirt",
+                image_encoder="resnet50",
+                image_arguments=TINY_RESNET,
+                text_encoder="bert",
+                text_arguments=TINY_BERT,
+                frozen_text_layers=0,
+                frozen_image_layers=layers,
+            )
 
 
 def test_medvill_freezes_stem_and_first_stage() -> None:

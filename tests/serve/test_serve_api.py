@@ -29,6 +29,7 @@ from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.eval.zero_shot_classification.protocol import PromptScorer
 from medvl.inference import infer
 from medvl.models import DualEncoder
+from medvl.phantom import draw_example
 from medvl.serve import Gallery, ServeConfig, ServedModel, open_models
 from medvl.serve.app import _STATIC as STATIC
 
@@ -251,6 +252,25 @@ def test_reports_are_written() -> None:
     assert app.get("/api/models").json()["models"][0]["abilities"]["report"]
     (model,) = results(post(app, "report", png()))
     assert isinstance(model["result"]["report"], str)
+
+
+def test_the_demo_offers_its_example_and_other_models_do_not(
+    two: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = client(open_models(["demo"], prompts="chexpert_ensemble"))
+    described = app.get("/api/models").json()
+    (model,) = described["models"]
+    assert described["example"]
+    assert (model["title"], model["calibrated"]) == ("demo", True)
+    image = app.get("/api/example")
+    assert image.headers["content-type"] == "image/png"
+    assert image.content == draw_example(".png")[0]
+    (scored,) = results(post(app, "scores", image.content))
+    best = max(scored["result"], key=lambda each: each["probability"] or 0)
+    assert best["text"] == "Pleural Effusion"
+    assert not two.get("/api/models").json()["example"]
+    assert two.get("/api/example").status_code == 404
 
 
 def test_neighbors_are_the_nearest_images_of_the_gallery(tmp_path: Path) -> None:

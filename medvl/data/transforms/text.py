@@ -166,6 +166,9 @@ class Paraphrases:
 
     def __post_init__(self) -> None:
         check_within(self, "[0, 1]", "rate")
+
+    def check(self) -> None:
+        """Raise ConfigError for a missing file ("not_found") or other content ("malformed")."""
         _read_paraphrases(self.file)
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
@@ -184,8 +187,6 @@ class Paraphrases:
 def _read_paraphrases(file: Path) -> tuple[re.Pattern[str], Mapping[str, Sequence[str]]]:
     """Return the pattern of the phrases, the longest first, and the paraphrases of each in lower
     case.
-
-    Raises ConfigError for a missing file ("not_found") or other content ("malformed").
     """
     try:
         content = read_json(file, ConfigError)

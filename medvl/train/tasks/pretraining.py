@@ -411,7 +411,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         source = ConcatSource([source, *others], data.weights or None)
         if valid is not None:
             check_against(source.manifest, valid.manifest)
-    _check_statements(data.text, source)
+    _check_files(data.text, source)
     is_stored = data.image_features is not None
     selection = check_features(model, source) if is_stored else bind_regions(model, source)
     if data.paired_fraction < 1:
@@ -424,10 +424,12 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     return DataLoaders(loader, *_valid_loaders(data, valid, model, options), entries)
 
 
-def _check_statements(text: Any, source: Any) -> None:
-    """Raise ConfigError where a file of statements has none about a study of the data: nothing
-    would be trained.
+def _check_files(text: Any, source: Any) -> None:
+    """Raise ConfigError where a file of statements has none about a study of the data, so that
+    nothing would be trained, or where one of paraphrases cannot be read.
     """
+    if isinstance(text, Paraphrases):
+        text.check()
     if not isinstance(text, Statements) or text.file is None:
         return
     from medvl.data.reports.statements import read_statements

@@ -57,11 +57,11 @@ def test_other_content_is_refused(tmp_path, content):
     path = tmp_path / "other.json"
     path.write_text(content)
     with raises(ConfigError, "malformed", "file", names="other.json"):
-        Paraphrases(file=path)
+        Paraphrases(file=path).check()
 
 
 def test_a_missing_file_and_an_impossible_rate_are_refused(file, tmp_path):
     with raises(ConfigError, "not_found", "file", names="none.json"):
-        Paraphrases(file=tmp_path / "none.json")
+        Paraphrases(file=tmp_path / "none.json").check()
     with raises(ConfigError, "out_of_range", "rate"):
         Paraphrases(file=file, rate=1.5)

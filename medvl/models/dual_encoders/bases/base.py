@@ -39,6 +39,8 @@ from medvl.models.base import (
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
+ALL = -1
+"""`frozen_image_layers` for all layers."""
 Positives = Literal["own", "study", "text", "either", "labels"]
 """Positives of an image among the texts of a batch, and vice versa: its own text only, as
 published; also those of the same study; also equal texts; or both; or equal texts, and texts of
@@ -156,6 +158,8 @@ class DualEncoder(System):
         )
         frozen = getattr(config, "frozen_text_layers", 0)
         freeze_layers(encoders[1], frozen, eval_mode=False)
+        frozen = getattr(config, "frozen_image_layers", 0)
+        freeze_layers(encoders[0], "all" if frozen == ALL else frozen)
         heads: dict[str, Any] = {**cls.make_heads(config, *encoders)}
         return cls(
             config, *encoders, **heads, transform=cls.make_transform(config), tokenizer=tokenizer
@@ -469,6 +473,11 @@ class BertDualConfig(DualEncoderConfig):
     """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains
     everything. They keep their dropout, as in LoVT's code.
     """
+    frozen_image_layers: int = 0
+    """Layers or stages of the image encoder that are frozen, with the stem, from the bottom; 0
+    trains everything, -1 nothing (LiT, Zhai et al., arXiv 2111.07991). Frozen batch norms keep
+    their statistics.
+    """
     attention_dropout: float | None = None
     """Dropout of the text encoder's attention in training; None is its default, 0.1 in BERT. At 0,
     packed text uses the GPU's kernel for sequences of unequal length.
@@ -477,6 +486,7 @@ class BertDualConfig(DualEncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "[0, inf)", "frozen_text_layers")
+        check_within(self, "[-1, inf)", "frozen_image_layers")
         check_within(self, "[0, 1)", "attention_dropout")
 
 
