@@ -7,7 +7,9 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
@@ -38,6 +40,7 @@ from medvl.eval import evaluation
 from medvl.eval.core import results as publish
 from medvl.eval.core.results import Results
 from medvl.schema import FINDINGS
+from medvl.train.fault_tolerance import guards
 
 # A machine that does other things as well is slow, and no input is at fault.
 hypothesis.settings.register_profile(
@@ -158,6 +161,16 @@ def mimic_root(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _without_waiting_for_the_disk() -> Iterator[None]:
     with WITHOUT_WAITING:
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports_stay_frozen() -> Iterator[None]:
+    """The end of a training leaves frozen what was before it: what the imports have made would be
+    collected after each of some hundred trainings, which takes half a second.
+    """
+    collector = SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None)
+    with mock.patch.object(guards, "gc", collector):
         yield
 
 

@@ -4,6 +4,7 @@ calls, sizes.
 
 import ast
 import functools
+import gc
 import subprocess
 import sys
 from collections import Counter
@@ -159,6 +160,19 @@ MODULES = {dotted(path): path for path in SOURCES}
 @functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """Collect no garbage among millions of nodes, and drop them before the tests of other
+    files.
+    """
+    gc.disable()
+    yield
+    parse.cache_clear()
+    classes.cache_clear()
+    exports.cache_clear()
+    gc.enable()
 
 
 def for_files(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[str], None]]:

@@ -18,7 +18,7 @@ import medvl
 from medvl.errors import ConfigError
 from medvl.models import DualEncoder
 from medvl.schema import Batch, Losses
-from medvl.train.fault_tolerance import checkpoint
+from medvl.train.fault_tolerance import checkpoint, guards
 from medvl.train.loop.step import Step, prepare
 from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo, machine_settings
@@ -289,6 +289,8 @@ def test_garbage_collector_skips_objects_from_before_the_run(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+    monkeypatch.setattr(guards, "gc", gc)  # other tests leave it as it is: see conftest.py
+    gc.unfreeze()
     model = Watching()
     fakes.train(
         model, fakes.FakeLoader(12, 4), optim=fakes.optim(), config=fakes.config(tmp_path, epochs=1)
@@ -296,6 +298,8 @@ def test_garbage_collector_skips_objects_from_before_the_run(
     assert len(model.passed_over) == 3
     assert min(model.passed_over) > 10_000
     assert gc.get_freeze_count() == 0
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.parametrize("name", ["convirt", "gloria"])
