@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import json
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import forked
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("open_clip_train")
@@ -59,11 +62,37 @@ def profiles(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row["profile"] for row in rows if row["profile"] is not None]
 
 
+class ForkedServer:
+    """`medvl serve` as a fork, in place of a `subprocess.Popen` that imports its libraries."""
+
+    def __init__(self, command: list[str], stderr: int, text: bool) -> None:
+        assert (stderr, text) == (subprocess.PIPE, True)
+        self._folder = tempfile.TemporaryDirectory()
+        pipe = Path(self._folder.name, "stderr")
+        self._process, self.stderr = forked.start_with_pipe(command, pipe, cwd=ROOT)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def communicate(self, timeout: float) -> None:
+        self.stderr.read()
+        self.stderr.close()
+        self._process.join(timeout)
+        self._folder.cleanup()
+
+
 @pytest.mark.slow
 def test_every_line_of_a_cpu_works(
-    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each line has a figure for each of its rows in PERFORMANCE.md."""
+    from lines import serve
+
+    processes = SimpleNamespace(Popen=ForkedServer, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(serve, "subprocess", processes)
     lines = {name: line for name, line in command.read_lines().items() if line.device == "cpu"}
     records = dry_run(command, tmp_path, list(lines))
     rows = capsys.readouterr().out

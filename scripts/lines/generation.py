@@ -37,7 +37,7 @@ SIZES = {
     ),
 }
 R2GEN = {"r2gen": R2GenConfig(vocab_size=761),
-    "r2gen-tiny": R2GenConfig(image_encoder="resnet_tiny", image_size=64,
+    "r2gen-tiny": R2GenConfig(image_encoder="resnet_tiny", image_size=64, layers=1,
                                                                            width=32,
                                                                            vocab_size=100)}  # fmt: skip
 """The published sizes for IU X-ray, and small ones."""
@@ -50,7 +50,7 @@ def count_medvill(bench: Bench) -> Report:
     config = SIZES[bench.size("paper", "tiny")]
     with torch.device("meta"):
         model = MedViLL.build(config, pretrained=False, tokenizer=None).eval()
-    return _count(model, {"cached": cached, "uncached": uncached}, bench.size(100, 4))
+    return _count(model, {"cached": cached, "uncached": uncached}, bench.size(100, 2))
 
 
 def count_r2gen(bench: Bench) -> Report:
@@ -59,7 +59,7 @@ def count_r2gen(bench: Bench) -> Report:
     with torch.device("meta"):
         model = R2Gen.build(config, pretrained=False, tokenizer=None).eval()
     forms = {"cached": cached_memory, "uncached": uncached_memory}
-    return _count(model, forms, bench.size(60, 4))
+    return _count(model, forms, bench.size(60, 2))
 
 
 def _count(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import forked
 from helpers.errors import raises
 
 from medvl.benchmark import (
@@ -230,7 +231,7 @@ def test_the_dry_run_lists_states_hours_and_memory(
 
 @pytest.mark.slow
 def test_memory_is_estimated_in_a_process_of_its_own(
-    benchmark: tuple[Plan, Store, list[str]], file: Path
+    benchmark: tuple[Plan, Store, list[str]], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peak of a process never falls, so that large systems would count for all after them."""
     _, store, _ = benchmark
@@ -238,6 +239,8 @@ def test_memory_is_estimated_in_a_process_of_its_own(
         read_benchmark(file, {"systems": ["convirt"], "budget.batch": 4}), store.out
     ).runs
     np.ones(2**27).sum()  # a gigabyte
+    processes = SimpleNamespace(get_context=forked.context)
+    monkeypatch.setattr(sys.modules[estimate_run.__module__], "multiprocessing", processes)
     found = estimate_run(run, store, {}, 0.05, print)
     assert 0 < found["memory_gb"] < peak_resident_bytes() / 2**30 - 0.5
     assert found["hours"] > 0

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +38,14 @@ _SERVER.set_forkserver_preload(
     ]
 )
 _FORK = multiprocessing.get_context("fork")
+
+
+def context(method: str) -> ForkServerContext:
+    """Return the context of processes that are forked, in place of
+    `multiprocessing.get_context("spawn")`.
+    """
+    assert method == "spawn"
+    return _SERVER
 
 
 def start(

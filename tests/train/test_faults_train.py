@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -133,7 +132,7 @@ class Filling(fakes.FakeLoader):  # no file may grow beyond 900 bytes while step
 
 result = fakes.train(fakes.TwoTowers(), Filling(16, 4), optim=fakes.optim(),
     config=fakes.config(pathlib.Path(sys.argv[1]), checkpoint_every=2, keep_last=9, log_every=1))
-print(result.step, result.save_failures)
+print(result.step, result.save_failures, file=sys.stderr)
 """
 
 
@@ -142,15 +141,15 @@ def test_run_continues_at_the_file_size_limit(tmp_path: Path) -> None:
     """As the kernel does it, in the middle of a file: a limit of the process stands for the
     disk's.
     """
-    command = [
-        sys.executable,
-        "-c",
-        FULL,
-        str(tmp_path),
-    ]  # with pipes: files of its output would reach the limit too
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
-    step, failures = map(int, ended.stdout.split())
+    (program := tmp_path / "full.py").write_text(FULL)
+    command = [sys.executable, str(program), str(tmp_path)]
+    # A pipe: a file of its output would reach the limit too.
+    process, output = forked.start_with_pipe(command, tmp_path / "stderr", cwd=tmp_path)
+    with output:
+        text = output.read()
+    process.join()
+    assert process.exitcode == 0, text
+    step, failures = map(int, text.splitlines()[-1].split())
     assert step == 8
     assert failures >= 2
     assert Checkpoints(tmp_path, keep_last=9, run={}).steps() == [
