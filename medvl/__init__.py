@@ -10,8 +10,7 @@ Everything is imported on first use: `import medvl` costs milliseconds.
 
 from typing import TYPE_CHECKING
 
-from medvl.common import torchvision_cpu
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports, repair_torchvision
 
 if TYPE_CHECKING:
     from medvl import (
@@ -46,6 +45,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-torchvision_cpu.install()  # must come before timm, open_clip or transformers are imported
+repair_torchvision()  # must come before timm, open_clip or transformers are imported
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -18,7 +18,7 @@ The guide is docs/pages/guides/benchmark.md. Start reading at `config.py`, then 
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.benchmark.config import (

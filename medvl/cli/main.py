@@ -98,7 +98,7 @@ _COMMANDS: dict[str, str] = {
     "vocab": "medvl.cli.shards.commands:vocab",
     "fit-pixelhop": "medvl.cli.import_export:fit_pixelhop",
     "verify": "medvl.cli.shards.commands:verify",
-    "regions": "medvl.cli.shards.regions:regions",
+    "regions": "medvl.cli.shards.commands:regions",
     "infer": "medvl.cli.infer:infer",
     "embed": "medvl.cli.infer:embed",
     "generate": "medvl.cli.infer:generate",

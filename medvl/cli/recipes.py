@@ -289,7 +289,7 @@ def doctor(arguments: Sequence[str]) -> str:
         write_atomic(options.out, json.dumps(measured | diagnosis, indent=1) + "\n")
     described = describe(examination, settings)
     if is_address(settings.data.train) and not is_tar_pattern(settings.data.train):
-        from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
+        from medvl.train.doctor.checks import check_remote_shards, describe_remote_shards
 
         described = (
             f"{described}\n{describe_remote_shards(check_remote_shards(settings.data.train))}"
@@ -319,7 +319,7 @@ def _shards(arguments: Sequence[str]) -> str:
     )
     parser.add_argument("--out", type=Path, help="output file of the measurements")
     options = parser.parse_args(arguments)
-    from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
+    from medvl.train.doctor.checks import check_remote_shards, describe_remote_shards
 
     found = check_remote_shards(options.address)
     if options.out is not None:
@@ -347,7 +347,7 @@ def _nodes(arguments: Sequence[str]) -> str:
     )
     parser.add_argument("--out", type=Path, help="output file of the report")
     options = parser.parse_args(arguments)
-    from medvl.train.doctor.nodes import check_nodes
+    from medvl.train.doctor.checks import check_nodes
     from medvl.train.parallel.distributed import join
 
     started = time.perf_counter()

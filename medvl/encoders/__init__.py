@@ -13,10 +13,10 @@ timm, torchvision, open_clip, transformers and peft are imported by the encoders
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.encoders.finetuning import (
+    from medvl.encoders.base import (
         add_lora as add_lora,
         checkpoint_activations as checkpoint_activations,
         freeze_batch_norm_statistics as freeze_batch_norm_statistics,

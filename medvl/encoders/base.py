@@ -1,11 +1,14 @@
-"""Base class of image and text encoders."""
+"""Base class of image and text encoders, and their fine-tuning."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures, TextFeatures
 
 for _features in (
@@ -126,3 +129,275 @@ def group_by_depth(
         else:
             groups[depth].append(name)
     return [group for group in groups if group]
+
+
+# Fine-tuning of encoders: frozen layers, layer-wise learning rates, weight decay groups, LoRA.
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_LORA_TARGETS = (
+    ("query", "value"),
+    ("q_proj", "v_proj"),
+    ("q_lin", "v_lin"),
+    ("qkv",),
+    ("c_fc", "c_proj"),
+)
+"""Default target layers: BERT-like models, newer Transformers, DistilBERT, timm, open_clip.
+
+open_clip's `nn.MultiheadAttention` reads its weights without calling its layers, so an adapter
+around them would never run: its feed-forward layers are adapted instead.
+"""
+
+
+def freeze_layers(
+    encoder: Encoder,
+    n: int | Literal["all"],
+    *,
+    embeddings: bool | None = None,
+    eval_mode: bool = True,
+) -> None:
+    """Stop training the first layers of an encoder.
+
+    Autograd records nothing in frozen first layers, so they keep no activations.
+
+    Args:
+        encoder: an `ImageEncoder` or a `TextEncoder`.
+        n: number of layers (Transformer) or stages (CNN) after the embeddings or the stem; 0 for
+            none.
+        embeddings: whether to freeze the embeddings or the stem. Default: True if any layer is
+            frozen. ConVIRT freezes the embeddings and 6 layers, MedViLL the stem and the first
+            stage of its ResNet (n=1).
+        eval_mode: keep frozen modules in eval mode during training, so that frozen batch norms do
+            not update their statistics and frozen dropout is off. False leaves them to `train()`,
+            as most re-implementations of the published systems do.
+
+    Raises:
+        ConfigError: "out_of_range" if the encoder has fewer layers.
+    """
+    groups = encoder.parameter_layers()
+    count = len(groups) - 1 if n == "all" else n
+    if not 0 <= count <= len(groups) - 1:
+        most = (
+            f"it has {len(groups) - 1} with parameters; give a lower number "
+            f"(frozen_text_layers or frozen_image_layers)"
+        )
+        raise ConfigError(
+            f"cannot freeze {n} layers of {encoder.name}: {most}", "out_of_range", field="n"
+        )
+    frozen = groups[1 : count + 1]
+    if embeddings or (embeddings is None and count > 0):
+        frozen = [groups[0], *frozen]
+    for group in frozen:
+        for name in group:
+            encoder.get_parameter(name).requires_grad_(False)
+    if frozen:
+        encoder.keep_frozen_in_eval(eval_mode)
+
+
+def parameter_groups(
+    module: nn.Module,
+    lr: float,
+    weight_decay: float,
+    *,
+    layer_decay: float = 1.0,
+    decay_embeddings: bool = True,
+) -> list[dict[str, Any]]:
+    """Return parameter groups for a torch optimiser, with every trainable parameter in exactly one.
+
+    Biases, the parameters of normalisation layers (by module type) and one-dimensional parameters
+    get no weight decay.
+
+    Args:
+        module: a model; encoders anywhere inside it are recognised by their method
+            `parameter_layers`.
+        lr: learning rate of parameters outside an encoder's layers (heads).
+        weight_decay: weight decay of all other parameters.
+        layer_decay: an encoder's last layer has the rate `lr * layer_decay`, the one before `lr *
+            layer_decay ** 2`, and so on down to its embeddings or stem.
+        decay_embeddings: False exempts embedding tables and the parameters that the library's
+            `no_weight_decay` names (tokens and position tables).
+
+    Returns:
+        Dictionaries with "name", "params", "lr" and "weight_decay", in the order of the module's
+        parameters.
+
+    Raises:
+        ConfigError: "out_of_range" for `layer_decay`.
+    """
+    if not 0 < layer_decay <= 1:
+        raise ConfigError(
+            f"expected layer_decay in (0, 1], got {layer_decay}",
+            "out_of_range",
+            field="layer_decay",
+        )
+    heights = _layers_from_top(module)
+    tables = set() if decay_embeddings else _embedding_tables(module)
+    groups: dict[str, dict[str, Any]] = {}
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            decays = parameter.ndim > 1 and not isinstance(owner, _NORMS) and name not in tables
+            height = heights.get(name, 0)
+            key = f"{height} from the top, {'decay' if decays else 'no decay'}"
+            rate = lr * layer_decay**height
+            decay = weight_decay if decays else 0.0
+            groups.setdefault(key, {"name": key, "params": [], "lr": rate, "weight_decay": decay})
+            groups[key]["params"].append(parameter)
+    return list(groups.values())
+
+
+def _layers_from_top(module: nn.Module) -> dict[str, int]:
+    """Return parameter name -> position of its layer counted from the top of its encoder, the
+    last layer being 1.
+    """
+    heights: dict[str, int] = {}
+    for prefix, child in module.named_modules():
+        if hasattr(child, "parameter_layers"):
+            groups: list[list[str]] = child.parameter_layers()
+            for depth, group in enumerate(groups):
+                for name in group:
+                    heights[f"{prefix}.{name}" if prefix else name] = len(groups) - depth
+    return heights
+
+
+def _embedding_tables(module: nn.Module) -> set[str]:
+    """Return the names of embedding tables and of the parameters that a library exempts from
+    weight decay.
+    """
+    names: set[str] = set()
+    for prefix, child in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        if isinstance(child, nn.Embedding):
+            names.add(f"{start}weight")
+        if callable(getattr(child, "no_weight_decay", None)):
+            names |= {f"{start}{name}" for name in child.no_weight_decay()}
+    return names
+
+
+def add_lora(
+    encoder: nn.Module,
+    rank: int,
+    alpha: int,
+    targets: Sequence[str] | None = None,
+    *,
+    dropout: float = 0.0,
+) -> list[str]:
+    """Freeze an encoder and add trainable low-rank updates (LoRA) to some of its layers, with peft.
+
+    Args:
+        encoder: an `ImageEncoder` or a `TextEncoder`; changed in place.
+        rank: rank of the updates.
+        alpha: the updates are scaled by alpha / rank.
+        targets: last parts of the names of the layers to adapt. Default: the attention's query and
+            value layers (or their joint layer); the feed-forward layers of open_clip's encoders.
+        dropout: dropout rate before the updates.
+
+    Returns:
+        Names of the adapted layers. Call `merge_lora` before the encoder is saved.
+
+    Raises:
+        ConfigError: "unknown_name" if no layer has such a name, "conflict" if the encoder has LoRA
+            updates already.
+    """
+    import peft
+
+    names = [name for name, _ in encoder.named_modules()]
+    if any(".lora_A" in name for name in names):
+        raise ConfigError("the encoder has LoRA updates already: call merge_lora first", "conflict")
+    ends = {name.rpartition(".")[2] for name in names}
+    layers = targets or next((family for family in _LORA_TARGETS if ends.issuperset(family)), None)
+    if layers is None:
+        raise ConfigError(
+            "no layer has a default LoRA name: set targets", "unknown_name", field="targets"
+        )
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(layers)
+    )
+    try:
+        peft.inject_adapter_in_model(config, encoder)
+    except ValueError as error:
+        raise ConfigError(
+            f"LoRA cannot be added to {layers}: {error}", "unknown_name", field="targets"
+        ) from error
+    return [name for name, child in encoder.named_modules() if hasattr(child, "lora_A")]
+
+
+def merge_lora(encoder: nn.Module) -> None:
+    """Merge LoRA updates into the weights in place, which restores the encoder's parameter names
+    and shapes.
+
+    The weights stay frozen.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, child in list(encoder.named_modules()):
+        if isinstance(child, BaseTunerLayer):
+            child.merge()
+            parent, _, leaf = name.rpartition(".")
+            setattr(encoder.get_submodule(parent), leaf, child.get_base_layer())
+
+
+@contextlib.contextmanager
+def freeze_batch_norm_statistics(module: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of batch norms unchanged inside the context; outputs do not
+    change.
+
+    For training passes over images of a kind that inference does not have (masked images).
+    """
+    norms = [child for child in module.modules() if isinstance(child, _NormBase)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:  # with momentum 0 the running statistics do not change
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+# Activation checkpointing: recompute activations in the backward pass (Chen et al., arXiv
+# 1604.06174).
+
+
+def checkpoint_activations(encoder: Encoder) -> None:
+    """Keep only the input of each layer, and recompute the layer in the backward pass.
+
+    Values and gradients do not change, dropout included. A Transformer's activations take a small
+    fraction of their memory, for a third more arithmetic. Nothing is saved in eval mode or in
+    frozen layers, which keep no activations.
+
+    Args:
+        encoder: an `ImageEncoder` or a `TextEncoder`; its library's own checkpointing is enabled.
+
+    Raises:
+        ConfigError: "unsupported" if the library cannot checkpoint this backbone, or if the
+            backbone has batch norms, whose running statistics would count every batch twice.
+    """
+    net: Any = encoder.backbone
+    if any(isinstance(module, _NormBase) for module in net.modules()):
+        reason = (
+            "whose running statistics would count every batch twice: its activations "
+            "cannot be checkpointed"
+        )
+        raise ConfigError(f"{encoder.name} has batch norms, {reason}", "unsupported")
+    try:
+        if hasattr(net, "set_grad_checkpointing"):  # timm and open_clip
+            net.set_grad_checkpointing(True)
+            return
+        if getattr(
+            net, "supports_gradient_checkpointing", False
+        ):  # transformers; renamed in its later versions
+            enable = (
+                getattr(net, "activation_checkpointing_enable", None)
+                or net.gradient_checkpointing_enable
+            )
+            enable({"use_reentrant": False})
+            return
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"{encoder.name} cannot checkpoint activations: {error}", "unsupported"
+        ) from error
+    raise ConfigError(f"{encoder.name} does not support activation checkpointing", "unsupported")

@@ -12,7 +12,7 @@ imported on first use: the statistics need numpy only.
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.eval.change.evaluation import write_change_page as write_change_page

@@ -14,7 +14,7 @@ rules of the backbones.
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.export.exporters.common import Exported as Exported

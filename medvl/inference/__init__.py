@@ -10,7 +10,7 @@ that do.
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.inference.embeddings import EmbeddingFile as EmbeddingFile, embed as embed

@@ -4,7 +4,7 @@ models.
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.common.config_io import check_choice as check_choice, check_within as check_within

@@ -12,7 +12,7 @@ machine and to check that a model learns; scores on it do not predict scores on 
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.phantom.example import (

@@ -8,7 +8,7 @@ Needs `medvl[serve]`. The guide is docs/pages/guides/serve.md.
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.serve.app import create_app as create_app

@@ -26,7 +26,7 @@ Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data s
 
 from typing import TYPE_CHECKING
 
-from medvl.common.lazy_exports import lazy_exports
+from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.common.config_io import from_dict as from_dict, to_dict as to_dict

@@ -17,7 +17,7 @@ from helpers import train_fakes as fakes
 from helpers.train_ranks import training
 from medvl.schema import Batch
 from medvl.train import rank_and_world
-from medvl.train.doctor.nodes import check_nodes
+from medvl.train.doctor.checks import check_nodes
 from medvl.train.parallel.distributed import join
 
 

@@ -14,7 +14,7 @@ from helpers import forked, node_ranks, train_fakes as fakes
 from helpers.errors import raises
 
 from medvl.errors import ConfigError
-from medvl.train.doctor import nodes
+from medvl.train.doctor import checks
 
 
 def start_agent(
@@ -95,10 +95,10 @@ def rank(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_doctor_names_the_node_that_differs(changes: dict[str, Any], problem: str) -> None:
-    (found,) = nodes._disagreements([rank(), rank(node=1, host="b", **changes)])
+    (found,) = checks._disagreements([rank(), rank(node=1, host="b", **changes)])
     assert found.startswith(problem)
 
 
 def test_doctor_of_nodes_needs_several_ranks() -> None:
     with raises(ConfigError, "missing", "ranks"):
-        nodes.check_nodes(fakes.ONE_RANK, 0.0, None)
+        checks.check_nodes(fakes.ONE_RANK, 0.0, None)

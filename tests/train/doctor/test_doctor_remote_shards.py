@@ -13,7 +13,7 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, StorageError
-from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
+from medvl.train.doctor.checks import check_remote_shards, describe_remote_shards
 
 
 def test_doctor_measures_remote_shards(
