@@ -126,7 +126,7 @@ def _tower(kind: str, width: int, layers: int, **differences: Any) -> Mapping[st
     return _frozen(**(sizes | inside | differences))
 
 
-def _unpinned(
+def _published_tower(
     kind: str,
     source: str,
     licence: str,
@@ -134,14 +134,15 @@ def _unpinned(
     statistics: tuple[Statistics, Statistics],
     arguments: Mapping[str, Any],
     note: str = "",
+    weights: Weights | None = None,
 ) -> ImagePreset:
-    """Return a preset of a published tower of which no commit is pinned; `source` says where its
-    file is.
+    """Return a preset of a published tower; `source` says where its file is, also where no commit
+    is pinned.
     """
     mean, std = statistics
     return _image(
         kind,
-        None,
+        weights,
         licence,
         f"{source}{'; ' if note else ''}{note}",
         image_size=size,
@@ -220,7 +221,7 @@ def _efficientnet_lite(name: str, image_size: int, url_digits: str, sha256: str)
 
 def _eva_x(size: str) -> ImagePreset:
     """Return the preset of an EVA-X (Yao et al. 2024), whose files are of masked pretraining."""
-    return _unpinned(
+    return _published_tower(
         f"timm:eva02_{size}_patch14_224",
         f"eva_x_{size}_patch16_merged520k_mim.pt of MapleF/eva_x on the hub",
         "MIT",
@@ -228,6 +229,7 @@ def _eva_x(size: str) -> ImagePreset:
         _EVA_X_STATISTICS,
         _frozen(patch_size=16, img_size=224, ref_feat_shape=(14, 14)),
         "pools the mean of its patches, as its authors' head; pool='cls' takes its class token",
+        published.eva_x(size),
     )
 
 
@@ -311,7 +313,7 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         mean=(0.5307, 0.5307, 0.5307),
         std=(0.2583, 0.2583, 0.2583),
     ),
-    medsiglip=_unpinned(
+    medsiglip=_published_tower(
         "hf:siglip_vision_model",
         "google/medsiglip-448 on the hub; accept its terms and download its files",
         "Health AI Developer Foundations terms of use",
@@ -327,8 +329,9 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
             patch_size=14,
         ),
         "its card resizes images by the kernel `bilinear`, outside of its processor",
+        published.MEDSIGLIP,
     ),
-    xraysiglip_l16=_unpinned(
+    xraysiglip_l16=_published_tower(
         "hf:siglip_vision_model",
         "StanfordAIMI/XraySigLIP__vit-l-16-siglip-384__webli on the hub",
         "CC-BY-NC-4.0",
@@ -336,8 +339,9 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         _HALF,
         _tower("siglip", 1024, 24, image_size=512, patch_size=16),
         "512 pixels, although its name says 384",
+        published.XRAYSIGLIP_L16,
     ),
-    xrayclip_b16=_unpinned(
+    xrayclip_b16=_published_tower(
         "hf:clip_vision_model",
         "StanfordAIMI/XrayCLIP__vit-b-16__laion2b-s34b-b88k on the hub",
         "CC-BY-NC-4.0",
@@ -345,15 +349,16 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         _CLIP_STATISTICS,
         _tower("clip", 768, 12, image_size=512, patch_size=16, hidden_act="gelu"),
     ),
-    pubmedclip=_unpinned(
+    pubmedclip=_published_tower(
         "hf:clip_vision_model",
         "flaviagiammarino/pubmed-clip-vit-base-patch32 on the hub",
         "MIT",
         224,
         _CLIP_STATISTICS,
         _tower("clip", 768, 12, image_size=224, patch_size=32, hidden_act="quick_gelu"),
+        weights=published.PUBMEDCLIP,
     ),
-    whyxrayclip=_unpinned(
+    whyxrayclip=_published_tower(
         "open_clip:ViT-L-14",
         "yyupenn/whyxrayclip on the hub",
         _NO_LICENCE,
@@ -362,7 +367,7 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         _frozen(),
         "`medvl import open_clip:ViT-L-14 FILE` has both towers",
     ),
-    bmc_clip=_unpinned(
+    bmc_clip=_published_tower(
         "open_clip:ViT-L-14",
         "BMC_CLIP_CF.pt of BIOMEDICA/BMC_CLIP_CF on the hub",
         _NO_LICENCE,
@@ -371,7 +376,7 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         _frozen(),
         "`medvl import open_clip:ViT-L-14 FILE` has both towers",
     ),
-    cxformer_small=_unpinned(
+    cxformer_small=_published_tower(
         "hf:dinov2_with_registers",
         "m42-health/CXformer-small on the hub",
         "CC-BY-NC-4.0",
@@ -379,7 +384,7 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         (IMAGENET_MEAN, IMAGENET_STD),
         _tower("dinov2", 384, 12, image_size=518, patch_size=14),
     ),
-    cxformer_base=_unpinned(
+    cxformer_base=_published_tower(
         "hf:dinov2_with_registers",
         "m42-health/CXformer-base on the hub",
         "CC-BY-NC-4.0",
@@ -387,7 +392,7 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         (IMAGENET_MEAN, IMAGENET_STD),
         _tower("dinov2", 768, 12, image_size=518, patch_size=14),
     ),
-    chexfound=_unpinned(
+    chexfound=_published_tower(
         "hf:dinov2_with_registers",
         "teacher_checkpoint.pth, which its authors publish outside the hub",
         _NO_LICENCE,

@@ -70,6 +70,16 @@ def efficientnet_lite(name: str, url_digits: str, sha256: str) -> Weights:
     )
 
 
+def eva_x(size: str) -> Weights:
+    """Return the weights of an EVA-X, which masked pretraining gave."""
+    return _weights(
+        "MapleF/eva_x",
+        "35ddcd6dab6ca99bbdb6cb45c8d1b093aefbd0ee",
+        _EVA_X_SHA256.get(size),
+        f"eva_x_{size}_patch16_merged520k_mim.pt",
+    )
+
+
 CLIP_B32 = _weights(
     "timm/vit_base_patch32_clip_224.openai",
     "a6f597a30f7b82c51704746581f9a4e41421e878",
@@ -142,6 +152,19 @@ MPNET = _weights(
     "sentence-transformers/all-mpnet-base-v2", "e8c3b32edf5434bc2275fc9bab85f82640a19130"
 )
 ROBERTA = _weights("FacebookAI/roberta-base", "e2da8e2f811d1448a5b465c236feacd80ffbac7b")
+MEDSIGLIP = _weights("google/medsiglip-448", "9cea28a1a1195f665105faa6e8544c112fd960a4")
+XRAYSIGLIP_L16 = _weights(
+    "StanfordAIMI/XraySigLIP__vit-l-16-siglip-384__webli",
+    "f0edbf5d90dba44edb7f4f96d8663537cb0749bf",
+)
+PUBMEDCLIP = _weights(
+    "flaviagiammarino/pubmed-clip-vit-base-patch32",
+    "26c0c67f6da303ad2a38909130bd35744ea93517",
+    "4daa7650d2b47e55c37b5ca7dcabe826fd82407c26028a574bcc422f35a94aa4",
+    "pytorch_model.bin",
+)
+_EVA_X_SHA256 = {"small": "135d70a6988b5aacfe4848e1c2a0d524b2c076536fcaccdce88b636d302316c2"}
+"""Hashes that are known; the commit pins all files."""
 _MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 MINILM = Weights(
     hub_id="sentence-transformers/all-MiniLM-L6-v2",

@@ -449,9 +449,27 @@ def test_eva_x_of_its_own_code_is_read(size: str, tmp_path: Path) -> None:
         create_image_encoder(f"eva_x_{size}", pretrained=tmp_path / "without.pt", **small)
 
 
-def test_presets_without_a_pinned_file_say_where_theirs_is() -> None:
-    tiny: dict[str, Any] = {**TOWER, "image_size": 70}
-    for name, place in (("medsiglip", "google/medsiglip-448"), ("cxformer_base", "m42-health")):
-        arguments = {key: value for key, value in tiny.items() if key != "intermediate_size"}
-        with raises(WeightsError, "not_found", "pretrained", names=place):
-            create_image_encoder(name, pretrained=True, **arguments)
+@pytest.mark.parametrize(
+    ("name", "place", "field"),
+    [
+        ("cxformer_base", "m42-health", "pretrained"),
+        ("xrayclip_b16", "StanfordAIMI/XrayCLIP", "pretrained"),
+        ("medsiglip", "google/medsiglip-448 at revision 9cea28a1", None),
+        ("pubmedclip", "pytorch_model.bin of flaviagiammarino", None),
+        ("eva_x_tiny", "eva_x_tiny_patch16_merged520k_mim.pt of MapleF/eva_x", None),
+    ],
+)
+def test_presets_say_where_their_file_is(
+    name: str, place: str, field: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, whether or not a commit is pinned."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    arguments: dict[str, Any] = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+    if name != "eva_x_tiny":
+        tiny: dict[str, Any] = {**TOWER, "image_size": 70}
+        wide = name.startswith("cxformer")
+        arguments = {
+            key: value for key, value in tiny.items() if key != "intermediate_size" or not wide
+        }
+    with raises(WeightsError, "not_found", field, names=place):
+        create_image_encoder(name, pretrained=True, **arguments)
