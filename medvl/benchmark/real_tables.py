@@ -108,7 +108,7 @@ Prompts = Mapping[str, tuple[str, Sequence[str]]]
 
 def write_table(name: str, folder: Path) -> list[Path]:
     """Write NAME.jsonl for `medvl shards table`, with NAME.json of zero-shot prompts where it has
-    labels.
+    labels; of ODIR also prompts in other words, and paraphrases for training.
 
     "openi" is the folder of a task of `medvl eval text` in place of a table. Raises ConfigError
     where `MEDVL_REAL_DATA` names no folder with the collection.
@@ -131,6 +131,11 @@ def write_table(name: str, folder: Path) -> list[Path]:
             for part, split in parts.items()
         ]
     written = [_write_lines(folder / f"{name}.jsonl", rows)]
+    if name == "odir":
+        written += [
+            write_atomic(folder / f"{file}.json", json.dumps(content) + "\n")
+            for file, content in _fundus_files().items()
+        ]
     if name in _PROMPTS:
         classes = {
             label: {"positive": [text], "negative": list(others)}
@@ -219,6 +224,16 @@ def _odir(real: Path) -> Iterator[Row]:
         yield _row(f"odir_fundus/{row['image']}", row["patient_id"], row["split"], labels) | {
             "impression": row["text"]
         }
+
+
+def _fundus_files() -> dict[str, object]:
+    """Return the prompts of ODIR, in the doctor's words and in others, and the paraphrases."""
+    files: dict[str, object] = {"odir-paraphrases": _FUNDUS_PARAPHRASES}
+    for place, name in enumerate(("odir", "odir-other-words")):
+        classes = {label: {"positive": list(texts[place])} for label, texts in _FUNDUS.items()}
+        rule = {"scoring": "class_softmax", "temperature": 0.1}
+        files[name] = {"name": name, **rule, "classes": classes}
+    return files
 
 
 def _boxes(real: Path) -> Iterator[Row]:

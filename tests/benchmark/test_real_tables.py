@@ -13,10 +13,12 @@ import pytest
 from helpers.errors import raises
 
 from medvl.benchmark.real_tables import TABLES, write_table
+from medvl.data import Paraphrases
 from medvl.data.annotations import decode_runs, phrases_of
 from medvl.data.text_tasks.read import read_text_task
 from medvl.data.text_tasks.tasks import TASKS
 from medvl.errors import ConfigError
+from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.schema import Sample
 
 
@@ -150,6 +152,35 @@ def test_masks_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.Monkey
     [entry] = row["masks"]
     assert entry["label"] == "lungs"
     assert np.array_equal(decode_runs(entry["runs"], 6, 8), mask_HW > 0)
+
+
+def test_odir_has_prompts_in_two_wordings_and_paraphrases_of_its_keywords(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
+    eye = {"image": "images/0_left.jpg", "patient_id": "odir-0", "split": "val"}
+    written(
+        tmp_path / "odir_fundus/items.jsonl",
+        [{**eye, "text": "cataract, drusen", "labels": ["Cataract"]}],
+    )
+    table, *files = write_table("odir", tmp_path / "out")
+    (row,) = rows_of(table)
+    assert (row["image"], row["split"]) == ("odir_fundus/images/0_left.jpg", "validate")
+    assert (row["impression"], row["Cataract"], row["AMD"]) == ("cataract, drusen", 1, 0)
+    known, other = (
+        load_prompts(tmp_path / f"out/{name}.json") for name in ("odir", "odir-other-words")
+    )
+    assert set(known.classes) == set(other.classes) <= set(row)
+    paraphrases = Paraphrases(file=tmp_path / "out/odir-paraphrases.json", rate=1.0)
+    paraphrases.check()
+    of_prompts = {text for name in other.classes for text in other.classes[name].positive}
+    for keyword, others in json.loads(paraphrases.file.read_text()).items():
+        assert not of_prompts & {keyword, *others}, "prompts in other words are not trained with"
+    assert {path.name for path in files} == {
+        "odir.json",
+        "odir-other-words.json",
+        "odir-paraphrases.json",
+    }
 
 
 @pytest.mark.real
