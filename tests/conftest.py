@@ -50,6 +50,16 @@ hypothesis.settings.load_profile("shared")
 torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 
+LONGEST = (
+    *("test_benchmark_gpu.py", "test_golden.py", "train/parallel/test_train_sharded.py"),
+    *("benchmark/test_benchmark_runs.py", "test_spine.py", "train/loop/test_train_step_speed.py"),
+    *("test_notebooks.py", "data/convert/test_pipeline.py", "train/optim/test_train_grad_cache.py"),
+    *("data/odd/test_odd_inputs.py", "test_architecture.py", "train/test_train_kill.py"),
+    *("test_wheel.py", "test_soak.py", "test_recipes.py", "data/convert/test_plan.py"),
+)
+"""Files that take more than ten seconds of a core, those that take longest first."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Import without garbage collections, which would look at all modules again and again."""
@@ -61,8 +71,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests on a GPU where there is none; put the files with slow tests first, and then those
-    of the whole project.
+    """Skip tests on a GPU where there is none; put the longest files first, then others with slow
+    tests, and then those of the whole project.
 
     Otherwise one process would run the last of the long files while the others have ended.
     """
@@ -72,8 +82,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(
                     pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False")
                 )
+    root = Path(__file__).parent
+    longest = {root / name: place for place, name in enumerate(LONGEST)}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in slow, item.path.parent != Path(__file__).parent))
+    items.sort(
+        key=lambda item: (
+            longest.get(item.path, len(longest)),
+            item.path not in slow,
+            item.path.parent != root,
+        )
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
