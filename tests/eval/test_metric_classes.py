@@ -1,14 +1,12 @@
 """torchmetrics classes: the evaluators' numbers, in one process and over two."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from helpers import metric_ranks
 from helpers.errors import raises
 from helpers.metric_ranks import NAMES, TEXTS, batches, compute
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 
 from medvl.errors import EvaluationError
 from medvl.eval import (
@@ -88,11 +86,9 @@ def test_a_label_without_a_threshold_has_no_decisions() -> None:
     assert values["f1/Edema"] == values["f1/macro"] == values["auroc/Fracture"] == 1
 
 
-def test_two_processes_give_the_values_of_one(tmp_path: Path) -> None:
-    run_two_ranks(metric_ranks.__file__, tmp_path)
+def test_two_processes_give_the_values_of_one() -> None:
     expected = compute()
-    for rank in range(2):
-        values = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+    for values in on_two_ranks(metric_ranks.compute_on_this_rank):
         assert values.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, equal_nan=True, msg=name)

@@ -1,12 +1,6 @@
-"""Evaluations on several ranks, for tests that compare their files with those of one process.
+"""Evaluations on several ranks, for tests that compare their files with those of one process."""
 
-torchrun --standalone --nproc-per-node 2 eval_ranks.py HOME OUT
-"""
-
-import sys
 from pathlib import Path
-
-import torch
 
 from medvl.cli import main as cli
 from medvl.train.parallel.distributed import join
@@ -37,15 +31,10 @@ def commands(home: Path, out: Path) -> dict[str, list[str]]:
     }
 
 
-def main(home: Path, out: Path) -> None:
+def evaluate(home: Path, out: Path) -> None:
     """Run all evaluations in one process group: a second one would need a store that rank 0 has
     not closed yet.
     """
     with join("cpu"):
         for arguments in commands(home, out).values():
             cli.main(arguments)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,9 +1,7 @@
 """Two ranks without torchrun: a tenth of a second instead of ten."""
 
 import os
-import runpy
 import socket
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -51,11 +49,6 @@ def on_two_ranks(
         return [torch.load(path, weights_only=True) if path.exists() else None for path in values]
 
 
-def run_two_ranks(script: str, *arguments: object) -> None:
-    """Run a script on two ranks, as `torchrun --nproc-per-node 2` does."""
-    on_two_ranks(_run_script, script, [str(word) for word in arguments], group=False)
-
-
 def _rank(
     function: Callable[..., Any], arguments: tuple[Any, ...], group: bool, value: Path
 ) -> None:
@@ -65,9 +58,3 @@ def _rank(
     if group:
         dist.init_process_group("gloo")
     torch.save(function(*arguments), value)
-
-
-def _run_script(script: str, arguments: list[str]) -> None:
-    sys.argv[:] = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import eval_ranks
 from helpers.label_shards import NAMES, make_shards
-from helpers.two_ranks import run_two_ranks
+from helpers.two_ranks import on_two_ranks
 
 import medvl
 from medvl.cli import main as cli
@@ -231,9 +231,9 @@ def test_class_retrieval_uses_list_of_make_retrieval_list(
 def test_two_ranks_write_the_files_of_one_process(home: Path, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    eval_ranks.main(home, tmp_path / "one")
+    eval_ranks.evaluate(home, tmp_path / "one")
     torch.set_num_threads(threads)
-    run_two_ranks(eval_ranks.__file__, home, tmp_path / "two")
+    on_two_ranks(eval_ranks.evaluate, home, tmp_path / "two", group=False)
     for name in eval_ranks.commands(home, tmp_path):
         for file in ("results.json", "predictions.jsonl"):
             assert (tmp_path / "one" / name / file).read_bytes() == (
