@@ -9,6 +9,7 @@ Shape letters: N images, D feature dim, L labels.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,8 +95,9 @@ class ProbedEncoder:
 
     @property
     def device(self) -> torch.device:
-        """Device of the encoder."""
-        return next(self.module.parameters()).device
+        """Device of the encoder; raw pixels have no parameters, only their statistics."""
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        return next(tensors).device
 
     @property
     def sha256(self) -> str:

@@ -362,6 +362,18 @@ def source(tmp_path: Path) -> FileSource:
     )
 
 
+def test_pixels_are_an_encoder_without_parameters(source, tmp_path):
+    """`--encoder patches:32 --image-size 32`: the baseline of a linear layer on the pixels."""
+    pixels = ProbedEncoder.from_name("patches:32", image_size=32)
+    table = encode_features(pixels, loader_of(pixels, source), cache=tmp_path / "cache")
+    image_CHW = pixels.transform(source.samples[3].image)[0]
+    expected_D = torch.nn.functional.pixel_unshuffle(image_CHW / 127.5 - 1, 32).flatten()
+    assert table.x_ND.shape[1] == 3 * 32 * 32
+    found = np.sort(table.x_ND[list(table.positions).index(3)])
+    wanted = np.sort(np.tile(expected_D.numpy(), 3))  # grey, in three channels
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def test_feature_cache_depends_on_encoder_images_and_transform(
     encoder, source, tmp_path, monkeypatch
 ):
