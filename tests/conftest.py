@@ -56,6 +56,8 @@ LONGEST = (
     *("test_notebooks.py", "data/convert/test_pipeline.py", "train/optim/test_train_grad_cache.py"),
     *("data/odd/test_odd_inputs.py", "test_architecture.py", "train/test_train_kill.py"),
     *("test_wheel.py", "test_soak.py", "test_recipes.py", "data/convert/test_plan.py"),
+    *("encoders/test_image_encoder.py", "cli/eval/test_eval_label_commands.py"),
+    *("export/test_key_tables.py", "encoders/test_encoder_interface.py"),
 )
 """Files that take more than ten seconds of a core, those that take longest first."""
 

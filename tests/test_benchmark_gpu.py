@@ -81,6 +81,7 @@ class ForkedServer:
         self._folder.cleanup()
 
 
+# Twenty lines, each of which builds models or data and measures a step.
 @pytest.mark.slow
 def test_every_line_of_a_cpu_works(
     command: ModuleType,
@@ -106,6 +107,7 @@ def test_every_line_of_a_cpu_works(
             assert ("not measured" in found) == (name in UNMEASURED), found
 
 
+# Thirteen lines, each of which builds and profiles the models of its contenders.
 @pytest.mark.slow
 def test_every_line_of_a_gpu_works(
     command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -35,6 +35,7 @@ A process for each core takes longer to start than one takes for these sizes.
 """
 
 
+# Each trains and evaluates; a process has the libraries already.
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_disturbance_ends_a_run(seed: int) -> None:
     assert status == -(signal.SIGTERM if how == "terminated" else signal.SIGKILL)
 
 
+# A soak trains, is disturbed and starts again, until three seconds have passed.
 @pytest.mark.slow
 def test_short_soak_reproduces_the_undisturbed_run() -> None:
     command = [

@@ -31,6 +31,7 @@ from medvl.eval import read_results
 from medvl.models import load
 from medvl.schema import FINDINGS
 
+# All commands of the quickstart, and trainings that are killed and repeated.
 pytestmark = pytest.mark.slow
 
 SPLITS = ("train", "validate", "test")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+# Building and installing the wheel, and two new processes that import torch from the start.
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]

@@ -150,6 +150,7 @@ def benchmark(file: Path) -> tuple[Plan, Store, list[str]]:
     return plan, store, lines
 
 
+# The first test waits for the benchmark of this module, which trains and evaluates three runs.
 @pytest.mark.slow
 def test_a_killed_benchmark_goes_on_and_failures_are_shown(
     benchmark: tuple[Plan, Store, list[str]],
@@ -539,6 +540,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         execute_run(tmp_path)
 
 
+# Writes and converts a phantom of a hundred patients, trains and probes.
 @pytest.mark.slow
 def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
     """MRM has no scores of images and texts: a probe of its image encoder is its only task."""

@@ -220,6 +220,7 @@ def test_interrupted_run_resumes_to_the_same_bytes(
     assert contents(tmp_path / "out/train") == contents(tmp_path / "whole/train")
 
 
+# A hundred images of a size that leaves time to kill the run, converted twice and a half.
 @pytest.mark.slow
 def test_run_killed_by_the_system_resumes(tmp_path: Path, deid: Deidentifier) -> None:
     """Kill the command and its workers at an arbitrary moment, then run the same command again."""

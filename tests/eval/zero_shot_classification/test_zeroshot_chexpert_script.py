@@ -79,6 +79,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return forked.run(command)
 
 
+# The first test that starts the script: libraries are imported, and two splits scored.
 @pytest.mark.slow
 def test_script_writes_results_and_page(folder):
     done = run(folder, "--root", str(folder / "release"), "--split", "test", "--thresholds-from",
