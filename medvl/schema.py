@@ -16,7 +16,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -60,13 +60,47 @@ uncertain.
 """
 
 
+class PackedPage(NamedTuple):
+    """Place of an image in a compressed page of a Parquet file."""
+
+    codec: str
+    """Compression, as pyarrow names it: snappy, zstd, ..."""
+    unpacked: int
+    """Bytes of the page when it is unpacked."""
+    start: int
+    size: int
+    """Bytes of the image in the unpacked page: `size` from `start`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FilePart:
+    """An encoded image inside a larger file: a member of a tar, or a cell of a Parquet file.
+
+    `medvl.data.storage.parts` reads it.
+    """
+
+    file: str
+    """Path or address of the file."""
+    name: str
+    """Member or row, for messages."""
+    offset: int
+    size: int
+    """Bytes in the file: `size` from `offset`."""
+    page: PackedPage | None = None
+    """Where these bytes are a compressed page: the place of the image in it."""
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.name}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One image with its text, one image without a text, or one text without an image;
     de-identified.
 
-    `image` is the image file while a corpus is being converted and is never written; None: the
-    sample has no image. All other fields are written to `{key}.json` of a shard.
+    `image` is the image file, or its part of a larger file, while a corpus is being converted and
+    is never written; None: the sample has no image. All other fields are written to `{key}.json` of
+    a shard.
     """
 
     key: str
@@ -81,7 +115,7 @@ class Sample:
     """
     study: str
     """Salted hash of the study id: images of one study share their report."""
-    image: Path | None = None
+    image: Path | FilePart | None = None
     sections: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Text by section, in the order of the report: findings, impression, ... or caption."""
     labels: Mapping[str, int] = dataclasses.field(default_factory=dict)

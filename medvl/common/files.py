@@ -106,16 +106,6 @@ def write_atomic(
     return path
 
 
-def write_once(path: Path, content: bytes) -> Path:
-    """Write a private file, unless there is one of this size; return its path.
-
-    For copies that the next run makes again: it does not wait for the disk.
-    """
-    if not path.is_file() or path.stat().st_size != len(content):
-        write_atomic(path, content, permissions=0o600, durable=False)
-    return path
-
-
 def open_own(path: Path, *, permissions: int = 0o666, buffering: int = -1) -> BinaryIO:
     """Open a file to read and append, created if it does not exist.
 

@@ -126,8 +126,8 @@ def convert_corpus(corpus: Corpus, shared: ConversionOptions | TextConversionOpt
 
     deid = deidentifier(shared.run.salt_file, new_salt=shared.run.new_salt)
     options = shared.shard_options()
-    unpacked = PrivateFolder(shared.run.local_out).path / "images"
-    access = FileAccess(follow_links=options.follow_links, unpacked=unpacked)
+    copies = PrivateFolder(shared.run.local_out).path / "copies"
+    access = FileAccess(follow_links=options.follow_links, copies=copies)
     plan = hold_out(corpus.plan(deid, access), corpus.excluded_folders(), deid)
     options = dataclasses.replace(
         options,
@@ -136,8 +136,8 @@ def convert_corpus(corpus: Corpus, shared: ConversionOptions | TextConversionOpt
         crop_background=options.crop_background or corpus.crop_background,
     )
     lines = _convert(plan, deid, shared.run, options)
-    if unpacked.is_dir():
-        shutil.rmtree(unpacked)
+    if copies.is_dir():
+        shutil.rmtree(copies)
     return "\n".join([*corpus.notes(plan), *lines])
 
 

@@ -28,8 +28,12 @@ from medvl.data.images.background import find_foreground
 from medvl.data.images.codecs import encode_stored
 from medvl.data.images.read import check_sides, read_pixels
 from medvl.data.shards.format import NO_IMAGE, Index, Shard, TarWriter, new_tar, sample_to_json
+from medvl.data.storage.parts import Content, read_parts
 from medvl.errors import DicomError, ImageError, ReportError
-from medvl.schema import Sample
+from medvl.schema import FilePart, Sample
+
+_GROUP_BYTES = 64 * 2**20
+"""Bytes of images inside of larger files that are read at once."""
 
 # The note of a finished shard: its manifest entry, and the images that were skipped or excluded.
 
@@ -122,15 +126,46 @@ def convert_records(
 
     `tick` is called after each record.
     """
+    for group in _groups(records):
+        contents = read_parts(filter(None, map(_part_of, group)))
+        for record in group:
+            part = _part_of(record)
+            content = None if part is None else contents.pop(part)
+            encoded = _convert(record, content, options, folders, note)
+            if encoded is not None:
+                yield encoded
+            tick()
+
+
+def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield the records in groups, whose parts of files are read at once, from start to end of each
+    file.
+    """
+    group: list[Record] = []
+    size = 0
     for record in records:
-        encoded = _convert(record, options, folders, note)
-        if encoded is not None:
-            yield encoded
-        tick()
+        group.append(record)
+        part = _part_of(record)
+        if part is not None:
+            size += part.size if part.page is None else part.page.size
+        if size >= _GROUP_BYTES:
+            yield group
+            group = []
+            size = 0
+    if group:
+        yield group
+
+
+def _part_of(record: Record) -> FilePart | None:
+    return record.sample.image if isinstance(record.sample.image, FilePart) else None
 
 
 def _convert(
-    record: Record, options: ShardOptions, folders: InputFolders, note: ShardNote
+    record: Record,
+    content: Content | None,
+    options: ShardOptions,
+    folders: InputFolders,
+    note: ShardNote,
 ) -> EncodedSample | None:
     key = record.sample.key
     try:
@@ -144,8 +179,11 @@ def _convert(
             note.patients.append(sample.patient)
             note.warnings["no_image"] += 1
             return EncodedSample(key, NO_IMAGE, b"", sample_to_json(sample))
+        if isinstance(content, Exception):
+            raise content
         pixels, header = read_pixels(
             sample.image,
+            content=content,
             color=options.color,
             frame=options.frame,
             warnings=note.warnings,

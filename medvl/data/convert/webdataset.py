@@ -48,9 +48,9 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     with RunLock(out.with_name(f"{out.name}-lock"), error=ConfigError, field="data"):
         if not (out / _SPLIT / MANIFEST).is_file():
             deid = Deidentifier(hashlib.sha256(b"webdataset tars").digest())
-            unpacked = PrivateFolder(out).create() / "images"
+            access = FileAccess(copies=PrivateFolder(out).create() / "copies")
             tars_of = WebdatasetTars(tars=(pattern,), members=fields, splits=(f"{_SPLIT}=1",))
-            plan = tars_of.plan(deid, FileAccess(unpacked=unpacked))
+            plan = tars_of.plan(deid, access)
             write_shards(
                 plan,
                 deid,

@@ -1,14 +1,11 @@
 """Parquet files with images inside, as data sets of the Hugging Face hub. Card:
 `data_cards/parquet.md`.
 
-Files are read a few rows at a time, and their images are unpacked under hashed names, because the
-conversion reads files.
+Texts are read a few rows at a time, and images page by page; they stay in the files.
 """
 
-import contextlib
 import dataclasses
 import re
-import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medvl.common.files import write_once
-from medvl.common.untrusted import ANYWHERE, InputFolders
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.parquet import (
@@ -28,6 +24,7 @@ from medvl.data.corpora.common.parquet import (
     is_text,
     read_parquet,
 )
+from medvl.data.corpora.common.parquet_pages import ByteColumn, PageSizeError, Value
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import (
     RowCounts,
@@ -47,7 +44,7 @@ from medvl.data.reports.sentences import join_texts
 from medvl.data.splits import check_disjoint, check_name, hash_split, named_values, parse_fractions
 from medvl.data.storage.location import Location, RemotePath, locate
 from medvl.errors import ConfigError, CorpusError
-from medvl.schema import Sample
+from medvl.schema import FilePart, Sample
 
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -58,10 +55,10 @@ _SPLITS = {
 _WILDCARD = re.compile(r"[^/]*[*?\[]")
 _LIMITS = ParquetLimits(
     rows=16,
-    memory=3 << 28,  # a page of images is decoded as a whole; below the 1 GiB that Arrow reserves
+    memory=3 << 28,  # below the 1 GiB that Arrow reserves
     group=1 << 32,
     cell=1 << 26,
-    advice="write the files with a smaller row_group_size",
+    advice="write the file again with pyarrow and a smaller row_group_size",
 )
 
 
@@ -177,7 +174,8 @@ def _is_binary(kind: Any) -> bool:
 class ParquetFiles(Corpus):
     """Convert Parquet files with images inside, such as data sets of the Hugging Face hub.
 
-    The images are unpacked into the private folder first, and removed from it at the end.
+    The conversion reads the images from the files. Remote files are copied into the private folder
+    first, and removed from it at the end.
     """
 
     files: tuple[str, ...]
@@ -232,7 +230,7 @@ class ParquetFiles(Corpus):
         return not self.columns.text_column
 
     def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
-        """Read the files, unpack their images and plan their samples.
+        """Read the files and plan their samples.
 
         Raises:
             ConfigError: a pattern or an option cannot be used, two files have one name and split,
@@ -250,7 +248,7 @@ class ParquetFiles(Corpus):
                 f"by one with another --name, or rename them"
             )
             raise ConfigError(message, "conflict", field="files")
-        reader = _Reader(self, deid, access.unpack_folder(), fractions, where)
+        reader = _Reader(self, deid, access, fractions, where)
         if self.columns.question_column is None:
             return reader.plan_samples(files)
         return reader.plan_questions(files)
@@ -315,24 +313,20 @@ class _Row(NamedTuple):
     number: int
     """From 1 in its file."""
     cells: Mapping[str, Any]
-    images: list[bytes]
+    images: list[Value]
+    path: Path
+    """Its file on this machine."""
 
     @property
     def place(self) -> str:
         """File and number, for messages."""
         return f"{self.file.location}, row {self.number}"
 
-
-@contextlib.contextmanager
-def _local_file(file: Location) -> Iterator[Path]:
-    """Yield a local file, or a temporary copy of a remote one."""
-    if not isinstance(file, RemotePath):
-        yield file
-        return
-    with tempfile.TemporaryDirectory(prefix="medvl-") as folder:
-        copy = Path(folder) / file.name
-        file.download(copy)
-        yield copy
+    def part(self, number: int) -> FilePart:
+        """Return the place of an image."""
+        image = self.images[number]
+        name = f"row {self.number}" + (f", image {number + 1}" if len(self.images) > 1 else "")
+        return FilePart(str(self.path), name, image.offset, image.size, image.page)
 
 
 @dataclasses.dataclass(slots=True)
@@ -343,7 +337,7 @@ class _EqualImages:
     splits: "array[int]" = dataclasses.field(default_factory=lambda: array("i"))
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def add(self, image: bytes, split: str) -> None:
+    def add(self, image: bytes | memoryview, split: str) -> None:
         self.hashes.append(int.from_bytes(sha256(image).digest()[:8], "big"))
         self.splits.append(self.numbers.setdefault(split, len(self.numbers)))
 
@@ -366,14 +360,14 @@ class _Reader:
         self,
         corpus: ParquetFiles,
         deid: Deidentifier,
-        unpacked: Path,
+        access: FileAccess,
         fractions: Mapping[str, float] | None,
         where: Mapping[str, str],
     ) -> None:
         self.corpus = corpus
         self.columns = corpus.columns
         self.deid = deid
-        self.unpacked = unpacked
+        self.access = access
         self.fractions = fractions
         self.where = where
         self.warnings = Counter[str]()
@@ -390,22 +384,20 @@ class _Reader:
                 rows.skip(f"cell_{error.code}", message=str(error))
                 continue
             for sample, image in zip(samples, row.images, strict=True):
-                write_once(self.unpacked / sample.key, image)
-                equal.add(image, sample.split)
+                equal.add(image.content, sample.split)
                 records.append(Record(sample))
             rows.kept += 1
         self.warnings.update(equal.counts())
         if self.corpus.rows_are_patients:
             self.warnings["rows_are_patients"] = rows.kept
         labels = self.columns.label_column
-        folders = InputFolders.of(self.unpacked)
-        return Plan(self.corpus.name, records, labels, rows, +self.warnings, folders)
+        return Plan(self.corpus.name, records, labels, rows, +self.warnings, ANYWHERE)
 
     def plan_questions(self, files: Sequence[_File]) -> Plan:
         """Return a plan with one record for each different image, which has its questions."""
         rows = RowCounts("questions")
         questions: list[tuple[str, Question]] = []
-        paths: dict[str, Path] = {}
+        images: dict[str, FilePart] = {}
         patients: dict[str, str] = {}
         numbers = Counter[str]()
         splits: dict[str, set[str]] = {}
@@ -413,7 +405,7 @@ class _Reader:
             try:
                 if len(row.images) > 1:
                     raise malformed(row.place, "expected one image, got several", "image_column")
-                name = sha256(row.images[0]).hexdigest()
+                name = sha256(row.images[0].content).hexdigest()
                 group = self._group(row) or name
                 patient = patients.get(name, group)
                 self.warnings["images_in_several_groups"] += patient != group
@@ -421,8 +413,8 @@ class _Reader:
             except CorpusError as error:
                 rows.skip(f"cell_{error.code}", message=str(error))
                 continue
-            if name not in paths:
-                paths[name] = write_once(self.unpacked / self.deid.image(name), row.images[0])
+            if name not in images:
+                images[name] = row.part(0)
                 patients[name] = patient
             numbers[split] += 1
             splits.setdefault(split, set()).add(self.deid.patient(patient))
@@ -441,30 +433,39 @@ class _Reader:
         return vqa.plan_questions(
             self.corpus.name,
             self.deid,
-            paths,
+            images,
             questions,
             rows,
             +self.warnings,
-            folders=InputFolders.of(self.unpacked),
             patients=patients,
         )
 
     def _rows(self, files: Sequence[_File], rows: RowCounts) -> Iterator[_Row]:
         """Yield the rows with images, and count the others."""
         for file in files:
-            with _local_file(file.location) as path:
-                for number, cells in rows.reading(self._read(path)):
-                    if not all(equals(cells[name], value) for name, value in self.where.items()):
-                        rows.exclude("where")
-                        continue
-                    images = self._images(cells[self.columns.image_column])
-                    if images:
-                        yield _Row(file, number, cells, images)
-                    else:
-                        rows.exclude("no_image")
+            location = file.location
+            path = (
+                self.access.local_copy(location) if isinstance(location, RemotePath) else location
+            )
+            for number, cells, values in rows.reading(self._read(path, location)):
+                if not all(equals(cells[name], value) for name, value in self.where.items()):
+                    rows.exclude("where")
+                    continue
+                images = self._images(cells.get(self.columns.image_column), values)
+                if images:
+                    yield _Row(file, number, cells, images, path)
+                else:
+                    rows.exclude("no_image")
 
-    def _read(self, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Return numbers and cells of the rows of a local file."""
+    def _read(
+        self, path: Path, location: Location
+    ) -> Iterator[tuple[int, dict[str, Any], list[Value | None]]]:
+        """Yield number, cells and images of the rows of a local file; the image column of the cells
+        has paths only.
+        """
+        import pyarrow
+
+        name = self.columns.image_column
 
         def check_schema(schema: Any) -> None:
             self.columns.check_types(path, schema)
@@ -472,26 +473,36 @@ class _Reader:
         def check_batch(batch: Any, number: int) -> None:
             check_text_lengths(path, batch, number, 4 * MAX_CELL_CHARACTERS)
 
-        return read_parquet(
+        rows = read_parquet(
             path,
             [*self.columns.names(), *self.where],
             ANYWHERE,
             _LIMITS,
+            bytes_column=name,
             check_schema=check_schema,
             check_batch=check_batch,
         )
+        images: Iterator[list[Value | None]] = iter(())
+        try:
+            for number, cells in rows:
+                if number == 1:  # the file and its columns have been checked
+                    images = ByteColumn.open(path, name, _LIMITS.memory).rows()
+                yield number, cells, next(images)
+        except (ValueError, StopIteration, MemoryError, pyarrow.ArrowException) as error:
+            code = "too_large" if isinstance(error, PageSizeError | MemoryError) else "malformed"
+            message = f"the images of {location} cannot be read ({error or type(error).__name__})"
+            raise CorpusError(f"{message}; {_LIMITS.advice}", code, field=name) from error
 
-    def _images(self, cell: Any) -> list[bytes]:
-        """Return the encoded images of a cell; those that are only a path are left out and
-        counted.
+    def _images(self, cell: Any, values: Sequence[Value | None]) -> list[Value]:
+        """Return the encoded images of a row; those that are only a path are left out and
+        counted. `cell` has the paths.
         """
         cells = cell if isinstance(cell, list) else [cell]
-        found = [entry.get("bytes") if isinstance(entry, dict) else entry for entry in cells]
         self.warnings["images_outside_of_file"] += sum(
-            not image and isinstance(entry, dict) and bool(entry.get("path"))
-            for image, entry in zip(found, cells, strict=True)
+            not (value and value.content) and isinstance(entry, dict) and bool(entry.get("path"))
+            for value, entry in zip(values, cells, strict=False)  # an empty list has one value
         )
-        return [image for image in found if image]
+        return [value for value in values if value and value.content]
 
     def _samples(self, row: _Row) -> list[Sample]:
         """Return a sample for each image of a row. Raises CorpusError for an invalid cell."""
@@ -510,7 +521,7 @@ class _Reader:
                 split=split,
                 patient=patient,
                 study=self.deid.study(group, identity),
-                image=self.unpacked / key,
+                image=row.part(place),
                 sections=sections,
                 labels=labels,
                 extra={
@@ -519,7 +530,7 @@ class _Reader:
                     if raw_text(row.cells[column])
                 },
             )
-            for key in keys
+            for place, key in enumerate(keys)
         ]
 
     def _group(self, row: _Row) -> str | None:

@@ -16,13 +16,16 @@ package adds corpora with the entry point group `medvl.corpora`, for example in 
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from medvl.common.files import private_folder
+from medvl.common.files import new_file, private_folder
 from medvl.common.registry import Registry
 from medvl.common.untrusted import InputFolders
+from medvl.data.storage.location import RemotePath
+from medvl.data.storage.store import stream
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,23 +90,30 @@ class FileAccess:
 
     follow_links: bool = False
     """Also read files that links outside of the folders lead to, as in trees of git-annex."""
-    unpacked: Path | None = None
-    """Private folder for images that are unpacked from archives, for the time of the conversion."""
+    copies: Path | None = None
+    """Private folder for copies of remote files, for the time of the conversion."""
 
     def folders(self, *folders: Path) -> InputFolders:
         """Return the folders of a corpus, from which its files are read."""
         return InputFolders.of(*folders, follow_links=self.follow_links)
 
-    def unpack_folder(self) -> Path:
-        """Create the private folder for images from archives and return it. Images in it are kept.
+    def local_copy(self, file: RemotePath) -> Path:
+        """Return a copy of a remote file, which is made once and kept for runs that resume.
 
-        Raises ConfigError when the conversion gives none.
+        Raises ConfigError when the conversion gives no folder for it, StorageError when the store
+        cannot be reached.
         """
-        if self.unpacked is None:
-            message = "expected a folder to unpack images into; give FileAccess(unpacked=FOLDER)"
-            raise ConfigError(message, "missing", field="unpacked")
-        private_folder(self.unpacked.parent)
-        return private_folder(self.unpacked)
+        if self.copies is None:
+            message = "expected a folder for copies of remote files; give FileAccess(copies=FOLDER)"
+            raise ConfigError(message, "missing", field="copies")
+        private_folder(self.copies.parent)
+        name = f"{hashlib.sha256(file.url.encode()).hexdigest()[:16]}-{file.name}"
+        copy = private_folder(self.copies) / name
+        size = file.stat().st_size
+        if not copy.is_file() or copy.stat().st_size != size:
+            with new_file(copy, permissions=0o600, durable=False) as opened:
+                opened.writelines(stream(file.url, size))
+        return copy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,16 @@
 """Tars that other projects wrote for webdataset (PMC-OA, BIOMEDICA, open_clip's), as a corpus.
 
-Their images are unpacked under hashed names first, because the conversion reads files. A sample's
-key is the hash of corpus, tar and key, as the tars of one data set often number their samples
-alike.
+Images stay in the tars until they are converted. A sample's key is the hash of corpus, tar and key,
+as the tars of one data set often number their samples alike.
 """
 
 import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from medvl.common.files import write_once
-from medvl.common.untrusted import InputFolders
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan, Record
@@ -21,7 +18,7 @@ from medvl.data.corpora.registry import Corpus, FileAccess, register_corpus
 from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import first_text
 from medvl.data.splits import check_name, hash_split, parse_fractions
-from medvl.data.storage.location import Location
+from medvl.data.storage.location import Location, RemotePath
 from medvl.data.storage.webdataset_tars import (
     TarCounts,
     TarFields,
@@ -44,8 +41,6 @@ _REASON = 60  # characters of the name of a count
 class WebdatasetTars(Corpus):
     """Convert webdataset tars without a manifest (PMC-OA, BIOMEDICA, open_clip's): .jpg .txt .json
     of each sample.
-
-    The images are unpacked into the private folder first, and removed from it at the end.
     """
 
     tars: tuple[str, ...]
@@ -67,7 +62,7 @@ class WebdatasetTars(Corpus):
     """names of the members."""
 
     def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
-        """Read tars through webdataset, unpack their images and plan their samples.
+        """Read tars as webdataset does, and plan their samples; images stay in the tars.
 
         Raises:
             ConfigError: a pattern, the name or the fractions cannot be used, or two tars have one
@@ -86,11 +81,10 @@ class WebdatasetTars(Corpus):
                 f"one by one, or rename them"
             )
             raise ConfigError(message, "conflict", field="tars")
-        unpacked = access.unpack_folder()
         if self.max_samples is not None and self.max_samples < 1:
             message = f"max_samples must be at least 1, got {self.max_samples}"
             raise ConfigError(message, "out_of_range", field="max_samples")
-        reader = _Reader(deid, unpacked, self, fractions)
+        reader = _Reader(deid, access, self, fractions)
         records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
         if not records:
             detail = f"{listed(reader.rows.left_out) or 'none read'}; {reader.counts}"
@@ -100,9 +94,7 @@ class WebdatasetTars(Corpus):
             )
             raise CorpusError(message, "empty")
         reader.warnings["members_with_dots_not_read"] = reader.counts.nested
-        return Plan(
-            self.name, records, (), reader.rows, +reader.warnings, InputFolders.of(unpacked)
-        )
+        return Plan(self.name, records, (), reader.rows, +reader.warnings, ANYWHERE)
 
     def notes(self, plan: Plan) -> list[str]:
         """Return a warning about patients that are not noticed, where no group is given."""
@@ -118,12 +110,12 @@ class _Reader:
     def __init__(
         self,
         deid: Deidentifier,
-        unpacked: Path,
+        access: FileAccess,
         corpus: WebdatasetTars,
         fractions: Mapping[str, float],
     ) -> None:
         self.deid = deid
-        self.unpacked = unpacked
+        self.access = access
         self.name = corpus.name
         self.fields = corpus.members
         self.group = corpus.group
@@ -135,15 +127,18 @@ class _Reader:
         self.warnings = Counter[str]()
 
     def samples(self, tar: Location) -> Iterator[Sample]:
-        """Yield the samples of a tar, with their images unpacked."""
+        """Yield the samples of a tar."""
         if self._is_full():
             return
+        name = tar.name
+        if isinstance(tar, RemotePath) and not tar.sends_ranges():
+            tar = self.access.local_copy(tar)
         before = self.counts.samples
         found = 0
         fields = (self.group, *self.keep_field)
-        for members in read_tar(tar, self.fields, *fields, counts=self.counts):
+        for members in read_tar(tar, self.fields, *fields, counts=self.counts, places=True):
             found += 1
-            sample = self._sample(tar.name, members)
+            sample = self._sample(name, members)
             if sample is not None:
                 self.rows.kept += 1
                 yield sample
@@ -192,7 +187,7 @@ class _Reader:
             split=hash_split(patient, self.fractions),
             patient=patient,
             study=self.deid.study(patient, identity),
-            image=write_once(self.unpacked / key, image),
+            image=image,
             sections={SECTION: text} if text else {},
             extra=extra,
         )

@@ -10,10 +10,9 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 import cv2
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
-from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom, read_dicom
+from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom
 from medvl.data.images.codecs import (
     decode_image,
     exif_orientation,
@@ -23,6 +22,7 @@ from medvl.data.images.codecs import (
 )
 from medvl.data.privacy import has_burned_in_text
 from medvl.errors import DicomError, ImageError
+from medvl.schema import FilePart
 
 _MAX_FILE_BYTES = 1 << 30
 _MIN_SIDE = 16
@@ -30,8 +30,9 @@ _MAX_ASPECT = 50
 
 
 def read_pixels(
-    path: Path | None,
+    image: Path | FilePart | None,
     *,
+    content: bytes | None = None,
     color: bool = False,
     frame: int | None = None,
     warnings: Counter[str] | None = None,
@@ -41,33 +42,53 @@ def read_pixels(
     their EXIF data.
 
     Args:
-        path: `Sample.image`.
+        image: `Sample.image`.
+        content: bytes of the image where it is a part of a file (`medvl.data.storage.parts`).
         color: return three channels. DICOM images are always grey.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, they are refused.
         warnings: if given, DICOM images are screened for burned-in text, and detections and turned
             images are counted.
-        folders: folders that the file must be in, links resolved; default any.
+        folders: folders that a file must be in, links resolved; default any.
 
     Returns:
         uint8 pixels, (H, W) or (H, W, 3), and the allow-listed header fields of a DICOM file.
 
     Raises:
-        DicomError, ImageError: the file cannot be read or is outside of the folders (the message
-            names it), or the path is None.
+        DicomError, ImageError: the image cannot be read or its file is outside of the folders (the
+            message names it), or it is None.
         FileNotFoundError: the file does not exist.
     """
-    if path is None:
+    if image is None:
         raise ImageError("the sample has no image path", "no_image")
-    with folders.open(path, ImageError) as file:
-        named_dicom = path.suffix.lower() in (".dcm", ".dicom")
-        if named_dicom or starts_like_dicom(file.read(132)):
-            return _read_dicom(path, frame, warnings, folders)
-        file.seek(0)
-        data = read_limited(file, _MAX_FILE_BYTES, ImageError)
+    if content is not None:
+        return _decode(BytesIO(content), image, color, frame, warnings)
+    if isinstance(image, FilePart):
+        raise TypeError(f"{image}: expected its content, which medvl.data.storage.parts reads")
+    with folders.open(image, ImageError) as file:
+        return _decode(file, image, color, frame, warnings)
+
+
+def _decode(
+    file: BinaryIO,
+    image: Path | FilePart,
+    color: bool,
+    frame: int | None,
+    warnings: Counter[str] | None,
+) -> tuple[np.ndarray, DicomHeader | None]:
+    start = file.read(132)
+    file.seek(0)
+    named_dicom = isinstance(image, Path) and image.suffix.lower() in (".dcm", ".dicom")
+    if named_dicom or starts_like_dicom(start):
+        return _decode_dicom(file, image, frame, warnings)
+    data = (
+        file.getvalue()
+        if isinstance(file, BytesIO)
+        else read_limited(file, _MAX_FILE_BYTES, ImageError)
+    )
     try:
         pixels = decode_image(data, color=color)
     except ImageError as error:
-        raise error.prefixed(f"{path}: ") from error
+        raise error.prefixed(f"{image}: ") from error
     orientation = exif_orientation(data)
     if warnings is not None and orientation != 1:
         warnings["turned_by_exif"] += 1
@@ -104,15 +125,21 @@ def starts_like_dicom(data: bytes) -> bool:
     return data[128:132] == b"DICM" or data[:2] in (b"\x02\0", b"\x08\0", b"\0\x08")
 
 
-def _read_dicom(
-    path: Path, frame: int | None, warnings: Counter[str] | None, folders: InputFolders
+def _decode_dicom(
+    file: BinaryIO, name: object, frame: int | None, warnings: Counter[str] | None
 ) -> tuple[np.ndarray, DicomHeader]:
     try:
-        image = read_dicom(path, folders=folders)
+        try:
+            image = decode_dicom(file)
+        except DicomError as error:
+            if error.code != "multi_frame" or frame is None:
+                raise
+            file.seek(0)
+            image = decode_dicom(file, frame=frame)
     except DicomError as error:
-        if error.code != "multi_frame" or frame is None:
-            raise
-        image = read_dicom(path, frame=frame, folders=folders)
+        raise error.prefixed(f"{name}: ") from error
+    except OSError as error:
+        raise DicomError(f"{name} cannot be read ({error.strerror})", "unreadable") from error
     if warnings is not None:
         warnings.update(f"damaged_{keyword}" for keyword in image.header.damaged)
         warnings["says_burned_in"] += image.header.burned_in is True
@@ -132,8 +159,29 @@ class DicomDataset(Protocol):
         """Write the dataset as a DICOM file."""
 
 
+@runtime_checkable
+class TensorLike(Protocol):
+    """A tensor of torch, which is not imported for it: conversions have no use for its memory."""
+
+    def is_floating_point(self) -> bool:
+        """Return whether the values are floats."""
+
+    def detach(self) -> Any:
+        """Return the tensor without its gradient."""
+
+    def cpu(self) -> Any:
+        """Return the tensor in the memory of the host."""
+
+
 ImageInput = (
-    str | os.PathLike[str] | bytes | np.ndarray | Tensor | Image.Image | DicomImage | DicomDataset
+    str
+    | os.PathLike[str]
+    | bytes
+    | np.ndarray
+    | TensorLike
+    | Image.Image
+    | DicomImage
+    | DicomDataset
 )
 """One image: the path or the bytes of a DICOM, JPEG or PNG file; a PIL image; a numpy array (H, W),
 (H, W, C) or (C, H, W); a tensor (H, W), (C, H, W) or (H, W, C); a `DicomImage` or a pydicom
@@ -180,7 +228,7 @@ def _decoded(image: Any, color: bool, frame: int | None) -> np.ndarray:
         return decode_file(BytesIO(image), color=color, frame=frame)
     if isinstance(image, Image.Image):
         return _from_pil(image, color)
-    if isinstance(image, Tensor):
+    if isinstance(image, TensorLike):
         return _from_array(
             image.detach().cpu().float().numpy()
             if image.is_floating_point()

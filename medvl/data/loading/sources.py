@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,10 +19,11 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.regions import RegionManifest, Regions, check_one_detector
 from medvl.data.shards.source import ShardSource
+from medvl.data.storage.parts import read_part
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError, ImageError, SplitError
-from medvl.schema import CHANGES, Sample
+from medvl.schema import CHANGES, FilePart, Sample
 
 
 class Source(Protocol):
@@ -120,7 +122,9 @@ class FileSource:
         folders: InputFolders | None = None,
     ) -> None:
         self.samples = list(samples)
-        self.folders = folders or InputFolders.holding(sample.image for sample in self.samples)
+        self.folders = folders or InputFolders.holding(
+            sample.image for sample in self.samples if isinstance(sample.image, Path)
+        )
         self.label_names = tuple(label_names)
         content = "\n".join(
             f"{sample.key} {sorted(sample.labels.items())}" for sample in self.samples
@@ -142,7 +146,10 @@ class FileSource:
         """
         from medvl.data.images.read import read_pixels  # imports pydicom, which takes time
 
-        return read_pixels(self.samples[position].image, color=bool(color), folders=self.folders)[0]
+        image = self.samples[position].image
+        content = read_part(image) if isinstance(image, FilePart) else None
+        options: dict[str, Any] = {"color": bool(color), "folders": self.folders}
+        return read_pixels(image, content=content, **options)[0]
 
 
 # Views of a source: a subset of its samples, other label columns or texts; the tokenizer of a

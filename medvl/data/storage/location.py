@@ -94,6 +94,12 @@ class RemotePath:
         """
         return store.read(self.url, offset, size)
 
+    def sends_ranges(self) -> bool:
+        """Return whether the server sends parts of the file, after asking for one."""
+        if self.stat().st_size > 1:
+            self.read_range(0, 1)
+        return store.sends_ranges(self.url)
+
     def download(self, target: Path) -> None:
         """Copy the file to a local one, which is partial where this raises."""
         size = self.stat().st_size

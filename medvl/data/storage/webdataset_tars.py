@@ -19,6 +19,7 @@ from medvl.common.untrusted import decode_text, parse_json
 from medvl.data.storage.location import Location, RemotePath, is_address, locate
 from medvl.data.storage.store import map_threads
 from medvl.errors import ConfigError, ShardError
+from medvl.schema import FilePart
 
 _MAX_TARS = 1_000_000
 _MAX_MEMBER_BYTES = 256 * 2**20
@@ -97,11 +98,14 @@ class TarFields:
         end = first if self.key_end == "first-dot" else last
         return f"{folder}{slash}{file[:end]}", file[end + 1 :].lower()
 
-    def image_of(self, members: Mapping[str, Any]) -> bytes | None:
-        """Return the encoded image of a sample, None where it has none."""
-        return next(
-            (members[name] for name in self.image.lower().split(";") if name in members), None
-        )
+    @property
+    def image_suffixes(self) -> list[str]:
+        """Suffixes of the image, in order of preference."""
+        return self.image.lower().split(";")
+
+    def image_of(self, members: Mapping[str, Any]) -> Any:
+        """Return the encoded image of a sample, or its place; None where it has none."""
+        return next((members[name] for name in self.image_suffixes if name in members), None)
 
     def texts_of(self, members: Mapping[str, Any]) -> Iterator[str]:
         """Yield the texts of a sample in order of preference. Raises ValueError at one that
@@ -192,7 +196,11 @@ class TarCounts:
 
 
 def read_tar(
-    tar: Location, fields: TarFields, *others: str | None, counts: TarCounts | None = None
+    tar: Location,
+    fields: TarFields,
+    *others: str | None,
+    counts: TarCounts | None = None,
+    places: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a tar: `__key__`, and the bytes of each member by suffix, in lower case.
 
@@ -205,6 +213,7 @@ def read_tar(
         fields: suffixes of image and text.
         others: further members or fields (`json:NAME`) to read.
         counts: counts that are added to.
+        places: yield a `FilePart` in place of the bytes of an image.
 
     Raises:
         ShardError: the tar is missing, damaged or compressed, has a link or a member over 256 MiB,
@@ -213,12 +222,14 @@ def read_tar(
         StorageError: a remote store cannot be reached.
     """
     counts = TarCounts() if counts is None else counts
+    placed = fields.image_suffixes if places else ()
     try:
         with tar.open("rb") as stream:
             checked = _CheckedStream(stream, str(tar))
             source: Any = checked  # tarfile needs no more of it than `read`
             with tarfile.open(fileobj=source, mode="r|") as archive:
-                yield from _group(archive, str(tar), fields, fields.suffixes(*others), counts)
+                suffixes = fields.suffixes(*others)
+                yield from _group(archive, str(tar), fields, suffixes, placed, counts)
             checked.require_end()
     except FileNotFoundError:
         raise ShardError(f"{tar} does not exist", "not_found") from None
@@ -231,7 +242,12 @@ def read_tar(
 
 
 def _group(
-    archive: Any, where: str, fields: TarFields, suffixes: set[str], counts: TarCounts
+    archive: Any,
+    where: str,
+    fields: TarFields,
+    suffixes: set[str],
+    placed: Sequence[str],
+    counts: TarCounts,
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of an open tar that have a member with one of the suffixes."""
     sample: dict[str, Any] = {}
@@ -272,8 +288,11 @@ def _group(
             raise ShardError(
                 f"{where} has two members {key}.{suffix}; repack it without one", "malformed"
             )
-        content = archive.extractfile(entry)
-        sample[suffix] = content.read()
+        if suffix in placed:
+            name = "".join(letter if letter.isprintable() else "?" for letter in entry.name)
+            sample[suffix] = FilePart(where, f"member {name}", entry.offset_data, entry.size)
+        else:
+            sample[suffix] = archive.extractfile(entry).read()
     if sample:
         _check_names(where, fields, sample, unread)
         if len(sample) > 1:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 from helpers.errors import raises
 from helpers.mimic_files import textured
@@ -15,6 +16,8 @@ from medvl.common.registry import _summaries, entry_points
 from medvl.data import FileAccess, corpus_class, encode_png, list_corpora, register_corpus
 from medvl.data.corpora import registry
 from medvl.data.corpora.labels.chexpert import CheXpert
+from medvl.data.storage import store
+from medvl.data.storage.location import RemotePath
 from medvl.errors import ConfigError
 
 CARDS = Path(__file__).parents[3] / "data_cards"
@@ -189,8 +192,25 @@ def test_the_names_of_corpora_import_no_corpus() -> None:
     assert done.stdout.split() == ["True", "False", "False"]
 
 
-def test_unpacking_needs_a_folder(tmp_path: Path) -> None:
-    with raises(ConfigError, "missing", "unpacked"):
-        FileAccess().unpack_folder()
-    folder = FileAccess(unpacked=tmp_path / "private/images").unpack_folder()
+def test_remote_files_are_copied_once_into_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = fsspec.filesystem("memory")
+    monkeypatch.setattr(store, "_filesystem", lambda url: (files, f"/{url.partition('://')[2]}"))
+    files.pipe("/lab/a.parquet", b"first")
+    remote = RemotePath("s3://lab/a.parquet")
+    with raises(ConfigError, "missing", "copies"):
+        FileAccess().local_copy(remote)
+    access = FileAccess(copies=tmp_path / "private/copies")
+    copy = access.local_copy(remote)
+    assert copy.read_bytes() == b"first"
+    folder = copy.parent
     assert folder.stat().st_mode & 0o077 == folder.parent.stat().st_mode & 0o077 == 0
+    copy.write_bytes(b"other")
+    assert access.local_copy(remote).read_bytes() == b"other"  # of the same size: kept
+    copy.write_bytes(b"fir")
+    assert access.local_copy(remote).read_bytes() == b"first"
+    files.pipe("/lab/more/a.parquet", b"third")
+    assert access.local_copy(RemotePath("s3://lab/more/a.parquet")).read_bytes() == b"third"
+    assert len(list(folder.iterdir())) == 2

@@ -31,7 +31,9 @@ from medvl.data.images.codecs import encode_png
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.storage import store
+from medvl.data.storage.parts import read_part
 from medvl.errors import ConfigError, CorpusError, SplitError
+from medvl.schema import FilePart
 
 BYTES = pyarrow.binary()
 STRUCT = pyarrow.struct([("bytes", BYTES), ("path", pyarrow.string())])
@@ -67,15 +69,19 @@ def planned(
         **{"rows_are_patients": not grouped, **options},
     )
     folder = Path(str(pattern)).parent if Path(str(pattern)).parent.is_dir() else Path.cwd()
-    return corpus.plan(deid, FileAccess(unpacked=folder / "out-private" / "images"))
+    return corpus.plan(deid, FileAccess(copies=folder / "out-private" / "copies"))
+
+
+def encoded(image: Path | FilePart) -> bytes:
+    return image.read_bytes() if isinstance(image, Path) else read_part(image)
 
 
 def contents(plan: Plan) -> dict[bytes, dict[str, str]]:
     """Return image -> its sections."""
     return {
-        record.sample.image.read_bytes(): dict(record.sample.sections)
+        read_part(record.sample.image): dict(record.sample.sections)
         for record in plan.records
-        if record.sample.image is not None
+        if isinstance(record.sample.image, FilePart)
     }
 
 
@@ -160,7 +166,7 @@ def test_bad_rows_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert sum(manifest.skipped.values()) == 2
     assert manifest.warnings["rows_are_patients"] == 22
     assert {sample["sections"]["caption"] for _, sample in stored(out)} == {*captions[2:20]}
-    assert not (tmp_path / "out-private" / "images").exists()
+    assert not (tmp_path / "out-private" / "copies").exists()
     with pytest.raises(SystemExit):
         convert(*options, "--max-skipped", "1", "--out", tmp_path / "strict")
     assert "max-skipped" in capsys.readouterr().err
@@ -244,9 +250,9 @@ def test_equal_images_become_one_sample_with_questions(tmp_path: Path, deid: Dei
     questions("validation-00000-of-00001", [2])
     plan = planned(tmp_path / "*.parquet", deid, QUESTIONS)
     asked = {
-        record.sample.image.read_bytes(): (record.sample.split, questions_of(record.sample))
+        read_part(record.sample.image): (record.sample.split, questions_of(record.sample))
         for record in plan.records
-        if record.sample.image is not None
+        if isinstance(record.sample.image, FilePart)
     }
     assert {data: split for data, (split, _) in asked.items()} == {
         image(0): "train",
@@ -406,7 +412,7 @@ def as_parquet(plan: Plan, folder: Path, columns: Any) -> None:
     """Write the samples of a corpus as the hub has them: one file for each split."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in plan.records:
-        assert record.sample.image is not None
+        assert isinstance(record.sample.image, Path)
         data = {"bytes": record.sample.image.read_bytes(), "path": record.sample.image.name}
         for split, cells in columns(record.sample):
             rows.setdefault(split, []).append({"image": data, **cells})
@@ -461,7 +467,7 @@ def test_questions_of_the_phantom_are_the_same_samples(tmp_path: Path, deid: Dei
 
     def asked(each: Plan) -> dict[bytes, Counter[tuple[str, ...]]]:
         return {
-            record.sample.image.read_bytes(): Counter(
+            encoded(record.sample.image): Counter(
                 (question.split, question.question, question.answer)
                 for question in questions_of(record.sample)
             )
@@ -487,7 +493,7 @@ columns = ParquetColumns(text_column=("caption",))
 def plan(name):
     files = (str(Path(sys.argv[1]) / name),)
     corpus = ParquetFiles(files=files, columns=columns, rows_are_patients=True)
-    return corpus.plan(Deidentifier(bytes(32)), FileAccess(unpacked=Path(sys.argv[1]) / name / "p" / "i"))
+    return corpus.plan(Deidentifier(bytes(32)), FileAccess(copies=Path(sys.argv[1]) / name / "p" / "c"))
 
 plan("small")
 before = peak()

@@ -20,7 +20,9 @@ from medvl.data.corpora.figures import m3ae_arrow
 from medvl.data.corpora.reports import medvill_jsonl
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
+from medvl.data.storage.parts import read_part
 from medvl.errors import ConfigError, CorpusError
+from medvl.schema import FilePart
 
 TEXT = "Moderate cardiomegaly.\nNo effusion."
 
@@ -140,9 +142,7 @@ def test_m3ae_figures_and_reports(tmp_path: Path, deid: Deidentifier) -> None:
         [(png(2), ["No effusion.", "Normal heart."], study)],
         **labels,
     )
-    plan = m3ae_arrow.M3AEArrow(root=tmp_path).plan(
-        deid, FileAccess(unpacked=tmp_path / "unpacked")
-    )
+    plan = m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(copies=tmp_path / "copies"))
     samples = {sample.key: sample for sample in plan.iter_samples()}
     figure, roco, other, report = (samples[deid.image(name)] for name in (*names, study))
     assert figure.sections == {"caption": CAPTION, "reference-1": REFERENCE}
@@ -151,8 +151,8 @@ def test_m3ae_figures_and_reports(tmp_path: Path, deid: Deidentifier) -> None:
     assert other.patient == deid.patient("other/1.png")
     assert report.sections == {"impression": "No effusion.", "findings": "Normal heart."}
     assert report.study == deid.study("10000032", "50414267")
-    assert report.image is not None
-    assert report.image.read_bytes() == png(2)
+    assert isinstance(report.image, FilePart)
+    assert read_part(report.image) == png(2)
     assert plan.warnings == {"repeated_reference": 1, "no_article": 1}
 
 
@@ -168,7 +168,7 @@ def test_the_caption_of_a_figure_of_roco_follows_its_references(
     )
     first, second = (
         m3ae_arrow.M3AEArrow(root=tmp_path)
-        .plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
+        .plan(deid, FileAccess(copies=tmp_path / "copies"))
         .iter_samples()
     )
     assert first.sections == {"caption": CAPTION, "reference-1": REFERENCE}
@@ -177,20 +177,18 @@ def test_the_caption_of_a_figure_of_roco_follows_its_references(
 
 def test_m3ae_refuses_other_files(tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "not_found"):
-        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
+        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(copies=tmp_path / "copies"))
     path = tmp_path / "vqa_rad_train.arrow"
     arrow(path, [(png(), ["a"], "x")], questions=[["Is it?"]])
     with raises(CorpusError, "unsupported"):
-        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
+        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(copies=tmp_path / "copies"))
     for content in (b"", b"ARROW1\0\0", path.read_bytes()[:-40]):
         path.write_bytes(content)
         with raises(CorpusError, "malformed"):
-            m3ae_arrow.M3AEArrow(root=tmp_path).plan(
-                deid, FileAccess(unpacked=tmp_path / "unpacked")
-            )
+            m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(copies=tmp_path / "copies"))
     arrow(path, [("text", ["a"], "x")])
     with raises(CorpusError, "malformed"):
-        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
+        m3ae_arrow.M3AEArrow(root=tmp_path).plan(deid, FileAccess(copies=tmp_path / "copies"))
 
 
 READ_ARROW = """
@@ -206,7 +204,7 @@ m3ae_arrow._BATCH_MEMORY = 1 << 26
 try:
     corpus = m3ae_arrow.M3AEArrow(root=root)
     deid = Deidentifier.from_file(root / "salt", create=True)
-    plan = corpus.plan(deid, FileAccess(unpacked=root / "unpacked"))
+    plan = corpus.plan(deid, FileAccess(copies=root / "copies"))
     print(len(list(plan.iter_samples())))
 except CorpusError as error:
     print(error.code)
@@ -268,4 +266,4 @@ def test_the_commands_write_shards(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "train: 2 samples of 2 patients" in capsys.readouterr().out
     source = ShardSource(tmp_path / "out" / "train")
     assert source.pixels(0).shape == (40, 40)
-    assert not list((tmp_path / "out-private").glob("images"))
+    assert not list((tmp_path / "out-private").glob("copies"))

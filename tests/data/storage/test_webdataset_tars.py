@@ -325,7 +325,7 @@ def test_lists_are_no_texts_and_blank_groups_are_none(
     fields = TarFields(text="json:caption")
     plan = webdataset_tars.WebdatasetTars(
         tars=(str(tmp_path / "a.tar"),), members=fields, group="json:id"
-    ).plan(deid, FileAccess(unpacked=tmp_path / "unpacked"))
+    ).plan(deid, FileAccess(copies=tmp_path / "unpacked"))
     assert plan.rows.skipped == {"text_unreadable": 1}
     assert plan.warnings == {"no_group": 2}
     assert len({record.sample.patient for record in plan.records}) == 2
@@ -408,7 +408,7 @@ def test_conversion_keeps_samples_that_meet_conditions_and_counts_the_others(
     with raises(CorpusError, "empty"):  # no sample meets both
         webdataset_tars.WebdatasetTars(
             tars=(pattern,), members=TarFields(where=(CLINICAL, "json:license=none"))
-        ).plan(Deidentifier(bytes(16)), FileAccess(unpacked=tmp_path / "images"))
+        ).plan(Deidentifier(bytes(16)), FileAccess(copies=tmp_path / "images"))
 
 
 @pytest.mark.parametrize("condition", ["label=Plots", "json:label", "json:=Plots", ":label=Plots"])

@@ -7,6 +7,7 @@ from typing import Any
 
 from medvl.common.process import memory_limited
 from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.parquet_pages import map_file, read_groups
 from medvl.data.corpora.common.tables import check_columns
 from medvl.errors import CorpusError
 
@@ -46,6 +47,7 @@ def read_parquet(
     folders: InputFolders,
     limits: ParquetLimits,
     *,
+    bytes_column: str | None = None,
     check_schema: Callable[[Any], None] | None = None,
     check_batch: Callable[[Any, int], None] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -56,6 +58,8 @@ def read_parquet(
         required: names of the columns.
         folders: folders that the file must be in.
         limits: limits of memory.
+        bytes_column: required column of bytes, or of a struct or list with bytes, which are not
+            decoded: of a struct or list, only the field `path` is in the rows.
         check_schema: raises for columns of a wrong type; gets the file's `pyarrow.Schema`.
         check_batch: raises for rows that take too much memory as Python objects; gets a
             `pyarrow.RecordBatch` and the number of the row before it.
@@ -71,14 +75,15 @@ def read_parquet(
         with folders.open(path, CorpusError) as opened:
             file = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=_BUFFER)
             check_columns(path, file.schema_arrow.names, required)
-            for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-                for column in map(group.column, range(group.num_columns)):
-                    if column.path_in_schema.split(".")[0] in names:
-                        limits.check_group(path, column.total_uncompressed_size, group.num_rows)
+            for group in read_groups(map_file(opened)):
+                for chunk in group.chunks:
+                    if chunk.path[0] in names:
+                        limits.check_group(path, chunk.unpacked, group.rows)
             if check_schema is not None:
                 check_schema(file.schema_arrow)
             # One thread: the stacks of others would count towards the memory limit.
-            batches = file.iter_batches(limits.rows, columns=names, use_threads=False)
+            columns = _without_bytes(file.schema, names, bytes_column)
+            batches = file.iter_batches(limits.rows, columns=columns, use_threads=False)
             while (batch := _next_batch(batches, limits.memory)) is not None:
                 if check_batch is not None:
                     check_batch(batch, number)
@@ -92,10 +97,19 @@ def read_parquet(
         raise CorpusError(
             f"{path}, after row {number}: expected {limit}; {limits.advice}", "too_large"
         ) from None
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise CorpusError(
             f"{path} cannot be read as Parquet ({type(error).__name__})", "malformed"
         ) from error
+
+
+def _without_bytes(schema: Any, names: Sequence[str], bytes_column: str | None) -> list[str]:
+    """Return the columns to decode: `names`, and of `bytes_column` the paths."""
+    leaves = [schema.column(number).path for number in range(len(schema))]
+    paths = [
+        path for path in leaves if path.startswith(f"{bytes_column}.") and path.endswith(".path")
+    ]
+    return [name for name in names if name != bytes_column] + paths
 
 
 def _next_batch(batches: Iterator[Any], memory: int) -> Any:

@@ -15,7 +15,7 @@ from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.corpora.registry import Corpus
 from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
-from medvl.schema import Sample
+from medvl.schema import FilePart, Sample
 
 MAX_JSON_BYTES = 1 << 26
 """Largest accepted JSON file; the largest of these corpora has 5 MB."""
@@ -44,7 +44,7 @@ def question_notes(plan: Plan) -> list[str]:
 def plan_questions(
     corpus: str,
     deid: Deidentifier,
-    images: Mapping[str, Path],
+    images: Mapping[str, Path] | Mapping[str, FilePart],
     questions: Sequence[tuple[str, Question]],
     rows: RowCounts,
     warnings: Counter[str],
@@ -58,7 +58,7 @@ def plan_questions(
     Args:
         corpus: its name.
         deid: hashes the image names.
-        images: image name -> file.
+        images: image name -> file, or its place in a file.
         questions: (image name, question) pairs.
         rows: questions that were read; those that are kept are counted here.
         warnings: counts of repairs; counts of repeated and of blank questions are added.

@@ -3,20 +3,20 @@ per corpus.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import IO, overload
 
 from medvl.data.corpora.common.tables import Record
 from medvl.errors import CorpusError
-from medvl.schema import Sample
+from medvl.schema import FilePart, PackedPage, Sample
 
-_FIELDS = tuple(field.name for field in fields(Sample) if field.name != "image")
+_FIELDS = tuple(field.name for field in dataclasses.fields(Sample) if field.name != "image")
 
 
 class Records(Sequence[Record]):
@@ -91,15 +91,23 @@ def _to_json(record: Record) -> bytes:
         name: value for name in _FIELDS if (value := getattr(record.sample, name)) not in (None, {})
     }
     image = record.sample.image
-    report = record.report
-    paths = [None if path is None else str(path) for path in (image, report)]
+    place = dataclasses.astuple(image) if isinstance(image, FilePart) else _text(image)
     masks = {label: str(path) for label, path in record.masks.items()}
-    return json.dumps([values, *paths, masks], separators=(",", ":")).encode()
+    content = [values, place, _text(record.report), masks]
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _from_json(data: bytes) -> Record:
-    values, image, report, masks = json.loads(data)
-    sample = Sample(**values, image=None if image is None else Path(image))
+    values, place, report, masks = json.loads(data)
+    image: Path | FilePart | None = Path(place) if isinstance(place, str) else None
+    if isinstance(place, list):
+        file, name, offset, size, page = place
+        image = FilePart(file, name, offset, size, None if page is None else PackedPage(*page))
+    sample = Sample(**values, image=image)
     return Record(
         sample,
         None if report is None else Path(report),

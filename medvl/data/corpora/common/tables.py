@@ -20,9 +20,10 @@ from medvl.data.corpora.common.rows import IMAGES, RowCounts
 from medvl.data.privacy import find_identifiers, free_texts, is_identifying_header
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.reports.sentences import join_texts
+from medvl.data.storage.location import is_address
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import ConfigError, CorpusError
-from medvl.schema import FINDINGS, Sample
+from medvl.schema import FINDINGS, FilePart, Sample
 
 T = TypeVar("T")
 
@@ -71,12 +72,11 @@ class Record:
 
     @property
     def files(self) -> list[Path]:
-        """The files of its image, report and masks."""
-        return [
-            path
-            for path in (self.sample.image, self.report, *self.masks.values())
-            if path is not None
-        ]
+        """The local files of its image, report and masks."""
+        image = self.sample.image
+        if isinstance(image, FilePart):
+            image = None if is_address(image.file) else Path(image.file)
+        return [path for path in (image, self.report, *self.masks.values()) if path is not None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

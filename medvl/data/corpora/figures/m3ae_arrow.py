@@ -1,10 +1,9 @@
 """M3AE's preparations of ROCO, MedICaT and MIMIC-CXR: Arrow files with images and texts. Data card:
 `data_cards/m3ae-arrow.md`.
-
-The images are unpacked under hashed names first, because the conversion reads files.
 """
 
 import dataclasses
+import itertools
 import mmap
 import re
 from collections import Counter
@@ -12,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.files import write_once
+import numpy as np
+
 from medvl.common.process import memory_limited
 from medvl.common.untrusted import InputFolders, PickleReader, read_limited
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
@@ -24,7 +24,7 @@ from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import clean_text
 from medvl.data.reports.sentences import join_texts, one_line
 from medvl.errors import CorpusError
-from medvl.schema import Sample
+from medvl.schema import FilePart, Sample
 
 _SPLITS = {"train": "train", "val": "validate", "test": "test"}
 _FILE = re.compile(r"[\w-]{1,80}_(train|val|test)\.arrow")
@@ -41,10 +41,7 @@ _BATCH_MEMORY = (
 @register_corpus("m3ae-arrow")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class M3AEArrow(Corpus):
-    """Convert M3AE's preparation of ROCO, MedICaT or MIMIC-CXR (Arrow files), with its split.
-
-    The images are unpacked into the private folder first, and removed from it at the end.
-    """
+    """Convert M3AE's preparation of ROCO, MedICaT or MIMIC-CXR (Arrow files), with its split."""
 
     root: Path
     """folder with NAME_train.arrow, NAME_val.arrow, NAME_test.arrow."""
@@ -54,8 +51,8 @@ class M3AEArrow(Corpus):
     """
 
     def plan(self, deid: Deidentifier, access: FileAccess = FileAccess()) -> Plan:
-        """Unpack the images of all Arrow files in a folder, and plan their samples: one for each
-        image, with all its texts.
+        """Plan the samples of all Arrow files in a folder: one for each image, with all its
+        texts. The images stay in the files.
 
         Raises CorpusError when there is no such file, or one is damaged or has other columns;
         SplitError when `splits` is "official" and an article or patient is in two splits.
@@ -72,18 +69,15 @@ class M3AEArrow(Corpus):
                 f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow",
                 "not_found",
             )
-        unpacked = access.unpack_folder()
         rows = RowCounts()
         warnings = Counter[str]()
         records = Records()
         for path, found in files.items():
             for number, row in rows.reading(_rows(path, allowed)):
-                sample = _sample(
-                    row, f"{path}, row {number}", _SPLITS[found[1]], unpacked, deid, warnings
-                )
+                sample = _sample(row, f"{path}, row {number}", _SPLITS[found[1]], deid, warnings)
                 records.append(Record(sample))
                 rows.kept += 1
-        unchecked = Plan(self.corpus, records, (), rows, +warnings, InputFolders.of(unpacked))
+        unchecked = Plan(self.corpus, records, (), rows, +warnings, allowed)
         return apply_split_rule(unchecked, self.splits, tuple(_SPLITS.values()))
 
 
@@ -95,8 +89,8 @@ def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str,
 
     try:
         with allowed.open(path, CorpusError) as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-            file = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped))
+            mapped = pyarrow.py_buffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+            file = pyarrow.ipc.open_file(mapped)
             number = 0
             if "questions" in file.schema.names:
                 message = (
@@ -109,9 +103,13 @@ def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str,
                 with memory_limited(_BATCH_MEMORY):
                     batch = file.get_batch(index).select(list(_COLUMNS))
                 batch.validate(full=True)
-                for position in range(batch.num_rows):
+                name, *others = _COLUMNS
+                texts = batch.select(others)
+                images = _parts(path, batch.column(name), mapped, number)
+                for position, image in enumerate(images):
                     number += 1
-                    yield number, batch.slice(position, 1).to_pylist()[0]
+                    row = texts.slice(position, 1).to_pylist()[0]
+                    yield number, {**row, name: image}
     except MemoryError:
         limit = f"at most {_BATCH_MEMORY >> 20} MB to unpack a batch of rows"
         raise CorpusError(
@@ -127,18 +125,40 @@ def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str,
         ) from error
 
 
+def _parts(path: Path, images: Any, mapped: Any, before: int) -> Iterator[FilePart | None]:
+    """Yield the places of a column of images in their file, `mapped`; None for other values.
+
+    `before` is the number of rows before it. Raises CorpusError where the column is compressed.
+    """
+    from pyarrow import types
+
+    is_large = types.is_large_binary(images.type)
+    if not (is_large or types.is_binary(images.type)):
+        yield from itertools.repeat(None, len(images))
+        return
+    _, offsets, content = images.buffers()
+    start = 0 if content is None else content.address - mapped.address
+    if content is not None and not 0 <= start <= mapped.size - content.size:
+        message = f"{path}: expected images without compression; write the file without it"
+        raise CorpusError(message, "unsupported")
+    ends_N = np.frombuffer(offsets, np.int64 if is_large else np.int32)[images.offset :]
+    for number, is_valid in enumerate(images.is_valid().to_pylist()):
+        first, end = map(int, ends_N[number : number + 2])
+        name = f"row {before + number + 1}"
+        yield FilePart(str(path), name, start + first, end - first) if is_valid else None
+
+
 def _sample(
     row: Mapping[str, Any],
     where: str,
     split: str,
-    unpacked: Path,
     deid: Deidentifier,
     warnings: Counter[str],
 ) -> Sample:
     image = row["image"]
     texts = row["caption"]
     name = row["image_id"]
-    if not isinstance(image, bytes) or not isinstance(name, str) or not isinstance(texts, list):
+    if not isinstance(image, FilePart) or not isinstance(name, str) or not isinstance(texts, list):
         raise malformed(
             where, "expected bytes as image, a list of texts as caption and a text as image_id"
         )
@@ -155,7 +175,7 @@ def _sample(
         split=split,
         patient=deid.patient(patient),
         study=deid.study(patient, study),
-        image=write_once(unpacked / key, image),
+        image=image,
         sections=sections,
     )
 
