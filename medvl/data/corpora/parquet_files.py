@@ -486,7 +486,7 @@ class _Reader:
         try:
             for number, cells in rows:
                 if number == 1:  # the file and its columns have been checked
-                    images = ByteColumn.open(path, name, _LIMITS.memory).rows()
+                    images = ByteColumn.find(path, name, _LIMITS.memory).rows()
                 yield number, cells, next(images)
         except (ValueError, StopIteration, MemoryError, pyarrow.ArrowException) as error:
             code = "too_large" if isinstance(error, PageSizeError | MemoryError) else "malformed"

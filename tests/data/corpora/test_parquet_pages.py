@@ -90,7 +90,7 @@ def test_values_and_places_are_those_of_pyarrow(kind: Any, tmp_path: Path) -> No
             write_batch_size=8,
             **options,
         )
-        found = list(ByteColumn.open(path, "image", MIB).rows())
+        found = list(ByteColumn.find(path, "image", MIB).rows())
         contents = [[each and each.content for each in values] for values in found]
         assert contents == expected(rows), options
         values = [each for each in itertools.chain.from_iterable(found) if each]
@@ -104,8 +104,8 @@ def test_pages_above_the_limit_are_not_unpacked(tmp_path: Path) -> None:
     write(path, [{"bytes": bytes(2 * MIB), "path": ""}], compression="zstd")
     assert path.stat().st_size < 10_000
     with pytest.raises(PageSizeError, match="at most 1 MB in a compressed page"):
-        list(ByteColumn.open(path, "image", MIB).rows())
-    assert len(list(ByteColumn.open(path, "image", 3 * MIB).rows())) == 1
+        list(ByteColumn.find(path, "image", MIB).rows())
+    assert len(list(ByteColumn.find(path, "image", 3 * MIB).rows())) == 1
 
 
 def test_headers_that_lie_about_sizes_are_refused(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_headers_that_lie_about_sizes_are_refused(tmp_path: Path) -> None:
     for length in (301, 1 << 20, (1 << 32) - 1):
         path.write_bytes(data[:start] + length.to_bytes(4, "little") + data[start + 4 :])
         with pytest.raises(ValueError, match="longer than its page"):
-            list(ByteColumn.open(path, "image", MIB).rows())
+            list(ByteColumn.find(path, "image", MIB).rows())
 
 
 def test_a_row_cannot_have_a_million_images(
@@ -125,15 +125,15 @@ def test_a_row_cannot_have_a_million_images(
 ) -> None:
     path = tmp_path / "a.parquet"
     write(path, [[b"equal"] * 50], pyarrow.list_(BYTES))
-    assert len(next(ByteColumn.open(path, "image", MIB).rows())) == 50
+    assert len(next(ByteColumn.find(path, "image", MIB).rows())) == 50
     monkeypatch.setattr(parquet_pages, "_ROW_VALUES", 49)
     with pytest.raises(ValueError, match="more than 49 values"):
-        list(ByteColumn.open(path, "image", MIB).rows())
+        list(ByteColumn.find(path, "image", MIB).rows())
     pyarrow.parquet.write_table(pyarrow.table({"image": [b"equal"] * 20_000}), path)
     assert path.stat().st_size < 20_000
     monkeypatch.setattr(parquet_pages, "_FREE_VALUES", 1000)
     with pytest.raises(ValueError, match="20000 values"):
-        list(ByteColumn.open(path, "image", MIB).rows())
+        list(ByteColumn.find(path, "image", MIB).rows())
 
 
 def changed(data: bytes, random: random.Random) -> bytes:

@@ -14,7 +14,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.storage.parts import release, unpack
+from medvl.errors import CorpusError
 from medvl.schema import PackedPage
 
 _DATA, _INDEX, _DICTIONARY, _DATA_V2 = range(4)  # types of pages
@@ -134,16 +136,16 @@ class ByteColumn:
     """Bytes that a compressed page may have when it is unpacked."""
 
     @classmethod
-    def open(cls, path: Path, name: str, page_bytes: int) -> "ByteColumn":
+    def find(cls, path: Path, name: str, page_bytes: int) -> "ByteColumn":
         """Return the column of images `name` of a file: bytes, a struct with `bytes`, or a list of
         either. The file is mapped as long as the column is used.
 
-        Raises ValueError where there is no such column; OSError and pyarrow's errors where the file
-        cannot be read.
+        Raises ValueError where there is no such column; OSError, CorpusError and pyarrow's errors
+        where the file cannot be read.
         """
         import pyarrow.parquet
 
-        with path.open("rb") as file:
+        with ANYWHERE.open(path, CorpusError) as file:
             mapped = map_file(file)
             opened = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
             kind = opened.schema_arrow.field(name).type
