@@ -208,7 +208,7 @@ def _validation(corpus: CorpusConfig, runs: Sequence[Run]) -> Iterator[tuple[str
         if one.settings["data"].get("valid") is not None:
             yield "reports" if one.family == "report" else "pairs", home / MANIFEST
     if (
-        any("probe" in one.tasks for one in runs)
+        any({"probe", "neighbours"} & set(one.tasks) for one in runs)
         and Manifest.read(f"{corpus.pairs}/test").label_names
     ):
         yield "pairs", Path(corpus.pairs) / "validate" / MANIFEST

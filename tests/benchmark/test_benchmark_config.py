@@ -311,7 +311,8 @@ def test_every_system_is_in_the_phantom_or_has_a_reason(tmp_path: Path) -> None:
                 run.settings["model"]["image_size"],
             ) == ("resnet_tiny", 96)
     [mrm] = [run for run in plan.runs if run.name == "mrm"]
-    assert (mrm.family, mrm.tasks) == ("records", ("probe", "probe robustness"))
+    tasks = ("probe", "neighbours", "probe robustness")
+    assert (mrm.family, mrm.tasks) == ("records", tasks)
     [umrl] = [run for run in plan.runs if run.name == "umrl"]
     names = [run.name for run in plan.runs]
     assert umrl.needs == {"convirt": plan.runs[names.index("convirt")].key}

@@ -543,7 +543,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 # Writes and converts a phantom of a hundred patients, trains and probes.
 @pytest.mark.slow
 def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
-    """MRM has no scores of images and texts: a probe of its image encoder is its only task."""
+    """MRM has no scores of images and texts: its image encoder is probed, and compared."""
     path = tmp_path / "records.toml"
     content = FILE.replace("ROOT", str(tmp_path / "data")).replace(
         "--patients 20", "--patients 100"
@@ -557,7 +557,7 @@ def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
     store.write_runs(plan)
     execute_locally(plan, store, jobs=0, report=lambda _: None)
     [run] = plan.runs
-    assert (store.state(run), run.tasks) == ("finished", ("probe",))
+    assert (store.state(run), run.tasks) == ("finished", ("probe", "neighbours"))
     text = print_site(write_site(plan, store))
     row = " ".join(line for line in text.splitlines() if line.startswith("mrm "))
     assert row.split()[:3] == ["mrm", "masked-record", "model"]

@@ -141,6 +141,8 @@ class Generation(Evaluation):
     with a page.
     """
 
+    # No task of `medvl benchmark`: it compares folders of images that were generated before, by
+    # judges that are chosen for it, and not the checkpoint of a training.
     protocols = (PROTOCOL,)
     lines = LineFields(item=("set", "file"), needs=("set", "stated"))
 

@@ -247,6 +247,10 @@ def open_features(
     return OpenedFeatures(probed, tables, source)
 
 
+ENCODERS = (DualEncoder, FusionModel, MRM, R2Gen)
+"""Systems of `medvl benchmark` whose image encoders are evaluated."""
+
+
 @register_evaluation("probe")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe(Evaluation):
@@ -258,7 +262,7 @@ class Probe(Evaluation):
     divides_batches = True
     tasks = (
         Task(
-            fits=(DualEncoder, FusionModel, MRM, R2Gen),
+            fits=ENCODERS,
             columns=(Column(title="probe", metric="auroc", targets=MEAN),),
         ),
     )

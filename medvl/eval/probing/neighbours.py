@@ -23,8 +23,9 @@ Shape letters: N training images, M other images, L labels, D feature dim, K nei
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from medvl.eval.classification.scored_images import (
     MeanOptions,
     ThresholdRule,
 )
+from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import (
     Lines,
@@ -52,7 +54,12 @@ from medvl.eval.core.results import (
 )
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Page, Pixels, headline, write_page
-from medvl.eval.probing.evaluation import EncoderOptions, open_features, summary_table
+from medvl.eval.probing.evaluation import (
+    ENCODERS,
+    EncoderOptions,
+    open_features,
+    summary_table,
+)
 from medvl.eval.probing.features import FeatureTable, Standardizer
 from medvl.eval.probing.protocol import (
     choose_probe,
@@ -62,6 +69,7 @@ from medvl.eval.probing.protocol import (
     over_runs,
 )
 from medvl.eval.registry import register_evaluation
+from medvl.eval.trial import MEAN, Column, Task, Trial
 
 PROTOCOL = "neighbours"
 PROTOCOL_VERSION = 1
@@ -69,6 +77,8 @@ COUNTS = (1, 5, 10, 20, 50, 100, 200)
 """Candidates of k."""
 TEMPERATURE = 0.07
 _CHUNK = 128
+_TRIAL_SHOTS = 4
+"""Images of a class in `medvl benchmark`."""
 _TITLES = {"@knn": "neighbours", "@prototypes": "prototypes", "@linear": "linear probe"}
 
 
@@ -78,12 +88,29 @@ class NeighboursResult(ClassificationResult):
 
     columns: Mapping[str, str]
     """Suffix of the metrics -> method."""
+    further: Mapping[str, Sequence[Array]]
+    """Suffix of the metrics -> scores (M, L) of each draw, of the methods beside the neighbours."""
 
     def table(self) -> str:
         """Return the AUROC of every label by method as plain text."""
         metrics = [f"auroc{ending}" for ending in self.columns]
         table = format_table([row for row in self.results.rows if row.metric in metrics])
         return "\n\n".join([table, *scoring.notes_on_means(self.results.details)])
+
+    def predictions(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of the neighbours, with `further`: suffix -> scores by label of each
+        draw.
+        """
+        names = self.images.names
+        tables = {ending: np.stack(runs, axis=1) for ending, runs in self.further.items()}
+        for number, line in enumerate(ClassificationResult.predictions(self)):
+            further = {
+                ending: [
+                    dict(zip(names, scores_L, strict=True)) for scores_L in table[number].tolist()
+                ]
+                for ending, table in tables.items()
+            }
+            yield {**line, "further": further}
 
 
 def evaluate_neighbours(
@@ -157,7 +184,7 @@ def evaluate_neighbours(
             *scoring.ranking_groups(scored),
             *scoring.decision_groups(scored, thresholds, probabilities=True),
             *(
-                over_runs(metric, runs, scored, ending)
+                over_runs(metric, runs, scored.labels_NL, scored.names, ending, means=scored.means)
                 for ending, runs in scores.items()
                 for metric in ("auroc", "average_precision")
             ),
@@ -186,7 +213,10 @@ def evaluate_neighbours(
         },
     )
     columns = {ending: _TITLES.get(ending, ending.removeprefix("@")) for ending in scores}
-    return NeighboursResult(results=results, images=scored, thresholds=thresholds, columns=columns)
+    del scores["@knn"]  # they are those of `scored`
+    return NeighboursResult(
+        results=results, images=scored, thresholds=thresholds, columns=columns, further=scores
+    )
 
 
 def _check_positive(**settings: Sequence[int]) -> None:
@@ -333,6 +363,19 @@ class Neighbours(Evaluation):
     """
 
     divides_batches = True
+    tasks = (
+        Task(
+            fits=ENCODERS,
+            columns=(
+                Column(title="neighbours", metric="auroc@knn", targets=MEAN),
+                Column(
+                    title=f"{_TRIAL_SHOTS} labels each",
+                    metric=f"auroc@{_TRIAL_SHOTS}-shot",
+                    targets=MEAN,
+                ),
+            ),
+        ),
+    )
 
     train: Path
     """folder of shards with labels, among which neighbours are searched"""
@@ -389,3 +432,33 @@ class Neighbours(Evaluation):
     def scored_classes(lines: Lines, results: Results) -> ScoredClasses:
         """Return the scores of the neighbours."""
         return classes_of_lines(lines, results)._replace(suffix="@knn")
+
+    @staticmethod
+    def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
+        """Return the metrics of prototypes, few labels and the linear probe."""
+        names, _, labels_NL, _ = classes_of_lines(lines, results)
+        means = results.details["means"]
+        groups = []
+        for ending, runs in lines[0].get("further", {}).items():
+            scores = [
+                np.array([[line["further"][ending][run][name] for name in names] for line in lines])
+                for run in range(len(runs))
+            ]
+            groups += [
+                over_runs(metric, scores, labels_NL, names, ending, means=means)
+                for metric in ("auroc", "average_precision")
+            ]
+        return groups
+
+    @classmethod
+    def for_trial(cls, task: Task, trial: Trial) -> "Neighbours":
+        """Return the evaluation with few labels of one number."""
+        trial.labelled()
+        home = trial.data.parent
+        return cls(
+            image=EncoderOptions(checkpoint=trial.checkpoint),
+            train=home / "train",
+            valid=home / "validate",
+            test=trial.data,
+            shots=(_TRIAL_SHOTS,),
+        )

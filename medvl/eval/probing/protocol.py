@@ -363,21 +363,33 @@ def _fraction_metrics(runs: Sequence[ProbeRun], images: ScoredImages) -> list[Me
     for run in runs:
         by_fraction.setdefault(run.fraction, []).append(run)
     return [
-        over_runs(metric, [run.scores_NL for run in of_fraction], images, suffix(fraction))
+        over_runs(
+            metric,
+            [run.scores_NL for run in of_fraction],
+            images.labels_NL,
+            images.names,
+            suffix(fraction),
+            means=images.means,
+        )
         for fraction, of_fraction in by_fraction.items()
         for metric in ("auroc", "average_precision")
     ]
 
 
 def over_runs(
-    metric: str, scores: Sequence[Array], images: ScoredImages, ending: str
+    metric: str,
+    scores: Sequence[Array],
+    labels_NL: Array,
+    names: Sequence[str],
+    ending: str,
+    *,
+    means: Mapping[str, Sequence[str]],
 ) -> MetricGroup:
     """Return the mean of a metric over the scores (N, L) of one or more runs, and their standard
-    deviation as `METRIC_sd`.
+    deviation as `METRIC_sd`. `means` as of `ranking_metrics`.
     """
     by_run = [
-        ranking_metrics(metric, scores_NL, images.labels_NL, images.names, means=images.means)
-        for scores_NL in scores
+        ranking_metrics(metric, scores_NL, labels_NL, names, means=means) for scores_NL in scores
     ]
     rows = [dataclasses.replace(row, metric=f"{metric}{ending}") for row in by_run[0].rows]
     if len(scores) > 1:

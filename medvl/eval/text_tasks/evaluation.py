@@ -305,6 +305,8 @@ class TextTasks(Evaluation):
     baselines without an encoder. data_cards/blurb.md lists the files of each task.
     """
 
+    # No task of `medvl benchmark`: its data are no shards of a benchmark, and its encoders
+    # are fine-tuned. A benchmark adds it as a command (docs/pages/guides/benchmark.md).
     protocols = (PROTOCOL,)
     lines = LineFields(item=("task", "key"), group="document", needs=("label", "document"))
     shared = OutputOptions

@@ -204,4 +204,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert set(line["scores"]) == {"Edema", "Fracture"}
     items = read_items(out, results)
     assert items is not None
-    assert results.row("auroc@knn", "Edema").name in items.rows
+    paired = {row.name for row in results.rows if "@" in row.metric and not row.subgroup}
+    assert paired - set(items.rows) == set()
+    assert {name.partition("/")[0] for name in paired} >= {"auroc@prototypes", "auroc_sd@2-shot"}
