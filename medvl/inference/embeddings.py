@@ -33,14 +33,14 @@ import pyarrow.parquet
 from torch import Tensor
 from tqdm import tqdm
 
-from medvl.common.files import RunLock, discard, new_file, sha256, subfolder, sweep, write_json
-from medvl.common.untrusted import parse_json, read_json
+from medvl.common.files import RunLock, discard, new_file, subfolder, sweep, write_json
+from medvl.common.untrusted import ANYWHERE, parse_json, read_json
 from medvl.data.loading.sources import ConcatSource, Subset
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.source import ShardSource
 from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.data.transforms.image import EvalTransform
-from medvl.errors import ConfigError, EvaluationError, ShardError
+from medvl.errors import ConfigError, EvaluationError, ImageError, ShardError
 from medvl.eval.core.open import open_for_evaluation, open_source, resolve_device
 from medvl.eval.core.results import checkpoint_sha256
 from medvl.inference.folder import find_images, image_name, read_files
@@ -298,8 +298,9 @@ class _FileImages:
 
 def _digest(path: Path) -> str:
     try:
-        return sha256(path)
-    except OSError:  # skipped where it is read
+        with ANYWHERE.open(path, ImageError) as file:  # sha256 would wait for a pipe's writer
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ImageError):  # skipped where it is read
         return "unreadable"
 
 

@@ -1,6 +1,7 @@
 """Embeddings in Parquet files: values, columns, resuming, refusal."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -242,6 +243,18 @@ def test_files_that_are_not_ours_are_kept(
         embed(checkpoints[0], [shards / "test"], tmp_path / "folder", workers=0)
     with raises(ConfigError, "conflict", "data"):
         embed(checkpoints[0], [shards / "test", tmp_path], tmp_path / "a.parquet", workers=0)
+
+
+def test_a_pipe_among_the_images_is_skipped(
+    checkpoints: list[Path], shards: Path, tmp_path: Path
+) -> None:
+    """Hashing it would wait for its writer."""
+    images = tmp_path / "images"
+    images.mkdir()
+    shutil.copy(shards.parent / "0.png", images)
+    os.mkfifo(images / "pipe.png")
+    written = embed(checkpoints[0], [images], tmp_path / "a.parquet")
+    assert (written.rows, dict(written.skipped)) == (1, {"not_a_file": 1})
 
 
 def test_the_command_embeds_files_and_counts_broken_ones(
