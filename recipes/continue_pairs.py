@@ -109,7 +109,7 @@ tiny = dataclasses.replace(
     scratch,
     init_from=Path("quickstart/convirt/best"),
     optim=dataclasses.replace(scratch.optim, lr=3e-4),
-    train=dataclasses.replace(scratch.train, epochs=4),
+    train=dataclasses.replace(scratch.train, epochs=4, scale_below=4 * quickstart.SCALED),
 )
 
 PRESETS = {"paper": paper, "lit": lit, "paraphrases": paraphrases, "tiny": tiny}
