@@ -57,6 +57,7 @@ _PART_ROWS = 1024
 _PART_BYTES = 32 << 20
 """A part ends with the batch that reaches either."""
 _READERS = 4
+_BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,7 +300,10 @@ class _FileImages:
 def _digest(path: Path) -> str:
     try:
         with ANYWHERE.open(path, ImageError) as file:  # sha256 would wait for a pipe's writer
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.sha256()
+            while block := file.read(_BLOCK):
+                digest.update(block)
+            return digest.hexdigest()
     except (OSError, ImageError):  # skipped where it is read
         return "unreadable"
 
