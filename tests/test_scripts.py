@@ -24,7 +24,7 @@ HELP = {
     **dict.fromkeys(("compare_berthop", "compare_segmentation"), "train for minutes"),
     **dict.fromkeys(("benchmark", "gpu_tests"), "run by tests/test_benchmark_gpu.py"),
     **dict.fromkeys(
-        ("build_docs", "pretraining_helps", "results"),
+        ("build_docs", "make_demo", "pretraining_helps", "results"),
         "need medvl[docs], a checkpoint, results of runs",
     ),
 }

@@ -15,6 +15,8 @@ from medvl.train.recipe_files import find_recipe, load_recipe_module, packaged_f
 
 _RECIPE_OF = {"clip": "chexzero"}
 """Systems that train with the recipe of another one."""
+_FURTHER = ("continue_pairs",)
+"""Recipes that train a system of another recipe further."""
 _FAMILY_RECIPE: Mapping[Family, str] = {
     "dual": "convirt",
     "fusion": "m3ae",
@@ -156,7 +158,10 @@ def _recipes(preset: str) -> dict[str, tuple[str, Path, str]]:
     texts.
     """
     found: dict[str, tuple[str, Path, str]] = {}
-    for path in packaged_files("recipes", ".py").values():
+    paths = (
+        each for each in packaged_files("recipes", ".py").values() if each.stem not in _FURTHER
+    )
+    for path in paths:
         for name, settings in recipe_module(path).PRESETS.items():
             if not isinstance(settings, Recipe) or not (
                 name == preset or name.startswith(f"{preset}-")

@@ -26,7 +26,13 @@ from medvl.eval.core.metric_rows import (
 )
 from medvl.eval.core.metrics import check_scores
 from medvl.eval.core.results import MetricRow
-from medvl.eval.retrieval.image_text import Gallery, check_ks, rank_rows, retrieval_ranks
+from medvl.eval.retrieval.image_text import (
+    COMMONEST_TEXTS,
+    Gallery,
+    check_ks,
+    rank_rows,
+    retrieval_ranks,
+)
 from medvl.losses.pairs.blockwise import name_ids
 from medvl.schema import Embeddings
 
@@ -191,7 +197,8 @@ class RetrievalMetrics(Metric):
         gallery = Gallery(
             keys=(), texts=(), text_of_N=text_of_N, index_N=torch.arange(len(id_N)), counts={}
         )
-        return _values(rank_rows(gallery, ranks, self.ks, resamples=0, seed=0))
+        rows = rank_rows(gallery, ranks, self.ks, resamples=0, seed=0)
+        return _values([row for row in rows if row.target != COMMONEST_TEXTS])
 
 
 class _Cosine:
