@@ -32,16 +32,16 @@ others; one seed, settings chosen on validation images:
     EfficientNet-Lite0 frozen, linear probe     0.841 [0.817, 0.864]
     and its nearest neighbours                  0.826 [0.799, 0.851]
 
-    medvl train continue_pairs $DATA --model.image-size 128 --data.image.size 128 --train.epochs 6 \\
+    medvl train continue_pairs --model.image-size 128 --data.image.size 128 --train.epochs 6 \\
         --train.run-dir runs/first
-    medvl train continue_pairs paraphrases $DATA --data.text.file odir-paraphrases.json \\
+    medvl train continue_pairs paraphrases --data.text.file odir-paraphrases.json \\
         --init-from runs/first/best --pretrained False --model.image-size 192 \\
         --data.image.size 192 --optim.lr 2e-4 --train.epochs 3
 
-with DATA="--data.train odir/train --data.valid odir/validate --prompts odir.json
+both with `--data.train odir/train --data.valid odir/validate --prompts odir.json
 --data.image.flip plain --data.image.rotation 15 --model.max-tokens 32 --train.global-batch 48
 --optim.schedule.warmup-steps 50 --train.precision fp32 --train.best-metric zero_shot/auroc_macro
---train.best-mode max" and files of `medvl.benchmark.real_tables.write_table("odir", FOLDER)`.
+--train.best-mode max`, and files of `medvl.benchmark.real_tables.write_table("odir", FOLDER)`.
 """
 
 import dataclasses
