@@ -175,6 +175,12 @@ class EncoderOptions:
             )
             raise ConfigError(message, "conflict", field="checkpoint")
 
+    def output(self, options: OutputOptions, task: str) -> OutputFolder:
+        """Return the folder of the results of a task, another one for random weights."""
+        self.check()
+        name = f"{task}_random" if self.random_weights else task
+        return options.folder(self.checkpoint, name, hashed=not self.random_weights)
+
     def probed_encoder(self, setup: Setup) -> ProbedEncoder:
         """Open the encoder on the device. Raises ConfigError as `check`."""
         self.check()
@@ -291,9 +297,7 @@ class Probe(Evaluation):
 
     def output(self, options: OutputOptions) -> OutputFolder:
         """Return the folder of the results of the encoder."""
-        self.image.check()
-        task = "probe_random" if self.image.random_weights else "probe"
-        return options.folder(self.image.checkpoint, task, hashed=not self.image.random_weights)
+        return self.image.output(options, "probe")
 
     def run(self, setup: Setup) -> Outcome:
         """Open the data and the encoder, and evaluate."""

@@ -400,9 +400,7 @@ class Neighbours(Evaluation):
 
     def output(self, options: OutputOptions) -> OutputFolder:
         """Return the folder of the results of the encoder."""
-        self.image.check()
-        task = "neighbours_random" if self.image.random_weights else "neighbours"
-        return options.folder(self.image.checkpoint, task, hashed=not self.image.random_weights)
+        return self.image.output(options, "neighbours")
 
     def run(self, setup: Setup) -> Outcome:
         """Open the data and the encoder, and evaluate."""

@@ -223,9 +223,11 @@ class _Header(NamedTuple):
     values: int
     encoding: int
     level_encodings: tuple[int, int]
-    """Of version 1."""
+    """Encodings of the levels before the values of a page of version 1."""
     level_bytes: tuple[int, int]
-    """Of version 2: repetition and definition levels, which are not compressed."""
+    """Sizes of the repetition and definition levels of a page of version 2, which are not
+    compressed.
+    """
     is_packed: bool
 
 
