@@ -55,6 +55,11 @@ if TYPE_CHECKING:
         reverse_gradient as reverse_gradient,
         sinkhorn as sinkhorn,
     )
+    from medvl.losses.policy import (
+        group_advantages as group_advantages,
+        grpo as grpo,
+        self_critical as self_critical,
+    )
     from medvl.losses.supervised import (
         answer_words as answer_words,
         bce_dice as bce_dice,
