@@ -58,8 +58,8 @@ class MakeStep:
     creates: str
     """File or folder below the corpus's root; the commands are left out where it exists."""
     table: Literal[
-        "medpix", "radiographs", "nih", "sentences", "paediatric", "boxes", "structures", "lungs",
-        "openi"
+        "medpix", "nih", "sentences", "chest", "odir", "paediatric", "boxes",
+        "structures", "lungs", "openi"
     ] | None = None  # fmt: skip
     """Collection of `MEDVL_REAL_DATA` whose table is written first, as {root}/TABLE.jsonl, with
     prompts in TABLE.json; of openi the reports, as {root}/text/openi for `medvl eval text`.
@@ -121,6 +121,10 @@ class StartConfig:
     pixel_mean: float | None = None
     """Mean of the pixels that the image encoder was trained with."""
     pixel_std: float | None = None
+    published_tokenizer: bool = False
+    """Take the tokenizer of the published text encoder, such as of `minilm`, in place of the
+    corpus's.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

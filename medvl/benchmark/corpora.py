@@ -110,10 +110,8 @@ def _read_by(run: Run) -> Iterator[tuple[str, str]]:
     corpus = run.corpus
     reads_words = run.family == "report"
     yield ("reports" if reads_words else "pairs"), run.train_shards
-    if not reads_words or corpus.words is None:
-        yield "tokenizer", corpus.tokenizer
-    else:
-        yield "words", corpus.words
+    if run.tokenizer is not None:
+        yield "words" if reads_words else "tokenizer", run.tokenizer
     yield from (("extra_train", path) for path in corpus.extra_train)
     yield from (
         ("settings", text.replace("{root}", str(corpus.root))) for text in _texts(run.settings)

@@ -100,10 +100,9 @@ def settings_of(run: Run, store: Store, run_dir: Path | None = None) -> Any:
     )  # fmt: skip
     corpus = run.corpus
     tree = located(run, store, run.settings)
-    tokenizer = corpus.words if run.family == "report" else corpus.tokenizer
     data: dict[str, Any] = {
         "train": run.train_shards,
-        "tokenizer": tokenizer,
+        "tokenizer": run.tokenizer,
         "workers": run.budget.workers,
     }
     data["extra_train"] = () if run.family == "report" else corpus.extra_train

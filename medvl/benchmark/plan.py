@@ -138,7 +138,7 @@ class _Planner:
             needs[name] = self.add(other, corpus, plain, share, seed, evaluated=False).key
         self._open.pop()
         located = located_corpus(corpus, self._out)
-        key = _key(entry, settings, corpus, needs)
+        key = _key(entry, settings, corpus, start, needs)
         run = Run(
             key=key,
             name=entry.name,
@@ -150,6 +150,7 @@ class _Planner:
             corpus=located,
             share=share,
             start=start.name,
+            published_tokenizer=start.published_tokenizer,
             settings=settings,
             needs=needs,
             tasks=tasks,
@@ -217,7 +218,11 @@ def located_corpus(corpus: CorpusConfig, out: Path) -> CorpusConfig:
 
 
 def _key(
-    entry: Entry, settings: Mapping[str, Any], corpus: CorpusConfig, needs: Mapping[str, str]
+    entry: Entry,
+    settings: Mapping[str, Any],
+    corpus: CorpusConfig,
+    start: StartConfig,
+    needs: Mapping[str, str],
 ) -> str:
     """Return the hash of what the weights of a run depend on."""
     data = {
@@ -226,6 +231,8 @@ def _key(
     }
     if entry.family == "report":
         data |= {"reports": corpus.reports, "words": corpus.words}
+    elif start.published_tokenizer:
+        data["tokenizer"] = None
     made = [to_dict(step) for step in corpus.make]
     used = {name: key for name, key in needs.items() if name in find_references(settings)}
     content = [entry.system, entry.recipe.stem, settings, data, made, used]

@@ -28,7 +28,6 @@ from medvl.errors import ConfigError
 from medvl.schema import FINDINGS
 
 _REGIONS = ("Head", "Spine and Muscles", "Thorax", "Abdomen", "Reproductive and Urinary System")
-_CAUSES = ("COVID-19", "Bacterial", "Fungal")
 _NIH = (
     *(
         "Atelectasis",
@@ -108,7 +107,8 @@ Prompts = Mapping[str, tuple[str, Sequence[str]]]
 
 def write_table(name: str, folder: Path) -> list[Path]:
     """Write NAME.jsonl for `medvl shards table`, with NAME.json of zero-shot prompts where it has
-    labels; of ODIR also prompts in other words, and paraphrases for training.
+    labels, and NAME-other-words.json where there are other words for them; of ODIR also
+    paraphrases for training.
 
     "openi" is the folder of a task of `medvl eval text` in place of a table. Raises ConfigError
     where `MEDVL_REAL_DATA` names no folder with the collection.
@@ -136,13 +136,15 @@ def write_table(name: str, folder: Path) -> list[Path]:
             write_atomic(folder / f"{file}.json", json.dumps(content) + "\n")
             for file, content in _fundus_files().items()
         ]
-    if name in _PROMPTS:
-        classes = {
-            label: {"positive": [text], "negative": list(others)}
-            for label, (text, others) in _PROMPTS[name].items()
-        }
-        prompts = {"name": name, "scoring": "pair_softmax", "temperature": 0.1, "classes": classes}
-        written.append(write_atomic(folder / f"{name}.json", json.dumps(prompts) + "\n"))
+    for file, sentences in ((name, _PROMPTS), (f"{name}-other-words", _OTHER_WORDS)):
+        if name in sentences:
+            classes = {
+                label: {"positive": [text], "negative": list(others)}
+                for label, (text, others) in sentences[name].items()
+            }
+            rule = {"scoring": "pair_softmax", "temperature": 0.1}
+            prompts = {"name": file, **rule, "classes": classes}
+            written.append(write_atomic(folder / f"{file}.json", json.dumps(prompts) + "\n"))
     return written
 
 
@@ -160,8 +162,7 @@ def _medpix(real: Path) -> Iterator[Row]:
 def _radiographs(real: Path) -> Iterator[Row]:
     for row in _lines(real / "cxr/cxr.jsonl"):
         if row["text"]:
-            labels = {name: int(name in row["labels"]) for name in _CAUSES}
-            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], labels) | {
+            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], {}) | {
                 "impression": row["text"]
             }
 
@@ -174,15 +175,20 @@ def _nih(real: Path) -> Iterator[Row]:
 
 
 def _sentences(real: Path) -> Iterator[Row]:
-    """Yield MedPix, the radiographs with texts, and NIH's with their labels as sentences, but
-    patients with boxes.
-
-    Radiographs have the labels that `label_report` finds in their texts.
-    """
+    """Yield MedPix, and the radiographs of `_chest`."""
     unknown = dict.fromkeys(FINDINGS)
     yield from (row | unknown for row in _medpix(real))
+    yield from _chest(real)
+
+
+def _chest(real: Path) -> Iterator[Row]:
+    """Yield the radiographs with texts, and NIH's with their labels as sentences, but patients
+    with boxes.
+
+    Labels are those that `label_report` finds in their texts.
+    """
     for row in (*_radiographs(real), *_nih_sentences(real)):
-        yield row | unknown | label_report(row["impression"])
+        yield row | dict.fromkeys(FINDINGS) | label_report(row["impression"])
 
 
 def _nih_sentences(real: Path) -> Iterator[Row]:
@@ -293,10 +299,10 @@ def _openi(real: Path) -> Iterator[Row]:
 
 TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "medpix": _medpix,
-    "radiographs": _radiographs,
     "nih": _nih,
     "paediatric": _paediatric,
     "sentences": _sentences,
+    "chest": _chest,
     "odir": _odir,
     "boxes": _boxes,
     "structures": _structures,
@@ -305,20 +311,26 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
-def _against_each_other(names: Sequence[str], ending: str = ".") -> Prompts:
-    """Return prompts of classes of which an image has one."""
-    texts = {name: f"{name.lower()}{ending}" for name in names}
+def _against_each_other(texts: Mapping[str, str]) -> Prompts:
+    """Return prompts of classes of which an image has one, from a sentence for each."""
     return {
         name: (text, [other for other in texts.values() if other != text])
         for name, text in texts.items()
     }
 
 
+def _denied(texts: Mapping[str, str]) -> Prompts:
+    """Return prompts of findings, against the same words after "no"."""
+    return {name: (f"{text}.", [f"no {text}."]) for name, text in texts.items()}
+
+
 _PROMPTS: Mapping[str, Prompts] = {
-    "medpix": {**_against_each_other(_REGIONS), **_against_each_other(("CT", "MR"))},
-    "radiographs": _against_each_other(_CAUSES, " pneumonia."),
+    "medpix": {
+        **_against_each_other({name: f"{name.lower()}." for name in _REGIONS}),
+        **_against_each_other({name: f"{name.lower()}." for name in ("CT", "MR")}),
+    },
     "nih": {
-        **{name: (f"{name.lower()}.", [f"no {name.lower()}."]) for name in _NIH[:-1]},
+        **_denied({name: name.lower() for name in _NIH[:-1]}),
         "No Finding": ("normal chest.", ["abnormal chest."]),
     },
     "paediatric": {
@@ -326,6 +338,42 @@ _PROMPTS: Mapping[str, Prompts] = {
         "Bacterial": ("bacterial pneumonia.", ["viral pneumonia."]),
     },
 }
+_OTHER_WORDS: Mapping[str, Prompts] = {
+    "medpix": {
+        **_against_each_other(
+            {
+                "Head": "the brain and the skull.",
+                "Spine and Muscles": "vertebrae, limbs and joints.",
+                "Thorax": "the lungs and the heart.",
+                "Abdomen": "the liver, bowel and kidneys.",
+                "Reproductive and Urinary System": "the bladder, prostate, uterus or ovaries.",
+            }
+        ),
+        **_against_each_other({"CT": "computed tomography.", "MR": "magnetic resonance imaging."}),
+    },
+    "nih": {
+        **_denied(
+            {
+                "Atelectasis": "collapsed lung tissue",
+                "Cardiomegaly": "enlarged heart",
+                "Consolidation": "air spaces filled with fluid or pus",
+                "Edema": "fluid overload of the lungs",
+                "Effusion": "fluid around the lung",
+                "Infiltration": "hazy density in the lung",
+                "Mass": "large tumour of the lung",
+                "Nodule": "small round spot in the lung",
+                "Pneumonia": "infection of the lung",
+                "Pneumothorax": "air around the lung",
+            }
+        ),
+        "No Finding": ("a healthy chest.", ["a sick chest."]),
+    },
+    "paediatric": {
+        "Pneumonia": ("infection of the lung.", ["healthy lungs."]),
+        "Bacterial": ("infection by bacteria.", ["infection by a virus."]),
+    },
+}
+"""Prompts of the same classes in words that differ from the labels'."""
 
 
 def _row(image: str, patient: str, split: str, labels: Mapping[str, int]) -> Row:

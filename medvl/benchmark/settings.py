@@ -145,6 +145,7 @@ def _of_start(recipe: Any, start: StartConfig) -> dict[str, Any]:
     of_model = dict(settings.get("model", {}))
     if str(recipe.init_from).startswith(RUN):
         of_model = {name: value for name, value in of_model.items() if name not in _WEIGHTS}
+        settings.pop("pretrained", None)
     pixels = {"mean": start.pixel_mean, "std": start.pixel_std}
     given = {name: value for name, value in pixels.items() if value is not None}
     names = {field.name for field in dataclasses.fields(recipe.model)}
@@ -180,6 +181,7 @@ class Run:
     """Corpus with absolute folders."""
     share: float
     start: str
+    published_tokenizer: bool = False
     settings: Mapping[str, Any]
     """All settings of the recipe, as `to_dict` writes them, but for those of the machine."""
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -197,6 +199,13 @@ class Run:
         parts = [self.corpus.name, "" if self.start == "random" else self.start]
         parts += ["" if self.share == 1 else f"{self.share:g} of the pairs", f"seed {self.seed}"]
         return ", ".join([self.name, *filter(None, parts)])
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Folder of the tokenizer; None for the text encoder's own."""
+        if self.family == "report":
+            return self.corpus.words
+        return None if self.published_tokenizer else self.corpus.tokenizer
 
     @property
     def train_shards(self) -> str:

@@ -261,13 +261,16 @@ def test_commands_of_a_task_stop_at_a_failure_and_keep_to_the_cpu(
     monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
     config = read_benchmark("real-small", {"systems": ["convirt"]})
     plan = plan_runs(config, tmp_path)
-    [run] = [run for run in plan.runs if (run.corpus.name, run.start) == ("radiographs", "random")]
+    run, published = (run for run in plan.runs if run.corpus.name == "chest")
+    assert (run.start, run.tokenizer) == ("random", run.corpus.tokenizer)
+    assert (published.start, published.tokenizer) == ("weights", None)
+    assert (run.settings["pretrained"], published.settings["pretrained"]) == (False, True)
     given = {
         "zero-shot",
         "retrieval",
         "probe",
         "grounding",
-        *(command.name for command in config.commands),
+        *(command.name for command in config.commands if "chest" in command.corpora),
     }
     assert set(run.tasks) == given
     called_with, devices, status = [], [], 0

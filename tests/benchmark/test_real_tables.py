@@ -135,6 +135,24 @@ def test_labels_become_sentences_but_those_of_patients_with_boxes(
     assert labels["q"] == {"Lung Opacity": 1, "Pneumonia": 1}
     assert labels["r"] == {"Lung Opacity": 0, "Pneumonia": None}
     assert labels["m"] == {"Lung Opacity": None, "Pneumonia": None}
+    assert rows_of(write_table("chest", tmp_path / "out")[0]) == [
+        row for row in rows if row["patient"] != "m"
+    ]
+
+
+@pytest.mark.parametrize("name", ["medpix", "nih"])
+def test_prompts_in_other_words_share_the_classes_and_no_text(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
+    for table in ("medpix/captions.jsonl", "cxr/cxr.jsonl"):
+        written(tmp_path / table, [])
+    write_table(name, tmp_path)
+    files = (tmp_path / f"{name}.json", tmp_path / f"{name}-other-words.json")
+    known, other = (load_prompts(path).classes for path in files)
+    assert known.keys() == other.keys()
+    for label in known:
+        assert not {*known[label].positive} & {*other[label].positive}
 
 
 def test_masks_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
