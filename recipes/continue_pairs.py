@@ -142,6 +142,7 @@ tiny = dataclasses.replace(
 )
 
 PRESETS = {"paper": paper, "lit": lit, "paraphrases": paraphrases, "tiny": tiny}
+CONTINUES = True
 MAKE_DATA = (
     "medvl shards table --table rows.csv --image-column path --patient-column patient "
     "--text-column report --out shards/ours"

@@ -15,8 +15,6 @@ from medvl.train.recipe_files import find_recipe, load_recipe_module, packaged_f
 
 _RECIPE_OF = {"clip": "chexzero"}
 """Systems that train with the recipe of another one."""
-_FURTHER = ("continue_pairs",)
-"""Recipes that train a system of another recipe further."""
 _FAMILY_RECIPE: Mapping[Family, str] = {
     "dual": "convirt",
     "fusion": "m3ae",
@@ -155,14 +153,13 @@ def _chosen(
 @functools.cache
 def _recipes(preset: str) -> dict[str, tuple[str, Path, str]]:
     """Return name -> (system, recipe, preset) of every recipe that pretrains on images and
-    texts.
+    texts; those with `CONTINUES` train a system of another recipe further.
     """
     found: dict[str, tuple[str, Path, str]] = {}
-    paths = (
-        each for each in packaged_files("recipes", ".py").values() if each.stem not in _FURTHER
-    )
-    for path in paths:
-        for name, settings in recipe_module(path).PRESETS.items():
+    for path in packaged_files("recipes", ".py").values():
+        module = recipe_module(path)
+        presets = {} if getattr(module, "CONTINUES", False) else module.PRESETS
+        for name, settings in presets.items():
             if not isinstance(settings, Recipe) or not (
                 name == preset or name.startswith(f"{preset}-")
             ):
