@@ -33,7 +33,8 @@ name a patient.
 
 Errors of a corpus's files have a few more, for counting: not_a_file (a folder, pipe, device or
 socket) and outside_folder (a link out of the corpus); those of images also no_pixels, no_codec,
-not_dicom, multi_frame, unknown_format, no_image, no_regions and too_small.
+not_dicom, multi_frame, unknown_format, no_image, no_regions and too_small; those of volumes gap
+(slices are missing), tilt and oblique (axes at an angle) and not_hu (no Hounsfield units).
 """
 
 from typing import Any, Self
@@ -76,6 +77,10 @@ class DicomError(MedvlError):
 
 class ImageError(MedvlError):
     """A JPEG or PNG file cannot be read."""
+
+
+class VolumeError(MedvlError):
+    """A NIfTI file or a DICOM series cannot be read as one volume."""
 
 
 class ReportError(MedvlError):

@@ -16,6 +16,7 @@ tests_of() {
         onnx) echo "tests/export/test_export.py" ;;
         ray) echo "tests/data/convert/test_ray_engine.py" ;;
         gpl-codecs) echo "tests/data/dicom/test_dicom_files.py" ;;
+        volumes) echo "tests/data/volumes/test_nifti.py" ;;
         weights) echo "tests/encoders/test_wheel_weights.py" ;;
         bench) echo "tests/test_scripts.py" ;;
         *) echo "medvl has no extra $1 with tests" >&2; return 1 ;;
@@ -29,7 +30,7 @@ if ! has_gpu; then
     index=(--constraint constraints-cpu.txt)
     if cpu_index_answers "$python"; then index+=(--extra-index-url "$PYTORCH_CPU_INDEX"); fi
 fi
-[ $# -gt 0 ] || set -- wandb remote serve generation metrics onnx ray gpl-codecs weights bench
+[ $# -gt 0 ] || set -- wandb remote serve generation metrics onnx ray gpl-codecs volumes weights bench
 for extra in "$@"; do
     read -r -a wanted <<< "$(tests_of "$extra")"
     home="$(mktemp -d)"

@@ -76,6 +76,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "splits": set(),
         "dicom": {"privacy"},
         "images": {"dicom", "privacy"},
+        "volumes": {"dicom"},
         "transforms": {"images", "reports", "tokenizer"},
         "storage": set(),
         "shards": {"images", "splits", "storage"},
@@ -83,7 +84,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "corpora": {*_DATA_READERS, "privacy", "storage"},
         "convert": {*_DATA_READERS, "privacy", "shards", "storage", "corpora"},
     },
-    "encoders": {"image": set(), "text": set()},
+    "encoders": {"image": set(), "text": set(), "volume": set()},
     "models": {
         "dual_encoders": set(),
         "fusion_encoders": {"dual_encoders"},

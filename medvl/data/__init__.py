@@ -178,5 +178,17 @@ if TYPE_CHECKING:
         WholeText as WholeText,
     )
     from medvl.data.transforms.turning import LViTAugmentation as LViTAugmentation
+    from medvl.data.volumes.dicom_series import read_dicom_series as read_dicom_series
+    from medvl.data.volumes.nifti import read_nifti as read_nifti
+    from medvl.data.volumes.resampling import (
+        apply_window as apply_window,
+        crop_or_pad as crop_or_pad,
+        resample_volume as resample_volume,
+    )
+    from medvl.data.volumes.volume import (
+        Volume as Volume,
+        VolumeLimits as VolumeLimits,
+        check_hounsfield as check_hounsfield,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

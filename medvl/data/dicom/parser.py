@@ -8,7 +8,6 @@ Encodings: DICOM PS3.5 chapter 7 and annex A; files: PS3.10 chapter 7.
 """
 
 import dataclasses
-import enum
 import io
 import math
 import re
@@ -19,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from pydicom.datadict import keyword_for_tag
 
+from medvl.data.dicom.tags import USUAL_VRS, Tag
 from medvl.errors import DicomError
 
 # Numbers and code words of header values, as other programs write them.
@@ -108,76 +108,7 @@ def parse_code(data: bytes) -> str | None:
     return parts.pop() if parts else None
 
 
-class Tag(enum.IntEnum):
-    """Elements that are read. None contains a name, a date, an identifier or free text."""
-
-    TRANSFER_SYNTAX = 0x00020010
-    MODALITY = 0x00080060
-    PATIENT_SEX = 0x00100040
-    PATIENT_AGE = 0x00101010
-    BODY_PART = 0x00180015
-    IMAGER_PIXEL_SPACING = 0x00181164
-    VIEW_POSITION = 0x00185101
-    LATERALITY = 0x00200060
-    IMAGE_LATERALITY = 0x00200062
-    SAMPLES = 0x00280002
-    PHOTOMETRIC = 0x00280004
-    PLANAR = 0x00280006
-    FRAMES = 0x00280008
-    ROWS = 0x00280010
-    COLUMNS = 0x00280011
-    PIXEL_SPACING = 0x00280030
-    BURNED_IN = 0x00280301
-    BITS_ALLOCATED = 0x00280100
-    BITS_STORED = 0x00280101
-    HIGH_BIT = 0x00280102
-    SIGNED = 0x00280103
-    PADDING = 0x00280120
-    PADDING_LIMIT = 0x00280121
-    FLOAT_PADDING = 0x00280122
-    DOUBLE_PADDING = 0x00280123
-    FLOAT_PADDING_LIMIT = 0x00280124
-    DOUBLE_PADDING_LIMIT = 0x00280125
-    WINDOW_CENTER = 0x00281050
-    WINDOW_WIDTH = 0x00281051
-    INTERCEPT = 0x00281052
-    SLOPE = 0x00281053
-    WINDOW_FUNCTION = 0x00281056
-    RED_DESCRIPTOR = 0x00281101
-    RED_PALETTE = 0x00281201
-    GREEN_PALETTE = 0x00281202
-    BLUE_PALETTE = 0x00281203
-    RED_SEGMENTS = 0x00281221
-    GREEN_SEGMENTS = 0x00281222
-    BLUE_SEGMENTS = 0x00281223
-    MODALITY_LUT = 0x00283000
-    LUT_DESCRIPTOR = 0x00283002
-    LUT_DATA = 0x00283006
-    VOI_LUT = 0x00283010
-    FRAME_VOI = 0x00289132
-    FRAME_VALUES = 0x00289145
-    SHAPE = 0x20500020
-    SHARED_GROUPS = 0x52009229
-    FRAME_GROUPS = 0x52009230
-    FRAME_OFFSETS = 0x7FE00001
-    FRAME_LENGTHS = 0x7FE00002
-
-
 _KNOWN_TAGS = frozenset(Tag)
-_USUAL_VRS = {
-    Tag.FRAMES: "IS",
-    Tag.IMAGER_PIXEL_SPACING: "DS",
-    Tag.PIXEL_SPACING: "DS",
-    Tag.WINDOW_CENTER: "DS",
-    Tag.WINDOW_WIDTH: "DS",
-    Tag.INTERCEPT: "DS",
-    Tag.SLOPE: "DS",
-    Tag.FLOAT_PADDING: "FL",
-    Tag.FLOAT_PADDING_LIMIT: "FL",
-    Tag.DOUBLE_PADDING: "FD",
-    Tag.DOUBLE_PADDING_LIMIT: "FD",
-}
-"""VRs of the numbers that are no 16-bit words."""
 UNDEFINED = 0xFFFFFFFF
 _ITEM = 0xFFFEE000
 _ITEM_END = 0xFFFEE00D
@@ -351,7 +282,7 @@ class Elements:
             return []
         try:
             return parse_numbers(
-                data, self.vr(tag) or "", _USUAL_VRS.get(tag, "US"), self.encoding.endian
+                data, self.vr(tag) or "", USUAL_VRS.get(tag, "US"), self.encoding.endian
             )
         except ValueError:
             raise damaged(tag) from None

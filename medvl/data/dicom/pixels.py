@@ -26,9 +26,9 @@ from medvl.data.dicom.parser import (
     DicomLimits,
     Elements,
     Location,
-    Tag,
     damaged,
 )
+from medvl.data.dicom.tags import Tag
 from medvl.errors import DicomError
 
 _DEFLATED_FRAMES = "1.2.840.10008.1.2.8.1"

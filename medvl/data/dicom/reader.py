@@ -27,9 +27,10 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from medvl.common.untrusted import ANYWHERE, InputFolders
-from medvl.data.dicom.parser import DicomFile, DicomLimits, Elements, Tag, damaged, open_dicom
+from medvl.data.dicom.parser import DicomFile, DicomLimits, Elements, damaged, open_dicom
 from medvl.data.dicom.pixels import PixelLayout, decode_frame
 from medvl.data.dicom.rendering import Display, LinearValues, Shading, Window, linear_values, render
+from medvl.data.dicom.tags import Tag
 from medvl.data.privacy import cap_age
 from medvl.errors import ConfigError, DicomError
 
@@ -238,7 +239,7 @@ def _header(file: DicomFile, layout: PixelLayout) -> DicomHeader:
         bits_stored=layout.bits_stored,
         photometric_interpretation=layout.photometric,
         transfer_syntax=_listed(file.transfer_syntax, _SYNTAXES),
-        modality=_listed(elements.text(Tag.MODALITY), _MODALITIES),
+        modality=listed_modality(elements),
         view_position=_listed(elements.text(Tag.VIEW_POSITION), _VIEWS),
         body_part=_listed(elements.text(Tag.BODY_PART), _BODY_PARTS),
         laterality=_listed(
@@ -252,6 +253,11 @@ def _header(file: DicomFile, layout: PixelLayout) -> DicomHeader:
         pixel_spacing=spacing,
         damaged=damaged_fields,
     )
+
+
+def listed_modality(elements: Elements) -> str | None:
+    """Return the modality; None where it is missing or not in the list."""
+    return _listed(elements.text(Tag.MODALITY), _MODALITIES)
 
 
 def _listed(text: str | None, known: re.Pattern[str]) -> str | None:

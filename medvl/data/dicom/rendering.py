@@ -14,8 +14,9 @@ from typing import Literal
 import cv2
 import numpy as np
 
-from medvl.data.dicom.parser import Elements, Tag, damaged
+from medvl.data.dicom.parser import Elements, damaged
 from medvl.data.dicom.pixels import Frame, PixelLayout
+from medvl.data.dicom.tags import Tag
 from medvl.errors import DicomError
 
 _Interval = tuple[float, float]
@@ -356,15 +357,41 @@ def render(
     return _render_narrow(frame, display, layout, top)
 
 
+def modality_transform(elements: Elements, layout: PixelLayout) -> Callable[[Frame], np.ndarray]:
+    """Return the function from a grey frame to its values after the modality LUT or rescale:
+    float32 (H, W), NaN where it is padding.
+
+    Raises DicomError for a damaged table; the function does for colour ("unsupported").
+    """
+    modality, _ = _modality(elements, layout)
+    padding = _padding(elements, layout)
+
+    def transform(frame: Frame) -> np.ndarray:
+        if frame.space != "grey":
+            raise DicomError("expected grey samples, got colour", "unsupported")
+        return _values_of(frame, layout, modality, padding)
+
+    return transform
+
+
+def _values_of(
+    frame: Frame,
+    layout: PixelLayout,
+    modality: Callable[[np.ndarray], np.ndarray] | None,
+    padding: _Interval | None,
+) -> np.ndarray:
+    narrow = frame.samples.itemsize <= 2
+    stored = _stored_values(frame, layout) if narrow else frame.samples.astype(np.float64)
+    values = (modality(stored) if modality else stored).astype(np.float32)
+    values[_is_padding(stored, padding) | ~np.isfinite(stored)] = np.nan
+    return values[_codes(frame.samples)] if narrow else values
+
+
 def linear_values(frame: Frame, display: Display, layout: PixelLayout) -> LinearValues | None:
     """Return the values that a window applies to; None for colour and palettes."""
     if frame.space in ("rgb", "luma") or display.palette:
         return None
-    narrow = frame.samples.itemsize <= 2
-    stored = _stored_values(frame, layout) if narrow else frame.samples.astype(np.float64)
-    values = (display.modality(stored) if display.modality else stored).astype(np.float32)
-    values[_is_padding(stored, display) | ~np.isfinite(stored)] = np.nan
-    values_HW = values[_codes(frame.samples)] if narrow else values
+    values_HW = _values_of(frame, layout, display.modality, display.padding)
     shade, _ = _choose(display, layout)
     if isinstance(shade, Window):
         return LinearValues(values_HW, shade.center, shade.width, display.inverted)
@@ -388,7 +415,7 @@ def _render_narrow(
     """Render samples of up to 16 bits through a table of all possible values."""
     codes_HW = _codes(frame.samples)
     stored = _stored_values(frame, layout)
-    padding = _is_padding(stored, display)
+    padding = _is_padding(stored, display.padding)
     values = display.modality(stored) if display.modality else stored
     shade, shading = _choose(display, layout)
     if shade is None:
@@ -407,13 +434,13 @@ def _render_wide(
     samples = frame.samples.ravel()
     if shade is None:
         stored = samples[:: max(1, samples.size // _SAMPLE)].astype(np.float64)
-        stored = stored[np.isfinite(stored) & ~_is_padding(stored, display)]
+        stored = stored[np.isfinite(stored) & ~_is_padding(stored, display.padding)]
         values = display.modality(stored) if display.modality else stored
         shade = _percentile_range(values, np.ones(values.shape))
     out = np.empty(samples.size, np.uint8 if top == 255 else np.uint16)
     for start in range(0, samples.size, _BLOCK):
         stored = samples[start : start + _BLOCK].astype(np.float64)
-        missing = _is_padding(stored, display) | ~np.isfinite(stored)
+        missing = _is_padding(stored, display.padding) | ~np.isfinite(stored)
         stored[missing] = 0
         values = display.modality(stored) if display.modality else stored
         out[start : start + _BLOCK] = _finish(shade(values), missing, display, top)
@@ -478,10 +505,10 @@ def _quantize(shades: np.ndarray, top: int) -> np.ndarray:
     return np.rint(shades * top).astype(np.uint8 if top == 255 else np.uint16)
 
 
-def _is_padding(stored: np.ndarray, display: Display) -> np.ndarray:
-    if display.padding is None:
+def _is_padding(stored: np.ndarray, padding: _Interval | None) -> np.ndarray:
+    if padding is None:
         return np.zeros(stored.shape, bool)
-    return (stored >= display.padding[0]) & (stored <= display.padding[1])
+    return (stored >= padding[0]) & (stored <= padding[1])
 
 
 def _codes(samples: np.ndarray) -> np.ndarray:

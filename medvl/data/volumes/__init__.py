@@ -1,0 +1,1 @@
+"""Volumes (CT, MR): reading of NIfTI files and DICOM series."""

@@ -1,0 +1,129 @@
+"""Volumes at another spacing and size, and windows of their values."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import cv2
+import numpy as np
+from scipy import ndimage
+
+from medvl.data.volumes.volume import AIR, Volume, to_int16
+from medvl.errors import ConfigError
+
+_UNFILTERED = 1.5
+"""Ratio of spacings up to which no filter is needed."""
+_SLAB = 32
+
+
+def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool = True) -> Volume:
+    """Interpolate a volume linearly to another spacing.
+
+    Voxel centres are half a voxel from the border (`align_corners=False`), and sides are
+    `int(side * old / new)` as in CT-CLIP and HLIP. Values below -1024 are padding and become -1024
+    first. Works slice by slice: the largest temporary array has the new height and width.
+
+    Args:
+        volume: source.
+        spacing: millimetres along (z, y, x).
+        antialias: smooth an axis before it is shrunk by more than 1.5, by a Gaussian whose standard
+            deviation is (ratio - 1) / 2 voxels. False as published (CT-CLIP, HLIP, COLIPRI), which
+            drops voxels.
+
+    Returns:
+        The volume with its exact spacing, which differs from `spacing` by the rounding of sides.
+
+    Raises:
+        ConfigError: "out_of_range" for `spacing`, or one that leaves a side without a voxel.
+    """
+    goal = tuple(float(step) for step in spacing)
+    if len(goal) != 3 or not all(0 < step < float("inf") for step in goal):
+        raise ConfigError(
+            f"expected spacing as three numbers of mm above 0, got {tuple(spacing)}",
+            "out_of_range",
+            field="spacing",
+        )
+    shape = volume.hu_DHW.shape
+    # 1e-6: 3.0 / 0.1 voxels are 30, not 29
+    sides = [
+        int(side * old / new + 1e-6)
+        for side, old, new in zip(shape, volume.spacing, goal, strict=True)
+    ]
+    if min(sides) < 1:
+        raise ConfigError(
+            f"a spacing of {goal} mm leaves {sides} voxels", "out_of_range", field="spacing"
+        )
+    sigmas = [
+        (new / old - 1) / 2 if antialias and new / old > _UNFILTERED else 0.0
+        for old, new in zip(volume.spacing, goal, strict=True)
+    ]
+    depth, height, width = sides
+    planes_DHW = np.empty((shape[0], height, width), np.float32)
+    for source_HW, plane_HW in zip(volume.hu_DHW, planes_DHW, strict=True):
+        values_HW = np.maximum(source_HW, AIR).astype(np.float32)
+        for axis, sigma in enumerate(sigmas[1:]):
+            if sigma:
+                values_HW = ndimage.gaussian_filter1d(values_HW, sigma, axis, mode="nearest")
+        plane_HW[:] = cv2.resize(values_HW, (width, height), interpolation=cv2.INTER_LINEAR)
+    hu_DHW = np.empty((depth, height, width), np.int16)
+    for start in range(0, height, _SLAB):
+        slab = planes_DHW[:, start : start + _SLAB]
+        if sigmas[0]:
+            slab = ndimage.gaussian_filter1d(slab, sigmas[0], 0, mode="nearest")
+        hu_DHW[:, start : start + _SLAB] = to_int16(_interpolate_depth(slab, depth))
+    exact = [
+        old * before / after
+        for old, before, after in zip(volume.spacing, shape, sides, strict=True)
+    ]
+    return dataclasses.replace(volume, hu_DHW=hu_DHW, spacing=(exact[0], exact[1], exact[2]))
+
+
+def _interpolate_depth(slab_DHW: np.ndarray, depth: int) -> np.ndarray:
+    """Interpolate along the first axis, with half-voxel centres."""
+    before = len(slab_DHW)
+    places = np.clip((np.arange(depth) + 0.5) * before / depth - 0.5, 0, before - 1)
+    lower = np.minimum(places.astype(np.int64), max(before - 2, 0))
+    upper = np.minimum(lower + 1, before - 1)
+    share = (places - lower).astype(np.float32)[:, None, None]
+    mixed: np.ndarray = slab_DHW[lower] * (1 - share) + slab_DHW[upper] * share
+    return mixed
+
+
+def crop_or_pad(volume: Volume, size: Sequence[int], *, value: int = AIR) -> Volume:
+    """Cut a volume around its centre, or pad it, to a number of voxels along (z, y, x).
+
+    Raises:
+        ConfigError: "out_of_range" for `size`.
+    """
+    if len(size) != 3 or min(size) < 1:
+        raise ConfigError(
+            f"expected size as three numbers above 0, got {tuple(size)}",
+            "out_of_range",
+            field="size",
+        )
+    out_DHW = np.full(tuple(size), value, np.int16)
+    source = []
+    target = []
+    for before, after in zip(volume.hu_DHW.shape, size, strict=True):
+        count = min(before, after)
+        first = (before - count) // 2
+        source.append(slice(first, first + count))
+        first = (after - count) // 2
+        target.append(slice(first, first + count))
+    out_DHW[tuple(target)] = volume.hu_DHW[tuple(source)]
+    return dataclasses.replace(volume, hu_DHW=out_DHW)
+
+
+def apply_window(hu: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Return float32 values in 0..1: 0 up to `low`, 1 from `high`, linear between.
+
+    Raises:
+        ConfigError: "out_of_range" unless `low` is below `high`.
+    """
+    if not low < high:
+        raise ConfigError(
+            f"expected a window with low below high, got ({low}, {high})",
+            "out_of_range",
+            field="window",
+        )
+    share: np.ndarray = (hu.astype(np.float32) - np.float32(low)) / np.float32(high - low)
+    return np.clip(share, 0, 1)

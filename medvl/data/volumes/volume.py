@@ -1,0 +1,163 @@
+"""Volumes in one orientation, and the checks that all their readers share.
+
+Axes are (z, y, x): z to the head, y to the back, x to the patient's left, the order in which DICOM
+draws axial slices. Volumes are permuted and flipped to it by the nearest axes; none is resampled.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from medvl.errors import VolumeError
+
+AIR = -1024
+"""Value of padding, in Hounsfield units: what a scanner writes outside of its circle."""
+MAX_TILT = 0.5
+"""Degrees by which the axes of a volume may deviate from right angles."""
+MAX_OBLIQUE = 20.0
+"""Degrees between an axis of a volume and the nearest axis of the patient."""
+
+_SOFT = (-200, 300)
+_LUNG = (-950, -600)
+_INT16 = np.iinfo(np.int16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VolumeLimits:
+    """Limits for untrusted files."""
+
+    file_bytes: int = 4 << 30
+    """Size of a file."""
+    files: int = 20_000
+    """Files in the folder of a series."""
+    voxels: int = 1 << 30
+    """Voxels of a volume: 2 GiB at 16 bits, such as 1,024 slices of 1,024 x 1,024."""
+
+
+DEFAULT_LIMITS = VolumeLimits()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Volume:
+    """One scan, in canonical orientation."""
+
+    hu_DHW: np.ndarray
+    """int16: Hounsfield units of a CT. Other modalities have the values of their file, after its
+    rescale.
+    """
+    spacing: tuple[float, float, float]
+    """Millimetres between voxels along (z, y, x)."""
+    modality: str | None = None
+    """CT, MR, ... as in DICOM; None where the file has none (NIfTI)."""
+    is_hounsfield: bool | None = None
+    """Whether the file declares Hounsfield units; None where it cannot (NIfTI)."""
+    angle: float = 0.0
+    """Largest angle between an axis of the volume and the axis of the patient that it stands for,
+    in degrees.
+    """
+    dropped: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    """Number of files of the folder that are no slice of the volume, by kind: localizer, derived,
+    duplicate, no_position, not_dicom, no_pixels.
+    """
+
+
+def check_hounsfield(volume: Volume) -> None:
+    """Check that the values of a CT can be Hounsfield units.
+
+    The median of an elliptic cylinder at the centre must be that of soft tissue, or most of its
+    voxels must be lung. A CT that was rescaled twice, or never, fails.
+
+    Raises:
+        VolumeError: "not_hu".
+    """
+    depth, height, width = volume.hu_DHW.shape
+    slab_DHW = volume.hu_DHW[depth // 4 : max(depth - depth // 4, depth // 4 + 1)]
+    y_H = (np.arange(height) + 0.5) / height * 2 - 1
+    x_W = (np.arange(width) + 0.5) / width * 2 - 1
+    inside_HW = (y_H[:, None] ** 2 + x_W**2) <= 0.25  # half of the height and of the width
+    values = slab_DHW[:, inside_HW]
+    median = float(np.median(values))
+    lung = float(np.mean((values >= _LUNG[0]) & (values <= _LUNG[1])))
+    if not (_SOFT[0] <= median <= _SOFT[1] or lung > 0.5):
+        message = (
+            f"the values are not Hounsfield units: expected a median of {_SOFT[0]} to {_SOFT[1]} "
+            f"at the centre, or over 50 % lung, got {median:g} and {100 * lung:.0f} %; rescale the "
+            "stored values exactly once"
+        )
+        raise VolumeError(message, "not_hu")
+
+
+def to_canonical(
+    array: np.ndarray, axes: np.ndarray, max_oblique: float = MAX_OBLIQUE
+) -> tuple[np.ndarray, tuple[float, float, float], float]:
+    """Permute and flip an array to (z to the head, y to the back, x to the left).
+
+    Args:
+        array: three-dimensional.
+        axes: (3, 3): column i is the step in mm from one voxel to the next along axis i of the
+            array, in DICOM's coordinates of the patient (x to the left, y to the back, z to the
+            head).
+        max_oblique: largest angle in degrees between an axis and the one that it becomes.
+
+    Returns:
+        A contiguous array, its spacing, and the largest angle.
+
+    Raises:
+        VolumeError: "malformed" for steps that are not finite or 0; "tilt" for axes that are not at
+            right angles; "oblique".
+    """
+    spacing = np.linalg.norm(axes, axis=0)
+    if not np.isfinite(axes).all() or not (spacing > 0).all():
+        raise VolumeError(
+            "expected steps between voxels above 0 mm along three axes, got others", "malformed"
+        )
+    directions = axes / spacing
+    cosines = directions.T @ directions
+    off = max(abs(cosines[0, 1]), abs(cosines[0, 2]), abs(cosines[1, 2]))
+    tilt = math.degrees(math.asin(min(1.0, off)))
+    if tilt > MAX_TILT:
+        raise tilted(tilt)
+    # Row r of `directions` is patient axis x, y, z: order[r] is the array's axis nearest to it.
+    order = max(
+        itertools.permutations(range(3)),
+        key=lambda order: sum(abs(directions[row, axis]) for row, axis in enumerate(order)),
+    )
+    nearest = [float(directions[row, axis]) for row, axis in enumerate(order)]
+    angle = max(math.degrees(math.acos(min(1.0, abs(cosine)))) for cosine in nearest)
+    if angle > max_oblique:
+        message = (
+            f"an axis of the volume is {angle:.1f} degrees from the nearest axis of the patient, "
+            f"over {max_oblique:g}; raise max_oblique, or leave the volume out"
+        )
+        raise VolumeError(message, "oblique", field="max_oblique")
+    x, y, z = order
+    turned = array.transpose(z, y, x)
+    flips = tuple(slice(None, None, -1 if cosine < 0 else 1) for cosine in reversed(nearest))
+    sides = (float(spacing[z]), float(spacing[y]), float(spacing[x]))
+    return np.ascontiguousarray(turned[flips]), sides, angle
+
+
+def tilted(degrees: float) -> VolumeError:
+    """Return the error for slices that are not stacked at a right angle."""
+    message = (
+        f"the slices are stacked {degrees:.1f} degrees off a right angle (gantry tilt), over "
+        f"{MAX_TILT}; correct the shear first, or leave the volume out"
+    )
+    return VolumeError(message, "tilt")
+
+
+def to_int16(values: np.ndarray) -> np.ndarray:
+    """Round to int16 and clip to its range; values that are not finite become `AIR`."""
+    if values.dtype.kind == "f":
+        values = np.rint(np.where(np.isfinite(values), values, AIR))
+        return np.clip(values, _INT16.min, _INT16.max).astype(np.int16)
+    own = np.iinfo(values.dtype)
+    low = max(own.min, _INT16.min)
+    high = min(own.max, _INT16.max)
+    if (low, high) == (own.min, own.max):
+        return values.astype(np.int16, copy=False)
+    return np.clip(values, low, high).astype(np.int16)

@@ -1,0 +1,258 @@
+"""DICOM series with known volumes: order, gaps, localizers, rescales, copies, several stacks."""
+
+import numpy as np
+import pytest
+from helpers.dicom_builder import image_dataset, write_dataset
+from helpers.errors import raises
+from helpers.volume_files import canonical, write_series, write_slice
+
+from medvl.data.volumes.dicom_series import read_dicom_series
+from medvl.data.volumes.volume import VolumeLimits
+from medvl.errors import ConfigError, DicomError, VolumeError
+
+HU = canonical((6, 5, 4))
+
+
+def test_slices_are_ordered_by_position(tmp_path):
+    write_series(tmp_path / "scan" / "a", HU[:3])
+    (tmp_path / "scan" / "b").mkdir()
+    for index in (3, 4, 5):
+        write_slice(
+            tmp_path / "scan" / "b" / f"{9 - index}", HU[index], (-10, -20, 100 + 1.5 * index)
+        )
+    (tmp_path / "scan" / "README").write_text("no DICOM")
+    volume = read_dicom_series(tmp_path / "scan")
+    assert volume.hu_DHW.dtype == np.int16
+    np.testing.assert_array_equal(volume.hu_DHW, HU)
+    assert volume.spacing == pytest.approx((1.5, 0.7, 0.8))  # not the thickness of 5
+    assert (volume.modality, volume.is_hounsfield, volume.angle) == ("CT", True, 0)
+    assert dict(volume.dropped) == {"not_dicom": 1}
+
+
+@pytest.mark.parametrize(
+    ("orientation", "turn"),
+    [
+        ((-1, 0, 0, 0, -1, 0), lambda hu: hu[:, ::-1, ::-1]),  # prone: rows to the right and front
+        ((1, 0, 0, 0, 0, -1), lambda hu: hu.transpose(1, 0, 2)[::-1]),  # coronal, rows to the feet
+        ((0, 1, 0, 0, 0, -1), lambda hu: hu.transpose(1, 2, 0)[::-1, :, ::-1]),  # sagittal
+    ],
+)
+def test_every_orientation_becomes_head_back_left(tmp_path, orientation, turn):
+    normal = np.cross(orientation[:3], orientation[3:])
+    fields = {
+        index: {"ImagePositionPatient": (2.0 * index * normal).tolist()} for index in range(6)
+    }
+    write_series(tmp_path / "a", HU, fields=fields, ImageOrientationPatient=list(orientation))
+    volume = read_dicom_series(tmp_path / "a")
+    np.testing.assert_array_equal(volume.hu_DHW, turn(HU))
+    sizes = dict(zip(volume.hu_DHW.shape, volume.spacing, strict=True))
+    assert {size: round(step, 3) for size, step in sizes.items()} == {6: 2.0, 5: 0.7, 4: 0.8}
+
+
+def test_the_slope_of_each_slice_is_applied(tmp_path):
+    hu_DHW = np.stack([np.full((4, 4), value) for value in (-1000, -50, 0, 1200)])
+    slopes = (2, 0.5, 1, 4)
+    fields = {
+        index: {"RescaleSlope": slope, "RescaleIntercept": -1024 - index * slope}
+        for index, slope in enumerate(slopes)
+    }
+    write_series(tmp_path / "a", hu_DHW, fields=fields)
+    np.testing.assert_array_equal(read_dicom_series(tmp_path / "a").hu_DHW, hu_DHW)
+
+
+@pytest.mark.parametrize(("modality", "pad"), [("CT", -1024), ("MR", 0)])
+def test_padding_becomes_air(tmp_path, modality, pad):
+    hu_DHW = np.where(np.arange(4) == 0, -3024, HU).astype(int)
+    stored = {
+        index: {
+            "PixelData": (hu_DHW[index] + 1024).astype("<i2").tobytes(),
+            "PixelRepresentation": 1,
+            "PixelPaddingValue": -2000,
+        }
+        for index in range(6)
+    }
+    write_series(tmp_path / "a", HU, fields=stored, Modality=modality)
+    volume = read_dicom_series(tmp_path / "a")
+    np.testing.assert_array_equal(volume.hu_DHW, np.where(np.arange(4) == 0, pad, HU))
+    assert volume.is_hounsfield == (modality == "CT")
+
+
+def test_other_rescales_of_ct_are_no_hounsfield_units(tmp_path):
+    write_series(tmp_path / "a", HU, RescaleType="US")
+    assert read_dicom_series(tmp_path / "a").is_hounsfield is False
+
+
+def test_missing_and_uneven_slices_are_a_gap(tmp_path):
+    paths = write_series(tmp_path / "a", HU)
+    paths[4].unlink()
+    with raises(VolumeError, "gap", names="slices 3 and 4 are 3.00 mm apart, expected 1.50 mm"):
+        read_dicom_series(tmp_path / "a")
+    with raises(VolumeError, "gap"):
+        read_dicom_series(tmp_path / "a", gaps="resample")
+    with raises(ConfigError, "out_of_range", "gaps"):
+        read_dicom_series(tmp_path / "a", gaps="split")
+
+
+def test_slices_of_nearly_even_distance_are_resampled(tmp_path):
+    places = np.array([0, 2.0, 4.1, 6.0, 7.9, 10.0])
+    hu_DHW = np.broadcast_to(np.rint(100 * places)[:, None, None], (6, 3, 3))
+    fields = {index: {"ImagePositionPatient": [0, 0, z]} for index, z in enumerate(places.tolist())}
+    write_series(tmp_path / "a", hu_DHW, fields=fields)
+    with raises(VolumeError, "gap"):
+        read_dicom_series(tmp_path / "a")
+    volume = read_dicom_series(tmp_path / "a", gaps="resample")
+    assert volume.spacing[0] == pytest.approx(2)
+    assert volume.hu_DHW[:, 1, 1].tolist() == [0, 200, 400, 600, 800, 1000]
+
+
+def test_what_is_no_slice_of_the_scan_is_dropped_and_counted(tmp_path):
+    write_series(tmp_path / "a", HU)
+    sagittal = {"ImageOrientationPatient": [0, 1, 0, 0, 0, -1]}
+    write_slice(tmp_path / "a" / "x1", HU[0], (0, 0, 0), **sagittal)
+    write_slice(
+        tmp_path / "a" / "x2", HU[0], (0, 0, 0), ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"]
+    )
+    write_slice(tmp_path / "a" / "x3", HU[0], (0, 0, 0), ImageType=["DERIVED", "SECONDARY", "MPR"])
+    screenshot = image_dataset(np.zeros((5, 4), np.uint8), Modality="OT")
+    write_dataset(tmp_path / "a" / "x4", screenshot)
+    report = image_dataset(np.zeros((5, 4), np.uint8), PixelData=None)
+    write_dataset(tmp_path / "a" / "x5", report)
+    write_slice(tmp_path / "a" / "x6", HU[2], (-10, -20, 103.0))
+    volume = read_dicom_series(tmp_path / "a")
+    np.testing.assert_array_equal(volume.hu_DHW, HU)
+    assert dict(volume.dropped) == {
+        "localizer": 2,
+        "derived": 1,
+        "no_position": 1,
+        "no_pixels": 1,
+        "duplicate": 1,
+    }
+
+
+def test_different_slices_at_one_place_are_a_conflict(tmp_path):
+    write_series(tmp_path / "a", HU)
+    write_slice(tmp_path / "a" / "x", HU[2] + 1, (-10, -20, 103.0))
+    with raises(VolumeError, "conflict"):
+        read_dicom_series(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "field", ["AcquisitionNumber", "TemporalPositionIdentifier", "ContentTime", "EchoNumbers"]
+)
+def test_phases_of_one_series_are_stacks(tmp_path, field):
+    write_series(tmp_path / "a", HU, **{field: "100000"})
+    other = HU[:4] + 5
+    write_series(tmp_path / "a" / "b", other, **{field: "200000"})
+    with raises(VolumeError, "conflict", "stack", names="6, 4"):
+        read_dicom_series(tmp_path / "a")
+    np.testing.assert_array_equal(read_dicom_series(tmp_path / "a", stack=0).hu_DHW, HU)
+    np.testing.assert_array_equal(read_dicom_series(tmp_path / "a", stack=1).hu_DHW, other)
+    with raises(VolumeError, "not_found", "stack"):
+        read_dicom_series(tmp_path / "a", stack=2)
+
+
+def test_series_in_one_folder_are_stacks(tmp_path):
+    write_series(tmp_path / "a", HU)
+    write_series(tmp_path / "a" / "b", HU[:4] + 5, SeriesInstanceUID="1.2.826.2")
+    with raises(VolumeError, "conflict", "stack"):
+        read_dicom_series(tmp_path / "a")
+    np.testing.assert_array_equal(read_dicom_series(tmp_path / "a", stack=1).hu_DHW, HU[:4] + 5)
+
+
+def test_derived_slices_are_read_where_asked(tmp_path):
+    write_series(tmp_path / "a", HU, ImageType=["DERIVED", "SECONDARY", "REFORMATTED"])
+    with raises(VolumeError, "empty", names="6 derived"):
+        read_dicom_series(tmp_path / "a")
+    np.testing.assert_array_equal(read_dicom_series(tmp_path / "a", derived=True).hu_DHW, HU)
+
+
+def test_gantry_tilt_is_refused(tmp_path):
+    fields = {index: {"ImagePositionPatient": [0, 0.3 * index, 1.5 * index]} for index in range(6)}
+    write_series(tmp_path / "a", HU, fields=fields)
+    with raises(VolumeError, "tilt", names="11.3 degrees"):
+        read_dicom_series(tmp_path / "a")
+
+
+def test_oblique_slices_are_refused_above_the_limit(tmp_path):
+    turn = np.radians(25)
+    orientation = [1, 0, 0, 0, float(np.cos(turn)), float(np.sin(turn))]
+    normal = np.cross(orientation[:3], orientation[3:])
+    fields = {index: {"ImagePositionPatient": (index * normal).tolist()} for index in range(6)}
+    write_series(tmp_path / "a", HU, fields=fields, ImageOrientationPatient=orientation)
+    with raises(VolumeError, "oblique", "max_oblique"):
+        read_dicom_series(tmp_path / "a")
+    volume = read_dicom_series(tmp_path / "a", max_oblique=30)
+    assert volume.angle == pytest.approx(25, abs=1e-3)
+    np.testing.assert_array_equal(volume.hu_DHW, HU)
+
+
+def test_damaged_files_name_themselves(tmp_path):
+    paths = write_series(tmp_path / "a", HU)
+    paths[2].write_bytes(paths[2].read_bytes()[:-10])
+    with raises(DicomError, "truncated", names=paths[2].name):
+        read_dicom_series(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "field"),
+    [
+        ({"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]}, "malformed", "ImageOrientationPatient"),
+        ({"ImagePositionPatient": [1, 0]}, "malformed", "ImagePositionPatient"),
+        ({"PixelSpacing": [0, 1]}, "malformed", "PixelSpacing"),
+        ({"RescaleSlope": 0, "RescaleIntercept": 0}, "malformed", "RescaleSlope"),
+    ],
+)
+def test_damaged_geometry_is_refused(tmp_path, fields, code, field):
+    write_series(tmp_path / "a", HU)
+    slope = {**fields, "PixelData": bytes(40)}
+    data = image_dataset(
+        np.zeros((5, 4), np.uint16),
+        **{
+            "Modality": "CT",
+            "SeriesInstanceUID": "1.2.826.1",
+            "ImageOrientationPatient": [1, 0, 0, 0, 1, 0],
+            "ImagePositionPatient": [-10, -20, 109],
+            "PixelSpacing": [0.7, 0.8],
+            **slope,
+        },
+    )
+    write_dataset(tmp_path / "a" / "x", data)
+    with raises(DicomError, code, field):
+        read_dicom_series(tmp_path / "a")
+
+
+def test_frames_are_no_series(tmp_path):
+    frames = image_dataset(
+        np.zeros((3, 5, 4), np.uint16),
+        NumberOfFrames=3,
+        ImageOrientationPatient=[1, 0, 0, 0, 1, 0],
+        ImagePositionPatient=[0, 0, 0],
+    )
+    (tmp_path / "a").mkdir()
+    write_dataset(tmp_path / "a" / "x", frames)
+    with raises(DicomError, "multi_frame"):
+        read_dicom_series(tmp_path / "a")
+
+
+def test_small_and_large_folders(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_dicom_series(tmp_path / "none")
+    (tmp_path / "a").mkdir()
+    with raises(VolumeError, "empty", names=str(tmp_path / "a")):
+        read_dicom_series(tmp_path / "a")
+    write_series(tmp_path / "a", HU[:1])
+    with raises(VolumeError, "too_small"):
+        read_dicom_series(tmp_path / "a")
+    write_series(tmp_path / "a", HU)
+    with raises(VolumeError, "too_large", "voxels"):
+        read_dicom_series(tmp_path / "a", limits=VolumeLimits(voxels=100))
+    with raises(VolumeError, "too_large", "files"):
+        read_dicom_series(tmp_path / "a", limits=VolumeLimits(files=5))
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path):
+    write_series(tmp_path / "a", HU)
+    secret = write_slice(tmp_path / "other", HU[0], (0, 0, 0))
+    (tmp_path / "a" / "x").symlink_to(secret)
+    with raises(DicomError, "outside_folder"):
+        read_dicom_series(tmp_path / "a")
