@@ -1,8 +1,8 @@
 """Data classes that all of medvl shares. Read this first.
 
 A corpus yields `Sample`s; shards store them; the loader makes `Batch`es; encoders turn those into
-`ImageFeatures` and `TextFeatures`; a model turns a batch into `Losses`. This module imports nothing
-of medvl, and torch only for types.
+`ImageFeatures` and `TextFeatures`; a model turns a batch into `Losses`. This module imports the
+error types only, and torch only for types.
 
 Shape letters, here and everywhere: B batch, T text tokens, W words, S sentences, P patches or
 regions, D feature dim, E shared embedding dim, C channels, H and W height and width, L labels, N
@@ -17,6 +17,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -353,12 +355,27 @@ class ImageFeatures:
     pooled_BD: Tensor
     patches_BPD: Tensor | None
     """Local features in row-major order over `grid`; None where the encoder has none."""
-    grid: tuple[int, int] | None
-    """(h, w) with h * w = P."""
+    grid: tuple[int, int] | tuple[int, int, int] | None
+    """(h, w) with h * w = P; of volumes (d, h, w) with d * h * w = P."""
     attention_BP: Tensor | None = None
     """Attention of the last layer from the class token to the patches, averaged over heads; None
     unless requested.
     """
+
+    @property
+    def plane(self) -> tuple[int, int] | None:
+        """The grid (h, w) of an image.
+
+        Raises ConfigError ("unsupported") for the grid of a volume.
+        """
+        if self.grid is not None and len(self.grid) != 2:
+            raise ConfigError(
+                "expected features of images with a grid (h, w), got those of volumes; use an "
+                "image encoder",
+                "unsupported",
+                field="image_encoder",
+            )
+        return self.grid
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

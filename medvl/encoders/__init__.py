@@ -37,5 +37,9 @@ if TYPE_CHECKING:
         create_text_encoder as create_text_encoder,
         list_text_encoders as list_text_encoders,
     )
+    from medvl.encoders.volume.encoder import (
+        VolumeEncoder as VolumeEncoder,
+        create_volume_encoder as create_volume_encoder,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -429,7 +429,7 @@ class ImageEncoder(Encoder):
                     hook.remove()
             width = features.pooled_BD.shape[1]
             patches = features.patches_BPD
-            _MEASURED[key] = _Measured(width, patches.shape[2], features.grid, 2 in values)
+            _MEASURED[key] = _Measured(width, patches.shape[2], features.plane, 2 in values)
         return _MEASURED[key]
 
 

@@ -144,20 +144,21 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
         return local_BPE, (side, local_BPE.shape[1] // side)
     encoder = model.image_encoder
     features = encoder(image_BCHW)
-    if features.patches_BPD is None or features.grid is None:
+    grid = features.plane
+    if features.patches_BPD is None or grid is None:
         message = (
             f"{encoder.name} has no grid of patches, which grounding requires: use "
             f"another image encoder"
         )
         raise EvaluationError(message, "unsupported")
     if encoder.patch_dim == encoder.feature_dim:
-        return model.image_head(features.patches_BPD), features.grid
+        return model.image_head(features.patches_BPD), grid
     projection = getattr(encoder.backbone, "proj", None)
     if isinstance(projection, Tensor) and projection.shape == (
         encoder.patch_dim,
         encoder.feature_dim,
     ):
-        return model.image_head(features.patches_BPD @ projection), features.grid
+        return model.image_head(features.patches_BPD @ projection), grid
     message = (
         f"the pooled vector of {encoder.name} is not computed from its patches, so the "
         f"head cannot project them"

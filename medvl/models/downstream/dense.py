@@ -192,7 +192,7 @@ class DenseModel(System):
         """(B, W, h, w): features of the decoder's cells."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.frozen_encoder):
             features = self.patch_features(batch)
-        decoded_BWhw: Tensor = self.decoder(features.patches_BPD, features.grid)
+        decoded_BWhw: Tensor = self.decoder(features.patches_BPD, features.plane)
         return decoded_BWhw
 
     def parameter_groups(

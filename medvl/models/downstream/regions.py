@@ -250,9 +250,9 @@ class DetectorRegions:
         """See `RegionDetector`."""
         features = self.model.image_encoder(stack(list(images), self.model.device))
         logits_BPL, boxes_BP4 = self.model.read_cells(
-            self.model.decoder(features.patches_BPD, features.grid)
+            self.model.decoder(features.patches_BPD, features.plane)
         )
-        map_BDhw = features.patches_BPD.float().transpose(1, 2).unflatten(2, features.grid)
+        map_BDhw = features.patches_BPD.float().transpose(1, 2).unflatten(2, features.plane)
         rows = zip(images, boxes_BP4, logits_BPL.float().sigmoid(), map_BDhw, strict=True)
         return [self._regions(*row) for row in rows]
 

@@ -104,7 +104,7 @@ class RegionInput(nn.Module):
             features = source(image)
             if isinstance(source, RegionEncoder):
                 return Tokens(features.patches_BPD, source.real(image))
-            codes_PC = box_code(grid_boxes(*features.grid), self.numbers).to(features.patches_BPD)
+            codes_PC = box_code(grid_boxes(*features.plane), self.numbers).to(features.patches_BPD)
             codes_BPC = codes_PC.expand(len(features.patches_BPD), -1, -1)
             return Tokens(torch.cat([features.patches_BPD, codes_BPC], dim=2), None)
 

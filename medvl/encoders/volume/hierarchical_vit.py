@@ -1,0 +1,243 @@
+"""Vision Transformer for volumes, with attention within slices, scans or the whole study (HLIP,
+Zhao et al., arXiv 2505.21862).
+
+Its parameters have the names of timm's vision Transformer and of the authors' code
+(github.com/Zch0414/hlip), so that their files fit. Shape letters are those of `medvl.schema`; N is
+the number of scans, d, h and w that of patches along the axes, K the tokens of a part.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from medvl.encoders.base import group_by_depth
+from medvl.errors import ConfigError
+
+Level = Literal["slice", "scan", "study"]
+Sides = tuple[int, int, int]
+LEVELS: tuple[Level, ...] = ("slice", "scan", "study")
+
+
+def sinusoids(places: Tensor, width: int) -> Tensor:
+    """Return (len(places), width): sines, then cosines, at frequencies from 1 to 1/10000."""
+    frequencies = 10000 ** -(torch.arange(width // 2, dtype=torch.float64) / (width / 2))
+    angles = places.to(torch.float64)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
+
+
+def volume_positions(grid: Sides, width: int) -> Tensor:
+    """Return sin-cos positions (1, d, h, w, width): a third of the width for each axis, in the
+    order w, h, d.
+    """
+    third = width // 3
+    d, h, w = (sinusoids(torch.arange(side), third) for side in grid)
+    parts = (
+        w[None, None, :].expand(*grid, -1),
+        h[None, :, None].expand(*grid, -1),
+        d[:, None, None].expand(*grid, -1),
+    )
+    return torch.cat(parts, dim=3)[None]
+
+
+def resize_positions(table_1dhwD: Tensor, grid: Sides) -> Tensor:
+    """Interpolate positions (1, d, h, w, D) to another grid, trilinearly."""
+    if tuple(table_1dhwD.shape[1:4]) == grid:
+        return table_1dhwD
+    channels_first = table_1dhwD.permute(0, 4, 1, 2, 3)
+    return F.interpolate(channels_first.float(), grid, mode="trilinear").permute(0, 2, 3, 4, 1)
+
+
+class _Norm(nn.LayerNorm):
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__(width, eps=1e-6, **options)
+
+
+class PatchEmbedding(nn.Module):
+    """Convolution whose stride is its kernel."""
+
+    def __init__(self, patch: Sides, width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.proj = nn.Conv3d(1, width, patch, patch)
+
+    def forward(self, image_MDHW: Tensor) -> Tensor:
+        """Return (M, d, h, w, width)."""
+        depth, height, columns = self.patch
+        cells = image_MDHW.unflatten(3, (-1, columns)).unflatten(2, (-1, height))
+        cells = cells.unflatten(1, (-1, depth)).permute(0, 1, 3, 5, 2, 4, 6)
+        return F.linear(cells.flatten(4), self.proj.weight.flatten(1), self.proj.bias)
+
+
+class HierarchicalViT(nn.Module):
+    """Transformer whose layers attend within parts of a study.
+
+    Each part has its own copy of the class token. Where a layer has larger parts than the one
+    before, their class tokens are averaged; where it has smaller ones, they are copied.
+
+    Args:
+        grid: patches along (z, y, x).
+        patch: voxels of a patch along (z, y, x).
+        width: a multiple of 6 and of `heads`.
+        levels: level of each layer.
+        heads: attention heads.
+        drop_path: rate of stochastic depth in the last layer; it grows linearly from 0.
+        max_scans: rows of the table of scan positions; 0 for none.
+    """
+
+    def __init__(
+        self,
+        grid: Sides,
+        patch: Sides,
+        width: int,
+        levels: Sequence[Level],
+        heads: int,
+        drop_path: float,
+        max_scans: int,
+    ) -> None:
+        super().__init__()
+        from timm.models.vision_transformer import Block
+
+        self.levels = tuple(levels)
+        self.patch_embed = PatchEmbedding(patch, width)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        rates = torch.linspace(0, drop_path, len(levels)).tolist()
+        self.blocks = nn.ModuleList(
+            Block(width, heads, 4.0, qkv_bias=True, drop_path=rate, norm_layer=_Norm)
+            for rate in rates
+        )
+        self.norm = _Norm(width)
+        self.register_buffer("spatial_posemb", volume_positions(grid, width))
+        self.spatial_posemb: Tensor
+        table = sinusoids(torch.arange(max_scans), width)[None] if max_scans else None
+        self.register_buffer("sequential_posemb", table)
+        self.sequential_posemb: Tensor | None
+        self._checkpoints = False
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.cls_token, std=1e-6)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Set whether layers are recomputed in the backward pass."""
+        self._checkpoints = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters without weight decay, as timm names them."""
+        return {"cls_token"}
+
+    def forward(self, image_BNDHW: Tensor) -> Tensor:
+        """Return the normalised class token and patches (B, 1 + N * d * h * w, D), patches in the
+        order n, d, h, w.
+        """
+        batch, scans = image_BNDHW.shape[:2]
+        patches = self.patch_embed(image_BNDHW.flatten(0, 1)).unflatten(0, (batch, scans))
+        depth, height, columns = patches.shape[2:5]
+        positions = resize_positions(self.spatial_posemb, (depth, height, columns))[:, None]
+        if self.sequential_posemb is not None:
+            positions = positions + self._scan_positions(scans)[:, :, None, None, None]
+        patches_BPD = (patches + positions.to(patches.dtype)).flatten(1, 4)
+        parts = {"slice": scans * depth, "scan": scans, "study": 1}
+        count = parts[self.levels[0]]
+        tokens = torch.cat(
+            [
+                self.cls_token.expand(batch * count, -1, -1).to(patches.dtype),
+                patches_BPD.reshape(batch * count, -1, patches_BPD.shape[2]),
+            ],
+            dim=1,
+        )
+        for level, block in zip(self.levels, self.blocks, strict=True):
+            tokens = regroup(tokens, count, parts[level])
+            count = parts[level]
+            if self._checkpoints and self.training:
+                tokens = checkpoint(block, tokens, use_reentrant=False)
+            else:
+                tokens = block(tokens)
+        normalized: Tensor = self.norm(regroup(tokens, count, 1))
+        return normalized
+
+    def _scan_positions(self, scans: int) -> Tensor:
+        """Return the rows (1, N, D) of the scans: drawn in training, else the first ones."""
+        table_1ND = self.sequential_posemb
+        if table_1ND is None or scans > table_1ND.shape[1]:
+            raise ConfigError(
+                f"expected at most max_scans scans of a study, got {scans}", "mismatch"
+            )
+        if not self.training:
+            return table_1ND[:, :scans]
+        return table_1ND[:, torch.randperm(table_1ND.shape[1], device=table_1ND.device)[:scans]]
+
+
+def regroup(tokens_MKD: Tensor, old: int, new: int) -> Tensor:
+    """Part each study into `new` equal parts instead of `old`, of which one divides the other.
+
+    `tokens_MKD` has M = B * old parts with a class token each.
+    """
+    if new == old:
+        return tokens_MKD
+    prefix_M1D = tokens_MKD[:, :1]
+    patches = tokens_MKD[:, 1:]
+    width = tokens_MKD.shape[2]
+    count = len(tokens_MKD) * new // old
+    if new > old:
+        prefix_M1D = prefix_M1D.repeat_interleave(new // old, dim=0)
+    else:
+        prefix_M1D = prefix_M1D.unflatten(0, (-1, old // new)).mean(dim=1)
+    return torch.cat([prefix_M1D, patches.reshape(count, -1, width)], dim=1)
+
+
+def inflate(
+    tensors: dict[str, Tensor], patch: Sides, grid: Sides, *, rescale: bool
+) -> dict[str, Tensor]:
+    """Return the weights of a vision Transformer for RGB images (timm's names) as those of a
+    `HierarchicalViT`.
+
+    The filters are enlarged bicubically to the patch, summed over RGB, and repeated over its depth
+    divided by it. The table of positions is enlarged bicubically with antialiasing, and sin-cos
+    positions along z are added. The position of the class token is added to the token.
+
+    Args:
+        tensors: `patch_embed.proj.weight` (D, 3, h, w), `pos_embed`, `cls_token` and others, which
+            stay.
+        patch, grid: of the volume encoder.
+        rescale: divide enlarged filters by the growth of their area. HLIP does not, so that its
+            response to a constant grows with it.
+    """
+    from timm.layers import resample_abs_pos_embed
+
+    out = dict(tensors)
+    filters_D3hw = out["patch_embed.proj.weight"].float()
+    sides = tuple(filters_D3hw.shape[2:])
+    if sides != patch[1:]:
+        filters_D3hw = F.interpolate(filters_D3hw, patch[1:], mode="bicubic")
+        if rescale:
+            filters_D3hw = filters_D3hw * (math.prod(sides) / math.prod(patch[1:]))
+    grey_D1hw = filters_D3hw.sum(dim=1, keepdim=True)
+    out["patch_embed.proj.weight"] = grey_D1hw[:, :, None].repeat(1, 1, patch[0], 1, 1) / patch[0]
+    table_1PD = out.pop("pos_embed").float()
+    if math.isqrt(table_1PD.shape[1]) ** 2 != table_1PD.shape[1]:
+        out["cls_token"] = out["cls_token"] + table_1PD[:, :1]
+        table_1PD = table_1PD[:, 1:]
+    plane_1PD = resample_abs_pos_embed(table_1PD, list(grid[1:]), num_prefix_tokens=0)
+    width = table_1PD.shape[2]
+    along_z = sinusoids(torch.arange(grid[0]), width)[None, :, None, None]
+    out["spatial_posemb"] = along_z + plane_1PD.reshape(1, 1, *grid[1:], width)
+    return out
+
+
+class HierarchicalViTAdapter:
+    """Access of `VolumeEncoder` to the network."""
+
+    def layers(self, net: Any) -> list[list[str]]:
+        """Return the names of the parameters by depth."""
+        return group_by_depth(
+            [name for name, _ in net.named_parameters()],
+            [f"blocks.{index}." for index in range(len(net.blocks))],
+            top=("norm.",),
+            stem=("cls_token", "patch_embed."),
+        )
