@@ -101,7 +101,7 @@ ITEMS = {
         "samples are independent, padding changes nothing, every parameter gets a gradient",
     ),
     "N8": ("export to open_clip, Hugging Face and ONNX", "equal embeddings"),
-    "N9": ("training of the recipes", "the losses of the first fifty steps are the recorded ones"),
+    "N9": ("training of the recipes", "the losses of the first steps are the recorded ones"),
     "S1": ("pickled weights", "error, never executed"),
     "S2": (
         "torch version whose restricted reader can execute code",
