@@ -1,16 +1,16 @@
 """Trainings in processes of their own, for tests that kill them.
 
-    train_child.py step RUN_DIR [KILL_AT]
-        train; SIGKILL itself when micro-batch KILL_AT is handed out
-    train_child.py workers RUN_DIR            train slowly, with batches from two worker processes
-    train_child.py writes FOLDER
-        kill a training before each of its operations on files, and resume it
-
-The last forks, so that torch is imported once; nothing here uses more than one thread.
+train_child.py step RUN_DIR [KILL_AT]
+    train; SIGKILL itself when micro-batch KILL_AT is handed out
+train_child.py workers RUN_DIR            train slowly, with batches from two worker processes
+train_child.py writes FOLDER
+    train, and go on from what a kill before each of its operations on files would leave
 """
 
+import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -118,42 +118,54 @@ def kill_before_write(number: int, run_dir: Path) -> None:
     sys.addaudithook(watch)
 
 
-def in_fork(run_dir: Path, number: int | None) -> int:
-    """Train in a forked process; the signal that ended it, or 0."""
-    child = os.fork()
-    if child == 0:
-        if number is not None:
-            kill_before_write(number, run_dir)
-        try:
-            run(run_dir, steps=2, every=1)
-        except BaseException as error:
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
-        raise SystemExit(f"a training after {number} operations failed")
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-
-
-def kill_at_every_write(folder: Path) -> None:
-    """Print `killed N same M`: trainings that were killed, and those that then ended with the
-    undisturbed weights.
+def copy_before_writes(run_dir: Path, folder: Path) -> dict[bytes, Path]:
+    """From here on, copy the run's files before each operation on them: what a kill at that moment
+    would leave. Return the copies, which fill up: one of each state, by its hash.
     """
-    run(
-        folder / "whole", steps=2, every=1
-    )  # here and not in a fork: what it imports, all forks then have
-    expected = fakes.weights_hash(folder / "whole")
-    killed = same = 0
-    while in_fork(folder / f"run-{killed}", killed):
-        if in_fork(folder / f"run-{killed}", None):
-            raise SystemExit("the resumed training was killed")
-        same += fakes.weights_hash(folder / f"run-{killed}") == expected
-        leftovers = [path for path in folder.glob(f"run-{killed}/**/.*") if path.name != ".lock"]
+    states: dict[bytes, Path] = {}
+    copying = False
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal copying
+        if copying or event not in WATCHED or str(run_dir) not in str(arguments):
+            return
+        copying = True
+        if run_dir.exists() and (state := _state(run_dir)) not in states:
+            states[state] = folder / f"state-{len(states)}"
+            shutil.copytree(run_dir, states[state], symlinks=True)
+        copying = False
+
+    sys.addaudithook(watch)
+    return states
+
+
+def _state(folder: Path) -> bytes:
+    """Return a hash of all names, links and bytes below a folder."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        found.update(str(path.relative_to(folder)).encode() + b"\0")
+        if path.is_symlink():
+            found.update(os.fsencode(path.readlink()))
+        elif path.is_file():
+            found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.digest()
+
+
+def resume_every_state(folder: Path) -> None:
+    """Print `states N same M`: what kills of a training would leave, and those from which it ends
+    with the weights of the whole.
+    """
+    whole = folder / "whole"
+    states = copy_before_writes(whole, folder)
+    run(whole, steps=2, every=1)
+    expected, same = fakes.weights_hash(whole), 0
+    for state in states.values():
+        run(state, steps=2, every=1)
+        same += fakes.weights_hash(state) == expected
+        leftovers = [path for path in state.glob("**/.*") if path.name != ".lock"]
         if leftovers:
             raise SystemExit(f"left behind: {leftovers}")
-        killed += 1
-    sys.stdout.write(f"killed {killed} same {same}\n")
+    sys.stdout.write(f"states {len(states)} same {same}\n")
 
 
 class Dying(FakeLoader):
@@ -182,7 +194,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with fakes.fake_files():
         if sys.argv[1] == "writes":
-            kill_at_every_write(Path(sys.argv[2]))
+            resume_every_state(Path(sys.argv[2]))
         elif sys.argv[1] == "workers":
             run(Path(sys.argv[2]), steps=1000, loader=Workers())
         else:

@@ -68,11 +68,9 @@ def test_signal_to_the_process_group_ends_a_run_with_workers_cleanly(
 
 
 @pytest.mark.fault("F1")
-# Some 125 trainings are killed and resumed, a tenth of a second each.
-@pytest.mark.slow
 def test_resume_after_a_kill_before_any_file_operation_is_exact(tmp_path: Path) -> None:
     ended = child("writes", tmp_path)
     assert ended.returncode == 0, ended.stderr
-    _, killed, _, same = ended.stdout.split()
-    assert int(killed) > 60  # three checkpoints, two removals, the links, the records
-    assert same == killed
+    _, states, _, same = ended.stdout.split()
+    assert int(states) > 40  # of three checkpoints, two removals, the links, the records
+    assert same == states
