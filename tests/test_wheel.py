@@ -22,6 +22,7 @@ from medvl.cli.recipes import find_recipe
 import medvl
 
 print(medvl.__file__, find_recipe("convirt"))
+main("phantom quickstart --patients 22 --size 48 --seed 10 --workers 1".split())
 main(["train", "convirt", "tiny", *"--train.epochs 1 --train.global-batch 16 --train.best-metric loss "
       "--train.best-mode min --data.workers 0".split()])
 main("eval zero-shot --checkpoint quickstart/convirt/best --data quickstart/shards/test "
@@ -83,8 +84,8 @@ def test_installed_wheel_trains_and_evaluates_outside_of_the_checkout(
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    phantom = "phantom quickstart --patients 22 --size 48 --seed 10 --workers 1"
-    run(sys.executable, str(installed / "bin" / "medvl"), *phantom.split())
+    listed = run(sys.executable, str(installed / "bin" / "medvl"), "recipes", "list")
+    assert "convirt" in listed
     paths = run(sys.executable, "-c", PROGRAM).splitlines()[0].split()
     assert all(path.startswith(str(installed)) for path in paths)
     (results,) = home.glob("quickstart/convirt/eval/step-*/zero_shot")

@@ -112,9 +112,8 @@ def test_step_synchronises_once(packed: bool, patch_dropout: float, expected: li
 @pytest.mark.parametrize(
     ("device", "backend", "packed", "precision", "near"),
     [
-        ("cpu", "eager", False, "fp32", 1e-5),
         ("cpu", "eager", True, "fp32", 1e-5),
-        ("cpu", "eager", True, "bf16", 1e-2),
+        ("cpu", "eager", False, "bf16", 1e-2),
         pytest.param("cuda", "inductor", False, "fp32", 1e-4, marks=pytest.mark.gpu),
         pytest.param("cuda", "inductor", True, "bf16", 2e-2, marks=pytest.mark.gpu),
     ],
