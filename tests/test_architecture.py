@@ -138,7 +138,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
                 "vqa",
                 "report_generation",
             ),
-            *("generation", "text_tasks"),
+            *("generation", "text_tasks", "zero_shot_classification", "probing"),
         },
     },
     "phantom": {"population": set(), "language": {"population"}, "rendering": {"population"}},
@@ -533,6 +533,19 @@ def test_encoders_can_be_imported_alone() -> None:
         "heavy = {'webdataset', 'pydicom', 'albumentations', 'transformers', 'timm', "
         "'open_clip', 'torchvision',"
         " 'medvl.data', 'medvl.train', 'medvl.models'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_embedding_imports_what_it_uses_alone() -> None:
+    """Libraries that take memory in `medvl embed` and in every loader process, for other images and
+    other work.
+    """
+    code = (
+        "import medvl.inference.embeddings, sys\n"
+        "heavy = {'pydicom', 'albumentations', 'scipy', 'sklearn', 'matplotlib', 'open_clip', "
+        "'timm', 'transformers', 'medvl.train'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     assert run_python(code) == "[]"

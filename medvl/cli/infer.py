@@ -431,7 +431,7 @@ def embed(
     out: Path,
     pooled: bool = False,
     patches: bool = False,
-    batch: int = 64,
+    batch: int = 32,
     workers: int = 2,
     frame: int | None = None,
     modality: tuple[str, ...] = (),

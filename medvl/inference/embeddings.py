@@ -81,7 +81,7 @@ def embed(
     *,
     pooled: bool = False,
     patches: bool = False,
-    batch: int = 64,
+    batch: int = 32,
     workers: int = 2,
     frame: int | None = None,
     modality: Sequence[str] = (),

@@ -16,8 +16,6 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from pydicom.datadict import keyword_for_tag
-
 from medvl.data.dicom.tags import USUAL_VRS, Tag
 from medvl.errors import DicomError
 
@@ -237,6 +235,8 @@ class BoundedStream(io.BufferedIOBase):
 
 def damaged(tag: Tag, reason: str = "is damaged or has no certain meaning") -> DicomError:
     """Return the error for a header value. It names the element, never its value."""
+    from pydicom.datadict import keyword_for_tag  # takes half a second
+
     keyword = keyword_for_tag(int(tag))
     message = (
         f"{keyword} ({tag >> 16:04X},{tag & 0xFFFF:04X}) {reason}; correct it, or leave "

@@ -5,14 +5,10 @@ import math
 import struct
 import zlib
 from io import BytesIO
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from PIL import Image
-from pydicom import uid
-from pydicom.encaps import encapsulate, get_frame, parse_basic_offsets, parse_fragments
-from pydicom.pixels import get_decoder
-from pydicom.uid import UID
 
 from medvl.data.dicom import codestream
 from medvl.data.dicom.codestream import Codestream
@@ -31,17 +27,25 @@ from medvl.data.dicom.parser import (
 from medvl.data.dicom.tags import Tag
 from medvl.errors import DicomError
 
+if TYPE_CHECKING:
+    from pydicom.uid import UID
+
 _DEFLATED_FRAMES = "1.2.840.10008.1.2.8.1"
 _NATIVE = (None, IMPLICIT_LITTLE, EXPLICIT_LITTLE, EXPLICIT_BIG, DEFLATED)
-_JPEG = (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLossless, uid.JPEGLosslessSV1)
-_JPEG_LS = (uid.JPEGLSLossless, uid.JPEGLSNearLossless)
+_RLE = "1.2.840.10008.1.2.5"
+_JPEG_LOSSLESS = ("1.2.840.10008.1.2.4.57", "1.2.840.10008.1.2.4.70")
+_JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51", *_JPEG_LOSSLESS)
+_JPEG_LS = ("1.2.840.10008.1.2.4.80", "1.2.840.10008.1.2.4.81")
 _JPEG_2000 = (
-    uid.JPEG2000Lossless,
-    uid.JPEG2000,
-    uid.HTJ2K,
-    uid.HTJ2KLossless,
-    uid.HTJ2KLosslessRPCL,
+    "1.2.840.10008.1.2.4.90",
+    "1.2.840.10008.1.2.4.91",
+    "1.2.840.10008.1.2.4.201",
+    "1.2.840.10008.1.2.4.202",
+    "1.2.840.10008.1.2.4.203",
 )
+"""Transfer syntaxes, as strings: pydicom, whose import takes half a second and 20 MB in every
+process, is imported where compressed pixels are decoded. Other images have no use for it.
+"""
 
 _MAX_PARTS = 1 << 18  # at the usual 64 x 64 samples, of an image of a gigapixel
 
@@ -257,7 +261,7 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
         raise DicomError("compressed floating-point pixel data are not supported", "unsupported")
     elif syntax == _DEFLATED_FRAMES:
         samples = _decode_deflated(file, layout, location, index)
-    elif syntax in (uid.RLELossless, *_JPEG, *_JPEG_LS, *_JPEG_2000):
+    elif syntax in (_RLE, *_JPEG, *_JPEG_LS, *_JPEG_2000):
         samples, photometric = _decode_compressed(file, layout, location, index)
     else:
         raise DicomError("unsupported transfer syntax", "unsupported")
@@ -400,9 +404,12 @@ def _decode_compressed(
     file: DicomFile, layout: PixelLayout, location: Location, index: int
 ) -> tuple[np.ndarray, str]:
     """Return the samples and the photometric interpretation after decoding."""
+    from pydicom.pixels import get_decoder
+    from pydicom.uid import UID
+
     syntax = UID(file.transfer_syntax or "")
     frame = _read_frame(file, layout, location, index)
-    if syntax == uid.RLELossless:
+    if syntax == _RLE:
         if layout.bits_allocated == 1:
             raise DicomError("run-length encoded single bits are not supported", "unsupported")
         codestream.check_rle_header(frame, layout.samples * layout.bits_allocated // 8)
@@ -423,7 +430,7 @@ def _decode_compressed(
         raise DicomError(excess, "too_large")
     if header.precision == 8:
         return _decode_jpeg_8(syntax, frame, layout, header)
-    if syntax in (uid.JPEGLossless, uid.JPEGLosslessSV1) and header.samples == 1:
+    if syntax in _JPEG_LOSSLESS and header.samples == 1:
         return _decode(syntax, "gdcm", codestream.strip_metadata(frame), layout)
     if "pylibjpeg" not in get_decoder(syntax).available_plugins:
         message = (
@@ -435,7 +442,7 @@ def _decode_compressed(
 
 
 def _decode_jpeg_8(
-    syntax: UID, frame: bytes, layout: PixelLayout, header: Codestream
+    syntax: "UID", frame: bytes, layout: PixelLayout, header: Codestream
 ) -> tuple[np.ndarray, str]:
     """Decode lossy or lossless JPEG of 8 bits with Pillow.
 
@@ -455,8 +462,13 @@ def _decode_jpeg_8(
         ) from error
 
 
-def _decode(syntax: UID, plugin: str, frame: bytes, layout: PixelLayout) -> tuple[np.ndarray, str]:
+def _decode(
+    syntax: "UID", plugin: str, frame: bytes, layout: PixelLayout
+) -> tuple[np.ndarray, str]:
     """Decode a compressed frame with one of pydicom's plugins."""
+    from pydicom.encaps import encapsulate
+    from pydicom.pixels import get_decoder
+
     capsule = encapsulate([frame], has_bot=False)
     try:
         decoder = get_decoder(syntax)
@@ -493,6 +505,8 @@ def _check_codestream(header: Codestream, layout: PixelLayout) -> None:
 
 def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> bytes:
     """Read the bytes of a compressed frame."""
+    from pydicom.encaps import get_frame, parse_basic_offsets, parse_fragments
+
     stream = file.stream
     limits = file.stream.limits
     offsets = file.elements.raw(Tag.FRAME_OFFSETS)
