@@ -7,6 +7,7 @@
     medvl train continue_pairs --model.image-encoder rad_dino --model.text-encoder cxrbert
     medvl train continue_pairs --init-from imported/biomedclip    # from a checkpoint
     medvl train continue_pairs lit                    # the image encoder as it is
+    medvl train continue_pairs lora                   # and low-rank updates of the text encoder
     medvl train continue_pairs paraphrases --data.text.file paraphrases.json
     medvl train continue_pairs tiny                   # data of `medvl phantom quickstart`
 
@@ -16,7 +17,9 @@ warm-up for fewer.
 
 Preset `paper`: EfficientNet-Lite0 of ImageNet is trained whole, all layers of MiniLM are frozen.
 Preset `lit`: the image encoder is frozen and the text encoder is trained (LiT, Zhai et al., arXiv
-2111.07991). Preset `paraphrases`: for texts that recur, such as keywords; phrases are replaced by
+2111.07991). Preset `lora`: the text encoder's weights stay too, and low-rank updates of its
+attention are trained; `--model.frozen-image-layers 0 --model.lora-image 8` does the same with a
+vision Transformer. Preset `paraphrases`: for texts that recur, such as keywords; phrases are replaced by
 others of a file, and positives come from the labels of the shards (UniCL), so that prompts in other
 words are understood. Preset `tiny` continues the quickstart's ConVIRT at a lower rate. It shows the
 steps: on the data of its start nothing is to be gained (mean AUROC of the five competition findings
@@ -109,6 +112,11 @@ lit = dataclasses.replace(
     model=dataclasses.replace(MODEL, frozen_image_layers=-1, frozen_text_layers=0),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/continue-lit")),
 )
+lora = dataclasses.replace(
+    lit,
+    model=dataclasses.replace(MODEL, frozen_image_layers=-1, frozen_text_layers=0, lora_text=8),
+    train=dataclasses.replace(paper.train, run_dir=Path("runs/continue-lora")),
+)
 paraphrases = dataclasses.replace(
     paper,
     model=dataclasses.replace(MODEL, positives="labels"),
@@ -141,7 +149,7 @@ tiny = dataclasses.replace(
     ),
 )
 
-PRESETS = {"paper": paper, "lit": lit, "paraphrases": paraphrases, "tiny": tiny}
+PRESETS = {"paper": paper, "lit": lit, "lora": lora, "paraphrases": paraphrases, "tiny": tiny}
 CONTINUES = True
 MAKE_DATA = (
     "medvl shards table --table rows.csv --image-column path --patient-column patient "

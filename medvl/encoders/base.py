@@ -147,6 +147,9 @@ open_clip's `nn.MultiheadAttention` reads its weights without calling its layers
 around them would never run: its feed-forward layers are adapted instead.
 """
 
+LORA_SCALE = 2
+"""Factor of the updates (alpha / rank) where a configuration sets their rank alone."""
+
 
 def freeze_layers(
     encoder: Encoder,
@@ -285,7 +288,8 @@ def add_lora(
     *,
     dropout: float = 0.0,
 ) -> list[str]:
-    """Freeze an encoder and add trainable low-rank updates (LoRA) to some of its layers, with peft.
+    """Freeze an encoder and add trainable low-rank updates (LoRA, Hu et al., arXiv 2106.09685) to
+    some of its layers, with peft. Layers that are frozen before (`freeze_layers`) get no update.
 
     Args:
         encoder: an `ImageEncoder` or a `TextEncoder`; changed in place.
@@ -299,13 +303,17 @@ def add_lora(
         Names of the adapted layers. Call `merge_lora` before the encoder is saved.
 
     Raises:
-        ConfigError: "unknown_name" if no layer has such a name, "conflict" if the encoder has LoRA
-            updates already.
+        ConfigError: "unknown_name" if no trained layer has such a name, "conflict" if the encoder
+            has LoRA updates already.
     """
     import peft
 
-    names = [name for name, _ in encoder.named_modules()]
-    if any(".lora_A" in name for name in names):
+    names = [
+        name
+        for name, child in encoder.named_modules()
+        if all(parameter.requires_grad for parameter in child.parameters(recurse=False))
+    ]
+    if has_lora(encoder):
         raise ConfigError("the encoder has LoRA updates already: call merge_lora first", "conflict")
     ends = {name.rpartition(".")[2] for name in names}
     layers = targets or next((family for family in _LORA_TARGETS if ends.issuperset(family)), None)
@@ -313,8 +321,9 @@ def add_lora(
         raise ConfigError(
             "no layer has a default LoRA name: set targets", "unknown_name", field="targets"
         )
+    trained = [name for name in names if name.rpartition(".")[2] in layers]
     config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(layers)
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=trained or list(layers)
     )
     try:
         peft.inject_adapter_in_model(config, encoder)
@@ -338,6 +347,28 @@ def merge_lora(encoder: nn.Module) -> None:
             child.merge()
             parent, _, leaf = name.rpartition(".")
             setattr(encoder.get_submodule(parent), leaf, child.get_base_layer())
+
+
+def has_lora(module: nn.Module) -> bool:
+    """Return whether a part of a module has LoRA updates that are not merged."""
+    return any(hasattr(child, "lora_A") for child in module.modules())
+
+
+def merge_lora_weights(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Return the weights of a model whose LoRA updates are merged, by the names that they have
+    without updates, from those of a model with `add_lora`; `scale` is its alpha / rank.
+    """
+    merged: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".lora_" in name:
+            continue
+        layer, base, leaf = name.partition(".base_layer.")
+        down_RI = tensors.get(f"{layer}.lora_A.default.weight")
+        if base and leaf == "weight" and down_RI is not None:
+            update_OI = tensors[f"{layer}.lora_B.default.weight"].float() @ down_RI.float()
+            tensor = (tensor.float() + scale * update_OI).to(tensor.dtype)
+        merged[f"{layer}.{leaf}" if base else name] = tensor
+    return merged
 
 
 @contextlib.contextmanager

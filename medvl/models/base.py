@@ -75,6 +75,14 @@ class TowersConfig(ImageConfig):
 
 TOWERS: tuple[str, ...] = ("image_encoder", "text_encoder")
 """Names of both encoders in every system that has them (`System.shared_encoders`)."""
+LORA_FIELDS = {"image_encoder": "lora_image", "text_encoder": "lora_text"}
+"""Encoder -> field of the configuration with the rank of its low-rank updates, where it has one."""
+
+
+def without_lora(config: Any) -> Any:
+    """Return the configuration of a system whose low-rank updates are merged."""
+    ranks = {field: 0 for field in LORA_FIELDS.values() if getattr(config, field, 0)}
+    return dataclasses.replace(config, **ranks) if ranks else config
 
 
 class Parts(TypedDict):

@@ -18,7 +18,7 @@ from medvl.common.files import new_folder, new_path, write_atomic
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import OriginalTransform
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models.base import System
+from medvl.models.base import LORA_FIELDS, System, without_lora
 from medvl.models.card import model_card
 from medvl.models.checkpoint_folder import (
     ANCESTORS,
@@ -122,7 +122,8 @@ def load(folder: Path | str) -> System:
     """Load a model in eval mode, with `.tokenizer` and `.transform`.
 
     `folder` is a checkpoint, a run (its best checkpoint), `hf-hub:OWNER/NAME`, or `demo`, a small
-    model of synthetic radiographs that is part of medvl (`find_checkpoint`).
+    model of synthetic radiographs that is part of medvl (`find_checkpoint`). Low-rank updates of
+    the training (`lora_image`, `lora_text`) are merged into the weights.
 
     Raises CheckpointError when the checkpoint is incomplete, a file differs from what training
     wrote, or a weight is missing, unexpected or of another shape; a file that needs pickle is
@@ -132,7 +133,7 @@ def load(folder: Path | str) -> System:
     description = described_model(folder)
     try:
         cls = system(description["name"])
-        config: Any = from_dict(cls.Config, description["settings"])
+        config: Any = without_lora(from_dict(cls.Config, description["settings"]))
     except (ConfigError, TypeError, KeyError) as error:
         reason = f"{folder / CONFIG} does not describe a model of this version of medvl: {error}"
         raise CheckpointError(reason, getattr(error, "code", "malformed")) from error
@@ -216,7 +217,10 @@ def warm_start(model: System, folder: Path | str) -> None:
     elif description["name"] == model.name:
         former = former_fields(type(model.config))
         settings = {**former, **description["settings"]}
+        updates = LORA_FIELDS.values()  # of a training, which the weights of a checkpoint contain
         for field, old, new in differences(settings, {**former, **to_dict(model.config)}):
+            if field in updates:
+                continue
             _log.warning("%s was trained with %s %r, this model has %r", folder, field, old, new)
         check_version(model, folder)
         _load_with_optional_parts(model, folder)

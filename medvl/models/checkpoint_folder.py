@@ -32,6 +32,7 @@ from medvl.common.hub import HUB_PREFIX, fetch_snapshot, is_hub_id
 from medvl.common.untrusted import ANYWHERE, parse_json, read_json
 from medvl.data.convert.options import ShardOptions
 from medvl.data.shards.format import Manifest
+from medvl.encoders.base import LORA_SCALE, has_lora, merge_lora_weights
 from medvl.encoders.pretrained import check_finite
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError, MedvlError, WeightsError
@@ -429,8 +430,8 @@ def limited_allocation(folder: Path) -> AllocationLimit:
     return AllocationLimit(elements, CheckpointError(message, "mismatch"))
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the complete weights of a checkpoint.
+def read_weights(folder: Path, *, merge: bool = True) -> dict[str, Tensor]:
+    """Return the complete weights of a checkpoint, with low-rank updates merged or as stored.
 
     Raises CheckpointError where they are missing or damaged, or a value is NaN or infinite
     ("nonfinite").
@@ -442,7 +443,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             _check_regular([folder / WEIGHTS])
             tensors = safetensors.torch.load_file(folder / WEIGHTS)
     check_finite(tensors, str(folder), CheckpointError)
-    return tensors
+    return merge_lora_weights(tensors, LORA_SCALE) if merge else tensors
 
 
 def join_parts(folder: Path) -> dict[str, Tensor]:
@@ -509,11 +510,11 @@ def _weights_errors(folder: Path) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:
-    """Load the weights of a checkpoint strictly into a model. Raises CheckpointError naming the
-    first differences.
+    """Load the weights of a checkpoint strictly into a model, merged ones where the model has no
+    low-rank updates. Raises CheckpointError naming the first differences.
     """
     check_version(model, Path(folder))
-    tensors = read_weights(Path(folder))
+    tensors = read_weights(Path(folder), merge=not has_lora(model))
     check_fit(model, tensors, str(Path(folder) / WEIGHTS))
     model.load_state_dict(tensors, strict=True)
 

@@ -8,19 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from medvl.common.config_io import from_dict
 from medvl.common.files import new_folder
 from medvl.common.hub import HUB_PREFIX, hub_errors, is_hub_id
 from medvl.data.tokenizer.files import has_tokenizer
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
+from medvl.encoders.base import LORA_SCALE, add_lora
 from medvl.encoders.image.factory import without_image_folder
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 from medvl.encoders.pretrained import hub_address, installed_file, split_set
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
 from medvl.encoders.text.factory import without_folder
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models.base import System, SystemConfig, has_towers
+from medvl.models.base import LORA_FIELDS, System, SystemConfig, has_towers
 from medvl.models.checkpoint import load, save, warm_start
 from medvl.models.checkpoint_folder import (
     MODEL_FILES,
@@ -118,7 +121,24 @@ def create_model(
         )
     if init_from is not None:
         warm_start(model, init_from)
-    return _without_folder(model)
+    return _with_lora(_without_folder(model))
+
+
+def _with_lora(model: System) -> System:
+    """Add the low-rank updates of the configuration, on top of the weights that are loaded."""
+    for part, field in LORA_FIELDS.items():
+        if rank := getattr(model.config, field, 0):
+            encoder = model.get_submodule(part)
+            try:
+                adapted = add_lora(encoder, rank, LORA_SCALE * rank)
+            except ConfigError as error:
+                message = f"{field} {rank}: {error}; leave {field} 0, or freeze fewer layers"
+                raise ConfigError(message, error.code, field=field) from error
+            layers = [encoder.get_submodule(f"{name}.base_layer") for name in adapted]
+            if not all(isinstance(layer, nn.Linear) for layer in layers):
+                message = f"{field} needs linear layers, which {encoder.name} does not have"
+                raise ConfigError(message, "unsupported", field=field)
+    return model
 
 
 def _without_folder(model: System) -> System:

@@ -478,6 +478,13 @@ class BertDualConfig(DualEncoderConfig):
     trains everything, -1 nothing (LiT, Zhai et al., arXiv 2111.07991). Frozen batch norms keep
     their statistics.
     """
+    lora_image: int = 0
+    """Rank of low-rank updates (LoRA, Hu et al., arXiv 2106.09685) of the image encoder: its layers
+    that are not frozen train these in place of their weights; 0 for none. Checkpoints of a run hold
+    both apart; `medvl.load`, `--init-from` and exports merge them.
+    """
+    lora_text: int = 0
+    """The same for the text encoder."""
     attention_dropout: float | None = None
     """Dropout of the text encoder's attention in training; None is its default, 0.1 in BERT. At 0,
     packed text uses the GPU's kernel for sequences of unequal length.
@@ -488,6 +495,7 @@ class BertDualConfig(DualEncoderConfig):
         check_within(self, "[0, inf)", "frozen_text_layers")
         check_within(self, "[-1, inf)", "frozen_image_layers")
         check_within(self, "[0, 1)", "attention_dropout")
+        check_within(self, "[0, inf)", "lora_image", "lora_text")
 
 
 # The learned temperature that CLIP and its successors share.
