@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -150,6 +151,63 @@ def calibrate(
     print(fit.calibration_table(result), "", path, sep="\n")
 
 
+# `medvl eval before-after`: a start, and the model that was trained from it.
+
+
+def before_after(
+    start: Path,
+    trained: Path,
+    data: Path,
+    shared: _Compute,
+    *,
+    prompts: str | None = None,
+    wordings: tuple[str, ...] = (),
+    sites: tuple[Path, ...] = (),
+    train: Path | None = None,
+    valid: Path | None = None,
+    out: Path = Path("before-after"),
+    replace: bool = False,
+    resamples: int = 1000,
+    all: bool = False,
+) -> None:
+    """Evaluate a start and the model that was trained from it, and write one page of their paired
+    differences.
+
+    Args:
+        start: checkpoint that the training began with, a dual-encoder.
+        trained: run or checkpoint after the training.
+        data: folder of shards of patients that neither was trained on; labels give zero-shot
+            classification, texts retrieval.
+        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own.
+        wordings: prompt sets of the same labels in other words.
+        sites: folders of shards of other sites, for what the training costs there.
+        train: folder of shards with labels, on which a linear probe of each image encoder is
+            fitted; without it, no probe.
+        valid: folder of shards of other patients, on which the penalty of the probe is chosen.
+        out: folder for index.html, comparison.json and the evaluations.
+        replace: replace evaluations of other checkpoints or data in `out`.
+        resamples: bootstrap resamples.
+        all: print all rows; by default, those that fit on one screen.
+    """
+    from medvl.eval.compare.before_after import BeforeAfter
+    from medvl.eval.compare.page import format_comparison, write_comparison
+    from medvl.eval.evaluation import RunOptions
+
+    _check_alone("before-after")
+    both = BeforeAfter(
+        start=start, trained=trained, data=data, prompts=prompts, wordings=wordings, sites=sites,
+        train=train, valid=valid,
+    )  # fmt: skip
+    options = RunOptions(
+        batch=shared.batch, workers=shared.workers, device=shared.device, replace=replace,
+        resamples=resamples,
+    )  # fmt: skip
+    comparisons = both.compare(out, options)
+    date = datetime.date.today().isoformat()
+    paths = write_comparison(comparisons, out, title="Before and after training", date=date)
+    print_results("\n\n".join(map(format_comparison, comparisons)), paths, everything=all)
+
+
 # `medvl eval make-retrieval-list`: candidates and queries of `medvl eval class-retrieval`.
 
 
@@ -230,6 +288,10 @@ def make_retrieval_list(
 COMMANDS = ClassCommands(
     EVALUATIONS,
     evaluation_command,
-    {"calibrate": calibrate, "make-retrieval-list": make_retrieval_list},
+    {
+        "calibrate": calibrate,
+        "before-after": before_after,
+        "make-retrieval-list": make_retrieval_list,
+    },
 )
 """Name after `medvl eval` -> function."""

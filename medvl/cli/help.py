@@ -80,6 +80,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "eval": {
         "Findings": ("zero-shot", "classify", "probe", "neighbours", "robustness", "calibrate"),
+        "Before and after training": ("before-after",),
         "Retrieval and matching": (
             *("retrieval", "class-retrieval", "make-retrieval-list", "matching"),
         ),
@@ -122,6 +123,7 @@ _EXAMPLES: Mapping[str, str] = {
     "shards webdataset": "--tars 'pmc_oa/{000..099}.tar' --name pmc-oa --out shards/pmc-oa",
     "shards generated": "--root generated --out shards/generated",
     "eval calibrate": "--checkpoint runs/convirt/best --data shards/chexpert/valid",
+    "eval before-after": "--start start --trained runs/ours --data shards/ours/test",
     "eval class-retrieval": "--checkpoint runs/convirt/best --data lists/8x200 "
     "--candidates lists/8x200.csv",
     "eval make-retrieval-list": "--data shards/mimic-cxr/test --out lists/mimic-cxr",

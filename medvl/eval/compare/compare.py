@@ -38,7 +38,9 @@ from medvl.eval.generation.protocol import IMAGES_OF
 from medvl.eval.registry import evaluation_of
 from medvl.models.checkpoint_folder import CONFIG, find_checkpoint
 
-_RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary", "generator", "other"})
+_RUN_INPUTS = frozenset(
+    {"checkpoint", "encoder", "predictions", "vocabulary", "generator", "other"}
+)
 """Inputs that may differ between runs, beside generated images ("images, guidance 3"); all
 others must agree.
 """
@@ -71,6 +73,8 @@ class Comparison:
     """Class -> run -> ROC curve, for protocols whose predictions have scores of classes."""
     notes: tuple[str, ...]
     """Notes on differing inputs and settings, and on runs that cannot be paired."""
+    title: str = ""
+    """Name on the page; empty for that of the protocol."""
 
     @property
     def protocol(self) -> str:
@@ -85,6 +89,7 @@ class Comparison:
         """Return runs, notes, and every row with values and differences, for `comparison.json`."""
         return {
             "protocol": {"name": self.protocol, "version": self.runs[0].results.protocol_version},
+            **({"title": self.title} if self.title else {}),
             "runs": [{"name": run.name, "inputs": dict(run.results.inputs)} for run in self.runs],
             "notes": list(self.notes),
             "rows": [

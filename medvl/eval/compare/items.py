@@ -25,13 +25,14 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import (
     Masks,
     MetricGroup,
+    calibration_metrics,
     means_over,
     measure,
     ranking_metrics,
     subgroup_masks,
     subgroup_metrics,
 )
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metrics import CALIBRATION_METRICS, Array
 from medvl.eval.core.results import Line, Results, ScoredClasses, at_items
 from medvl.eval.evaluation import Evaluation
 from medvl.eval.registry import evaluation_of
@@ -163,6 +164,7 @@ def _metric_groups(
     smallest = int(results.config.get("smallest_subgroup", SMALLEST_SUBGROUP))
     if ranked is not None:
         yield from _ranking(ranked, masks_of, smallest, results.details.get("means"))
+        yield from _calibration(ranked, results)
     yield from evaluation.metric_groups(lines, results)
     for attribute, masks in masks_of.items():
         for name, mask_N in masks.items():
@@ -208,6 +210,14 @@ def _ranking(
         rows = [dataclasses.replace(row, metric=f"{metric}{suffix}") for row in group.rows]
         yield MetricGroup(rows, group.statistic)
     yield from subgroup_metrics(scores_NL, labels_NL, names, masks_of, smallest)[0]
+
+
+def _calibration(ranked: ScoredClasses, results: Results) -> Iterator[MetricGroup]:
+    """Yield the calibration metrics that the results have, of scores that are probabilities."""
+    known = {row.name for row in results.rows if row.metric in CALIBRATION_METRICS}
+    if known:
+        group = calibration_metrics(ranked.scores_NL, ranked.labels_NL, ranked.names)
+        yield _columns(group, [n for n, row in enumerate(group.rows) if row.name in known])
 
 
 def _check(items: Items, results: Results, path: Path) -> None:

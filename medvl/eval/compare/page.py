@@ -52,10 +52,14 @@ _LIMITS = (
 
 
 def write_comparison(
-    comparisons: Sequence[Comparison], folder: str | Path, *, date: str | None = None
+    comparisons: Sequence[Comparison],
+    folder: str | Path,
+    *,
+    title: str = "Comparison of runs",
+    date: str | None = None,
 ) -> list[Path]:
-    """Write `comparison.json` and `index.html` into a folder, created if missing, and return
-    their paths.
+    """Write `comparison.json` and `index.html`, a page with this title, into a folder, created if
+    missing, and return their paths.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,17 +73,15 @@ def write_comparison(
         for run in comparison.runs:
             weights = run.results.inputs.get("checkpoint")
             checkpoint = f", checkpoint sha256 {weights[:12]}" if weights else ""
-            facts.append((run.name, f"{comparison.protocol}{checkpoint}"))
+            named = comparison.title or comparison.protocol
+            facts.append((run.name, f"{named}{checkpoint}"))
         facts += [(f"{_name(comparison)} differs", note) for note in comparison.notes]
     targets = {
         row.target for comparison in comparisons for row in _rows(comparison) if row_order(row) == 1
     }
     findings = [name for comparison in comparisons for name in comparison.curves] or sorted(targets)
-    prefixes = {
-        one.protocol: f"{_name(one)}: " if len(comparisons) > 1 else "" for one in comparisons
-    }
     page = Page(
-        title="Comparison of runs",
+        title=title,
         subtitle=", ".join(names),
         headlines=[box for comparison in comparisons for box in _headlines(comparison)],
         facts=dated(date, facts),
@@ -88,7 +90,9 @@ def write_comparison(
             *(
                 section
                 for comparison in comparisons
-                for section in _sections(comparison, prefixes[comparison.protocol])
+                for section in _sections(
+                    comparison, f"{_name(comparison)}: " if len(comparisons) > 1 else ""
+                )
             ),
         ],
         limits=_LIMITS,
@@ -119,7 +123,7 @@ def format_comparison(comparison: Comparison) -> str:
                 )
     return "\n\n".join(
         [
-            comparison.protocol,
+            comparison.title or comparison.protocol,
             *(format_table(rows) for rows in by_kind.values() if rows),
             *comparison.notes,
         ]
@@ -156,7 +160,7 @@ def _headlines(comparison: Comparison) -> list[tuple[str, str, str]]:
     row = next(iter(_main_rows(comparison)), None)
     if row is None:
         return []
-    label = _label(row)
+    label = f"{comparison.title}: {_label(row)}" if comparison.title else _label(row)
     return [
         headline(
             f"{label}, {run.name}",
@@ -384,7 +388,7 @@ def _metric(name: str) -> str:
 
 
 def _name(comparison: Comparison) -> str:
-    return comparison.protocol.replace("_", " ").capitalize()
+    return comparison.title or comparison.protocol.replace("_", " ").capitalize()
 
 
 def _difference(row: MetricRow | None) -> Cell:

@@ -351,3 +351,46 @@ def test_robustness_of_a_linear_probe(home: Path, capsys: pytest.CaptureFixture[
     )
     own = [fit[0], str(home / "shards" / "test"), *fit[2:]]
     assert "in both train and test" in error_text([*test, *own], capsys)
+
+
+def test_before_after_writes_one_page_of_paired_differences(home: Path, tmp_path: Path) -> None:
+    """Each evaluation of both checkpoints, prompts in other words, another site, and no evaluation
+    that the data does not allow.
+    """
+    start, trained, out = home / "run/best", tmp_path / "trained", tmp_path / "page"
+    model = medvl.load(start)
+    for part in ("image_encoder", "image_head"):
+        torch.nn.init.normal_(next(model.get_submodule(part).parameters()), std=0.3)
+    trained.mkdir()
+    save(model, trained)
+    before_after = ["eval", "before-after", "--start", str(start), "--trained", str(trained)]
+    before_after += ["--data", str(home / "shards/test"), "--out", str(out), *COMMON]
+    cli.main([
+        *before_after, "--wordings", "statements", "--sites", str(home / "shards/validate"),
+        *splits(home)[:4],
+    ])  # fmt: skip
+    compared = {one["title"]: one for one in json.loads((out / "comparison.json").read_text())}
+    assert list(compared) == [
+        "Zero-shot classification",
+        "Zero-shot classification with statements",
+        "Retrieval",
+        "Linear probe",
+        "Zero-shot classification on validate",
+        "Retrieval on validate",
+    ]
+    page = (out / "index.html").read_text()
+    assert "Before and after training" in page
+    for title, comparison in compared.items():
+        assert title in page
+        rows = {row["name"]: row for row in comparison["rows"]}
+        name = next(name for name, row in rows.items() if row["differences"][0] is not None)
+        folder = out / "evaluations" / title.lower().replace(" ", "-")
+        results = [read_results(folder / run) for run in ("start", "trained")]
+        values = [next(row.value for row in each.rows if row.name == name) for each in results]
+        assert [one["value"] for one in rows[name]["values"]] == pytest.approx(values)
+        difference = rows[name]["differences"][0]
+        assert difference["value"] == pytest.approx(values[1] - values[0])
+        assert difference["low"] <= difference["value"] <= difference["high"]
+    assert any("commonest" in row["name"] for row in compared["Retrieval"]["rows"])
+    paired = {row["name"] for row in compared["Linear probe"]["rows"] if row["differences"][0]}
+    assert {"auroc@100%/macro", "ece/macro"} <= paired
