@@ -20,9 +20,9 @@ negative.
 Conventions: "consistent with" is positive; old, unchanged and partly resolved findings are present;
 "no new effusion" is negative; heart failure is Edema, as in CheXpert; a blunted costophrenic angle
 is an effusion unless the sentence names one; "small left, no right effusion" and "no right
-effusion, small left" name an effusion of the left. Those about doubt and vascular congestion are
-options (`Conventions`). The labeler reads English reports of chest radiographs and does not correct
-misspellings.
+effusion, small left" name an effusion of the left. Those about doubt and about words that are no
+name of a finding are options (`Conventions`). The labeler reads English reports of chest
+radiographs and does not correct misspellings.
 """
 
 import dataclasses
@@ -229,6 +229,7 @@ the left one is unchanged".
 """
 
 Doubt = Literal["present", "doubtful"]
+Choice = Literal["present", "left out"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,11 +245,19 @@ class Conventions:
     always doubtful.
     """
     alternative: Doubt = "doubtful"
-    """The first side of "versus"; the second one is always doubtful."""
+    """The first side of "versus"; the second one, and both behind another doubt ("may represent
+    edema versus scarring"), are always doubtful.
+    """
     congestion: Literal["present", "doubtful", "left out"] = "doubtful"
     """Vascular congestion, as Edema."""
-    silhouette: Literal["present", "left out"] = "present"
+    silhouette: Choice = "present"
     """An enlarged cardiac silhouette or shadow, as Cardiomegaly."""
+    heart_failure: Choice = "present"
+    """Heart failure, as Edema."""
+    infection: Choice = "present"
+    """An infection or infectious process, as Pneumonia."""
+    pneumonitis: Choice = "left out"
+    """Pneumonitis, as Pneumonia. "left out": also where it is absent or doubtful."""
 
     def value_of(self, cue: Cue | None, phrase: str) -> int | None:
         """Return the value of a phrase with a cue: 1, 0 or -1; None if it does not describe the
@@ -267,20 +276,32 @@ class Conventions:
         is_present = choice == "present" or (choice == "enlarged" and _ENLARGED.search(phrase))
         return POSITIVE if is_present else UNCERTAIN
 
-    def value_of_sign(self, phrase: str) -> int | None:
-        """Return the value of a phrase without a cue, which may be a sign of a finding instead
-        of its name.
+    def value_of_present(self, phrase: str) -> int | None:
+        """Return the value of a phrase that is present, which may be a sign or another word of a
+        finding instead of its name.
         """
-        choice: str = self.congestion if _CONGESTION.fullmatch(phrase) else "present"
-        choice = self.silhouette if _SILHOUETTE.search(phrase) else choice
-        return _VALUES[choice]
+        for name, pattern in _WORDINGS.items():
+            if pattern.search(phrase):
+                choice: str = getattr(self, name)
+                return _VALUES[choice]
+        return POSITIVE
+
+    def reads(self, phrase: str) -> bool:
+        """Return whether a phrase names a finding."""
+        return self.pneumonitis == "present" or phrase != lexicon.PNEUMONITIS
 
 
 CONVENTIONS: Mapping[ConventionsName, Conventions] = {
     "chexpert": Conventions(),
     "doubtful": Conventions(borderline="doubtful"),
     "indexed": Conventions(
-        probable="present", alternative="present", congestion="left out", silhouette="left out"
+        probable="present",
+        alternative="present",
+        congestion="left out",
+        silhouette="left out",
+        heart_failure="left out",
+        infection="left out",
+        pneumonitis="present",
     ),
 }
 """Name -> conventions: of CheXpert's released labeler; with any borderline finding as doubtful; of
@@ -298,8 +319,13 @@ def conventions_named(
 
 
 _VALUES = {"present": POSITIVE, "doubtful": UNCERTAIN, "left out": None}
-_CONGESTION = compile_table((lexicon.CONGESTION,))
-_SILHOUETTE = re.compile(r"\b(?:cardiac|heart) (?:silhouette|shadow|contour)")
+_WORDINGS: Mapping[str, re.Pattern[str]] = {
+    "congestion": compile_table((lexicon.CONGESTION,)),
+    "silhouette": re.compile(r"\b(?:cardiac|heart) (?:silhouette|shadow|contour)"),
+    "heart_failure": compile_table((lexicon.HEART_FAILURE,)),
+    "infection": compile_table((lexicon.INFECTION,)),
+}
+"""Field of `Conventions` -> the phrases that it is about."""
 _ENLARGED = re.compile("cardiomegaly|enlarge|widen|prominen|large")
 
 
@@ -371,7 +397,9 @@ def _mentions_in(sentence: str, conventions: Conventions) -> Iterator[Mention]:
         for span in spans:
             cue = scopes.find(span) if scopes else None
             phrase = sentence[span.start : span.end]
-            value = conventions.value_of(cue, phrase) if cue else conventions.value_of_sign(phrase)
+            value = conventions.value_of(cue, phrase) if conventions.reads(phrase) else None
+            if value == POSITIVE:
+                value = conventions.value_of_present(phrase)
             is_title = cue is None and scopes and scopes.is_heading(span) and span.start < last
             if value is not None and not is_title:
                 words = (

@@ -224,7 +224,9 @@ CUES: tuple[CueTable, ...] = (
         side="before",
         entries=(
             "history of", "h/o", "(?:treatment|treated|therapy) (?:for|of)",
-            "(?:prior|previous|old|remote|healed|sequela* of) (?:\\w+ )?(?=infecti)",
+            "(?:prior|previous|old|remote|healed|sequela* of)(?= (?:\\w+ ){0,2}infecti)",
+            "(?:(?:consistent|compatible) with|due to|from|(?:related|secondary) to|sequela* of) "
+            "(?:an? )?(?:prior|previous|old|remote|healed)(?= (?:\\w+ ){0,3}pneumonia)",
         ),
     ),
 )  # fmt: skip
@@ -296,7 +298,10 @@ SCOPE_ENDS: Table = (
 
 
 CONGESTION = "(?:vascular|pulmonary|venous) congestion"
-"""A sign of edema, which conventions count in different ways."""
+HEART_FAILURE = "(?:(?:heart|cardiac) failure|chf)"
+INFECTION = "infecti(?:on|ous)"
+PNEUMONITIS = "pneumonitis"
+"""Words near those of a finding, which conventions count in different ways."""
 
 MENTIONS: dict[str, Table] = {
     "Atelectasis": (
@@ -326,8 +331,7 @@ MENTIONS: dict[str, Table] = {
     "Consolidation": ("consolidat*",),
     "Edema": (
         "(?<!tissue )(?<!subcutaneous )(?<!wall )o?edema",
-        "(?:heart|cardiac) failure",
-        "chf",
+        HEART_FAILURE,
     ),
     "Enlarged Cardiomediastinum": (
         "(?:cardio)?mediastin* .. (?:widen*|enlarg*|prominen*)",
@@ -360,7 +364,12 @@ MENTIONS: dict[str, Table] = {
         "(?:thickening|scar*|calcification) of the .. pleura",
         "fibrothorax",
     ),
-    "Pneumonia": ("(?:broncho)?pneumonias?", "pna", "(?<!granulomatous )infection", "infectious"),
+    "Pneumonia": (
+        "(?:broncho)?pneumonias?",
+        "pna",
+        f"(?<!granulomatous ){INFECTION}",
+        f"(?<!radiation )(?<!aspiration ){PNEUMONITIS}",
+    ),
     "Pneumothorax": ("(?:hydro|hemo)?pneumothora*", "ptx"),
     "Support Devices": (
         "(?:tubes?|catheters?|drains?|cannula*|pigtails?|ett|ngt|ogt|tracheostomy|dob(?:b|)hoff|introducer|sheath)",

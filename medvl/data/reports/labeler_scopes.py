@@ -303,6 +303,9 @@ class Scopes:
         if phrase.start in self._headings:
             return self._headings[phrase.start]
         between = self._between.after(phrase.end)
+        doubt = self._doubts.before(phrase.start) if between else None
+        if between and doubt and doubt.kind == "plain":
+            between = dataclasses.replace(between, kind="plain")
         if between is None and (other := self._between.before(phrase.start)):
             between = dataclasses.replace(other, kind="other alternative")
         return between or self._find_after(phrase) or self._find_before(phrase)

@@ -156,6 +156,11 @@ from medvl.schema import FINDINGS, ConventionsName
         ("Fever; denied recent pneumonia or fracture.", {"Pneumonia": 0, "Fracture": 0}),
         ("Effusion in a patient who denies trauma.", {"Pleural Effusion": 1}),
         ("Denies pneumonia but has an effusion.", {"Pneumonia": 0, "Pleural Effusion": 1}),
+        ("Calcified nodes, sequela of an old fungal infection.", {}),
+        ("Apical scarring from prior pneumonia.", {}),
+        ("Cavity due to a remote necrotising pneumonia, no effusion.", {"Pleural Effusion": 0}),
+        ("The prior pneumonia persists.", {"Pneumonia": 1}),
+        ("Resolution of the prior pneumonia.", {"Pneumonia": 0}),
     ],
 )  # fmt: skip
 def test_label_report_on_sentences(text: str, expected: dict[str, int]) -> None:
@@ -244,8 +249,16 @@ def test_work_grows_linearly_with_the_length_of_a_sentence(
         ("No vascular congestion.", 0, 0, 0),
         ("Vascular congestion and edema.", 1, 1, 1),
         ("Vascular congestion without edema.", 0, 0, 0),
-        ("Congestive heart failure.", 1, 1, 1),
+        ("Congestive heart failure.", 1, 1, None),
+        ("No heart failure.", 0, 0, 0),
+        ("Atypical infection.", 1, 1, None),
+        ("An infectious process is possible.", -1, -1, -1),
+        ("Lobar pneumonia.", 1, 1, 1),
+        ("Basal pneumonitis.", None, None, 1),
+        ("No pneumonitis.", None, None, 0),
+        ("Radiation pneumonitis.", None, None, None),
         ("Enlarged cardiac silhouette.", 1, 1, None),
+        ("Borderline enlargement of the cardiac silhouette.", 1, -1, None),
         ("The cardiac silhouette is not enlarged.", 0, 0, 0),
         ("Probable edema.", -1, -1, 1),
         ("Edema, likely.", -1, -1, 1),
@@ -255,6 +268,8 @@ def test_work_grows_linearly_with_the_length_of_a_sentence(
         ("Edema is unlikely.", -1, -1, -1),
         ("Edema versus scarring.", -1, -1, 1),
         ("Scarring versus edema.", -1, -1, -1),
+        ("Lines that may represent edema versus scarring.", -1, -1, -1),
+        ("Lines, probable edema versus scarring.", -1, -1, 1),
     ],
 )
 def test_conventions_of_doubt(
@@ -397,7 +412,7 @@ GOLD = {"Effusion": "Pleural Effusion"} | {
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(("name", "least"), [("chexpert", 0.93), ("indexed", 0.945)])
+@pytest.mark.parametrize(("name", "least"), [("chexpert", 0.93), ("indexed", 0.96)])
 def test_labels_agree_with_openi_gold(real_data: Path, name: ConventionsName, least: float) -> None:
     """F1 over seven findings of all reports, micro-averaged; a doubtful finding counts as
     absent.
