@@ -127,6 +127,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "report_generation": {"core", "html"},
         "generation": {"core", "html", "classification", "probing"},
         "text_tasks": {"core", "html", "probing"},
+        "text_retrieval": {"core", "html", "retrieval", "text_tasks"},
         "compare": {
             *(
                 "core",

@@ -86,7 +86,9 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "Places": ("grounding", "detection", "segmentation", "zero-shot-masks"),
         "Reports, questions and change": ("report-generation", "vqa", "change"),
-        "Text and generated images": ("text", "masked-prediction", "generation"),
+        "Text and generated images": (
+            *("text", "text-retrieval", "masked-prediction", "generation"),
+        ),
     },
     "knowledge": {
         "Graphs": ("build", "train", "find"),
@@ -127,6 +129,8 @@ _EXAMPLES: Mapping[str, str] = {
     "eval class-retrieval": "--checkpoint runs/convirt/best --data lists/8x200 "
     "--candidates lists/8x200.csv",
     "eval make-retrieval-list": "--data shards/mimic-cxr/test --out lists/mimic-cxr",
+    "eval text-retrieval": "--encoder minilm --pretrained --data shards/mimic-cxr/test "
+    "--out eval/minilm",
     "eval text": "--checkpoint runs/pubmedbert/best --data blurb --task all",
     "eval probe": "--checkpoint runs/convirt/best --train shards/rsna/train "
     "--valid shards/rsna/validate --test shards/rsna/test",

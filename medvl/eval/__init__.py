@@ -5,9 +5,9 @@
 `core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the
 protocol in the docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`,
 `retrieval`, `matching`, `grounding`, `change`, `dense` (detection and segmentation), `vqa`,
-`report_generation`, `generation` (of images), `robustness`, `text_tasks` and `masked_prediction`;
-`compare` compares results of several models, `published` has numbers of papers. Submodules are
-imported on first use: the statistics need numpy only.
+`report_generation`, `generation` (of images), `robustness`, `text_tasks`, `text_retrieval` and
+`masked_prediction`; `compare` compares results of several models, `published` has numbers of
+papers. Submodules are imported on first use: the statistics need numpy only.
 """
 
 from typing import TYPE_CHECKING
@@ -167,6 +167,10 @@ if TYPE_CHECKING:
     from medvl.eval.robustness.protocol import (
         RobustnessSettings as RobustnessSettings,
         evaluate_robustness as evaluate_robustness,
+    )
+    from medvl.eval.text_retrieval import (
+        evaluate_text_retrieval as evaluate_text_retrieval,
+        write_text_retrieval_page as write_text_retrieval_page,
     )
     from medvl.eval.text_tasks.evaluation import write_text_page as write_text_page
     from medvl.eval.text_tasks.finetune import (

@@ -40,6 +40,7 @@ _MODULES = {
     "zero-shot-masks": "medvl.eval.zero_shot_masks",
     "robustness": "medvl.eval.robustness.evaluation",
     "text": "medvl.eval.text_tasks.evaluation",
+    "text-retrieval": "medvl.eval.text_retrieval",
     "generation": "medvl.eval.generation.evaluation",
     "masked-prediction": "medvl.eval.masked_prediction",
 }

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from medvl.data.text_tasks.tasks import TASKS, RelationText, TextExample
+from medvl.encoders.presets import TEXT_PRESETS
 from medvl.errors import ConfigError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.open import resolve_device
@@ -232,7 +233,9 @@ class TextEncoderOptions:
     encoder: str | None = None
     """name of a text encoder, or a folder in Hugging Face's layout"""
     tokenizer: Path | None = None
-    """folder of the vocabulary of --encoder"""
+    """folder of the vocabulary of --encoder; default the published one of a preset"""
+    pretrained: bool = False
+    """use the published weights of --encoder"""
     text_weights: str | None = None
     """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub; default
     random ones
@@ -250,10 +253,14 @@ class TextEncoderOptions:
             raise ConfigError(message, "conflict", field="checkpoint")
         if self.checkpoint is not None:
             return encoder_of_checkpoint(self.checkpoint, random=random)
-        if self.encoder is None or self.tokenizer is None:
-            message = "--encoder needs --tokenizer, the folder of its vocabulary"
+        assert self.encoder is not None, "one of both is given"
+        if self.pretrained and self.text_weights is not None:
+            message = "expected --pretrained or --text-weights, got both; give one"
+            raise ConfigError(message, "conflict", field="text_weights")
+        if self.tokenizer is None and self.encoder not in TEXT_PRESETS:
+            message = "--encoder needs --tokenizer, the folder of its vocabulary, unless a preset"
             raise ConfigError(message, "missing", field="tokenizer")
-        weights = None if random else self.text_weights
+        weights = None if random else self.text_weights or self.pretrained
         return encoder_by_name(self.encoder, self.tokenizer, weights, dict(self.text_arguments))
 
 

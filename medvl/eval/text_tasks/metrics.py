@@ -26,6 +26,7 @@ import torch
 from medvl.data.text_tasks.tasks import BLURB, TextExample, TextTask
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.metrics import Array, percentile_interval, resample_counts
+from medvl.eval.core.tfidf import TfIdf
 from medvl.eval.probing.features import comparable_probabilities, fit_logistic
 
 Predicted = Sequence[str | float | tuple[str, ...]]
@@ -300,6 +301,7 @@ def _scores(
 # * "bag of words": logistic regression on the presence of the 2,000 most frequent words, one for
 #   each class.
 # * "word overlap": the words that two sentences share, as a part of all of theirs.
+# * "TF-IDF": the cosine of two sentences, with weights of words from the training data.
 
 _WORD = re.compile(r"\w+|[@$]\w+[$]?")
 _VOCABULARY = 2000
@@ -316,7 +318,10 @@ def baselines(
         case "words":
             return {"dictionary": _frequent_tags(train, test)}
         case "similarity":
-            return {"word overlap": [_overlap(*example.texts) for example in test]}
+            return {
+                "word overlap": [_overlap(*example.texts) for example in test],
+                "TF-IDF": _tfidf_cosines(train, test),
+            }
         case "documents":
             return {"bag of words": _bag_of_words(task, train, test)}
         case "relations" | "answers":
@@ -379,6 +384,16 @@ def _overlap(first: str, second: str) -> float:
     a = set(words_of(first))
     b = set(words_of(second))
     return len(a & b) / max(len(a | b), 1)
+
+
+def _tfidf_cosines(train: Sequence[TextExample], test: Sequence[TextExample]) -> Predicted:
+    """Return the cosine of the two texts of each test example; the weights of the words are those
+    of the training texts.
+    """
+    tfidf = TfIdf([text for example in train for text in example.texts])
+    first_NV, second_NV = (tfidf.vectors([one.texts[side] for one in test]) for side in (0, 1))
+    cosines: list[float] = first_NV.multiply(second_NV).sum(axis=1).tolist()
+    return cosines
 
 
 def _bag_of_words(

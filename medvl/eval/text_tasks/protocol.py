@@ -37,6 +37,7 @@ from medvl.data.text_tasks.read import Splits, available_tasks, read_text_task
 from medvl.data.text_tasks.tasks import TASKS, RelationText, Split, TextExample, TextTask
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders import TextEncoder, create_text_encoder
+from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError, CorpusError, EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
 from medvl.eval.core.open import load_model, unsupported_model
@@ -60,6 +61,7 @@ from medvl.eval.text_tasks.metrics import (
 )
 from medvl.models.checkpoint_folder import find_checkpoint
 from medvl.models.downstream.retrieval import TextPool
+from medvl.models.factory import get_tokenizer
 
 PROTOCOL = "text_tasks"
 PROTOCOL_VERSION = 2
@@ -441,21 +443,37 @@ def encoder_of_checkpoint(checkpoint: Path, *, random: bool = False) -> Evaluate
 
 
 def encoder_by_name(
-    name: str, vocabulary: Path, weights: str | None, arguments: Mapping[str, Any] | None = None
+    name: str,
+    vocabulary: Path | None,
+    weights: Pretrained | None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> EvaluatedEncoder:
-    """Return a text encoder by name with weights from a file or the hub, or random ones for None.
+    """Return a text encoder by name.
 
     Its attention has `ATTENTION_DROPOUT`, unless the arguments have another value.
+
+    Args:
+        name: a preset, or a folder in Hugging Face's layout.
+        vocabulary: folder of its vocabulary; None for the published one of a preset.
+        weights: a file, a folder or those on the hub; True for the published ones of a preset, None
+            for random ones.
+        arguments: further arguments of `create_text_encoder`.
 
     Raises ConfigError for unknown names and arguments, WeightsError for weights that are not there
     or do not fit.
     """
-    tokenizer = load_tokenizer(vocabulary)
+
+    def tokenizer(length: int | None = None) -> Tokenizer:
+        if vocabulary is None:
+            return get_tokenizer(name, max_tokens=length)
+        return load_tokenizer(vocabulary, max_tokens=length)
+
+    known = tokenizer()
     create = functools.partial(
         create_text_encoder,
         name,
-        vocab_size=tokenizer.vocab_size,
-        pad_id=tokenizer.pad_id,
+        vocab_size=known.vocab_size,
+        pad_id=known.pad_id,
         **(arguments or {}),
     )
     with seeded(0):
@@ -464,8 +482,8 @@ def encoder_by_name(
     create = functools.partial(create, **settings)
     return EvaluatedEncoder(
         name=f"{name}{'' if weights else ', random weights'}",
-        make=functools.partial(_make, create, None if weights is None else first.state_dict()),
-        tokenizer=lambda length: load_tokenizer(vocabulary, max_tokens=length),
+        make=functools.partial(_make, create, first.state_dict() if weights else None),
+        tokenizer=tokenizer,
         max_tokens=first.max_tokens,
         attention_dropout=settings.get(_FIELD),
     )

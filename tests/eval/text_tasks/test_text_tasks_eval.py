@@ -5,6 +5,7 @@ its page.
 import gzip
 import json
 import logging
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -218,9 +219,12 @@ def test_baselines() -> None:
         make([("O",) * 2], [("Men", "new")]),
     )
     assert tagged == {"dictionary": [("PAR", "O")]}
-    assert baselines(TASKS["biosses"], [], make([1.0], [("a b c", "b c d")])) == {
-        "word overlap": [0.5]
-    }
+    known = make([1.0, 0.0], [("old rib", "new rib"), ("old rib", "lung")])
+    similar = baselines(TASKS["biosses"], known, make([1.0], [("old rib", "Rib unknown")]))
+    assert similar["word overlap"] == pytest.approx([1 / 3])
+    # of four texts, three have "rib" and two "old"
+    rib, old = (1 + math.log(5 / (1 + count)) for count in (3, 2))
+    assert similar["TF-IDF"] == pytest.approx([rib / math.hypot(rib, old)])
     texts = [("good study",), ("bad study",)] * 10
     found = baselines(
         TASKS["gad"], make(["1", "0"] * 10, texts), make(["0", "1"], [("bad",), ("good",)])
