@@ -349,7 +349,7 @@ def write_text_retrieval_page(
     """
     results = result.results
     details = results.details
-    middle = f"recall@{max(results.config['ks'])}"
+    last = f"recall@{max(results.config['ks'])}"
     sections: list[Section] = [_table(results, header.model)]
     if examples:
         sections.append(_examples(result, examples))
@@ -359,9 +359,12 @@ def write_text_retrieval_page(
         subtitle=f"{header.data}: {target} by {query}, {details['reports']:,} reports and "
         f"{details['texts']:,} distinct texts",
         headlines=[
-            headline(f"{middle}, {title.lower() if target == MODEL else title}", row)
-            for target, title in ((MODEL, "Model"), (TFIDF, "TF-IDF"))
-            for row in [results.row(middle, target)]
+            headline(f"{last}, {title}", results.row(last, target))
+            for target, title in (
+                (MODEL, "model"),
+                (TFIDF, "TF-IDF"),
+                (COMMONEST, "commonest texts"),
+            )
         ],
         facts=header_facts(results, header, units="patients"),
         sections=sections,
