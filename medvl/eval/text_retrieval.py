@@ -68,7 +68,7 @@ from medvl.models.base import evaluating
 from medvl.models.checkpoint_folder import described_model
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.registry import system
-from medvl.schema import Embeddings
+from medvl.schema import Embeddings, TextFeatures
 
 PROTOCOL = "text_retrieval"
 PROTOCOL_VERSION = 1
@@ -310,20 +310,19 @@ def embedder(encoder: EvaluatedEncoder, device: str, pool: Pool, batch: int) -> 
     network = encoder.make(0).eval().to(device)
     tokenizer = encoder.tokenizer(network.max_tokens)
 
-    @torch.inference_mode()
+    def encode(texts: list[str]) -> Tensor:
+        ids_BT, mask_BT = tokenizer(texts)
+        found: TextFeatures = network(ids_BT.to(device), mask_BT.to(device))
+        if pool == "own":
+            return found.pooled_BD
+        return found.tokens_BTD.sum(dim=1) / found.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+
     def embed(texts: Sequence[str]) -> Tensor:
         order = sorted(range(len(texts)), key=lambda row: len(texts[row]))  # little padding
-        parts = []
-        for start in range(0, len(order), batch):
-            chosen = [texts[row] for row in order[start : start + batch]]
-            ids_BT, mask_BT = (one.to(device) for one in tokenizer(chosen))
-            found = network(ids_BT, mask_BT)
-            if pool == "own":
-                parts.append(found.pooled_BD)
-            else:
-                length_B1 = found.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-                parts.append(found.tokens_BTD.sum(dim=1) / length_B1)
-        return torch.cat(parts)[torch.tensor(order).argsort().to(device)]
+        chunks = [order[start : start + batch] for start in range(0, len(order), batch)]
+        with torch.inference_mode():
+            vector_ND = torch.cat([encode([texts[row] for row in chunk]) for chunk in chunks])
+            return vector_ND[torch.tensor(order, device=device).argsort()]
 
     return embed
 
@@ -487,9 +486,14 @@ class TextRetrieval(Evaluation):
             pairs=pairs,
             resamples=setup.resamples,
             config={"query": self.query, "target": self.target, "pool": self.pool},
-            inputs={**inputs, "checkpoint": trained and checkpoint_sha256(trained)},
+            inputs={
+                **inputs,
+                "checkpoint": None if trained is None else checkpoint_sha256(trained),
+            },
         )
-        if trained and issubclass(system(described_model(trained)["name"]), DualEncoder):
+        if trained is not None and issubclass(
+            system(described_model(trained)["name"]), DualEncoder
+        ):
             model = setup.model(trained)
             name = f"{model.name} ({trained})"
             with evaluating(model):

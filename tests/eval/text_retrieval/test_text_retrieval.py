@@ -235,13 +235,11 @@ def test_command_on_checkpoints(tokenizer: Tokenizer, file: Path, tmp_path: Path
     """A dual-encoder gives its shared space, another system its text encoder; pages show texts
     unless told not to.
     """
-    text = {"text_encoder": "hf:bert", "text_arguments": SMALL, "tokenizer": tokenizer}
-    for name, settings, examples in (
-        ("convirt", {"image_encoder": "resnet_tiny", "frozen_text_layers": 0}, "0"),
-        ("masked_text", {}, "1"),
-    ):
+    text: dict[str, Any] = {"text_encoder": "hf:bert", "text_arguments": SMALL, "max_tokens": 32}
+    image: dict[str, Any] = {"image_encoder": "resnet_tiny", "frozen_text_layers": 0}
+    for name, settings, examples in (("convirt", image, "0"), ("masked_text", {}, "1")):
         with seeded(0):
-            model: Any = create_model(name, max_tokens=32, **text, **settings).eval()
+            model: Any = create_model(name, tokenizer=tokenizer, **text, **settings).eval()
         (tmp_path / name).mkdir()
         save(model, tmp_path / name)
         out = tmp_path / "results" / name
