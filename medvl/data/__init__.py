@@ -178,6 +178,10 @@ if TYPE_CHECKING:
         WholeText as WholeText,
     )
     from medvl.data.transforms.turning import LViTAugmentation as LViTAugmentation
+    from medvl.data.volumes.codec import (
+        decode_volume as decode_volume,
+        encode_volume as encode_volume,
+    )
     from medvl.data.volumes.dicom_series import read_dicom_series as read_dicom_series
     from medvl.data.volumes.nifti import read_nifti as read_nifti
     from medvl.data.volumes.resampling import (
@@ -185,6 +189,7 @@ if TYPE_CHECKING:
         crop_or_pad as crop_or_pad,
         resample_volume as resample_volume,
     )
+    from medvl.data.volumes.slices import rgb_slices as rgb_slices
     from medvl.data.volumes.volume import (
         Volume as Volume,
         VolumeLimits as VolumeLimits,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         draw_example as draw_example,
         write_example as write_example,
     )
+    from medvl.phantom.language.ct_reports import compose_ct_report as compose_ct_report
     from medvl.phantom.language.reports import Report as Report, compose_report as compose_report
     from medvl.phantom.language.vqa import vqa_images as vqa_images
     from medvl.phantom.layouts.boxes import (
@@ -68,9 +69,15 @@ if TYPE_CHECKING:
         write_candid_ptx as write_candid_ptx,
     )
     from medvl.phantom.layouts.umls import write_umls as write_umls
+    from medvl.phantom.layouts.volumes import write_volumes as write_volumes
     from medvl.phantom.layouts.writer import read_truth as read_truth, split_of as split_of
     from medvl.phantom.population.findings import Finding as Finding, Part as Part
     from medvl.phantom.population.slices import Slice as Slice, sample_slice as sample_slice
+    from medvl.phantom.population.volumes import (
+        ChestCT as ChestCT,
+        CTFinding as CTFinding,
+        sample_chest_ct as sample_chest_ct,
+    )
     from medvl.phantom.population.world import (
         Patient as Patient,
         Study as Study,
@@ -84,5 +91,9 @@ if TYPE_CHECKING:
     )
     from medvl.phantom.rendering.findings import Box as Box, boxes as boxes, masks as masks
     from medvl.phantom.rendering.scene import encode_jpeg as encode_jpeg
+    from medvl.phantom.rendering.volumes import (
+        draw_volume as draw_volume,
+        finding_masks as finding_masks,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

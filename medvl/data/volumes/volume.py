@@ -69,7 +69,7 @@ def check_hounsfield(volume: Volume) -> None:
     """Check that the values of a CT can be Hounsfield units.
 
     The median of an elliptic cylinder at the centre must be that of soft tissue, or most of its
-    voxels must be lung. A CT that was rescaled twice, or never, fails.
+    voxels must be soft tissue or lung. A CT that was rescaled twice, or never, fails.
 
     Raises:
         VolumeError: "not_hu".
@@ -81,12 +81,12 @@ def check_hounsfield(volume: Volume) -> None:
     inside_HW = (y_H[:, None] ** 2 + x_W**2) <= 0.25  # half of the height and of the width
     values = slab_DHW[:, inside_HW]
     median = float(np.median(values))
-    lung = float(np.mean((values >= _LUNG[0]) & (values <= _LUNG[1])))
-    if not (_SOFT[0] <= median <= _SOFT[1] or lung > 0.5):
+    body = sum(float(np.mean((values >= low) & (values <= high))) for low, high in (_SOFT, _LUNG))
+    if not (_SOFT[0] <= median <= _SOFT[1] or body > 0.5):
         message = (
             f"the values are not Hounsfield units: expected a median of {_SOFT[0]} to {_SOFT[1]} "
-            f"at the centre, or over 50 % lung, got {median:g} and {100 * lung:.0f} %; rescale the "
-            "stored values exactly once"
+            f"at the centre, or over 50 % soft tissue and lung, got {median:g} and "
+            f"{100 * body:.0f} %; rescale the stored values exactly once"
         )
         raise VolumeError(message, "not_hu")
 

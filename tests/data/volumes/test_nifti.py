@@ -215,8 +215,12 @@ def test_a_second_rescale_is_not_hounsfield(shift, is_refused):
         check_hounsfield(volume)
 
 
-def test_lungs_are_hounsfield():
-    check_hounsfield(Volume(hu_DHW=np.full((4, 8, 8), -850, np.int16), spacing=(1, 1, 1)))
+@pytest.mark.parametrize("share", [1.0, 0.55, 0.45])
+def test_lungs_are_hounsfield(share):
+    hu_DHW = np.full((4, 8, 100), 40, np.int16)
+    hu_DHW[:, :, : int(share * 100)] = -850  # at 0.5, the median is between lung and tissue
+    hu_DHW[:, :, 50] = -450
+    check_hounsfield(Volume(hu_DHW=hu_DHW, spacing=(1, 1, 1)))
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):

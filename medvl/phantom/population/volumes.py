@@ -1,0 +1,140 @@
+"""Chest CTs of the population: vessels, and findings with known place, size and side.
+
+Coordinates are (z, y, x) in centimetres from the middle of the chest: z to the head, y to the back,
+x to the patient's left.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from medvl.phantom.population.world import generator
+
+CT_FINDINGS: Mapping[str, float] = {
+    "Lung nodule": 0.4,
+    "Pleural effusion": 0.35,
+    "Consolidation": 0.3,
+    "Emphysema": 0.3,
+    "Cardiomegaly": 0.3,
+    "Pericardial effusion": 0.25,
+    "Arterial wall calcification": 0.3,
+}
+"""Labels, named as in CT-RATE, and their shares of scans."""
+
+_STREAM = 70
+_SIDES = ("right", "left")
+LUNG_CENTER = (0.0, 0.0, 7.5)
+"""Of the left lung; the right one is its mirror image."""
+LUNG_RADII = (11.0, 8.5, 5.8)
+Point = tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CTFinding:
+    """A finding, and what draws it."""
+
+    name: str
+    side: str
+    """right or left; "" where it has none."""
+    center: Point
+    radii: Point
+    """Half axes. Of a pleural effusion, the first is the height of its level above the base of the
+    lung; of an enlarged heart, all are those of the heart.
+    """
+
+    @property
+    def diameter_mm(self) -> float:
+        """Largest diameter in millimetres."""
+        return 20 * max(self.radii)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Vessel:
+    """A tube along z with the radii of nodules: in one slice, the two look alike."""
+
+    y: float
+    x: float
+    radius: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChestCT:
+    """A scan, with everything that `draw_volume` needs."""
+
+    key: tuple[int, ...]
+    findings: tuple[CTFinding, ...]
+    vessels: tuple[Vessel, ...]
+    stretch: Point
+    """Scale of the body relative to the standard one."""
+    noise: float
+    """Standard deviation in Hounsfield units."""
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """1 or 0 for each of `CT_FINDINGS`."""
+        present = {finding.name for finding in self.findings}
+        return {name: int(name in present) for name in CT_FINDINGS}
+
+
+def sample_chest_ct(key: tuple[int, ...]) -> ChestCT:
+    """Return the chest CT of a `key` (a seed first)."""
+    rng = generator(*key, _STREAM)
+    findings = [_finding(rng, name) for name, share in CT_FINDINGS.items() if rng.random() < share]
+    vessels = [_vessel(rng) for _ in range(int(rng.integers(2, 5)))]
+    scales = rng.uniform(0.94, 1.06, 3).tolist()
+    return ChestCT(
+        key=key,
+        findings=tuple(findings),
+        vessels=tuple(vessels),
+        stretch=(scales[0], scales[1], scales[2]),
+        noise=float(rng.uniform(10, 30)),
+    )
+
+
+def _finding(rng: np.random.Generator, name: str) -> CTFinding:
+    side = str(rng.choice(_SIDES)) if name not in _MIDDLE else ""
+    sign = -1 if side == "right" else 1
+    z, y, x = _in_upper_lung(rng)
+    center = (z, y, sign * x)
+    if name == "Lung nodule":
+        radius = float(rng.uniform(0.6, 1.4))
+        radii = (radius, radius, radius)
+    elif name == "Consolidation":
+        center = (float(rng.uniform(-6.0, -4.0)), 2.0, sign * LUNG_CENTER[2])
+        radii = tuple(rng.uniform(2.2, 3.4, 3).tolist())
+    elif name == "Emphysema":
+        center = (0.6 * LUNG_RADII[0], 0.0, sign * LUNG_CENTER[2])
+        radii = tuple(rng.uniform((4.0, 3.5, 3.0), (5.0, 5.0, 4.0)).tolist())
+    elif name == "Pleural effusion":
+        center = (-LUNG_RADII[0], LUNG_RADII[1], sign * LUNG_CENTER[2])
+        radii = (float(rng.uniform(7, 12)), 6.0, LUNG_RADII[2])
+    else:
+        center, radii = _MIDDLE[name]
+    return CTFinding(name=name, side=side, center=center, radii=(radii[0], radii[1], radii[2]))
+
+
+HEART = ((-3.0, -3.0, 2.4), (4.8, 4.2, 5.0))
+"""Center and half axes."""
+_MIDDLE: Mapping[str, tuple[Point, Point]] = {
+    "Cardiomegaly": (HEART[0], (6.0, 5.6, 7.4)),
+    "Pericardial effusion": (HEART[0], (1.2, 1.2, 1.2)),
+    "Arterial wall calcification": ((0.0, 5.2, 2.4), (8.0, 1.4, 1.4)),
+}
+"""Findings without a side."""
+
+
+def _vessel(rng: np.random.Generator) -> Vessel:
+    _, y, x = _in_upper_lung(rng)
+    sign = float(rng.choice([-1, 1]))
+    return Vessel(y=y, x=sign * x, radius=float(rng.uniform(0.6, 1.4)))
+
+
+def _in_upper_lung(rng: np.random.Generator) -> Point:
+    """Return a point in the upper half of the left lung, above an enlarged heart."""
+    z, y, x = rng.uniform((0.3, -0.4, -0.3), (0.55, 0.4, 0.3))
+    return (
+        float(z) * LUNG_RADII[0],
+        float(y) * LUNG_RADII[1],
+        LUNG_CENTER[2] + float(x) * LUNG_RADII[2],
+    )
