@@ -65,6 +65,7 @@ _DATA_READERS = {
     "tokenizer",
     "transforms",
     "splits",
+    "volumes",
 }
 SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "data": {
@@ -79,7 +80,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "volumes": {"dicom"},
         "transforms": {"images", "reports", "tokenizer"},
         "storage": set(),
-        "shards": {"images", "splits", "storage"},
+        "shards": {"images", "splits", "storage", "volumes"},
         "loading": {*_DATA_READERS, "shards", "storage"},
         "corpora": {*_DATA_READERS, "privacy", "storage"},
         "convert": {*_DATA_READERS, "privacy", "shards", "storage", "corpora"},

@@ -190,6 +190,7 @@ if TYPE_CHECKING:
         resample_volume as resample_volume,
     )
     from medvl.data.volumes.slices import rgb_slices as rgb_slices
+    from medvl.data.volumes.stored import VolumeOptions as VolumeOptions
     from medvl.data.volumes.volume import (
         Volume as Volume,
         VolumeLimits as VolumeLimits,

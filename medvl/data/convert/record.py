@@ -27,9 +27,19 @@ from medvl.data.dicom.reader import DicomHeader
 from medvl.data.images.background import find_foreground
 from medvl.data.images.codecs import encode_stored
 from medvl.data.images.read import check_sides, read_pixels
-from medvl.data.shards.format import NO_IMAGE, Index, Shard, TarWriter, new_tar, sample_to_json
+from medvl.data.shards.format import (
+    NO_IMAGE,
+    VOLUME_SUFFIX,
+    Index,
+    Shard,
+    TarWriter,
+    new_tar,
+    sample_to_json,
+)
 from medvl.data.storage.parts import Content, read_parts
-from medvl.errors import DicomError, ImageError, ReportError
+from medvl.data.volumes.reading import encode_stored_volume
+from medvl.data.volumes.stored import VolumeOptions
+from medvl.errors import DicomError, ImageError, ReportError, VolumeError
 from medvl.schema import FilePart, Sample
 
 _GROUP_BYTES = 64 * 2**20
@@ -181,6 +191,8 @@ def _convert(
             return EncodedSample(key, NO_IMAGE, b"", sample_to_json(sample))
         if isinstance(content, Exception):
             raise content
+        if record.volume is not None:
+            return _convert_volume(sample, record.volume, folders, note)
         pixels, header = read_pixels(
             sample.image,
             content=content,
@@ -195,7 +207,7 @@ def _convert(
         if options.crop_background:
             sample, pixels = _crop_background(sample, pixels, note.warnings)
         image = encode_stored(pixels, options.short_side, options.image_format, options.quality)
-    except (DicomError, ImageError) as error:
+    except (DicomError, ImageError, VolumeError) as error:
         skipped = error.code, str(error)
     except MemoryError:
         skipped = "too_large", f"{record.sample.image}: decoding exceeds a worker's memory limit"
@@ -217,6 +229,17 @@ def _convert(
         return EncodedSample(key, options.image_format, image, sample_to_json(sample))
     note.skipped.append(SkippedImage(key, *skipped, tuple(map(str, record.files))))
     return None
+
+
+def _convert_volume(
+    sample: Sample, options: VolumeOptions, folders: InputFolders, note: ShardNote
+) -> EncodedSample:
+    if not isinstance(sample.image, Path):
+        raise ImageError("expected a file or a folder of a volume, got a part", "unsupported")
+    content, fields = encode_stored_volume(sample.image, options, folders)
+    sample = dataclasses.replace(sample, extra={**sample.extra, **fields})
+    note.patients.append(sample.patient)
+    return EncodedSample(sample.key, VOLUME_SUFFIX, content, sample_to_json(sample))
 
 
 def _crop_background(

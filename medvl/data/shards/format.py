@@ -1,6 +1,7 @@
 """The shard format: plain webdataset tars, one index per tar, one manifest per folder.
 
     OUT/train/mimic-cxr-train-000000.tar      {key}.jpg {key}.json {key}.jpg ...
+                                              of volumes {key}.vol in place of {key}.jpg
     OUT/train/mimic-cxr-train-000000.index    key, suffix, offset, size: two lines per sample
     OUT/train/manifest.json
         content of the folder, conversion options, excluded and skipped images
@@ -30,6 +31,8 @@ from medvl.schema import SCHEMA_VERSION, Sample
 
 MANIFEST = "manifest.json"
 IMAGE_SUFFIXES = ("jpg", "png")
+VOLUME_SUFFIX = "vol"
+"""Suffix of the members of `medvl.data.volumes.codec`, in place of an image."""
 REGION_SUFFIX = "safetensors"
 """Suffix of the members of `medvl.data.shards.regions`."""
 NO_IMAGE = "-"
@@ -366,7 +369,7 @@ class Index:
             for image, meta in zip(images, metas, strict=True):
                 if (
                     image[0] != meta[0]
-                    or image[1] not in (*IMAGE_SUFFIXES, NO_IMAGE)
+                    or image[1] not in (*IMAGE_SUFFIXES, VOLUME_SUFFIX, NO_IMAGE)
                     or meta[1] != "json"
                 ):
                     raise ValueError(f"lines of sample {image[0]}")
@@ -406,7 +409,8 @@ class Index:
 # and extended headers are refused; Python's `tarfile` would load an extended header of gigabytes,
 # expand sparse files and keep every member in memory. Nothing is unpacked to disk.
 
-_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,100}}\.(?:json|{'|'.join(IMAGE_SUFFIXES)}|{REGION_SUFFIX})")
+_SUFFIXES = ("json", *IMAGE_SUFFIXES, VOLUME_SUFFIX, REGION_SUFFIX)
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,100}}\.(?:{'|'.join(_SUFFIXES)})")
 _BLOCK = tarfile.BLOCKSIZE
 
 

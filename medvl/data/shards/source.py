@@ -6,12 +6,23 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from medvl.data.images.codecs import decode_image
-from medvl.data.shards.format import NO_IMAGE, Index, Manifest, Shard, label_row, sample_from_json
+from medvl.data.shards.format import (
+    NO_IMAGE,
+    VOLUME_SUFFIX,
+    Index,
+    Manifest,
+    Shard,
+    label_row,
+    sample_from_json,
+)
 from medvl.data.shards.regions import NO_REGIONS, RegionManifest, RegionReader, Regions
 from medvl.data.storage.cache import Cache
 from medvl.data.storage.location import Location, RemotePath, locate
 from medvl.data.storage.tars import FolderFiles, open_tars
-from medvl.errors import ImageError, ShardError
+from medvl.data.volumes.codec import decode_volume
+from medvl.data.volumes.stored import stored_volume
+from medvl.data.volumes.volume import Volume
+from medvl.errors import ImageError, ShardError, VolumeError
 from medvl.schema import Sample
 
 _NEIGHBOURS = 4096
@@ -128,12 +139,37 @@ class ShardSource:
 
         None: in colour where the shards are (`ShardOptions.color`).
         """
+        if self.has_volume(position):
+            message = f"{self.folder}: sample {self.key(position)} is a volume; call volume()"
+            raise ImageError(message, "unsupported")
         return decode_image(
             self.image_bytes(position), color=self.manifest.color if color is None else color
         )
 
+    def volume(self, position: int, slices: slice | None = None) -> Volume:
+        """Return the volume of a sample, or some slices in a row along z.
+
+        Raises ShardError, and ImageError `no_image` where the sample has no volume.
+        """
+        if not self.has_volume(position):
+            raise ImageError(
+                f"{self.folder}: sample {self.key(position)} has no volume", "no_image"
+            )
+        try:
+            values = decode_volume(self.image_bytes(position), slices)
+            return stored_volume(values, self.sample(position).extra)
+        except (VolumeError, ValueError) as error:
+            code = error.code if isinstance(error, VolumeError) else "malformed"
+            shard, _ = self._locate(position)
+            raise self._damaged(shard, self.key(position), str(error), code) from error
+
+    def has_volume(self, position: int) -> bool:
+        """Return whether the sample at `position` has a volume in place of an image."""
+        shard, row = self._locate(position)
+        return self._indexes[shard].suffixes[row] == VOLUME_SUFFIX
+
     def has_image(self, position: int) -> bool:
-        """Return whether the sample at `position` has an image."""
+        """Return whether the sample at `position` has an image or a volume."""
         shard, row = self._locate(position)
         return self._indexes[shard].suffixes[row] != NO_IMAGE
 

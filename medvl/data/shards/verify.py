@@ -20,6 +20,7 @@ from medvl.data.shards.format import (
     IMAGE_SUFFIXES,
     NO_IMAGE,
     REGION_SUFFIX,
+    VOLUME_SUFFIX,
     Index,
     Manifest,
     Shard,
@@ -29,7 +30,8 @@ from medvl.data.shards.format import (
 from medvl.data.shards.regions import REGIONS, RegionManifest, Regions, RegionShard, read_index
 from medvl.data.shards.source import ShardSource
 from medvl.data.storage.location import Location, local_copy, locate
-from medvl.errors import ImageError, ShardError, SplitError
+from medvl.data.volumes.codec import decode_volume, read_volume_header
+from medvl.errors import ImageError, ShardError, SplitError, VolumeError
 
 # Verification of the regions of a folder of shards against their manifests.
 
@@ -474,6 +476,14 @@ def _check_member(
                 decode_image(data)
             except ImageError as error:
                 return [f"{tar.name}: {name}: {error}"]
+        return []
+    if suffix == VOLUME_SUFFIX:
+        try:
+            read_volume_header(data)
+            if decode:
+                decode_volume(data)
+        except VolumeError as error:
+            return [f"{tar.name}: {name}: {error}"]
         return []
     try:
         sample = sample_from_json(data)

@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from medvl.common.untrusted import InputFolders
+from medvl.common.untrusted import ANYWHERE, InputFolders
 from medvl.data.dicom.parser import DicomFile, DicomLimits, damaged, open_dicom
 from medvl.data.dicom.pixels import PixelLayout, decode_frame
 from medvl.data.dicom.reader import listed_modality
@@ -87,6 +87,7 @@ def read_dicom_series(
     gaps: Literal["refuse", "resample"] = "refuse",
     max_oblique: float = MAX_OBLIQUE,
     limits: VolumeLimits = DEFAULT_LIMITS,
+    folders: InputFolders = ANYWHERE,
 ) -> Volume:
     """Read one volume from the slices below a folder.
 
@@ -98,6 +99,7 @@ def read_dicom_series(
         gaps: "resample" interpolates slices whose distances vary by less than 10 % to even ones.
         max_oblique: largest angle between an axis and the patient's nearest one, in degrees.
         limits: limits for untrusted files.
+        folders: folders that the files must be in, links resolved; default `folder`.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -115,7 +117,7 @@ def read_dicom_series(
         )
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    reader = _Reader(Path(folder), limits)
+    reader = _Reader(Path(folder), limits, folders)
     try:
         slices = _chosen(reader.stacks(derived=derived), stack, reader.dropped)
         return reader.read(slices, gaps, max_oblique)
@@ -149,9 +151,9 @@ def _chosen(
 class _Reader:
     """Reads the files of one folder twice: all headers first, then the chosen pixels."""
 
-    def __init__(self, folder: Path, limits: VolumeLimits) -> None:
+    def __init__(self, folder: Path, limits: VolumeLimits, folders: InputFolders) -> None:
         self._folder = folder
-        self._folders = InputFolders.of(folder)
+        self._folders = folders if folders.real else InputFolders.of(folder)
         self._limits = limits
         self.dropped: Counter[str] = Counter()
 

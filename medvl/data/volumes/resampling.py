@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import cv2
 import numpy as np
-from scipy import ndimage
 
 from medvl.data.volumes.volume import AIR, Volume, to_int16
 from medvl.errors import ConfigError
@@ -35,6 +34,8 @@ def resample_volume(volume: Volume, spacing: Sequence[float], *, antialias: bool
     Raises:
         ConfigError: "out_of_range" for `spacing`, or one that leaves a side without a voxel.
     """
+    from scipy import ndimage
+
     goal = tuple(float(step) for step in spacing)
     if len(goal) != 3 or not all(0 < step < float("inf") for step in goal):
         raise ConfigError(

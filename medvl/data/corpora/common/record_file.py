@@ -10,9 +10,10 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, overload
+from typing import IO, Any, overload
 
 from medvl.data.corpora.common.tables import Record
+from medvl.data.volumes.stored import VolumeOptions
 from medvl.errors import CorpusError
 from medvl.schema import FilePart, PackedPage, Sample
 
@@ -93,7 +94,8 @@ def _to_json(record: Record) -> bytes:
     image = record.sample.image
     place = dataclasses.astuple(image) if isinstance(image, FilePart) else _text(image)
     masks = {label: str(path) for label, path in record.masks.items()}
-    content = [values, place, _text(record.report), masks]
+    volume = None if record.volume is None else dataclasses.asdict(record.volume)
+    content = [values, place, _text(record.report), masks, volume]
     return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -102,7 +104,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def _from_json(data: bytes) -> Record:
-    values, place, report, masks = json.loads(data)
+    values, place, report, masks, volume = json.loads(data)
     image: Path | FilePart | None = Path(place) if isinstance(place, str) else None
     if isinstance(place, list):
         file, name, offset, size, page = place
@@ -112,4 +114,10 @@ def _from_json(data: bytes) -> Record:
         sample,
         None if report is None else Path(report),
         {label: Path(masks[label]) for label in masks},
+        None if volume is None else _volume_options(volume),
     )
+
+
+def _volume_options(values: dict[str, Any]) -> VolumeOptions:
+    sides = {name: tuple(values[name]) for name in ("spacing", "size") if values[name] is not None}
+    return VolumeOptions(**{**values, **sides})
