@@ -141,7 +141,7 @@ def create_volume_encoder(
         name: "vit", the hierarchical vision Transformer of HLIP.
         size: voxels along (z, y, x).
         patch_size: voxels of a patch along (z, y, x).
-        embed_dim: width, a multiple of 6 and of `num_heads`.
+        embed_dim: width, even and a multiple of `num_heads`.
         depth: number of layers.
         num_heads: attention heads.
         window: Hounsfield units that become 0 and 1; values beyond are clipped.
@@ -173,8 +173,10 @@ def create_volume_encoder(
     _check(0 <= drop_path_rate < 1, "drop_path_rate", "a rate in [0, 1)", drop_path_rate)
     _check(max_scans >= 0, "max_scans", "0 or more", max_scans)
     _check(num_heads > 0, "num_heads", "1 or more", num_heads)
-    fits = embed_dim > 0 and embed_dim % 6 == 0 and embed_dim % num_heads == 0
-    _check(fits, "embed_dim", f"a multiple of 6 and of num_heads ({num_heads})", embed_dim)
+    fits = embed_dim >= 6 and embed_dim % 2 == 0 and embed_dim % num_heads == 0
+    _check(
+        fits, "embed_dim", f"even, 6 or more, and a multiple of num_heads ({num_heads})", embed_dim
+    )
     grid = _grid(sides, patch)
     net = HierarchicalViT(grid, patch, embed_dim, levels, num_heads, drop_path_rate, max_scans)
     config = {

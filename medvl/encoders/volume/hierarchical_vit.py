@@ -32,16 +32,16 @@ def sinusoids(places: Tensor, width: int) -> Tensor:
 
 def volume_positions(grid: Sides, width: int) -> Tensor:
     """Return sin-cos positions (1, d, h, w, width): a third of the width for each axis, in the
-    order w, h, d.
+    order w, h, d. What a third of a sine and a cosine each leaves over is 0.
     """
-    third = width // 3
+    third = width // 6 * 2
     d, h, w = (sinusoids(torch.arange(side), third) for side in grid)
     parts = (
         w[None, None, :].expand(*grid, -1),
         h[None, :, None].expand(*grid, -1),
         d[:, None, None].expand(*grid, -1),
     )
-    return torch.cat(parts, dim=3)[None]
+    return F.pad(torch.cat(parts, dim=3), (0, width - 3 * third))[None]
 
 
 def resize_positions(table_1dhwD: Tensor, grid: Sides) -> Tensor:
@@ -82,7 +82,7 @@ class HierarchicalViT(nn.Module):
     Args:
         grid: patches along (z, y, x).
         patch: voxels of a patch along (z, y, x).
-        width: a multiple of 6 and of `heads`.
+        width: even, and a multiple of `heads`.
         levels: level of each layer.
         heads: attention heads.
         drop_path: rate of stochastic depth in the last layer; it grows linearly from 0.

@@ -168,6 +168,12 @@ def test_positions_are_frozen_and_fit_other_sizes():
     )
 
 
+def test_positions_fill_other_widths_with_zeros():
+    table = tiny(embed_dim=32).backbone.spatial_posemb[0, 1, 1, 2]
+    expected = [*sincos(2, 10), *sincos(1, 10), *sincos(1, 10), 0, 0]
+    np.testing.assert_allclose(table, expected, atol=1e-6)
+
+
 def test_windowed_bytes_and_floats_equal_hounsfield_units():
     encoder = tiny(window=(-100, 155))
     hu = volumes(1, 1, 4, 6, 9)
@@ -301,7 +307,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path, lacking, names):
         ({"size": (4, 6, 8)}, "mismatch", "size"),
         ({"size": (4, 6)}, "out_of_range", "size"),
         ({"patch_size": (0, 3, 3)}, "out_of_range", "patch_size"),
-        ({"embed_dim": 32}, "out_of_range", "embed_dim"),
+        ({"embed_dim": 27, "num_heads": 1}, "out_of_range", "embed_dim"),
+        ({"embed_dim": 4}, "out_of_range", "embed_dim"),
         ({"num_heads": 5}, "out_of_range", "embed_dim"),
         ({"depth": 0}, "out_of_range", "depth"),
         ({"window": (10, 10)}, "out_of_range", "window"),
