@@ -147,6 +147,19 @@ class FindsEntities(Protocol):
         """
 
 
+class WritesPrompts(Protocol):
+    """Writer of what is known about a study before its report (`medvl.data.transforms.prompt`)."""
+
+    @property
+    def reads_prior(self) -> bool:
+        """Whether the prior report is read."""
+
+    def __call__(
+        self, sections: Mapping[str, str], prior: Mapping[str, str] | None
+    ) -> Sequence[int]:
+        """Return the ids of a prompt, of the sections of a sample and of its prior report."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
     """Optional parts of a batch that a system needs; a loader makes exactly the parts that are
@@ -195,6 +208,20 @@ class Inputs:
     """Finder of a knowledge graph's entities in texts (`medvl.data.EntityFinder`); None: the
     system needs none.
     """
+
+    prompt: WritesPrompts | None = None
+    """Writer of prompts (`Batch.prompt_ids_BT`); None: the system needs none."""
+
+    @property
+    def for_writing(self) -> Inputs:
+        """Return the parts that reports are written from, without what training alone needs."""
+        prior_image = self.prior_image and self.prompt is not None
+        return Inputs(
+            regions=self.regions,
+            other_view=self.other_view,
+            prior_image=prior_image,
+            prompt=self.prompt,
+        )
 
     @property
     def by_study(self) -> bool:
@@ -305,6 +332,24 @@ class Batch:
     """uint8: another image of the same study (`Inputs.other_view` or `Inputs.drawn_view`)."""
     has_other_view_B: Tensor | None = None
     """bool: False where a study has one image only and these pixels are a placeholder."""
+    prompt_ids_BT: Tensor | None = None
+    """int64 token ids of what is known about each study before its report, with one image marker a
+    row (`Inputs.prompt`). None: images alone.
+    """
+    prompt_mask_BT: Tensor | None = None
+    """bool, True on real tokens of `prompt_ids_BT`."""
+    sampled_ids_NT: Tensor | None = None
+    """int64: texts that the model sampled, those of a row side by side, to train on rewards; set
+    by the training step.
+    """
+    sampled_mask_NT: Tensor | None = None
+    """bool, True on real tokens of `sampled_ids_NT`, the closing one included."""
+    advantage_N: Tensor | None = None
+    """float32: how much better each sampled text is than what it is compared with."""
+    reward_K: Tensor | None = None
+    """float32: means of a batch of sampled texts: their reward, that of greedy texts (0 without
+    any), tokens, and the share that ended.
+    """
     augmentation_BVK: Tensor | None = None
     """float32: parameters of the augmentation that is left to the device, for each image of each
     sample (`medvl.data.transforms.device`); None: the images are augmented. With `image_of_B`, one

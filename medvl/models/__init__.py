@@ -271,6 +271,15 @@ if TYPE_CHECKING:
         system as system,
     )
     from medvl.models.report_generators.base import ReportGenerator as ReportGenerator
+    from medvl.models.report_generators.causal_lm import (
+        CausalLM as CausalLM,
+        CausalLMConfig as CausalLMConfig,
+    )
+    from medvl.models.report_generators.cxrmate import (
+        CXRMate as CXRMate,
+        CXRMateConfig as CXRMateConfig,
+    )
+    from medvl.models.report_generators.parts.rewards import RewardConfig as RewardConfig
     from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
     from medvl.models.text_decoding import Decoding as Decoding
 

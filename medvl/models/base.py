@@ -21,7 +21,7 @@ from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError, WeightsError
 from medvl.losses.common import mean_of, no_gather
 from medvl.losses.masked import masked_positions
-from medvl.schema import Batch, Inputs, Losses
+from medvl.schema import Batch, ImageFeatures, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,6 +310,19 @@ def complete_rows(batch: Batch) -> Tensor:
     return complete_B.nonzero().squeeze(1)
 
 
+def stored_features(batch: Batch, patch_dim: int) -> ImageFeatures:
+    """Return the output of a frozen image encoder that a batch has in place of pixels: the pooled
+    vector and the patches, one after another in `Batch.regions_BPD` (`medvl regions --all-tokens`).
+
+    A batch without any image gets zeros.
+    """
+    assert batch.regions_BPD is not None, "the batch has stored features"
+    tokens_BKD = batch.regions_BPD.float()
+    if not tokens_BKD.shape[1]:
+        tokens_BKD = tokens_BKD.new_zeros(len(tokens_BKD), 2, patch_dim)
+    return ImageFeatures(pooled_BD=tokens_BKD[:, 0], patches_BPD=tokens_BKD[:, 1:], grid=None)
+
+
 # Initialisation of layers as in BERT (Devlin et al., arXiv 1810.04805).
 
 LAYER_NORM_EPS = 1e-12
@@ -444,15 +457,15 @@ class HasModules(Protocol):
 
 
 @contextlib.contextmanager
-def evaluating(model: HasModules) -> Iterator[None]:
-    """Switch to eval mode without gradients and without gathering across ranks; restore each
-    module's mode on exit.
+def evaluating(model: HasModules, *, gradients: bool = False) -> Iterator[None]:
+    """Switch to eval mode without gradients (unless `gradients`) and without gathering across
+    ranks; restore each module's mode on exit.
     """
     modes = [(module, module.training) for module in model.modules()]
     for module, _ in modes:
         module.training = False
     try:
-        with torch.no_grad(), no_gather():
+        with torch.set_grad_enabled(gradients), no_gather():
             yield
     finally:
         for module, mode in modes:

@@ -113,7 +113,7 @@ _TEXT_TO_IMAGE = "text-to-image"
 _PIPELINES = {
     "vqa": "visual-question-answering",
     "classifier": "image-classification",
-    "r2gen": "image-to-text",
+    **dict.fromkeys(("causal_lm", "cxrmate", "r2gen"), "image-to-text"),
     **dict.fromkeys(("latent_diffusion", "roentgen"), _TEXT_TO_IMAGE),
 }
 

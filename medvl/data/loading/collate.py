@@ -15,7 +15,7 @@ from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
-from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.tokenizer.tokenizer import Tokenizer, pad_rows as pad_ids, row_mask
 from medvl.data.transforms.device import stack_samples, stack_views
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
 from medvl.data.transforms.text import (
@@ -197,6 +197,8 @@ class Item:
     """All statements, where the system needs them."""
     augmentation_VK: np.ndarray | None = None
     """Parameters of the augmentation that is left to the device; None: the images are augmented."""
+    prompt: tuple[int, ...] = ()
+    """Ids of the prompt, where the system needs it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,6 +211,8 @@ class Views:
     other: Transformed | None = None
     has_image: bool = True
     regions: Regions | None = None
+    prior_sections: Mapping[str, str] | None = None
+    """Sections of the prior report, where the system reads it."""
 
 
 _NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
@@ -355,7 +359,20 @@ class ItemMaker:
             self._positions(sample, views) if self.inputs.positions else (),
             self._statements(sample, views, epoch) if self.inputs.statements else (),
             stack_views(views.image, views.second, views.prior, views.other),
+            self._prompt(sample, views),
         )
+
+    def _prompt(self, sample: Sample, views: Views) -> tuple[int, ...]:
+        """Return the ids of the sample's prompt; left and right as in the augmented image."""
+        if self.inputs.prompt is None:
+            return ()
+        own, prior = (
+            None
+            if sections is None
+            else {name: self._as_image(text, views) for name, text in sections.items()}
+            for sections in (sample.sections, views.prior_sections)
+        )
+        return tuple(self.inputs.prompt(own or {}, prior))
 
     def _positions(self, sample: Sample, views: Views) -> tuple[int, ...]:
         """Return the class of the position of each label's finding; left and right as in the
@@ -538,6 +555,10 @@ class Collate:
         if self.inputs.prior_image:
             priors = [item.prior_image_HWC for item in items]
             batch.prior_BCHW, batch.has_prior_B = stack_some(priors, items[0].image_HWC)
+        if self.inputs.prompt is not None:
+            prompts = [item.prompt for item in items]
+            batch.prompt_ids_BT = pad_ids(prompts, 0)
+            batch.prompt_mask_BT = row_mask(prompts)
         if self.inputs.by_study:
             others = [item.other_view_HWC for item in items]
             batch.other_view_BCHW, batch.has_other_view_B = stack_some(others, items[0].image_HWC)

@@ -38,7 +38,7 @@ from medvl.data.loading.sources import (
     is_remote,
     region_manifest_of,
 )
-from medvl.data.loading.studies import NO_PRIOR, StudySource, prior_positions
+from medvl.data.loading.studies import NO_PRIOR, StudySource, by_study, prior_positions
 from medvl.data.loading.workers import TIMEOUT, PassErrors, init_worker, with_worker_errors
 from medvl.data.shards.regions import Regions
 from medvl.data.storage.store import map_threads
@@ -81,7 +81,10 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         self.image_keys = image_keys
         self.keep_imageless = keep_imageless
         self._draws_views = draws_views
-        self._prior_N = prior_positions(source) if maker.inputs.prior_image else None
+        prompt = maker.inputs.prompt
+        self._reads_prior = prompt is not None and prompt.reads_prior
+        needs_prior = maker.inputs.prior_image or self._reads_prior
+        self._prior_N = prior_positions(source) if needs_prior else None
         if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
             message = (
                 "no sample has a prior image: convert a corpus that has the order of a "
@@ -173,7 +176,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         if pixels is None:
             return self.maker.placeholder(self.color)
         prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
-        prior_pixels = None if prior == NO_PRIOR else self._pixels(prior)
+        reads_pixels = self.maker.inputs.prior_image and prior != NO_PRIOR
+        prior_pixels = self._pixels(prior) if reads_pixels else None
         return self.maker.views(key, pixels, epoch, prior_pixels, sample, other)
 
     def _pixels_of_study(
@@ -215,6 +219,10 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return sample
         if isinstance(image, SkippedSample):
             return image
+        if self._reads_prior and self._prior_N is not None and self._prior_N[position] != NO_PRIOR:
+            prior = self._sample(int(self._prior_N[position]))
+            if isinstance(prior, Sample):
+                image = dataclasses.replace(image, prior_sections=prior.sections)
         try:
             return self.maker.row(
                 sample, image, epoch, None if self.image_keys is None else self.image_keys[position]
@@ -396,7 +404,7 @@ def open_loader(
         or all of a batch,
             are unreadable, a worker process died or hangs, or a remote store fails for good.
     """
-    source = _by_study(source) if inputs is not None and inputs.by_study else source
+    source = by_study(source) if inputs is not None and inputs.by_study else source
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
     rank, world = check_ranks(rank, world, train=train)
     check_settings(len(source), batch, train, world, workers)
@@ -435,17 +443,6 @@ def _check_together(together: int, image_keys: Sequence[str] | None) -> None:
             f"expected together=1, or more for a source whose samples share images, got {together}"
         )
         raise ConfigError(reason, "out_of_range", field="together")
-
-
-def _by_study(source: Source) -> StudySource:
-    weights = getattr(source, "weights", None)
-    if weights is not None or getattr(source, "image_keys", None) is not None:
-        message = (
-            "studies are read once each: leave weights out, and take a source with one "
-            "row for each image"
-        )
-        raise ConfigError(message, "conflict", field="other_view")
-    return StudySource(source)
 
 
 def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | None) -> None:

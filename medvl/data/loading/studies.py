@@ -12,7 +12,7 @@ from medvl.data.annotations import Question, frontal_or_lateral, questions_of
 from medvl.data.loading.sources import Source, Subset
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
-from medvl.errors import CorpusError, ImageError
+from medvl.errors import ConfigError, CorpusError, ImageError
 from medvl.schema import Sample
 
 
@@ -59,6 +59,18 @@ class StudySource(Subset):
             if error.code != "no_image":
                 raise
             return None
+
+
+def by_study(source: Source) -> StudySource:
+    """Return a source of studies. Raises ConfigError where rows have weights or share images."""
+    weights = getattr(source, "weights", None)
+    if weights is not None or getattr(source, "image_keys", None) is not None:
+        message = (
+            "studies are read once each: leave weights out, and take a source with one "
+            "row for each image"
+        )
+        raise ConfigError(message, "conflict", field="other_view")
+    return StudySource(source)
 
 
 def _first_and_others(images: list[tuple[int, bool, int]]) -> list[int]:

@@ -4,6 +4,7 @@ Letters: as in `medvl.schema`; V words, K complete samples.
 """
 
 import abc
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -11,8 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl import losses
 from medvl.errors import ConfigError
-from medvl.models.base import System, complete_rows, update_mean, zero_loss
+from medvl.losses.policy import log_probabilities, text_entropy, token_log_probabilities
+from medvl.models.base import (
+    ImageConfig,
+    System,
+    complete_rows,
+    evaluating,
+    update_mean,
+    zero_loss,
+)
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.transformer import (
     KeysValues,
@@ -20,6 +30,14 @@ from medvl.models.fusion_encoders.parts.transformer import (
     open_empty_rows,
     padding_mask,
     split_heads,
+)
+from medvl.models.report_generators.parts.rewards import (
+    RewardConfig,
+    advantages,
+    policy,
+    sample_texts,
+    text_rewards,
+    uniform_numbers,
 )
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
@@ -29,6 +47,16 @@ IGNORED = -100
 """Target of tokens that have none."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig(ImageConfig):
+    """Base of the settings of report generators."""
+
+    rewards: RewardConfig | None = None
+    """Train on rewards of sampled texts (`medvl.models.report_generators.parts.rewards`), from the
+    weights of a trained generator. None: on the true words.
+    """
+
+
 class ReportGenerator(System):
     """Base of systems that read the images of a sample and write its text, one token after another.
 
@@ -36,15 +64,21 @@ class ReportGenerator(System):
     image and the true words before it. Samples without an image or a text are left out. A text that
     fills `config.max_tokens` may have been cut, so its last token is not a target. The unknown word
     is a target, and is never written.
+
+    With `config.rewards`, training samples texts; the losses are "policy", the one that is
+    minimised, and for the log "reward", "baseline" (reward of greedy texts), "tokens" and "ended"
+    (of sampled texts), and "entropy" in nats. Validation has the loss of words.
     """
+
+    _step = 0
 
     shared_encoders = ("image_encoder",)
 
     @abc.abstractmethod
-    def image_tokens(
-        self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None
-    ) -> Tokens:
-        """Encode images, and other views of them where `has_other_B` is True (None: everywhere)."""
+    def read(self, batch: Batch) -> Tokens:
+        """Encode what a report is written from: the images of each sample, and all else that the
+        system reads.
+        """
 
     @abc.abstractmethod
     def score_next(self, ids_BT: Tensor, image: Tokens) -> Tensor:
@@ -58,23 +92,15 @@ class ReportGenerator(System):
 
     def forward(self, batch: Batch) -> Losses:
         """Return the loss of a training batch."""
-        image = batch.image_BCHW
-        other = batch.other_view_BCHW
-        has_other_B = batch.has_other_view_B
-        ids_BT = batch.ids_BT
-        mask_BT = batch.mask_BT
-        if batch.has_image_B is not None or batch.has_text_B is not None:
-            row_K = complete_rows(batch)
+        if batch.advantage_N is not None:
+            return self._policy_losses(batch)
+        if not (batch.has_image_B is None and batch.has_text_B is None):
+            row_K = self.trained_rows(batch)
             if not len(row_K):
                 return Losses.sum(words=zero_loss(self))
-            image = image[row_K]
-            ids_BT = ids_BT[row_K]
-            mask_BT = mask_BT[row_K]
-            other, has_other_B = (
-                None if each is None else each[row_K] for each in (other, has_other_B)
-            )
-        scores_BTV = self.score_next(ids_BT[:, :-1], self.image_tokens(image, other, has_other_B))
-        target_BT = self._targets(ids_BT, mask_BT)
+            batch = batch.rows(row_K.tolist())
+        ids_BT, target_BT = self.words_and_targets(batch)
+        scores_BTV = self.score_targets(ids_BT, self.read(batch))
         total = F.cross_entropy(
             scores_BTV.flatten(0, 1).float(),
             target_BT.flatten(),
@@ -84,13 +110,165 @@ class ReportGenerator(System):
         return Losses.sum(words=update_mean(batch, total, (target_BT != IGNORED).sum()))
 
     def loss_counts(self, batch: Batch) -> Tensor:
-        """Return (1,) float32: how many words the loss of a batch is a sum over."""
-        row_K = complete_rows(batch)
-        return (
-            (self._targets(batch.ids_BT[row_K], batch.mask_BT[row_K]) != IGNORED)
-            .sum()
-            .float()[None]
+        """Return (1,) float32: how many words, or sampled texts, the loss of a batch is a sum over.
+
+        In training on rewards, this samples the texts of the batch.
+        """
+        if self.training and self.config.rewards is not None:
+            return self._roll_out(batch, self.config.rewards)
+        _, target_BT = self.words_and_targets(batch.rows(self.trained_rows(batch).tolist()))
+        return (target_BT != IGNORED).sum().float()[None]
+
+    def score_targets(self, ids_BT: Tensor, image: Tokens) -> Tensor:
+        """(B, T, V): scores of the targets of `words_and_targets`."""
+        return self.score_next(ids_BT, image)
+
+    def score_words(self, ids_BT: Tensor, image: Tokens) -> Tensor:
+        """(B, T, V): scores of each word of texts, given the words before it."""
+        first_B1 = torch.full_like(ids_BT[:, :1], self.require_tokenizer("writing").cls_id)
+        return self.score_next(torch.cat([first_B1, ids_BT[:, :-1]], dim=1), image)
+
+    def before_step(self, step: int) -> None:
+        self._step = step
+
+    def _roll_out(self, batch: Batch, config: RewardConfig) -> Tensor:
+        """Sample texts for the images of a batch and add them, with their advantages, to the batch;
+        return the count of the loss.
+        """
+        tokenizer = self.require_tokenizer("training on rewards")
+        if any(type(parameter) is not nn.Parameter for parameter in self.parameters()):
+            message = "training on rewards writes texts, for which weights must be whole: use DDP"
+            raise ConfigError(message, "unsupported", field="rewards")
+        row_K = self.trained_rows(batch)
+        device = batch.ids_BT.device
+        kept = batch.rows(row_K.tolist())
+        _ids_BT, target_BT = self.words_and_targets(kept)
+        tokens = self.longest_text
+        uniform_NT = uniform_numbers(config.seed, self._step, kept.keys, config.samples, tokens)
+        if not len(kept):
+            batch.sampled_ids_NT = torch.zeros(0, 1, dtype=torch.int64, device=device)
+            batch.sampled_mask_NT = batch.sampled_ids_NT.bool()
+            batch.advantage_N = torch.zeros(0, device=device)
+            batch.reward_K = torch.zeros(4, device=device)
+            return torch.zeros(1, device=device)
+        with evaluating(self):
+            prefix = self.read(kept)
+            sampled = sample_texts(
+                self.writer(prefix, tokenizer.cls_id),
+                uniform_NT.to(device),
+                temperature=config.temperature,
+                end_id=tokenizer.sep_id,
+                never=self.never_written(),
+            )
+            greedy = None
+            if config.method == "self_critical":
+                greedy = search(
+                    self.writer(prefix, tokenizer.cls_id),
+                    Decoding(),
+                    max_tokens=tokens,
+                    end_id=tokenizer.sep_id,
+                    pad_id=tokenizer.pad_id,
+                    never=self.never_written(),
+                )
+        known_BT = target_BT != IGNORED
+        true_texts = self._texts(target_BT.masked_fill(~known_BT, tokenizer.pad_id), known_BT)
+        references = [text for text in true_texts for _ in range(config.samples)]
+        names = [*config.weights]
+        reward_RN = text_rewards(
+            names,
+            self._texts(sampled.ids_NT, sampled.mask_NT),
+            references,
+            sampled.ended_N.tolist(),
+        ).to(device)
+        baseline_RB = None
+        if greedy is not None:
+            texts = self._texts(greedy.ids_BT, greedy.mask_BT)
+            baseline_RB = text_rewards(names, texts, true_texts, greedy.ended_B.tolist()).to(device)
+        weight_R = torch.tensor([*config.weights.values()], device=device)
+        batch.sampled_ids_NT = sampled.ids_NT
+        batch.sampled_mask_NT = sampled.mask_NT
+        batch.advantage_N = advantages(config, reward_RN, baseline_RB)
+        batch.reward_K = torch.stack(
+            [
+                (weight_R @ reward_RN).mean(),
+                reward_RN.new_zeros(()) if baseline_RB is None else (weight_R @ baseline_RB).mean(),
+                sampled.mask_NT.sum(dim=1).float().mean(),
+                sampled.ended_N.float().mean(),
+            ]
         )
+        if config.method == "group":
+            return sampled.mask_NT.sum().float()[None]
+        return torch.full((1,), float(len(sampled.ids_NT)), device=device)
+
+    def _policy_losses(self, batch: Batch) -> Losses:
+        """Return the losses of sampled texts: one pass over them in eval mode, with gradients."""
+        config = self.config.rewards
+        ids_NT = batch.sampled_ids_NT
+        mask_NT = batch.sampled_mask_NT
+        advantage_N = batch.advantage_N
+        reward_K = batch.reward_K
+        assert ids_NT is not None
+        assert mask_NT is not None
+        assert advantage_N is not None
+        assert reward_K is not None
+        reward, baseline, tokens, ended = reward_K
+        log = {"reward": reward, "baseline": baseline, "tokens": tokens, "ended": ended}
+        if not len(ids_NT):
+            zero = zero_loss(self)
+            return Losses(zero, {"policy": zero, **log, "entropy": zero.detach()})
+        # Sampled texts are not rows of the batch.
+        images = dataclasses.replace(
+            batch, sampled_ids_NT=None, sampled_mask_NT=None, advantage_N=None, reward_K=None
+        )
+        kept = images.rows(self.trained_rows(batch).tolist())
+        with evaluating(self, gradients=True):
+            prefix = self.read(kept)
+            row_N = torch.arange(len(ids_NT), device=ids_NT.device) // config.samples
+            scores_NTV = self.score_words(ids_NT, prefix.rows(row_N))
+        log_NTV = policy(scores_NTV, config.temperature, self.never_written())
+        if config.method == "group":
+            logp_NT = token_log_probabilities(log_NTV, ids_NT, mask_NT)
+            # One update of each text: the policy that sampled is the one that is trained.
+            loss = losses.grpo(
+                logp_NT, logp_NT.detach(), mask_NT, advantage_N, epsilon=config.epsilon
+            )
+            count = mask_NT.sum()
+        else:
+            loss = losses.self_critical(
+                log_NTV, ids_NT, mask_NT, advantage_N, entropy_weight=config.entropy_weight
+            )
+            count = torch.tensor(len(ids_NT), device=ids_NT.device)
+        with torch.no_grad():
+            entropy = text_entropy(log_probabilities(log_NTV, mask_NT), mask_NT).mean()
+        mean = update_mean(batch, loss * count, count)
+        return Losses(mean, {"policy": mean, **log, "entropy": entropy})
+
+    def _texts(self, ids_BT: Tensor, mask_BT: Tensor) -> list[str]:
+        """Return the texts of token ids, without words of the system's own."""
+        tokenizer = self.require_tokenizer("writing")
+        plain_BT = (mask_BT & (ids_BT < tokenizer.vocab_size)).cpu()
+        return [
+            tokenizer.decode(ids_T[mask_T])
+            for ids_T, mask_T in zip(ids_BT.cpu(), plain_BT, strict=True)
+        ]
+
+    @property
+    def longest_text(self) -> int:
+        """Maximum number of written tokens, including the closing one."""
+        return int(self.config.max_tokens) - 1
+
+    def never_written(self) -> list[int]:
+        """Return the ids that are never written: the unknown word."""
+        tokenizer = self.require_tokenizer("writing")
+        return [] if tokenizer.unk_id is None else [tokenizer.unk_id]
+
+    def trained_rows(self, batch: Batch) -> Tensor:
+        """Return (K,) int64: the rows of a batch that have an image and a text."""
+        return complete_rows(batch)
+
+    def words_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the tokens of reports that predict another one, and that token, (B, T) each."""
+        return batch.ids_BT[:, :-1], self._targets(batch.ids_BT, batch.mask_BT)
 
     def _targets(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """(B, T - 1): the token after each token."""
@@ -108,14 +286,13 @@ class ReportGenerator(System):
         if self.training:
             raise ConfigError("write_reports needs eval mode; call eval() first", "conflict")
         tokenizer = self.require_tokenizer("writing")
-        image = self.image_tokens(batch.image_BCHW, batch.other_view_BCHW, batch.has_other_view_B)
         return search(
-            self.writer(image, tokenizer.cls_id),
+            self.writer(self.read(batch), tokenizer.cls_id),
             decoding,
-            max_tokens=decoding.max_tokens or self.config.max_tokens - 1,
+            max_tokens=decoding.max_tokens or self.longest_text,
             end_id=tokenizer.sep_id,
             pad_id=tokenizer.pad_id,
-            never=[] if tokenizer.unk_id is None else [tokenizer.unk_id],
+            never=self.never_written(),
         )
 
 

@@ -16,7 +16,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import EncoderArguments, ImageConfig, Parts
+from medvl.models.base import EncoderArguments, Parts
 from medvl.models.fusion_encoders.parts.encoder import Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import encode_present
 from medvl.models.fusion_encoders.parts.transformer import Sizes, padding_mask
@@ -26,11 +26,12 @@ from medvl.models.report_generators.base import (
     DecoderLayer,
     ImageLayers,
     Norm,
+    ReportConfig,
     ReportGenerator,
     WritingState,
     sines,
 )
-from medvl.schema import Inputs
+from medvl.schema import Batch, Inputs
 
 # The relational memory of R2Gen, and the decoder that it drives.
 #
@@ -166,7 +167,7 @@ class MemoryWriter:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class R2GenConfig(ImageConfig):
+class R2GenConfig(ReportConfig):
     """Published settings for IU X-ray. MIMIC-CXR: one view and `max_tokens` 101."""
 
     image_encoder: str = "torchvision:resnet101"
@@ -267,9 +268,13 @@ class R2Gen(ReportGenerator):
         transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, image_encoder, words, transform=transform, tokenizer=tokenizer)
 
+    def read(self, batch: Batch) -> Tokens:
+        return self.image_tokens(batch.image_BCHW, batch.other_view_BCHW, batch.has_other_view_B)
+
     def image_tokens(
         self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None
     ) -> Tokens:
+        """Encode images, and other views of them where `has_other_B` is True (None: everywhere)."""
         tokens = self._cells(image)
         if self.config.views == 2 and other is not None:
             second = encode_present(has_other_B, self.config.width, self._cells, other)

@@ -27,7 +27,6 @@ from medvl.data.transforms.text import (
 )
 from medvl.encoders.pretrained import weights_sha256
 from medvl.errors import ConfigError
-from medvl.schema import Inputs
 
 if TYPE_CHECKING:
     from medvl.data.loading.loader import Loader
@@ -500,6 +499,6 @@ def _valid_loaders(
     if valid is None:
         return None, None
     options = {**options, "image": model.transform}
-    needs = Inputs(regions=model.inputs.regions, other_view=model.inputs.other_view)
+    needs = model.inputs.for_writing
     losses = open_valid(data, valid, inputs=model.inputs, keep_imageless=True, **options)
     return losses, open_valid(data, valid, shared=False, inputs=needs, **options)

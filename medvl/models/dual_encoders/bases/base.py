@@ -35,6 +35,7 @@ from medvl.models.base import (
     TowersConfig,
     complete_rows,
     list_of_texts,
+    stored_features,
 )
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
@@ -235,17 +236,12 @@ class DualEncoder(System):
         """Return the output of the image encoder: that of the pixels, or the stored one of a batch
         without pixels.
 
-        Stored are the pooled vector and the patches, one after another in `Batch.regions_BPD`
-        (`medvl regions --all-tokens`); a batch without any image gets zeros. A system that trains
-        from this alone sets `reads_features`.
+        A system that trains from this alone sets `reads_features`.
         """
         if batch.regions_BPD is None:
             features: ImageFeatures = self.image_encoder(batch.image_BCHW)
             return features
-        tokens_BKD = batch.regions_BPD.float()
-        if not tokens_BKD.shape[1]:
-            tokens_BKD = tokens_BKD.new_zeros(len(tokens_BKD), 2, self.image_encoder.patch_dim)
-        return ImageFeatures(pooled_BD=tokens_BKD[:, 0], patches_BPD=tokens_BKD[:, 1:], grid=None)
+        return stored_features(batch, self.image_encoder.patch_dim)
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them."""

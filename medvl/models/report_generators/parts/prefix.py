@@ -1,0 +1,225 @@
+"""A causal decoder over a prefix: the tokens of the images, and of what is known about a study.
+
+Every token of the prefix attends to the whole prefix, and a token of the report to the prefix and
+to the report up to itself, so the prefix never depends on the report. Its keys and values are
+computed once for writing.
+
+The decoder's layers are those of Llama (Touvron et al., arXiv 2302.13971), with the names of
+`transformers`.
+
+Letters: B samples, R rows that are written (those of a sample side by side), P tokens of the
+prefix, T tokens of the report, Q prompt tokens, W tokens written before, N tokens of a sequence, D
+width.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from medvl.errors import ConfigError
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.transformer import (
+    KeysValues,
+    Sizes,
+    open_empty_rows,
+    split_heads,
+)
+
+RMS_EPS = 1e-6
+ROPE_BASE = 10_000.0
+
+
+def rotate(x_BHNd: Tensor, place_BN: Tensor) -> Tensor:
+    """Rotate the halves of queries or keys by angles of their places (Su et al., arXiv
+    2104.09864), as Llama in `transformers`.
+    """
+    half = x_BHNd.shape[-1] // 2
+    rate_F = ROPE_BASE ** (-torch.arange(half, device=x_BHNd.device, dtype=torch.float32) / half)
+    angle_B1NF = (place_BN[:, None, :, None].float() * rate_F).repeat(1, 1, 1, 2)
+    first, second = x_BHNd.chunk(2, dim=-1)
+    turned_BHNd = torch.cat([-second, first], dim=-1)
+    cosine, sine = angle_B1NF.cos().to(x_BHNd.dtype), angle_B1NF.sin().to(x_BHNd.dtype)
+    return x_BHNd * cosine + turned_BHNd * sine
+
+
+class _Attention(nn.Module):
+    """Multi-head attention with rotary places, without biases."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(4)
+        )
+
+    def forward(
+        self, states_BND: Tensor, place_BN: Tensor, mask_BNK: Tensor, before: KeysValues | None
+    ) -> tuple[Tensor, KeysValues]:
+        """Return the states (B, N, D), and the keys and values of all tokens so far."""
+        query = rotate(split_heads(self.q_proj(states_BND), self.heads), place_BN)
+        key = rotate(split_heads(self.k_proj(states_BND), self.heads), place_BN)
+        value = split_heads(self.v_proj(states_BND), self.heads)
+        if before is not None:
+            key = torch.cat([before[0], key], dim=2)
+            value = torch.cat([before[1], value], dim=2)
+        attended_BHNd = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=open_empty_rows(mask_BNK)[:, None]
+        )
+        return self.o_proj(attended_BHNd.transpose(1, 2).flatten(2)), (key, value)
+
+
+class _FeedForward(nn.Module):
+    """SwiGLU (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.width, sizes.intermediate, bias=False)
+        self.up_proj = nn.Linear(sizes.width, sizes.intermediate, bias=False)
+        self.down_proj = nn.Linear(sizes.intermediate, sizes.width, bias=False)
+
+    def forward(self, states_BND: Tensor) -> Tensor:
+        states: Tensor = self.down_proj(
+            F.silu(self.gate_proj(states_BND)) * self.up_proj(states_BND)
+        )
+        return states
+
+
+class _Layer(nn.Module):
+    """Self-attention and feed-forward, each after a norm; dropout before each sum."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.self_attn = _Attention(sizes)
+        self.mlp = _FeedForward(sizes)
+        self.input_layernorm = nn.RMSNorm(sizes.width, eps=RMS_EPS)
+        self.post_attention_layernorm = nn.RMSNorm(sizes.width, eps=RMS_EPS)
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(
+        self, states_BND: Tensor, place_BN: Tensor, mask_BNK: Tensor, before: KeysValues | None
+    ) -> tuple[Tensor, KeysValues]:
+        attended_BND, after = self.self_attn(
+            self.input_layernorm(states_BND), place_BN, mask_BNK, before
+        )
+        states_BND = states_BND + self.dropout(attended_BND)
+        fed_BND = self.mlp(self.post_attention_layernorm(states_BND))
+        return states_BND + self.dropout(fed_BND), after
+
+
+class PrefixDecoder(nn.Module):
+    """Layers of Llama over a prefix and the report behind it, and a final norm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width, eps=RMS_EPS)
+
+    def forward(self, prefix: Tokens, text_BTD: Tensor) -> Tensor:
+        """(B, T, D): states of the tokens of reports, which may be padded at their end."""
+        real_BP = prefix.real_BN()
+        place_BP = places(real_BP)
+        count_B1 = real_BP.sum(dim=1, keepdim=True)
+        place_T = torch.arange(text_BTD.shape[1], device=text_BTD.device)
+        place_BN = torch.cat([place_BP, count_B1 + place_T], dim=1)
+        states_BND = torch.cat([prefix.states_BND, text_BTD], dim=1)
+        mask_BNN = prefix_mask(real_BP, text_BTD.shape[1])
+        states_BND, _ = self._run(states_BND, place_BN, mask_BNN, None)
+        return states_BND[:, real_BP.shape[1] :]
+
+    def read(self, prefix: Tokens) -> "PrefixState":
+        """Return the keys and values of the prefix, before the first token of a report."""
+        real_BP = prefix.real_BN()
+        mask_BPP = real_BP[:, None].expand(-1, real_BP.shape[1], -1)
+        _, kept = self._run(prefix.states_BND, places(real_BP), mask_BPP, None)
+        return PrefixState(tuple(kept), real_BP, real_BP.sum(dim=1))
+
+    def write(self, text_RD: Tensor, state: "PrefixState") -> tuple[Tensor, "PrefixState"]:
+        """Append a token to each report; return its states (R, D) and the state after it."""
+        written_R1 = torch.ones_like(state.mask_RN[:, :1])
+        mask_RN = torch.cat([state.mask_RN, written_R1], dim=1)
+        states_R1D, kept = self._run(
+            text_RD[:, None], state.place_R[:, None], mask_RN[:, None], state.keys_values
+        )
+        return states_R1D[:, 0], PrefixState(tuple(kept), mask_RN, state.place_R + 1)
+
+    def _run(
+        self,
+        states_BND: Tensor,
+        place_BN: Tensor,
+        mask_BNK: Tensor,
+        before: tuple[KeysValues, ...] | None,
+    ) -> tuple[Tensor, list[KeysValues]]:
+        kept = []
+        for number, layer in enumerate(self.layers):
+            states_BND, keys_values = layer(
+                states_BND, place_BN, mask_BNK, None if before is None else before[number]
+            )
+            kept.append(keys_values)
+        return self.norm(states_BND), kept
+
+
+class PrefixState(NamedTuple):
+    """Cache of a `PrefixDecoder` between two steps."""
+
+    keys_values: tuple[KeysValues, ...]
+    """Of the prefix and of the report so far, by layer."""
+    mask_RN: Tensor
+    place_R: Tensor
+    """Place of the next token."""
+
+    def rows(self, index_R: Tensor) -> "PrefixState":
+        """Select rows by index."""
+        return PrefixState(
+            tuple((key[index_R], value[index_R]) for key, value in self.keys_values),
+            self.mask_RN[index_R],
+            self.place_R[index_R],
+        )
+
+
+def places(real_BN: Tensor) -> Tensor:
+    """(B, N) int64: number of each real token among the real ones; 0 at the first."""
+    return (real_BN.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def prefix_mask(real_BP: Tensor, tokens: int) -> Tensor:
+    """(B, P + T, P + T): the prefix attends to the prefix, a report also to itself up to each
+    token; nothing to padding.
+    """
+    real_BN = F.pad(real_BP, (0, tokens), value=True)
+    place_N = torch.arange(real_BN.shape[1], device=real_BP.device)
+    in_prefix_N = place_N < real_BP.shape[1]
+    earlier_NN = place_N[None, :] <= place_N[:, None]
+    seen_NN = in_prefix_N[None, :] | (~in_prefix_N[:, None] & earlier_NN)
+    return seen_NN & real_BN[:, None, :]
+
+
+def insert_images(
+    prompt: Tokens, is_marker_BQ: Tensor, image: Tokens, *, left: bool = False
+) -> Tokens:
+    """Return the tokens of prompts with those of the images in place of each row's marker.
+
+    Padding is at the end of each row, or with `left` at its beginning. Raises ConfigError unless
+    every row has one marker.
+    """
+    is_marker_BQ = is_marker_BQ & prompt.real_BN()
+    markers_B = is_marker_BQ.sum(dim=1)
+    if bool((markers_B != 1).any()):
+        found = int(markers_B[(markers_B != 1)][0])
+        message = f"expected one image marker in each row of prompt_ids_BT, got {found}"
+        raise ConfigError(message, "mismatch", field="prompt_ids_BT")
+    rows = []
+    image_BP = image.real_BN()
+    real_BQ = prompt.real_BN()
+    for row, place in enumerate(is_marker_BQ.long().argmax(dim=1).tolist()):
+        before = prompt.states_BND[row, :place][real_BQ[row, :place]]
+        after = prompt.states_BND[row, place + 1 :][real_BQ[row, place + 1 :]]
+        rows.append(torch.cat([before, image.states_BND[row][image_BP[row]], after]))
+    side = "left" if left else "right"
+    states_BND = pad_sequence(rows, batch_first=True, padding_side=side)
+    count_B1 = torch.tensor([len(row) for row in rows], device=states_BND.device)[:, None]
+    place_N = torch.arange(states_BND.shape[1], device=states_BND.device)
+    real_BN = place_N >= len(place_N) - count_B1 if left else place_N < count_B1
+    return Tokens(states_BND, real_BN)
