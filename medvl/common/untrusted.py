@@ -118,8 +118,9 @@ class NonFiniteNumberError(ValueError):
     """A JSON text has NaN, Infinity, or a number beyond the range of float64."""
 
 
-def parse_json(data: str | bytes) -> Any:
-    """Parse JSON in UTF-8, with or without a byte-order mark.
+def parse_json(data: str | bytes, *, nan: bool = False) -> Any:
+    """Parse JSON in UTF-8, with or without a byte-order mark; with `nan`, the bare word NaN is a
+    missing number, as programs with pandas write it.
 
     Raises ValueError when it is damaged, nested deeper than `MAX_JSON_DEPTH`, repeats a key of an
     object, has a number that is not finite, or half of a surrogate pair, which cannot be written or
@@ -131,7 +132,7 @@ def parse_json(data: str | bytes) -> Any:
             text,
             object_pairs_hook=_unique_keys,
             parse_float=_finite_number,
-            parse_constant=_refuse_constant,
+            parse_constant=_nan_alone if nan else _refuse_constant,
         )
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels") from None
@@ -178,6 +179,12 @@ def _finite_number(text: str) -> float:
     if not math.isfinite(value):
         raise NonFiniteNumberError("a number is beyond the range of float64")
     return value
+
+
+def _nan_alone(name: str) -> float:
+    if name != "NaN":
+        _refuse_constant(name)
+    return math.nan
 
 
 def _refuse_constant(name: str) -> None:

@@ -137,6 +137,7 @@ if TYPE_CHECKING:
         register_evaluation as register_evaluation,
     )
     from medvl.eval.report_generation.evaluation import write_report_page as write_report_page
+    from medvl.eval.report_generation.external import radcliq_v1 as radcliq_v1
     from medvl.eval.report_generation.generate import (
         ReportEval as ReportEval,
         generate_by_decoding as generate_by_decoding,
@@ -145,6 +146,10 @@ if TYPE_CHECKING:
     from medvl.eval.report_generation.protocol import (
         GeneratedReport as GeneratedReport,
         evaluate_reports as evaluate_reports,
+    )
+    from medvl.eval.report_generation.rexrank import (
+        read_rexrank as read_rexrank,
+        write_rexrank as write_rexrank,
     )
     from medvl.eval.retrieval.by_class import (
         class_retrieval as class_retrieval,

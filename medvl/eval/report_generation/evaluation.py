@@ -11,19 +11,22 @@ from typing import Any
 import numpy as np
 
 from medvl.common.files import sha256
+from medvl.data.grounded import read_grounded
 from medvl.data.privacy import Deidentifier, default_salt_file
-from medvl.data.reports.labeler import Conventions, label_report
+from medvl.data.reports.labeler import Conventions, conventions_named, label_report
 from medvl.data.shards.format import Manifest
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.full_pass import input_hashes
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
+from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import LineFields, Lines, OutputFolder, PageHeader, Results, number
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
-from medvl.eval.report_generation import metrics
+from medvl.eval.report_generation import external
 from medvl.eval.report_generation.generate import count_cut, generate_by_decoding
+from medvl.eval.report_generation.grounded import grounded_metrics, labeler_judge
 from medvl.eval.report_generation.metrics import (
     MEANS,
     METRICS,
@@ -38,20 +41,24 @@ from medvl.eval.report_generation.metrics import (
 )
 from medvl.eval.report_generation.protocol import (
     AGAINST_LABELS,
+    MINUS,
     ONE_REPORT,
     PROTOCOL,
     GeneratedReport,
     ReportResult,
     evaluate_reports,
+    floors_of,
     read_reports,
     references_of,
+    score_metrics,
 )
+from medvl.eval.report_generation.rexrank import read_rexrank, study_reports
 from medvl.eval.trial import Column, Task, Trial
 from medvl.models.fusion_encoders.medvill import MedViLL
 from medvl.models.report_generators.base import ReportGenerator
 from medvl.models.text_decoding import Decoding
 from medvl.phantom import read_truth
-from medvl.schema import FINDINGS, ConventionsName, Inputs
+from medvl.schema import FINDINGS, ConventionsName
 
 _OVERLAP = {
     "corpus_bleu_1": "BLEU-1",
@@ -131,7 +138,7 @@ def _facts(result: ReportResult) -> list[tuple[str, str]]:
 
 
 def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
-    subgroups = dict.fromkeys(subgroup for metric, _, subgroup in rows if metric in _OVERLAP)
+    subgroups = _subgroups(rows, set(_OVERLAP))
     lines: list[Sequence[Cell | str]] = [
         [
             _name(subgroup),
@@ -154,8 +161,17 @@ def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
     )
 
 
+def _subgroups(rows: dict[tuple[str, str, str], MetricRow], metrics: set[str]) -> dict[str, None]:
+    """Return the subgroups of some metrics; differences are in the terminal's table alone."""
+    return dict.fromkeys(
+        subgroup
+        for metric, _, subgroup in rows
+        if metric in metrics and not subgroup.startswith(MINUS)
+    )
+
+
 def _findings(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
-    subgroups = dict.fromkeys(subgroup for metric, _, subgroup in rows if metric == "f1")
+    subgroups = _subgroups(rows, {"f1"})
     lines: list[Sequence[Cell | str]] = [
         [
             _name(subgroup),
@@ -283,21 +299,28 @@ class ExternalOptions:
     radgraph: tuple[Path, Path] | None = None
     """two files of RadGraph's annotations: of the generated reports and of the references"""
     metric_scores: Path | None = None
-    """file of CXR-Report-Metric"""
+    """file of CXR-Report-Metric (CSV), or of RadEval with per_sample=True (JSON)"""
 
-    def groups(self, reports: Sequence[GeneratedReport], uncertain: Uncertain) -> list[MetricGroup]:
-        """Return the requested metrics."""
+    def read(
+        self, reports: Sequence[GeneratedReport], uncertain: Uncertain
+    ) -> tuple[dict[str, Array], list[MetricGroup]]:
+        """Return the scores of each report by name, and the metrics that are no means of them."""
+        scores: dict[str, Array] = {}
         groups: list[MetricGroup] = []
+        floors = {} if self.chexbert is None and self.radgraph is None else floors_of(reports)
         if self.chexbert is not None:
             texts = [(report.generated, report.reference) for report in reports]
-            groups.append(metrics.chexbert_metrics(*self.chexbert, texts, uncertain))
+            groups += external.chexbert_metrics(*self.chexbert, texts, uncertain, floors)
         if self.radgraph is not None:
-            groups += metrics.radgraph_metrics(
-                *(metrics.read_radgraph(path, len(reports)) for path in self.radgraph)
-            )
+            ours, theirs = (external.read_radgraph(path, len(reports)) for path in self.radgraph)
+            scores |= external.radgraph_scores(ours, theirs)
+            groups += external.radgraph_floors(ours, theirs, floors)
         if self.metric_scores is not None:
-            groups += metrics.report_metric_scores(self.metric_scores, len(reports))
-        return groups
+            found = external.read_scores(self.metric_scores, len(reports))
+            if external.RADCLIQ in found:
+                groups.append(external.inverse_radcliq(found[external.RADCLIQ]))
+            scores |= found
+        return scores, groups
 
     def inputs(self) -> dict[str, str]:
         """Return the hashes of the files that are read."""
@@ -323,6 +346,8 @@ class _Reports:
     inputs: Mapping[str, str | None]
     data: Manifest | str
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    groups: Sequence[MetricGroup] = ()
+    """Further metrics."""
 
 
 @register_evaluation("report-generation")
@@ -331,8 +356,8 @@ class ReportGeneration(Evaluation):
     """Evaluate report generation: n-gram overlap and clinical F1 of generated reports against
     references and labels.
 
-    The checkpoint is an R2Gen, or a MedViLL trained with objective "report". Greedy search is
-    always evaluated.
+    The checkpoint is an R2Gen, a CXRMate, or a MedViLL trained with objective "report". Greedy
+    search is always evaluated.
     """
 
     protocols = (PROTOCOL,)
@@ -357,11 +382,19 @@ class ReportGeneration(Evaluation):
     """reports of another system instead of a checkpoint: JSON lines with key and generated, and
     also reference if --data is not given
     """
+    rexrank: Path | None = None
+    """reports of another system as ReXrank reads them, instead of a checkpoint: a JSON list of
+    studies with model_prediction. One row is a study
+    """
     sections: tuple[str, ...] = ("findings", "impression")
     """sections of the references; those that the model was trained to generate"""
     phantom_truth: Path | None = None
     """folder of `medvl phantom mimic-cxr` that the shards are from: compare findings with what its
     images show, not with the labels of its reports
+    """
+    grounded: bool = False
+    """the texts of --predictions have boxes in MAIRA-2's format: also score their sentences against
+    the boxes
     """
     uncertain: Uncertain = "negative"
     """label of findings that a report mentions as uncertain"""
@@ -377,20 +410,28 @@ class ReportGeneration(Evaluation):
 
     def output(self, options: OutputOptions) -> OutputFolder:
         """Return the folder of the results of the checkpoint or the file of predictions."""
-        if (self.checkpoint is None) == (self.predictions is None):
-            message = "give exactly one of --checkpoint and --predictions"
+        given = [
+            path for path in (self.checkpoint, self.predictions, self.rexrank) if path is not None
+        ]
+        if len(given) != 1:
+            message = "give exactly one of --checkpoint, --predictions and --rexrank"
             raise ConfigError(message, "conflict", field="checkpoint")
-        return options.folder(self.checkpoint or self.predictions, "report_generation")
+        return options.folder(given[0], "report_generation")
 
     def run(self, setup: Setup) -> Outcome:
         """Generate or read the reports, and evaluate."""
-        written = self._from_file(setup) if self.predictions else self._from_checkpoint(setup)
+        if self.checkpoint is not None:
+            written = self._from_checkpoint(setup)
+        else:
+            written = self._from_file(setup) if self.predictions else self._from_rexrank(setup)
+        scores, extra = self.external.read(written.reports, self.uncertain)
         result = evaluate_reports(
             written.reports,
             others=written.others,
             uncertain=self.uncertain,
             conventions=self.conventions,
-            extra=self.external.groups(written.reports, self.uncertain),
+            scores=scores,
+            extra=[*extra, *written.groups],
             resamples=setup.resamples,
             config={"sections": list(self.sections), **written.config},
             inputs={**written.inputs, **self.external.inputs()},
@@ -410,11 +451,44 @@ class ReportGeneration(Evaluation):
         references = None if source is None else references_of(source, self.sections)
         reports = read_reports(self.predictions, references)
         setup.settle()
+        groups: list[MetricGroup] = []
+        details: dict[str, Any] = {}
+        if self.grounded:
+            ours, theirs = (
+                [read_grounded(getattr(report, side)) for report in reports]
+                for side in ("generated", "reference")
+            )
+            judge = labeler_judge(conventions_named(self.conventions, error=EvaluationError))
+            groups = grounded_metrics(ours, theirs, judge)
+            details = {"dropped_boxes": sum(report.dropped_boxes for report in ours)}
+            reports = [
+                dataclasses.replace(report, generated=mine.text, reference=other.text)
+                for report, mine, other in zip(reports, ours, theirs, strict=True)
+            ]
         return _Reports(
             reports=reports,
+            groups=groups,
+            details=details,
             name=str(self.predictions),
             inputs={"predictions": sha256(self.predictions)},
             data=str(self.predictions) if source is None else source.manifest,
+        )
+
+    def _from_rexrank(self, setup: Setup) -> _Reports:
+        assert self.rexrank is not None
+        studies = read_rexrank(self.rexrank)
+        reports = study_reports(studies, self.sections)
+        if not reports:
+            message = f"{self.rexrank}: no study has a section {' or '.join(self.sections)}"
+            raise EvaluationError(message, "empty", field="sections")
+        setup.settle()
+        return _Reports(
+            reports=reports,
+            name=str(self.rexrank),
+            config={"unit": "study"},
+            inputs={"predictions": sha256(self.rexrank)},
+            data=str(self.rexrank),
+            details={"without_reference": len(studies) - len(reports)},
         )
 
     def _from_checkpoint(self, setup: Setup) -> _Reports:
@@ -428,7 +502,7 @@ class ReportGeneration(Evaluation):
         source = setup.source(self.data, self.checkpoint)
         setup.settle(manifest=source.fingerprint)
         model = setup.model(self.checkpoint)
-        loader = setup.loader(source, model, inputs=Inputs(other_view=model.inputs.other_view))
+        loader = setup.loader(source, model, inputs=model.inputs.for_writing)
         generated = generate_by_decoding(
             model,
             loader,
@@ -480,6 +554,12 @@ class ReportGeneration(Evaluation):
             *means,
             *stop_metrics(stops),
             clinical_metrics(generated_NL, reference_NL),
+            *score_metrics(
+                {
+                    name: np.array([number(line["scores"][name]) for line in lines])
+                    for name in lines[0].get("scores", {})
+                }
+            ),
         ]
         if all(line.get("labels") is not None for line in lines):
             labels_NL = positive_findings([line["labels"] for line in lines], uncertain)

@@ -13,6 +13,7 @@ Protocol "report_generation", version 3:
 * Baselines: the same rows with every image paired with the report that was generated for an image
   of another patient, where there is one; and with the one reference that overlaps most with all
   others (`constant_report`) for every image, the floor of n-gram overlap.
+* The generated reports minus each baseline, paired by report: "minus" and the baseline's name.
 * Intervals: the bootstrap resamples patients, with all their reports.
 """
 
@@ -32,11 +33,13 @@ from medvl.data.reports.labeler import Conventions, conventions_named, label_rep
 from medvl.data.reports.sentences import join_texts
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import EvaluationError
-from medvl.eval.core.metric_rows import MetricGroup, measure, subgroups_of
+from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
+from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results, format_table
 from medvl.eval.report_generation.metrics import (
     MEANS,
     METRICS,
+    REPORT,
     WITH_STOPS,
     Cider,
     Uncertain,
@@ -54,6 +57,15 @@ the score without the image.
 """
 ONE_REPORT = "baseline: one report"
 """Subgroup of the rows in which every image has the same report."""
+MINUS = "minus "
+"""Begin of the subgroups of paired differences, before the name of the baseline."""
+COMPARED = (
+    ("corpus_bleu_4", REPORT),
+    ("mean_rouge_l", REPORT),
+    ("f1", "micro of five"),
+    ("f1", "micro"),
+)
+"""Metrics and targets of the rows of paired differences."""
 AGAINST_LABELS = "against labels"
 """Subgroup of the rows that compare findings with the labels of the images; others have it
 behind their name.
@@ -92,6 +104,8 @@ class ReportResult:
     reports: Sequence[GeneratedReport]
     others: Mapping[str, Sequence[GeneratedReport]] = dataclasses.field(default_factory=dict)
     """Reports of the same images by other decodings."""
+    scores: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    """Scores of each report by other tools, by name."""
 
     @property
     def conventions(self) -> Conventions:
@@ -156,6 +170,11 @@ class ReportResult:
                         strict=True,
                     )
                 ),
+                **(
+                    {"scores": {name: float(score_N[row]) for name, score_N in self.scores.items()}}
+                    if self.scores
+                    else {}
+                ),
             }
             for row, report in enumerate(self.reports)
         ]
@@ -167,6 +186,7 @@ def evaluate_reports(
     others: Mapping[str, Sequence[GeneratedReport]] | None = None,
     uncertain: Uncertain = "negative",
     conventions: ConventionsName = "chexpert",
+    scores: Mapping[str, Array] | None = None,
     extra: Sequence[MetricGroup] = (),
     resamples: int = 1000,
     seed: int = 0,
@@ -181,8 +201,9 @@ def evaluate_reports(
         others: reports of the same images, in the same order, by the name of their decoding.
         uncertain: label of findings that a report mentions as uncertain.
         conventions: what the labeler takes as present and as uncertain.
+        scores: scores of each of `reports` by other tools, by name; their means are evaluated.
         extra: further metrics of `reports`, such as those of
-            `medvl.eval.report_generation.metrics`.
+            `medvl.eval.report_generation.external`.
         resamples, seed: number and seed of the bootstrap resamples.
         config, inputs, details: further entries of the results.
 
@@ -204,8 +225,10 @@ def evaluate_reports(
         if [report.key for report in of_name] != [report.key for report in reports]:
             message = f"expected reports {name!r} of the same images in the same order"
             raise EvaluationError(message, "mismatch", field="others")
+    scores = dict(scores or {})
+    groups = [*_metric_groups(reports, others, uncertain, rules), *score_metrics(scores), *extra]
     rows = measure(
-        [*_metric_groups(reports, others, uncertain, rules), *extra],
+        groups,
         len(reports),
         resamples=resamples,
         seed=seed,
@@ -225,7 +248,7 @@ def evaluate_reports(
         inputs=dict(inputs or {}),
         details={**_details(reports, others), **(details or {})},
     )
-    return ReportResult(results, reports, others)
+    return ReportResult(results, reports, others, scores)
 
 
 def _metric_groups(
@@ -239,10 +262,10 @@ def _metric_groups(
         name: [report.generated for report in of_name]
         for name, of_name in {"": reports, **others}.items()
     }
-    baselines = {ONE_REPORT: [constant_report(references)] * len(reports)}
-    other = _other_patients([report.patient for report in reports])
-    if other is not None:
-        baselines = {OTHER_IMAGES: [decoded[""][index] for index in other], **baselines}
+    baselines = {
+        name: [(references if floor.of_references else decoded[""])[row] for row in floor.index_N]
+        for name, floor in floors_of(reports).items()
+    }
     distinct = dict.fromkeys(itertools.chain(references, *decoded.values(), *baselines.values()))
     found = {text: label_report(text, conventions) for text in distinct}
 
@@ -250,9 +273,17 @@ def _metric_groups(
         return positive_findings([found[text] for text in texts], uncertain)
 
     groups = []
+    of_subgroup = {}
     for subgroup, texts in {**decoded, **baselines}.items():
-        groups += overlap_metrics(texts, references, subgroup=subgroup)
-        groups.append(clinical_metrics(positive(texts), positive(references), subgroup=subgroup))
+        of_subgroup[subgroup] = [
+            *overlap_metrics(texts, references, subgroup=subgroup),
+            clinical_metrics(positive(texts), positive(references), subgroup=subgroup),
+        ]
+        groups += of_subgroup[subgroup]
+    for name in baselines:
+        pairs = zip(of_subgroup[""], of_subgroup[name], strict=True)
+        differences = (_difference(ours, floor, f"{MINUS}{name}") for ours, floor in pairs)
+        groups += [group for group in differences if group.rows]
     if all(report.labels is not None for report in reports):
         labels_NL = positive_findings([report.labels or {} for report in reports], uncertain)
         for name, texts in decoded.items():
@@ -260,6 +291,45 @@ def _metric_groups(
             groups.append(clinical_metrics(positive(texts), labels_NL, subgroup=subgroup))
         groups.append(clinical_metrics(positive(references), labels_NL, subgroup=REFERENCE))
     return groups
+
+
+def _difference(ours: MetricGroup, floor: MetricGroup, subgroup: str) -> MetricGroup:
+    """Return the metrics of `COMPARED` of two groups with the same rows, one minus the other."""
+    columns = [
+        column for column, row in enumerate(ours.rows) if (row.metric, row.target) in COMPARED
+    ]
+    rows = [dataclasses.replace(ours.rows[column], subgroup=subgroup) for column in columns]
+
+    def statistic(counts_NR: Array) -> Array:
+        return (ours.statistic(counts_NR) - floor.statistic(counts_NR))[:, columns]
+
+    return MetricGroup(rows, statistic)
+
+
+def score_metrics(scores: Mapping[str, Array]) -> list[MetricGroup]:
+    """Return the means of scores of each report by other tools."""
+    return [
+        mean_metrics(f"mean_{name}", score_N[:, None], [REPORT]) for name, score_N in scores.items()
+    ]
+
+
+class Floor(NamedTuple):
+    """A baseline: which text every report has in place of its own."""
+
+    of_references: bool
+    """Whether the texts are references, or generated."""
+    index_N: list[int]
+
+
+def floors_of(reports: Sequence[GeneratedReport]) -> dict[str, Floor]:
+    """Return the baselines of reports by the names of their subgroups."""
+    floors = {}
+    other = _other_patients([report.patient for report in reports])
+    if other is not None:
+        floors[OTHER_IMAGES] = Floor(False, other)
+    references = [report.reference for report in reports]
+    constant = references.index(constant_report(references))
+    return {**floors, ONE_REPORT: Floor(True, [constant] * len(reports))}
 
 
 def _other_patients(patients: Sequence[str]) -> list[int] | None:

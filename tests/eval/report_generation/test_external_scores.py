@@ -2,9 +2,11 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.errors import raises
 
@@ -12,13 +14,14 @@ from medvl.cli import main as cli
 from medvl.errors import EvaluationError
 from medvl.eval import GeneratedReport, evaluate_reports, read_results
 from medvl.eval.core.metric_rows import MetricGroup, measure
-from medvl.eval.report_generation.metrics import (
+from medvl.eval.report_generation.external import (
     chexbert_metrics,
-    radgraph_metrics,
+    radcliq_v1,
+    radgraph_scores,
     read_radgraph,
-    report_metric_scores,
+    read_scores,
 )
-from medvl.eval.report_generation.protocol import Reference, read_reports
+from medvl.eval.report_generation.protocol import ONE_REPORT, OTHER_IMAGES, Reference, read_reports
 from medvl.schema import FINDINGS
 
 GENERATED = ["There is edema.", "No edema.", "Cardiomegaly."]
@@ -77,7 +80,7 @@ def annotation(*entities: tuple[str, str, list[list[str]]]) -> dict[str, Any]:
     }}  # fmt: skip
 
 
-def test_radgraph_f1_at_three_levels(tmp_path: Path) -> None:
+def test_radgraph_f1_at_three_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the reward levels of the package radgraph 0.1.18: one side has a relation that the
     other lacks.
     """
@@ -95,12 +98,13 @@ def test_radgraph_f1_at_three_levels(tmp_path: Path) -> None:
     files = [tmp_path / "g.json", tmp_path / "r.json"]
     for path, side in zip(files, (ours, theirs), strict=True):
         path.write_text(json.dumps({str(number): report for number, report in enumerate(side)}))
-    found = values(radgraph_metrics(*(read_radgraph(path, 3) for path in files)))
-    assert found == pytest.approx({
-        "mean_radgraph_f1_simple/report": 2 / 3 / 3,  # small, effusion of three and three
-        "mean_radgraph_f1_partial/report": 1 / 3 / 3,  # small with a relation
-        "mean_radgraph_f1_complete/report": 1 / 3 / 3,  # small modifies effusion
-    })  # fmt: skip
+    found = radgraph_scores(*(read_radgraph(path, 3) for path in files))
+    assert {name: score_N.tolist() for name, score_N in found.items()} == {
+        "radgraph_f1_simple": pytest.approx([2 / 3, 0, 0]),  # small, effusion of three and three
+        "radgraph_f1_partial": pytest.approx([1 / 3, 0, 0]),  # small with a relation
+        "radgraph_f1_complete": pytest.approx([1 / 3, 0, 0]),  # small modifies effusion
+    }
+    command_with_radgraph(tmp_path, files, capsys)
     with raises(EvaluationError, "mismatch", "radgraph"):
         read_radgraph(files[0], 4)
     for content in (
@@ -114,22 +118,96 @@ def test_radgraph_f1_at_three_levels(tmp_path: Path) -> None:
             read_radgraph(files[0], 1)
 
 
+def command_with_radgraph(
+    folder: Path, files: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check the floors of RadGraph's scores, and that `medvl compare` pairs the scores by report."""
+    lines = [
+        {"key": str(row), "generated": ours, "reference": theirs}
+        for row, (ours, theirs) in enumerate(TEXTS)
+    ]
+    path = folder / "reports.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    cli.main(["eval", "report-generation", "--predictions", str(path), "--resamples", "5",
+              "--radgraph", *map(str, files), "--out", str(folder / "scores")])  # fmt: skip
+    results = read_results(folder / "scores")
+    assert results.row("mean_radgraph_f1_simple", "report").value == pytest.approx(2 / 9)
+    # The third reference, "small", is one of the three entities of the first image's report.
+    other = results.row("mean_radgraph_f1_simple", "report", OTHER_IMAGES)
+    assert other.value == pytest.approx(2 * 1 / (1 + 3) / 3)
+    one = results.row("mean_radgraph_f1_simple", "report", ONE_REPORT)
+    assert 1 / 3 <= one.value <= 1
+    with (folder / "scores" / "predictions.jsonl").open() as file:
+        scores = [json.loads(line)["scores"]["radgraph_f1_simple"] for line in file]
+    assert scores == pytest.approx([2 / 3, 0, 0])
+    shutil.copytree(folder / "scores", folder / "again")
+    cli.main(["compare", str(folder / "scores"), str(folder / "again"), "--all",
+              "--out", str(folder / "compared")])  # fmt: skip
+    assert "mean radgraph f1 simple" in " ".join(capsys.readouterr().out.split())
+
+
 def test_scores_by_report_are_averaged(tmp_path: Path) -> None:
     path = tmp_path / "report_scores.csv"
     path.write_text(
         "study_id,report,bertscore,radgraph_combined\n0,a,0.5,0.2\n1,b,0.7,0.4\n2,c,0.6,0.3\n"
     )
-    assert values(report_metric_scores(path, 3)) == pytest.approx(
-        {"mean_bertscore/report": 0.6, "mean_radgraph_combined/report": 0.3}
-    )
+    found = {name: score_N.tolist() for name, score_N in read_scores(path, 3).items()}
+    assert found == {"bertscore": [0.5, 0.7, 0.6], "radgraph_combined": [0.2, 0.4, 0.3]}
     with raises(EvaluationError, "mismatch", "scores"):
-        report_metric_scores(path, 2)
+        read_scores(path, 2)
     path.write_text("study_id,bertscore\n0,x\n")
     with raises(EvaluationError, "malformed", "bertscore"):
-        report_metric_scores(path, 1)
+        read_scores(path, 1)
     path.write_text("study_id\n0\n")
     with raises(EvaluationError, "missing", "scores"):
-        report_metric_scores(path, 1)
+        read_scores(path, 1)
+
+
+def test_scores_of_radeval_are_its_lists(tmp_path: Path) -> None:
+    path = tmp_path / "radeval.json"
+    path.write_text('{"bleu": 0.3, "radcliq_v1": [1.5, NaN, 0.5], "green": [1, 0, 1]}')
+    found = read_scores(path, 3)
+    assert list(found) == ["radcliq_v1", "green"]
+    assert found["green"].tolist() == [1, 0, 1]
+    assert np.isnan(found["radcliq_v1"]).tolist() == [False, True, False]
+    with raises(EvaluationError, "mismatch", "scores"):
+        read_scores(path, 2)
+    for content, code in (("[]", "malformed"), ('{"bleu": 0.3}', "missing"), ("{", "malformed")):
+        path.write_text(content)
+        with raises(EvaluationError, code, "scores"):
+            read_scores(path, 3)
+
+
+def radcliq(radgraph: float, bertscore: float, chexbert: float, bleu2: float) -> float:
+    parts = {"radgraph_N": radgraph, "bertscore_N": bertscore, "chexbert_N": chexbert}
+    (value,) = radcliq_v1(**{name: [part] for name, part in parts.items()}, bleu2_N=[bleu2])
+    return float(value)
+
+
+def test_radcliq_v1_is_the_published_regression() -> None:
+    assert radcliq(0, 0, 0, 0) == pytest.approx(2.4501, abs=1e-4)
+    assert radcliq(1, 1, 1, 1) == pytest.approx(-1.4407, abs=1e-4)
+    slopes = [radcliq(*(float(i == part) for i in range(4))) - radcliq(0, 0, 0, 0)
+              for part in range(4)]  # fmt: skip
+    assert slopes == pytest.approx([-1.24522, -1.65085, -0.99477, 0], abs=1e-5)
+    with raises(EvaluationError, "mismatch"):
+        radcliq_v1(radgraph_N=[0.1], bertscore_N=[0.1], chexbert_N=[0.1], bleu2_N=[0.1, 0.2])
+
+
+@pytest.mark.real
+def test_radcliq_v1_equals_the_public_code_on_real_reports(real_data: Path, tmp_path: Path) -> None:
+    """The 590 scores that CXR-Report-Metric wrote for MoERad's reports, from their parts."""
+    path = real_data / "generated_reports_iu" / "moerad" / "report_scores.csv"
+    published = read_scores(path, 590)["RadCliQ-v1"]
+    with path.open(newline="") as file:
+        rows = [{k: v for k, v in row.items() if k != "RadCliQ-v1"} for row in csv.DictReader(file)]
+    with (tmp_path / "parts.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    np.testing.assert_allclose(
+        read_scores(tmp_path / "parts.csv", 590)["RadCliQ-v1"], published, atol=1e-6
+    )
 
 
 def test_the_command_scores_reports_of_another_system(

@@ -1,0 +1,147 @@
+"""Reports with boxes: MAIRA-2's format, PadChest-GR's sentences, and scores without a language
+model.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.errors import raises
+
+from medvl.cli import main as cli
+from medvl.data.grounded import (
+    GroundedReport,
+    GroundedSentence,
+    boxes_in_picture,
+    boxes_in_square,
+    grounded_text,
+    grounding_words,
+    read_grounded,
+    write_grounded,
+)
+from medvl.errors import ConfigError
+from medvl.eval import read_results
+from medvl.eval.core.metric_rows import measure
+from medvl.eval.report_generation.grounded import grounded_metrics
+from medvl.schema import Sample
+
+BOX = (0.525, 0.605, 0.805, 0.885)
+TEXT = (
+    "<obj>There is a left effusion.<box><x52><y60><x80><y88></box></obj><obj>No pneumothorax.</obj>"
+)
+
+
+def test_a_report_is_read_and_written() -> None:
+    report = read_grounded(TEXT)
+    assert [sentence.text for sentence in report.sentences] == [
+        "There is a left effusion.",
+        "No pneumothorax.",
+    ]
+    assert report.sentences[0].boxes == (pytest.approx(BOX),)  # the middle of each hundredth
+    assert (report.dropped_boxes, report.outside) == (0, 0)
+    assert report.text == "There is a left effusion. No pneumothorax."
+    assert write_grounded(report.sentences) == TEXT
+    two = GroundedSentence("Masses.", (BOX, (0.0, 0.0, 1.0, 1.0)))
+    assert "<box><x0><y0><x99><y99></box></obj>" in write_grounded([two])
+    assert len(set(grounding_words())) == 204
+    with raises(ConfigError, "out_of_range", "boxes"):
+        write_grounded([GroundedSentence("x", ((0.5, 0.1, 0.4, 0.9),))])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences", "boxes", "dropped", "outside"),
+    [
+        ("Plain text.", 1, 0, 0, 1),
+        ("<obj>A.<box><x1><y1><x1><y9></box></obj>", 1, 0, 1, 0),  # empty
+        ("<obj>A.<box><x9><y1><x2><y9></box></obj>", 1, 0, 1, 0),  # inverted
+        ("<obj>A.<box><x1><y1><x100><y9></box></obj>", 1, 0, 1, 0),
+        ("<obj>A.<box><x1><y1></box><box><x1><y1><x2><y2></box></obj>", 1, 1, 1, 0),
+        ("<obj>A.<box><x1><y1>", 1, 0, 1, 0),  # cut
+        ("<obj>A.</obj> between <obj>B.</obj>", 3, 0, 0, 1),
+        ("<obj><box><x1><y1><x2><y2></box></obj>", 0, 0, 1, 0),
+        ("", 0, 0, 0, 0),
+    ],
+)
+def test_damaged_parts_are_counted(
+    text: str, sentences: int, boxes: int, dropped: int, outside: int
+) -> None:
+    report = read_grounded(text)
+    assert len(report.sentences) == sentences
+    assert sum(len(sentence.boxes) for sentence in report.sentences) == boxes
+    assert (report.dropped_boxes, report.outside) == (dropped, outside)
+    assert not any("<" in sentence.text for sentence in report.sentences)
+
+
+def test_boxes_of_the_centre_square_and_of_the_picture() -> None:
+    (box,) = boxes_in_picture([(0.0, 0.0, 0.5, 1.0)], 200, 100)
+    assert box == pytest.approx((0.25, 0.0, 0.5, 1.0))
+    assert boxes_in_square([box], 200, 100) == [pytest.approx((0.0, 0.0, 0.5, 1.0))]
+    cut = boxes_in_square([(0.0, 0.2, 0.5, 0.4), (0.0, 0.0, 0.1, 1.0)], 200, 100)
+    assert cut == [pytest.approx((0.0, 0.2, 0.5, 0.4))]  # the second one is outside
+
+
+def test_sentences_of_a_corpus_become_training_text() -> None:
+    box = {"label": "effusion", "x": 50.0, "y": 20.0, "width": 100.0, "height": 60.0}
+    extra = {
+        "sentences": [{"text": "Effusion.", "boxes": [box]}, {"text": "No edema.", "boxes": []}],
+        "image_width": 200,
+        "image_height": 100,
+    }
+    sample = Sample(key="a", corpus="c", split="train", patient="p", study="s", extra=extra)
+    assert grounded_text(sample) == (
+        "<obj>Effusion.<box><x0><y20><x99><y80></box></obj><obj>No edema.</obj>"
+    )
+
+
+def scores(ours: str, theirs: str) -> dict[str, float]:
+    groups = grounded_metrics([read_grounded(ours)], [read_grounded(theirs)])
+    return {row.metric: row.value for row in measure(groups, 1, resamples=0)}
+
+
+def test_scores_of_equal_reports_are_one() -> None:
+    assert set(scores(TEXT, TEXT).values()) == {1.0}
+
+
+def test_sides_and_polarity_decide() -> None:
+    reference = "<obj>Left pleural effusion.</obj><obj>No pneumothorax.</obj>"
+    assert scores("<obj>Right pleural effusion.</obj>", reference)["logical_precision"] == 0
+    assert scores("<obj>Pneumothorax.</obj>", reference)["logical_precision"] == 0
+    general = scores("<obj>Pleural effusion.</obj>", reference)
+    assert general["logical_precision"] == 1  # it follows from the left one, not the other way
+    assert general["logical_recall"] == 0
+    half = scores("<obj>Left pleural effusion.</obj><obj>Edema.</obj><obj>Hello.</obj>", reference)
+    assert (half["logical_precision"], half["logical_recall"]) == (0.5, 0.5)  # "Hello." is left out
+    assert half["logical_f1"] == 0.5
+
+
+def test_boxes_decide_over_the_spatial_scores() -> None:
+    inside = "<obj>Left pleural effusion.<box><x52><y60><x60><y70></box></obj>"
+    beside = "<obj>Left pleural effusion.<box><x2><y2><x30><y30></box></obj>"
+    reference = TEXT.replace("a left effusion", "left pleural effusion")
+    found = scores(inside, reference)
+    assert found["spatial_precision"] == 1  # all of its pixels are in the reference's box
+    assert found["spatial_recall"] == 0  # but few of the reference's are in it
+    assert scores(beside, reference)["spatial_precision"] == 0
+    assert scores(beside, reference)["logical_precision"] == 1
+    wrong = scores(inside.replace("Left", "Right"), reference)
+    assert wrong["spatial_precision"] == 0
+    assert wrong["grounding_precision"] != wrong["grounding_precision"]  # none is entailed: NaN
+    unplaced = GroundedReport((GroundedSentence("Left pleural effusion."),))
+    groups = grounded_metrics([read_grounded(inside)], [unplaced])
+    rows = {row.metric: row.value for row in measure(groups, 1, resamples=0)}
+    assert rows["spatial_precision"] == 0  # evidence without a box
+
+
+def test_the_command_scores_boxes(tmp_path: Path) -> None:
+    lines = [
+        {"key": "a", "generated": TEXT, "reference": TEXT},
+        {"key": "b", "generated": "<obj>Edema.<box><x9></box></obj>", "reference": TEXT},
+    ]
+    path = tmp_path / "reports.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    cli.main(["eval", "report-generation", "--predictions", str(path), "--grounded",
+              "--resamples", "5", "--out", str(tmp_path / "out")])  # fmt: skip
+    results = read_results(tmp_path / "out")
+    assert results.row("logical_precision", "report").value == 0.5
+    assert results.details["dropped_boxes"] == 1
+    assert "<obj>" not in (tmp_path / "out" / "predictions.jsonl").read_text()
