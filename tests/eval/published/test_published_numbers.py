@@ -44,7 +44,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("slake", "vqa-med", "path-vqa", "iu-xray", "r2gen-mimic"), THREE),
     **dict.fromkeys(("chexpert-5x200", "mimic-5x200"), THREE),
-    "mimic-cxr-ap": mimic_cxr.SPLITS,
+    **dict.fromkeys(("mimic-cxr", "mimic-cxr-ap"), mimic_cxr.SPLITS),
     "chexpert": chexpert.SPLITS,
     "chexpert-split": ("train", "validate"),
     "qata": lvit_layout.SPLITS,
