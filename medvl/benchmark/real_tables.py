@@ -321,7 +321,7 @@ def _against_each_other(texts: Mapping[str, str]) -> Prompts:
 
 def _denied(texts: Mapping[str, str]) -> Prompts:
     """Return prompts of findings, against the same words after "no"."""
-    return {name: (f"{text}.", [f"no {text}."]) for name, text in texts.items()}
+    return {name: (f"There is {text}.", [f"There is no {text}."]) for name, text in texts.items()}
 
 
 _PROMPTS: Mapping[str, Prompts] = {
@@ -331,10 +331,10 @@ _PROMPTS: Mapping[str, Prompts] = {
     },
     "nih": {
         **_denied({name: name.lower() for name in _NIH[:-1]}),
-        "No Finding": ("normal chest.", ["abnormal chest."]),
+        "No Finding": ("There is no lung opacity.", ["There is lung opacity."]),
     },
     "paediatric": {
-        "Pneumonia": ("pneumonia.", ["no pneumonia."]),
+        "Pneumonia": ("There is lung opacity.", ["There is no lung opacity."]),
         "Bacterial": ("bacterial pneumonia.", ["viral pneumonia."]),
     },
 }
