@@ -85,5 +85,6 @@ if wanted chest; then # trained whole for NIH's findings; with the image encoder
         for name in nih paediatric; do
             zero_shot "$runs/$run/last" "$runs/$name-$run" "$data/chest/$name/test" "$data/chest/$name"
         done
+        evaluate grounding "$runs/grounding-$run" --checkpoint "$runs/$run/last" --data "$data/chest/boxes/test"
     done
 fi
