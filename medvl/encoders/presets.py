@@ -383,6 +383,7 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         518,
         (IMAGENET_MEAN, IMAGENET_STD),
         _tower("dinov2", 384, 12, image_size=518, patch_size=14),
+        weights=published.CXFORMER_SMALL,
     ),
     cxformer_base=_published_tower(
         "hf:dinov2_with_registers",

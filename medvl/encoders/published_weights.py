@@ -157,6 +157,10 @@ XRAYSIGLIP_L16 = _weights(
     "StanfordAIMI/XraySigLIP__vit-l-16-siglip-384__webli",
     "f0edbf5d90dba44edb7f4f96d8663537cb0749bf",
 )
+CXFORMER_SMALL = _weights(
+    "m42-health/CXformer-small",
+    "21777c302a43197b704c6c92591d9897efaaac3b",
+)
 PUBMEDCLIP = _weights(
     "flaviagiammarino/pubmed-clip-vit-base-patch32",
     "26c0c67f6da303ad2a38909130bd35744ea93517",

@@ -453,6 +453,7 @@ def test_eva_x_of_its_own_code_is_read(size: str, tmp_path: Path) -> None:
     ("name", "place", "field"),
     [
         ("cxformer_base", "m42-health", "pretrained"),
+        ("cxformer_small", "m42-health/CXformer-small at revision 21777c30", None),
         ("xrayclip_b16", "StanfordAIMI/XrayCLIP", "pretrained"),
         ("medsiglip", "google/medsiglip-448 at revision 9cea28a1", None),
         ("pubmedclip", "pytorch_model.bin of flaviagiammarino", None),
