@@ -25,7 +25,7 @@ CT_FINDINGS: Mapping[str, float] = {
 _STREAM = 70
 _SIDES = ("right", "left")
 LUNG_CENTER = (0.0, 0.0, 7.5)
-"""Of the left lung; the right one is its mirror image."""
+"""Center of the left lung; the right lung is its mirror image."""
 LUNG_RADII = (11.0, 8.5, 5.8)
 Point = tuple[float, float, float]
 

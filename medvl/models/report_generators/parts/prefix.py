@@ -165,7 +165,7 @@ class PrefixState(NamedTuple):
     """Cache of a `PrefixDecoder` between two steps."""
 
     keys_values: tuple[KeysValues, ...]
-    """Of the prefix and of the report so far, by layer."""
+    """Keys and values of the prefix and of the report so far, one entry a layer."""
     mask_RN: Tensor
     place_R: Tensor
     """Place of the next token."""
