@@ -6,13 +6,14 @@ Letters: as in `medvl.schema`; V words, K complete samples.
 import abc
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.losses.policy import log_probabilities, text_entropy, token_log_probabilities
 from medvl.models.base import (
@@ -504,3 +505,19 @@ def sines(place_T: Tensor, width: int) -> Tensor:
     )
     angle_TF = place_T[:, None] * rate_F
     return torch.stack([angle_TF.sin(), angle_TF.cos()], dim=2).flatten(1)
+
+
+def groups_by_part(
+    model: nn.Module, image_lr_mult: float, lr: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return optimiser groups of a model's parts: the image encoder at `image_lr_mult` times the
+    rate of all others.
+    """
+    groups: list[dict[str, Any]] = []
+    for name, child in model.named_children():
+        rate = lr * (image_lr_mult if name == "image_encoder" else 1.0)
+        groups += [
+            {**each, "name": f"{name}: {each['name']}"}
+            for each in parameter_groups(child, rate, weight_decay)
+        ]
+    return groups

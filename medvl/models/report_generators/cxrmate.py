@@ -16,14 +16,19 @@ from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.data.transforms.prompt import Prompt
-from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
+from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import ConfigError
 from medvl.models.base import INIT_STD, EncoderArguments, Parts, stored_features
 from medvl.models.fusion_encoders.parts.encoder import Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import encode_present
 from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.registry import register_system
-from medvl.models.report_generators.base import IGNORED, ReportConfig, ReportGenerator
+from medvl.models.report_generators.base import (
+    IGNORED,
+    ReportConfig,
+    ReportGenerator,
+    groups_by_part,
+)
 from medvl.models.report_generators.parts.prefix import PrefixDecoder, PrefixState, insert_images
 from medvl.models.text_decoding import Decoding, Generated
 from medvl.schema import Batch, Inputs
@@ -78,7 +83,7 @@ class CXRMateConfig(ReportConfig):
     image_lr_mult: float = 1.0
     """Learning rate of the image encoder, as a multiple of the other parts'."""
     max_tokens: int = 129
-    """Of each section, including the first and the last token."""
+    """Longest section in tokens, including the first and the last one."""
     vocab_size: int | None = None
     """None: the value of the tokenizer."""
 
@@ -386,17 +391,8 @@ class CXRMate(ReportGenerator):
         return texts
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Return optimiser groups: the image encoder at `image_lr_mult` times the rate of all other
-        parts.
-        """
-        groups: list[dict[str, Any]] = []
-        for name, child in self.named_children():
-            rate = lr * (self.config.image_lr_mult if name == "image_encoder" else 1.0)
-            groups += [
-                {**each, "name": f"{name}: {each['name']}"}
-                for each in parameter_groups(child, rate, weight_decay)
-            ]
-        return groups
+        """Return the groups of `groups_by_part`."""
+        return groups_by_part(self, self.config.image_lr_mult, lr, weight_decay)
 
 
 def _unless(cut_B: Tensor, ids_B1: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform, Kernel
-from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
+from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.fusion_encoders.parts.encoder import Tokens, join
@@ -29,6 +29,7 @@ from medvl.models.report_generators.base import (
     ReportConfig,
     ReportGenerator,
     WritingState,
+    groups_by_part,
     sines,
 )
 from medvl.schema import Batch, Inputs
@@ -296,14 +297,5 @@ class R2Gen(ReportGenerator):
         return MemoryWriter(self.decoder, self.word_head, image, first_id)
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Return optimiser groups: the image encoder at `image_lr_mult` times the rate of all other
-        parts.
-        """
-        groups: list[dict[str, Any]] = []
-        for name, child in self.named_children():
-            rate = lr * (self.config.image_lr_mult if name == "image_encoder" else 1.0)
-            groups += [
-                {**each, "name": f"{name}: {each['name']}"}
-                for each in parameter_groups(child, rate, weight_decay)
-            ]
-        return groups
+        """Return the groups of `groups_by_part`."""
+        return groups_by_part(self, self.config.image_lr_mult, lr, weight_decay)
