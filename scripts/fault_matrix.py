@@ -163,8 +163,10 @@ class Outcomes:
     skipped: int = 0
 
     def __str__(self) -> str:
-        counts = {"passed": self.passed, "FAILED": self.failed, "skipped": self.skipped}
-        return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        """Return " (N, M skipped)" with the number of cases; of a single one that passed, ""."""
+        counts = {"": self.passed, " FAILED": self.failed, " skipped": self.skipped}
+        cases = ", ".join(f"{count}{word}" for word, count in counts.items() if count)
+        return "" if cases == "1" else f" ({cases})"
 
 
 class Collector:
@@ -210,7 +212,7 @@ def table(collector: Collector, requested: list[str]) -> tuple[str, bool]:
             outcome.failed for outcome in outcomes.values()
         )
         tests = (
-            "<br>".join(f"`{name}`: {outcome}" for name, outcome in sorted(outcomes.items()))
+            "<br>".join(f"`{name}`{outcome}" for name, outcome in sorted(outcomes.items()))
             or "NONE"
         )
         lines.append(f"| {item} | {ITEMS[item][0]} | {ITEMS[item][1]} | {tests} |")
@@ -225,11 +227,10 @@ def page(text: str) -> str:
     machine = "a GPU" if torch.cuda.is_available() else "no GPU"
     return (
         "# Reliability\n\n"
-        "Written by `python scripts/fault_matrix.py --write` from a run of the tests that it "
-        "names, on "
-        f"{platform.system()} with {machine} ({versions}). F: faults, N: numerics, S: security, "
-        f"P: performance (see "
-        f"also [Performance](performance.md)).\n\n{text}\n"
+        "Written by `python scripts/fault_matrix.py --write`, which runs the tests below: on "
+        f"{platform.system()} with {machine} ({versions}). Numbers count the cases of a test; all "
+        f"others have one. F: faults, N: numerics, S: security, P: [performance](performance.md)."
+        f"\n\n{text}\n"
         "Longer checks outside the test suite: `python scripts/fuzz.py` (10,000 mutations per "
         "reader) and "
         "`python scripts/soak.py` (an hour of kills, damage and resumes; memory over 10,000 "
