@@ -7,7 +7,7 @@ the number of scans, d, h and w that of patches along the axes, K the tokens of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,12 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from medvl.common.config_io import check_choice
 from medvl.encoders.base import group_by_depth
-from medvl.errors import ConfigError
+from medvl.encoders.pretrained import KeyMap, fitting_keys, unused_blocks
+from medvl.encoders.volume.network import (
+    Sides,
+    VolumeNetwork,
+    check_argument,
+    check_width,
+    grid_of,
+    three_sides,
+)
+from medvl.errors import ConfigError, WeightsError
 
 Level = Literal["slice", "scan", "study"]
-Sides = tuple[int, int, int]
 LEVELS: tuple[Level, ...] = ("slice", "scan", "study")
+_HEADS = (
+    "head.",
+    "fc_norm.",
+    "mask_token",
+    "decoder_",
+    "visual.head.",
+    "text.",
+    "logit_scale",
+    "logit_bias",
+)
+"""Key prefixes outside the encoder: classifiers, decoders of masked autoencoders, text encoders."""
 
 
 def sinusoids(places: Tensor, width: int) -> Tensor:
@@ -73,47 +93,74 @@ class PatchEmbedding(nn.Module):
         return F.linear(cells.flatten(4), self.proj.weight.flatten(1), self.proj.bias)
 
 
-class HierarchicalViT(nn.Module):
+class HierarchicalViT(VolumeNetwork):
     """Transformer whose layers attend within parts of a study.
 
     Each part has its own copy of the class token. Where a layer has larger parts than the one
     before, their class tokens are averaged; where it has smaller ones, they are copied.
 
     Args:
-        grid: patches along (z, y, x).
-        patch: voxels of a patch along (z, y, x).
-        width: even, and a multiple of `heads`.
-        levels: level of each layer.
-        heads: attention heads.
-        drop_path: rate of stochastic depth in the last layer; it grows linearly from 0.
-        max_scans: rows of the table of scan positions; 0 for none.
+        size: voxels along (z, y, x).
+        patch_size: voxels of a patch along (z, y, x).
+        embed_dim: width, even and a multiple of `num_heads`.
+        depth: number of layers.
+        num_heads: attention heads.
+        attention: for each layer "slice", "scan" or "study": the tokens that attend to each other.
+            Default: every third layer "study", the others "slice". With one scan, "scan" and
+            "study" are the same.
+        drop_path_rate: rate of stochastic depth in the last layer; it grows linearly from 0.
+        max_scans: rows of the table of scan positions, for studies of several scans; in training,
+            each step draws which rows scans have. 0: no table. HLIP's files for CT have 1.
+
+    Raises:
+        ConfigError: "unknown_name", "out_of_range" or "mismatch" for an argument.
     """
 
     def __init__(
         self,
-        grid: Sides,
-        patch: Sides,
-        width: int,
-        levels: Sequence[Level],
-        heads: int,
-        drop_path: float,
-        max_scans: int,
+        size: Sides,
+        *,
+        patch_size: Sequence[int],
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        attention: Sequence[Level] | None = None,
+        drop_path_rate: float = 0.0,
+        max_scans: int = 0,
     ) -> None:
         super().__init__()
         from timm.models.vision_transformer import Block
 
-        self.levels = tuple(levels)
-        self.patch_embed = PatchEmbedding(patch, width)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        rates = torch.linspace(0, drop_path, len(levels)).tolist()
+        check_argument(
+            0 <= drop_path_rate < 1, "drop_path_rate", "a rate in [0, 1)", drop_path_rate
+        )
+        check_argument(max_scans >= 0, "max_scans", "0 or more", max_scans)
+        check_width(embed_dim, num_heads)
+        self.patch_size = three_sides(patch_size, "patch_size")
+        self.width = embed_dim
+        self.max_scans = max(1, max_scans)
+        self.grid = grid_of(size, self.patch_size)
+        self.levels = _levels(attention, depth)
+        self.settings = {
+            "patch_size": list(self.patch_size),
+            "embed_dim": embed_dim,
+            "depth": depth,
+            "num_heads": num_heads,
+            "attention": list(self.levels),
+            "drop_path_rate": drop_path_rate,
+            "max_scans": max_scans,
+        }
+        self.patch_embed = PatchEmbedding(self.patch_size, embed_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        rates = torch.linspace(0, drop_path_rate, depth).tolist()
         self.blocks = nn.ModuleList(
-            Block(width, heads, 4.0, qkv_bias=True, drop_path=rate, norm_layer=_Norm)
+            Block(embed_dim, num_heads, 4.0, qkv_bias=True, drop_path=rate, norm_layer=_Norm)
             for rate in rates
         )
-        self.norm = _Norm(width)
-        self.register_buffer("spatial_posemb", volume_positions(grid, width))
+        self.norm = _Norm(embed_dim)
+        self.register_buffer("spatial_posemb", volume_positions(self.grid, embed_dim))
         self.spatial_posemb: Tensor
-        table = sinusoids(torch.arange(max_scans), width)[None] if max_scans else None
+        table = sinusoids(torch.arange(max_scans), embed_dim)[None] if max_scans else None
         self.register_buffer("sequential_posemb", table)
         self.sequential_posemb: Tensor | None
         self._checkpoints = False
@@ -131,10 +178,45 @@ class HierarchicalViT(nn.Module):
         """Return the parameters without weight decay, as timm names them."""
         return {"cls_token"}
 
+    def parameter_layers(self) -> list[list[str]]:
+        return group_by_depth(
+            [name for name, _ in self.named_parameters()],
+            [f"blocks.{index}." for index in range(len(self.blocks))],
+            top=("norm.",),
+            stem=("cls_token", "patch_embed."),
+        )
+
+    def fit_weights(
+        self, tensors: Mapping[str, Tensor], source: str, *, rescale: bool
+    ) -> dict[str, Tensor]:
+        names = self.state_dict()
+        keys = KeyMap(
+            layouts=(
+                (("visual.trunk.", ""),),
+                (("", ""),),
+            ),
+            ignored_keys=_HEADS,
+            ignored_names=unused_blocks("blocks.", names),
+        )
+        expected = {**names, "pos_embed": None}
+        tensors = fitting_keys(tensors, lambda found: keys.count_fitting(found, expected))
+        mapped = keys.apply(tensors)[0]
+        if "pos_embed" in mapped:
+            lacking = [key for key in ("cls_token", "patch_embed.proj.weight") if key not in mapped]
+            if lacking or mapped["patch_embed.proj.weight"].ndim != 4:
+                raise WeightsError(
+                    f"{source} is no vision Transformer for images in timm's layout: expected a "
+                    "cls_token, a pos_embed and filters (D, 3, h, w)",
+                    "mismatch",
+                )
+            mapped = inflate(mapped, self.patch_size, self.grid, rescale=rescale)
+        elif "spatial_posemb" in mapped and mapped["spatial_posemb"].ndim == 5:
+            mapped["spatial_posemb"] = resize_positions(mapped["spatial_posemb"], self.grid)
+        if self.sequential_posemb is not None:
+            mapped.setdefault("sequential_posemb", self.sequential_posemb)
+        return mapped
+
     def forward(self, image_BNDHW: Tensor) -> Tensor:
-        """Return the normalised class token and patches (B, 1 + N * d * h * w, D), patches in the
-        order n, d, h, w.
-        """
         batch, scans = image_BNDHW.shape[:2]
         patches = self.patch_embed(image_BNDHW.flatten(0, 1)).unflatten(0, (batch, scans))
         depth, height, columns = patches.shape[2:5]
@@ -230,14 +312,16 @@ def inflate(
     return out
 
 
-class HierarchicalViTAdapter:
-    """Access of `VolumeEncoder` to the network."""
-
-    def layers(self, net: Any) -> list[list[str]]:
-        """Return the names of the parameters by depth."""
-        return group_by_depth(
-            [name for name, _ in net.named_parameters()],
-            [f"blocks.{index}." for index in range(len(net.blocks))],
-            top=("norm.",),
-            stem=("cls_token", "patch_embed."),
+def _levels(attention: Sequence[Level] | None, depth: int) -> tuple[Level, ...]:
+    check_argument(depth > 0, "depth", "1 or more", depth)
+    if attention is None:
+        return tuple("study" if layer % 3 == 2 else "slice" for layer in range(depth))
+    for level in attention:
+        check_choice(level, LEVELS, "attention")
+    if len(attention) != depth:
+        raise ConfigError(
+            f"expected a level of attention for each of {depth} layers, got {len(attention)}",
+            "mismatch",
+            field="attention",
         )
+    return tuple(attention)

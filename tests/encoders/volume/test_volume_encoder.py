@@ -317,6 +317,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path, lacking, names):
         ({"max_scans": -1}, "out_of_range", "max_scans"),
         ({"attention": ("slice",)}, "mismatch", "attention"),
         ({"attention": ("slice", "volume", "study", "study")}, "unknown_name", "attention"),
+        ({"heads": 2}, "unknown_name", "heads"),
     ],
 )
 def test_wrong_arguments_are_refused(options, code, field):
@@ -327,6 +328,8 @@ def test_wrong_arguments_are_refused(options, code, field):
 def test_wrong_names_and_inputs_are_refused():
     with raises(ConfigError, "unknown_name", "name"):
         create_volume_encoder("resnet", **TINY)
+    with raises(ConfigError, "missing", "patch_size"):
+        create_volume_encoder("vit", size=(4, 6, 9))
     with raises(ConfigError, "mismatch"):
         tiny()(volumes(1, 4, 6, 9))
     with raises(ConfigError, "mismatch", "size"):

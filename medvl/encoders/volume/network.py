@@ -1,0 +1,93 @@
+"""Base of networks for volumes, and checks of their arguments."""
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from medvl.errors import ConfigError
+
+Sides = tuple[int, int, int]
+
+
+class VolumeNetwork(nn.Module, abc.ABC):
+    """Network that maps volumes to tokens.
+
+    Attributes:
+        patch_size: voxels along (z, y, x) from one patch to the next.
+        width: D, dimension of tokens.
+        max_scans: most scans of a study.
+        settings: arguments that create the same network, beside the size; JSON values only.
+    """
+
+    patch_size: Sides
+    width: int
+    max_scans: int = 1
+    settings: Mapping[str, Any] = {}
+
+    @abc.abstractmethod
+    def forward(self, image_BNDHW: Tensor) -> Tensor:
+        """Return (B, 1 + P, D): the vector of each study, then its patches in the order n, d, h,
+        w.
+        """
+
+    @abc.abstractmethod
+    def parameter_layers(self) -> list[list[str]]:
+        """Return the names of the parameters by depth, the stem first."""
+
+    @abc.abstractmethod
+    def fit_weights(
+        self, tensors: Mapping[str, Tensor], source: str, *, rescale: bool
+    ) -> dict[str, Tensor]:
+        """Return tensors of a file by the names of this network, resized where they come from
+        another one; `rescale` as in `create_volume_encoder`.
+
+        Raises WeightsError naming `source` for a file of another network.
+        """
+
+
+class NetworkAdapter:
+    """Access of `VolumeEncoder` to its network."""
+
+    def layers(self, net: Any) -> list[list[str]]:
+        """Return the names of the parameters by depth."""
+        layers: list[list[str]] = net.parameter_layers()
+        return layers
+
+
+def three_sides(values: Sequence[int], field: str) -> Sides:
+    """Return three numbers above 0. Raises ConfigError for others."""
+    sides = tuple(int(value) for value in values)
+    check_argument(
+        len(sides) == 3 and min(sides) > 0, field, "three numbers (z, y, x) above 0", values
+    )
+    return sides[0], sides[1], sides[2]
+
+
+def grid_of(size: Sides, patch: Sides) -> Sides:
+    """Return the patches along each axis. Raises ConfigError where a side is no multiple."""
+    if any(side % step or side < step for side, step in zip(size, patch, strict=True)):
+        raise ConfigError(
+            f"expected sides that are multiples of the patch {patch}, got {size}; crop or pad",
+            "mismatch",
+            field="size",
+        )
+    return size[0] // patch[0], size[1] // patch[1], size[2] // patch[2]
+
+
+def check_width(width: int, heads: int) -> None:
+    """Raise ConfigError for a width that positions or heads do not divide."""
+    check_argument(heads > 0, "num_heads", "1 or more", heads)
+    fits = width >= 6 and width % 2 == 0 and width % heads == 0
+    check_argument(
+        fits, "embed_dim", f"even, 6 or more, and a multiple of num_heads ({heads})", width
+    )
+
+
+def check_argument(is_right: bool, field: str, expected: str, value: object) -> None:
+    """Raise ConfigError ("out_of_range") unless an argument is right."""
+    if not is_right:
+        raise ConfigError(
+            f"expected {field} as {expected}, got {value}", "out_of_range", field=field
+        )
