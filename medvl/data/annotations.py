@@ -396,27 +396,36 @@ class Question:
     split: str
     phrasing: str = ""
     """freeform, para or frame in VQA-RAD; vqa or kvqa in SLAKE."""
+    category: str = ""
+    """Group of question types, where a release has one."""
+    options: tuple[str, ...] = ()
+    """Distinct options of a multiple-choice question, without letters; empty for others."""
+    right: tuple[int, ...] = ()
+    """Indices of the right options, in increasing order. `answer` is their text."""
 
-    def as_json(self) -> dict[str, str]:
+    def as_json(self) -> dict[str, Any]:
         """Return the entry for `Sample.extra["questions"]`, without empty fields except the
         answer.
         """
-        values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if value or name == "answer"}
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value}
+        lists = {name: list(values[name]) for name in _LISTS if name in values}
+        return {**values, "answer": self.answer, **lists}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Question":
         """Parse an entry; unknown fields are ignored. Raises CorpusError when a field is missing
-        or not a string.
+        or has another type, or options and right ones do not fit.
         """
         names = [field.name for field in dataclasses.fields(cls) if field.name in data]
         try:
-            question = cls(**{name: data[name] for name in names})
+            lists = {name: tuple(_list(data[name])) for name in _LISTS if name in names}
+            question = cls(**{**{name: data[name] for name in names}, **lists})
         except TypeError:
             expected = "a question with id, question, answer, answer_type and split"
             raise CorpusError(f"expected {expected}, got {', '.join(names)}", "missing") from None
+        question._check_options()
         for name in names:
-            if not isinstance(getattr(question, name), str):
+            if name not in _LISTS and not isinstance(getattr(question, name), str):
                 raise CorpusError(
                     f"question {question.id}: expected a string for {name}",
                     "wrong_type",
@@ -429,6 +438,22 @@ class Question:
             )
             raise CorpusError(message, "unknown_name", field="answer_type")
         return question
+
+    def _check_options(self) -> None:
+        """Raise CorpusError where options repeat, or right ones are not among them."""
+        places = range(len(self.options))
+        if (
+            any(not isinstance(option, str) for option in self.options)
+            or len(set(self.options)) < len(self.options)
+            or any(place not in places for place in self.right)
+            or [*self.right] != sorted(set(self.right))
+        ):
+            message = f"question {self.id}: expected distinct options and indices of right ones"
+            raise CorpusError(message, "malformed", field="options")
+
+
+_LISTS = ("options", "right")
+"""Fields of a question that are lists in JSON."""
 
 
 def questions_of(sample: Sample) -> tuple[Question, ...]:

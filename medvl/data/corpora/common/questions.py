@@ -2,6 +2,7 @@
 image.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from medvl.schema import FilePart, Sample
 MAX_JSON_BYTES = 1 << 26
 """Largest accepted JSON file; the largest of these corpora has 5 MB."""
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Letters of options, in order."""
 _EMPTY = "NULL"  # written by VQA-RAD in empty fields; "None" is an answer
 _ANSWER_TYPES: Mapping[str, AnswerType] = {"CLOSED": "closed", "OPEN": "open"}
 
@@ -171,6 +174,51 @@ def parse_answer_type(value: object, path: Path) -> AnswerType:
     if answer_type is None:
         raise malformed(path, "expected CLOSED or OPEN for answer_type", "answer_type")
     return answer_type
+
+
+_LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])\s*[.:)])\s*(?=\S)")
+
+_RIGHT = re.compile(r"\(?([A-Z])\)?(?:[.:)]|$)")
+
+
+def strip_letters(options: Sequence[str]) -> tuple[str, ...]:
+    """Return options with white space collapsed, without the letters before them.
+
+    Letters ("A. ", "A: ", "A) " or "(A) ") are removed where all options have them in order, so
+    that "A. fib" of a single option stays.
+    """
+    matches = [_LETTER.match(option) for option in options]
+    letters = [match and (match[1] or match[2]) for match in matches]
+    if letters == [*LETTERS[: len(options)]]:
+        options = [_LETTER.sub("", option, count=1) for option in options]
+    return tuple(" ".join(option.split()) for option in options)
+
+
+def choose_right(answer: object, options: Sequence[str]) -> tuple[int, ...]:
+    """Return the indices of the right options; empty where the question is malformed.
+
+    A question is malformed with fewer than two options, with equal or empty ones, or with an answer
+    that is no option.
+
+    Args:
+        answer: letter ("B", "B.", "B: text"), text of an option, or a list of them.
+        options: options without letters.
+    """
+    letters = LETTERS[: len(options)]
+    folded = [_fold(option) for option in options]
+    if len(options) < 2 or len(options) > len(LETTERS) or len(set(folded) - {""}) < len(options):
+        return ()
+    places = set()
+    for one in answer if isinstance(answer, list) else [answer]:
+        text = clean_text(one)
+        match = _RIGHT.match(text)
+        if _fold(text) in folded:
+            places.add(folded.index(_fold(text)))
+        elif match is not None and match[1] in letters:
+            places.add(letters.index(match[1]))
+        else:
+            return ()
+    return tuple(sorted(places))
 
 
 def infer_answer_type(answer: str) -> AnswerType:

@@ -23,6 +23,7 @@ from helpers.vqa_corpora import (
 from medvl.cli import main as cli
 from medvl.common.untrusted import ANYWHERE
 from medvl.data.annotations import MIXED, Question, questions_of
+from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.corpora.figures.m3ae_arrow import read_plain_pickle
 from medvl.data.corpora.questions import path_vqa, slake, vqa_med, vqa_rad
@@ -377,3 +378,53 @@ def test_vqa_rad_real_release_has_the_counts_of_its_card(real_data, deid):
         ).values()
     )
     assert counts == {"train": 2319, "validate": 387, "test": 809}
+
+
+@pytest.mark.parametrize(
+    ("published", "options"),
+    [
+        (["A. fib", "B. line"], ("fib", "line")),
+        ([" A:left ", " B: right"], ("left", "right")),
+        (["(A) one", "(B)  two  lobes", "(C) three"], ("one", "two lobes", "three")),
+        (["A) Axial", "B) Coronal"], ("Axial", "Coronal")),
+        (["A. fib", "sinus rhythm"], ("A. fib", "sinus rhythm")),
+        (["B. line", "A. fib"], ("B. line", "A. fib")),
+        (["Axial", "Both"], ("Axial", "Both")),
+    ],
+)
+def test_letters_of_options_are_removed_where_all_have_them_in_order(published, options):
+    assert vqa.strip_letters(published) == options
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("B", (1,)), ("B.", (1,)), ("(B)", (1,)), ("B: right lung", (1,)), ("Right lung", (1,)),
+        (["C", "A"], (0, 2)), ("D", ()), ("b", ()), ("", ()), ("Both", ()), (None, ()),
+        (["A", "E"], ()),
+    ],
+)  # fmt: skip
+def test_right_options_are_found_by_letter_or_text(answer, right):
+    assert vqa.choose_right(answer, ["left lung", "right lung", "neither"]) == right
+
+
+def test_malformed_options_have_no_right_one():
+    assert vqa.choose_right("A", ["yes", "Yes "]) == ()
+    assert vqa.choose_right("A", ["yes"]) == ()
+    assert vqa.choose_right("A", ["yes", ""]) == ()
+
+
+def test_question_with_options_survives_json():
+    question = Question(
+        id="1", question="Which?", answer="right", answer_type="closed", split="test",
+        category="Location", options=("left", "right"), right=(1,),
+    )  # fmt: skip
+    entry = json.loads(json.dumps(question.as_json()))
+    assert entry["options"] == ["left", "right"]
+    assert Question.from_json(entry) == question
+    for change in (
+        {"right": [2]}, {"right": [1, 0]}, {"options": ["a", "a"]}, {"options": "ab"},
+        {"options": [1, 2]}, {"right": ["1"]},
+    ):  # fmt: skip
+        with pytest.raises(CorpusError):
+            Question.from_json(entry | change)
