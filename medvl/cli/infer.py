@@ -431,7 +431,7 @@ def embed(
     out: Path,
     pooled: bool = False,
     patches: bool = False,
-    batch: int = 32,
+    batch: int = 16,
     workers: int = 2,
     frame: int | None = None,
     modality: tuple[str, ...] = (),
@@ -449,7 +449,8 @@ def embed(
             instead of the vector that is compared with texts. Other systems than dual-encoders
             have no other.
         patches: write the vectors of the patches too, as a column of flat lists.
-        batch: images per batch; the last bits of a vector depend on it.
+        batch: images per batch; more are faster on a GPU and need more memory. The last bits of a
+            vector depend on it.
         workers: loader processes for shards.
         frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
         modality: modalities of DICOM files to accept, such as CR DX RG; others are skipped.

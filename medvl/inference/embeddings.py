@@ -81,7 +81,7 @@ def embed(
     *,
     pooled: bool = False,
     patches: bool = False,
-    batch: int = 32,
+    batch: int = 16,
     workers: int = 2,
     frame: int | None = None,
     modality: Sequence[str] = (),
@@ -103,7 +103,7 @@ def embed(
         out: file that ends in .parquet.
         pooled: write the pooled vector for dual-encoders too, as `medvl eval probe` reads it.
         patches: write the patches of the image encoder, (P, D), too.
-        batch: images of a batch.
+        batch: images of a batch; more are faster on a GPU and need more memory.
         workers: loader processes for shards.
         frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
         modality: modalities of DICOM files to accept; empty for all.
