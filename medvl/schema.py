@@ -236,7 +236,7 @@ class Batch:
     keys: list[str]
     image_BCHW: Tensor
     """uint8 grey (C = 1) or RGB (C = 3); the encoder scales, normalises and expands it on the
-    device.
+    device. Without pixels where the batch has volumes or regions.
     """
     ids_BT: Tensor
     """int64 token ids, padded to the longest text of this batch."""
@@ -246,6 +246,10 @@ class Batch:
     """float32: 1, 0, -1 (uncertain) or NaN (not mentioned), columns as in the manifest."""
     texts: list[str]
     """The texts behind `ids_BT`."""
+    image_BCDHW: Tensor | None = None
+    """int16 volumes in place of images, C = 1: Hounsfield units, z to the head, y to the back, x to
+    the patient's left (`medvl.data.VolumeTransform`); the encoder applies its window.
+    """
     studies: list[str] | None = None
     """`Sample.study` of each row: rows of one study share their report. None: unknown."""
     image_of_B: Tensor | None = None

@@ -95,7 +95,10 @@ if TYPE_CHECKING:
         no_text as no_text,
         select_samples as select_samples,
     )
-    from medvl.data.loading.studies import QuestionSource as QuestionSource
+    from medvl.data.loading.studies import (
+        QuestionSource as QuestionSource,
+        ScanSource as ScanSource,
+    )
     from medvl.data.loading.text_loader import open_text_loader as open_text_loader
     from medvl.data.loading.webdataset_loader import (
         WebdatasetLoader as WebdatasetLoader,
@@ -191,6 +194,7 @@ if TYPE_CHECKING:
     )
     from medvl.data.volumes.slices import rgb_slices as rgb_slices
     from medvl.data.volumes.stored import VolumeOptions as VolumeOptions
+    from medvl.data.volumes.transform import VolumeTransform as VolumeTransform
     from medvl.data.volumes.volume import (
         Volume as Volume,
         VolumeLimits as VolumeLimits,

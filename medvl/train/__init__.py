@@ -91,5 +91,11 @@ if TYPE_CHECKING:
         open_text as open_text,
         text_run as text_run,
     )
+    from medvl.train.tasks.volumes import (
+        VolumeDataConfig as VolumeDataConfig,
+        VolumeRecipe as VolumeRecipe,
+        open_volumes as open_volumes,
+        volume_run as volume_run,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

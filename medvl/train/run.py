@@ -25,6 +25,7 @@ from medvl.train.tasks.pretraining import DataLoaders, LoaderConfig, open_data
 if TYPE_CHECKING:
     from medvl.train.recipe import Recipe
     from medvl.train.tasks.text import TextRecipe
+    from medvl.train.tasks.volumes import VolumeRecipe
 
 
 # What a run starts from, by content: checkpoints, weights of one's own, the vocabulary and files
@@ -130,7 +131,7 @@ class Run:
 
 def pretraining(
     recipe: str,
-    settings: "Recipe | TextRecipe",
+    settings: "Recipe | TextRecipe | VolumeRecipe",
     open_loaders: Callable[..., DataLoaders] = open_data,
 ) -> Run:
     """Create the run of a system from its configuration.

@@ -27,6 +27,8 @@ from medvl.data.transforms.text import (
     choose_sections,
 )
 from medvl.data.transforms.turning import mirror_labels, texts_and_names
+from medvl.data.volumes.transform import VolumeTransform
+from medvl.data.volumes.volume import AIR
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, FindsEntities, Inputs, Sample
 
@@ -199,6 +201,8 @@ class Item:
     """Parameters of the augmentation that is left to the device; None: the images are augmented."""
     prompt: tuple[int, ...] = ()
     """Ids of the prompt, where the system needs it."""
+    volume_DHW: np.ndarray | None = None
+    """int16, in place of an image; None: the loader reads images."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,10 +217,11 @@ class Views:
     regions: Regions | None = None
     prior_sections: Mapping[str, str] | None = None
     """Sections of the prior report, where the system reads it."""
+    volume_DHW: np.ndarray | None = None
 
 
 _NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
-"""Image of samples whose regions are read in place of pixels."""
+"""Image of samples whose regions or volumes are read in place of pixels."""
 
 
 def sample_rng(seed: int, epoch: int, key: str, purpose: str) -> np.random.Generator:
@@ -237,7 +242,7 @@ class ItemMaker:
 
     def __init__(
         self,
-        image: ImageTransform,
+        image: ImageTransform | VolumeTransform,
         text: TextPolicy,
         label_names: Sequence[str],
         seed: int,
@@ -324,8 +329,18 @@ class ItemMaker:
         """
         return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
 
+    def volume_views(self, volume_DHW: np.ndarray | None) -> Views:
+        """Return the cut volume of one sample, or None for air in place of a missing one, beside an
+        image of zero pixels.
+        """
+        has_image = volume_DHW is not None
+        if volume_DHW is None:
+            volume_DHW = np.full(self.image.size, AIR, np.int16)
+        return Views(_NO_PIXELS, has_image=has_image, volume_DHW=volume_DHW)
+
     def _transform(self, sample: Sample | None = None) -> BuiltTransform:
         image = self.image
+        assert not isinstance(image, VolumeTransform), "volumes are cut, not transformed"
         name = ""
         if self._for_texts is not None:
             image = self._for_texts(() if sample is None else texts_and_names(sample))
@@ -360,6 +375,7 @@ class ItemMaker:
             self._statements(sample, views, epoch) if self.inputs.statements else (),
             stack_views(views.image, views.second, views.prior, views.other),
             self._prompt(sample, views),
+            views.volume_DHW,
         )
 
     def _prompt(self, sample: Sample, views: Views) -> tuple[int, ...]:
@@ -507,6 +523,9 @@ class Collate:
         self._add_inputs(batch, samples)
         if self.inputs.regions:
             self._add_regions(batch, list(regions.values()))
+        volumes = [item.volume_DHW for item in samples if item.volume_DHW is not None]
+        if volumes:
+            batch.image_BCDHW = torch.from_numpy(np.stack(volumes))[:, None]
         if self.targets is not None:
             batch = self.targets.add_to(batch, [item.target for item in samples])
         return batch, skipped

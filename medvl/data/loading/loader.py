@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,18 +37,24 @@ from medvl.data.loading.sources import (
     is_remote,
     region_manifest_of,
 )
-from medvl.data.loading.studies import NO_PRIOR, StudySource, by_study, prior_positions
+from medvl.data.loading.studies import (
+    NO_PRIOR,
+    ScanSource,
+    StudySource,
+    by_study,
+    prior_positions,
+)
+from medvl.data.loading.volumes import MEMORY, check_volumes, cut_volume, limited_workers
 from medvl.data.loading.workers import TIMEOUT, PassErrors, init_worker, with_worker_errors
-from medvl.data.shards.regions import Regions
 from medvl.data.storage.store import map_threads
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
+from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import (
     ConfigError,
     CorpusError,
     DicomError,
     ImageError,
-    MedvlError,
     ShardError,
     StorageError,
 )
@@ -57,6 +62,10 @@ from medvl.schema import Batch, Inputs, Sample
 
 if TYPE_CHECKING:
     from medvl.data.loading.dense_targets import DenseTargets
+
+
+_PREFETCHED = 4
+"""Largest number of batches that a worker prefetches."""
 
 
 class SampleDataset(Dataset[Item | SkippedSample]):
@@ -93,6 +102,9 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             raise ConfigError(message, "unsupported", field="prior_image")
         self._last: tuple[tuple[int, str], Views] | None = None
         self._is_remote = is_remote(source)
+        self._scans: ScanSource | None = None
+        if isinstance(source, ScanSource):
+            self._scans, self.source = source, source.source
 
     def __getitem__(self, place: tuple[int, int]) -> Item | SkippedSample:
         return self._items([place])[0]
@@ -114,6 +126,9 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         """Make items stage by stage over the batch (read, decode and augment, select texts): better
         cache locality.
         """
+        if (scans := self._scans) is not None:
+            seed = self.maker.seed
+            places = [(epoch, scans.drawn(epoch, row, seed)) for epoch, row in places]
         if self._is_remote:  # in threads; what is read again below is in memory by then
             collections.deque(
                 map_threads(self._request, [position for _, position in places]), maxlen=0
@@ -172,6 +187,11 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         return image
 
     def _views(self, epoch: int, position: int, key: str, sample: Sample) -> Views:
+        if isinstance(self.maker.image, VolumeTransform):
+            rng = self.maker.rng(epoch, key, "image")
+            return self.maker.volume_views(
+                cut_volume(self.source, position, sample, self.maker.image, rng)
+            )
         pixels, other = self._pixels_of_study(epoch, position, key)
         if pixels is None:
             return self.maker.placeholder(self.color)
@@ -248,6 +268,7 @@ class Loader:
         workers: int,
         max_skipped: float,
         timeout: float,
+        prefetch: int = _PREFETCHED,
     ) -> None:
         self.source = source
         self.samples = samples
@@ -270,7 +291,7 @@ class Loader:
             num_workers=workers,
             collate_fn=PassErrors(self.collate),
             worker_init_fn=functools.partial(init_worker, beside_gpu=torch.cuda.is_available()),
-            prefetch_factor=4 if workers else None,
+            prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
             timeout=timeout if workers else 0,
             pin_memory=torch.cuda.is_available(),
@@ -353,7 +374,7 @@ def open_loader(
     source: Source,
     *,
     batch: int,
-    image: ImageTransform,
+    image: ImageTransform | VolumeTransform,
     text: TextPolicy,
     tokenizer: Tokenize,
     train: bool,
@@ -368,6 +389,7 @@ def open_loader(
     inputs: Inputs | None = None,
     targets: "DenseTargets | None" = None,
     keep_imageless: bool | None = None,
+    memory: int = MEMORY,
 ) -> Loader:
     """Open a loader over a source. If the source has `image_keys`, evaluation batches hold each
     image once.
@@ -376,7 +398,8 @@ def open_loader(
         source: for example `ShardSource(folder)` or `FileSource(samples, label_names)`.
         batch: in training the global batch size over all ranks; in evaluation the size of each
             batch.
-        image, text: image transform, and text policy, which selects the text of a sample.
+        image, text: image transform, and text policy, which selects the text of a sample. A
+            `VolumeTransform` reads volumes in place of images (`Batch.image_BCDHW`).
         tokenizer: runs in the workers; `medvl.data.no_text` for models without a text encoder.
         train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in
             order.
@@ -396,10 +419,13 @@ def open_loader(
         targets: makes training targets in the workers, for example `DenseTargets`.
         keep_imageless: keep samples without an image, else count them as `no_image`. None: keep
             them in training only.
+        memory: bytes of the volumes that workers prefetch; fewer workers are used where they would
+            need more.
 
     Raises:
         ConfigError: the batch is not divisible by the ranks, or larger than the data; the source
-            lacks an input; `world` is 1 in training on several ranks.
+            lacks an input, or has volumes and `image` is for images, or the reverse; `world` is 1
+            in training on several ranks.
         BudgetError, ShardError, LoaderError, StorageError: while iterating, when too many samples,
         or all of a batch,
             are unreadable, a worker process died or hangs, or a remote store fails for good.
@@ -412,13 +438,25 @@ def open_loader(
     sampler = batch_sampler(source, batch, seed, rank, world, train=train, together=together)
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
+    prefetch = _PREFETCHED
+    if check_volumes(source, image, shared, inputs or Inputs(), targets):
+        assert isinstance(image, VolumeTransform)
+        rows = batch // world if train else batch
+        workers, prefetch = limited_workers(workers, prefetch, rows * image.bytes, memory)
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
     color = has_color(source) if color is None else color
     keep = train if keep_imageless is None else keep_imageless
     samples = SampleDataset(source, maker, color, shared, keep, train and maker.inputs.drawn_view)
     collate = Collate(tokenizer, maker.inputs, maker.targets)
     return Loader(
-        source, sampler, samples, collate, workers=workers, max_skipped=max_skipped, timeout=timeout
+        source,
+        sampler,
+        samples,
+        collate,
+        workers=workers,
+        max_skipped=max_skipped,
+        timeout=timeout,
+        prefetch=prefetch,
     )
 
 
@@ -500,93 +538,3 @@ def check_settings(samples: int, batch: int, train: bool, world: int, workers: i
             f"{batch}; take a smaller one"
         )
         raise ConfigError(f"{message} (--train.global-batch)", "too_large", field="batch")
-
-
-# Profile of a loader: seconds of one core per sample, by stage.
-
-STAGES = ("disk", "decode", "augmentation", "text")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stages:
-    """Seconds of one core per sample, by stage."""
-
-    disk: float
-    """First read minus second read of a sample: zero if its pages were already in memory."""
-    decode: float
-    """JSON and image, read from memory; for models of regions, the stored regions in place of
-    the image.
-    """
-    augmentation: float
-    text: float
-    """Text selection, tokenization and stacking, per sample."""
-
-    @property
-    def total(self) -> float:
-        """Sum of all stages."""
-        return sum(getattr(self, name) for name in STAGES)
-
-
-def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> Stages:
-    """Return mean times over `batches` random batches of `batch` samples, measured in this process.
-
-    Unreadable samples are left out. Raises ImageError when no sample can be read.
-    """
-    samples = loader.samples
-    spent = np.zeros(len(STAGES))
-    count = 0
-    positions = (
-        np.random.default_rng(seed).integers(len(loader.source), size=(batches, batch)).tolist()
-    )
-    for row in positions:
-        items = []
-        for position in row:
-            clock = _Stopwatch()
-            try:
-                _read(samples, position)
-                first = clock.lap()
-                sample = samples.source.sample(position)
-                pixels = _read(samples, position)
-                second = clock.lap()
-                image = _views(samples.maker, sample, pixels)
-                augmented = clock.lap()
-                items.append(samples.maker.row(sample, image, 0, None))
-            except (MedvlError, FileNotFoundError):
-                continue
-            spent += (max(0.0, first - second), second, augmented, clock.lap())
-            count += 1
-        clock = _Stopwatch()
-        loader.collate(items or [SkippedSample("", "unreadable")])
-        spent[-1] += clock.lap()
-    if not count:
-        raise ImageError(
-            "no sample can be read; run `medvl verify` to list the damage", "unreadable"
-        )
-    disk, decode, augmentation, text = (float(seconds) / count for seconds in spent)
-    return Stages(disk=disk, decode=decode, augmentation=augmentation, text=text)
-
-
-def _read(samples: Any, position: int) -> Regions | np.ndarray:
-    if samples.maker.inputs.regions:
-        regions: Regions = samples.source.regions(position)
-        return regions
-    pixels: np.ndarray = samples.source.pixels(position, samples.color)
-    return pixels
-
-
-def _views(maker: ItemMaker, sample: Sample, stored: Regions | np.ndarray) -> Views:
-    if isinstance(stored, Regions):
-        return maker.region_views(stored)
-    return maker.views(sample.key, stored, 0, sample=sample)
-
-
-class _Stopwatch:
-    def __init__(self) -> None:
-        self._last = perf_counter()
-
-    def lap(self) -> float:
-        """Return the seconds since the last lap, or since creation."""
-        now = perf_counter()
-        seconds = now - self._last
-        self._last = now
-        return seconds

@@ -22,6 +22,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.storage.parts import read_part
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import TextPolicy
+from medvl.data.volumes.volume import Volume
 from medvl.errors import ConfigError, ImageError, SplitError
 from medvl.schema import CHANGES, FilePart, Sample
 
@@ -29,8 +30,8 @@ from medvl.schema import CHANGES, FilePart, Sample
 class Source(Protocol):
     """Random access to samples and their pixels.
 
-    A source may also have `folder` (for messages), `image_keys`, and `region_manifest` with
-    `regions(position)`.
+    A source may also have `folder` (for messages), `image_keys`, `region_manifest` with
+    `regions(position)`, and `has_volumes` with `volume(position, slices)`.
     """
 
     label_names: tuple[str, ...]
@@ -75,6 +76,11 @@ def has_color(source: Any) -> bool:
     return bool(getattr(getattr(source, "manifest", None), "color", False)) or any(
         map(has_color, _parts(source))
     )
+
+
+def has_volumes(source: Any) -> bool:
+    """Return whether shards of a source, or of one that it is a view of, hold volumes."""
+    return bool(getattr(source, "has_volumes", False)) or any(map(has_volumes, _parts(source)))
 
 
 def color_for(source: Any, transform: EvalTransform) -> bool:
@@ -188,6 +194,12 @@ class SourceView:
     def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
         """Return the decoded image at `position`."""
         return self.source.pixels(self.source_position(position), color)
+
+    def volume(self, position: int, slices: slice | None = None) -> Volume:
+        """Return the volume at `position`, of a source that has them."""
+        source: Any = self.source
+        volume: Volume = source.volume(self.source_position(position), slices)
+        return volume
 
     def regions(self, position: int) -> Regions:
         """Return the regions at `position`, of a source that has them."""
@@ -506,6 +518,11 @@ class ConcatSource:
         """Return the decoded image. Raises ImageError or ShardError."""
         source, place = self._locate(position)
         return source.pixels(place, color)
+
+    def volume(self, position: int, slices: slice | None = None) -> Volume:
+        """Return the volume. Raises ImageError or ShardError."""
+        source, place = self._locate(position)
+        return source.volume(place, slices)
 
     def regions(self, position: int) -> Regions:
         """Return the regions of the image. Raises ImageError or ShardError."""

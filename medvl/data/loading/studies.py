@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from medvl.data.annotations import Question, frontal_or_lateral, questions_of
-from medvl.data.loading.sources import Source, Subset
+from medvl.data.loading.sources import Source, SourceView, Subset
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, ImageError
@@ -78,6 +78,32 @@ def _first_and_others(images: list[tuple[int, bool, int]]) -> list[int]:
     (_, lateral, first), *others = images
     others.sort(key=lambda image: image[1] == lateral)
     return [first, *(place for *_, place in others)]
+
+
+class ScanSource(SourceView):
+    """Source with one sample per scan, drawn in each epoch from its reconstructions, which share
+    their report (HLIP). Reads all samples once.
+    """
+
+    def __init__(self, source: Source) -> None:
+        scans: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        for position in range(len(source)):
+            sample = source.sample(position)
+            scans[sample.patient, sample.study].append(position)
+        self._positions = list(scans.values())
+        super().__init__(source, f"{source.fingerprint} one a scan".encode())
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def source_position(self, position: int) -> int:
+        return self._positions[position][0]
+
+    def drawn(self, epoch: int, position: int, seed: int) -> int:
+        """Return the position in the source of the reconstruction of an epoch."""
+        positions = self._positions[position]
+        rng = np.random.default_rng((seed, epoch, position))
+        return positions[int(rng.integers(len(positions)))]
 
 
 # The previous image of each sample's patient, for systems that compare an image with an earlier

@@ -19,8 +19,9 @@ from medvl.data.shards.regions import NO_REGIONS, RegionManifest, RegionReader, 
 from medvl.data.storage.cache import Cache
 from medvl.data.storage.location import Location, RemotePath, locate
 from medvl.data.storage.tars import FolderFiles, open_tars
-from medvl.data.volumes.codec import decode_volume
+from medvl.data.volumes.codec import decode_volume, read_volume_header
 from medvl.data.volumes.stored import stored_volume
+from medvl.data.volumes.transform import stored_shape
 from medvl.data.volumes.volume import Volume
 from medvl.errors import ImageError, ShardError, VolumeError
 from medvl.schema import Sample
@@ -44,6 +45,7 @@ class ShardSource:
 
     Attributes:
         region_manifest: manifest of the regions, None without.
+        has_volumes: whether samples have volumes in place of images.
 
     Raises:
         ShardError: a file is missing or damaged, or belongs to another folder.
@@ -67,6 +69,7 @@ class ShardSource:
         self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         paths = [self.folder / f"{shard.name}.tar" for shard in self.manifest.shards]
         self._tars = open_tars(paths, self.manifest.shards, cache)
+        self.has_volumes = any(VOLUME_SUFFIX in index.suffixes for index in self._indexes)
         if len(self) != self.manifest.samples:
             expected = (
                 f"expected {self.manifest.samples} samples by the manifest, got "
@@ -156,8 +159,12 @@ class ShardSource:
                 f"{self.folder}: sample {self.key(position)} has no volume", "no_image"
             )
         try:
-            values = decode_volume(self.image_bytes(position), slices)
-            return stored_volume(values, self.sample(position).extra)
+            data = self.image_bytes(position)
+            values = decode_volume(data, slices)
+            extra = self.sample(position).extra
+            if read_volume_header(data).shape != stored_shape(extra):
+                raise ValueError("its JSON has another shape than the volume")
+            return stored_volume(values, extra)
         except (VolumeError, ValueError) as error:
             code = error.code if isinstance(error, VolumeError) else "malformed"
             shard, _ = self._locate(position)

@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from medvl.common.process import peak_resident_bytes
 from medvl.common.seeding import preserve_generators
-from medvl.data.loading.loader import STAGES, Loader, SampleDataset, Stages, time_stages
+from medvl.data.loading.loader import Loader, SampleDataset
+from medvl.data.loading.profile import STAGES, Stages, time_stages
 from medvl.errors import ConfigError
 from medvl.schema import Batch
 from medvl.train.loop.trainer import Training

@@ -1,0 +1,131 @@
+"""Data settings and loaders for pretraining on volumes and texts."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from medvl.data.shards.verify import check_against
+from medvl.data.transforms.text import RandomSection, RandomSentence, ShuffledSentences, WholeText
+from medvl.data.volumes.transform import VolumeTransform
+from medvl.models.base import TowersConfig
+from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train.tasks.pretraining import (
+    DataLoaders,
+    LoaderConfig,
+    check_tokenizer,
+    describe,
+    open_split,
+    open_train,
+    open_valid,
+)
+
+if TYPE_CHECKING:
+    from medvl.train.run import Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VolumeDataConfig(LoaderConfig):
+    """Shards of volumes, text and crop for pretraining."""
+
+    extra_train: tuple[Path, ...] = ()
+    """Further folders of shards, shuffled together with `train`."""
+    tokenizer: Path | None = None
+    """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from
+    the hub.
+    """
+    volume: VolumeTransform
+    """Crop of the training volumes; validation uses the model's own."""
+    reconstructions: Literal["all", "one"] = "all"
+    """An epoch has all reconstructions of a scan, or one, which is drawn (HLIP)."""
+    text: RandomSentence | WholeText | RandomSection | ShuffledSentences
+    """Policy that selects the text of a sample."""
+    memory_gib: float = 8.0
+    """Limit of the memory of volumes that the loader's workers prefetch on a rank, in GiB."""
+
+    def inputs(self) -> Iterator[tuple[str, Path, str]]:
+        """Yield (field, folder, file that it must contain) of the folders that the run reads."""
+        yield from LoaderConfig.inputs(self)
+        for path in self.extra_train:
+            yield "extra_train", path, "manifest.json"
+        if self.tokenizer is not None:
+            yield "tokenizer", self.tokenizer, "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VolumeRecipe:
+    """All settings of a run on volumes."""
+
+    model: TowersConfig
+    """Settings of the system."""
+    pretrained: bool
+    """Start from published weights of the encoders."""
+    init_from: Path | None = None
+    """Checkpoint to start from: all weights of the same system, or the encoders of another."""
+    data: VolumeDataConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+
+def volume_run(name: str, make_data: str, phantom: str) -> "Callable[[VolumeRecipe], Run]":
+    """Return the `prepare` function of a recipe on volumes.
+
+    Args:
+        name: name of the recipe's file, without the suffix.
+        make_data: command that makes the shards of the preset `paper`.
+        phantom: commands that make those of `tiny` and train on them.
+
+    The returned function raises ConfigError, which names both commands, if the shards are missing.
+    """
+
+    def prepare(recipe: VolumeRecipe) -> "Run":
+        """Create the model and the loaders."""
+        recipe.data.check(
+            f"Make the shards first:\n    {make_data}\nand then\n    medvl train {name}\n"
+            f"Without any data, on the phantom corpus:\n    {phantom}"
+        )
+        from medvl.train.run import pretraining
+
+        return pretraining(name, recipe, open_volumes)
+
+    return prepare
+
+
+def open_volumes(data: VolumeDataConfig, model: Any, micro_batch: int) -> DataLoaders:
+    """Open the loaders of a pretraining run on volumes for this rank.
+
+    Raises ShardError where a folder is damaged, SplitError where training and validation share a
+    patient, ConfigError where the shards hold images, the batch does not fit the ranks or the
+    memory, or the model has no tokenizer.
+    """
+    from medvl.data.loading.sources import ConcatSource
+    from medvl.data.loading.studies import ScanSource
+    from medvl.data.shards.source import ShardSource
+
+    check_tokenizer(model)
+    train, valid = open_split(data)
+    source: Any = train
+    if data.extra_train:
+        source = ConcatSource([train, *map(ShardSource, data.extra_train)])
+        if valid is not None:
+            check_against(source.manifest, valid.manifest)
+    entries = describe(
+        source.manifest,
+        None if valid is None else valid.manifest,
+        reconstructions=data.reconstructions,
+    )
+    if data.reconstructions == "one":
+        source = ScanSource(source)
+    options: dict[str, Any] = {
+        "tokenizer": model.tokenizer,
+        "text": data.text,
+        "inputs": model.inputs,
+        "memory": int(data.memory_gib * 2**30),
+    }
+    loader = open_train(data, source, micro_batch, image=data.volume, **options)
+    if valid is None:
+        return DataLoaders(loader, None, None, entries)
+    options["image"] = model.transform
+    losses = open_valid(data, valid, keep_imageless=True, **options)
+    volumes = open_valid(data, valid, shared=False, **options)
+    return DataLoaders(loader, losses, volumes, entries)

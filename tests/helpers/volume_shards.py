@@ -1,0 +1,53 @@
+"""Folders of shards of small phantom chest CTs."""
+
+import csv
+from pathlib import Path
+
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.rows import RowCounts
+from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.privacy import Deidentifier
+from medvl.data.volumes.stored import VolumeOptions
+from medvl.phantom import write_volumes
+from medvl.schema import Sample
+
+SHAPE = (16, 32, 32)
+DEID = Deidentifier(b"0" * 32)
+
+
+def volume_shards(
+    root: Path,
+    patients: int = 3,
+    *,
+    shape: tuple[int, int, int] = SHAPE,
+    reconstructions: int = 2,
+    split: str = "train",
+    options: VolumeOptions | None = None,
+    seed: int = 0,
+) -> Path:
+    """Return the folder of shards of one scan of each patient, with reports and no labels."""
+    write_volumes(root, patients=patients, shape=shape, reconstructions=reconstructions, seed=seed)
+    with (root / "volumes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    records = [
+        Record(
+            Sample(
+                key=f"{row['study']}-{row['reconstruction']}",
+                corpus="lab",
+                split=split,
+                patient=f"{split}-{row['patient']}",
+                study=f"{split}-{row['study']}",
+                image=root / row["path"],
+                sections={"findings": row["findings"], "impression": row["impression"]},
+                extra={"reconstruction": int(row["reconstruction"])},
+            ),
+            volume=options or VolumeOptions(),
+        )
+        for row in rows
+    ]
+    plan = Plan("lab", Records(records), (), RowCounts())
+    run = ShardRun(out=root / "shards", workers=1)
+    write_shards(plan, DEID, run, ShardOptions(samples_per_shard=4))
+    return root / "shards" / split
