@@ -108,7 +108,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "classification": {"core", "html"},
         "zero_shot_classification": {"core", "html", "classification"},
         "probing": {"core", "html", "classification"},
-        "grounding": {"core", "html"},
+        "grounding": {"core", "html", "dense"},
         "retrieval": {"core", "html", "classification"},
         "dense": {"core", "html"},
         "matching": {"core", "html", "retrieval"},

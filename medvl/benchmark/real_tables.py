@@ -99,6 +99,8 @@ _FUNDUS_PARAPHRASES = {
 """Other words for the doctor's keywords in training, none of them a prompt of `_FUNDUS`."""
 _OPAQUE = {"Atelectasis", "Consolidation", "Edema", "Infiltration", "Pneumonia"}
 """NIH's labels that are opacities, which the boxes are named after."""
+_BOXES = "boxes_nih/boxes.jsonl"
+_OPACITY = "Lung Opacity"
 _PARTS = {"train": "train", "val": "validate", "test": "test"}
 Row = dict[str, Any]
 Prompts = Mapping[str, tuple[str, Sequence[str]]]
@@ -244,20 +246,41 @@ def _fundus_files() -> dict[str, object]:
 
 def _boxes(real: Path) -> Iterator[Row]:
     """Yield the images with boxes; the boxes of a finding and a source are a phrase."""
-    table = real / "boxes_nih/boxes.jsonl"
-    for row in _lines(table):
-        size = (row["width"], row["height"])
-        by_finding = dict[str, list[Any]]()
-        for box in (*row.get("rsna_boxes", ()), *row.get("nih_boxes", ())):
-            parsed = read_corners(box["finding"], box["box_xyxy"], size, table)
-            by_finding.setdefault(box["finding"], []).append(parsed)
-        phrases = [
-            {"label": name, "text": name, "boxes": boxes} for name, boxes in by_finding.items()
-        ]
-        if phrases:
-            labels = {"Lung Opacity": int("Lung Opacity" in by_finding)}
-            placed = region_fields(size, {"phrases": phrases})
-            yield _row(f"cxr/{row['image']}", row["patient_id"], "test", labels) | placed
+    for row in _lines(real / _BOXES):
+        by_finding = _boxes_by_finding(row)
+        if by_finding:
+            yield _boxed_row(row, by_finding, "test")
+
+
+def _opacities(real: Path) -> Iterator[Row]:
+    """Yield the images that RSNA's radiologists looked at for lung opacity: with their boxes, half
+    of the patients for validation; and without any, of the validation and test splits.
+    """
+    rows = [row for row in _lines(real / _BOXES) if row.get("rsna_class")]
+    boxed = {row["patient_id"] for row in _lines(real / _BOXES) if _boxes_by_finding(row)}
+    for row in rows:
+        boxes = _boxes_by_finding(row).get(_OPACITY, [])
+        if boxes:
+            split = "val" if crc32(row["patient_id"].encode()) % 2 else "test"
+            yield _boxed_row(row, {_OPACITY: boxes}, split)
+        elif row["split"] != "train" and row["patient_id"] not in boxed:
+            yield _boxed_row(row, {_OPACITY: []}, row["split"])
+
+
+def _boxes_by_finding(row: Row) -> dict[str, list[Any]]:
+    size = (row["width"], row["height"])
+    by_finding = dict[str, list[Any]]()
+    for box in (*row.get("rsna_boxes", ()), *row.get("nih_boxes", ())):
+        parsed = read_corners(box["finding"], box["box_xyxy"], size, Path(_BOXES))
+        by_finding.setdefault(box["finding"], []).append(parsed)
+    return by_finding
+
+
+def _boxed_row(row: Row, by_finding: Mapping[str, list[Any]], split: str) -> Row:
+    phrases = [{"label": name, "text": name, "boxes": boxes} for name, boxes in by_finding.items()]
+    labels = {_OPACITY: int(bool(by_finding.get(_OPACITY)))}
+    placed = region_fields((row["width"], row["height"]), {"phrases": phrases})
+    return _row(f"cxr/{row['image']}", row["patient_id"], split, labels) | placed
 
 
 def _structures(real: Path) -> Iterator[Row]:
@@ -305,6 +328,7 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "chest": _chest,
     "odir": _odir,
     "boxes": _boxes,
+    "opacities": _opacities,
     "structures": _structures,
     "lungs": _lungs,
     "openi": _openi,

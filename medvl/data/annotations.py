@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.errors import CorpusError, ImageError
-from medvl.schema import Sample
+from medvl.schema import NEGATIVE, POSITIVE, Sample
 
 # Bounding boxes of an image in `Sample.extra`.
 #
@@ -292,6 +292,9 @@ def read_starts(text: str, height: int, width: int) -> str:
 # Boxes have the format of `medvl.data.annotations`: pixels of the published image.
 
 _SIDES = ("x", "y", "width", "height")
+_NORMAL = "No Finding"
+_NO_LABEL = "no label"
+"""Label of a sentence that has none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,7 +305,7 @@ class Phrase:
     """Finding; results are reported per label."""
     text: str
     boxes: tuple[Box, ...]
-    """One or more; the target region is their union."""
+    """The target region is their union; empty for a phrase without a place in the image."""
 
     def as_json(self) -> dict[str, object]:
         """Return the entry for `Sample.extra["phrases"]`."""
@@ -310,28 +313,89 @@ class Phrase:
 
 
 def phrases_of(sample: Sample) -> tuple[Phrase, ...]:
-    """Return the phrases of a sample, empty if it has none.
+    """Return the phrases of a sample that have boxes, empty if it has none.
 
     For a sample with boxes but no phrases, each label is a phrase with the boxes of that label.
     Raises CorpusError when the annotations are malformed or the size of the image is missing.
     """
+    read = _read_phrases if "phrases" in sample.extra else _boxed_labels
+    return tuple(phrase for phrase in _checked_phrases(sample, read) if phrase.boxes)
+
+
+def all_phrases_of(sample: Sample) -> tuple[Phrase, ...]:
+    """Return the phrases of a sample with any number of boxes, empty if it was not annotated.
+
+    * Sentences of a report (PadChest-GR): all of them, with their first label.
+    * Regions with findings (Chest ImaGenome): each finding, with the boxes of the regions that have
+      it; a finding that all regions deny has none.
+    * Phrases (MS-CXR), all of which have boxes in the release.
+    * Boxes by label: each label with its boxes. A label that the sample denies, other than
+      "No Finding", is a phrase without a box.
+
+    A label that is present and has no box is left out. Raises as `phrases_of`.
+    """
+    if "sentences" in sample.extra:
+        return _checked_phrases(sample, _read_sentences)
+    if "regions" in sample.extra:
+        return _checked_phrases(sample, _findings_of_regions)
+    if "phrases" in sample.extra:
+        return _checked_phrases(sample, _read_phrases)
+    return _checked_phrases(sample, _denied_labels) if "boxes" in sample.extra else ()
+
+
+def _checked_phrases(
+    sample: Sample, read: Callable[[Sample], Iterable[Phrase]]
+) -> tuple[Phrase, ...]:
     try:
-        if "phrases" in sample.extra:
-            phrases = [_phrase(entry) for entry in _list(sample.extra["phrases"])]
-        else:
-            by_label: dict[str, list[Box]] = {}
-            for box in _list(sample.extra.get("boxes", [])):
-                by_label.setdefault(str(box["label"]), []).append(_box(box))
-            phrases = [
-                Phrase(label=label, text=label, boxes=tuple(boxes))
-                for label, boxes in by_label.items()
-            ]
+        phrases = tuple(read(sample))
     except (TypeError, KeyError, ValueError) as error:
         message = f"sample {sample.key}: malformed phrases or boxes; convert the corpus again"
         raise CorpusError(message, "malformed", field="phrases") from error
     if phrases:
         published_size(sample)
-    return tuple(phrases)
+    return phrases
+
+
+def _read_phrases(sample: Sample) -> Iterator[Phrase]:
+    for entry in _list(sample.extra["phrases"]):
+        boxes = tuple(_box(box) for box in _list(entry["boxes"]))
+        yield Phrase(label=str(entry["label"]), text=str(entry["text"]), boxes=boxes)
+
+
+def _boxed_labels(sample: Sample) -> Iterator[Phrase]:
+    by_label: dict[str, list[Box]] = {}
+    for box in _list(sample.extra.get("boxes", [])):
+        by_label.setdefault(str(box["label"]), []).append(_box(box))
+    for label, boxes in by_label.items():
+        yield Phrase(label=label, text=label, boxes=tuple(boxes))
+
+
+def _denied_labels(sample: Sample) -> Iterator[Phrase]:
+    boxed = tuple(_boxed_labels(sample))
+    yield from boxed
+    for label, value in sample.labels.items():
+        if value == NEGATIVE and label != _NORMAL and label not in {each.label for each in boxed}:
+            yield Phrase(label=label, text=label, boxes=())
+
+
+def _read_sentences(sample: Sample) -> Iterator[Phrase]:
+    for entry in _list(sample.extra["sentences"]):
+        boxes = tuple(_box(box) for box in _list(entry.get("boxes", [])))
+        labels = [*map(str, _list(entry.get("labels", []))), *(box["label"] for box in boxes[:1])]
+        yield Phrase(label=str((labels or [_NO_LABEL])[0]), text=str(entry["text"]), boxes=boxes)
+
+
+def _findings_of_regions(sample: Sample) -> Iterator[Phrase]:
+    boxes = {box["label"]: box for box in map(_box, _list(sample.extra["boxes"]))}
+    present: dict[str, list[str]] = {}
+    for region in _list(sample.extra["regions"]):
+        for finding, value in region["findings"].items():
+            places = present.setdefault(str(finding), [])
+            places += [str(region["name"])] if value == POSITIVE else []
+    for finding, places in present.items():
+        found = tuple(boxes[place] for place in places if place in boxes)
+        if found or not places:
+            yield Phrase(label=finding, text=finding, boxes=found)
 
 
 def published_size(sample: Sample) -> tuple[int, int]:
@@ -344,13 +408,6 @@ def published_size(sample: Sample) -> tuple[int, int]:
             f"sample {sample.key}: boxes without an image size", "missing", field="image_height"
         )
     return height, width
-
-
-def _phrase(entry: Mapping[str, Any]) -> Phrase:
-    boxes = tuple(_box(box) for box in _list(entry["boxes"]))
-    if not boxes:
-        raise ValueError("a phrase without boxes")
-    return Phrase(label=str(entry["label"]), text=str(entry["text"]), boxes=boxes)
 
 
 def _box(box: Mapping[str, Any]) -> Box:

@@ -80,6 +80,28 @@ def test_boxes_of_a_finding_are_a_phrase_of_a_test_image(
     assert len(opacity.boxes) == 2
 
 
+def test_looked_at_images_without_opacity_are_phrases_without_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
+    image = {"image": "a.jpg", "width": 20, "height": 20, "rsna_class": "Normal", "rsna_boxes": []}
+    box = {"rsna_boxes": [{"finding": "Lung Opacity", "box_xyxy": [5, 5, 9, 9]}]}
+    lines = [
+        image | box | {"patient_id": "p", "split": "train"},
+        image | {"patient_id": "p", "split": "test"},  # another image of a patient with boxes
+        image | {"patient_id": "q", "split": "train"},
+        image | {"patient_id": "r", "split": "test"},
+        image | {"patient_id": "s", "split": "val"},
+        image | {"patient_id": "t", "split": "test", "rsna_class": None},
+    ]
+    written(tmp_path / "boxes_nih/boxes.jsonl", lines)
+    [path] = write_table("opacities", tmp_path / "out")
+    boxed, *others = rows_of(path)
+    assert [len(each["boxes"]) for each in boxed["phrases"]] == [1]
+    assert [(row["patient"], row["split"]) for row in others] == [("r", "test"), ("s", "validate")]
+    assert all(row["phrases"][0]["boxes"] == [] and row["Lung Opacity"] == 0 for row in others)
+
+
 def test_labels_become_sentences_but_those_of_patients_with_boxes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,8 +234,9 @@ def test_no_patient_is_in_two_splits(
         splits[row["patient"]].add(row["split"])
         assert (real_data / row["image"]).is_file()
     assert {len(found) for found in splits.values()} == {1}
-    parts = {"test"} if name == "boxes" else {"train", "validate", "test"}
-    assert {split for found in splits.values() for split in found} == parts
+    parts = {"boxes": {"test"}, "opacities": {"validate", "test"}}
+    expected = parts.get(name, {"train", "validate", "test"})
+    assert {split for found in splits.values() for split in found} == expected
 
 
 @pytest.mark.real

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import Box
+from medvl.errors import ConfigError
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics
 from medvl.eval.core.results import (
     LineFields,
@@ -24,6 +25,12 @@ from medvl.eval.core.results import (
     number,
 )
 from medvl.eval.evaluation import ModelEvaluation, Setup, SmallBatchOptions
+from medvl.eval.grounding.generalized import (
+    PROTOCOL as GENERALIZED,
+    GeneralizedResult,
+    generalized_grounding,
+    groups_of_lines,
+)
 from medvl.eval.grounding.heatmaps import MapRules
 from medvl.eval.grounding.protocol import (
     PROTOCOL,
@@ -289,13 +296,13 @@ _NOT_METRICS = frozenset({"key", "phrase", "patient", "subgroups", "label"})
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grounding(ModelEvaluation):
     """Evaluate phrase grounding: contrast-to-noise ratio, pointing game and overlap with the boxes
-    of each phrase.
+    of each phrase; or boxes for phrases that have none, one or several.
 
-    The checkpoint is a dual-encoder; the shards have phrases (ms-cxr) or boxes (rsna, vindr-cxr,
-    chestxdet10, ...).
+    The checkpoint is a dual-encoder; the shards have phrases (ms-cxr), sentences (padchest-gr),
+    regions (chest-imagenome) or boxes (rsna, vindr-cxr, chestxdet10, ...).
     """
 
-    protocols = (PROTOCOL,)
+    protocols = (PROTOCOL, GENERALIZED)
     lines = LineFields(item=("key", "phrase"))
     fits = (DualEncoder,)
     advice = "give the checkpoint of a dual-encoder"
@@ -312,10 +319,19 @@ class Grounding(ModelEvaluation):
         ),
     )
 
-    protocol: Literal["medvl", "biovil", "maco"] = "medvl"
+    protocol: Literal["medvl", "biovil", "maco", "generalized"] = "medvl"
     """settings by name. biovil: similarity smoothed by 1.5 cells, thresholds on the cosines,
     removed pixels left out, absolute contrast; maco: the same with maps scaled to -1..1 and signed
-    contrast; medvl: the defaults of the next four, which only it can be combined with
+    contrast; medvl: the defaults of the next four, which only it can be combined with;
+    generalized: boxes from heat maps, also for phrases without any, with maps, smoothing, valid and
+    scores
+    """
+    valid: Path | None = None
+    """shards of other patients with phrases, on which generalized grounding chooses its thresholds
+    """
+    scores: Literal["pair", "peak"] = "pair"
+    """score of a box in generalized grounding: similarity of image and phrase, or highest value of
+    the map in the box
     """
     maps: Literal["attention", "similarity"] | None = None
     """attention of words to regions, or similarity of the phrase with patches; default: the model's
@@ -332,8 +348,23 @@ class Grounding(ModelEvaluation):
     examples: int = 4
     """images on the page for each finding"""
 
-    def evaluate(self, model: DualEncoder, source: ShardSource, setup: Setup) -> GroundingResult:
-        """Return the metrics of the phrases."""
+    @property
+    def folder_name(self) -> str:
+        return GENERALIZED if self.protocol == "generalized" else super().folder_name
+
+    def evaluate(
+        self, model: DualEncoder, source: ShardSource, setup: Setup
+    ) -> GroundingResult | GeneralizedResult:
+        """Return the metrics of the phrases.
+
+        Raises ConfigError for generalized grounding without validation shards, and for another
+        protocol with them.
+        """
+        if self.protocol == "generalized":
+            return self._evaluate_boxes(model, source, setup)
+        if self.valid is not None:
+            message = f"protocol {self.protocol!r} has no thresholds to choose: leave valid out"
+            raise ConfigError(message, "conflict", field="valid")
         rules = None
         if self.unseen or self.scale:
             rules = MapRules(unseen=self.unseen or "background", scale=self.scale or "unit")
@@ -349,17 +380,47 @@ class Grounding(ModelEvaluation):
             checkpoint=self.checkpoint,
         )
 
-    def table(self, result: GroundingResult) -> str:
+    def _evaluate_boxes(
+        self, model: DualEncoder, source: ShardSource, setup: Setup
+    ) -> GeneralizedResult:
+        valid_loader = setup.valid_loader(self.valid, model, self.checkpoint)
+        if valid_loader is None:
+            message = "generalized grounding chooses thresholds: give shards as valid"
+            raise ConfigError(message, "missing", field="valid")
+        if self.unseen or self.scale:
+            field = "unseen" if self.unseen else "scale"
+            message = f"protocol 'generalized' sets {field}: leave it out"
+            raise ConfigError(message, "conflict", field=field)
+        return generalized_grounding(
+            model,
+            setup.loader(source, model),
+            valid_loader,
+            maps=self.maps,
+            smoothing=self.smoothing or 0.0,
+            scores=self.scores,
+            resamples=setup.resamples,
+            checkpoint=self.checkpoint,
+        )
+
+    def table(self, result: GroundingResult | GeneralizedResult) -> str:
         """Return the table without the overlap at single thresholds."""
         rows = [row for row in result.results.rows if not row.metric.startswith("iou@")]
         return format_table(rows)
 
-    def page(self, result: GroundingResult, source: ShardSource) -> WritePage:
+    def page(
+        self, result: GroundingResult | GeneralizedResult, source: ShardSource
+    ) -> WritePage | None:
+        if isinstance(result, GeneralizedResult):
+            return super().page(result, source)
         return functools.partial(write_grounding_page, result, pixels=source.pixels)
 
     @staticmethod
     def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
-        """Return the mean of each metric over the phrases, and by finding."""
+        """Return the mean of each metric over the phrases, and by finding; of generalized
+        grounding, its own.
+        """
+        if results.protocol == GENERALIZED:
+            return groups_of_lines(lines, results)
         labels = [line["label"] for line in lines]
         return [
             label_mean_metrics(field, np.array([number(line[field]) for line in lines]), labels)

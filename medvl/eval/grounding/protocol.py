@@ -23,7 +23,7 @@ Shape letters: N items, L findings, R resamples.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -219,7 +219,9 @@ def phrase_grounding(
         message = "smoothing applies to similarity maps: use maps='similarity' or smoothing=0"
         raise EvaluationError(message, "conflict", field="smoothing")
     inputs = input_hashes(checkpoint, manifest=loader)
-    grounding = _Grounding(model, loader, _queries(loader), kind, settings.smoothing, rules)
+    grounding = _Grounding(
+        model, loader, find_queries(loader, phrases_of), kind, settings.smoothing, rules
+    )
     items, kept, details = grounding.run(_random_items(grounding.queries, keep_maps, seed))
     results = Results(
         protocol=PROTOCOL,
@@ -241,7 +243,7 @@ def phrase_grounding(
     return GroundingResult(results=results, items=tuple(items), maps=kept)
 
 
-class _Query(NamedTuple):
+class Query(NamedTuple):
     """A phrase to ground in an image; fields as in `GroundedPhrase`."""
 
     position: int
@@ -250,18 +252,18 @@ class _Query(NamedTuple):
     phrase: Phrase
 
 
-def _queries(loader: Loader) -> dict[str, list[_Query]]:
+def find_queries(
+    loader: Loader, read: Callable[[Sample], Sequence[Phrase]]
+) -> dict[str, list[Query]]:
+    """Return the phrases of every sample by its key."""
     return {
-        key: [
-            _Query(position, sample, number, phrase)
-            for number, phrase in enumerate(phrases_of(sample))
-        ]
+        key: [Query(position, sample, number, phrase) for number, phrase in enumerate(read(sample))]
         for key, (position, sample) in samples_by_key(loader.source).items()
     }
 
 
 def _random_items(
-    queries: Mapping[str, Sequence[_Query]], count: int, seed: int
+    queries: Mapping[str, Sequence[Query]], count: int, seed: int
 ) -> set[tuple[int, int]]:
     """Return (position, phrase index) of `count` random items of each finding."""
     by_label: dict[str, list[tuple[int, int]]] = {}
@@ -278,7 +280,7 @@ class _Grounding:
 
     model: DualEncoder
     loader: Loader
-    queries: Mapping[str, Sequence[_Query]]
+    queries: Mapping[str, Sequence[Query]]
     maps: Maps
     smoothing: float
     rules: MapRules
@@ -306,15 +308,15 @@ class _Grounding:
         its phrases.
         """
         rows = []
-        queries = list[_Query]()
+        queries = list[Query]()
         sizes = []
         for row, key in enumerate(batch.keys):
             if of_image := self.queries.get(key):
                 rows += [row] * len(of_image)
                 queries += of_image
-                sizes += [
-                    _stored_size(self.loader, of_image[0].position, of_image[0].sample)
-                ] * len(of_image)
+                sizes += [stored_size(self.loader, of_image[0].position, of_image[0].sample)] * len(
+                    of_image
+                )
         if not queries:
             return
         maps = phrase_maps(
@@ -341,7 +343,7 @@ class _Grounding:
             yield item, map_HW
 
 
-def _stored_size(loader: Loader, position: int, sample: Sample) -> tuple[int, int]:
+def stored_size(loader: Loader, position: int, sample: Sample) -> tuple[int, int]:
     """Return (height, width) of the stored image. Raises `EvaluationError` if its boxes have
     another aspect ratio.
     """

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.errors import raises
-from helpers.eval_fakes import WIDTH, FakeLoader, FakeSource, text_vector
+from helpers.eval_fakes import FakeLoader, FakeSource
 from helpers.gloria_ranks import tiny_model, tiny_tokenizer
+from helpers.grounding_fakes import OracleModel, TransformingLoader
 from PIL import Image
 from torch import Tensor, nn
 
-from medvl.data.transforms.image import Box, EvalTransform
+from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.results import PageHeader, read_results, write_results
@@ -47,7 +47,7 @@ from medvl.eval.grounding.protocol import (
 from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.convirt import ConVIRT
 from medvl.models.heatmaps import on_image
-from medvl.schema import Batch, Embeddings, ImageFeatures, Sample
+from medvl.schema import Embeddings, ImageFeatures, Sample
 
 RULES = MapRules()
 
@@ -233,35 +233,6 @@ def test_macro_is_the_mean_over_the_same_findings_in_every_resample() -> None:
 # A model that knows the phrase of every gray value
 
 
-class OracleModel(nn.Module):
-    """A model whose 4 x 4 regions are the vectors of the phrases that their gray values stand
-    for.
-    """
-
-    name = "oracle"
-    device = torch.device("cpu")
-
-    def __init__(self, phrases: dict[int, str], fit: str = "squash") -> None:
-        super().__init__()
-        self.transform = EvalTransform(size=16, fit=cast(Any, fit))
-        self.vectors = {
-            value: torch.from_numpy(text_vector(text)) for value, text in phrases.items()
-        }
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
-        assert not self.training
-        cell_BP = F.avg_pool2d(image_BCHW.float(), 4).flatten(1).round().int()
-        zero = torch.zeros(WIDTH)
-        regions = [
-            torch.stack([self.vectors.get(int(value), zero) for value in row]) for row in cell_BP
-        ]
-        return Embeddings(torch.zeros(len(image_BCHW), WIDTH), torch.stack(regions))
-
-    def embed_texts(self, texts: list[str]) -> Embeddings:
-        return Embeddings(torch.from_numpy(np.stack([text_vector(text) for text in texts])))
-
-
 PHRASES = {200: "large left effusion", 100: "the heart is enlarged"}
 
 
@@ -295,18 +266,6 @@ def make_loader(count: int = 6, *, wrong: bool = False, patients: int = 6) -> Fa
         )
         pixels.append(image_HW)
     return TransformingLoader(FakeSource(samples, pixels, ()), batch=4)
-
-
-class TransformingLoader(FakeLoader):
-    """A loader that applies the model's transform."""
-
-    def _collate(self, positions: Sequence[int]) -> Batch:
-        batch = super()._collate(positions)
-        apply = EvalTransform(size=16, fit="squash").build()
-        rng = np.random.default_rng(0)
-        images = [apply(self.source.images[position], rng).image_HWC for position in positions]
-        batch.image_BCHW = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
-        return batch
 
 
 def evaluate(loader: FakeLoader, **settings: Any) -> GroundingResult:
