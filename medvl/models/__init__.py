@@ -111,6 +111,7 @@ if TYPE_CHECKING:
         CXRCLIPConfig as CXRCLIPConfig,
     )
     from medvl.models.dual_encoders.gloria import GLoRIA as GLoRIA, GLoRIAConfig as GLoRIAConfig
+    from medvl.models.dual_encoders.hlip import HLIP as HLIP, HLIPConfig as HLIPConfig
     from medvl.models.dual_encoders.kad import KAD as KAD, KADConfig as KADConfig
     from medvl.models.dual_encoders.lovt import (
         LocalAnalysis as LocalAnalysis,

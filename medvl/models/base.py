@@ -16,7 +16,14 @@ from medvl.common.cpu_rows import filling_rows
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.masked_text import TextMasking
-from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
+from medvl.encoders import (
+    ImageEncoder,
+    TextEncoder,
+    VolumeEncoder,
+    create_image_encoder,
+    create_text_encoder,
+    create_volume_encoder,
+)
 from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError, WeightsError
 from medvl.losses.common import mean_of, no_gather
@@ -77,6 +84,14 @@ TOWERS: tuple[str, ...] = ("image_encoder", "text_encoder")
 """Names of both encoders in every system that has them (`System.shared_encoders`)."""
 LORA_FIELDS = {"image_encoder": "lora_image", "text_encoder": "lora_text"}
 """Encoder -> field of the configuration with the rank of its low-rank updates, where it has one."""
+
+
+_CREATE: Mapping[type[nn.Module], Any] = {
+    ImageEncoder: create_image_encoder,
+    TextEncoder: create_text_encoder,
+    VolumeEncoder: create_volume_encoder,
+}
+"""Class of an encoder -> function that creates it."""
 
 
 def without_lora(config: Any) -> Any:
@@ -197,12 +212,10 @@ class System(nn.Module, abc.ABC):
 
     def _load_encoder(self, part: str, source: Pretrained) -> None:
         encoder: Any = getattr(self, part, None)
-        if not isinstance(encoder, ImageEncoder | TextEncoder):
+        if not isinstance(encoder, ImageEncoder | TextEncoder | VolumeEncoder):
             message = f"{self.name} has no {part} that reads weights"
             raise ConfigError(message, "unsupported", field=part.replace("encoder", "weights"))
-        create: Any = (
-            create_image_encoder if isinstance(encoder, ImageEncoder) else create_text_encoder
-        )
+        create: Any = next(make for kind, make in _CREATE.items() if isinstance(encoder, kind))
         arguments = {**encoder.config, "name": getattr(self.config, part, encoder.name)}
         if arguments["name"] == "static" and self.tokenizer is not None:
             arguments["vocabulary"] = self.tokenizer.vocabulary

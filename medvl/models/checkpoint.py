@@ -16,7 +16,7 @@ import medvl
 from medvl.common.config_io import differences, former_fields, from_dict, to_dict
 from medvl.common.files import new_folder, new_path, write_atomic
 from medvl.data.tokenizer.tokenizer import load_tokenizer
-from medvl.data.transforms.image import OriginalTransform
+from medvl.data.transforms.image import EvalTransform, OriginalTransform
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import LORA_FIELDS, System, without_lora
 from medvl.models.card import model_card
@@ -153,7 +153,8 @@ def load(folder: Path | str) -> System:
     load_weights(model, folder)
     record_training(model, folder)
     model.provenance = recorded_run(folder)
-    if (options := shard_options(folder)) is not None:
+    options = shard_options(folder)
+    if options is not None and isinstance(model.transform, EvalTransform):
         model.transform = OriginalTransform(**model.transform.settings(), **options)
     return model.eval()
 

@@ -45,6 +45,7 @@ _MODULES = {
     "dual_stream": "medvl.models.fusion_encoders.streams",
     "fused_classifier": "medvl.models.downstream.fused_classifier",
     "gloria": "medvl.models.dual_encoders.gloria",
+    "hlip": "medvl.models.dual_encoders.hlip",
     "kad": "medvl.models.dual_encoders.kad",
     "kebert": "medvl.models.language.kebert",
     "latent_diffusion": "medvl.models.image_generation.latent_diffusion",

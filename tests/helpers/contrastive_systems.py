@@ -32,6 +32,14 @@ GRID = {"image_arguments": {"output_stride": 16}}
 """2 x 2 regions of a ResNet's 32 pixels: with one region, losses within an image are 0."""
 STUDIES = ["a", "b", "a", "c", "d", "c", "e"]
 PAIRS = len(STUDIES)
+VOLUME = {
+    "image_arguments": {"patch_size": (2, 6, 6), "embed_dim": 24, "depth": 3, "num_heads": 2},
+    "volume_size": (4, 12, 12),
+    "projection_dim": 16,
+    **BERT,
+}
+VOLUMES = ("hlip", "hlip sigmoid")
+"""Systems that read volumes."""
 LOCAL = ("gloria", "mgca", "carzero")
 """Systems with words, which need a tokenizer."""
 
@@ -209,6 +217,11 @@ def cxrclip(**settings: Any) -> DualEncoder:
     return medvl.create_model("cxrclip", **{**TOWERS, **settings})
 
 
+def hlip(**settings: Any) -> DualEncoder:
+    torch.manual_seed(0)
+    return medvl.create_model("hlip", **{**VOLUME, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -228,7 +241,14 @@ SYSTEMS: dict[str, Callable[[], DualEncoder]] = {
     "radzero stored": lambda: radzero(frozen_image=True),
     "carzero": carzero,
     "cxrclip": lambda: cxrclip(positives="study"),
+    "hlip": lambda: hlip(positives="study"),
+    "hlip sigmoid": lambda: hlip(bias=-10.0, temperature=0.1),
 }
+
+
+def images_of(batch: Batch) -> torch.Tensor:
+    """Return the volumes of a batch, or its images."""
+    return batch.image_BCHW if batch.image_BCDHW is None else batch.image_BCDHW
 
 
 def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
@@ -261,6 +281,11 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
                 0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator
             )[rows],
         )
+    if name in VOLUMES:
+        generator = torch.Generator().manual_seed(8)
+        volumes = torch.randint(-1200, 600, (PAIRS, 1, 4, 12, 12), generator=generator)
+        batch.image_BCDHW = volumes[rows].short()
+        batch.image_BCHW = batch.image_BCHW[:, :, :0, :0]
     if name == "cxrclip":
         batch.other_view_BCHW, batch.has_other_view_B = (
             batch.image_BCHW.flip(2),

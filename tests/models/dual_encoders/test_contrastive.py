@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import contrastive_ranks
 from helpers.contrastive_ranks import FIRST, flat, sample_pairs
-from helpers.contrastive_systems import PAIRS, SYSTEMS, make_batch
+from helpers.contrastive_systems import PAIRS, SYSTEMS, images_of, make_batch
 from helpers.errors import raises
 from helpers.two_ranks import on_two_ranks
 from torch import Tensor, nn
@@ -254,13 +254,14 @@ def test_vectors_with_and_without_normalisation(name: str) -> None:
     model, batch = SYSTEMS[name]().eval(), make_batch(name)
     with torch.no_grad():
         for encode, arguments in (
-            (model.encode_image, [batch.image_BCHW]),
+            (model.encode_image, [images_of(batch)]),
             (model.encode_text, [batch.ids_BT, batch.mask_BT]),
         ):
             raw_BE, unit_BE = encode(*arguments, normalize=False), encode(*arguments)
             torch.testing.assert_close(F.normalize(raw_BE, dim=1), unit_BE)
             torch.testing.assert_close(unit_BE.norm(dim=1), torch.ones(len(unit_BE)))
             assert not torch.allclose(raw_BE.norm(dim=1), torch.ones(len(unit_BE)))
-        torch.testing.assert_close(model.encode_image(batch.image_BCHW),
-                                   F.normalize(model.embed_images(batch.image_BCHW).global_NE,
-                                   dim=1))  # fmt: skip
+        vector_BE = model.embed_images(images_of(batch)).global_NE
+        torch.testing.assert_close(
+            model.encode_image(images_of(batch)), F.normalize(vector_BE, dim=1)
+        )

@@ -51,20 +51,10 @@ others are negatives.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DualEncoderConfig(TowersConfig):
-    """Settings that every dual-encoder has."""
+class SharedSpaceConfig(TowersConfig):
+    """Settings of two encoders with a shared space, of images or volumes and of texts."""
 
-    image_encoder: str = "resnet50"
     text_encoder: str = "bioclinicalbert"
-    image_size: int = 224
-    fit: Literal["crop", "pad", "squash"] = "crop"
-    """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
-    resize: Kernel = "area"
-    """Kernel of the resize for inference; imported models have that of their released code."""
-    pad_first: bool = False
-    """Add the borders of an image before its resize, for "pad" alone: as the released code of
-    MedCLIP does.
-    """
     projection_dim: int = 512
     """E, dimension of the shared space."""
     max_tokens: int = 128
@@ -76,6 +66,22 @@ class DualEncoderConfig(TowersConfig):
     def __post_init__(self) -> None:
         check_within(self, "[1, inf)", "projection_dim")
         check_choice(getattr(self, "positives", "own"), get_args(Positives), "positives")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DualEncoderConfig(SharedSpaceConfig):
+    """Settings that every dual-encoder of images has."""
+
+    image_encoder: str = "resnet50"
+    image_size: int = 224
+    fit: Literal["crop", "pad", "squash"] = "crop"
+    """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    resize: Kernel = "area"
+    """Kernel of the resize for inference; imported models have that of their released code."""
+    pad_first: bool = False
+    """Add the borders of an image before its resize, for "pad" alone: as the released code of
+    MedCLIP does.
+    """
 
     def transform(self, **settings: Any) -> EvalTransform:
         """Return the preparation of an image for inference, with further settings of
@@ -103,7 +109,8 @@ class DualEncoder(System):
         compares_pairs: whether the loss is `compare_pairs`.
         needs_pairs: leave out rows that lack an image or a text. A system that sets it to False
             gives each side of `embed_pairs` the rows that have it (`Embeddings.pair_N`).
-        learns_scale: whether the temperature is learned, with the settings of `ScaleConfig`.
+        learns_scale: whether the temperature is learned, with the settings of
+            `TemperatureConfig`.
         logit_scale: logarithm of the inverse temperature, where it is learned.
         patch_dropout: share of each image's patches that training drops, where the configuration
             has one.
@@ -152,9 +159,9 @@ class DualEncoder(System):
         dropout = getattr(config, "attention_dropout", None)
         if dropout is not None:
             text = {**text, "attention_probs_dropout_prob": dropout}
-        encoders = create_encoders(
+        encoders = cls.make_encoders(
             config,
-            {"pretrained": pretrained, "image_size": config.image_size, **image},
+            {"pretrained": pretrained, **image},
             {"pretrained": pretrained, "vocab_size": config.vocab_size, **text},
         )
         frozen = getattr(config, "frozen_text_layers", 0)
@@ -165,6 +172,15 @@ class DualEncoder(System):
         return cls(
             config, *encoders, **heads, transform=cls.make_transform(config), tokenizer=tokenizer
         )
+
+    @classmethod
+    def make_encoders(
+        cls, config: Any, image: Mapping[str, Any], text: Mapping[str, Any]
+    ) -> tuple[Any, TextEncoder]:
+        """Return both encoders, from the arguments that the system sets and those of the
+        configuration.
+        """
+        return create_encoders(config, {"image_size": config.image_size, **image}, text)
 
     @classmethod
     def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -439,14 +455,14 @@ def create_encoders(
     Raises ConfigError where both set the same argument.
     """
     image_encoder = create_image_encoder(
-        config.image_encoder, **_merge_arguments("image_arguments", image, config)
+        config.image_encoder, **merge_arguments("image_arguments", image, config)
     )
     return image_encoder, create_text_encoder(
-        config.text_encoder, **_merge_arguments("text_arguments", text, config)
+        config.text_encoder, **merge_arguments("text_arguments", text, config)
     )
 
 
-def _merge_arguments(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def merge_arguments(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return an encoder's arguments with those of the configuration. Raises ConfigError where
     both set the same one.
     """
@@ -462,8 +478,8 @@ def _merge_arguments(field: str, settings: Mapping[str, Any], config: Any) -> di
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BertDualConfig(DualEncoderConfig):
-    """Settings of a dual-encoder with a BERT-like text encoder."""
+class BertTextConfig(SharedSpaceConfig):
+    """Settings of two encoders, of which the text's is like BERT."""
 
     frozen_text_layers: int = 0
     """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains
@@ -494,12 +510,17 @@ class BertDualConfig(DualEncoderConfig):
         check_within(self, "[0, inf)", "lora_image", "lora_text")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertDualConfig(DualEncoderConfig, BertTextConfig):
+    """Settings of a dual-encoder of images with a BERT-like text encoder."""
+
+
 # The learned temperature that CLIP and its successors share.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScaleConfig(DualEncoderConfig):
-    """Settings of a dual-encoder whose temperature is learned; CLIP's by default."""
+class TemperatureConfig(SharedSpaceConfig):
+    """Settings of two encoders whose temperature is learned; CLIP's by default."""
 
     temperature: float = 0.07
     """Initial temperature; the logarithm of its inverse, the scale, is learned."""
@@ -515,3 +536,8 @@ class ScaleConfig(DualEncoderConfig):
         check_within(self, "(0, inf)", "temperature")
         check_within(self, f"(0, {1 / self.temperature}]", "min_scale")
         check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleConfig(DualEncoderConfig, TemperatureConfig):
+    """Settings of a dual-encoder of images whose temperature is learned."""

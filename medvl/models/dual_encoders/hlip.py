@@ -1,0 +1,68 @@
+"""HLIP: CLIP of volumes and reports on a Transformer with attention within slices, scans and
+studies (Zhao et al., arXiv 2505.21862).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medvl import losses
+from medvl.models.dual_encoders.bases.base import Positives, TemperatureConfig
+from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
+from medvl.models.dual_encoders.bases.volumes import VolumeDualConfig, VolumeDualEncoder
+from medvl.models.registry import register_system
+from medvl.schema import Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HLIPConfig(VolumeDualConfig, TemperatureConfig):
+    """Settings of the released model for chest CT: 112 x 336 x 336 voxels of 3 x 1 x 1 mm.
+
+    The released code trains one reconstruction of a scan in an epoch, and draws positions of scans
+    in evaluation too where a batch has several rows; here they are drawn in training alone.
+    """
+
+    image_arguments: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {
+            "patch_size": (8, 24, 24),
+            "drop_path_rate": 0.2,
+            "max_scans": 1,
+        }
+    )
+    text_encoder: str = "cxrbert"
+    max_tokens: int = 512
+    bias: float | None = None
+    """Initial bias of the pairwise sigmoid loss (SigLIP), which then replaces CLIP's; None:
+    CLIP's.
+    """
+    positives: Positives = "own"
+
+
+@register_system("hlip")
+class HLIP(VolumeDualEncoder):
+    """Class tokens of a volume and of its report, each behind a linear layer without a bias, under
+    CLIP's loss or SigLIP's.
+
+    Attributes:
+        logit_bias: added to all logits, under the sigmoid loss.
+    """
+
+    Config = HLIPConfig
+    learns_scale = True
+
+    def __init__(self, config: HLIPConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.bias is not None:
+            self.logit_bias = nn.Parameter(torch.tensor(config.bias))
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        return Losses.sum(contrastive=self.contrast(*gather_global(pairs)))
+
+    def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
+        """Return the loss of pairs of unit vectors, a scalar."""
+        if self.config.bias is None:
+            return losses.clip(image_NE, text_NE, self.scale(), groups=groups)
+        return losses.siglip(image_NE, text_NE, self.scale(), self.logit_bias, groups=groups)
