@@ -165,6 +165,12 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file: several rules look at each of them."""
+    return list(ast.walk(parse(path)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _trees() -> Iterator[None]:
     """Collect no garbage among millions of nodes, and drop them before the tests of other
@@ -173,6 +179,8 @@ def _trees() -> Iterator[None]:
     gc.disable()
     yield
     parse.cache_clear()
+    nodes_of.cache_clear()
+    imports_of.cache_clear()
     classes.cache_clear()
     exports.cache_clear()
     gc.enable()
@@ -200,18 +208,20 @@ def for_files(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[
     return decorate
 
 
-def imports_of(path: Path, *, typing_only: bool = True) -> Iterator[tuple[str, str | None]]:
+@functools.cache
+def imports_of(path: Path, *, typing_only: bool = True) -> list[tuple[str, str | None]]:
     """(module, name) of every import of medvl in a file, wherever it is written."""
+    found: list[tuple[str, str | None]] = []
     skipped = set()
     if not typing_only:
-        blocks = [node for node in ast.walk(parse(path)) if isinstance(node, ast.If)]
+        blocks = [node for node in nodes_of(path) if isinstance(node, ast.If)]
         skipped = {
             id(part)
             for block in blocks
             if "TYPE_CHECKING" in ast.unparse(block.test)
             for part in ast.walk(block)
         }
-    for node in ast.walk(parse(path)):
+    for node in nodes_of(path):
         if id(node) in skipped:
             continue
         if (
@@ -219,11 +229,12 @@ def imports_of(path: Path, *, typing_only: bool = True) -> Iterator[tuple[str, s
             and node.module
             and node.module.split(".")[0] == "medvl"
         ):
-            yield from ((node.module, alias.name) for alias in node.names)
+            found += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (
+            found += [
                 (alias.name, None) for alias in node.names if alias.name.split(".")[0] == "medvl"
-            )
+            ]
+    return found
 
 
 @functools.cache
@@ -357,7 +368,7 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "yaml"}
 @pytest.mark.fault("S8")
 @for_files(SOURCES + SCRIPTS)
 def test_nothing_dangerous_is_called(path: Path) -> None:
-    for node in ast.walk(parse(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = (
                 [alias.name for alias in node.names]
@@ -391,7 +402,7 @@ def test_rooms_have_at_most_twenty_files() -> None:
 def test_files_and_functions_are_short(path: Path) -> None:
     """The docstring of a function is not counted."""
     assert len(path.read_text().splitlines()) <= (200 if path.parent.name == "recipes" else 600)
-    for node in ast.walk(parse(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
@@ -406,7 +417,7 @@ def classes() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
     """
     found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
     for path in SOURCES:
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 others, known = found.get(node.name, ((), frozenset()))
                 bases = tuple(ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
@@ -476,7 +487,7 @@ def test_nothing_is_silenced(path: Path) -> None:
 
 def test_tests_do_not_import_tests() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module:
                 assert not node.module.split(".")[-1].startswith("test_"), path
                 assert node.module != "conftest", path
@@ -485,7 +496,7 @@ def test_tests_do_not_import_tests() -> None:
 def test_tests_replace_attributes_of_modules_in_a_context() -> None:
     """By monkeypatch or mock.patch.object, never by an assignment, which would last."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        nodes = list(ast.walk(parse(path)))
+        nodes = nodes_of(path)
         names = {
             (alias.asname or alias.name).split(".")[0]
             for node in nodes

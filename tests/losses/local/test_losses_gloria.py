@@ -24,30 +24,19 @@ def naive_attention(regions_PE: Tensor, words_WE: Tensor, temp1: float) -> Tenso
     """Return (W, P) by equations 2 and 3: each region's softmax over words, then each word's
     softmax over regions.
     """
-    rows = []
-    for t in range(len(words_WE)):
-        shares = []
-        for region_E in regions_PE:
-            exponentials = [torch.exp(region_E @ word_E) for word_E in words_WE]
-            shares.append(exponentials[t] / sum(exponentials))
-        weights = [torch.exp(temp1 * share) for share in shares]
-        rows.append(torch.stack([weight / sum(weights) for weight in weights]))
-    return torch.stack(rows)
+    exponentials_WP = torch.exp(words_WE @ regions_PE.T)
+    weights_WP = torch.exp(temp1 * exponentials_WP / exponentials_WP.sum(0))
+    return weights_WP / weights_WP.sum(1, keepdim=True)
 
 
 def naive_similarity(
     regions_PE: Tensor, words_WE: Tensor, temp1: float, temp2: float, pool: WordPool
 ) -> Tensor:
     """Return equations 4 to 6 for one image and one text without padding."""
-    matches = []
-    for weights_P, word_E in zip(
-        naive_attention(regions_PE, words_WE, temp1), words_WE, strict=True
-    ):
-        context_E = sum(
-            weight * region_E for weight, region_E in zip(weights_P, regions_PE, strict=True)
-        )
-        matches.append(context_E @ word_E / (context_E.norm() * word_E.norm()))
-    scaled = torch.exp(temp2 * torch.stack(matches))
+    contexts_WE = naive_attention(regions_PE, words_WE, temp1) @ regions_PE
+    products_W = (contexts_WE * words_WE).sum(1)
+    matches_W = products_W / (contexts_WE.norm(dim=1) * words_WE.norm(dim=1))
+    scaled = torch.exp(temp2 * matches_W)
     return torch.log({"sum": scaled.sum(), "mean": scaled.mean(), "max": scaled.max()}[pool])
 
 

@@ -67,7 +67,7 @@ def pairs(batch: int, dim: int = 16, unit: bool = False) -> tuple[Tensor, Tensor
     return tensors[0].float(), tensors[1].float()
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 32])
+@pytest.mark.parametrize("batch", [1, 2, 9])
 @pytest.mark.parametrize(
     ("temperature", "weight"), [(0.1, 0.75), (0.07, 0.5), (1.0, 0.0), (0.5, 1.0)]
 )
@@ -97,12 +97,12 @@ def test_convirt_weights_the_image_to_text_direction() -> None:
     )
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 32])
+@pytest.mark.parametrize("batch", [1, 2, 9])
 def test_clip_equals_the_paper(batch: int) -> None:
     compare(losses.clip, naive_clip, [*pairs(batch, unit=True), torch.tensor(14.3)])
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 32])
+@pytest.mark.parametrize("batch", [1, 2, 9])
 def test_siglip_equals_the_paper(batch: int) -> None:
     compare(
         losses.siglip,

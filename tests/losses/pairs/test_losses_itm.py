@@ -80,16 +80,28 @@ def test_half_of_the_texts_keep_their_image(batch: int) -> None:
         assert int(pairs.matched_N.sum()) == batch // 2
 
 
+def repeated(same_BB: Tensor, times: int) -> Tensor:
+    """Rows that draw from a copy of the batch each, so that one call draws many times."""
+    return torch.block_diag(*[(~same_BB).int()] * times) == 0
+
+
+def counts(rows_N: Tensor, columns_N: Tensor, batch: int) -> Tensor:
+    """Return (B, B) float: how often each row of a repeated batch has drawn each column."""
+    cells_N = rows_N % batch * batch + columns_N % batch
+    return torch.bincount(cells_N, minlength=batch**2).reshape(batch, batch).float()
+
+
 def test_positives_and_negatives_are_drawn_uniformly() -> None:
-    batch, draws = 6, 6000
+    batch, times, draws = 6, 20, 6000
     same_BB = only_self(batch)
     same_BB[0, 1] = same_BB[1, 0] = True
     matched_B, wrong_BB = torch.zeros(batch), torch.zeros(batch, batch)
-    generator = seeded()
-    for _ in range(draws):
-        pairs = random_pairs(same_BB, generator)
-        matched_B += pairs.matched_N
-        wrong_BB[pairs.text_N[~pairs.matched_N], pairs.image_N[~pairs.matched_N]] += 1
+    generator, same_NN = seeded(), repeated(same_BB, times)
+    for _ in range(draws // times):
+        pairs = random_pairs(same_NN, generator)
+        matched_B += pairs.matched_N.reshape(times, batch).sum(0)
+        wrong_N = ~pairs.matched_N
+        wrong_BB += counts(pairs.text_N[wrong_N], pairs.image_N[wrong_N], batch)
     torch.testing.assert_close(matched_B / draws, torch.full((batch,), 0.5), rtol=0, atol=0.03)
     even_BB = (~same_BB).float() / (~same_BB).sum(1, keepdim=True)
     torch.testing.assert_close(wrong_BB / wrong_BB.sum(1, keepdim=True), even_BB, rtol=0, atol=0.04)
@@ -130,7 +142,7 @@ def test_no_negative_is_a_positive(groups: list[int], seed: int) -> None:
 
 
 def test_hard_negatives_follow_the_softmax_over_allowed_rows() -> None:
-    batch, draws = 5, 8000
+    batch, times, draws = 5, 20, 8000
     same_BB = only_self(batch)
     same_BB[0, 3] = same_BB[3, 0] = True
     similarity_BB = torch.randn(batch, batch, generator=seeded(1)) + 4 * torch.eye(batch)
@@ -141,11 +153,13 @@ def test_hard_negatives_follow_the_softmax_over_allowed_rows() -> None:
     expected_images_BB = similarity_BB.T.softmax(1) * ~same_BB.T
     expected_images_BB /= expected_images_BB.sum(1, keepdim=True)
     texts_BB, images_BB = torch.zeros(batch, batch), torch.zeros(batch, batch)
-    generator = seeded()
-    for _ in range(draws):
-        pairs = hard_pairs(similarity_BB, same_BB, generator)
-        images_BB[pairs.text_N[batch : 2 * batch], pairs.image_N[batch : 2 * batch]] += 1
-        texts_BB[pairs.image_N[2 * batch :], pairs.text_N[2 * batch :]] += 1
+    generator, same_NN = seeded(), repeated(same_BB, times)
+    similarity_NN = similarity_BB.repeat(times, times)
+    for _ in range(draws // times):
+        pairs = hard_pairs(similarity_NN, same_NN, generator)
+        second, third = slice(times * batch, 2 * times * batch), slice(2 * times * batch, None)
+        images_BB += counts(pairs.text_N[second], pairs.image_N[second], batch)
+        texts_BB += counts(pairs.image_N[third], pairs.text_N[third], batch)
     torch.testing.assert_close(texts_BB / draws, expected_BB, rtol=0, atol=0.025)
     torch.testing.assert_close(images_BB / draws, expected_images_BB, rtol=0, atol=0.025)
 
