@@ -124,7 +124,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
             "retrieval",
             "matching",
         },
-        "vqa": {"core", "html"},
+        "vqa": {"core", "html", "retrieval"},
         "report_generation": {"core", "html"},
         "generation": {"core", "html", "classification", "probing"},
         "text_tasks": {"core", "html", "probing"},

@@ -85,7 +85,9 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("retrieval", "class-retrieval", "make-retrieval-list", "matching"),
         ),
         "Places": ("grounding", "detection", "segmentation", "zero-shot-masks"),
-        "Reports, questions and change": ("report-generation", "vqa", "change"),
+        "Reports, questions and change": (
+            *("report-generation", "vqa", "multiple-choice", "change"),
+        ),
         "Text and generated images": (
             *("text", "text-retrieval", "masked-prediction", "generation"),
         ),

@@ -457,15 +457,15 @@ class ModelEvaluation(Evaluation):
         page = Page(
             title=f"{self.title or self.name}: {header.model}",
             subtitle=header.data,
-            headlines=[headline(*one) for one in self._main_rows(results)],
+            headlines=[headline(*one) for one in self.main_rows(results)],
             facts=header_facts(results, header, units="patients"),
             sections=self.page_sections(result, source),
             limits=(),
         )
         return write_page(page, path)
 
-    def _main_rows(self, results: Results) -> list[tuple[str, MetricRow]]:
-        """Return title and row of each column of the tasks."""
+    def main_rows(self, results: Results) -> list[tuple[str, MetricRow]]:
+        """Return titles and rows of the headlines: by default, of each column of the tasks."""
         rows = {(row.metric, row.target, row.subgroup): row for row in results.rows}
         columns = [column for task in self.tasks for column in task.columns]
         return [

@@ -32,6 +32,7 @@ _MODULES = {
     "change": "medvl.eval.change.evaluation",
     "matching": "medvl.eval.matching",
     "vqa": "medvl.eval.vqa.evaluation",
+    "multiple-choice": "medvl.eval.vqa.multiple_choice",
     "report-generation": "medvl.eval.report_generation.evaluation",
     "classify": "medvl.eval.classification.evaluation",
     "class-retrieval": "medvl.eval.retrieval.evaluation",

@@ -1,0 +1,308 @@
+"""Multiple choice: scores of every kind of system, controls, orders, lengths and metrics."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers.choice_shards import LEVELS, VALUES, choice_shards
+from helpers.errors import raises
+from helpers.fusion_samples import SIDE, tiny_model, tiny_tokenizer
+
+import medvl
+from medvl.data.annotations import Question
+from medvl.data.loading.studies import questions_in_split
+from medvl.data.shards.source import ShardSource
+from medvl.data.tokenizer.tokenizer import train_words
+from medvl.errors import ConfigError
+from medvl.eval import RunOptions, run_evaluation
+from medvl.eval.vqa import multiple_choice
+from medvl.eval.vqa.controls import mean_image, reword_question, swapped_images
+from medvl.eval.vqa.multiple_choice import MultipleChoice, choice_metrics, share_of_right
+from medvl.eval.vqa.option_scores import OptionScorer, OptionScores, Templates, option_scorer
+from medvl.eval.vqa.protocol import get_protocol
+from medvl.models import VQA, save
+from medvl.schema import Batch
+
+OPTIONS = ("small left effusion", "no pneumothorax", "the heart is enlarged")
+TOKENS = {"image_encoder": "timm:test_vit", "image_arguments": {"depth": 1}, "image_size": SIDE}
+
+
+def make_model(name: str) -> Any:
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    if name == "convirt":
+        model: Any = medvl.create_model(
+            name, image_encoder="resnet_tiny", text_encoder="tiny_bert", tokenizer=tokenizer,
+            image_size=SIDE, frozen_text_layers=0, projection_dim=8,
+        )  # fmt: skip
+    elif name == "vqa":
+        model = VQA.on(tiny_model("dual_stream", tokenizer), ["Left", "right", "no pneumothorax"])
+    elif name == "r2gen":
+        model = medvl.create_model(
+            name, **TOKENS, width=16, layers=1, heads=2, intermediate=16, memory_heads=2, slots=1, views=1,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+    else:
+        model = tiny_model(name, tokenizer)
+    return model.eval()
+
+
+def question(*options: str, right: int = 0) -> Question:
+    return Question(
+        id="1", question="Which one?", answer=options[right], answer_type="closed", split="test",
+        options=options, right=(right,),
+    )  # fmt: skip
+
+
+def batch_of(model: Any, questions: Sequence[Question], seed: int = 0) -> Batch:
+    pixels = np.random.default_rng(seed).integers(0, 256, (2, 1, SIDE, SIDE), dtype=np.uint8)
+    texts = [each.question for each in questions]
+    ids_BT, mask_BT = model.tokenize(texts)
+    return Batch(
+        keys=[str(n) for n in range(len(texts))], image_BCHW=torch.from_numpy(pixels),
+        ids_BT=ids_BT, mask_BT=mask_BT, labels_BL=torch.empty(len(texts), 0), texts=texts,
+        image_of_B=torch.tensor([0, 1, 1]),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def asked() -> list[Question]:
+    return [question(*OPTIONS), question(*OPTIONS[::-1]), question("left", "right")]
+
+
+@pytest.mark.parametrize("name", ["convirt", "albef"])
+@torch.no_grad()
+def test_statements_are_compared_with_each_image_alone(name: str, asked: list[Question]) -> None:
+    model = make_model(name)
+    templates = Templates({"": ["{option}.", "{question} {option}"]})
+    scorer = option_scorer(model, templates, get_protocol("medvl"))
+    assert scorer.name == ("statement" if name == "convirt" else "matching")  # of both, albef's
+    batch = batch_of(model, asked)
+    found = scorer.score(batch, asked)
+    for row, each in enumerate(asked):
+        image_BCHW = batch.image_BCHW[[0, 1, 1][row]][None]
+        for place, option in enumerate(each.options):
+            values = []
+            for text in (f"{option}.", f"Which one? {option}"):
+                if name == "convirt":
+                    images, texts = model.embed_images(image_BCHW), model.embed_texts([text])
+                    values.append(float(model.similarity(images, texts)))
+                else:
+                    text_tokens = model.text_tokens(*model.tokenize([text]))
+                    logits = model.match(text_tokens, model.image_tokens(image_BCHW))[0]
+                    values.append(float(logits[1] - logits[0]))
+            assert found[row].scores[place] == pytest.approx(np.mean(values), abs=1e-4)
+
+
+@torch.no_grad()
+def test_answers_of_a_model_are_found_by_their_normal_form(asked: list[Question]) -> None:
+    model = make_model("vqa")
+    scorer = option_scorer(model, Templates(), get_protocol("medvl"))
+    found = scorer.score(batch_of(model, asked), asked)
+    logits_BV = model.answer_logits(batch_of(model, asked))
+    assert found[2].scores == pytest.approx(logits_BV[2, :2].tolist(), abs=1e-5)
+    assert np.isnan(found[0].scores).tolist() == [True, False, True]
+
+
+def log_probability(model: Any, read: Any, ids: list[int]) -> float:
+    """Return the log-probability of words by scoring each next one alone."""
+    total = 0.0
+    for place in range(len(ids)):
+        shown = torch.tensor([[*ids[:place], 0]])
+        total += float(model.score_words(shown, read)[0, place].log_softmax(0)[ids[place]])
+    return total
+
+
+@torch.no_grad()
+def test_likelihood_of_a_report_generator(asked: list[Question]) -> None:
+    model = make_model("r2gen")
+    scorer = option_scorer(model, Templates({"": ["{option}."]}), get_protocol("medvl"))
+    batch = batch_of(model, asked)
+    found = scorer.score(batch, asked)
+    for row, place in ((0, 0), (1, 0), (2, 1)):
+        text = f"{asked[row].options[place]}."
+        ids = model.tokenizer([text])[0][0].tolist()[1:-1]
+        image = batch.image_BCHW[[0, 1, 1][row]][None]
+        read = model.read(dataclasses.replace(batch.to("cpu"), image_of_B=None, image_BCHW=image))
+        expected = log_probability(model, read.rows(torch.tensor([0])), ids)
+        assert found[row].scores[place] == pytest.approx(expected, abs=1e-3)
+        assert found[row].tokens[place] == len(ids)
+        assert found[row].characters[place] == len(text)
+
+
+@torch.no_grad()
+def test_letters_and_texts_of_a_causal_language_model(
+    tmp_path: Path, asked: list[Question]
+) -> None:
+    sizes = {"vocab_size": 80, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    torch.manual_seed(0)
+    language = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("qwen2", **sizes)
+    )
+    language.save_pretrained(tmp_path)
+    words = [*OPTIONS, "left right A B C . Question : Which one ? Options Answer"]
+    model: Any = medvl.create_model(
+        "causal_lm", tokenizer=train_words(words, min_frequency=1), language_weights=str(tmp_path),
+        lora_rank=2, **TOKENS,
+    ).eval()  # fmt: skip
+    batch = batch_of(model, asked)
+    letters = option_scorer(model, Templates(), get_protocol("medvl"), "letter")
+    assert letters.sees_all_options
+    found = letters.score(batch, asked)
+    assert [len(each.scores) for each in found] == [3, 3, 2]
+    assert np.isfinite(found[0].scores).all()
+    assert len(set(found[0].scores)) == 3
+    texts = option_scorer(model, Templates(), get_protocol("medvl"))
+    assert (texts.name, texts.sees_all_options) == ("likelihood", False)
+    first, second = (
+        texts.score(batch, asked),
+        texts.score(batch, [asked[0], question(*OPTIONS), asked[2]]),
+    )
+    assert first[1].scores[::-1] == pytest.approx(second[1].scores, abs=1e-4)
+    other = dataclasses.replace(batch, texts=["Which Answer ?", *batch.texts[1:]])
+    assert texts.score(other, asked)[0].scores != pytest.approx(first[0].scores, abs=1e-6)
+
+
+def test_scores_that_a_system_lacks_are_refused() -> None:
+    with raises(ConfigError, "unsupported", "score"):
+        option_scorer(make_model("convirt"), Templates(), get_protocol("medvl"), "letter")
+    for templates in (["{question}"], ["{option} {other}"], ["{option"]):
+        with raises(ConfigError, "malformed", "templates"):
+            Templates({"": templates})
+
+
+def test_ties_share_the_credit_and_unanswered_is_wrong() -> None:
+    assert share_of_right([1, 1, 0], 1) == 0.5
+    assert share_of_right([1, 1, 0], 2) == 0
+    assert share_of_right([0, 0, 2], 2) == 1
+    assert share_of_right([0, float("nan"), 2], 2) == 0
+
+
+def line(scores: list[float], right: int, **fields: Any) -> dict[str, Any]:
+    entry = {"scores": scores, "tokens": [1, 4], "characters": [10, 2]}
+    return {
+        "kind": "a",
+        "options": ["x", "y"],
+        "right": [right],
+        "scores": {"main": entry},
+        **fields,
+    }
+
+
+def test_metrics_of_lengths_less_text_only_and_orders() -> None:
+    def metrics(
+        lines: list[dict[str, Any]], length: str = "sum", less: bool = False
+    ) -> dict[str, float]:
+        config = {"length": length, "less_text_only": less}
+        groups = choice_metrics(lines, config)
+        ones = np.ones((len(lines), 1))
+        return {
+            row.name: float(value)
+            for group in groups
+            for row, value in zip(group.rows, group.statistic(ones)[0], strict=True)
+        }
+
+    lines = [line([-2, -4], 0), line([-2, -4], 1)]
+    found = metrics([lines[0]])
+    assert found["accuracy/overall"] == 1
+    assert found["accuracy/overall (length: token)"] == 0  # -2 and -1
+    assert found["accuracy/overall (length: character)"] == 1
+    assert metrics([lines[0]], "token")["accuracy/overall"] == 0
+    assert metrics(lines)["chance_corrected/overall"] == 0
+    assert metrics(lines)["accuracy_by_letter/macro"] == 0.5
+
+    shuffled = [{"scores": [-1.0, -2.0]}, {"scores": [-2.0, -1.0]}]
+    found = metrics([line([-2, -4], 0, shuffled=shuffled), lines[0]])
+    assert found["options_shuffled/accuracy"] == 0.75
+    assert found["options_shuffled/agreement"] == 0.5
+
+    both = line([-2, -4], 1)
+    both["scores"]["text_only"] = {"scores": [-1, -5]}
+    assert metrics([both])["accuracy/overall"] == 0
+    assert metrics([both], less=True)["accuracy/overall"] == 1
+    assert metrics([both])["gain_over_text_only/overall"] == 0
+    assert metrics([both], less=True)["accuracy/overall (control: text_only)"] == 0.5
+    lost = line([None, -4], 1)  # type: ignore[list-item]
+    assert metrics([lost])["unanswered/overall"] == 1
+
+
+class Brightness(OptionScorer):
+    """Prefers the option that names the brightness of the image."""
+
+    name = "statement"
+
+    def score(self, batch: Batch, questions: Sequence[Question]) -> list[OptionScores]:
+        values = batch.image_BCHW.float().mean(dim=(1, 2, 3))
+        rows = range(len(batch)) if batch.image_of_B is None else batch.image_of_B.tolist()
+        return [
+            OptionScores(
+                [-abs(float(values[row]) - VALUES[LEVELS.index(o.split()[0])]) for o in q.options]
+            )
+            for row, q in zip(rows, questions, strict=True)
+        ]
+
+
+def test_a_system_that_looks_loses_without_the_image(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shards = choice_shards()
+    (tmp_path / "model").mkdir()
+    save(make_model("convirt"), tmp_path / "model")
+    monkeypatch.setattr(multiple_choice, "option_scorer", lambda *_: Brightness())
+    evaluation = MultipleChoice(
+        checkpoint=tmp_path / "model", data=shards / "test", train=shards / "train"
+    )
+    outcome, paths = run_evaluation(evaluation, RunOptions(workers=0, resamples=50))
+    rows = {row.name: row for row in outcome.result.results.rows}
+    assert rows["accuracy/overall"].value == 1
+    assert rows["accuracy/overall (control: text_only)"].value == 0.25
+    assert rows["accuracy/overall (control: noise)"].value == 0.25
+    assert rows["accuracy/overall (control: image_swapped)"].value < 0.6
+    assert rows["accuracy/overall (control: question_reworded)"].value == 1
+    assert rows["gain_over_text_only/overall"].value == 0.75
+    assert rows["gain_over_text_only/overall"].low > 0.4
+    assert rows["accuracy/overall (baseline: most_frequent_letter)"].value == 0.25
+    assert rows["options_shuffled/agreement"].value == 1
+    assert outcome.result.results.config["left_out"] == {"several_right": 0, "without_options": 1}
+    page = next(path for path in paths if path.suffix == ".html").read_text()
+    assert "Gain over text only" in page
+    text = (paths[0].parent / "predictions.jsonl").read_text()
+    lines = [json.loads(each) for each in text.splitlines()]
+    assert {each["chosen"] == each["answer"] for each in lines} == {True}
+
+
+def test_swapped_images_are_of_other_patients_and_the_mean_is_that_of_train() -> None:
+    source = ShardSource(choice_shards() / "test")
+    questions = questions_in_split(source, "test")
+    image_of = swapped_images(source, questions, seed=3)
+    assert image_of is not None
+    assert sorted(image_of) == [*range(len(source))]
+    assert all(place != other for place, other in enumerate(image_of))
+    assert image_of == swapped_images(source, questions, seed=3)
+    assert image_of != swapped_images(source, questions, seed=4)
+    mean = mean_image(ShardSource(choice_shards() / "train"), color=False)
+    assert mean.shape == (256, 256)
+    assert mean[128, 128] == pytest.approx(np.mean(VALUES), abs=3)
+    one = [each for each in questions if each.image == 0]
+    assert swapped_images(source, one) is None
+
+
+@pytest.mark.parametrize(
+    ("question", "reworded"),
+    [
+        ("Is there a mass?", "Does this image show mass?"),
+        ("Does this image show edema?", "Is there edema in this image?"),
+        ("Which lobe is affected?", "Looking at this image, which lobe is affected?"),
+        ("How many masses are there?", "What is the number of masses are there?"),
+        ("Describe it.", "Regarding this image: Describe it."),
+    ],
+)
+def test_questions_in_other_words(question: str, reworded: str) -> None:
+    assert reword_question(question) == reworded
