@@ -59,7 +59,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("chestxdet10", "chestxdet", "object-cxr", "vindr-mammo", "embed-mammo"),
             *("ms-cxr", "ms-cxr-t"),
         ),
-        "Questions": ("vqa-rad", "slake"),
+        "Questions": ("vqa-rad", "slake", "rexvqa"),
         "Knowledge and pictures": ("umls", "contact-sheet", "example"),
     },
     "shards": {
@@ -74,7 +74,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("chestxdet", "object-cxr", "chest-imagenome", "qata", "mosmed", "monuseg"),
             *("vindr-mammo", "embed-mammo"),
         ),
-        "Questions": ("vqa-rad", "slake", "vqa-med", "path-vqa"),
+        "Questions": ("vqa-rad", "slake", "vqa-med", "path-vqa", "rexvqa"),
         "Text and knowledge": ("text", "concepts"),
         "Your own data and the hub": ("table", "parquet", "webdataset", "generated"),
     },

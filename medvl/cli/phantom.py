@@ -190,6 +190,12 @@ COMMANDS: dict[str, Callable[..., str]] = {
         _shards("rexgradient"),
         seed=47,
     ),
+    "rexvqa": _command(
+        "rexvqa",
+        "ReXVQA: questions with four options, and the images and metadata of ReXGradient",
+        _shards("rexvqa"),
+        seed=47,
+    ),
     "brax": _command("brax", "BRAX: PNG files and a table of labels", _shards("brax"), seed=48),
     "rsna": _command(
         "rsna",

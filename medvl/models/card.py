@@ -45,7 +45,7 @@ _CORPORA = {
                 "ms-cxr-t",
             ),
             *("nih-cxr14", "object-cxr", "openi", "padchest", "qata", "r2gen-annotation", "rsna"),
-            *("chest-imagenome", "padchest-gr", "rexgradient", "siim", "vindr-cxr"),
+            *("chest-imagenome", "padchest-gr", "rexgradient", "rexvqa", "siim", "vindr-cxr"),
             *("bimcv-covid19", "brax", "candid-ptx", "chestxdet", "vindr-pcxr"),
         ),
         CHEST_RADIOGRAPHS,

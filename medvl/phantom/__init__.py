@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         write_vindr_cxr as write_vindr_cxr,
         write_vindr_pcxr as write_vindr_pcxr,
     )
+    from medvl.phantom.layouts.choices import write_rexvqa as write_rexvqa
     from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
     from medvl.phantom.layouts.figures import (
         write_medicat as write_medicat,

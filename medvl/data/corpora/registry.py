@@ -53,6 +53,7 @@ _MODULES = {
     "slake": f"{_CORPORA}.questions.slake",
     "vqa-med": f"{_CORPORA}.questions.vqa_med",
     "path-vqa": f"{_CORPORA}.questions.path_vqa",
+    "rexvqa": f"{_CORPORA}.questions.rexvqa",
     "chest-imagenome": f"{_CORPORA}.boxes_and_masks.chest_imagenome",
     "rsna": f"{_CORPORA}.boxes_and_masks.rsna",
     "siim": f"{_CORPORA}.boxes_and_masks.siim",

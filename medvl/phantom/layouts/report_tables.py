@@ -116,6 +116,10 @@ def _plus_row(path: str, patient: Patient, number: int, study: Study, view: View
 # The phantom corpus in the layout of ReXGradient-160K (2025).
 
 REX_SPLITS = ("train", "valid", "test")
+REX_FILES = {
+    f"metadata/{name}_metadata_view_position.json": Form.JSON_OBJECT for name in REX_SPLITS
+}
+"""Files of metadata."""
 _REX_SPELLINGS = {"PA": "POSTERO_ANTERIOR", "AP": "AP AXIAL", "LATERAL": "LAT", "LL": "LL"}
 _MONTHS_OF_YOUNGEST = "011M"
 
@@ -141,13 +145,11 @@ def write_rexgradient(
     options = Options(
         corpus="rexgradient", patients=patients, seed=seed, size=size, split=split, reports=True
     )
-    files = {
-        f"metadata/{name}_metadata_view_position.json": Form.JSON_OBJECT for name in REX_SPLITS
-    }
-    return write_release(Path(out), options, _write_rexgradient_patient, files, workers)
+    return write_release(Path(out), options, write_rexgradient_patient, REX_FILES, workers)
 
 
-def _write_rexgradient_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+def write_rexgradient_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    """Write the images of a patient, and return the rows of the metadata."""
     split = REX_SPLITS[options.split_index(patient.index)]
     rows: list[list[object]] = []
     truth = []

@@ -12,14 +12,24 @@ from medvl.errors import CorpusError
 
 _CHUNK = 1 << 20
 _START = re.compile(r"\s*\{")
-_KEY = re.compile(r'\s*(?:"(?:[^"\\]|\\.)*+")\s*:\s*(?=\{)')
+_KEY = re.compile(r'\s*("(?:[^"\\]|\\.)*+")\s*:\s*(?=\{)')
 _SEPARATOR = re.compile(r"\s*([,}])")
 _EMPTY = re.compile(r"\s*\}")
 
 
 def read_json_entries(path: Path, folders: InputFolders) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (number, counted from 1; value) of the entries of a JSON object whose values are
-    objects. Keys are not returned.
+    objects. Raises CorpusError as `read_json_items`.
+    """
+    for number, _, value in read_json_items(path, folders):
+        yield number, value
+
+
+def read_json_items(
+    path: Path, folders: InputFolders
+) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    """Yield (number, counted from 1; key; value) of the entries of a JSON object whose values are
+    objects.
 
     Raises CorpusError as `open_text`, or when the file has another form, an entry is no JSON that
     medvl reads, or has more than `MAX_LINE_CHARACTERS`.
@@ -34,8 +44,8 @@ def read_json_entries(path: Path, folders: InputFolders) -> Iterator[tuple[int, 
         while separator == ",":
             number += 1
             window.number = number
-            window.match(_KEY)
-            yield number, window.value()
+            key: str = json.loads(window.match(_KEY))
+            yield number, key, window.value()
             separator = window.match(_SEPARATOR)
 
 

@@ -2,6 +2,7 @@
 image.
 """
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,10 +45,25 @@ def question_notes(plan: Plan) -> list[str]:
     return [", ".join(f"{count} questions in {split}" for split, count in counts.items())]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePlace:
+    """An image with what is known about it."""
+
+    file: Path | FilePart
+    patient: str
+    study: str
+    image_id: str | None = None
+    """Id that the key is the hash of; None: the image's name."""
+    view: str | None = None
+    sex: str | None = None
+    age: int | None = None
+    order: int | None = None
+
+
 def plan_questions(
     corpus: str,
     deid: Deidentifier,
-    images: Mapping[str, Path] | Mapping[str, FilePart],
+    images: Mapping[str, Path] | Mapping[str, FilePart] | Mapping[str, ImagePlace],
     questions: Sequence[tuple[str, Question]],
     rows: RowCounts,
     warnings: Counter[str],
@@ -61,7 +77,7 @@ def plan_questions(
     Args:
         corpus: its name.
         deid: hashes the image names.
-        images: image name -> file, or its place in a file.
+        images: image name -> file, its place in a file, or an image with its patient and study.
         questions: (image name, question) pairs.
         rows: questions that were read; those that are kept are counted here.
         warnings: counts of repairs; counts of repeated and of blank questions are added.
@@ -85,14 +101,21 @@ def plan_questions(
     mixed = any(len({question.split for question in group}) > 1 for group in by_image.values())
     records = Records()
     for image, group in by_image.items():
-        patient = (patients or {}).get(image, image)
+        place = images[image]
+        if not isinstance(place, ImagePlace):
+            patient = (patients or {}).get(image, image)
+            place = ImagePlace(file=place, patient=patient, study=image)
         sample = Sample(
-            key=deid.image(image),
+            key=deid.image(place.image_id or image),
             corpus=corpus,
             split=MIXED if mixed else group[0].split,
-            patient=deid.patient(patient),
-            study=deid.study(patient, image),
-            image=images[image],
+            patient=deid.patient(place.patient),
+            study=deid.study(place.patient, place.study),
+            image=place.file,
+            view=place.view,
+            sex=place.sex,
+            age=place.age,
+            order=place.order,
             extra={
                 **(extra or {}).get(image, {}),
                 "questions": [question.as_json() for question in group],

@@ -81,7 +81,7 @@ class ReXGradient(Corpus):
                     continue
                 base = _study_sample(study, split, deid, orders, warnings)
                 for name, spelling in rows.reading(images):
-                    view = _view(spelling)
+                    view = view_of(spelling)
                     if spelling.startswith(_NOT_CHEST):
                         rows.exclude("not_chest")
                         continue
@@ -179,13 +179,24 @@ def _images(study: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
             expected = f"expected {len(lists['ImagePath'])} values for {name} as for ImagePath"
             raise malformed(where, f"{expected}, got {len(values)}", name)
     for path, view in zip(lists["ImagePath"], lists["ImageViewPosition"], strict=True):
-        match = _PATH.fullmatch(str(path))
-        if match is None or ".." in PurePosixPath(match[1]).parts:
-            raise malformed(where, "expected a path like ../deid_png/.../1.2.3.png", "ImagePath")
-        yield match[1], " ".join(str("" if view is None else view).upper().split())
+        yield image_path(path, where), _spelling(view)
 
 
-def _view(spelling: str) -> str | None:
+def image_path(path: object, where: str) -> str:
+    """Return the path of an image below the root. Raises CorpusError where it is another path."""
+    match = _PATH.fullmatch(str(path))
+    if match is None or ".." in PurePosixPath(match[1]).parts:
+        raise malformed(where, "expected a path like ../deid_png/.../1.2.3.png", "ImagePath")
+    return match[1]
+
+
+def _spelling(view: object) -> str:
+    return " ".join(str("" if view is None else view).upper().split())
+
+
+def view_of(view: object) -> str | None:
+    """Return the view of a spelling of the release; None: unknown."""
+    spelling = _spelling(view)
     return "AP" if spelling.startswith("AP_") else VIEWS.get(spelling)
 
 

@@ -1,0 +1,112 @@
+"""The phantom's questions with four options in the layout of ReXVQA."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from medvl.phantom.language.choices import (
+    LETTERS,
+    ChoiceQuestion,
+    balanced_choices,
+    choice_questions,
+)
+from medvl.phantom.layouts.report_tables import REX_FILES, REX_SPLITS, write_rexgradient_patient
+from medvl.phantom.layouts.writer import Form, Options, PatientRows, write_file, write_release
+from medvl.phantom.population.world import Patient
+
+CANDIDATES = "phantom_choices.jsonl"
+"""Questions before balancing, one JSON object a line."""
+_TASKS = {
+    "presence": ("presence_assessment", "Presence Assessment"),
+    "laterality": ("location_and_distribution_assessment", "Location"),
+    "severity": ("geometric_information_assessment", "Severity"),
+}
+"""Kind of a question -> task and category of ReXVQA."""
+
+
+def write_rexvqa(
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.8, 0.1, 0.1),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom ReXVQA: questions with four options in `metadata/`, beside the images and the
+    metadata of `write_rexgradient` with the same arguments.
+
+    A question lists all images of its study. Each split has a question whose answer is no letter.
+    Returns the folder.
+    """
+    options = Options(
+        corpus="rexvqa", patients=patients, seed=seed, size=size, split=split, reports=True
+    )
+    files = {**REX_FILES, CANDIDATES: Form.LINES}
+    root = write_release(Path(out), options, _write_patient, files, workers)
+    candidates = [(row["split"], row["name"], row["question"]) for row in read_candidates(root)]
+    entries: dict[str, dict[str, Any]] = {name: {} for name in REX_SPLITS}
+    rows = list(read_candidates(root))
+    for number, asked in enumerate(balanced_choices(candidates)):
+        row = rows[asked.place]
+        entries[row["split"]][f"q{number:06d}"] = _entry(row, asked.options, asked.right)
+    for name, of_split in entries.items():
+        first = next(iter(of_split.values()), None)
+        if first is not None:
+            of_split["q_malformed"] = {**first, "correct_answer": "E"}
+        content = (json.dumps(of_split, indent=1) + "\n").encode()
+        path = root / f"metadata/{name}_vqa_data.json"
+        if not path.is_file() or path.read_bytes() != content:
+            write_file(path, content)
+    return root
+
+
+def read_candidates(root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `CANDIDATES`; "question" is a `ChoiceQuestion`."""
+    with (root / CANDIDATES).open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            question = row["question"]
+            yield {
+                **row,
+                "question": ChoiceQuestion(**{**question, "options": tuple(question["options"])}),
+            }
+
+
+def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    rows = write_rexgradient_patient(root, patient, options)
+    split = REX_SPLITS[options.split_index(patient.index)]
+    table = rows.tables[f"metadata/{split}_metadata_view_position.json"]
+    lines: list[list[object]] = []
+    for (name, entry), study in zip(table, patient.studies, strict=True):
+        question_of = {each.question: each for view in study.views[:1]
+                       for each in choice_questions(view)}  # fmt: skip
+        record = json.loads(str(entry))
+        for text, question in question_of.items():
+            row = {
+                "split": split,
+                "name": f"{name} {text}",
+                "study": record,
+                "question": dataclasses.asdict(question),
+            }
+            lines.append([json.dumps(row)])
+    return dataclasses.replace(rows, tables={**rows.tables, CANDIDATES: lines})
+
+
+def _entry(row: dict[str, Any], options: tuple[str, ...], right: int) -> dict[str, Any]:
+    study = row["study"]
+    task, category = _TASKS[row["question"].kind]
+    kept = ("ImagePath", "ImageViewPosition", "Indication", "Comparison", "Findings", "Impression",
+            "PatientSex", "PatientAge")  # fmt: skip
+    return {
+        "question": row["question"].question,
+        "options": [f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=True)],
+        "correct_answer": LETTERS[right],
+        "correct_answer_explanation": study["Impression"],
+        "task_name": task,
+        "category": category,
+        "study_id": f"{study['PatientID']}_{study['AccessionNumber']}",
+        **{name: study[name] for name in kept},
+    }
