@@ -60,6 +60,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("ms-cxr", "ms-cxr-t"),
         ),
         "Questions": ("vqa-rad", "slake", "rexvqa"),
+        "Volumes": ("ct-rate", "rad-chestct", "merlin", "volumes"),
         "Knowledge and pictures": ("umls", "contact-sheet", "example"),
     },
     "shards": {
@@ -75,6 +76,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("vindr-mammo", "embed-mammo"),
         ),
         "Questions": ("vqa-rad", "slake", "vqa-med", "path-vqa", "rexvqa"),
+        "Volumes": ("ct-rate", "rad-chestct", "merlin", "volumes"),
         "Text and knowledge": ("text", "concepts"),
         "Your own data and the hub": ("table", "parquet", "webdataset", "generated"),
     },
@@ -110,6 +112,9 @@ _EXAMPLES: Mapping[str, str] = {
     "shards chexpert-plus": "--root CheXpert-Plus --exclude 5x200.csv --out shards/chexpert-plus",
     "shards rexgradient": "--root ReXGradient-160K --views PA AP --out shards/rexgradient",
     "shards padchest-gr": "--root PadChest-GR --language english --out shards/padchest-gr",
+    "shards ct-rate": "--root CT-RATE --size 112 336 336 --spacing 3 1 1 --out shards/ct-rate",
+    "shards volumes": "--table volumes.csv --image-column path --patient-column patient "
+    "--text-column report --out shards/ct",
     "shards chest-imagenome": "--root Chest-ImaGenome --images MIMIC-CXR-JPG "
     "--without shards/ms-cxr/test --out shards/chest-imagenome",
     "shards roco": "--root ROCO --references roco_references --out shards/roco",

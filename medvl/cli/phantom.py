@@ -5,6 +5,7 @@ the text to print.
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from medvl.cli.shards import commands, corpora
 from medvl.common.files import write_atomic
@@ -51,13 +52,43 @@ class QataOptions(PhantomOptions):
     """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VolumeOptions:
+    """Size and seed of the chest CTs."""
+
+    patients: int = 40
+    """number of patients"""
+    shape: tuple[int, int, int] = (32, 64, 64)
+    """voxels along (z, y, x) of a field of 30 x 36 x 36 cm"""
+    seed: int = 0
+    """seed of the population; evaluate on another one"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReconstructionOptions(VolumeOptions):
+    """Size and seed of the chest CTs, several for each scan."""
+
+    reconstructions: int = 2
+    """volumes of a scan, which share its report"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeriesOptions(ReconstructionOptions):
+    """Size and seed of the chest CTs, and their files."""
+
+    reconstructions: int = 1
+    """volumes of a scan, which share its report"""
+    dicom: bool = False
+    """write DICOM series beside the NIfTI files"""
+
+
 def _command(
     layout: str,
     summary: str,
     following: str,
     *,
     out: str = "output folder",
-    kind: type[PhantomOptions] = PhantomOptions,
+    kind: type[PhantomOptions | VolumeOptions] = PhantomOptions,
     **options: int,
 ) -> Callable[..., str]:
     """Return the command that writes one layout.
@@ -70,14 +101,15 @@ def _command(
         kind: the options.
         options: default options.
     """
-    defaults = kind(**options)
+    make: Any = kind
+    defaults = make(**options)
     note = (
         "; each patient is an article with one or more figures"
         if layout in ("roco", "medicat")
         else ""
     )
 
-    def write(out: Path, options: PhantomOptions = defaults) -> str:
+    def write(out: Path, options: PhantomOptions | VolumeOptions = defaults) -> str:
         from medvl import phantom
 
         getattr(phantom, f"write_{layout}")(out, **dataclasses.asdict(options))
@@ -136,6 +168,10 @@ def _shards(corpus: str, arguments: str = "") -> str:
     return f"medvl shards {corpus} --root {{out}}{arguments} --out {{out}}-shards"
 
 
+_OWN_VOLUMES = (
+    "medvl shards volumes --table {out}/volumes.csv --image-column path --patient-column patient "
+    "--study-column study --text-column findings impression --out {out}-shards"
+)
 _FIGURES = "figures of case reports with captions and references to them"
 _VQA_RAD = "VQA-RAD: radiographs, CT and MR slices, and questions that need the image"
 _CHEXPERT = "python scripts/zeroshot_chexpert.py --checkpoint RUN --root {out}/CheXpert-v1.0-small"
@@ -320,6 +356,30 @@ COMMANDS: dict[str, Callable[..., str]] = {
         _shards("slake"),
         out="output folder of train.json, validate.json, test.json and imgs/",
         seed=21,
+    ),
+    "ct-rate": _command(
+        "ct_rate",
+        "CT-RATE: chest CTs of both releases with their tables",
+        _shards("ct-rate"),
+        kind=ReconstructionOptions,
+    ),
+    "rad-chestct": _command(
+        "rad_chestct",
+        "RAD-ChestCT: chest CTs as NumPy archives, and labels by place",
+        _shards("rad-chestct"),
+        kind=VolumeOptions,
+    ),
+    "merlin": _command(
+        "merlin",
+        "Merlin: CTs as NIfTI files, findings and labels",
+        _shards("merlin"),
+        kind=VolumeOptions,
+    ),
+    "volumes": _command(
+        "volumes",
+        "a folder of chest CTs with a table of reports and labels",
+        _OWN_VOLUMES,
+        kind=SeriesOptions,
     ),
     "umls": umls,
     "contact-sheet": contact_sheet,

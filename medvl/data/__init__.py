@@ -15,7 +15,11 @@ if TYPE_CHECKING:
         questions_of as questions_of,
     )
     from medvl.data.convert.merge import merge_parts as merge_parts
-    from medvl.data.convert.options import ShardOptions as ShardOptions, ShardRun as ShardRun
+    from medvl.data.convert.options import (
+        ShardOptions as ShardOptions,
+        ShardRun as ShardRun,
+        VolumeShardOptions as VolumeShardOptions,
+    )
     from medvl.data.convert.pipeline import write_shards as write_shards
     from medvl.data.convert.plan import hold_out as hold_out
     from medvl.data.convert.record import ShardTask as ShardTask, build_shard as build_shard
@@ -187,13 +191,16 @@ if TYPE_CHECKING:
     )
     from medvl.data.volumes.dicom_series import read_dicom_series as read_dicom_series
     from medvl.data.volumes.nifti import read_nifti as read_nifti
+    from medvl.data.volumes.options import (
+        VolumeFile as VolumeFile,
+        VolumeOptions as VolumeOptions,
+    )
     from medvl.data.volumes.resampling import (
         apply_window as apply_window,
         crop_or_pad as crop_or_pad,
         resample_volume as resample_volume,
     )
     from medvl.data.volumes.slices import rgb_slices as rgb_slices
-    from medvl.data.volumes.stored import VolumeOptions as VolumeOptions
     from medvl.data.volumes.transform import VolumeTransform as VolumeTransform
     from medvl.data.volumes.volume import (
         Volume as Volume,

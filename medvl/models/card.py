@@ -27,6 +27,7 @@ class ImageKind:
 _CHEST = ("CHEST", "PORT CHEST", "THORAX", "LUNG", "HEART")
 CHEST_RADIOGRAPHS = ImageKind("chest radiographs", ("CR", "DX", "RG"), _CHEST)
 _CHEST_CT = ImageKind("chest CT", ("CT",), _CHEST)
+_ABDOMINAL_CT = ImageKind("abdominal CT", ("CT",), ("ABDOMEN",))
 _MAMMOGRAMS = ImageKind("mammograms", ("MG",), ("BREAST",))
 _HISTOLOGY = ImageKind("histology", ("SM", "GM"))
 _FUNDUS = ImageKind("fundus photographs", ("OP",), ("EYE", "RETINA"))
@@ -50,7 +51,8 @@ _CORPORA = {
         ),
         CHEST_RADIOGRAPHS,
     ),
-    "mosmed": _CHEST_CT,
+    **dict.fromkeys(("ct-rate", "mosmed", "rad-chestct"), _CHEST_CT),
+    "merlin": _ABDOMINAL_CT,
     **dict.fromkeys(("embed-mammo", "vindr-mammo"), _MAMMOGRAMS),
     "odir": _FUNDUS,
     **dict.fromkeys(("monuseg", "path-vqa"), _HISTOLOGY),

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
         write_vindr_pcxr as write_vindr_pcxr,
     )
     from medvl.phantom.layouts.choices import write_rexvqa as write_rexvqa
+    from medvl.phantom.layouts.ct_corpora import (
+        write_ct_rate as write_ct_rate,
+        write_merlin as write_merlin,
+        write_rad_chestct as write_rad_chestct,
+    )
     from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
     from medvl.phantom.layouts.figures import (
         write_medicat as write_medicat,

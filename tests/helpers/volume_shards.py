@@ -3,13 +3,13 @@
 import csv
 from pathlib import Path
 
-from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.options import ShardRun, VolumeShardOptions
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.privacy import Deidentifier
-from medvl.data.volumes.stored import VolumeOptions
+from medvl.data.volumes.options import VolumeFile, VolumeOptions
 from medvl.phantom import write_volumes
 from medvl.schema import Sample
 
@@ -43,11 +43,12 @@ def volume_shards(
                 sections={"findings": row["findings"], "impression": row["impression"]},
                 extra={"reconstruction": int(row["reconstruction"])},
             ),
-            volume=options or VolumeOptions(),
+            volume=VolumeFile(),
         )
         for row in rows
     ]
     plan = Plan("lab", Records(records), (), RowCounts())
     run = ShardRun(out=root / "shards", workers=1)
-    write_shards(plan, DEID, run, ShardOptions(samples_per_shard=4))
+    stored = VolumeShardOptions(samples_per_shard=4, volume=options or VolumeOptions())
+    write_shards(plan, DEID, run, stored)
     return root / "shards" / split

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medvl.cli.help import Flat
-from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.options import ShardOptions, ShardRun, VolumeShardOptions
 from medvl.data.corpora.registry import CORPORA, Corpus, FileAccess
 from medvl.data.storage.location import locate
+from medvl.data.volumes.options import VolumeOptions
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +56,34 @@ class TextConversionOptions:
     def shard_options(self) -> ShardOptions:
         """Return the storage format, with defaults for images."""
         return ShardOptions(samples_per_shard=self.samples_per_shard)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VolumeConversionOptions:
+    """Options of every conversion of volumes."""
+
+    run: Flat[ShardRun]
+    """output folder, budget, workers"""
+    volume: Flat[VolumeOptions]
+    """spacing and size of the volumes"""
+    keep_textless: bool = False
+    """Keep volumes without text (for evaluation by labels)."""
+    samples_per_shard: int = 100
+    """volumes per shard."""
+    follow_links: bool = False
+    """Also read files that links outside of the corpus lead to. Only for trees that you trust."""
+
+    def shard_options(self) -> ShardOptions:
+        """Return the storage format."""
+        return VolumeShardOptions(
+            volume=self.volume,
+            keep_textless=self.keep_textless,
+            samples_per_shard=self.samples_per_shard,
+            follow_links=self.follow_links,
+        )
+
+
+AnyOptions = ConversionOptions | TextConversionOptions | VolumeConversionOptions
 
 
 def merge(out: Path, parts: tuple[Path, ...]) -> str:
@@ -107,17 +136,18 @@ def corpus_command(name: str) -> Callable[..., str]:
     """
     cls = CORPORA.get(name)
 
-    def command(corpus: Corpus, shared: ConversionOptions | TextConversionOptions) -> str:
+    def command(corpus: Corpus, shared: AnyOptions) -> str:
         return convert_corpus(corpus, shared)
 
     flat: Any = Flat  # the classes are known at run time only
-    shared = ConversionOptions if cls.has_images else TextConversionOptions
+    of_images = ConversionOptions if cls.has_images else TextConversionOptions
+    shared = VolumeConversionOptions if cls.has_volumes else of_images
     command.__annotations__ = {"corpus": flat[cls], "shared": flat[shared]}
     command.__doc__ = cls.__doc__
     return command
 
 
-def convert_corpus(corpus: Corpus, shared: ConversionOptions | TextConversionOptions) -> str:
+def convert_corpus(corpus: Corpus, shared: AnyOptions) -> str:
     """Plan and convert a corpus. Returns its notes, one line per split with its counts, and the
     warnings.
     """

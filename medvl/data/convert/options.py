@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from medvl.common.config_io import check_choice, check_within
 from medvl.data.storage.location import is_address, locate
+from medvl.data.volumes.options import VolumeOptions
 from medvl.errors import ConfigError
 
 T = TypeVar("T")
@@ -66,6 +68,25 @@ class ShardOptions:
             for name, value in values.items()
             if name not in unused or value != unused[name]
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VolumeShardOptions(ShardOptions):
+    """Storage format of volumes, in place of that of images."""
+
+    volume: VolumeOptions = dataclasses.field(default_factory=VolumeOptions)
+    """Spacing and size."""
+
+    def stored(self) -> dict[str, Any]:
+        """Return the options as the manifest stores them, without those of images."""
+        values = {
+            "volume": dataclasses.asdict(self.volume),
+            "keep_textless": self.keep_textless,
+            "samples_per_shard": self.samples_per_shard,
+        }
+        values |= {"follow_links": True} if self.follow_links else {}
+        stored: dict[str, Any] = json.loads(json.dumps(values))  # lists, as a manifest has them
+        return stored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,6 +90,8 @@ class ShardPlan:
             digest.update(shard.name.encode())
             for record in self.records(shard):
                 digest.update(sample_to_json(record.sample))
+                if record.volume is not None:
+                    digest.update(str(record.volume).encode())
         return digest.hexdigest()
 
     def sources(self, shards: Sequence[PlannedShard]) -> Iterator[str]:

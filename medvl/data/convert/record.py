@@ -21,7 +21,7 @@ from medvl.data.annotations import (
     published_size,
     region_fields,
 )
-from medvl.data.convert.options import ShardOptions
+from medvl.data.convert.options import ShardOptions, VolumeShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.dicom.reader import DicomHeader
 from medvl.data.images.background import find_foreground
@@ -37,8 +37,8 @@ from medvl.data.shards.format import (
     sample_to_json,
 )
 from medvl.data.storage.parts import Content, read_parts
+from medvl.data.volumes.options import VolumeFile, VolumeOptions
 from medvl.data.volumes.reading import encode_stored_volume
-from medvl.data.volumes.stored import VolumeOptions
 from medvl.errors import DicomError, ImageError, ReportError, VolumeError
 from medvl.schema import FilePart, Sample
 
@@ -192,7 +192,8 @@ def _convert(
         if isinstance(content, Exception):
             raise content
         if record.volume is not None:
-            return _convert_volume(sample, record.volume, folders, note)
+            storage = options.volume if isinstance(options, VolumeShardOptions) else VolumeOptions()
+            return _convert_volume(sample, record.volume, storage, folders, note)
         pixels, header = read_pixels(
             sample.image,
             content=content,
@@ -232,11 +233,15 @@ def _convert(
 
 
 def _convert_volume(
-    sample: Sample, options: VolumeOptions, folders: InputFolders, note: ShardNote
+    sample: Sample,
+    file: VolumeFile,
+    options: VolumeOptions,
+    folders: InputFolders,
+    note: ShardNote,
 ) -> EncodedSample:
     if not isinstance(sample.image, Path):
         raise ImageError("expected a file or a folder of a volume, got a part", "unsupported")
-    content, fields = encode_stored_volume(sample.image, options, folders)
+    content, fields = encode_stored_volume(sample.image, file, options, folders)
     sample = dataclasses.replace(sample, extra={**sample.extra, **fields})
     note.patients.append(sample.patient)
     return EncodedSample(sample.key, VOLUME_SUFFIX, content, sample_to_json(sample))

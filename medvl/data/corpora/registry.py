@@ -73,11 +73,15 @@ _MODULES = {
     "object-cxr": f"{_CORPORA}.boxes_and_masks.object_cxr",
     "vindr-mammo": f"{_CORPORA}.boxes_and_masks.vindr_mammo",
     "embed-mammo": f"{_CORPORA}.boxes_and_masks.embed_mammo",
+    "ct-rate": f"{_CORPORA}.volumes.ct_rate",
+    "rad-chestct": f"{_CORPORA}.volumes.rad_chestct",
+    "merlin": f"{_CORPORA}.volumes.merlin",
     "text": "medvl.data.convert.shard_documents",
     "concepts": f"{_CORPORA}.concepts",
     "webdataset": f"{_CORPORA}.webdataset_tars",
     "generated": "medvl.data.convert.generated",
     "table": f"{_CORPORA}.table",
+    "volumes": f"{_CORPORA}.volumes.volume_table",
     "parquet": f"{_CORPORA}.parquet_files",
 }
 """Name of a built-in corpus -> module that defines it, in the order of the help."""
@@ -141,6 +145,8 @@ class Corpus(abc.ABC):
     """Whether images are always cut to their foreground."""
     has_images: ClassVar[bool] = True
     """Whether the command has the options of stored images."""
+    has_volumes: ClassVar[bool] = False
+    """Whether the command has the options of stored volumes in place of those of images."""
 
     @abc.abstractmethod
     def plan(self, deid: "Deidentifier", access: FileAccess = FileAccess()) -> "Plan":

@@ -45,6 +45,8 @@ def read_nifti(
     path: Path | str,
     *,
     orientation: str | None = None,
+    spacing: tuple[float, float, float] | None = None,
+    rescale: tuple[float, float] | None = None,
     max_oblique: float = MAX_OBLIQUE,
     limits: VolumeLimits = DEFAULT_LIMITS,
     folders: InputFolders = ANYWHERE,
@@ -58,6 +60,10 @@ def read_nifti(
         path: .nii or .nii.gz.
         orientation: directions of the axes (i, j, k) of a file whose header has neither sform nor
             qform, such as "RAS"; None refuses these files.
+        spacing: mm along (i, j, k) in place of the header's; then `orientation` is in place of the
+            header's too.
+        rescale: slope and intercept of files whose header has none and whose values are not
+            rescaled yet.
         max_oblique: largest angle between an axis and the patient's nearest one, in degrees.
         limits: limits for untrusted files.
         folders: folders that the file must be in, links resolved; default any.
@@ -65,16 +71,18 @@ def read_nifti(
     Raises:
         FileNotFoundError: the file does not exist.
         VolumeError: "malformed", "truncated", "too_large"; "unsupported": not one volume of real
-            numbers (4-D, colour, complex, .hdr/.img pairs); "missing": no orientation; "tilt",
-            "oblique": see `Volume`; and the codes of `InputFolders.open`.
+            numbers (4-D, colour, complex, .hdr/.img pairs); "missing": no orientation; "conflict":
+            a rescale beside that of the header; "tilt", "oblique": see `Volume`; and the codes of
+            `InputFolders.open`.
         ConfigError: "out_of_range" for `orientation`.
         ImportError: nibabel is not installed.
     """
-    axes = None if orientation is None else _named_axes(orientation)
+    axes = None if orientation is None else named_axes(orientation)
+    sides = None if spacing is None else np.asarray(spacing, np.float64)
     file = folders.open(path, VolumeError)
     try:
         with file:
-            return _read(file, axes, max_oblique, limits)
+            return _read(file, axes, sides, rescale, max_oblique, limits)
     except VolumeError as error:
         raise error.prefixed(f"{path}: ") from error
     except OSError as error:
@@ -83,8 +91,11 @@ def read_nifti(
         raise VolumeError(f"{path}: not enough memory for the volume", "too_large") from error
 
 
-def _named_axes(orientation: str) -> np.ndarray:
-    """Return the unit steps of axis codes, in LPS coordinates."""
+def named_axes(orientation: str) -> np.ndarray:
+    """Return the unit steps (3, 3) of axis codes such as "RAS", as columns in LPS coordinates.
+
+    Raises ConfigError ("out_of_range") for other codes.
+    """
     letters = {"L": (0, 1), "R": (0, -1), "P": (1, 1), "A": (1, -1), "S": (2, 1), "I": (2, -1)}
     places = [letters.get(letter) for letter in orientation.upper()]
     rows = sorted(place[0] for place in places if place)
@@ -99,7 +110,12 @@ def _named_axes(orientation: str) -> np.ndarray:
 
 
 def _read(
-    file: BinaryIO, axes: np.ndarray | None, max_oblique: float, limits: VolumeLimits
+    file: BinaryIO,
+    axes: np.ndarray | None,
+    sides: np.ndarray | None,
+    rescale: tuple[float, float] | None,
+    max_oblique: float,
+    limits: VolumeLimits,
 ) -> Volume:
     size = os.fstat(file.fileno()).st_size
     if size > limits.file_bytes:
@@ -119,7 +135,7 @@ def _read(
             "unsupported",
             field="datatype",
         )
-    steps = _steps(header, axes)
+    steps = _steps(header, axes) if axes is None or sides is None else axes * sides
     most = size * _GZIP_RATIO if is_packed else size
     if math.prod(shape) * dtype.itemsize > most:
         raise VolumeError(
@@ -127,7 +143,7 @@ def _read(
             "has fewer: copy it again",
             "truncated",
         )
-    stored_KJI = _voxels(stream, header, shape, dtype)
+    stored_KJI = _voxels(stream, header, shape, dtype, rescale)
     hu_DHW, spacing, angle = to_canonical(stored_KJI, steps[:, ::-1], max_oblique)
     return Volume(hu_DHW=hu_DHW, spacing=spacing, angle=angle)
 
@@ -243,7 +259,11 @@ def _steps(header: Any, axes: np.ndarray | None) -> np.ndarray:
 
 
 def _voxels(
-    stream: _Stream, header: Any, shape: tuple[int, int, int], dtype: np.dtype[Any]
+    stream: _Stream,
+    header: Any,
+    shape: tuple[int, int, int],
+    dtype: np.dtype[Any],
+    rescale: tuple[float, float] | None,
 ) -> np.ndarray:
     """Read the voxels as int16 (k, j, i), slice by slice."""
     from nibabel.spatialimages import HeaderDataError
@@ -255,6 +275,16 @@ def _voxels(
             "the intercept is not a finite number", "malformed", field="scl_inter"
         ) from None
     scales = slope is not None and (slope, intercept) != (1.0, 0.0)
+    if rescale is not None:
+        if scales:
+            raise VolumeError(
+                "the header has a rescale of its own beside the given one; values are rescaled "
+                "once: leave one out",
+                "conflict",
+                field="rescale",
+            )
+        slope, intercept = rescale
+        scales = True
     offset = float(header["vox_offset"])
     if not stream.position <= offset <= _MAX_OFFSET or offset % 1:
         raise VolumeError(

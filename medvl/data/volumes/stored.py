@@ -1,6 +1,5 @@
 """Volumes of shards: how they are stored, and the fields of their samples."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,20 +9,6 @@ from medvl.data.volumes.volume import Volume
 
 ORIENTATION = "LPS"
 """Axes (z, y, x) to the head, the back and the left, in DICOM's letters for x, y and z."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class VolumeOptions:
-    """Storage of a volume."""
-
-    spacing: tuple[float, float, float] | None = None
-    """Millimetres along (z, y, x); None: that of the file."""
-    size: tuple[int, int, int] | None = None
-    """Voxels along (z, y, x), cropped or padded around the centre; None: all."""
-    antialias: bool = True
-    """See `resample_volume`."""
-    modality: str = "CT"
-    """Modality of NIfTI files, which have none. Values of CT must be Hounsfield units."""
 
 
 def volume_fields(volume: Volume) -> dict[str, Any]:

@@ -74,13 +74,13 @@ def write_volumes(
         for index in range(reconstructions):
             hu_DHW = draw_volume(chest, shape, reconstruction=index)
             path = Path("nifti") / f"{names[1]}_{index + 1}.nii.gz"
-            _write_nifti(folder / path, hu_DHW)
+            write_nifti(folder / path, hu_DHW)
             series = Path("dicom") / f"{names[1]}_{index + 1}" if dicom else ""
             if dicom:
                 _write_series(folder / series, hu_DHW, chest, index)
             sections = (report["findings"], report["impression"])
             writer.writerow([*names, path, series, index + 1, *sections, *chest.labels.values()])
-        truth.append(_truth(chest, names[1]))
+        truth.append(truth_of(chest, names[1]))
     write_atomic(folder / "volumes.csv", table.getvalue())
     write_atomic(folder / "truth.jsonl", "".join(json.dumps(line) + "\n" for line in truth))
 
@@ -91,7 +91,8 @@ def spacing_of(shape: tuple[int, int, int]) -> tuple[float, float, float]:
     return z, y, x
 
 
-def _truth(chest: ChestCT, study: str) -> dict[str, Any]:
+def truth_of(chest: ChestCT, study: str) -> dict[str, Any]:
+    """Return the line of a scan in `truth.jsonl`."""
     findings = [
         {
             "name": finding.name,
@@ -104,13 +105,17 @@ def _truth(chest: ChestCT, study: str) -> dict[str, Any]:
     return {"study": study, "labels": chest.labels, "findings": findings}
 
 
-def _write_nifti(path: Path, hu_DHW: np.ndarray) -> None:
+def write_nifti(path: Path, hu_DHW: np.ndarray, flips: tuple[int, ...] = ()) -> None:
+    """Write Hounsfield units (z to the head, y to the back, x to the left), with some of the axes
+    0, 1, 2 of the file, for x, y, z, in the opposite direction.
+    """
     import nibabel
 
     z, y, x = spacing_of((hu_DHW.shape[0], hu_DHW.shape[1], hu_DHW.shape[2]))
-    # The axes of NIfTI's millimetres are right, front and head.
-    image = nibabel.Nifti1Image(hu_DHW.transpose(2, 1, 0), np.diag([-x, -y, z, 1]))
-    nibabel.save(image, path)
+    steps = np.array([-x, -y, z])  # the axes of NIfTI's millimetres are right, front and head
+    steps[list(flips)] *= -1
+    stored = np.flip(hu_DHW.transpose(2, 1, 0), flips)
+    nibabel.save(nibabel.Nifti1Image(stored, np.diag([*steps, 1])), path)
 
 
 def _write_series(folder: Path, hu_DHW: np.ndarray, chest: ChestCT, reconstruction: int) -> None:

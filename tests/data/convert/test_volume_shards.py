@@ -10,7 +10,7 @@ import pytest
 from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, make_plan, reseal
 
-from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.options import ShardRun, VolumeShardOptions
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.rows import RowCounts
@@ -21,8 +21,8 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder
 from medvl.data.volumes.codec import decode_volume
 from medvl.data.volumes.nifti import read_nifti
+from medvl.data.volumes.options import VolumeFile, VolumeOptions
 from medvl.data.volumes.resampling import crop_or_pad, resample_volume
-from medvl.data.volumes.stored import VolumeOptions
 from medvl.errors import ImageError, ShardError
 from medvl.phantom import draw_volume, sample_chest_ct, write_volumes
 from medvl.schema import Sample
@@ -31,7 +31,7 @@ SHAPE = (16, 32, 32)
 DEID = Deidentifier(b"0" * 32)
 
 
-def record(path, number: int, volume: VolumeOptions) -> Record:
+def record(path, number: int, volume: VolumeFile) -> Record:
     sample = Sample(
         key=f"key{number}",
         corpus="lab",
@@ -65,10 +65,10 @@ def scans(tmp_path_factory):
 
 def convert(scans, out, **options):
     volume = VolumeOptions(**options)
-    records = Records(record(path, number, volume) for number, path in enumerate(scans))
+    records = Records(record(path, number, VolumeFile()) for number, path in enumerate(scans))
     plan = Plan("lab", records, (), RowCounts())
     run = ShardRun(out=out, workers=1, max_skipped=5)
-    write_shards(plan, DEID, run, ShardOptions(samples_per_shard=5))
+    write_shards(plan, DEID, run, VolumeShardOptions(samples_per_shard=5, volume=volume))
     return ShardSource(out / "train")
 
 
@@ -101,9 +101,9 @@ def test_spacing_and_size_are_those_of_the_options(scans, tmp_path):
 
 
 def test_records_of_volumes_survive_their_file(scans):
-    options = VolumeOptions(spacing=(3.0, 1.0, 1.0), size=(112, 336, 336), antialias=False)
-    one = record(scans[0], 0, options)
-    image = dataclasses.replace(record(scans[1], 1, options), volume=None)
+    file = VolumeFile(spacing=(3.0, 1.0, 1.0), rescale=(1.0, -8192.0), orientation="LPS")
+    one = record(scans[0], 0, file)
+    image = dataclasses.replace(record(scans[1], 1, file), volume=None)
     assert list(Records([one, image])) == [one, image]
 
 

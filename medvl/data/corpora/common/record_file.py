@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, overload
 
 from medvl.data.corpora.common.tables import Record
-from medvl.data.volumes.stored import VolumeOptions
+from medvl.data.volumes.options import VolumeFile
 from medvl.errors import CorpusError
 from medvl.schema import FilePart, PackedPage, Sample
 
@@ -114,10 +114,12 @@ def _from_json(data: bytes) -> Record:
         sample,
         None if report is None else Path(report),
         {label: Path(masks[label]) for label in masks},
-        None if volume is None else _volume_options(volume),
+        None if volume is None else _volume_file(volume),
     )
 
 
-def _volume_options(values: dict[str, Any]) -> VolumeOptions:
-    sides = {name: tuple(values[name]) for name in ("spacing", "size") if values[name] is not None}
-    return VolumeOptions(**{**values, **sides})
+def _volume_file(values: dict[str, Any]) -> VolumeFile:
+    sides = {
+        name: tuple(values[name]) for name in ("spacing", "rescale") if values[name] is not None
+    }
+    return VolumeFile(**{**values, **sides})

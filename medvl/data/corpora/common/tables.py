@@ -22,7 +22,7 @@ from medvl.data.reports.sections import Report, read_report
 from medvl.data.reports.sentences import join_texts
 from medvl.data.storage.location import is_address
 from medvl.data.transforms.text import choose_sections
-from medvl.data.volumes.stored import VolumeOptions
+from medvl.data.volumes.options import VolumeFile
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FINDINGS, FilePart, Sample
 
@@ -70,9 +70,9 @@ class Record:
     """Label -> file of its mask, an image of the size of the sample's; read into `Sample.extra`
     by the conversion.
     """
-    volume: VolumeOptions | None = None
-    """How the sample's `image`, a NIfTI file or the folder of a DICOM series, is stored as a
-    volume; None: it is an image.
+    volume: VolumeFile | None = None
+    """How the sample's `image`, a NIfTI file, a NumPy archive or the folder of a DICOM series, is
+    read as a volume; None: it is an image.
     """
 
     @property

@@ -1,0 +1,1 @@
+"""Corpora of volumes: CT."""

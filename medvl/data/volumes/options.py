@@ -1,0 +1,56 @@
+"""How files of volumes are read, and how volumes are stored. The command line imports this module,
+so it imports nothing heavy.
+"""
+
+import dataclasses
+from typing import Literal
+
+from medvl.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VolumeFile:
+    """What the tables of a corpus say about the file of a volume."""
+
+    modality: str = "CT"
+    """Modality of files that state none (NIfTI, NumPy). Values of CT must be Hounsfield units."""
+    orientation: str | None = None
+    """Directions of the axes of a file that states none, such as "RAS"; with `spacing`, of any."""
+    spacing: tuple[float, float, float] | None = None
+    """Millimetres along the axes of the file, in place of those of its header."""
+    rescale: tuple[float, float] | None = None
+    """Slope and intercept of stored values that are not Hounsfield units yet; files that state a
+    rescale of their own are refused.
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VolumeOptions:
+    """Storage of volumes."""
+
+    spacing: tuple[float, float, float] | None = None
+    """Millimetres along (z, y, x) that volumes are resampled to, such as 3 1 1; default: those of
+    each file.
+    """
+    size: tuple[int, int, int] | None = None
+    """Voxels along (z, y, x), cropped or padded around the centre, such as 112 336 336; default:
+    all.
+    """
+    antialias: bool = True
+    """Smooth before an axis is shrunk by more than 1.5; published code does not."""
+    gaps: Literal["refuse", "resample"] = "refuse"
+    """DICOM series whose slices have uneven distances: refuse (they are skipped as `gap`) or
+    resample (where distances vary by less than 10 %).
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("spacing", "size"):
+            sides = getattr(self, name)
+            if sides is not None and (
+                len(sides) != 3 or not all(0 < side < float("inf") for side in sides)
+            ):
+                raise ConfigError(
+                    f"expected {name} as three numbers above 0, got {sides}",
+                    "out_of_range",
+                    field=name,
+                )
