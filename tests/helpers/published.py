@@ -30,6 +30,7 @@ LISTS = {
     "cxrclip_swin_tiny": "cxrclip",
     "gloria_resnet18": "gloria_encoders",
     "gloria_resnet50": "gloria",
+    "hlip": "hlip",
     "kad": "kad",
     "lvit bioclinicalbert": "lvit",
     "lovt": "lovt",

@@ -152,7 +152,7 @@ class HierarchicalViT(VolumeNetwork):
         }
         self.patch_embed = PatchEmbedding(self.patch_size, embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        rates = torch.linspace(0, drop_path_rate, depth).tolist()
+        rates = [drop_path_rate * layer / max(1, depth - 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(
             Block(embed_dim, num_heads, 4.0, qkv_bias=True, drop_path=rate, norm_layer=_Norm)
             for rate in rates

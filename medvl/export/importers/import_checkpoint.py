@@ -36,6 +36,7 @@ from medvl.export.importers import (
     lvit,
     queries,
     records,
+    volumes,
 )
 from medvl.export.importers.importer import (
     ENCODER_IMPORTERS,
@@ -66,6 +67,7 @@ _IMPORTERS: Mapping[str, Importer] = {
             *records.IMPORTERS,
             *queries.IMPORTERS,
             *queries.STATEMENT_IMPORTERS,
+            *volumes.IMPORTERS,
             *ENCODER_IMPORTERS,
             *hugging_face.IMPORTERS,
         ),
