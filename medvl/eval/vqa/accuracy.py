@@ -11,6 +11,9 @@ Protocol "vqa"; a `VQAProtocol` gives the rules for comparing answers and the ve
   baseline. "ceiling" is the accuracy of a classifier that always chooses the best answer of the
   vocabulary: the model's own, of predictions from a file the protocol's; 1 for a model that
   generates answers.
+* Controls (`medvl.eval.vqa.controls`) are answers of the same model without the image, with another
+  patient's, or to the question in other words. Their accuracy has the subgroup "control: ...", and
+  "gain_over_text_only" is the headline.
 * Answers of a model's vocabulary that only the evaluated split has are stated as a flaw: they are
   not from training.
 * Intervals: the bootstrap resamples images, with all their questions. All rows share the resamples.
@@ -30,6 +33,7 @@ from medvl.data.reports.cleaning import swap_laterality
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.results import Results, format_table, format_value
+from medvl.eval.vqa.controls import CONTROLS, GAIN_OVER_TEXT_ONLY, TEXT_ONLY, control_of
 from medvl.eval.vqa.predictions import QUESTION_ONLY, Predictions, VQAData, baselines
 from medvl.eval.vqa.protocol import (
     PROTOCOL,
@@ -66,7 +70,8 @@ class VQAResult:
         """Return a text table of the systems by overall, closed and open, and one by question
         type and organ.
         """
-        others = [row for row in self.results.rows if row.metric in (CEILING, GAIN)]
+        metrics = (CEILING, GAIN, GAIN_OVER_TEXT_ONLY)
+        others = [row for row in self.results.rows if row.metric in metrics and row.target in TYPES]
         top = [
             dataclasses.replace(row, metric=row.target, target=system, subgroup="")
             for system in self.systems
@@ -84,8 +89,8 @@ class VQAResult:
         return "\n\n".join(format_table(rows) for rows in (top, below) if rows)
 
     def predictions(self) -> list[dict[str, Any]]:
-        """Return one JSON object per question, with the answers and credits of the model and
-        question-only baseline.
+        """Return one JSON object per question, with the answers and credits of the model, its
+        controls and the question-only baseline.
         """
         lines = []
         types = _predicted_types(self.systems)
@@ -94,7 +99,7 @@ class VQAResult:
             line: dict[str, Any] = {**question.as_json(), "patient": self.data.groups[index]}
             groups = self.data.subgroups[index] if self.data.subgroups else {}
             line |= {"subgroups": groups, "closed": bool(closed_N[index])}
-            for system in (MODEL, QUESTION_ONLY):
+            for system in (MODEL, *CONTROLS, QUESTION_ONLY):
                 if system in self.systems:
                     prediction = self.systems[system].get(question.id)
                     line[system] = None if prediction is None else prediction.answer
@@ -111,6 +116,7 @@ def evaluate_answers(
     split: str = "test",
     vocabulary: AnswerVocabulary | Literal["protocol"] | None = "protocol",
     elsewhere: Sequence[Question] = (),
+    controls: Mapping[str, Predictions] | None = None,
     resamples: int = 1000,
     seed: int = 0,
     inputs: Mapping[str, str | None] | None = None,
@@ -125,6 +131,7 @@ def evaluate_answers(
         vocabulary: answers of the model, for the ceiling (`model_vocabulary`); None for a model
             that generates them; default the protocol's own.
         elsewhere: questions of further splits, whose answers a model's vocabulary may have too.
+        controls: name -> predictions of the same model under that control.
         resamples, seed: number and seed of the bootstrap resamples.
         inputs: further hashes for the results (the checkpoint).
 
@@ -152,6 +159,7 @@ def evaluate_answers(
         protocol = protocol.with_leak(leaked, split)
     questions = evaluated.questions
     systems: dict[str, Predictions] = {} if predictions is None else {MODEL: predictions}
+    systems |= controls or {}
     systems |= baselines(data.part("train").questions, questions, protocol)
     credits = {
         system: protocol.credits(questions, {name: one.answer for name, one in answers.items()})
@@ -221,6 +229,9 @@ def _metric_groups(
     ]
     if MODEL in credits:
         values.append((GAIN, credits[MODEL] - credits[QUESTION_ONLY], types, ""))
+        if TEXT_ONLY in credits:
+            gain_N = credits[MODEL] - credits[TEXT_ONLY]
+            values.append((GAIN_OVER_TEXT_ONLY, gain_N, types | by_attribute, ""))
     values.append((CEILING, ceiling_N, types, ""))
     return [masked_means(*one) for one in values]
 
@@ -268,9 +279,11 @@ def attribute_masks(questions: Sequence[Question]) -> dict[str, NDArray[np.bool_
 
 
 def subgroup_of(system: str) -> str:
-    """Return the subgroup of a system's rows: "" for the evaluated predictions, else the
-    baseline.
+    """Return the subgroup of a system's rows: "" for the evaluated predictions, else the control or
+    the baseline.
     """
+    if system in CONTROLS:
+        return control_of(system)
     return "" if system == MODEL else f"baseline: {system}"
 
 

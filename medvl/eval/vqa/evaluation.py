@@ -10,6 +10,7 @@ import numpy as np
 
 from medvl.common.files import sha256
 from medvl.data.annotations import Question
+from medvl.data.loading.sources import Source, color_for
 from medvl.data.loading.studies import QuestionSource, questions_in_split
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
@@ -55,6 +56,13 @@ from medvl.eval.vqa.accuracy import (
     subgroup_of,
     type_masks,
 )
+from medvl.eval.vqa.controls import (
+    CONTROLS,
+    GAIN_OVER_TEXT_ONLY,
+    TEXT_ONLY,
+    TITLES,
+    control_sources,
+)
 from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, example_cards, explain
 from medvl.eval.vqa.predictions import (
     QUESTION_ONLY,
@@ -78,6 +86,7 @@ _NAMES: Mapping[str, str] = {
     "majority_by_kind": "Most frequent of its type",
     "question_lookup": "Same question in train",
     QUESTION_ONLY: "Question-only model",
+    **TITLES,
 }
 _CLOSED = {
     "field": "by the data set's own field",
@@ -161,6 +170,7 @@ def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
     names = [
         (f"{_NAMES[shown]}, {target}", (ACCURACY, target, subgroup_of(shown))) for target in TYPES
     ]
+    names.insert(0, ("Gain over text only", (GAIN_OVER_TEXT_ONLY, "overall", "")))
     names.append(("Gain over the question-only model", (GAIN, "overall", "")))
     return [
         headline(title, rows[name])
@@ -227,7 +237,7 @@ def _accuracy_table(result: VQAResult) -> Table:
         strong_rows=int(MODEL in result.systems),
         one_axis=True,
         caption="With 95% intervals, over all questions; a question without an answer is wrong. "
-        "Only the model uses "
+        "Baselines do not use "
         f"the image. The tick in a bar is the {_NAMES[QUESTION_ONLY].lower()}.",
     )
 
@@ -253,7 +263,8 @@ def _group_table(result: VQAResult) -> list[Table]:
     shown = _shown(result)
     if not groups:
         return []
-    others = [system for system in result.systems if system != shown]
+    hidden = {shown, *CONTROLS} - {TEXT_ONLY}
+    others = [system for system in result.systems if system not in hidden]
     lines: list[list[Cell | str]] = []
     for group in groups:
         row = rows[ACCURACY, group, subgroup_of(shown)]
@@ -324,13 +335,15 @@ class _Answers:
     vocabulary: AnswerVocabulary | Literal["protocol"] | None = "protocol"
     """Answers of the model; None if it generates them, "protocol" if they are unknown."""
     explain: Explain | None = None
+    controls: Mapping[str, Predictions] = dataclasses.field(default_factory=dict)
+    """Predictions under the controls of `medvl.eval.vqa.controls`."""
 
 
 @register_evaluation("vqa")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionAnswering(Evaluation):
-    """Evaluate visual question answering: accuracy with intervals, baselines without the image, and
-    a page.
+    """Evaluate visual question answering: accuracy with intervals, beside text only, swapped
+    images, questions in other words, and baselines without the image.
     """
 
     protocols = ("vqa",)
@@ -348,6 +361,9 @@ class QuestionAnswering(Evaluation):
                     metric=ACCURACY,
                     targets=("overall",),
                     subgroup=subgroup_of(QUESTION_ONLY),
+                ),
+                Column(
+                    title="gain over text only", metric=GAIN_OVER_TEXT_ONLY, targets=("overall",)
                 ),
                 Column(title="gain over question alone", metric=GAIN, targets=("overall",)),
                 Column(title="closed", metric=ACCURACY, targets=("closed",)),
@@ -375,6 +391,8 @@ class QuestionAnswering(Evaluation):
     """rules for comparing answers; `medvl` is ours, others reproduce published numbers"""
     examples: int = 6
     """correct and wrong answers on the page, per closed and open question type"""
+    seed: int = 0
+    """seed of swapped images and noise"""
 
     def output(self, options: OutputOptions) -> OutputFolder:
         """Return the folder of the results of the checkpoint or the file of predictions."""
@@ -406,6 +424,7 @@ class QuestionAnswering(Evaluation):
             split=self.split,
             vocabulary=answers.vocabulary,
             elsewhere=elsewhere,
+            controls=answers.controls,
             resamples=setup.resamples,
             inputs=answers.inputs,
         )
@@ -433,9 +452,17 @@ class QuestionAnswering(Evaluation):
         advice = "fine-tune it with recipes/vqa_finetune.py"
         model: VQA = setup.model(checkpoint, (VQA,), advice)
         source = QuestionSource(shards, self.split, model.config.answers, rules.normalize)
-        loader = setup.loader(source, model, sections=("question",))
+        train = shards if self.train is None else ShardSource(self.train)
+        color = color_for(shards, model.transform)
+
+        def answers(of: Source) -> Predictions:
+            loader = setup.loader(of, model, sections=("question",))
+            return answer_questions(model, cast("QuestionLoader", loader))
+
+        controls = control_sources(source, train, color=color, seed=self.seed)
         return _Answers(
-            predictions=answer_questions(model, cast("QuestionLoader", loader)),
+            predictions=answers(source),
+            controls={name: answers(each) for name, each in controls.items()},
             name=f"{model.fusion_model.name} ({checkpoint})",
             inputs={"checkpoint": checkpoint_sha256(checkpoint)},
             vocabulary=model_vocabulary(model, rules),
@@ -452,14 +479,18 @@ class QuestionAnswering(Evaluation):
 
     @staticmethod
     def metric_groups(lines: Lines, results: Results) -> list[MetricGroup]:
-        """Return the accuracy, and the gain over the question alone, by type of question."""
-        credit_N, floor_N = (
+        """Return the accuracy, and the gains over text only and over the question alone, by type of
+        question.
+        """
+        credit_N, floor_N, text_only_N = (
             np.array([number(line.get(f"{system}_credit")) for line in lines])
-            for system in (MODEL, QUESTION_ONLY)
+            for system in (MODEL, QUESTION_ONLY, TEXT_ONLY)
         )
         types = type_masks(np.array([bool(line["closed"]) for line in lines]))
         masks = types | attribute_masks([Question.from_json(line) for line in lines])
         groups = [masked_means(ACCURACY, credit_N, masks)]
+        if not np.isnan(text_only_N).all():
+            groups.append(masked_means(GAIN_OVER_TEXT_ONLY, credit_N - text_only_N, masks))
         if np.isnan(floor_N).all():
             return groups
         return [*groups, masked_means(GAIN, credit_N - floor_N, types)]

@@ -14,6 +14,8 @@ from medvl.data.privacy import Deidentifier
 from medvl.errors import EvaluationError
 from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, evaluate_answers, read_results
 from medvl.eval.vqa.accuracy import published_protocols_table
+from medvl.eval.vqa.controls import GAIN_OVER_TEXT_ONLY, SWAPPED, TEXT_ONLY
+from medvl.eval.vqa.evaluation import QuestionAnswering
 from medvl.eval.vqa.examples import example_cards
 from medvl.eval.vqa.predictions import (
     Prediction,
@@ -196,6 +198,30 @@ def test_gain_over_question_only_is_a_paired_difference():
     baseline = row(result, "overall", subgroup="baseline: question_only")
     assert gain.value == pytest.approx(row(result, "overall").value - baseline.value)
     assert gain.low <= gain.value <= gain.high
+
+
+def test_controls_are_rows_beside_the_model_and_the_gain_over_text_only_is_paired():
+    text_only = {question.id: Prediction("yes") for question in TEST}
+    swapped = {"1": Prediction("no")}
+    controls = {TEXT_ONLY: text_only, SWAPPED: swapped}
+    result = evaluate_answers(DATA, GOLD, controls=controls, resamples=20)
+    alone = evaluate_answers(DATA, text_only, resamples=20)
+    control = row(result, "overall", subgroup="control: text_only")
+    assert (control.value, control.low) == (row(alone, "overall").value, row(alone, "overall").low)
+    gain = row(result, "overall", GAIN_OVER_TEXT_ONLY)
+    assert gain.value == pytest.approx(row(result, "overall").value - control.value)
+    lines = result.predictions()
+    assert [line["text_only"] for line in lines] == ["yes"] * len(TEST)
+    assert [line["image_swapped"] for line in lines] == ["no", *[None] * (len(TEST) - 1)]
+    groups = QuestionAnswering.metric_groups(lines, result.results)
+    values = {
+        each.name: value
+        for group in groups
+        for each, value in zip(
+            group.rows, group.statistic(np.ones((len(lines), 1)))[0], strict=True
+        )
+    }
+    assert values["gain_over_text_only/overall"] == pytest.approx(gain.value)
 
 
 def test_results_and_predictions_are_written_and_read(tmp_path):
