@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from medvl.errors import ConfigError
+from medvl.errors import CheckpointError, ConfigError
 from medvl.schema import ImageFeatures, TextFeatures
 
 for _features in (
@@ -357,17 +357,25 @@ def has_lora(module: nn.Module) -> bool:
 def merge_lora_weights(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """Return the weights of a model whose LoRA updates are merged, by the names that they have
     without updates, from those of a model with `add_lora`; `scale` is its alpha / rank.
+
+    Raises CheckpointError where the weights that updates belong to are missing.
     """
     merged: dict[str, Tensor] = {}
+    updated = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
     for name, tensor in tensors.items():
         if ".lora_" in name:
             continue
-        layer, base, leaf = name.partition(".base_layer.")
+        plain = name.replace(".base_layer.", ".")
+        layer, _, leaf = plain.rpartition(".")
         down_RI = tensors.get(f"{layer}.lora_A.default.weight")
-        if base and leaf == "weight" and down_RI is not None:
+        if leaf == "weight" and down_RI is not None:
             update_OI = tensors[f"{layer}.lora_B.default.weight"].float() @ down_RI.float()
             tensor = (tensor.float() + scale * update_OI).to(tensor.dtype)
-        merged[f"{layer}.{leaf}" if base else name] = tensor
+        merged[plain] = tensor
+    if any(f"{layer}.weight" not in merged for layer in updated):
+        message = "there are low-rank updates without the weights that they change"
+        advice = "save the model of medvl.load, which has both, and take that checkpoint"
+        raise CheckpointError(f"{message}; {advice}", "mismatch")
     return merged
 
 

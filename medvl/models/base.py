@@ -82,8 +82,12 @@ class TowersConfig(ImageConfig):
 
 TOWERS: tuple[str, ...] = ("image_encoder", "text_encoder")
 """Names of both encoders in every system that has them (`System.shared_encoders`)."""
-LORA_FIELDS = {"image_encoder": "lora_image", "text_encoder": "lora_text"}
-"""Encoder -> field of the configuration with the rank of its low-rank updates, where it has one."""
+LORA_FIELDS = {
+    "image_encoder": "lora_image",
+    "text_encoder": "lora_text",
+    "language": "lora_language",
+}
+"""Module -> field of the configuration with the rank of its low-rank updates, where it has one."""
 
 
 _CREATE: Mapping[type[nn.Module], Any] = {
@@ -137,6 +141,10 @@ class System(nn.Module, abc.ABC):
     """Names of modules that may be missing in a checkpoint that a model starts from, or in the
     model.
     """
+    lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Module -> last parts of the names of its layers that get low-rank updates; default as
+    `medvl.encoders.add_lora`.
+    """
     inputs: Inputs = Inputs()
     """Optional parts of a batch that `forward` needs; loaders of a training run make them."""
 
@@ -171,6 +179,20 @@ class System(nn.Module, abc.ABC):
 
         Raises ConfigError and WeightsError as `create_model` does.
         """
+
+    @classmethod
+    def loaded_config(cls, config: Any) -> Any:
+        """Return the configuration of a loaded model, whose low-rank updates are merged."""
+        return without_lora(config)
+
+    @classmethod
+    def outside_files(cls, config: Any) -> list[Path]:
+        """Return safetensors files that a model is built from beside its checkpoint."""
+        return []
+
+    def outside_weights(self) -> dict[str, Tensor]:
+        """Return the weights from `outside_files`, which a checkpoint leaves out."""
+        return {}
 
     @abc.abstractmethod
     def forward(self, batch: Batch) -> Losses:

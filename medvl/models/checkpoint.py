@@ -17,8 +17,8 @@ from medvl.common.config_io import differences, former_fields, from_dict, to_dic
 from medvl.common.files import new_folder, new_path, write_atomic
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
-from medvl.errors import CheckpointError, ConfigError
-from medvl.models.base import LORA_FIELDS, System, without_lora
+from medvl.errors import CheckpointError, ConfigError, WeightsError
+from medvl.models.base import LORA_FIELDS, System
 from medvl.models.card import model_card
 from medvl.models.checkpoint_folder import (
     ANCESTORS,
@@ -123,7 +123,7 @@ def load(folder: Path | str) -> System:
 
     `folder` is a checkpoint, a run (its best checkpoint), `hf-hub:OWNER/NAME`, or `demo`, a small
     model of synthetic radiographs that is part of medvl (`find_checkpoint`). Low-rank updates of
-    the training (`lora_image`, `lora_text`) are merged into the weights.
+    the training (`lora_image`, `lora_text`, `lora_language`) are merged into the weights.
 
     Raises CheckpointError when the checkpoint is incomplete, a file differs from what training
     wrote, or a weight is missing, unexpected or of another shape; a file that needs pickle is
@@ -133,7 +133,8 @@ def load(folder: Path | str) -> System:
     description = described_model(folder)
     try:
         cls = system(description["name"])
-        config: Any = without_lora(from_dict(cls.Config, description["settings"]))
+        stored: Any = from_dict(cls.Config, description["settings"])
+        config = cls.loaded_config(stored)
     except (ConfigError, TypeError, KeyError) as error:
         reason = f"{folder / CONFIG} does not describe a model of this version of medvl: {error}"
         raise CheckpointError(reason, getattr(error, "code", "malformed")) from error
@@ -141,8 +142,12 @@ def load(folder: Path | str) -> System:
     tokenizer = (
         load_tokenizer(folder / TOKENIZER, max_tokens=config.max_tokens) if has_tokenizer else None
     )
-    with limited_allocation(folder):
-        model = cls.build(config, pretrained=False, tokenizer=tokenizer)
+    try:
+        with limited_allocation(folder, cls.outside_files(stored)):
+            model = cls.build(config, pretrained=False, tokenizer=tokenizer)
+    except WeightsError as error:
+        message = f"{folder} needs weights that are not in it: {error}"
+        raise CheckpointError(message, error.code) from error
     embeddings = getattr(getattr(model, "text_encoder", None), "vocab_size", None)
     if tokenizer is not None and isinstance(embeddings, int) and tokenizer.vocab_size > embeddings:
         message = (

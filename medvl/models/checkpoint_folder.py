@@ -416,11 +416,9 @@ def elements_of(files: Iterable[Path]) -> int:
     return elements
 
 
-def limited_allocation(folder: Path) -> AllocationLimit:
-    """Return a context for building the model of a checkpoint's configuration. Raises
-    CheckpointError.
-    """
-    files = weight_files(folder)
+def limited_allocation(folder: Path, outside: Sequence[Path] = ()) -> AllocationLimit:
+    """Return a context for building a checkpoint's model. Raises CheckpointError."""
+    files = [*weight_files(folder), *outside]
     with _weights_errors(folder):
         _check_regular(files)
         elements = elements_of(files)
@@ -433,8 +431,7 @@ def limited_allocation(folder: Path) -> AllocationLimit:
 def read_weights(folder: Path, *, merge: bool = True) -> dict[str, Tensor]:
     """Return the complete weights of a checkpoint, with low-rank updates merged or as stored.
 
-    Raises CheckpointError where they are missing or damaged, or a value is NaN or infinite
-    ("nonfinite").
+    Raises CheckpointError where they are missing or damaged, or a value is not finite.
     """
     if (folder / WEIGHT_PARTS).is_dir():
         tensors = join_parts(folder / WEIGHT_PARTS)
@@ -514,7 +511,9 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
     low-rank updates. Raises CheckpointError naming the first differences.
     """
     check_version(model, Path(folder))
-    tensors = read_weights(Path(folder), merge=not has_lora(model))
+    outside: Mapping[str, Tensor] = getattr(model, "outside_weights", dict)()
+    tensors = {**outside, **read_weights(Path(folder), merge=False)}
+    tensors = tensors if has_lora(model) else merge_lora_weights(tensors, LORA_SCALE)
     check_fit(model, tensors, str(Path(folder) / WEIGHTS))
     model.load_state_dict(tensors, strict=True)
 

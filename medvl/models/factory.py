@@ -130,13 +130,19 @@ def _with_lora(model: System) -> System:
         if rank := getattr(model.config, field, 0):
             encoder = model.get_submodule(part)
             try:
-                adapted = add_lora(encoder, rank, LORA_SCALE * rank)
+                adapted = add_lora(
+                    encoder,
+                    rank,
+                    LORA_SCALE * rank,
+                    model.lora_layers.get(part),
+                    dropout=getattr(model.config, "lora_dropout", 0.0),
+                )
             except ConfigError as error:
                 message = f"{field} {rank}: {error}; leave {field} 0, or freeze fewer layers"
                 raise ConfigError(message, error.code, field=field) from error
             layers = [encoder.get_submodule(f"{name}.base_layer") for name in adapted]
             if not all(isinstance(layer, nn.Linear) for layer in layers):
-                message = f"{field} needs linear layers, which {encoder.name} does not have"
+                message = f"{field} needs linear layers, which {part} does not have"
                 raise ConfigError(message, "unsupported", field=field)
     return model
 

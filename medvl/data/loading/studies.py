@@ -1,5 +1,6 @@
 """Studies as samples: one image of each study, together with another image of it."""
 
+import dataclasses
 import hashlib
 import itertools
 from collections import defaultdict
@@ -238,6 +239,25 @@ class QuestionSource:
         ShardError.
         """
         return self.source.regions(self.questions[position].image)
+
+
+class AnswerSource(QuestionSource):
+    """The questions of one split with their answers as texts, for writers of answers: sections
+    "question" and "answer", and no labels.
+    """
+
+    def __init__(self, source: ShardSource, split: str) -> None:
+        super().__init__(source, split, (), _as_written)
+
+    def sample(self, position: int) -> Sample:
+        """Return the question at `position` as a sample. Raises ShardError."""
+        sample = super().sample(position)
+        answer = self.questions[position].question.answer
+        return dataclasses.replace(sample, sections={**sample.sections, "answer": answer})
+
+
+def _as_written(answer: str) -> str:
+    return answer
 
 
 def questions_in_split(source: ShardSource, split: str) -> tuple[ImageQuestion, ...]:

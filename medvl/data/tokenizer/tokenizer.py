@@ -303,6 +303,17 @@ class Tokenizer:
         )
         return Tokenizer(loaded, max_tokens=self.max_tokens)
 
+    def for_writing(self) -> "Tokenizer":
+        """Return the tokenizer of texts that follow a prompt: without a first token, and with the
+        closing one, which the files of causal language models leave out.
+        """
+        loaded = dataclasses.replace(copy.deepcopy(self._loaded), closing=True)
+        end = self._name(self.sep_id)
+        loaded.backend.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", special_tokens=[(end, self.sep_id)]
+        )
+        return Tokenizer(loaded, max_tokens=self.max_tokens)
+
     def truncates(self, text: str) -> bool:
         """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""
         return bool(self._encode(files.clean_text(text, self._loaded.cleaning)).overflowing)

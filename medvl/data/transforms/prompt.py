@@ -24,8 +24,10 @@ class Prompt:
     """
     after: tuple[int, ...] = ()
     """Ids at the end."""
+    answer: tuple[int, ...] = ()
+    """Ids at the end in place of `after`, where the section "question" exists."""
     max_tokens: int
-    """Maximum number of tokens of each section."""
+    """Maximum number of tokens of each section but a question."""
 
     @property
     def reads_prior(self) -> bool:
@@ -42,8 +44,9 @@ class Prompt:
             known = (prior or {}) if is_prior else sections
             text = known.get(name.removeprefix(_PRIOR), "")
             if text.strip():
-                ids += [*heading, *text_ids(self.tokenizer, text)[: self.max_tokens]]
-        return *ids, *self.after
+                end = None if name == "question" else self.max_tokens
+                ids += [*heading, *text_ids(self.tokenizer, text)[:end]]
+        return *ids, *(self.answer if sections.get("question", "").strip() else self.after)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

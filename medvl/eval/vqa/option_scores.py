@@ -278,10 +278,10 @@ class PromptLikelihoodScorer(LikelihoodScorer):
 
     def _prompt(self, question: Question) -> tuple[int, ...]:
         assert isinstance(self.model, CausalLM)
-        return self.model.image_token_id, *text_ids(self.tokenizer, self._asked(question))
+        return self.model.question_prompt(self._asked(question))
 
     def _asked(self, question: Question) -> str:
-        return f" Question: {question.question} Answer:"
+        return question.question
 
 
 class LetterScorer(PromptLikelihoodScorer):
@@ -320,7 +320,7 @@ class LetterScorer(PromptLikelihoodScorer):
         lines = (
             f"{letter}. {option}" for letter, option in zip(LETTERS, question.options, strict=False)
         )
-        return f" Question: {question.question} Options: {' '.join(lines)} Answer:"
+        return f"{question.question} Options: {' '.join(lines)}"
 
 
 def _rows_with_images(batch: Batch) -> Batch:

@@ -101,13 +101,7 @@ class ReportGenerator(System):
                 return Losses.sum(words=zero_loss(self))
             batch = batch.rows(row_K.tolist())
         ids_BT, target_BT = self.words_and_targets(batch)
-        scores_BTV = self.score_targets(ids_BT, self.read(batch))
-        total = F.cross_entropy(
-            scores_BTV.flatten(0, 1).float(),
-            target_BT.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
-        )
+        total = self.word_loss(ids_BT, target_BT, self.read(batch))
         return Losses.sum(words=update_mean(batch, total, (target_BT != IGNORED).sum()))
 
     def loss_counts(self, batch: Batch) -> Tensor:
@@ -119,6 +113,16 @@ class ReportGenerator(System):
             return self._roll_out(batch, self.config.rewards)
         _, target_BT = self.words_and_targets(batch.rows(self.trained_rows(batch).tolist()))
         return (target_BT != IGNORED).sum().float()[None]
+
+    def word_loss(self, ids_BT: Tensor, target_BT: Tensor, image: Tokens) -> Tensor:
+        """(): the sum of the cross-entropies of all targets."""
+        scores_BTV = self.score_targets(ids_BT, image)
+        return F.cross_entropy(
+            scores_BTV.flatten(0, 1).float(),
+            target_BT.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
 
     def score_targets(self, ids_BT: Tensor, image: Tokens) -> Tensor:
         """(B, T, V): scores of the targets of `words_and_targets`."""

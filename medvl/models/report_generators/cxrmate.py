@@ -19,8 +19,7 @@ from medvl.data.transforms.prompt import Prompt
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import ConfigError
 from medvl.models.base import INIT_STD, EncoderArguments, Parts, stored_features
-from medvl.models.fusion_encoders.parts.encoder import Tokens, join
-from medvl.models.fusion_encoders.parts.inputs import encode_present
+from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.registry import register_system
 from medvl.models.report_generators.base import (
@@ -29,7 +28,13 @@ from medvl.models.report_generators.base import (
     ReportGenerator,
     groups_by_part,
 )
-from medvl.models.report_generators.parts.prefix import PrefixDecoder, PrefixState, insert_images
+from medvl.models.report_generators.parts.prefix import (
+    PrefixDecoder,
+    PrefixState,
+    encode_some,
+    insert_images,
+    study_images,
+)
 from medvl.models.text_decoding import Decoding, Generated
 from medvl.schema import Batch, Inputs
 
@@ -211,17 +216,13 @@ class CXRMate(ReportGenerator):
         )
 
     def read(self, batch: Batch) -> Tokens:
-        image = self._typed(self._patches(batch), "image")
-        if self.config.views == 2 and batch.other_view_BCHW is not None:
-            other = self._typed(
-                self._encode_some(batch.other_view_BCHW, batch.has_other_view_B), "image"
-            )
-            image = join(image, other)
-        if self.config.prior and batch.prior_BCHW is not None:
-            prior = self._typed(
-                self._encode_some(batch.prior_BCHW, batch.has_prior_B), "prior image"
-            )
-            image = join(prior, image)
+        image = study_images(
+            batch,
+            self._typed(self._patches(batch), "image"),
+            self._encode_some,
+            views=self.config.views,
+            prior=self.config.prior,
+        )
         if batch.prompt_ids_BT is None:
             return image
         ids_BT = batch.prompt_ids_BT
@@ -241,12 +242,8 @@ class CXRMate(ReportGenerator):
         patches_BPD = self.image_encoder(image).patches_BPD
         return Tokens(self.image_input(self.image_norm(patches_BPD)), None)
 
-    def _encode_some(self, image: Tensor, has_B: Tensor | None) -> Tokens:
-        """Encode images of the rows that have one; others have no token."""
-        tokens = encode_present(has_B, self.config.width, self._encode, image)
-        if has_B is None:
-            return tokens
-        return Tokens(tokens.states_BND, tokens.real_BN() & has_B[:, None])
+    def _encode_some(self, image: Tensor, has_B: Tensor | None, kind: str) -> Tokens:
+        return self._typed(encode_some(self._encode, image, has_B, self.config.width), kind)
 
     def _typed(self, tokens: Tokens, name: str) -> Tokens:
         return Tokens(tokens.states_BND + self.types.weight[_TYPES.index(name)], tokens.mask_BN)

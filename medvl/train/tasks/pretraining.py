@@ -370,6 +370,19 @@ class DataConfig(LoaderConfig):
         | TextOrLabels
     )
     """Policy that selects the text of a sample; `TextPair` for systems that read two."""
+    questions: bool = False
+    """Each question of shards of a VQA corpus is a sample, with the sections "question" and
+    "answer", for writers of answers (`medvl.models.CausalLM`).
+    """
+
+    def __post_init__(self) -> None:
+        alone = not (self.extra_train or self.weights) and self.paired_fraction == 1
+        if self.questions and (not alone or is_tar_pattern(self.train)):
+            message = (
+                "questions are of one folder of shards; leave out extra_train, weights and "
+                "paired_fraction"
+            )
+            raise ConfigError(message, "conflict", field="questions")
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
         """Yield (field, folder, file that it must contain) of the folders that the run reads."""
@@ -392,6 +405,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     encoder.
     """
     from medvl.data.loading.sources import ConcatSource, UnpairedSource
+    from medvl.data.loading.studies import AnswerSource
     from medvl.data.shards.source import ShardSource
 
     check_tokenizer(model)
@@ -419,8 +433,12 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         selection["weights"] = list(data.weights)
     entries = describe(source.manifest, None if valid is None else valid.manifest, **selection)
     inputs = dataclasses.replace(model.inputs, regions=True) if is_stored else model.inputs
+    held_out: Any = valid
+    if data.questions:
+        source = AnswerSource(train, "train")
+        held_out = None if valid is None else AnswerSource(valid, valid.manifest.split)
     loader = open_train(data, source, micro_batch, image=data.image, inputs=inputs, **options)
-    return DataLoaders(loader, *_valid_loaders(data, valid, model, options), entries)
+    return DataLoaders(loader, *_valid_loaders(data, held_out, model, options), entries)
 
 
 def _check_files(text: Any, source: Any) -> None:

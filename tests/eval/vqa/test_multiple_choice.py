@@ -150,7 +150,7 @@ def test_letters_and_texts_of_a_causal_language_model(
     words = [*OPTIONS, "left right A B C . Question : Which one ? Options Answer"]
     model: Any = medvl.create_model(
         "causal_lm", tokenizer=train_words(words, min_frequency=1), language_weights=str(tmp_path),
-        lora_rank=2, **TOKENS,
+        lora_language=2, **TOKENS,
     ).eval()  # fmt: skip
     batch = batch_of(model, asked)
     letters = option_scorer(model, Templates(), get_protocol("medvl"), "letter")

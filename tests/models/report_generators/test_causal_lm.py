@@ -2,22 +2,32 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, flags, make_batch
+from helpers.vqa_corpora import write_rad_shards
 from torch import Tensor
 
 import medvl
+from medvl.data.loading.studies import AnswerSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_words
-from medvl.errors import ConfigError, WeightsError
+from medvl.data.transforms.prompt import text_ids
+from medvl.data.transforms.text import WholeText
+from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.models import CausalLM, CausalLMConfig, RewardConfig, save
+from medvl.models.checkpoint_folder import load_weights
+from medvl.models.report_generators.parts.language import ADAPTED, assign_rows
 from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch
+from medvl.train.tasks.pretraining import DataConfig, open_data
 
 SIZES = {
     "vocab_size": 60,
@@ -31,7 +41,7 @@ IMAGE: dict[str, Any] = {
     "image_encoder": "timm:test_vit",
     "image_arguments": {"depth": 1},
     "image_size": 64,
-    "lora_rank": 2,
+    "lora_language": 2,
     "lora_dropout": 0.0,
     "max_tokens": 20,
 }
@@ -141,9 +151,16 @@ def test_decoding_from_the_cache_writes_the_same(
         assert torch.equal(generated.ids_BT[0, :length], alone.ids_BT[0, :length])
 
 
-@pytest.mark.parametrize("trained", ["projector", "lora", "all"])
+TRAINED: dict[str, dict[str, Any]] = {
+    "projector": {"frozen_language": True, "lora_language": 0},
+    "lora": {},
+    "all": {"lora_language": 0},
+}
+
+
+@pytest.mark.parametrize("trained", [*TRAINED])
 def test_what_is_trained(folder: Path, tokenizer: Tokenizer, trained: str) -> None:
-    model = generator(folder, trained=trained).train()
+    model = generator(folder, **TRAINED[trained]).train()
     model(study(tokenizer, model)).total.backward()
     changed = {name for name, each in model.named_parameters() if each.grad is not None}
     assert not any(name.startswith("image_encoder") for name in changed)
@@ -154,16 +171,187 @@ def test_what_is_trained(folder: Path, tokenizer: Tokenizer, trained: str) -> No
         assert language
         assert all(".lora_" in name for name in language)
         layers = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in language}
-        assert layers == {
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            "o_proj",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-        }
+        assert layers == set(ADAPTED)
+    if trained == "all":
+        assert any(name.endswith("q_proj.weight") for name in language)
     assert any(name.startswith("projector") for name in changed)
+
+
+@pytest.mark.parametrize("limit", [1, 150, 10_000])
+def test_packed_samples_have_the_same_loss_and_gradient(
+    folder: Path, tokenizer: Tokenizer, limit: int
+) -> None:
+    """Whether each has a row of its own, some share one, or all do."""
+    results = []
+    for packed in (0, limit):
+        model = generator(folder, packed_tokens=packed, lora_language=0)
+        loss = model(study(tokenizer, model)).total
+        loss.backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        results.append((loss.detach(), *gradients))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_packed_texts() -> None:
+    assert assign_rows([3, 9, 4, 2, 5], 7) == [[1], [4, 3], [2, 0]]
+    assert assign_rows([], 7) == []
+
+
+def perturbed(model: CausalLM) -> CausalLM:
+    """Give low-rank updates values as after a training."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name or name.startswith("projector"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def test_a_checkpoint_of_updates_needs_its_folder(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    base = tmp_path / "language"
+    shutil.copytree(folder, base)
+    for name in ("updates", "whole"):
+        (tmp_path / name).mkdir()
+    model = perturbed(generator(base, tokenizer, store_language=False)).eval()
+    batch = study(tokenizer, model)
+    expected = model(batch).total
+    save(model, tmp_path / "updates")
+    stored = safetensors.torch.load_file(tmp_path / "updates" / "model.safetensors")
+    language = [name for name in stored if name.startswith("language.")]
+    assert language
+    assert all(".lora_" in name for name in language)
+    again = medvl.load(tmp_path / "updates")
+    torch.testing.assert_close(again(batch).total, expected, rtol=1e-4, atol=1e-5)
+    save(again, tmp_path / "whole")  # merged and complete, so it needs no folder
+    resumed = generator(base, tokenizer, store_language=False).eval()
+    load_weights(resumed, tmp_path / "updates")
+    torch.testing.assert_close(resumed(batch).total, expected)
+    with raises(CheckpointError, "mismatch"):  # a start has merged weights
+        generator(base, tokenizer, store_language=False, init_from=tmp_path / "updates")
+    weights = safetensors.torch.load_file(base / "model.safetensors")
+    weights["lm_head.weight"] += 1
+    safetensors.torch.save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with raises(CheckpointError, "mismatch"):
+        medvl.load(tmp_path / "updates")
+    shutil.rmtree(base)
+    with raises(CheckpointError, "not_found"):
+        medvl.load(tmp_path / "updates")
+    whole = medvl.load(tmp_path / "whole")
+    torch.testing.assert_close(whole(batch).total, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_with_one_table_of_words_is_saved(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    settings = {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True}
+    settings.pop("vocab_size")  # that of the tokenizer
+    torch.manual_seed(0)
+    model = medvl.create_model(
+        "causal_lm", tokenizer=tokenizer, language=json.dumps(settings), **IMAGE
+    )
+    model.eval()
+    save(model, tmp_path)
+    batch = make_batch(tokenizer, 2)
+    torch.testing.assert_close(medvl.load(tmp_path)(batch).total, model(batch).total)
+    assert isinstance(model, CausalLM)
+    assert model.language.config.vocab_size == tokenizer.vocab_size
+
+
+def test_images_of_a_study_stand_in_place_of_the_marker(folder: Path, tokenizer: Tokenizer) -> None:
+    """The prior, the image and its other view; a row without them is as without the setting."""
+    model = generator(folder, views=2, prior=True).eval()
+    alone = generator(folder).eval()
+    batch = study(tokenizer, model)
+    pixels = batch.image_BCHW
+    other, prior = pixels.roll(1, 0), pixels.roll(2, 0)
+    whole = dataclasses.replace(
+        batch, other_view_BCHW=other, has_other_view_B=flags(1, 0, 1),
+        prior_BCHW=prior, has_prior_B=flags(0, 0, 1),
+    )  # fmt: skip
+    prefix = model.read(whole)
+    counts = prefix.real_BN().sum(dim=1) - alone.read(batch).real_BN().sum(dim=1)
+    assert counts.tolist() == [16, 0, 32]
+    tokens = [
+        alone.read(dataclasses.replace(batch, image_BCHW=each)) for each in (prior, pixels, other)
+    ]
+    rows = [each.states_BND[2][each.real_BN()[2]] for each in tokens]  # the marker alone
+    torch.testing.assert_close(prefix.states_BND[2][prefix.real_BN()[2]], torch.cat(rows))
+
+
+def test_questions_and_options(folder: Path, tokenizer: Tokenizer) -> None:
+    model = generator(folder, tokenizer).eval().requires_grad_(False)
+    images = make_batch(tokenizer, 2).image_BCHW
+    questions = ["left effusion", "heart"]
+    options = [["no effusion", "heart", "small left effusion"], ["heart"]]
+    sums = model.score_options(images, questions, options, length="sum")
+    means = model.score_options(images, questions, options)
+    assert [len(each) for each in sums] == [3, 1]
+    prompt = model.inputs.prompt
+    assert prompt is not None
+    for row, question in enumerate(questions):
+        ids = torch.tensor([prompt({"question": question}, None)])
+        batch = dataclasses.replace(
+            make_batch(tokenizer, 2).rows([row]), prompt_ids_BT=ids, prompt_mask_BT=ids > -1
+        )
+        for place, option in enumerate(options[row]):
+            batch.ids_BT, batch.mask_BT = model.tokenize([option])
+            count = int(batch.mask_BT.sum())
+            expected = -float(model(batch).total) * count
+            assert float(sums[row][place]) == pytest.approx(expected, rel=1e-4)
+            assert float(means[row][place]) == pytest.approx(expected / count, rel=1e-4)
+    written = model.answer(images, questions, decoding=Decoding(max_tokens=4))
+    alone = model.answer(images[1:], questions[1:], decoding=Decoding(max_tokens=4))
+    assert written[1:] == alone
+    assert model.score_options(images, questions, [[], []])[1].shape == (0,)
+    with raises(ConfigError, "mismatch", "options"):
+        model.score_options(images, questions, [["heart"]])
+    with raises(ConfigError, "mismatch", "questions"):
+        model.answer(images, ["heart"])
+
+
+def test_questions_of_shards_are_samples_with_their_answers(tmp_path: Path) -> None:
+    """A row's prompt has its question, its text is the answer, and images are shared."""
+    folder = write_rad_shards(tmp_path)
+    source = AnswerSource(ShardSource(folder), "train")
+    texts = [" ".join(source.sample(place).sections.values()) for place in range(len(source))]
+    language = json.dumps({**SIZES, "model_type": "llama", "vocab_size": 200})
+    model = medvl.create_model(
+        "causal_lm", tokenizer=train_words(texts, min_frequency=1), language=language, **IMAGE
+    )
+    assert isinstance(model, CausalLM)
+    data = DataConfig(
+        train=str(folder), valid=None, workers=0, questions=True,
+        image=model.transform, text=WholeText(sections=("answer",)),
+    )  # fmt: skip
+    batch = next(iter(open_data(data, model, 2).train))
+    assert model.tokenizer is not None
+    prompt = model.inputs.prompt
+    assert prompt is not None
+    answers = {source.key(place): source.sample(place).sections for place in range(len(source))}
+    for row, key in enumerate(batch.keys):
+        sections = answers[key]
+        assert batch.texts[row] == sections["answer"]
+        ids = batch.prompt_ids_BT[row][batch.prompt_mask_BT[row]].tolist()
+        assert ids == list(prompt({"question": sections["question"]}, None))
+    alone = model(batch.rows([0])).total
+    assert torch.isfinite(alone)
+    shared = dataclasses.replace(batch.rows([0, 0]), image_of_B=torch.tensor([0, 0]))
+    shared = dataclasses.replace(shared, image_BCHW=shared.image_BCHW[:1])
+    torch.testing.assert_close(model.eval()(shared).total, model(batch.rows([0])).total)
+    for wrong in ({"paired_fraction": 0.5}, {"train": "tars-{000..001}.tar"}):
+        with raises(ConfigError, "conflict", "questions"):
+            dataclasses.replace(data, **wrong)
+
+
+def test_the_closing_token_is_learned_and_no_first_one(folder: Path, tokenizer: Tokenizer) -> None:
+    """The words' first and last token are one id, which would end each text at its start."""
+    model = generator(folder, tokenizer)
+    assert model.tokenizer is not None
+    ids_BT, _ = model.tokenizer(["heart"])
+    assert ids_BT.tolist() == [[*text_ids(tokenizer, "heart"), tokenizer.sep_id]]
+    forbidden = model.never_written()
+    assert set(range(tokenizer.vocab_size, SIZES["vocab_size"])) <= set(forbidden)
+    assert tokenizer.sep_id not in forbidden
 
 
 def test_a_checkpoint_needs_no_folder(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -183,6 +371,9 @@ def test_a_checkpoint_needs_no_folder(folder: Path, tokenizer: Tokenizer, tmp_pa
     assert short[0] == again.image_token_id
     assert len(long) > len(short)
     assert long[-len(short) + 1 :] == short[1:]  # the instruction is at the end
+    asked = prompt({"question": "heart", "indication": "heart"}, None)
+    assert asked[: len(long) - len(short) + 1] == long[: -len(short) + 1]
+    assert asked[-len(short) + 1 :] != short[1:]  # the question stands in its place
 
 
 def test_it_trains_on_rewards(folder: Path, tokenizer: Tokenizer) -> None:
@@ -204,12 +395,24 @@ def test_errors(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (other / "config.json").write_text(json.dumps({**settings, "model_type": "gpt2"}))
     with raises(ConfigError, "unsupported", "language_weights"):
         generator(other)
+    for wrong in (
+        {"frozen_language": True},
+        {"store_language": False, "lora_language": 0, "language_weights": "folder"},
+    ):
+        with raises(ConfigError, "conflict"):
+            CausalLMConfig(**wrong)
+    with raises(ConfigError, "missing", "language_weights"):
+        CausalLMConfig(store_language=False)
+    with raises(ConfigError, "unsupported", "language"):
+        medvl.create_model("causal_lm", language='{"model_type": "gpt2"}', **IMAGE)
     model = generator(folder)
     batch = study(tokenizer, model)
     for marker in (5, 0):
-        wrong = batch.prompt_ids_BT.masked_fill(batch.prompt_ids_BT == model.image_token_id, marker)
+        ids_BT = batch.prompt_ids_BT.masked_fill(
+            batch.prompt_ids_BT == model.image_token_id, marker
+        )
         with raises(ConfigError, "mismatch", "prompt_ids_BT"):
-            model.read(dataclasses.replace(batch, prompt_ids_BT=wrong))
+            model.read(dataclasses.replace(batch, prompt_ids_BT=ids_BT))
     (other / "config.json").write_text(json.dumps(settings))
     with raises(WeightsError, "not_found", "language_weights"):
         generator(other)

@@ -12,6 +12,7 @@ prefix, T tokens of the report, Q prompt tokens, W tokens written before, N toke
 width.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,13 +21,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.encoder import Tokens, join
+from medvl.models.fusion_encoders.parts.inputs import encode_present
 from medvl.models.fusion_encoders.parts.transformer import (
     KeysValues,
     Sizes,
     open_empty_rows,
     split_heads,
 )
+from medvl.schema import Batch
 
 RMS_EPS = 1e-6
 ROPE_BASE = 10_000.0
@@ -194,6 +197,40 @@ def prefix_mask(real_BP: Tensor, tokens: int) -> Tensor:
     earlier_NN = place_N[None, :] <= place_N[:, None]
     seen_NN = in_prefix_N[None, :] | (~in_prefix_N[:, None] & earlier_NN)
     return seen_NN & real_BN[:, None, :]
+
+
+def encode_some(
+    encode: Callable[[Tensor], Tokens], image: Tensor, has_B: Tensor | None, width: int
+) -> Tokens:
+    """Encode the images of the rows that have one; others have no token."""
+    tokens = encode_present(has_B, width, encode, image)
+    if has_B is None:
+        return tokens
+    return Tokens(tokens.states_BND, tokens.real_BN() & has_B[:, None])
+
+
+def study_images(
+    batch: Batch,
+    image: Tokens,
+    encode: Callable[[Tensor, Tensor | None, str], Tokens],
+    *,
+    views: int,
+    prior: bool,
+) -> Tokens:
+    """Return the tokens of all images of each study: those of the prior, the image, its other view.
+
+    Args:
+        batch: its `other_view_BCHW` and `prior_BCHW` may be missing.
+        image: tokens of the first image.
+        encode: function of pixels, of which rows have some, and of "image" or "prior image".
+        views: 2 to read the other view.
+        prior: whether to read the prior.
+    """
+    if views == 2 and batch.other_view_BCHW is not None:
+        image = join(image, encode(batch.other_view_BCHW, batch.has_other_view_B, "image"))
+    if prior and batch.prior_BCHW is not None:
+        image = join(encode(batch.prior_BCHW, batch.has_prior_B, "prior image"), image)
+    return image
 
 
 def insert_images(
