@@ -235,12 +235,20 @@ def _odir(real: Path) -> Iterator[Row]:
 
 
 def _fundus_files() -> dict[str, object]:
-    """Return the prompts of ODIR, in the doctor's words and in others, and the paraphrases."""
+    """Return the prompts of ODIR, in words of the training and in others, and the paraphrases."""
+    words = {
+        label: [*keywords, *(text for word in keywords for text in _FUNDUS_PARAPHRASES[word])]
+        for label, (keywords, _) in _FUNDUS.items()
+    }
+    other_words = {label: list(texts) for label, (_, texts) in _FUNDUS.items()}
     files: dict[str, object] = {"odir-paraphrases": _FUNDUS_PARAPHRASES}
-    for place, name in enumerate(("odir", "odir-other-words")):
-        classes = {label: {"positive": list(texts[place])} for label, texts in _FUNDUS.items()}
-        rule = {"scoring": "class_softmax", "temperature": 0.1}
-        files[name] = {"name": name, **rule, "classes": classes}
+    # The better rule of each on validation images.
+    for name, texts, scoring in (
+        ("odir", words, "positive"),
+        ("odir-other-words", other_words, "class_softmax"),
+    ):
+        classes = {label: {"positive": positive} for label, positive in texts.items()}
+        files[name] = {"name": name, "scoring": scoring, "temperature": 0.1, "classes": classes}
     return files
 
 
