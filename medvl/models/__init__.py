@@ -97,11 +97,14 @@ if TYPE_CHECKING:
         CARZero as CARZero,
         CARZeroConfig as CARZeroConfig,
     )
-    from medvl.models.dual_encoders.chexzero import (
+    from medvl.models.dual_encoders.clip import (
+        CLIP as CLIP,
         CheXzero as CheXzero,
         CheXzeroConfig as CheXzeroConfig,
+        CLIPConfig as CLIPConfig,
+        SigLIP as SigLIP,
+        SigLIPConfig as SigLIPConfig,
     )
-    from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
     from medvl.models.dual_encoders.convirt import (
         ConVIRT as ConVIRT,
         ConVIRTConfig as ConVIRTConfig,
@@ -145,7 +148,6 @@ if TYPE_CHECKING:
         RadZero as RadZero,
         RadZeroConfig as RadZeroConfig,
     )
-    from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
     from medvl.models.dual_encoders.umrl import (
         UMRL as UMRL,
         UMRLConfig as UMRLConfig,
