@@ -196,10 +196,6 @@ if TYPE_CHECKING:
         RegionConfig as RegionConfig,
         RegionModel as RegionModel,
     )
-    from medvl.models.fusion_encoders.berthop import (
-        BERTHop as BERTHop,
-        BERTHopConfig as BERTHopConfig,
-    )
     from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
     from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
@@ -231,6 +227,8 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.uniter import UNITER as UNITER, UNITERConfig as UNITERConfig
     from medvl.models.fusion_encoders.vilt import ViLT as ViLT, ViLTConfig as ViLTConfig
     from medvl.models.fusion_encoders.visualbert import (
+        BERTHop as BERTHop,
+        BERTHopConfig as BERTHopConfig,
         VisualBERT as VisualBERT,
         VisualBERTConfig as VisualBERTConfig,
     )

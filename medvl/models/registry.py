@@ -28,7 +28,7 @@ _MODULES = {
     "albert_text": "medvl.models.language.masked_text",
     "arl": "medvl.models.fusion_encoders.arl",
     "autoencoder": "medvl.models.image_generation.autoencoder",
-    "berthop": "medvl.models.fusion_encoders.berthop",
+    "berthop": "medvl.models.fusion_encoders.visualbert",
     "biovil": "medvl.models.dual_encoders.biovil",
     "bfspr": "medvl.models.dual_encoders.bfspr",
     "biovil_t": "medvl.models.dual_encoders.biovil_t",
