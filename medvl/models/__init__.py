@@ -28,15 +28,13 @@ if TYPE_CHECKING:
         load_weights as load_weights,
         train_manifests as train_manifests,
     )
-    from medvl.models.downstream.change_classifier import (
+    from medvl.models.downstream.classifier import (
         ChangeClassifier as ChangeClassifier,
         ChangeClassifierConfig as ChangeClassifierConfig,
-        create_change_classifier as create_change_classifier,
-    )
-    from medvl.models.downstream.classifier import (
         Classifier as Classifier,
         ClassifierConfig as ClassifierConfig,
         LabelModel as LabelModel,
+        create_change_classifier as create_change_classifier,
         create_classifier as create_classifier,
     )
     from medvl.models.downstream.dense import (
@@ -197,7 +195,12 @@ if TYPE_CHECKING:
         RegionModel as RegionModel,
     )
     from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
-    from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
+    from medvl.models.fusion_encoders.m2i2 import (
+        M2I2 as M2I2,
+        MUMC as MUMC,
+        M2I2Config as M2I2Config,
+        MUMCConfig as MUMCConfig,
+    )
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.medvill import (
         MedViLL as MedViLL,
@@ -208,7 +211,6 @@ if TYPE_CHECKING:
         MixedModel as MixedModel,
     )
     from medvl.models.fusion_encoders.mrm import MRM as MRM, MRMConfig as MRMConfig
-    from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
     from medvl.models.fusion_encoders.pixelbert import (
         PixelBERT as PixelBERT,
         PixelBERTConfig as PixelBERTConfig,

@@ -38,7 +38,7 @@ from medvl.eval.html.page import (
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.registry import register_evaluation
 from medvl.eval.trial import Column, Task, Trial
-from medvl.models.downstream.change_classifier import ChangeClassifier
+from medvl.models.downstream.classifier import ChangeClassifier
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import CHANGES, Inputs
 

@@ -46,7 +46,7 @@ from medvl.eval.core.results import Results
 from medvl.eval.probing.features import Standardizer, comparable_probabilities
 from medvl.eval.probing.protocol import choose_probe
 from medvl.models.base import evaluating
-from medvl.models.downstream.change_classifier import ChangeClassifier
+from medvl.models.downstream.classifier import ChangeClassifier
 from medvl.models.dual_encoders.biovil_t import SupportsPriors
 from medvl.schema import CHANGES, Batch, Embeddings, Sample
 
