@@ -114,8 +114,7 @@ def benchmark(
 
 def _describe(plan: Any, store: Any, seconds: float) -> None:
     """Print the runs. The exit status is 1 if a model cannot be built."""
-    from medvl.benchmark.check import check_data, model_errors
-    from medvl.benchmark.estimate import describe_plan
+    from medvl.benchmark.estimate import check_data, describe_plan, model_errors
 
     check_data(plan, store)
     errors = model_errors(plan, store)
@@ -156,8 +155,8 @@ def _make_data(plan: Any, store: Any) -> None:
     """Create missing data of the corpora that unfinished runs need, and compare them with those
     of finished runs.
     """
-    from medvl.benchmark.check import check_data
     from medvl.benchmark.corpora import make_corpus
+    from medvl.benchmark.estimate import check_data
 
     left = [run for run in plan.runs if store.state(run) == "to do"]
     for corpus in {run.corpus.name: run.corpus for run in left}.values():

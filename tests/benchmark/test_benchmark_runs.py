@@ -29,10 +29,9 @@ from medvl.benchmark import (
     tasks,
     write_slurm,
 )
-from medvl.benchmark.check import check_data
 from medvl.benchmark.config import EvaluationConfig
 from medvl.benchmark.corpora import make_corpus
-from medvl.benchmark.estimate import _EvaluationHours, describe_plan, estimate_run
+from medvl.benchmark.estimate import _EvaluationHours, check_data, describe_plan, estimate_run
 from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.pages.rows import measure_systems
 from medvl.benchmark.pages.tables import measured_cell
