@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from medvl.benchmark.ranks import write_resamples
-from medvl.benchmark.settings import RUN, Run, with_settings
+from medvl.benchmark.settings import RUN, Entry, Run, recipe_module, with_settings
 from medvl.benchmark.store import (
     COST,
     FAILURE,
@@ -31,7 +31,6 @@ from medvl.benchmark.store import (
     read_records,
     read_run,
 )
-from medvl.benchmark.systems import Entry, recipe_module
 from medvl.benchmark.tasks import (
     evaluate_trial,
     evaluation_tasks,

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, StartConfig, expanded
-from medvl.benchmark.settings import Run, find_references, resolved_settings
-from medvl.benchmark.systems import Entry, find_systems
+from medvl.benchmark.settings import Entry, Run, find_references, find_systems, resolved_settings
 from medvl.benchmark.tasks import columns_of, evaluation_tasks, fitting_tasks
 from medvl.common.config_io import nearest, to_dict
 from medvl.errors import ConfigError

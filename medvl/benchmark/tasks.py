@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, Family
-from medvl.benchmark.settings import Run, with_settings
-from medvl.benchmark.systems import recipe_module
+from medvl.benchmark.settings import Run, recipe_module, with_settings
 from medvl.common.process import sigterm_interrupts
 from medvl.errors import ERROR_CODES, EvaluationError
 from medvl.eval.evaluation import Evaluation, RunOptions, Setup
