@@ -25,7 +25,6 @@ from medvl.benchmark import (
     read_benchmark,
     tasks as commands,
 )
-from medvl.benchmark.pages.curves import label_sections, loss_section
 from medvl.benchmark.pages.rows import Measurements, SystemRow, _over
 from medvl.benchmark.pages.tables import (
     columns_table,
@@ -35,6 +34,7 @@ from medvl.benchmark.pages.tables import (
     ranks_of,
     unranked_table,
 )
+from medvl.benchmark.pages.write import label_sections, loss_section
 from medvl.benchmark.ranks import Measured, Resampled
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import MetricRow, Results
