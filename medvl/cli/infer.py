@@ -407,7 +407,7 @@ def serve(
         message = f"medvl serve needs the package {error.name}: pip install 'medvl[serve]'"
         raise ConfigError(message, "missing", field="serve") from None
     del fastapi, python_multipart, uvicorn
-    from medvl.serve.run import serve as run
+    from medvl.serve.app import serve as run
 
     run(
         checkpoint,

@@ -18,7 +18,7 @@ from helpers.label_shards import make_shards
 from helpers.served import dicom, png, served, tiny_convirt, tiny_vqa
 
 from medvl.serve import Gallery, ServeConfig, create_app
-from medvl.serve.run import listen
+from medvl.serve.app import listen
 
 playwright_api = pytest.importorskip("playwright.sync_api")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

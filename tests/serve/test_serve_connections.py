@@ -11,15 +11,15 @@ import uvicorn
 from helpers.served import served, tiny_convirt
 
 from medvl.serve import ServeConfig, create_app
+from medvl.serve.app import listen
 from medvl.serve.guard import limited_protocol
-from medvl.serve.run import listen
 
 REQUEST = b"GET /api/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @contextlib.contextmanager
 def running(config: ServeConfig) -> Iterator[int]:
-    """Run a server as `medvl.serve.run` does, and yield its port."""
+    """Run a server as `medvl.serve.app` does, and yield its port."""
     listener = listen(config)
     settings = uvicorn.Config(
         create_app([served(tiny_convirt())], None, config),

@@ -21,9 +21,9 @@ from medvl.cli import main as cli
 from medvl.data.images.codecs import encode_jpeg
 from medvl.errors import ConfigError
 from medvl.serve import ServeConfig, create_app
+from medvl.serve.app import listen
 from medvl.serve.engine import Budget, Engine
 from medvl.serve.guard import RateLimit, Refused, address_of
-from medvl.serve.run import listen
 
 TOKEN = "a-token-of-more-than-16"
 SERVED = served(tiny_convirt())
