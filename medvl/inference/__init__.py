@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING
 from medvl.common.imports import lazy_exports
 
 if TYPE_CHECKING:
+    from medvl.inference.answers import (
+        Scorer as Scorer,
+        answer as answer,
+        heatmap as heatmap,
+        infer as infer,
+        prompts_for as prompts_for,
+        write_report as write_report,
+    )
     from medvl.inference.embeddings import EmbeddingFile as EmbeddingFile, embed as embed
     from medvl.inference.generation import (
         GenerateOptions as GenerateOptions,
@@ -22,12 +30,5 @@ if TYPE_CHECKING:
         prompts_of_shards as prompts_of_shards,
         reconstruct_images as reconstruct_images,
     )
-    from medvl.inference.scores import (
-        Scorer as Scorer,
-        heatmap as heatmap,
-        infer as infer,
-        prompts_for as prompts_for,
-    )
-    from medvl.inference.texts import answer as answer, write_report as write_report
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -32,9 +32,8 @@ from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError
 from medvl.eval.grounding.evaluation import draw_grounding
 from medvl.eval.report_generation.generate import ReportWriter
 from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
+from medvl.inference.answers import ABLE, Scorer, answer, heatmap, write_report
 from medvl.inference.models import Expected, batches, header_of, refuse
-from medvl.inference.scores import ABLE, Scorer, heatmap
-from medvl.inference.texts import answer, write_report
 from medvl.models import VQA, DualEncoder, LabelModel
 from medvl.models.base import System
 

@@ -30,9 +30,8 @@ from medvl.eval.zero_shot_classification.calibration import (
     describe_calibration,
 )
 from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet
+from medvl.inference.answers import CAN_ANSWER, CAN_WRITE, Scorer, encode_images, heatmap
 from medvl.inference.models import make_batch, open_model, refuse
-from medvl.inference.scores import Scorer, encode_images, heatmap
-from medvl.inference.texts import CAN_ANSWER, CAN_WRITE
 from medvl.models import VQA, DualEncoder
 from medvl.models.base import System, evaluating
 from medvl.models.checkpoint_folder import find_checkpoint, is_demo, on_hub
