@@ -24,9 +24,8 @@ from medvl.data.annotations import (
 from medvl.data.convert.options import ShardOptions, VolumeShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.dicom.reader import DicomHeader
-from medvl.data.images.background import find_foreground
 from medvl.data.images.codecs import encode_stored
-from medvl.data.images.read import check_sides, read_pixels
+from medvl.data.images.read import check_sides, find_foreground, read_pixels
 from medvl.data.shards.format import (
     NO_IMAGE,
     VOLUME_SUFFIX,

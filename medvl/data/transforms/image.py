@@ -359,8 +359,7 @@ class OriginalTransform(EvalTransform):
         return self.color
 
     def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
-        from medvl.data.images.background import cut_background
-        from medvl.data.images.read import read_image
+        from medvl.data.images.read import cut_background, read_image
 
         pixels = read_image(image, color=self.color, frame=frame)
         return cut_background(pixels) if self.crop_background else pixels

@@ -16,7 +16,7 @@ from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.boxes_and_masks.embed_mammo import EmbedMammo
 from medvl.data.corpora.boxes_and_masks.vindr_mammo import VinDrMammo
 from medvl.data.corpora.common.mammograms import most_suspicious
-from medvl.data.images.background import find_foreground
+from medvl.data.images.read import find_foreground
 from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform
