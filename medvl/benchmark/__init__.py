@@ -8,7 +8,8 @@ The guide is docs/pages/guides/benchmark.md. Start reading at `config.py`, then 
 `execute.py`.
 
     config.py                    the file of a benchmark, and its presets/
-    systems.py, settings.py      systems, their recipes, and a recipe's settings in a benchmark
+    settings.py                  systems, their recipes, and a recipe's settings in a benchmark
+    estimate.py                  checks, hours and memory before any run
     plan.py, store.py            runs and their keys, and the folder of results
     corpora.py, real_tables.py   commands that make missing data
     execute.py, queue.py         training and evaluations of one run; processes, GPUs, Ray, SLURM

@@ -3,16 +3,15 @@ workers.
 
 The path of a record:
 
-    medvl.data.corpora  records of the corpus: sample fields, and paths of image and report plan.py
-    order by key and cut into shards of a fixed number of records, before any file is read
-    pipeline.py         make a task for each missing shard local_engine.py     run the tasks in
-    processes of this machine; ray_engine.py: on a Ray cluster
-    record.py           worker: read report and image, encode both
-    writer.py           worker: write the tar and its index under a temporary name, then rename them
+    medvl.data.corpora  records of the corpus: sample fields, and paths of image and report
+    plan.py             order by key and cut into shards, before any file is read
+    pipeline.py         a task for each missing shard, in processes of this machine
+    ray_engine.py       the same on a Ray cluster
+    record.py           worker: read report and image, encode both; write tar and index
 
-Each task returns a `ShardNote` (note.py). Notes are kept in OUT-private (private_folder.py), so an
-interrupted run resumes with the shards that have none. When all shards are finished, manifests.py
-builds the manifests from the notes. merge.py combines the parts of a conversion, and
+Each task returns a `ShardNote` (record.py). Notes are kept in OUT-private (conversion.py), so an
+interrupted run resumes with the shards that have none. When all shards are finished, the manifests
+are built from the notes. merge.py combines the parts of a conversion, and
 `medvl.data.shards.verify` checks a folder against its manifest.
 """
 
