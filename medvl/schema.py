@@ -174,6 +174,10 @@ class Inputs:
     """
     mirrored_text: bool = False
     """The sample's text with left and right exchanged."""
+    denied_text: bool = False
+    """The sample's text with the polarity of its findings exchanged
+    (`medvl.data.reports.denials`).
+    """
     sentences: bool = False
     """The sentence of each token."""
     positions: bool = False
@@ -304,6 +308,14 @@ class Batch:
     """bool, True on real tokens of `mirrored_ids_BT`."""
     has_mirror_B: Tensor | None = None
     """bool: False where a text names no side, so that its mirror is the text itself."""
+    denied_ids_BT: Tensor | None = None
+    """int64 token ids of the texts with the polarity of their findings exchanged, padded like
+    `ids_BT` (`Inputs.denied_text`).
+    """
+    denied_mask_BT: Tensor | None = None
+    """bool, True on real tokens of `denied_ids_BT`."""
+    has_denial_B: Tensor | None = None
+    """bool: False where a text names no finding, so that its denial is the text itself."""
     sentence_BT: Tensor | None = None
     """int64: number of each token's sentence, from 0; -1 outside of sentences
     (`Inputs.sentences`).

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         symmetric_kl as symmetric_kl,
     )
     from medvl.losses.pairs.contrastive import (
+        altered_texts as altered_texts,
         clip as clip,
         convirt as convirt,
         label_similarity as label_similarity,

@@ -50,9 +50,11 @@ def clip(**settings: Any) -> DualEncoder:
     return medvl.create_model("clip", **{**TOWERS, **settings})
 
 
-def siglip() -> DualEncoder:
+def siglip(**settings: Any) -> DualEncoder:
+    """With denied texts."""
     torch.manual_seed(0)
-    return medvl.create_model("siglip", **TOWERS, positives="text")
+    settings = {"positives": "text", "denial_weight": 0.5, **settings}
+    return medvl.create_model("siglip", **TOWERS, **settings)
 
 
 def convirt(**settings: Any) -> DualEncoder:
@@ -286,6 +288,9 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         volumes = torch.randint(-1200, 600, (PAIRS, 1, 4, 12, 12), generator=generator)
         batch.image_BCDHW = volumes[rows].short()
         batch.image_BCHW = batch.image_BCHW[:, :, :0, :0]
+    if name == "siglip":
+        batch.denied_ids_BT, batch.denied_mask_BT = batch.ids_BT % 30 + 7, batch.mask_BT
+        batch.has_denial_B = (torch.arange(PAIRS) % 4 != 0)[rows]
     if name == "cxrclip":
         batch.other_view_BCHW, batch.has_other_view_B = (
             batch.image_BCHW.flip(2),

@@ -3,6 +3,7 @@
 import atexit
 import dataclasses
 import functools
+import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 import medvl
 from medvl.data import KnowledgeGraph, TransEConfig, save_embeddings, write_knowledge
 from medvl.data.knowledge.transe import TransE
-from medvl.data.reports.cleaning import swap_laterality
+from medvl.data.loading.altered_texts import add_altered, alter_texts
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.models.fusion_encoders.bases.base import FusionModel
-from medvl.schema import Batch
+from medvl.schema import Batch, Inputs
 
 TEXTS = (
     "There is a small left effusion.",
@@ -182,21 +183,14 @@ def make_batch(
     return dataclasses.replace(batch, **fields)
 
 
-def with_mirrors(batch: Batch, tokenizer: Tokenizer) -> Batch:
-    """Return the batch with mirrored texts, as a loader makes it."""
-    mirrored = [swap_laterality(text) for text in batch.texts]
-    ids_BT, mask_BT = tokenizer([*batch.texts, *mirrored])
+def with_altered_texts(batch: Batch, tokenizer: Tokenizer) -> Batch:
+    """Return the batch with mirrored and denied texts, as a loader makes it."""
+    altered = alter_texts(batch.texts, Inputs(mirrored_text=True, denied_text=True))
+    ids_NT, mask_NT = tokenizer([*batch.texts, *itertools.chain(*altered.values())])
     size = len(batch)
-    return dataclasses.replace(
-        batch,
-        ids_BT=ids_BT[:size],
-        mask_BT=mask_BT[:size],
-        mirrored_ids_BT=ids_BT[size:],
-        mirrored_mask_BT=mask_BT[size:],
-        has_mirror_B=torch.tensor(
-            [text != mirror for text, mirror in zip(batch.texts, mirrored, strict=True)]
-        ),
-    )
+    batch = dataclasses.replace(batch, ids_BT=ids_NT[:size], mask_BT=mask_NT[:size])
+    add_altered(batch, altered, ids_NT[size:], mask_NT[size:])
+    return batch
 
 
 def flags(*values: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medvl.data.loading.altered_texts import add_altered, alter_texts
 from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
@@ -485,9 +487,9 @@ class Collate:
         if not samples:
             return None, skipped
         texts = [item.text for item in samples]
-        other_texts = [swap_laterality(text) for text in texts] if self.inputs.mirrored_text else []
-        # One call pads both kinds of texts to the same length.
-        ids_BT, mask_BT = self.tokenizer([*texts, *other_texts])
+        altered = alter_texts(texts, self.inputs)
+        # One call pads all kinds of texts to the same length.
+        ids_BT, mask_BT = self.tokenizer([*texts, *itertools.chain(*altered.values())])
         rows = len(texts)
         has_text_B = torch.tensor([bool(text.strip()) for text in texts])
         names = [
@@ -514,12 +516,7 @@ class Collate:
             has_text_B=None if has_text_B.all() else has_text_B,
             augmentation_BVK=stack_samples(list(parameters.values())),
         )
-        if other_texts:
-            batch.mirrored_ids_BT = ids_BT[rows:]
-            batch.mirrored_mask_BT = mask_BT[rows:]
-            batch.has_mirror_B = torch.tensor(
-                [text != mirror for text, mirror in zip(texts, other_texts, strict=True)]
-            )
+        add_altered(batch, altered, ids_BT[rows:], mask_BT[rows:])
         self._add_inputs(batch, samples)
         if self.inputs.regions:
             self._add_regions(batch, list(regions.values()))

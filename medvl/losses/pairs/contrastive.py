@@ -234,6 +234,25 @@ def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None 
     return -total / (rows.clamp(min=1) * positive_NM.shape[1])
 
 
+def altered_texts(
+    image_KE: Tensor, text_KE: Tensor, altered_KE: Tensor, scale: Tensor | float
+) -> Tensor:
+    """Return log(1 + exp(scale * (b - a))) of each pair, (K,): the cross-entropy of an image's own
+    text against the same text altered, such as with its findings denied.
+
+    a and b are the cosines of the image with its text and with the altered one. Rows need not have
+    unit length. ln 2 for equal texts. Raises ValueError on unequal shapes.
+    """
+    if not image_KE.shape == text_KE.shape == altered_KE.shape:
+        raise ValueError(f"expected equal shapes, got {shapes(image_KE, text_KE, altered_KE)}")
+    with full_precision(image_KE):
+        own_K, other_K = (
+            F.cosine_similarity(image_KE.float(), each_KE.float(), dim=1)
+            for each_KE in (text_KE, altered_KE)
+        )
+        return F.softplus(scale * (other_K - own_K))
+
+
 def label_similarity(
     image_labels_NL: Tensor, text_labels_ML: Tensor, kind: LabelSimilarity = "cosine"
 ) -> Tensor:

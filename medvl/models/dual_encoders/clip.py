@@ -32,6 +32,7 @@ from medvl.encoders.pretrained import (
 from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.dual_encoders.bases.base import (
+    AlteredTextConfig,
     DualEncoder,
     Positives,
     ScaleConfig,
@@ -43,7 +44,7 @@ from medvl.schema import Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CLIPConfig(ScaleConfig):
+class CLIPConfig(ScaleConfig, AlteredTextConfig):
     """Settings on any two encoders; the defaults are OpenAI's ViT-B/32, and `open_clip:NAME` twice
     is another model.
 

@@ -12,6 +12,7 @@ from medvl import losses
 from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.models.dual_encoders.bases.base import (
+    AlteredTextConfig,
     BertDualConfig,
     DualEncoder,
     Positives,
@@ -23,7 +24,7 @@ from medvl.schema import Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConVIRTConfig(BertDualConfig):
+class ConVIRTConfig(BertDualConfig, AlteredTextConfig):
     """Settings of the paper.
 
     Its training code was not released: max pooling over tokens, the 512 dimensions and the width of

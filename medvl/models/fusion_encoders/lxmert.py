@@ -176,5 +176,6 @@ class LXMERT(RegionModel):
             batch, corruption, self.embed_regions(regions, mask)
         )
         truth = self.masked_regions(fused, regions, mask, batch, image_B)
-        whole = self.embed_regions(regions) if self.config.mirror_weight else encoded.image
+        altered = self.config.mirror_weight or self.config.denial_weight
+        whole = self.embed_regions(regions) if altered else encoded.image
         return dataclasses.replace(encoded, image=whole, regions=truth)

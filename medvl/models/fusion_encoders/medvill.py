@@ -90,9 +90,10 @@ class MedViLLConfig(FusionConfig):
         check_attention(self, unmatched=unmatched)
         check_within(self, "(0, inf)", "image_tokens")
         check_within(self, "[0, inf)", "frozen_image_layers")
-        if self.objective == "report" and self.mirror_weight:
-            message = "objective 'report' is without matching; leave mirror_weight 0"
-            raise ConfigError(message, "conflict", field="mirror_weight")
+        for name in ("mirror_weight", "denial_weight"):
+            if self.objective == "report" and getattr(self, name):
+                message = f"objective 'report' is without matching; leave {name} 0"
+                raise ConfigError(message, "conflict", field=name)
         if self.objective == "report" and self.attention not in CAUSAL_ATTENTIONS:
             message = (
                 f"objective 'report' needs attention {' or '.join(CAUSAL_ATTENTIONS)}, "

@@ -51,7 +51,7 @@ def test_rows_without_image_or_text_are_left_out(name: str) -> None:
     )  # and the fourth has no image
     kept = torch.tensor([0, 1, 4, 5])
     everything = dataclasses.replace(batch, has_image_B=None, has_text_B=None)
-    expected = model.compare_pairs(model.encode_pairs(everything).rows(kept))
+    expected = model.pair_losses(model.encode_pairs(everything).rows(kept))
     torch.testing.assert_close(model(partial).total, expected.total)
 
 

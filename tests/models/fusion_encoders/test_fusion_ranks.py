@@ -11,7 +11,7 @@ from helpers.fusion_samples import (
     make_batch,
     tiny_model,
     tiny_tokenizer,
-    with_mirrors,
+    with_altered_texts,
 )
 from helpers.two_ranks import on_two_ranks
 from torch import Tensor
@@ -50,7 +50,7 @@ def model_of(name: str, case: str) -> FusionModel:
 def batch_of(rank: int, case: str) -> Batch:
     tokenizer = tiny_tokenizer()
     if case == "without sides":
-        return with_mirrors(
+        return with_altered_texts(
             make_batch(tokenizer, size=4, texts=TEXTS[1:3] if rank else TEXTS[:2]), tokenizer
         )
     if rank == 0 or case == "complete":

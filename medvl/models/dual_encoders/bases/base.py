@@ -37,6 +37,11 @@ from medvl.models.base import (
     list_of_texts,
     stored_features,
 )
+from medvl.models.dual_encoders.bases.altered_texts import (
+    altered_kinds,
+    altered_terms,
+    embed_altered,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
@@ -96,6 +101,25 @@ class DualEncoderConfig(SharedSpaceConfig):
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlteredTextConfig(DualEncoderConfig):
+    """Settings of a dual-encoder that compares each text with the same text altered."""
+
+    mirror_weight: float = 0.0
+    """Weight of the cross-entropy of each text that names a side against the same text with left
+    and right exchanged, for its image (`losses.altered_texts`). Other texts of the batch seldom
+    differ only by a side; 0, as published, turns it off.
+    """
+    denial_weight: float = 0.0
+    """The same for each text that names a finding, and the same text with the polarity of its
+    findings exchanged (`medvl.data.reports.denials`), as other texts seldom differ by a "no" alone.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "[0, inf)", "mirror_weight", "denial_weight")
+
+
 class DualEncoder(System):
     """Two encoders with a projection head each; a system adds its loss, and its similarity unless
     it is the cosine.
@@ -152,6 +176,11 @@ class DualEncoder(System):
                 f"patch_dropout 0"
             )
             raise ConfigError(message, "conflict", field="patch_dropout")
+        kinds = altered_kinds(config)
+        if kinds:
+            self.inputs = dataclasses.replace(
+                self.inputs, mirrored_text="mirrored" in kinds, denied_text="denied" in kinds
+            )
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -371,6 +400,11 @@ class DualEncoder(System):
                 row_K = None
         with statistics:
             pairs = self.embed_pairs(batch)
+            altered = {
+                kind: embed_altered(batch, kind, self.embed_ids)
+                for kind in altered_kinds(self.config)
+            }
+        pairs = dataclasses.replace(pairs, others={**pairs.others, **altered})
         groups = groups_of(batch, getattr(self.config, "positives", "own"))
         pairs = dataclasses.replace(pairs, groups=groups, labels_BL=batch.labels_BL)
         return pairs if row_K is None else pairs.rows(row_K)
@@ -383,9 +417,21 @@ class DualEncoder(System):
         that DDP does not hang.
         """
         if sum(rows_by_rank(len(pairs))):
-            return self.compare_pairs(pairs)
-        losses = self.compare_pairs(pairs.placeholder())
+            return self._compare_all(pairs)
+        losses = self._compare_all(pairs.placeholder())
         return Losses(0 * losses.total, {name: 0 * term for name, term in losses.terms.items()})
+
+    def _compare_all(self, pairs: Pairs) -> Losses:
+        """Return the losses of `compare_pairs`, and those of altered texts."""
+        kinds = altered_kinds(self.config)
+        others = {name: side for name, side in pairs.others.items() if name not in kinds}
+        result = self.compare_pairs(dataclasses.replace(pairs, others=others))
+        if not kinds:
+            return result
+        scale = self.scale() if self.learns_scale else 1 / self.config.temperature
+        terms = altered_terms(pairs, kinds, scale)
+        total = sum((kinds[kind] * term for kind, term in terms.items()), start=result.total)
+        return Losses(total, {**result.terms, **terms})
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a batch; negatives come from the global batch of all ranks, with

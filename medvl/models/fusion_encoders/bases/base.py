@@ -38,11 +38,12 @@ from medvl.models.base import (
     zero_loss,
 )
 from medvl.models.fusion_encoders.bases.objectives import (
+    AlteredKind,
+    AlteredTextMatching,
     Corruption,
     Encoded,
     ImageTextMatching,
     MaskedLanguageModeling,
-    MirroredTextMatching,
     Objective,
 )
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens, join
@@ -64,8 +65,9 @@ class FusionModel(System):
     pairs of them.
 
     The objectives are masked words (`mlm`) and image-text matching (`itm`), which a system creates
-    by `add_heads` when it has its layers, or others that it sets. With `config.mirror_weight`,
-    matching of mirrored texts follows them. Negatives are other images of the batch.
+    by `add_heads` when it has its layers, or others that it sets. With `config.mirror_weight` and
+    `config.denial_weight`, matching of altered texts follows them. Negatives are other images of
+    the batch.
 
     `encode` computes the states that the objectives share. By default it is `encode_apart`: masked
     texts with their own images, and whole texts with the images that are sampled for them (METER,
@@ -101,8 +103,12 @@ class FusionModel(System):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        if config.mirror_weight:
-            self.inputs = dataclasses.replace(self.inputs, mirrored_text=True)
+        if config.mirror_weight or config.denial_weight:
+            self.inputs = dataclasses.replace(
+                self.inputs,
+                mirrored_text=config.mirror_weight > 0,
+                denied_text=config.denial_weight > 0,
+            )
         if isinstance(self.image_encoder, RegionEncoder):
             self.inputs = dataclasses.replace(self.inputs, regions=True)
 
@@ -121,12 +127,15 @@ class FusionModel(System):
 
     @property
     def _all_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
-        weight = self.config.mirror_weight
-        return (
-            (*self.step_objectives, MirroredTextMatching(weight, self))
-            if weight
-            else self.step_objectives
-        )
+        config = self.config
+        weights: dict[AlteredKind, float] = {
+            "mirrored": config.mirror_weight,
+            "denied": config.denial_weight,
+        }
+        altered = [
+            AlteredTextMatching(weight, self, kind) for kind, weight in weights.items() if weight
+        ]
+        return (*self.step_objectives, *altered)
 
     @property
     def step_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
@@ -440,8 +449,13 @@ class FusionConfig(TowersConfig):
     itm_weight: float = 1.0
     mirror_weight: float = 0.0
     """Weight of matching each text that names a side, and the same text with left and right
-    exchanged, with its image (`MirroredTextMatching`). Random negatives seldom differ only by a
+    exchanged, with its image (`AlteredTextMatching`). Random negatives seldom differ only by a
     side; 0, as published, turns it off.
+    """
+    denial_weight: float = 0.0
+    """The same for each text that names a finding, and the same text with the polarity of its
+    findings exchanged (`medvl.data.reports.denials`), as random negatives seldom differ by a "no"
+    alone.
     """
     fusion_lr_mult: float = 5.0
     """Learning rate of the fusion-encoder and of its input projections, as a multiple of the
@@ -458,7 +472,7 @@ class FusionConfig(TowersConfig):
     def __post_init__(self) -> None:
         check_within(self, "(0, 1)", "mlm_probability")
         check_within(self, "(0, inf)", "mlm_weight", "itm_weight", "fusion_lr_mult", "head_lr_mult")
-        check_within(self, "[0, inf)", "mirror_weight")
+        check_within(self, "[0, inf)", "mirror_weight", "denial_weight")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

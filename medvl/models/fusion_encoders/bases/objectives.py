@@ -19,7 +19,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Objective(abc.ABC, Generic[E, C, P]):
         weight: factor of the term in the total loss.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -306,7 +306,7 @@ class DistilledLanguageModeling(WordObjective[ContrastiveEncoded, DistilledWords
         return losses.mlm_distilled(words_NV, corruption.target_N, teacher_NV, alpha)
 
 
-# Image-text matching (ITM): random negatives, hard negatives, mirrored texts.
+# Image-text matching (ITM): random negatives, hard negatives, altered texts.
 
 
 class ImageTextMatching(Objective[Encoded, MatchingPairs, Tensor]):
@@ -388,13 +388,16 @@ class HardNegativeMatching(Objective[ContrastiveEncoded, None, MatchedPairs]):
         return losses.itm(predictions.logits_M2, predictions.matched_M)
 
 
-class MirroredTexts(NamedTuple):
-    """The texts of a batch with left and right exchanged."""
+AlteredKind = Literal["mirrored", "denied"]
+
+
+class AlteredTexts(NamedTuple):
+    """The texts of a batch with left and right, or the polarity of findings, exchanged."""
 
     ids_BT: Tensor
     mask_BT: Tensor
     counted_B: Tensor
-    """bool: complete samples whose text names a side."""
+    """bool: complete samples whose text the exchange alters."""
 
 
 class PairModel(Protocol):
@@ -409,38 +412,46 @@ class PairModel(Protocol):
         """(B, 2): logits of "no match" and "match" of each row."""
 
 
-class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
-    """Matching of a text with its image against the same text with left and right exchanged.
+class AlteredTextMatching(Objective[Encoded, AlteredTexts, Tensor]):
+    """Matching of a text with its image against the same text with left and right exchanged, or
+    with its findings denied.
 
-    The text is a match and its mirror is none, so that both classes are equally frequent. Texts
-    without a side, and samples without an image or a text, do not count. Both texts are encoded
-    unmasked; the images are those of the other objectives.
+    The text is a match and the altered one is none, so that both classes are equally frequent.
+    Texts that the exchange does not alter, and samples without an image or a text, do not count.
+    Both texts are encoded unmasked; the images are those of the other objectives.
 
     Args:
         weight: factor of the term.
         model: scores pairs.
+        kind: "mirrored" (left and right), or "denied" (`medvl.data.reports.denials`).
     """
 
-    name = "itm_mirror"
-
-    def __init__(self, weight: float, model: PairModel) -> None:
+    def __init__(self, weight: float, model: PairModel, kind: AlteredKind) -> None:
         super().__init__(weight)
+        self.name = {"mirrored": "itm_mirror", "denied": "itm_denial"}[kind]
         self.model = model
+        self.kind = kind
 
-    def corrupt(self, batch: Batch) -> MirroredTexts:
-        """Return the loader's mirrored texts. Raises ConfigError for a batch without them."""
-        ids_BT = batch.mirrored_ids_BT
-        mask_BT = batch.mirrored_mask_BT
-        counted_B = batch.has_mirror_B
+    def corrupt(self, batch: Batch) -> AlteredTexts:
+        """Return the loader's altered texts. Raises ConfigError for a batch without them."""
+        if self.kind == "mirrored":
+            ids_BT, mask_BT = batch.mirrored_ids_BT, batch.mirrored_mask_BT
+            counted_B = batch.has_mirror_B
+        else:
+            ids_BT, mask_BT = batch.denied_ids_BT, batch.denied_mask_BT
+            counted_B = batch.has_denial_B
         if ids_BT is None or mask_BT is None or counted_B is None:
-            message = "mirror_weight needs batches with mirrored texts (Inputs.mirrored_text)"
-            raise ConfigError(message, "missing", field="mirrored_ids_BT")
+            message = (
+                f"{self.name} needs batches with {self.kind} texts: open the loader with "
+                f"inputs=model.inputs"
+            )
+            raise ConfigError(message, "missing", field=f"{self.kind}_ids_BT")
         for has_B in (batch.has_image_B, batch.has_text_B):
             counted_B = counted_B if has_B is None else counted_B & has_B
-        return MirroredTexts(ids_BT, mask_BT, counted_B)
+        return AlteredTexts(ids_BT, mask_BT, counted_B)
 
-    def predict(self, encoded: Encoded, corruption: MirroredTexts) -> Tensor:
-        """(2 B, 2): logits of the texts, then of their mirrors, each with its own image."""
+    def predict(self, encoded: Encoded, corruption: AlteredTexts) -> Tensor:
+        """(2 B, 2): logits of the texts, then of the altered ones, each with its own image."""
         batch = encoded.batch
         ids_MT = torch.cat([batch.ids_BT, corruption.ids_BT])
         mask_MT = torch.cat([batch.mask_BT, corruption.mask_BT])
@@ -448,7 +459,7 @@ class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
         text = self.model.text_tokens(ids_MT, mask_MT, twice_M)
         return self.model.match(text, encoded.image.beside(encoded.image))
 
-    def loss(self, predictions: Tensor, corruption: MirroredTexts) -> Tensor:
+    def loss(self, predictions: Tensor, corruption: AlteredTexts) -> Tensor:
         """Return the mean cross-entropy of the pairs that count."""
         counted_B = corruption.counted_B
         matched_M = torch.arange(len(predictions), device=counted_B.device) < len(counted_B)

@@ -1,5 +1,5 @@
-"""Matching of mirrored texts: value, gradient, the samples that count, and the loader's part of
-it.
+"""Matching of mirrored and denied texts: value, gradient, the samples that count, and the loader's
+part of it.
 """
 
 import copy
@@ -18,7 +18,7 @@ from helpers.fusion_samples import (
     shaken,
     tiny_model,
     tiny_tokenizer,
-    with_mirrors,
+    with_altered_texts,
 )
 
 from medvl import losses
@@ -32,53 +32,63 @@ from medvl.schema import Inputs, Sample
 TOKENIZER = tiny_tokenizer()
 
 
-def mirror_model(name: str, weight: float = 0.5) -> Any:
-    model: Any = shaken(tiny_model(name, TOKENIZER, mirror_weight=weight)).eval()
+KINDS = {
+    "mirrored": ("mirror_weight", "itm_mirror", "has_mirror_B", [0, 3]),
+    "denied": ("denial_weight", "itm_denial", "has_denial_B", [0, 1, 2, 3]),
+}
+"""Setting, term, field of the batch, and the rows of the samples that count."""
+
+
+def altered_model(name: str, kind: str = "mirrored", weight: float = 0.5) -> Any:
+    settings = {KINDS[kind][0]: weight}
+    model: Any = shaken(tiny_model(name, TOKENIZER, **settings)).eval()
     return model
 
 
-def mirror_batch(**fields: Any) -> Any:
-    return with_mirrors(make_batch(TOKENIZER, 4, **fields), TOKENIZER)
+def altered_batch(**fields: Any) -> Any:
+    return with_altered_texts(make_batch(TOKENIZER, 4, **fields), TOKENIZER)
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
-def test_term_is_the_matching_loss_of_texts_and_mirrors(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "mirrored") for name in sorted(TINY)), ("m3ae", "denied"), ("lxmert", "denied")],
+)
+def test_term_is_the_matching_loss_of_texts_and_altered_texts(name: str, kind: str) -> None:
     """Rows 0 and 3 name a side; rows 1 and 2 do not count, with whatever text."""
-    model, batch = mirror_model(name), mirror_batch()
-    assert dataclasses.replace(model.inputs, entities=None) == Inputs(mirrored_text=True)
-    assert batch.has_mirror_B.tolist() == [True, False, False, True]
+    setting, term, field, rows = KINDS[kind]
+    model, batch = altered_model(name, kind), altered_batch()
+    needed = {"mirrored": Inputs(mirrored_text=True), "denied": Inputs(denied_text=True)}[kind]
+    assert dataclasses.replace(model.inputs, entities=None) == needed
+    assert getattr(batch, field).nonzero()[:, 0].tolist() == rows
     torch.manual_seed(0)
     result = model(batch)
     torch.manual_seed(0)
     image = model.encode(
         batch, model.corrupt(batch)
     ).image  # that of the other objectives: M2I2 removes patches
-    text, mirror = (
+    tokens = [getattr(batch, f"{kind}_{part}_BT") for part in ("ids", "mask")]
+    text, other = (
         model.text_tokens(ids_BT, mask_BT)
-        for ids_BT, mask_BT in (
-            (batch.ids_BT, batch.mask_BT),
-            (batch.mirrored_ids_BT, batch.mirrored_mask_BT),
-        )
+        for ids_BT, mask_BT in ((batch.ids_BT, batch.mask_BT), tokens)
     )
-    rows = torch.tensor([0, 3])
-    match, mismatch = model.match(text, image)[rows], model.match(mirror, image)[rows]
+    match, mismatch = model.match(text, image)[rows], model.match(other, image)[rows]
     expected = -(match.log_softmax(dim=1)[:, 1] + mismatch.log_softmax(dim=1)[:, 0]).mean() / 2
-    torch.testing.assert_close(result.terms["itm_mirror"], expected)
+    torch.testing.assert_close(result.terms[term], expected)
     torch.manual_seed(0)
     without = copy.deepcopy(model)
-    object.__setattr__(without.config, "mirror_weight", 0.0)
+    object.__setattr__(without.config, setting, 0.0)
     torch.testing.assert_close(result.total, without(batch).total + 0.5 * expected)
     model.zero_grad()
     first = next(model.itm_head.parameters())
-    (gradient,) = torch.autograd.grad(result.terms["itm_mirror"], first, retain_graph=True)
+    (gradient,) = torch.autograd.grad(result.terms[term], first, retain_graph=True)
     (wanted,) = torch.autograd.grad(expected, first)
     torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize("name", ["m3ae", "medvill", "albef"])
 def test_samples_without_side_image_or_text_do_not_count(name: str) -> None:
-    model = mirror_model(name)
-    batch = mirror_batch(has_image_B=flags(0, 1, 1, 1), has_text_B=flags(1, 1, 1, 0))
+    model = altered_model(name)
+    batch = altered_batch(has_image_B=flags(0, 1, 1, 1), has_text_B=flags(1, 1, 1, 0))
     term = model(batch).terms["itm_mirror"]
     assert term.item() == 0
     term.backward()
@@ -138,6 +148,35 @@ def test_loader_makes_mirrors_that_agree_with_flipped_images() -> None:
     ItemMaker(EvalTransform(size=32), WholeText(), (), 0, inputs)
 
 
-def test_report_objective_is_without_mirrors() -> None:
-    with raises(ConfigError, "conflict", "mirror_weight"):
-        MedViLLConfig(attention="seq2seq", objective="report", mirror_weight=1.0)
+def test_loader_makes_denials_beside_mirrors() -> None:
+    texts = ["There is a small left effusion.", "No pneumothorax.", "Comparison is made."]
+    inputs = Inputs(mirrored_text=True, denied_text=True)
+    maker = ItemMaker(EvalTransform(size=32), WholeText(sections=("impression",)), (), 0, inputs)
+    parts: dict[str, Any] = {"corpus": "c", "split": "s", "patient": "p", "study": "s"}
+    items = [
+        maker(Sample(key=text, sections={"impression": text}, **parts), np.zeros((40, 40)), 0)
+        for text in texts
+    ]
+    batch, _ = Collate(TOKENIZER, inputs)(items)
+    assert batch is not None
+    mirrored = ["There is a small right effusion.", *texts[1:]]
+    denied = ["There is no small left effusion.", "Pneumothorax.", texts[2]]
+    ids_BT, mask_BT = TOKENIZER([*texts, *mirrored, *denied])
+    for rows, fields in enumerate(
+        [
+            (batch.ids_BT, batch.mask_BT),
+            (batch.mirrored_ids_BT, batch.mirrored_mask_BT),
+            (batch.denied_ids_BT, batch.denied_mask_BT),
+        ]
+    ):
+        part = slice(3 * rows, 3 * rows + 3)
+        assert torch.equal(fields[0], ids_BT[part])
+        assert torch.equal(fields[1], mask_BT[part])
+    assert batch.has_mirror_B.tolist() == [True, False, False]
+    assert batch.has_denial_B.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["mirror_weight", "denial_weight"])
+def test_report_objective_is_without_altered_texts(name: str) -> None:
+    with raises(ConfigError, "conflict", name):
+        MedViLLConfig(attention="seq2seq", objective="report", **{name: 1.0})

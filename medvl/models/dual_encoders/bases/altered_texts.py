@@ -1,0 +1,56 @@
+"""Each text of a batch against the same text altered: with left and right, or the polarity of its
+findings, exchanged.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medvl.errors import ConfigError
+from medvl.losses.common import mean_over_ranks
+from medvl.losses.pairs.contrastive import altered_texts
+from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.schema import Batch, Embeddings
+
+
+def altered_kinds(config: Any) -> dict[str, float]:
+    """Return the kinds of altered texts that a system compares with, and their weights."""
+    weights = {
+        "mirrored": getattr(config, "mirror_weight", 0.0),
+        "denied": getattr(config, "denial_weight", 0.0),
+    }
+    return {kind: weight for kind, weight in weights.items() if weight}
+
+
+def embed_altered(
+    batch: Batch, kind: str, embed: Callable[[Tensor, Tensor], Embeddings]
+) -> Embeddings:
+    """Return one row for each text that the exchange alters, with its pair. Raises ConfigError for
+    a batch without altered texts.
+    """
+    fields = {
+        "mirrored": (batch.mirrored_ids_BT, batch.mirrored_mask_BT, batch.has_mirror_B),
+        "denied": (batch.denied_ids_BT, batch.denied_mask_BT, batch.has_denial_B),
+    }
+    ids_BT, mask_BT, altered_B = fields[kind]
+    if ids_BT is None or mask_BT is None or altered_B is None:
+        message = f"expected batches with {kind} texts: open the loader with inputs=model.inputs"
+        raise ConfigError(message, "missing", field=f"{kind}_ids_BT")
+    row_K = altered_B.nonzero()[:, 0]
+    return Embeddings(embed(ids_BT, mask_BT).global_NE[row_K], pair_N=row_K)
+
+
+def altered_terms(pairs: Pairs, kinds: Iterable[str], scale: Tensor | float) -> dict[str, Tensor]:
+    """Return the mean loss of each kind of altered texts over all ranks (`losses.altered_texts`).
+
+    `pairs.others` has the rows of `embed_altered` by kind.
+    """
+    terms = {}
+    for kind in kinds:
+        altered = pairs.others[kind]
+        images, texts = (side.global_NE[altered.pair_N] for side in (pairs.images, pairs.texts))
+        loss_K = altered_texts(images, texts, altered.global_NE, scale)
+        terms[kind] = mean_over_ranks(loss_K, torch.ones_like(loss_K, dtype=torch.bool))
+    return terms
