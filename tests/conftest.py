@@ -39,6 +39,7 @@ from medvl.data.storage import store
 from medvl.eval import evaluation
 from medvl.eval.core import results as publish
 from medvl.eval.core.results import Results
+from medvl.eval.html import plots
 from medvl.schema import FINDINGS
 from medvl.train.fault_tolerance import guards
 
@@ -50,6 +51,7 @@ hypothesis.settings.load_profile("shared")
 torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 
+SAVE_PLOT = plots._save
 LONGEST = (
     *("test_benchmark_gpu.py", "test_golden.py", "train/parallel/test_train_sharded.py"),
     *("benchmark/test_benchmark_runs.py", "test_spine.py", "train/loop/test_train_step_speed.py"),
@@ -192,6 +194,23 @@ def _imports_stay_frozen() -> Iterator[None]:
     """
     collector = SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None)
     with mock.patch.object(guards, "gc", collector):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plots_are_not_drawn() -> Iterator[None]:
+    """Drawing takes longer than all else of a page: tests/eval/html draws every plot; the others
+    make the figures, and write a picture without them.
+    """
+    files = {"svg": b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "pdf": b"-"}
+    with mock.patch.object(plots, "_save", lambda figure, kind: files[kind]):
+        yield
+
+
+@pytest.fixture(scope="module")
+def drawn_plots() -> Iterator[None]:
+    """Files of plots as users have them."""
+    with mock.patch.object(plots, "_save", SAVE_PLOT):
         yield
 
 

@@ -1,11 +1,11 @@
 """Memory of freed tensors: given back to the system, or kept."""
 
 import platform
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers import forked
 
 from medvl.common import process
 from medvl.common.process import keep_freed_memory
@@ -31,7 +31,7 @@ print(resident_mb() - before)
 @pytest.mark.parametrize("keep", [False, True])
 def test_freed_memory_is_kept(keep: bool) -> None:
     command = [sys.executable, "-c", SCRIPT.format(keep=keep)]
-    kept_mb = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    kept_mb = int(forked.run(command).stdout)
     assert kept_mb > 200 if keep else kept_mb < 100
 
 

@@ -159,7 +159,8 @@ OWN_JSON = {
     *("eval/core/full_pass", "eval/probing/features"),
     *("export/exporters/towers", "export/exporters/zero_shot"),
     "inference/folder",
-    *("models/checkpoint", "phantom/layouts/writer", "train/loop/logger", "train/loop/state"),
+    *("models/checkpoint", "phantom/layouts/choices", "phantom/layouts/writer"),
+    *("train/loop/logger", "train/loop/state"),
     *("train/parallel/distributed", "train/recipe_files"),
 }
 """Files with `json.loads` of what the same process, or a run in the same folder, has written; and
@@ -170,9 +171,12 @@ the module of exported models, which works without medvl.
 def test_json_of_others_is_read_by_one_function() -> None:
     callers = set()
     for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        if "json.load" not in text:  # formatted code has both names on one line
+            continue
         names = {
             ast.unparse(node)
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(ast.parse(text))
             if isinstance(node, ast.Attribute)
         }
         if names & {"json.load", "json.loads"}:

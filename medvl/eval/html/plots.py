@@ -3,7 +3,7 @@
 import dataclasses
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -57,20 +57,22 @@ def _canvas(inches: tuple[float, float] = _INCHES) -> tuple["Figure", "Axes"]:
 def _finish(
     name: str, figure: "Figure", axes: "Axes", x: str, y: str, *, color_coded: bool = False
 ) -> Plot:
-    import matplotlib
-
     axes.set_xlabel(x, fontsize=8, color="#334155")
     axes.set_ylabel(y, fontsize=8, color="#334155")
-    files = []
+    return Plot(name, _save(figure, "svg"), _save(figure, "pdf"), color_coded)
+
+
+def _save(figure: "Figure", kind: Literal["svg", "pdf"]) -> bytes:
+    """Return a file of the figure without a date. Text stays text."""
+    import matplotlib
+
+    date = {"svg": "Date", "pdf": "CreationDate"}[kind]
+    buffer = io.BytesIO()
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
-    ):  # text stays text
-        for kind, dated in (("svg", "Date"), ("pdf", "CreationDate")):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, metadata={dated: None}, transparent=True)
-            files.append(buffer.getvalue())
-    svg, pdf = files
-    return Plot(name, svg, pdf, color_coded)
+    ):
+        figure.savefig(buffer, format=kind, metadata={date: None}, transparent=True)
+    return buffer.getvalue()
 
 
 def _unit_square(axes: "Axes") -> None:

@@ -65,7 +65,7 @@ def noise(position: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def page(result, tmp_path_factory) -> Path:
+def page(drawn_plots, result, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("page") / "new" / "index.html"
     return write_zero_shot_page(
         result, path, PageHeader(model="ConVIRT", data="Fake test", date="2026-01-31"), pixels=noise

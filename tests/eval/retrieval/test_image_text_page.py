@@ -102,6 +102,7 @@ def test_principal_plane_of_equal_or_collinear_points() -> None:
     assert list(variance) == [1, 0]
 
 
+@pytest.mark.usefixtures("drawn_plots")
 def test_plots_are_valid_images(examples: RetrievalExamples) -> None:
     points = {"images": examples.image_N2, "none": np.zeros((0, 2))}
     colors = {"images": plots.LINE_COLOR, "none": plots.GREY}

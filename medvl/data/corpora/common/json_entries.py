@@ -44,7 +44,7 @@ def read_json_items(
         while separator == ",":
             number += 1
             window.number = number
-            key: str = json.loads(window.match(_KEY))
+            key: str = window.parsed(window.match(_KEY))
             yield number, key, window.value()
             separator = window.match(_SEPARATOR)
 
@@ -83,13 +83,17 @@ class _Window:
                 self._extend("a JSON object")
             except RecursionError:
                 raise malformed(self._where(), "nested too deeply") from None
+        value: Mapping[str, Any] = self.parsed(self._text[:end])
+        self._text = self._text[end:]
+        return value
+
+    def parsed(self, text: str) -> Any:
+        """Return the value of some JSON."""
         try:
-            value: Mapping[str, Any] = parse_json(self._text[:end])
+            return parse_json(text)
         except ValueError as error:
             message = f"expected JSON that medvl reads, got {type(error).__name__}"
             raise malformed(self._where(), message) from None
-        self._text = self._text[end:]
-        return value
 
     def _extend(self, expected: str) -> None:
         chunk = self._file.read(_CHUNK)

@@ -112,7 +112,7 @@ def test_metadata_is_found_or_refused(tmp_path: Path, deid: Deidentifier) -> Non
     "text",
     [
         *("", "[]", '{"1": 3}', '{"1": {}', '{"1": {} "2": {}}'),
-        *('{"1": {"a": 1, "a": 2}}', '{"1": {"a": NaN}}'),
+        *('{"1": {"a": 1, "a": 2}}', '{"1": {"a": NaN}}', '{"\\q": {"a": 1}}'),
     ],
 )
 def test_damaged_json_is_refused(text: str, tmp_path: Path, deid: Deidentifier) -> None:
