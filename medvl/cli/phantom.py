@@ -232,6 +232,19 @@ COMMANDS: dict[str, Callable[..., str]] = {
         _shards("rexvqa"),
         seed=47,
     ),
+    "pmc-vqa": _command(
+        "pmc_vqa", "PMC-VQA: figures with questions of four options", _shards("pmc-vqa"), seed=49
+    ),
+    "mimic-cxr-vqa": _command(
+        "mimic_cxr_vqa",
+        "MIMIC-CXR-VQA: questions with lists of answers, and the images of MIMIC-CXR-JPG",
+        _shards("mimic-cxr-vqa"),
+    ),
+    "cxr-qba": _command(
+        "cxr_qba",
+        "MIMIC-Ext-CXR-QBA: questions with structured answers, and MIMIC-CXR-JPG's images",
+        _shards("cxr-qba"),
+    ),
     "brax": _command("brax", "BRAX: PNG files and a table of labels", _shards("brax"), seed=48),
     "rsna": _command(
         "rsna",

@@ -47,6 +47,7 @@ _CORPORA = {
             ),
             *("nih-cxr14", "object-cxr", "openi", "padchest", "qata", "r2gen-annotation", "rsna"),
             *("chest-imagenome", "padchest-gr", "rexgradient", "rexvqa", "siim", "vindr-cxr"),
+            *("cxr-qba", "mimic-cxr-vqa"),
             *("bimcv-covid19", "brax", "candid-ptx", "chestxdet", "vindr-pcxr"),
         ),
         CHEST_RADIOGRAPHS,
@@ -59,7 +60,7 @@ _CORPORA = {
     **dict.fromkeys(
         (
             *("m3ae-arrow", "medicat", "melinda", "roco", "roco-non-radiology", "rocov2"),
-            *("slake", "vqa-med", "vqa-rad"),
+            *("pmc-vqa", "slake", "vqa-med", "vqa-rad"),
         ),
         _SEVERAL,
     ),

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
         write_vindr_cxr as write_vindr_cxr,
         write_vindr_pcxr as write_vindr_pcxr,
     )
-    from medvl.phantom.layouts.choices import write_rexvqa as write_rexvqa
+    from medvl.phantom.layouts.choices import (
+        write_pmc_vqa as write_pmc_vqa,
+        write_rexvqa as write_rexvqa,
+    )
     from medvl.phantom.layouts.ct_corpora import (
         write_ct_rate as write_ct_rate,
         write_merlin as write_merlin,
@@ -55,6 +58,10 @@ if TYPE_CHECKING:
         write_vindr_mammo as write_vindr_mammo,
     )
     from medvl.phantom.layouts.masks import write_qata as write_qata
+    from medvl.phantom.layouts.mimic_questions import (
+        write_cxr_qba as write_cxr_qba,
+        write_mimic_cxr_vqa as write_mimic_cxr_vqa,
+    )
     from medvl.phantom.layouts.questions import (
         write_slake as write_slake,
         write_vqa_rad as write_vqa_rad,

@@ -1,6 +1,8 @@
-"""The phantom's questions with four options in the layout of ReXVQA."""
+"""The phantom's questions with four options in the layouts of ReXVQA and PMC-VQA."""
 
+import csv
 import dataclasses
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +14,19 @@ from medvl.phantom.language.choices import (
     balanced_choices,
     choice_questions,
 )
+from medvl.phantom.language.reports import compose_report
 from medvl.phantom.layouts.report_tables import REX_FILES, REX_SPLITS, write_rexgradient_patient
-from medvl.phantom.layouts.writer import Form, Options, PatientRows, write_file, write_release
+from medvl.phantom.layouts.writer import (
+    Form,
+    Options,
+    PatientRows,
+    truth_row,
+    write_file,
+    write_release,
+    write_view,
+)
 from medvl.phantom.population.world import Patient
+from medvl.phantom.rendering.scene import encode_jpeg
 
 CANDIDATES = "phantom_choices.jsonl"
 """Questions before balancing, one JSON object a line."""
@@ -110,3 +122,80 @@ def _entry(row: dict[str, Any], options: tuple[str, ...], right: int) -> dict[st
         "study_id": f"{study['PatientID']}_{study['AccessionNumber']}",
         **{name: study[name] for name in kept},
     }
+
+
+# The phantom in the layout of PMC-VQA: each patient is an article.
+
+PMC_TABLES = {"train": "train_2.csv", "test": "test_2.csv"}
+_PMC_COLUMNS = (
+    "index", "Figure_path", "Caption", "Question", "Choice A", "Choice B", "Choice C", "Choice D",
+    "Answer", "split",
+)  # fmt: skip
+_PMC_NUMBER = 7_000_000
+
+
+def write_pmc_vqa(
+    out: Path | str,
+    *,
+    patients: int = 400,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.8, 0.0, 0.2),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom PMC-VQA: `train_2.csv`, `test_2.csv` and `figures/`.
+
+    Each patient is an article, whose figures are its frontal radiographs. The first question of the
+    test is in train as well. `split` has the shares of patients in train, validation and test; the
+    layout has no validation split. Returns the folder.
+    """
+    options = Options(
+        corpus="pmc-vqa", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
+    root = write_release(Path(out), options, _write_article, {CANDIDATES: Form.LINES}, workers)
+    rows = list(read_candidates(root))
+    tables: dict[str, list[list[object]]] = {name: [] for name in PMC_TABLES}
+    for asked in balanced_choices([(row["split"], row["name"], row["question"]) for row in rows]):
+        row = rows[asked.place]
+        cells = [
+            f" {letter}:{option} " for letter, option in zip(LETTERS, asked.options, strict=True)
+        ]
+        answer = LETTERS[asked.right]
+        of_split = tables[row["split"]]
+        of_split.append(
+            [len(of_split), row["figure"], row["caption"], f" {row['question'].question} ", *cells,
+             answer, row["split"]]
+        )  # fmt: skip
+    tables["train"] += tables["test"][:1]
+    for name, file in PMC_TABLES.items():
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows([_PMC_COLUMNS, *tables[name]])
+        content = text.getvalue().encode()
+        if not (root / file).is_file() or (root / file).read_bytes() != content:
+            write_file(root / file, content)
+    return root
+
+
+def _write_article(root: Path, patient: Patient, options: Options) -> PatientRows:
+    split = "test" if options.split_index(patient.index) == 2 else "train"
+    lines: list[list[object]] = []
+    truth = []
+    for number, study in enumerate(patient.studies):
+        view = study.frontal
+        questions = list(choice_questions(view))
+        figure = f"PMC{_PMC_NUMBER + patient.index}_fig{number}.jpg"
+        for question in questions:
+            row = {
+                "split": split,
+                "name": f"{figure} {question.question}",
+                "figure": figure,
+                "caption": compose_report(study).impression,
+                "question": dataclasses.asdict(question),
+            }
+            lines.append([json.dumps(row)])
+        if questions:
+            path = Path("figures", figure)
+            write_view(root / path, view, options.size, encode_jpeg)
+            truth.append(truth_row(view, study, options.size, path=path.as_posix(), split=split))
+    return PatientRows(patient.index, {CANDIDATES: lines}, truth)

@@ -40,7 +40,7 @@ _CHEXPERT = "mimic-cxr-2.0.0-chexpert.csv.gz"
 _NEGBIO = "mimic-cxr-2.0.0-negbio.csv.gz"
 _RECORDS = "cxr-record-list.csv.gz"
 _STUDIES = "cxr-study-list.csv.gz"
-_TABLES = {
+MIMIC_TABLES = {
     _METADATA: (
         "dicom_id",
         "subject_id",
@@ -107,8 +107,8 @@ def write_mimic_cxr(
         frontal_only=frontal_only,
         site=site,
     )
-    write_patient = functools.partial(_write_mimic_cxr_patient, suffix=".dcm")
-    return write_release(Path(out), options, write_patient, {**_TABLES, **_LISTS}, workers)
+    write_patient = functools.partial(write_mimic_cxr_patient, suffix=".dcm")
+    return write_release(Path(out), options, write_patient, {**MIMIC_TABLES, **_LISTS}, workers)
 
 
 def write_mimic_cxr_jpg(
@@ -141,17 +141,18 @@ def write_mimic_cxr_jpg(
     return write_release(
         Path(out),
         options,
-        functools.partial(_write_mimic_cxr_patient, suffix=".jpg"),
-        _TABLES,
+        functools.partial(write_mimic_cxr_patient, suffix=".jpg"),
+        MIMIC_TABLES,
         workers,
     )
 
 
-def _write_mimic_cxr_patient(
+def write_mimic_cxr_patient(
     root: Path, patient: Patient, options: Options, suffix: str
 ) -> PatientRows:
+    """Write the images and reports of a patient, and return the rows of MIMIC-CXR's tables."""
     split = SPLITS[options.split_index(patient.index)]
-    tables: dict[str, list[list[object]]] = {name: [] for name in (*_TABLES, *_LISTS)}
+    tables: dict[str, list[list[object]]] = {name: [] for name in (*MIMIC_TABLES, *_LISTS)}
     truth = []
     for study in patient.studies:
         ids = (patient.subject_id, study.study_id)

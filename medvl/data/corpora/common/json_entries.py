@@ -15,6 +15,10 @@ _START = re.compile(r"\s*\{")
 _KEY = re.compile(r'\s*("(?:[^"\\]|\\.)*+")\s*:\s*(?=\{)')
 _SEPARATOR = re.compile(r"\s*([,}])")
 _EMPTY = re.compile(r"\s*\}")
+_LIST = re.compile(r"\s*\[")
+_OBJECT = re.compile(r"\s*(?=\{)")
+_NEXT = re.compile(r"\s*([,\]])")
+_EMPTY_LIST = re.compile(r"\s*\]")
 
 
 def read_json_entries(path: Path, folders: InputFolders) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -47,6 +51,21 @@ def read_json_items(
             key: str = window.parsed(window.match(_KEY))
             yield number, key, window.value()
             separator = window.match(_SEPARATOR)
+
+
+def read_json_list(path: Path, folders: InputFolders) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (number, counted from 1; value) of the objects of a JSON list. Raises as
+    `read_json_items`.
+    """
+    with open_text(path, folders) as file:
+        window = _Window(path, file)
+        window.match(_LIST)
+        separator = "]" if window.is_next(_EMPTY_LIST) else ","
+        while separator == ",":
+            window.number += 1
+            window.match(_OBJECT)
+            yield window.number, window.value()
+            separator = window.match(_NEXT)
 
 
 class _Window:

@@ -1,0 +1,164 @@
+"""The phantom's questions about MIMIC-CXR in the layouts of MIMIC-CXR-VQA and MIMIC-Ext-CXR-QBA."""
+
+import functools
+import json
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medvl.phantom.language.lexicon import NAMES
+from medvl.phantom.layouts.reports import MIMIC_TABLES, SPLITS, write_mimic_cxr_patient
+from medvl.phantom.layouts.writer import Form, Options, PatientRows, write_file, write_release
+from medvl.phantom.population.world import Patient, Study
+
+VQA_FILES = {"train": "train.json", "validate": "valid.json", "test": "test.json"}
+"""Split -> file of MIMIC-CXR-VQA."""
+QBA_ARCHIVE = "qa.zip"
+QBA_TABLE = Path("exports/A_frontal/metadata/q1M/question_metadata.parquet")
+_ASKED = ("Pleural Effusion", "Pneumothorax", "Cardiomegaly", "Support Devices")
+_RATINGS = ("A++", "A", "C")
+_WITHOUT_ARCHIVE = 11  # each eleventh patient's studies are not in the archive
+
+
+def write_mimic_cxr_vqa(
+    out: Path | str,
+    *,
+    patients: int = 100,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.8, 0.05, 0.15),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom MIMIC-CXR-VQA: questions with lists of answers, beside the images and tables
+    of `write_mimic_cxr_jpg` with the same arguments, without reports.
+
+    Each frontal image has a question about the presence of a finding, about all findings, which
+    may be none, and about the gender, whose answer is a letter. Returns the folder.
+    """
+    options = Options(
+        corpus="mimic-cxr-vqa", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
+    tables = {**MIMIC_TABLES, **dict.fromkeys(VQA_FILES.values())}
+    return write_release(Path(out), options, _write_vqa_patient, tables, workers)
+
+
+def _write_vqa_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
+    split = SPLITS[options.split_index(patient.index)]
+    lines = [
+        [json.dumps({**fields, "idx": 100 * patient.index + 10 * place + number, **entry})]
+        for place, study in enumerate(patient.studies)
+        for fields in [_image_fields(study, patient, split)]
+        for number, entry in enumerate(_entries(study))
+    ]
+    tables = {**rows.tables, VQA_FILES[split]: lines}
+    return PatientRows(rows.order, tables, rows.truth)
+
+
+def _image_fields(study: Study, patient: Patient, split: str) -> dict[str, object]:
+    folder = f"p{patient.subject_id // 10**6}/p{patient.subject_id}/s{study.study_id}"
+    return {
+        "split": VQA_FILES[split].removesuffix(".json"),
+        "subject_id": str(patient.subject_id),
+        "study_id": str(study.study_id),
+        "image_id": study.frontal.dicom_id,
+        "image_path": f"{folder}/{study.frontal.dicom_id}.jpg",
+    }
+
+
+def _entries(study: Study) -> Iterator[dict[str, object]]:
+    found = [label for label in _ASKED if study.labels[label]]
+    label = _ASKED[study.study_id % len(_ASKED)]
+    yield {
+        "question": f"Is there any {NAMES[label]}?",
+        "content_type": "presence",
+        "semantic_type": "verify",
+        "answer": ["yes" if label in found else "no"],
+    }
+    yield {
+        "question": "List all the abnormalities that are shown.",
+        "content_type": "abnormality",
+        "semantic_type": "query",
+        "answer": [NAMES[each] for each in found],
+    }
+    yield {
+        "question": "What is the gender of the patient?",
+        "content_type": "gender",
+        "semantic_type": "query",
+        "answer": [study.sex.lower()],
+    }
+
+
+def write_cxr_qba(
+    out: Path | str,
+    *,
+    patients: int = 100,
+    seed: int = 0,
+    size: int = 512,
+    split: tuple[float, float, float] = (0.8, 0.05, 0.15),
+    workers: int | None = None,
+) -> Path:
+    """Write a phantom MIMIC-Ext-CXR-QBA: an archive of questions with structured answers and a
+    table that chooses some, beside the images and tables of `write_mimic_cxr_jpg`.
+
+    The studies of each eleventh patient are in the table and not in the archive. Returns the
+    folder.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    options = Options(
+        corpus="cxr-qba", patients=patients, seed=seed, size=size, split=split, reports=False
+    )
+    tables: dict[str, Sequence[str] | Form] = {**MIMIC_TABLES, QBA_ARCHIVE: Form.ZIP}
+    root = write_release(Path(out), options, _write_qba_patient, tables, workers)
+    rows = list(_qba_rows(root / QBA_ARCHIVE))
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    content = sink.getvalue().to_pybytes()
+    if not (root / QBA_TABLE).is_file() or (root / QBA_TABLE).read_bytes() != content:
+        write_file(root / QBA_TABLE, content)
+    return root
+
+
+def _write_qba_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    rows = write_mimic_cxr_patient(root, patient, options, ".jpg")
+    folder = f"qa/p{patient.subject_id // 10**6}/p{patient.subject_id}"
+    lost = patient.index % _WITHOUT_ARCHIVE == _WITHOUT_ARCHIVE - 1
+    members = [
+        [
+            f"{folder}/s{study.study_id}.{'lost' if lost else 'qa'}.json",
+            json.dumps({"questions": [*map(functools.partial(_qba_question, study), _ASKED)]}),
+        ]
+        for study in patient.studies
+    ]
+    return PatientRows(rows.order, {**rows.tables, QBA_ARCHIVE: members}, rows.truth)
+
+
+def _qba_question(study: Study, label: str) -> Mapping[str, Any]:
+    name = NAMES[label]
+    sides = [finding.side for finding in study.findings if finding.label == label]
+    answers = [{"text": f"There is {'' if sides else 'no '}{name}.", "regions": []}]
+    answers += [{"text": f"It is {side}.", "regions": [side]} for side in sides]
+    place = _ASKED.index(label)
+    return {
+        "question_id": f"s{study.study_id}_{place}",
+        "question": f"Is there evidence of {name}?",
+        "answers": answers,
+    }
+
+
+def _qba_rows(archive: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of the table: all questions of the archive."""
+    with zipfile.ZipFile(archive) as file:
+        for name in file.namelist():
+            patient, study = Path(name).parts[-2:]
+            for number, question in enumerate(json.loads(file.read(name))["questions"]):
+                yield {
+                    "patient_id": patient,
+                    "study_id": study.split(".")[0],
+                    "question_id": question["question_id"],
+                    "question.question_type": "finding",
+                    "question.quality.rating": _RATINGS[number % len(_RATINGS)],
+                }
