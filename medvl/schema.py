@@ -252,7 +252,8 @@ class Batch:
     """The texts behind `ids_BT`."""
     image_BCDHW: Tensor | None = None
     """int16 volumes in place of images, C = 1: Hounsfield units, z to the head, y to the back, x to
-    the patient's left (`medvl.data.VolumeTransform`); the encoder applies its window.
+    the patient's left (`medvl.data.VolumeTransform`); the encoder applies its window. Or, for
+    encoders of images in an evaluation, uint8 axial slices in RGB, C = 3, from feet to head.
     """
     studies: list[str] | None = None
     """`Sample.study` of each row: rows of one study share their report. None: unknown."""
@@ -374,6 +375,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def pixels(self) -> Tensor:
+        """The images, or the volumes where the batch has these."""
+        return self.image_BCHW if self.image_BCDHW is None else self.image_BCDHW
 
     def rows(self, index: Sequence[int]) -> Batch:
         """Return some rows. Raises ValueError for a batch in which rows share images."""

@@ -220,7 +220,12 @@ class Setup:
         )
 
     def valid_loader(
-        self, data: Path | None, model: Any, *checkpoints: Path, text: bool = True
+        self,
+        data: Path | None,
+        model: Any,
+        *checkpoints: Path,
+        text: bool = True,
+        **options: Any,
     ) -> Loader | None:
         """Open a loader of the shards on which thresholds are chosen; None without a folder.
 
@@ -228,11 +233,11 @@ class Setup:
             data: folder of shards of other patients.
             model: as in `loader`.
             checkpoints: evaluated checkpoints, whose training patients are refused here too.
-            text: as in `loader`.
+            text, options: as in `loader`.
         """
-        return (
-            None if data is None else self.loader(self.source(data, *checkpoints), model, text=text)
-        )
+        if data is None:
+            return None
+        return self.loader(self.source(data, *checkpoints), model, text=text, **options)
 
 
 class Result(Protocol):

@@ -11,6 +11,7 @@ from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.privacy import Deidentifier
 from medvl.data.volumes.options import VolumeFile, VolumeOptions
 from medvl.phantom import write_volumes
+from medvl.phantom.population.volumes import CT_FINDINGS
 from medvl.schema import Sample
 
 SHAPE = (16, 32, 32)
@@ -27,7 +28,7 @@ def volume_shards(
     options: VolumeOptions | None = None,
     seed: int = 0,
 ) -> Path:
-    """Return the folder of shards of one scan of each patient, with reports and no labels."""
+    """Return the folder of shards of one scan of each patient, with reports and labels."""
     write_volumes(root, patients=patients, shape=shape, reconstructions=reconstructions, seed=seed)
     with (root / "volumes.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -41,13 +42,14 @@ def volume_shards(
                 study=f"{split}-{row['study']}",
                 image=root / row["path"],
                 sections={"findings": row["findings"], "impression": row["impression"]},
+                labels={name: int(row[name]) for name in CT_FINDINGS},
                 extra={"reconstruction": int(row["reconstruction"])},
             ),
             volume=VolumeFile(),
         )
         for row in rows
     ]
-    plan = Plan("lab", Records(records), (), RowCounts())
+    plan = Plan("lab", Records(records), tuple(CT_FINDINGS), RowCounts())
     run = ShardRun(out=root / "shards", workers=1)
     stored = VolumeShardOptions(samples_per_shard=4, volume=options or VolumeOptions())
     write_shards(plan, DEID, run, stored)

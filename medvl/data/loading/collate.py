@@ -203,8 +203,10 @@ class Item:
     """Parameters of the augmentation that is left to the device; None: the images are augmented."""
     prompt: tuple[int, ...] = ()
     """Ids of the prompt, where the system needs it."""
-    volume_DHW: np.ndarray | None = None
-    """int16, in place of an image; None: the loader reads images."""
+    volume_CDHW: np.ndarray | None = None
+    """int16 Hounsfield units (C = 1), or uint8 RGB slices (C = 3), in place of an image; None: the
+    loader reads images.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class Views:
     regions: Regions | None = None
     prior_sections: Mapping[str, str] | None = None
     """Sections of the prior report, where the system reads it."""
-    volume_DHW: np.ndarray | None = None
+    volume_CDHW: np.ndarray | None = None
 
 
 _NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
@@ -338,7 +340,12 @@ class ItemMaker:
         has_image = volume_DHW is not None
         if volume_DHW is None:
             volume_DHW = np.full(self.image.size, AIR, np.int16)
-        return Views(_NO_PIXELS, has_image=has_image, volume_DHW=volume_DHW)
+        return Views(_NO_PIXELS, has_image=has_image, volume_CDHW=volume_DHW[None])
+
+    def slice_views(self, key: str, slices_NHWC: np.ndarray) -> Views:
+        """Return each slice of a volume by the transform of images."""
+        images = [self.views(key, pixels, 0).image.image_HWC for pixels in slices_NHWC]
+        return Views(_NO_PIXELS, volume_CDHW=np.stack(images).transpose(3, 0, 1, 2))
 
     def _transform(self, sample: Sample | None = None) -> BuiltTransform:
         image = self.image
@@ -377,7 +384,7 @@ class ItemMaker:
             self._statements(sample, views, epoch) if self.inputs.statements else (),
             stack_views(views.image, views.second, views.prior, views.other),
             self._prompt(sample, views),
-            views.volume_DHW,
+            views.volume_CDHW,
         )
 
     def _prompt(self, sample: Sample, views: Views) -> tuple[int, ...]:
@@ -520,9 +527,9 @@ class Collate:
         self._add_inputs(batch, samples)
         if self.inputs.regions:
             self._add_regions(batch, list(regions.values()))
-        volumes = [item.volume_DHW for item in samples if item.volume_DHW is not None]
+        volumes = [item.volume_CDHW for item in samples if item.volume_CDHW is not None]
         if volumes:
-            batch.image_BCDHW = torch.from_numpy(np.stack(volumes))[:, None]
+            batch.image_BCDHW = torch.from_numpy(np.stack(volumes))
         if self.targets is not None:
             batch = self.targets.add_to(batch, [item.target for item in samples])
         return batch, skipped

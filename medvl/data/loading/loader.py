@@ -44,7 +44,14 @@ from medvl.data.loading.studies import (
     by_study,
     prior_positions,
 )
-from medvl.data.loading.volumes import MEMORY, check_volumes, cut_volume, limited_workers
+from medvl.data.loading.volumes import (
+    DRAWN,
+    MEMORY,
+    check_volumes,
+    cut_volume,
+    limited_workers,
+    read_slices,
+)
 from medvl.data.loading.workers import TIMEOUT, PassErrors, init_worker, with_worker_errors
 from medvl.data.storage.store import map_threads
 from medvl.data.transforms.image import ImageTransform
@@ -72,7 +79,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
     """Items of a source, indexed by (epoch, position); runs in the loader's workers.
 
     With `keep_imageless`, samples without an image get placeholder pixels; otherwise they are
-    skipped. With `draws_views`, the two images of a study are drawn anew in each epoch.
+    skipped. With `draws_views`, the two images of a study are drawn anew in each epoch. `slices` is
+    None for images; for volumes the slices that a transform of images reads, or `DRAWN`.
     """
 
     def __init__(
@@ -83,6 +91,7 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         image_keys: Sequence[str] | None,
         keep_imageless: bool = True,
         draws_views: bool = False,
+        slices: int | None = None,
     ) -> None:
         self.source = source
         self.maker = maker
@@ -102,6 +111,7 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             raise ConfigError(message, "unsupported", field="prior_image")
         self._last: tuple[tuple[int, str], Views] | None = None
         self._is_remote = is_remote(source)
+        self.slices = slices
         self._scans: ScanSource | None = None
         if isinstance(source, ScanSource):
             self._scans, self.source = source, source.source
@@ -187,11 +197,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         return image
 
     def _views(self, epoch: int, position: int, key: str, sample: Sample) -> Views:
-        if isinstance(self.maker.image, VolumeTransform):
-            rng = self.maker.rng(epoch, key, "image")
-            return self.maker.volume_views(
-                cut_volume(self.source, position, sample, self.maker.image, rng)
-            )
+        if self.slices is not None:
+            return self._volume_views(epoch, position, key, sample, self.slices)
         pixels, other = self._pixels_of_study(epoch, position, key)
         if pixels is None:
             return self.maker.placeholder(self.color)
@@ -199,6 +206,25 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         reads_pixels = self.maker.inputs.prior_image and prior != NO_PRIOR
         prior_pixels = self._pixels(prior) if reads_pixels else None
         return self.maker.views(key, pixels, epoch, prior_pixels, sample, other)
+
+    def _volume_views(
+        self, epoch: int, position: int, key: str, sample: Sample, slices: int
+    ) -> Views:
+        """Return the cut of a volume, or for a transform of images its slices: in training one that
+        is drawn, else the middle one as an image, or several in a stack.
+        """
+        image = self.maker.image
+        rng = self.maker.rng(epoch, key, "slice")
+        if isinstance(image, VolumeTransform):
+            rng = self.maker.rng(epoch, key, "image")
+            return self.maker.volume_views(cut_volume(self.source, position, sample, image, rng))
+        drawn = rng if slices == DRAWN else None
+        found = read_slices(self.source, position, sample, max(1, slices), drawn)
+        if found is None:
+            return self.maker.placeholder(color=True)
+        if slices > 1:
+            return self.maker.slice_views(key, found)
+        return self.maker.views(key, found[0], epoch, None, sample)
 
     def _pixels_of_study(
         self, epoch: int, position: int, key: str
@@ -298,6 +324,12 @@ class Loader:
         )
 
     @property
+    def slices(self) -> int | None:
+        """Slices of each volume that a transform of images reads; None for images."""
+        slices: int | None = getattr(self.samples, "slices", None)
+        return slices
+
+    @property
     def skipped(self) -> Counter[str]:
         """Number of skips so far, by reason; a sample counts in every pass that leaves it out."""
         return self._skips.reasons
@@ -390,6 +422,7 @@ def open_loader(
     targets: "DenseTargets | None" = None,
     keep_imageless: bool | None = None,
     memory: int = MEMORY,
+    slices: int = 1,
 ) -> Loader:
     """Open a loader over a source. If the source has `image_keys`, evaluation batches hold each
     image once.
@@ -421,11 +454,14 @@ def open_loader(
             them in training only.
         memory: bytes of the volumes that workers prefetch; fewer workers are used where they would
             need more.
+        slices: axial slices of a volume that an `ImageTransform` reads in evaluation, in RGB by
+            three windows: the middle one as an image, or several as `Batch.image_BCDHW`. In
+            training, one is drawn.
 
     Raises:
         ConfigError: the batch is not divisible by the ranks, or larger than the data; the source
-            lacks an input, or has volumes and `image` is for images, or the reverse; `world` is 1
-            in training on several ranks.
+            lacks an input, or has images and `image` is for volumes; `world` is 1 in training on
+            several ranks.
         BudgetError, ShardError, LoaderError, StorageError: while iterating, when too many samples,
         or all of a batch,
             are unreadable, a worker process died or hangs, or a remote store fails for good.
@@ -439,14 +475,17 @@ def open_loader(
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
     prefetch = _PREFETCHED
-    if check_volumes(source, image, shared, inputs or Inputs(), targets):
-        assert isinstance(image, VolumeTransform)
+    has_volumes = check_volumes(source, image, shared, inputs or Inputs(), targets)
+    if has_volumes and isinstance(image, VolumeTransform):
         rows = batch // world if train else batch
         workers, prefetch = limited_workers(workers, prefetch, rows * image.bytes, memory)
+        slices = 1
+    of_volumes = (DRAWN if train else slices) if has_volumes else None
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
     color = has_color(source) if color is None else color
     keep = train if keep_imageless is None else keep_imageless
-    samples = SampleDataset(source, maker, color, shared, keep, train and maker.inputs.drawn_view)
+    draws_views = train and maker.inputs.drawn_view
+    samples = SampleDataset(source, maker, color, shared, keep, draws_views, of_volumes)
     collate = Collate(tokenizer, maker.inputs, maker.targets)
     return Loader(
         source,

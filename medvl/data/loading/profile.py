@@ -8,7 +8,7 @@ import numpy as np
 
 from medvl.data.loading.collate import ItemMaker, SkippedSample, Views
 from medvl.data.loading.loader import Loader
-from medvl.data.loading.volumes import cut_volume
+from medvl.data.loading.volumes import cut_volume, read_slices
 from medvl.data.shards.regions import Regions
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import ImageError, MedvlError
@@ -80,6 +80,9 @@ def _read(samples: Any, position: int) -> Regions | np.ndarray | None:
     if isinstance(samples.maker.image, VolumeTransform):
         sample = samples.source.sample(position)
         return cut_volume(samples.source, position, sample, samples.maker.image)
+    if samples.slices is not None:
+        slices = read_slices(samples.source, position, samples.source.sample(position))
+        return None if slices is None else slices[0]
     if samples.maker.inputs.regions:
         regions: Regions = samples.source.regions(position)
         return regions

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from medvl.data.loading.sources import Source, has_volumes
-from medvl.data.volumes.transform import VolumeTransform, stored_shape
+from medvl.data.volumes.slices import rgb_slices
+from medvl.data.volumes.transform import Shape, VolumeTransform, stored_shape
 from medvl.errors import ConfigError, ImageError, ShardError
 from medvl.schema import Inputs, Sample
 
@@ -15,28 +16,30 @@ _log = logging.getLogger(__name__)
 MEMORY = 8 << 30
 """Default bytes of the volumes that a loader's workers prefetch."""
 
+DRAWN = 0
+"""Slices of a loader that draws one of each volume."""
+
 
 def check_volumes(
     source: Source, image: Any, image_keys: object, inputs: Inputs, targets: object
 ) -> bool:
-    """Return whether a transform reads volumes.
+    """Return whether a source has volumes, of which a transform of images reads slices.
 
-    Raises ConfigError ("mismatch") where the source has volumes and the transform is for images,
-    or the reverse; "conflict" for parts of a batch that are of images.
+    Raises ConfigError ("mismatch") where a transform of volumes is given images; "conflict" for
+    parts of a batch that are of images.
     """
-    reads = isinstance(image, VolumeTransform)
-    if reads != has_volumes(source):
-        kinds = ("volumes", "images") if reads else ("images", "volumes")
-        where = getattr(source, "folder", "the source")
-        raise ConfigError(
-            f"expected {kinds[0]}, got {kinds[1]} in {where}; give shards of {kinds[0]}, or a "
-            f"model of {kinds[1]}",
-            "mismatch",
-            field="data",
-        )
-    if not reads:
+    if not has_volumes(source):
+        if isinstance(image, VolumeTransform):
+            where = getattr(source, "folder", "the source")
+            raise ConfigError(
+                f"expected volumes, got images in {where}; give shards of volumes, or a model of "
+                "images",
+                "mismatch",
+                field="data",
+            )
         return False
-    names = ("second_image", "prior_image", "other_view", "drawn_view", "regions")
+    names = ["prior_image", "other_view", "drawn_view", "regions"]
+    names += ["second_image"] * isinstance(image, VolumeTransform)
     wanted = [name for name in names if getattr(inputs, name)]
     wanted += ["targets"] * (targets is not None)
     wanted += ["image_keys"] * (image_keys is not None)
@@ -59,18 +62,47 @@ def cut_volume(
 
     Raises ShardError.
     """
+    shape = _shape(source, position, sample)
+    if shape is None:
+        return None
+    cut = transform.cut(shape, rng)
+    return transform.fill(source.volume(position, cut.source[0]).hu_DHW, cut)
+
+
+def read_slices(
+    source: Any,
+    position: int,
+    sample: Sample,
+    count: int = 1,
+    rng: np.random.Generator | None = None,
+) -> np.ndarray | None:
+    """Return uint8 RGB slices (N, H, W, 3) of a volume at even distances, the middle one of one; or
+    with `rng` one of the inner 80 %. None where the sample has no volume.
+
+    Raises ShardError.
+    """
+    shape = _shape(source, position, sample)
+    if shape is None:
+        return None
+    shares = (np.arange(count) + 0.5) / count if rng is None else rng.uniform(0.1, 0.9, 1)
+    places = (shares * shape[0]).astype(int).tolist()
+    first = places[0]
+    volume = source.volume(position, slice(first, places[-1] + 1))
+    return rgb_slices(volume, [place - first for place in places])
+
+
+def _shape(source: Any, position: int, sample: Sample) -> Shape | None:
+    """Return the shape of a sample's volume, None where it has none. Raises ShardError."""
     try:
         if "shape" not in sample.extra:
             source.volume(position, slice(0, 0))  # tells a sample without a volume from damage
-        cut = transform.cut(stored_shape(sample.extra), rng)
-        volume = source.volume(position, cut.source[0])
+        return stored_shape(sample.extra)
     except ImageError as error:
         if error.code != "no_image":
             raise
         return None
     except ValueError as error:
         raise ShardError(f"sample {sample.key}: {error}", "malformed") from error
-    return transform.fill(volume.hu_DHW, cut)
 
 
 def limited_workers(workers: int, prefetch: int, size: int, memory: int) -> tuple[int, int]:

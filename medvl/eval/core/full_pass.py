@@ -241,6 +241,12 @@ def input_hashes(checkpoint: str | Path | None, **loaders: Loader | None) -> dic
     }
 
 
+def slices_of(loader: Loader) -> dict[str, int]:
+    """Return the entry for `Results.config` of stacks of slices; nothing for images."""
+    slices: int | None = getattr(loader, "slices", None)
+    return {"slices": slices} if slices is not None and slices > 1 else {}
+
+
 # Embeddings of batches of images and of any number of texts.
 
 _TEXT_BATCH = 256
@@ -249,12 +255,36 @@ _TEXT_BATCH = 256
 def encode_batch(
     model: Model, batch: Batch, device: torch.device, autocast: torch.dtype | None
 ) -> Embeddings:
-    """Return the embeddings of a batch of images on `device`; `autocast` applies to the encoder
-    only.
+    """Return the embeddings of a batch of images, volumes or stacks of slices on `device`;
+    `autocast` applies to the encoder only.
+
+    Slices of a volume are images: their vectors are averaged, and their local vectors are those of
+    the volume.
     """
-    image_BCHW = batch.image_BCHW.to(device, non_blocking=True)
+    pixels = batch.pixels.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        return model.embed_images(image_BCHW)
+        if batch.image_BCDHW is None or pixels.shape[1] == 1:
+            return model.embed_images(pixels)
+        slices = pixels.shape[2]
+        return _pool_slices(model.embed_images(pixels.transpose(1, 2).flatten(0, 1)), slices)
+
+
+def _pool_slices(embedded: Embeddings, slices: int) -> Embeddings:
+    """Return the embeddings of volumes of so many slices each."""
+    if embedded.weight_NP is not None or embedded.pair_N is not None:
+        message = "this model's embeddings cannot be averaged over slices; use a model of volumes"
+        raise EvaluationError(message, "unsupported", field="checkpoint")
+    vectors_NSE = embedded.global_NE.float().unflatten(0, (-1, slices))
+    mean_NE = vectors_NSE.mean(dim=1)
+    ones = torch.ones((), device=mean_NE.device)
+    if torch.allclose(vectors_NSE.norm(dim=2), ones, atol=1e-2):
+        mean_NE = F.normalize(mean_NE, dim=1)
+    local, mask = embedded.local_NPE, embedded.mask_NP
+    return Embeddings(
+        mean_NE,
+        None if local is None else local.unflatten(0, (-1, slices)).flatten(1, 2),
+        None if mask is None else mask.unflatten(0, (-1, slices)).flatten(1, 2),
+    )
 
 
 def embed_texts(

@@ -4,15 +4,17 @@ training patients.
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from medvl.data.annotations import MIXED
 from medvl.data.convert.webdataset import cached_shards
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sources import Source, check_real, color_for, no_text, region_manifest_of
+from medvl.data.loading.volumes import read_slices
 from medvl.data.shards.regions import find_regions
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
@@ -21,7 +23,7 @@ from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ConfigError, SplitError
+from medvl.errors import ConfigError, ImageError, SplitError
 from medvl.models.base import System
 from medvl.models.checkpoint import load
 from medvl.models.checkpoint_folder import detector_of, train_manifests
@@ -29,6 +31,9 @@ from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Inputs
 
 _log = logging.getLogger(__name__)
+
+SLICES = 16
+"""Axial slices of each volume that a model of images reads in an evaluation."""
 
 
 def resolve_device(device: str) -> str:
@@ -162,6 +167,7 @@ def open_for_evaluation(
     sections: Sequence[str] = (),
     inputs: Inputs | None = None,
     ranks: tuple[int, int] = (0, 1),
+    slices: int = 1,
 ) -> Loader:
     """Open a loader that yields every sample of a source once, in order.
 
@@ -178,6 +184,7 @@ def open_for_evaluation(
             that has them.
         ranks: rank and number of ranks that take whole batches in turn; `FullPass.compute` brings
             the results together. By default this process reads everything, also in a process group.
+        slices: axial slices of each volume that a model of images reads.
     """
     inputs = dataclasses.replace(inputs or Inputs(), regions=region_manifest_of(source) is not None)
     return open_loader(
@@ -192,4 +199,22 @@ def open_for_evaluation(
         workers=workers,
         color=color_for(source, transform),
         inputs=inputs,
+        slices=slices,
     )
+
+
+def shown_pixels(source: ShardSource) -> Callable[[int], np.ndarray]:
+    """Return a function of the position of a sample: its image on a page, of a volume the middle
+    axial slice.
+    """
+    if not source.has_volumes:
+        return source.pixels
+
+    def middle(position: int) -> np.ndarray:
+        slices = read_slices(source, position, source.sample(position))
+        if slices is None:
+            raise ImageError(f"sample {source.key(position)} has no volume", "no_image")
+        middle_HWC: np.ndarray = slices[0]
+        return middle_HWC
+
+    return middle

@@ -195,7 +195,7 @@ def _encode(encoder: ProbedEncoder, loader: Loader) -> _Encoded:
     def encode(batch: Batch) -> dict[str, torch.Tensor]:
         return {
             "x": encoder.module(
-                batch.image_BCHW.to(encoder.device, non_blocking=True)
+                batch.pixels.to(encoder.device, non_blocking=True)
             ).pooled_BD.float()
         }
 

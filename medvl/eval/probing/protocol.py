@@ -553,7 +553,7 @@ class FittedProbe:
         """Return (B, L): float64 probabilities of a batch's images on the CPU, columns as in
         `names`.
         """
-        features = self.encoder.module(batch.image_BCHW.to(self.encoder.device, non_blocking=True))
+        features = self.encoder.module(batch.pixels.to(self.encoder.device, non_blocking=True))
         return torch.from_numpy(
             self.probe.probability_NL(self.standardizer(features.pooled_BD.float().cpu()))
         )

@@ -15,7 +15,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.eval.core.full_pass import Loader, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.open import unsupported_model
+from medvl.eval.core.open import SLICES, shown_pixels, unsupported_model
 from medvl.eval.core.results import (
     LineFields,
     Lines,
@@ -59,11 +59,9 @@ _FINDINGS = 2
 _MIN_IMAGES = 5  # minimum number of images with, and without, a finding that colors the embeddings
 LIMITS = (
     "A research evaluation, not for clinical use: a retrieved text may have the same meaning as "
-    "the image's own text "
-    "in other words, and is still counted as wrong.",
+    "the image's own text in other words, and is still counted as wrong.",
     "Intervals are percentiles of a bootstrap over patients, with all their images or texts. "
-    "Recall falls as the "
-    "gallery grows: compare numbers over one gallery only.",
+    "Recall falls as the gallery grows: compare numbers over one gallery only.",
     "Images and texts on this page belong to the data set and stay under its terms of use.",
 )
 
@@ -146,10 +144,8 @@ def _table(result: RetrievalResult) -> tables.Table:
         ],
         rows=lines,
         caption="The share of queries whose own text, or image, is among the first k, with 95% "
-        "intervals. The tick in "
-        "a bar is chance, the expected value of a random order. nDCG is the gain of the first k "
-        "by the agreement of "
-        "labels; MRR is the mean of 1 / rank.",
+        "intervals. The tick in a bar is chance, the expected value of a random order. nDCG is the "
+        "gain of the first k by the agreement of labels; MRR is the mean of 1 / rank.",
     )
 
 
@@ -199,8 +195,8 @@ def _plots(
         title="Similarities and embeddings",
         strips=[html.Strip(title="", pictures=pictures)],
         caption="First two principal components of image and text embeddings together (PCA). "
-        "Images and texts are "
-        "often in separate regions (the modality gap), and retrieval compares them across the gap.",
+        "Images and texts are often in separate regions (the modality gap), and retrieval compares "
+        "them across the gap.",
     )
 
 
@@ -331,6 +327,8 @@ def _ordinal(number: int) -> str:
     return f"{number:,}{ending}"
 
 
+_KS = (1, 5, 10)
+_KS_OF_VOLUMES = (5, 10, 50, 100)
 _EXAMPLES = 6
 """Queries of each direction on the page."""
 
@@ -377,6 +375,10 @@ class Retrieval(ModelEvaluation):
     """candidates per query that are re-ranked"""
     sections: tuple[str, ...] = ()
     """sections of the text; default the whole text"""
+    ks: tuple[int, ...] = ()
+    """ranks of the recalls; default 1 5 10, and 5 10 50 100 of volumes"""
+    slices: int = SLICES
+    """axial slices of each volume that a model of images reads; their vectors are averaged"""
 
     def output(self, options: OutputOptions) -> OutputFolder:
         """Return the folder of the results of the fusion-encoder, if there is one."""
@@ -384,11 +386,13 @@ class Retrieval(ModelEvaluation):
 
     def evaluate(self, model: DualEncoder, source: ShardSource, setup: Setup) -> RetrievalResult:
         """Return the recalls and ranks."""
-        loader = setup.loader(source, model, sections=self.sections)
+        loader = setup.loader(source, model, sections=self.sections, slices=self.slices)
         if self.rerank is None:
+            of_volumes = _KS_OF_VOLUMES if source.has_volumes else _KS
             return image_text.image_text_retrieval(
                 model,
                 loader,
+                ks=self.ks or of_volumes,
                 resamples=setup.resamples,
                 checkpoint=self.checkpoint,
                 examples=_EXAMPLES,
@@ -418,10 +422,11 @@ class Retrieval(ModelEvaluation):
         if result.examples is None:
             return None
         samples = samples_by_key(source)
+        shown = shown_pixels(source)
         return functools.partial(
             write_retrieval_page,
             result,
-            pixels=lambda key: source.pixels(samples[key][0]),
+            pixels=lambda key: shown(samples[key][0]),
             labels=lambda key: samples[key][1].labels,
         )
 
@@ -462,8 +467,7 @@ class Retrieval(ModelEvaluation):
 
 _LIMITS = (
     "A research evaluation, not for clinical use: a hit is an image or text with the same "
-    "label; other content may "
-    "differ.",
+    "label; other content may differ.",
     "Intervals include the sampling error of the queries; the candidates are fixed.",
 )
 
@@ -513,8 +517,7 @@ def _class_table(results: Results, direction: str) -> Table:
         strong_rows=1,
         one_axis=True,
         caption="The share of a query's nearest candidates that have its class, with 95% "
-        "intervals. The tick in a bar "
-        "is chance, the expected value of a random order.",
+        "intervals. The tick in a bar is chance, the expected value of a random order.",
     )
 
 

@@ -39,6 +39,7 @@ from medvl.eval.core.full_pass import (
     embed_texts,
     input_hashes,
     samples_by_key,
+    slices_of,
 )
 from medvl.eval.core.metric_rows import (
     MetricGroup,
@@ -308,6 +309,7 @@ def image_text_retrieval(
             "resamples": resamples,
             "seed": seed,
             "autocast": autocast and str(autocast),
+            **slices_of(loader),
         },
         inputs=inputs,
         details={**gallery.counts, "chance": chance_recalls(gallery, ks) | _chance_gains(gains)},

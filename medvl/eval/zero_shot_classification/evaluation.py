@@ -8,7 +8,7 @@ from medvl.eval.classification.evaluation import LIMITS, facts, headlines, secti
 from medvl.eval.classification.scored_images import (
     MeanOptions,
 )
-from medvl.eval.core.open import load_ensemble
+from medvl.eval.core.open import SLICES, load_ensemble, shown_pixels
 from medvl.eval.core.results import OutputFolder, PageHeader, classes_of_lines
 from medvl.eval.evaluation import Evaluation, Outcome, OutputOptions, Setup
 from medvl.eval.html.page import Page, Pixels, hashed, write_page
@@ -116,6 +116,10 @@ class ZeroShot(Evaluation):
     """findings to evaluate; default all that have prompts and are labels of the shards"""
     label: MeanOptions = dataclasses.field(default_factory=MeanOptions)
     """labels, thresholds and means"""
+    slices: int = SLICES
+    """axial slices of each volume that a model of images reads; their vectors are averaged"""
+    by_scan: bool = False
+    """average the scores of a scan's reconstructions, so that each scan counts once"""
 
     def output(self, options: OutputOptions) -> OutputFolder:
         """Return the folder of the results of the first checkpoint."""
@@ -134,21 +138,24 @@ class ZeroShot(Evaluation):
         models = load_ensemble(self.checkpoint, setup.options.device)
         result = zero_shot(
             models,
-            setup.loader(source, models[0]),
+            setup.loader(source, models[0], slices=self.slices),
             prompts,
             labels=self.labels,
-            valid_loader=setup.valid_loader(self.valid, models[0], *self.checkpoint),
+            valid_loader=setup.valid_loader(
+                self.valid, models[0], *self.checkpoint, slices=self.slices
+            ),
             policy=self.label.policy(),
             threshold_rule=self.label.threshold_rule,
             resamples=setup.resamples,
             smallest_class=self.label.smallest_class,
+            by_scan=self.by_scan,
             checkpoint=self.checkpoint,
         )
         return Outcome(
             result=result,
             model=f"{models[0].name} ({', '.join(map(str, self.checkpoint))})",
             data=source.manifest,
-            page=functools.partial(write_zero_shot_page, result, pixels=source.pixels),
+            page=functools.partial(write_zero_shot_page, result, pixels=shown_pixels(source)),
             table=result.table(),
         )
 

@@ -52,6 +52,7 @@ from medvl.eval.core.full_pass import (
     encode_batch,
     input_hashes,
     samples_by_key,
+    slices_of,
 )
 from medvl.eval.core.metric_rows import MetricGroup, measure, top1_metrics
 from medvl.eval.core.metrics import Array
@@ -324,6 +325,7 @@ def zero_shot(
     seed: int = 0,
     smallest_subgroup: int = 10,
     smallest_class: int = 1,
+    by_scan: bool = False,
     autocast: torch.dtype | None = None,
     checkpoint: str | Path | Sequence[str | Path] | None = None,
 ) -> ZeroShotResult:
@@ -343,6 +345,8 @@ def zero_shot(
         smallest_subgroup: positives, and negatives, that the AUROC of a subgroup needs.
         smallest_class: positives, and negatives, that a finding needs to be in the means over
             findings.
+        by_scan: average the scores of a scan's reconstructions (the samples of one study), so that
+            each scan counts once.
         autocast: dtype of the image encoder, such as `torch.bfloat16`; None for float32.
         checkpoint: directory or file of each model, whose hash is recorded in the results.
 
@@ -359,9 +363,11 @@ def zero_shot(
     hashes = {"checkpoint": _ensemble_hash(members), "prompts": prompts.sha256}
     test = score_images(model, loader, prompts, policy, autocast)
     test = dataclasses.replace(test, smallest_class=smallest_class)
+    test = mean_of_scans(test) if by_scan else test
     thresholds = None
     if valid_loader is not None:
         valid = score_images(model, valid_loader, prompts, policy, autocast)
+        valid = mean_of_scans(valid) if by_scan else valid
         thresholds = scoring.choose_thresholds(valid, test, threshold_rule)
     results = scoring.evaluate_scores(
         test,
@@ -375,6 +381,8 @@ def zero_shot(
             "resamples": resamples,
             "seed": seed,
             "smallest_subgroup": smallest_subgroup,
+            **({"by_scan": True} if by_scan else {}),
+            **slices_of(loader),
         },
         inputs=input_hashes(None, manifest=loader, validation_manifest=valid_loader) | hashes,
     )
@@ -441,6 +449,24 @@ def score_images(
         samples=samples,
         positions=positions,
         counts=counts,
+    )
+
+
+def mean_of_scans(images: ScoredImages) -> ScoredImages:
+    """Return one row for each study, with the mean score of its samples and the labels of the
+    first.
+    """
+    scans: dict[tuple[str, str], list[int]] = {}
+    for row, sample in enumerate(images.samples):
+        scans.setdefault((sample.patient, sample.study), []).append(row)
+    first = [rows[0] for rows in scans.values()]
+    return dataclasses.replace(
+        images,
+        scores_NL=np.stack([images.scores_NL[rows].mean(axis=0) for rows in scans.values()]),
+        labels_NL=images.labels_NL[first],
+        samples=tuple(images.samples[row] for row in first),
+        positions=tuple(images.positions[row] for row in first),
+        counts={**images.counts, "scans": len(scans)},
     )
 
 

@@ -23,6 +23,7 @@ from medvl.data.tokenizer.tokenizer import train_words
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.data.volumes.resampling import crop_or_pad
+from medvl.data.volumes.slices import rgb_slices
 from medvl.data.volumes.transform import VolumeTransform
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs
@@ -167,14 +168,56 @@ def test_folders_are_read_together(folder: Path, tmp_path: Path) -> None:
 
 def test_images_and_volumes_are_told_apart(folder: Path, tmp_path: Path) -> None:
     source = ShardSource(folder)
-    with raises(ConfigError, "mismatch", names="volumes"):
-        open_it(source, image=EvalTransform(size=32))
     run = ShardRun(out=tmp_path / "out", workers=1)
     write_shards(make_plan(tmp_path / "images", 4), DEID, run, OPTIONS)
     with raises(ConfigError, "mismatch", names="images"):
         open_it(ShardSource(tmp_path / "out" / "train"))
     with raises(ConfigError, "conflict", "prior_image"):
         open_it(source, inputs=Inputs(prior_image=True))
+
+
+def test_transforms_of_images_read_the_middle_slice(folder: Path) -> None:
+    source = ShardSource(folder)
+    transform = EvalTransform(size=24)
+    batch = next(iter(open_it(source, train=False, batch=4, image=transform)))
+    assert batch.image_BCDHW is None
+    assert batch.image_BCHW.shape == (4, 3, 24, 24)
+    middle_HWC = rgb_slices(source.volume(2))[0]
+    expected = transform.build()(middle_HWC, np.random.default_rng(0)).image_HWC
+    np.testing.assert_array_equal(batch.image_BCHW[2].permute(1, 2, 0).numpy(), expected)
+
+
+def test_transforms_of_images_read_several_slices(folder: Path) -> None:
+    source = ShardSource(folder)
+    transform = EvalTransform(size=24)
+    loader = open_it(source, train=False, batch=4, image=transform, slices=4)
+    batch = next(iter(loader))
+    assert loader.slices == 4
+    assert batch.image_BCHW.numel() == 0
+    assert volumes_of(batch).shape == (4, 3, 4, 24, 24)
+    assert volumes_of(batch).dtype == torch.uint8
+    for row in range(4):
+        for place, pixels in enumerate(rgb_slices(source.volume(row), [2, 6, 10, 14])):
+            expected = transform.build()(pixels, np.random.default_rng(0)).image_HWC
+            found = volumes_of(batch)[row, :, place].permute(1, 2, 0)
+            np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_training_on_images_draws_a_slice_of_each_volume(folder: Path) -> None:
+    source = ShardSource(folder)
+    loader = open_it(source, image=EvalTransform(size=32), batch=6)
+    drawn = [batch for _ in range(2) for batch in loader]
+    again = next(iter(open_it(source, image=EvalTransform(size=32), batch=6)))
+    assert torch.equal(drawn[0].image_BCHW, again.image_BCHW)
+    places = set()
+    for batch in drawn:
+        for key, image in zip(batch.keys, batch.image_BCHW, strict=True):
+            position = next(row for row in range(len(source)) if source.key(row) == key)
+            slices = rgb_slices(source.volume(position), range(SHAPE[0]))
+            (place,) = np.flatnonzero((slices == image.permute(1, 2, 0).numpy()).all((1, 2, 3)))
+            places.add(int(place))
+    assert len(places) > 3
+    assert places <= set(range(1, 15)), "the inner 80 %"
 
 
 def test_damaged_volumes_are_counted(folder: Path, tmp_path: Path) -> None:
