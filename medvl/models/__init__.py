@@ -95,14 +95,11 @@ if TYPE_CHECKING:
         CARZero as CARZero,
         CARZeroConfig as CARZeroConfig,
     )
-    from medvl.models.dual_encoders.clip import (
-        CLIP as CLIP,
+    from medvl.models.dual_encoders.chexzero import (
         CheXzero as CheXzero,
         CheXzeroConfig as CheXzeroConfig,
-        CLIPConfig as CLIPConfig,
-        SigLIP as SigLIP,
-        SigLIPConfig as SigLIPConfig,
     )
+    from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
     from medvl.models.dual_encoders.convirt import (
         ConVIRT as ConVIRT,
         ConVIRTConfig as ConVIRTConfig,
@@ -146,6 +143,7 @@ if TYPE_CHECKING:
         RadZero as RadZero,
         RadZeroConfig as RadZeroConfig,
     )
+    from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
     from medvl.models.dual_encoders.umrl import (
         UMRL as UMRL,
         UMRLConfig as UMRLConfig,
@@ -194,13 +192,12 @@ if TYPE_CHECKING:
         RegionConfig as RegionConfig,
         RegionModel as RegionModel,
     )
-    from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
-    from medvl.models.fusion_encoders.m2i2 import (
-        M2I2 as M2I2,
-        MUMC as MUMC,
-        M2I2Config as M2I2Config,
-        MUMCConfig as MUMCConfig,
+    from medvl.models.fusion_encoders.berthop import (
+        BERTHop as BERTHop,
+        BERTHopConfig as BERTHopConfig,
     )
+    from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
+    from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.medvill import (
         MedViLL as MedViLL,
@@ -211,6 +208,7 @@ if TYPE_CHECKING:
         MixedModel as MixedModel,
     )
     from medvl.models.fusion_encoders.mrm import MRM as MRM, MRMConfig as MRMConfig
+    from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
     from medvl.models.fusion_encoders.pixelbert import (
         PixelBERT as PixelBERT,
         PixelBERTConfig as PixelBERTConfig,
@@ -229,8 +227,6 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.uniter import UNITER as UNITER, UNITERConfig as UNITERConfig
     from medvl.models.fusion_encoders.vilt import ViLT as ViLT, ViLTConfig as ViLTConfig
     from medvl.models.fusion_encoders.visualbert import (
-        BERTHop as BERTHop,
-        BERTHopConfig as BERTHopConfig,
         VisualBERT as VisualBERT,
         VisualBERTConfig as VisualBERTConfig,
     )

@@ -25,9 +25,11 @@ from medvl.export.exporters.common import difference, random_ids
 from medvl.export.importers.backbones import hugging_face_swin, hugging_face_vit
 from medvl.export.importers.key_map import to_medvl, to_published
 from medvl.models import checkpoint, create_model
-from medvl.models.dual_encoders.clip import CheXzeroConfig, CLIPConfig, SigLIPConfig
+from medvl.models.dual_encoders.chexzero import CheXzeroConfig
+from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
+from medvl.models.dual_encoders.siglip import SigLIPConfig
 
 VISION = {"width": 128, "layers": 2, "embed_dim": 24}
 TEXT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "embed_dim": 24}

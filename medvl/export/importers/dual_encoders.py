@@ -11,13 +11,15 @@ from medvl.export.importers.importer import Importer, bert_fields, encoder_field
 from medvl.export.importers.key_map import Change, KeyRule, Shapes, ZeroTensor, drop, keep
 from medvl.models.dual_encoders.biovil import BioViLConfig
 from medvl.models.dual_encoders.biovil_t import BioViLTConfig
-from medvl.models.dual_encoders.clip import CheXzeroConfig, CLIPConfig, SigLIPConfig
+from medvl.models.dual_encoders.chexzero import CheXzeroConfig
+from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
 from medvl.models.dual_encoders.cxrclip import CXRCLIPConfig
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
 from medvl.models.dual_encoders.lovt import LoVTConfig
 from medvl.models.dual_encoders.medclip import MedCLIPConfig
 from medvl.models.dual_encoders.mgca import MGCAConfig
+from medvl.models.dual_encoders.siglip import SigLIPConfig
 
 MEDCLIP_RESNET_HEAD = "vision_model.model.fc"
 """Name of the image head beside a ResNet; beside Swin it has another one."""

@@ -31,7 +31,8 @@ from medvl.export.importers import backbones
 from medvl.export.importers.backbones import IMAGE, TEXT, TEXT_PROJECTION
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, keep
-from medvl.models.dual_encoders.clip import CLIPConfig, SigLIPConfig
+from medvl.models.dual_encoders.clip import CLIPConfig
+from medvl.models.dual_encoders.siglip import SigLIPConfig
 
 _SENTENCEPIECE = "spiece.model"
 _WORDS = ("vocab.json", "merges.txt")

@@ -19,7 +19,9 @@ from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.checkpoint import save
-from medvl.models.dual_encoders.clip import CLIP, CheXzeroConfig, CLIPConfig, SigLIPConfig
+from medvl.models.dual_encoders.chexzero import CheXzeroConfig
+from medvl.models.dual_encoders.clip import CLIP, CLIPConfig
+from medvl.models.dual_encoders.siglip import SigLIPConfig
 from medvl.schema import Batch
 
 TEXTS = [

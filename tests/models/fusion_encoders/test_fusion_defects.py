@@ -42,7 +42,7 @@ from medvl.eval.classification.scored_images import ScoredImages
 from medvl.eval.dense.metrics import THRESHOLDS, mask_areas
 from medvl.losses import lvit
 from medvl.losses.pairs.image_text import hard_pairs
-from medvl.models.fusion_encoders.visualbert import BERTHopConfig
+from medvl.models.fusion_encoders.berthop import BERTHopConfig
 from medvl.schema import Sample
 from medvl.train import OptimConfig
 from medvl.train.loop.step import Step
