@@ -2,6 +2,7 @@
 one.
 """
 
+import functools
 import gc
 import os
 import uuid
@@ -27,12 +28,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import cv2
 import fsspec
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from helpers.learning import SEEDS, shift_seeds
 from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 from helpers.object_store import Bucket, Proxy, proxied
 from helpers.unsynced import WITHOUT_WAITING
+from numpy.typing import NDArray
 
 from medvl.data.privacy import Deidentifier
 from medvl.data.storage import store
@@ -40,6 +43,9 @@ from medvl.eval import evaluation
 from medvl.eval.core import results as publish
 from medvl.eval.core.results import Results
 from medvl.eval.html import plots
+from medvl.phantom.layouts import masks, writer
+from medvl.phantom.population.world import View
+from medvl.phantom.rendering.draw import draw
 from medvl.schema import FINDINGS
 from medvl.train.fault_tolerance import guards
 
@@ -195,6 +201,28 @@ def _imports_stay_frozen() -> Iterator[None]:
     collector = SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None)
     with mock.patch.object(guards, "gc", collector):
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _views_are_drawn_once() -> Iterator[None]:
+    """The phantom's files in the layouts of many corpora show the same few patients: a view of one
+    size is drawn once for all of them. Tests of the phantom draw each (tests/phantom/conftest.py).
+    """
+    with (
+        mock.patch.object(writer, "draw", draw_once),
+        mock.patch.object(masks, "draw", draw_once),
+    ):
+        yield
+
+
+@functools.lru_cache(maxsize=4000)
+def _drawn(view: View, size: int) -> NDArray[np.uint16]:
+    return draw(view, size)
+
+
+def draw_once(view: View, size: int) -> NDArray[np.uint16]:
+    """Return what `draw` does; images of up to 128 pixels from memory."""
+    return _drawn(view, size).copy() if size <= 128 else draw(view, size)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,7 +36,7 @@ def test_the_time_is_linear(part: str) -> None:
         find_identifiers(text)
         return time.process_time() - start
 
-    assert seconds(100_000) < 25 * seconds(10_000) + 0.2
+    assert seconds(40_000) < 25 * seconds(4_000) + 0.1
 
 
 def test_free_texts_of_extra_fields_are_the_words_and_numbers_without_codes() -> None:

@@ -127,6 +127,12 @@ def presets(recipe: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", load_script(path.stem, path.parent).PRESETS)
 
 
+@functools.cache
+def settings_of(recipe: str, *arguments: str) -> Any:
+    """Return what `medvl train RECIPE arguments` trains with."""
+    return choose(presets(recipe), arguments)
+
+
 def test_every_command_is_one_of_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
 
@@ -143,7 +149,7 @@ def test_every_command_is_one_of_the_parser(monkeypatch: pytest.MonkeyPatch) -> 
     for _, (program, command, name, *arguments) in steps():
         assert program == "medvl"
         if command == "train":
-            assert choose(presets(name), arguments) is not None
+            assert settings_of(name, *arguments) is not None
         else:
             with contextlib.suppress(SystemExit):
                 cli.main([command, name, *arguments])
@@ -233,7 +239,7 @@ def test_trainings_of_other_settings_have_other_run_folders() -> None:
         for command in commands:
             _, kind, recipe, *arguments = shlex.split(command)
             if kind == "train":
-                folder = choose(presets(recipe), arguments).train.run_dir
+                folder = settings_of(recipe, *arguments).train.run_dir
                 assert trained.setdefault(folder, command) == command, folder
                 assert values_of("--checkpoint", shlex.split(evaluated)) == (f"{folder}/best",), one
 
@@ -243,7 +249,7 @@ def test_classifiers_learn_the_labels_of_their_data_at_the_size_of_the_encoder()
     labels = {"chexpert-split": COMPETITION_FINDINGS, "nih-cxr14": nih, "rsna": ("Pneumonia",)}
     for _, arguments in steps():
         if arguments[1:3] == ["train", "linear_probe"]:
-            settings = choose(presets("linear_probe"), arguments[3:])
+            settings = settings_of("linear_probe", *arguments[3:])
             assert sorted(settings.data.labels) == sorted(labels[settings.data.train.parts[1]]), (
                 arguments
             )
